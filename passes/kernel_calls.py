@@ -18,7 +18,7 @@ from autopar.ops.facts import is_custom, op_name
 from autopar.ops.meta import meta
 from autopar.ops.operands import arguments, operands, shape_of
 from autopar.plan import Axis
-from autopar.program import custom, kernels, kernels_norm, kernels_ring, kernels_rnn
+from autopar.program import custom, kernels, kernels_norm, kernels_ring, kernels_rnn, kernels_vocab
 from autopar.rules.traffic import OF_MICROBATCHES
 from autopar.sharding import Sharding
 from autopar.types import I, P, R, SpmdType
@@ -100,13 +100,13 @@ def _custom(node: fx.Node, sharding: Sharding) -> KernelCall | None:
 def _vocabulary_loss(request: Request) -> KernelCall:
     given = _loss_arguments(request)
     logits, labels = given.pop("logits"), given.pop("labels")
-    return kernels.vocab_parallel_cross_entropy_sum, (logits, labels, _one_or_all(request.axes)), given
+    return kernels_vocab.vocab_parallel_cross_entropy_sum, (logits, labels, _one_or_all(request.axes)), given
 
 
 def _masked_embedding(request: Request) -> KernelCall:
     args = request.node.args
     padding = {"padding_idx": args[2]} if len(args) > 2 and args[2] != -1 else {}
-    return kernels.masked_embedding, (args[1], args[0]), {"axis": _one_or_all(request.axes), **padding}
+    return kernels_vocab.masked_embedding, (args[1], args[0]), {"axis": _one_or_all(request.axes), **padding}
 
 
 def _dropout(request: Request) -> KernelCall:

@@ -25,7 +25,14 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
-PRELOADED = ("autopar.run.pool", "autopar.run.worker", "autopar.verify.remote", "autopar.program.runtime")
+PRELOADED = (
+    "autopar.run.pool",
+    "autopar.run.worker",
+    "autopar.verify.remote",
+    "autopar.program.runtime",
+    "autopar.program.split_pipeline",  # torch's pipelining
+    "autopar.program.fsdp_split",  # ... and FSDP
+)
 PIPE = subprocess.PIPE
 _WORKER = [sys.executable, "-m", "autopar.run.worker"]
 

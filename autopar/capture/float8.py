@@ -6,10 +6,11 @@ import copy
 import dataclasses
 
 import torch
+from torch import fx
 
 from autopar.graph import Graph
 from autopar.plan import FP8
-from passes.float8 import float8_pass, has_products
+from passes.float8 import choices, float8_pass, has_products
 
 
 def in_float8(graph: Graph) -> Graph:
@@ -23,10 +24,31 @@ def in_float8(graph: Graph) -> Graph:
         return graph
     uses = [layer.cls for layer in graph.layers]
     head = next((name for name in reversed(uses) if has_products(graph.classes[name].graph)), "")
-    classes = {
-        name: dataclasses.replace(
-            cls, graph=float8_pass(copy.deepcopy(cls.graph), last=name == head and uses.count(name) == 1)
-        )
-        for name, cls in graph.classes.items()
-    }
+    decisive = _decisive(graph)
+    classes = {}
+    for name, cls in graph.classes.items():
+        gm = copy.deepcopy(cls.graph)
+        nodes = _placeholders(gm)
+        parameters = nodes[len(nodes) - len(cls.parameters) :]
+        last = name == head and uses.count(name) == 1
+        classes[name] = dataclasses.replace(cls, graph=float8_pass(gm, parameters, last, decisive[name]))
     return dataclasses.replace(graph, classes=classes, narrow=(*graph.narrow, FP8))
+
+
+def _decisive(graph: Graph) -> dict[str, set[int]]:
+    """By layer class, the indices of the outputs on which a choice in a later layer depends with no product in between."""
+    found: dict[str, set[int]] = {name: set() for name in graph.classes}
+    values: set[str] = set()
+    for layer in reversed(graph.layers):
+        cls = graph.classes[layer.cls]
+        outputs = {index for index, name in enumerate(layer.outputs) if name in values}
+        found[layer.cls] |= outputs
+        before = choices(cls.graph, outputs)
+        values |= {
+            name for name, node in zip(layer.activations, _placeholders(cls.graph), strict=False) if node in before
+        }
+    return found
+
+
+def _placeholders(gm: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in gm.graph.nodes if node.op == "placeholder"]

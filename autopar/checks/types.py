@@ -58,23 +58,25 @@ def _check_here(path: Path, progress: Progress) -> int:
     with (
         warnings.catch_warnings(),
         _imported(path) as model,
-        _fake_world(model.MESH) as mesh,
+        _fake_world(model.PROGRAM.mesh) as mesh,
         spmd.set_current_mesh(mesh),
         _flattened(model, mesh),
     ):
         # spmd-types calls two collectives by the names that torch 2.13 deprecates
         warnings.filterwarnings("ignore", category=FutureWarning, module="spmd_types")
         seen: _Seen = {}
-        for index, kind in enumerate(model.STAGES):
-            progress(f"type-checking stage {index + 1} of {len(model.STAGES)}")
+        stages = model.PROGRAM.stages
+        for index, kind in enumerate(stages):
+            progress(f"type-checking stage {index + 1} of {len(stages)}")
+            received = stages[index - 1].SPEC.sends if index else {}
             try:
-                _check_stage(kind, [r for r in records if r["stage"] == index], plan, path, seen)
+                _check_stage((kind, received), [r for r in records if r["stage"] == index], plan, path, seen)
             except Exception as error:
                 # Besides the checker's own errors: torch's errors for local shapes that do not fit, and any error that an edited file
                 # raises.
                 text = str(error) if isinstance(error, _ILL_TYPED) else f"{type(error).__name__}: {error}"
                 raise ProgramError(f"stage {index} of {path.name} is ill-typed: {text}", _HINT) from error
-    return len(model.STAGES)
+    return len(stages)
 
 
 _FILES = ("plan.json", "layouts.json", "model.py")
@@ -102,43 +104,45 @@ def _check_in_subprocess(path: Path) -> int:
 _Seen = dict[Any, Any]  # layer class and inputs -> result of the call
 
 
-def _check_stage(kind: Any, records: list[dict[str, Any]], plan: dict[str, Any], path: Path, seen: _Seen) -> None:
+def _check_stage(
+    place: tuple[Any, Any], records: list[dict[str, Any]], plan: dict[str, Any], path: Path, seen: _Seen
+) -> None:
+    """``place`` is the stage's class, and what the stage before sends."""
+    kind, received = place
     constants_file = path / "constants.pt"
     constants = torch.load(constants_file, weights_only=True) if constants_file.exists() else {}
     constants = {name: tensor.to("meta") for name, tensor in constants.items()}
     stage = kind(device="meta", constants=constants)
     layouts = {record["name"]: record["types"] for record in records}
-    everywhere = dict.fromkeys(_axes(kind, layouts), "R")
+    spec = kind.SPEC
+    everywhere = dict.fromkeys((axis["name"] for axis in plan["mesh"]), spmd.R)
     for name, parameter in stage.named_parameters():
-        _declare(parameter, layouts[name])
+        _declare(parameter, {axis: _type(text) for axis, text in layouts[name].items()})
     for _, buffer in stage.named_buffers():
         _declare(buffer, everywhere)
     rows = plan["global_batch"] // plan["microbatches"]
-    activations = []
-    for name, shape, dtype, *flows in kind.RECEIVES:
-        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device="meta", requires_grad=flows != [False])
-        activations.append(_declare(tensor, kind.BORDERS[name]))
+    activations = [_declare(border.on_meta(), border.types) for border in received.values()]
     inputs: dict[str, Any] = {}
     sizes = {axis["name"]: axis["size"] for axis in plan["mesh"]}
-    for name, (shape, dtype) in kind.SHAPES.items():
-        local = [rows, *shape[1:]]
-        for axis, dim in kind.INPUTS[name].items():
+    for name, tensor in spec.inputs.items():
+        local = [rows, *tensor.shape[1:]]
+        for axis, dim in tensor.sharded.items():
             local[dim] //= sizes[axis]
-        inputs[name] = _declare(torch.empty(local, dtype=getattr(torch, dtype), device="meta"), kind.TYPES[name])
-    if kind.RANDOM:
+        inputs[name] = _declare(torch.empty(local, dtype=tensor.dtype, device="meta"), tensor.types)
+    if spec.random:
         inputs["key"] = 0
-    for name in kind.SCALARS:
+    for name in spec.scalars:
         inputs[name] = _declare(torch.empty((), device="meta"), everywhere)
-    for name, layer in stage.named_children():
-        if name in kind.GROUPS:
+    for layer in stage.children():
+        if hasattr(layer, "SPEC"):
             _follow_once(layer, seen)
     with torch.compiler.set_stance("force_eager"), typecheck(local=False):
         result = stage(*activations, **inputs)
-        if kind.LOSS:
-            spmd.assert_type(result, {axis: _type(t) for axis, t in kind.LOSS.items()})
+        if spec.loss:
+            spmd.assert_type(result, dict(spec.loss))
         else:
-            for (name, *_), tensor in zip(kind.SENDS, result, strict=True):
-                _assert(tensor, kind.BORDERS[name])
+            for border, value in zip(spec.sends.values(), result, strict=True):
+                _assert(value, border.types)
 
 
 def _follow_once(layer: nn.Module, seen: _Seen) -> None:
@@ -217,21 +221,15 @@ def _made(description: Any) -> Any:
     return spmd.assert_type(tensor, dict(local), partition)
 
 
-def _axes(kind: Any, layouts: Mapping[str, Mapping[str, str]]) -> list[str]:
-    tables = [*layouts.values(), *kind.TYPES.values(), *kind.BORDERS.values()]
-    return list(tables[0]) if tables else []
-
-
 def _type(text: str) -> Any:
     return {"I": spmd.I, "R": spmd.R, "P": spmd.P}.get(text) or spmd.S(int(text[2:-1]))
 
 
-def _assert(tensor: torch.Tensor, types: Mapping[str, str]) -> torch.Tensor:
+def _assert(tensor: torch.Tensor, types: Mapping[str, Any]) -> torch.Tensor:
     """Assert the types; a dim that several axes shard is given as a partition, outermost axis first."""
     entries: list[Any] = [[] for _ in range(tensor.dim())]
     local = {}
-    for axis, text in types.items():
-        t = _type(text)
+    for axis, t in types.items():
         if isinstance(t, spmd.S):
             entries[t.dim].append(axis)
             local[axis] = spmd.V
@@ -267,13 +265,14 @@ def _imported(path: Path) -> Iterator[ModuleType]:
 
 
 def _flattened(model: ModuleType, mesh: Any) -> AbstractContextManager[None]:
-    """Register the program's groups over several axes with the program's own copy of ``flattened``."""
-    axes = getattr(model, "FLATTENED", ())
+    """The program's mesh with its groups over several axes, in the program's own copy of ``mesh_axes``."""
+    axes = model.PROGRAM.flattened
     if not axes:
         return nullcontext()
-    names, ranks = list(model.MESH), mesh.mesh.unsqueeze(0)
-    groups: AbstractContextManager[None] = model.flattened.use(flat_groups(axes, names, ranks))
-    return groups
+    names, ranks = list(model.PROGRAM.mesh), mesh.mesh.unsqueeze(0)
+    on_mesh = importlib.import_module("mesh_axes").on_mesh
+    here: AbstractContextManager[None] = on_mesh(mesh, flat_groups(axes, names, ranks))
+    return here
 
 
 @contextmanager

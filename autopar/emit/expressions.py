@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from autopar import program
+from autopar.emit.names import CALLED
 from autopar.ops.experts import Experts
 from autopar.ops.facts import Kind, facts, is_custom, op_name
 from autopar.ops.meta import meta
@@ -131,6 +132,7 @@ def _call(node: fx.Node, texts: Texts) -> Text:
         return Text(f"{call}({', '.join(given)})")
     module = kernel_module(node)
     if module is not None:
+        assert module in CALLED, module
         return Text(f"{module}.{getattr(node.target, '__name__', '')}({_call_arguments(node, texts)})")
     name = op_name(node)
     if name.startswith("autopar.opaque_"):

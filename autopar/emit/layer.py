@@ -17,16 +17,22 @@ from passes.localise_layer import random_seed
 
 
 def layer_class(
-    layer: LocalLayer, name: str, uses: str, axes: tuple[str, ...], shared: frozenset[int], watch: bool = False
+    layer: LocalLayer,
+    name: str,
+    head: tuple[str, str],
+    axes: tuple[str, ...],
+    shared: frozenset[int],
+    watch: bool = False,
 ) -> str:
     """The source of the class.
 
     With ``watch`` every value gets a line, and ``self.watched`` holds all values by node name, to find a wrong one.
 
-    ``uses`` says in words which layers use the class and how they are sharded; ``shared`` are the indices (among the class's
-    parameters) of those that the stage owns because several layers use them: they become arguments.
+    ``head`` says in words which layers use the class and how they are sharded, and has the text of their ``LayerSpec``; ``shared`` are the
+    indices (among the class's parameters) of those that the stage owns because several layers use them: they become arguments.
     """
-    lines = [f"class {name}(nn.Module):", f'    """{uses}"""', ""]
+    uses, spec = head
+    lines = [f"class {name}(nn.Module):", f'    """{uses}"""', "", f"    SPEC = {spec}", ""]
     lines += _constructor(layer, axes, shared)
     lines += [""]
     lines += _forward(layer, axes, shared, watch)
@@ -58,12 +64,6 @@ def _constructor(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int
         lines.append("        self.number = number  # tells this layer's random numbers from another's")
     made: set[str] = set()
     paths = parameter_paths(layer)
-    if layer.cls.updates:
-        written = [f'"{buffer_paths(layer)[name]}"' for name in layer.cls.updates]
-        lines[:0] = [
-            f"    UPDATES = ({', '.join(written)},)  # what forward returns new values of, behind its outputs",
-            "",
-        ]
     for index, parameter in own:
         path = paths[parameter.name]
         parts = path.split(".")

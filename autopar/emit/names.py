@@ -9,14 +9,20 @@ from functools import lru_cache
 
 from torch import nn
 
+# Modules of the folder whose functions an emitted module may call.
+CALLED = frozenset(
+    """custom flattened guards int8 kernels kernels_ctc kernels_experts kernels_fp8 kernels_norm kernels_overlap kernels_random kernels_ring
+    kernels_rnn kernels_vocab offload opaque segments selective weight_gradients""".split()  # noqa: SIM905  a list of words
+)
+
 # Names that an emitted module defines or imports itself.
-_RESERVED = frozenset(
-    """self torch nn F spmd guards kernels kernels_ctc kernels_experts kernels_fp8 kernels_norm kernels_overlap kernels_random kernels_ring
-    kernels_rnn opaque segments selective checkpoint key seeds""".split()  # noqa: SIM905  a list of words
+_RESERVED = CALLED | frozenset(
+    """self torch nn F spmd checkpoint key seeds prelude Callable LayerSpec StageSpec TensorSpec ProgramSpec
+    Prelude""".split()  # noqa: SIM905  a list of words
 )
 
 # Attributes that every module has: the user's attributes may not replace them.
-_MODULE = frozenset(dir(nn.Module())) | {"compute", "number", "updates", "UPDATES", "expert_body"}
+_MODULE = frozenset(dir(nn.Module())) | {"compute", "number", "updates", "SPEC", "expert_body"}
 
 
 def identifier(text: str) -> str:

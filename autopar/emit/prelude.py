@@ -16,25 +16,21 @@ from autopar.rules.candidates import candidates
 from autopar.types import P, R, S, SpmdType
 
 
-def prelude_function(graph: Graph) -> str:
-    """The source of ``PRELUDE``: ``None``, or a function of the batch's tensors and the folded constants, both by name, and of ``total``.
-
-    ``total`` makes the sum over all rows from the sum over the rows that are given. ``PRELUDE_READS`` names the tensors that the function
-    reads, ``PRELUDE_BY_ROWS`` says whether it may be given some of the rows.
-    """
+def prelude_function(graph: Graph) -> tuple[str, str]:
+    """The source of the function ``prelude``, and its ``Prelude`` record; two empty texts if there is nothing to compute."""
     if graph.prelude is None or not (graph.scalars or graph.guards):
-        return "PRELUDE = None\n"
+        return "", ""
     batch = "the whole global batch" if graph.accumulated == 1 else "one microbatch"
     texts: dict[fx.Node, Text] = {}
     names = Names()
     sums = row_sums(graph.prelude)
     reads = [node.target for node in graph.prelude.graph.nodes if node.op == "placeholder" and node.users]
     lines = [
-        f"PRELUDE_READS = {literal(tuple(reads), {})}",
-        f"PRELUDE_BY_ROWS = {sums is not None}  # or only the whole batch",
-        "",
-        "",
-        "def PRELUDE(batch, constants, total):  # noqa: N802",
+        "def prelude(",
+        "    batch: dict[str, torch.Tensor],",
+        "    constants: dict[str, torch.Tensor],",
+        "    total: Callable[[torch.Tensor], torch.Tensor],",
+        ") -> dict[str, torch.Tensor]:",
         f'    """Scalars of {batch}, such as its number of valid tokens."""',
     ]
     for node in graph.prelude.graph.nodes:
@@ -54,7 +50,7 @@ def prelude_function(graph: Graph) -> str:
             text = expression(node, texts).text
             lines.append(f"    {name} = total({text})" if sums and node in sums else f"    {name} = {text}")
             texts[node] = Text(name)
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n", f"Prelude(prelude, reads={literal(tuple(reads), {})}, by_rows={sums is not None})"
 
 
 def row_sums(prelude: fx.GraphModule) -> set[fx.Node] | None:

@@ -3,29 +3,31 @@ copies of the support files."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from autopar.emit.custom import custom_modules
-from autopar.emit.expressions import kernel_module, literal
+from autopar.emit.expressions import literal
 from autopar.emit.ignored import ignored_labels
 from autopar.emit.layer import buffer_paths, is_compiled, is_narrow, layer_class, parameter_paths
-from autopar.emit.names import Names
+from autopar.emit.names import CALLED, Names
 from autopar.emit.opaque import describe_opaque, imported_modules
+from autopar.emit.parts import runtime_parts
 from autopar.emit.prelude import prelude_function
-from autopar.emit.stage import layer_attribute, owned_attribute, stage_class
+from autopar.emit.stage import layer_attribute, layer_spec, owned_attribute, spec_text, stage_class
 from autopar.errors import ModelError, UsageError
 from autopar.graph import Graph
 from autopar.ops.meta import meta
-from autopar.plan import SELECTIVE, Plan, given_up, local_steps
+from autopar.plan import Plan, given_up, local_steps
 from autopar.precision import FLOAT16, name_of
-from autopar.program import copy_runtime
-from autopar.program.bidirectional import ORDERS
+from autopar.program import FILES, copy_runtime
+from autopar.program.chimera import ORDERS
 from autopar.program.state import write_initial
 from autopar.schedules.orders import device_order
 from autopar.shard import plan_shardings
@@ -33,20 +35,23 @@ from passes.stages import LocalProgram, cut_stages
 
 _HEADER = '''"""{model} on {devices}: {summary}.
 
-{stages} stage(s), {microbatches} microbatch(es) of {rows} rows, schedule {schedule}; mesh of a stage: {mesh}.{apart}
-Types: I same value and gradient, R same value and terms of the gradient, S(d) a slice of dim d, P a term of the sum.
-Collectives are calls of spmd_types that name the axis and both types. Written by autopar; yours to edit.
+A step takes {batch} rows{microbatches}. Each device runs the layers below on its part of the rows.{apart}
+
+On each axis of the mesh a tensor has a type, which comments and calls name: S(d) is a slice of dim d; R the same values everywhere, and
+terms of the gradient; I the same values and the same gradient; P a term of the sum. A collective turns one type into another.
+
+model.py is the model, from its layers to PROGRAM at the end; train.py trains it:
+
+    torchrun --nproc-per-node {processes} train.py --data FILE
+
+runtime.py is the trainer, plan.json the plan with its prices, layouts.json says what of the original parameters each device holds.
+Written by autopar; yours to edit.
 """
 
 from __future__ import annotations
 
-{spmd}
-import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.utils.checkpoint import checkpoint
-
 {imports}
+
 
 '''
 
@@ -94,7 +99,8 @@ def emit(
         plan = dataclasses.replace(plan, notes=(*plan.notes, note))
     allow = (*graph.allow, *given_up(plan.sync, (layer.strategy for layer in plan.layers)))
     plan = dataclasses.replace(plan, imports=tuple(sorted({*imports, *custom_modules(graph)})), allow=allow)
-    (path / "model.py").write_text(model_source(local, bool(modules), watch))
+    source = model_source(local, watch)
+    (path / "model.py").write_text(source)
     (path / "plan.json").write_text(plan.dumps() + "\n")
     write_initial(path, state)
     (path / "layouts.json").write_text(
@@ -119,7 +125,7 @@ def emit(
         torch.save({**graph.constants, **values}, constants)
     else:
         constants.unlink(missing_ok=True)
-    copy_runtime(path, _siblings(local, bool(modules)), _is_compiled(local))
+    copy_runtime(path, _imported(source), _is_compiled(local))
     return local
 
 
@@ -159,40 +165,87 @@ def _refuse_float16(graph: Graph, plan: Plan) -> None:
             )
 
 
-def model_source(program: LocalProgram, opaque: bool = False, watch: bool = False) -> str:
-    """The text of ``model.py``; ``opaque`` says that it calls opaque modules, ``watch`` that layers keep their values."""
-    plan = program.plan
-    axes = tuple(axis.name for axis in plan.mesh)
-    header = _HEADER.format(
-        imports="\n".join(f"import {name}" for name in (*_siblings(program, opaque), *custom_modules(program.graph))),
-        spmd="from compiled import spmd" if _is_compiled(program) else "import spmd_types as spmd",
-        model=plan.model,
-        devices=plan.devices,
-        summary=f"{plan.device_count} device(s)",
-        stages=len(plan.stages),
-        microbatches=plan.microbatches,
-        rows=plan.global_batch // plan.microbatches,
-        schedule=plan.schedule,
-        mesh=" x ".join(f"{axis.name} {axis.size}" for axis in plan.mesh),
-        apart=_inexact(program),
-    )
+def model_source(program: LocalProgram, watch: bool = False) -> str:
+    """The text of ``model.py``; with ``watch`` layers keep their values."""
+    axes = tuple(axis.name for axis in program.plan.mesh)
+    parts = runtime_parts(program, layouts(program))
     sources, class_names = _layer_classes(program, axes, watch)
-    mesh = ", ".join(f'"{axis.name}": {axis.size}' for axis in plan.mesh)
     stages = [stage_class(program, stage, class_names) for stage in program.stages]
-    tuple_text = ", ".join(f"Stage{stage.index}" for stage in program.stages)
-    head = f"{header}MESH = {{{mesh}}}  # axes of a stage's mesh, outermost first\n"
-    if program.flattened:
-        several = literal(program.flattened, {})
-        head += f"FLATTENED = {several}  # axes that collectives run over together, outermost first\n"
-    parts = [
-        head,
-        *sources,
-        *stages,
-        prelude_function(program.graph),
-        f"IGNORED = {literal(ignored_labels(program.graph), {})}  # labels of rows that the loss leaves out",
-        f"STAGES = ({tuple_text},)\n",
-    ]
-    return "\n\n".join(parts)
+    prelude, record = prelude_function(program.graph)
+    body = "\n\n".join([*sources, *stages, *([prelude] if prelude else []), _program_record(program, parts, record)])
+    modules = {part.partition(".")[0] for part in parts.values()}
+    return _header(program, _imports(body, modules, program)) + body
+
+
+def _header(program: LocalProgram, imports: str) -> str:
+    plan = program.plan
+    stages, schedule = len(plan.stages), plan.sized_schedule
+    mesh = " x ".join(f"{axis.name} {axis.size}" for axis in plan.mesh)
+    rows = plan.global_batch // plan.microbatches
+    return _HEADER.format(
+        model=plan.model,
+        devices=_count(plan.device_count, "device") if plan.devices.isdigit() else plan.devices,
+        summary=f"a pipeline of {stages} stages ({schedule.name}), each on a mesh of {mesh}"
+        if stages > 1
+        else f"a mesh of {mesh}",
+        batch=plan.global_batch,
+        microbatches=f" in {plan.microbatches} microbatches of {rows}" if plan.microbatches > 1 else "",
+        apart=_inexact(program),
+        processes=plan.device_count,
+        imports=imports,
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _imported(source: str) -> set[str]:
+    """The files of the runtime that the text of a ``model.py`` imports."""
+    found = [node for node in ast.parse(source).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {alias.name for node in found if isinstance(node, ast.Import) for alias in node.names}
+    names |= {str(node.module) for node in found if isinstance(node, ast.ImportFrom)}
+    return {name for name in names if f"{name}.py" in FILES}
+
+
+def _imports(body: str, modules: Set[str], program: LocalProgram) -> str:
+    """The import statements of ``model.py``: ``modules``, and what else ``body`` uses."""
+    used = {node.id for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Name)}
+    siblings = sorted(used & CALLED | modules)
+    spmd = "from compiled import spmd" if _is_compiled(program) else "import spmd_types as spmd"
+    usual = {
+        "Callable": "from collections.abc import Callable\n",
+        "spmd": spmd,
+        "torch": "import torch",
+        "F": "import torch.nn.functional as F",
+        "nn": "from torch import nn",
+        "checkpoint": "from torch.utils.checkpoint import checkpoint",
+    }
+    lines = [line for name, line in usual.items() if name in used]
+    own = [f"import {name}" for name in (*siblings, *custom_modules(program.graph))]
+    records = sorted(name for name in used if name in _RECORDS)
+    return "\n".join([*lines, "", *own, f"from spec import {', '.join(records)}"])
+
+
+_RECORDS = ("LayerSpec", "Prelude", "ProgramSpec", "StageSpec", "TensorSpec")
+
+
+def _program_record(program: LocalProgram, parts: Mapping[str, str], prelude: str) -> str:
+    """The text of ``PROGRAM``."""
+    mesh = ", ".join(f'"{axis.name}": {axis.size}' for axis in program.plan.mesh)
+    stages = ", ".join(f"Stage{stage.index}" for stage in program.stages) + ("," if len(program.stages) == 1 else "")
+    ignored = ignored_labels(program.graph)
+    fields = {
+        "mesh": f"{{{mesh}}},  # of a stage, outermost axis first",
+        "stages": f"({stages}),",
+        "schedule": f"{parts['schedule']},",
+        "prelude": f"{prelude}," if prelude else "",
+        "ignored": f"{literal(ignored, {})},  # labels of rows that the loss leaves out" if ignored else "",
+        "flattened": f"{literal(program.flattened, {})}," if program.flattened else "",
+    }
+    fields |= {name: f"{part}," for name, part in parts.items() if name != "schedule"}
+    lines = [f"    {name}={text}" for name, text in fields.items() if text]
+    return "\n".join(["PROGRAM = ProgramSpec(", *lines, ")"]) + "\n"
 
 
 def _inexact(program: LocalProgram) -> str:
@@ -210,23 +263,6 @@ def _is_compiled(program: LocalProgram) -> bool:
     return any(is_compiled(layer) for layer in program.layers)
 
 
-def _siblings(program: LocalProgram, opaque: bool) -> list[str]:
-    """The other files of the program that its model imports."""
-    nodes = (node for layer in program.layers for node in layer.graph.graph.nodes)
-    called = {name for node in nodes if (name := kernel_module(node)) is not None}
-    others = {
-        "flattened": bool(program.flattened),
-        "guards": bool(program.graph.guards),
-        "int8": any(is_narrow(layer) for layer in program.layers),
-        "kernels": True,
-        "offload": any(layer.strategy.offloads_activations for layer in program.layers),
-        "opaque": opaque,
-        "segments": any(layer.strategy.recomputation.layers > 1 for layer in program.layers),
-        "selective": any(layer.strategy.recomputation is SELECTIVE for layer in program.layers),
-    }
-    return sorted(called | {name for name, used in others.items() if used})
-
-
 def _layer_classes(program: LocalProgram, axes: tuple[str, ...], watch: bool) -> tuple[list[str], dict[int, str]]:
     """One class per local layer and set of stage-owned parameters; the class of every layer by index."""
     names = Names()
@@ -240,9 +276,8 @@ def _layer_classes(program: LocalProgram, axes: tuple[str, ...], watch: bool) ->
             key = (id(program.layers[index]), shared)
             if key not in made:
                 made[key] = names.fresh(layer.cls)
-                sources.append(
-                    layer_class(program.layers[index], made[key], _uses(program, index), axes, shared, watch)
-                )
+                head = _uses(program, index), spec_text(layer_spec(program, index))
+                sources.append(layer_class(program.layers[index], made[key], head, axes, shared, watch))
             class_names[index] = made[key]
     return sources, class_names
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,14 +10,15 @@ import torch
 from torch import fx
 
 from autopar.emit.expressions import conversion_text, literal
+from autopar.emit.layer import buffer_paths
 from autopar.emit.names import Names, flat_attributes, identifier
 from autopar.graph import Value
 from autopar.ops.experts import Experts
 from autopar.ops.facts import is_custom, op_of
 from autopar.plan import Axis
-from autopar.precision import name_of
+from autopar.program.spec import LayerSpec
 from autopar.types import R, SpmdType
-from passes.stages import Border, LocalProgram, Stage, argument_keys
+from passes.stages import LocalProgram, Stage, argument_keys
 
 Types = tuple[SpmdType, ...]
 
@@ -33,21 +35,11 @@ class _Variable:
 def stage_class(program: LocalProgram, stage: Stage, class_names: dict[int, str]) -> str:
     """The source of ``Stage<index>``; ``class_names`` gives the layer class of every layer (by index)."""
     axes = tuple(axis.name for axis in program.plan.mesh)
-    loss = _loss_types(program, stage, axes)
     lines = [
         f"class Stage{stage.index}(nn.Module):",
         f'    """{_summary(program, stage)}"""',
         "",
-        f"    INPUTS = {_inputs(stage, axes)}",
-        f"    SHAPES = {_shapes(program, stage)}",
-        f"    TYPES = {_types(stage, axes)}",
-        f"    RANDOM = {stage.random}",
-        f"    SCALARS = {literal(stage.scalars, {})}",
-        f"    RECEIVES = {_borders(stage.receives)}",
-        f"    SENDS = {_borders(stage.sends)}",
-        f"    BORDERS = {_border_types(stage, axes)}",
-        f"    LOSS = {loss}",
-        f"    GROUPS = {_groups(program, stage)}",
+        *_spec(program, stage, axes),
         "",
         *_constructor(program, stage, class_names, axes),
         "",
@@ -66,76 +58,77 @@ def _summary(program: LocalProgram, stage: Stage) -> str:
     return f"{first} to {last}." if first != last else f"{first}."
 
 
-def _quoted(pairs: dict[str, object]) -> str:
-    return "{" + ", ".join(f'"{key}": {value}' for key, value in pairs.items()) + "}"
+def _spec(program: LocalProgram, stage: Stage, axes: tuple[str, ...]) -> list[str]:
+    """The stage's ``SPEC``."""
+    rows = program.graph.batch_size
+    given = [value for value in program.graph.inputs if value.name in stage.inputs]
+    inputs = {v.name: _tensor((rows, *v.shape[1:]), v.dtype, axes, stage.inputs[v.name]) for v in given}
+    sends = {
+        border.value.name: _tensor(border.shape, border.value.dtype, axes, border.types, border.value.requires_grad)
+        for border in stage.sends
+    }
+    lines = ["    SPEC = StageSpec("]
+    for field, tensors in (("inputs", inputs), ("sends", sends)):
+        entries = [f'"{name}": {text}' for name, text in tensors.items()]
+        if len(entries) == 1:
+            lines.append(f"        {field}={{{entries[0]}}},")
+        elif entries:
+            lines += [f"        {field}={{", *(f"            {entry}," for entry in entries), "        },"]
+    if stage.scalars:
+        lines.append(f"        scalars={literal(stage.scalars, {})},")
+    if stage.index == len(program.plan.stages) - 1:
+        lines.append(f"        loss={_types(axes, program.layers[-1].output(0))},")
+    if stage.random:
+        lines.append("        random=True,")
+    if (own := own_spec(program, stage)) is not None:
+        lines.append(f"        own={spec_text(own)},  # of the parameters that several layers share")
+    return [*lines, "    )"]
 
 
-def _inputs(stage: Stage, axes: tuple[str, ...]) -> str:
-    return _quoted(
-        {
-            name: _quoted({axis: t.dim for axis, t in zip(axes, types, strict=True) if t.dim is not None})
-            for name, types in stage.inputs.items()
-        }
+def _tensor(shape: tuple[int, ...], dtype: torch.dtype, axes: tuple[str, ...], types: Types, flows: bool = True) -> str:
+    gradient = ", gradient=False" if dtype.is_floating_point and not flows else ""
+    return f"TensorSpec({shape!r}, {dtype}, {_types(axes, types)}{gradient})"
+
+
+def _types(axes: tuple[str, ...], types: Types) -> str:
+    return "{" + ", ".join(f'"{axis}": spmd.{t}' for axis, t in zip(axes, types, strict=True)) + "}"
+
+
+def layer_spec(program: LocalProgram, layer: int) -> LayerSpec:
+    """How the parameters of a layer are kept."""
+    local = program.layers[layer]
+    paths = buffer_paths(local)
+    return _spec_of(program, layer, [layer], tuple(paths[name] for name in local.cls.updates))
+
+
+def own_spec(program: LocalProgram, stage: Stage) -> LayerSpec | None:
+    """How the parameters are kept that several layers of the stage share."""
+    if not stage.owned:
+        return None
+    users = [i for i in stage.layers if not stage.owned.keys().isdisjoint(program.graph.layers[i].parameters)]
+    return _spec_of(program, next(iter(stage.owned.values())), users, ())
+
+
+def _spec_of(program: LocalProgram, layer: int, users: Sequence[int], updates: tuple[str, ...]) -> LayerSpec:
+    local = program.layers[layer]
+    strategy = local.strategy
+    copies, shards = (tuple(axis.name for axis in axes) for axes in strategy.data_axes(program.plan.mesh))
+    return LayerSpec(
+        zero=strategy.zero,
+        data_axes=copies + shards,
+        replicate_axes=copies,
+        reduce_once=strategy.reduces_once,
+        segment=strategy.recomputation.layers,
+        backward=any(value.requires_grad for value in local.cls.outputs),
+        opaque=any(_is_opaque(program.layers[user].graph) for user in users),
+        updates=updates,
     )
 
 
-def _shapes(program: LocalProgram, stage: Stage) -> str:
-    """Global shapes and dtypes of the inputs."""
-    rows = program.graph.batch_size
-    inputs = [value for value in program.graph.inputs if value.name in stage.inputs]
-    return _quoted({v.name: f'({(rows, *v.shape[1:])!r}, "{name_of(v.dtype)}")' for v in inputs})
-
-
-def _named(axes: tuple[str, ...], types: Types) -> str:
-    return _quoted({axis: f'"{t}"' for axis, t in zip(axes, types, strict=True)})
-
-
-def _types(stage: Stage, axes: tuple[str, ...]) -> str:
-    return _quoted({name: _named(axes, types) for name, types in stage.inputs.items()})
-
-
-def _borders(borders: tuple[Border, ...]) -> str:
-    entries = []
-    for border in borders:
-        dtype = name_of(border.value.dtype)
-        flows = "" if border.value.requires_grad else ", False"  # whether a gradient flows back
-        entries.append(f'("{border.value.name}", {border.shape!r}, "{dtype}"{flows})')
-    return "(" + "".join(f"{entry}, " for entry in entries).rstrip() + ")"
-
-
-def _border_types(stage: Stage, axes: tuple[str, ...]) -> str:
-    borders = {border.value.name: border for border in (*stage.receives, *stage.sends)}
-    return _quoted({name: _named(axes, border.types) for name, border in borders.items()})
-
-
-def _loss_types(program: LocalProgram, stage: Stage, axes: tuple[str, ...]) -> str:
-    if stage.index != len(program.plan.stages) - 1:
-        return "{}"
-    return _named(axes, program.layers[-1].output(0))
-
-
-def _groups(program: LocalProgram, stage: Stage) -> str:
-    def entry(layer: int, users: Sequence[int]) -> str:
-        strategy = program.layers[layer].strategy
-        copies, shards = (tuple(axis.name for axis in axes) for axes in strategy.data_axes(program.plan.mesh))
-        record: dict[str, object] = {"zero": strategy.zero, "data_axes": literal(copies + shards, {})}
-        if copies:
-            record["replicate_axes"] = literal(copies, {})  # the data axes that ZeRO does not shard over
-        if strategy.reduces_once:
-            record["reduce_once"] = True  # gradients add up locally, and are reduced in the last microbatch alone
-        if strategy.recomputation.layers > 1:
-            record["segment"] = strategy.recomputation.layers  # recomputed as one
-        if not any(value.requires_grad for value in program.layers[layer].cls.outputs):
-            record["backward"] = False  # no gradient flows through the layer
-        if any(_is_opaque(program.layers[user].graph) for user in users):
-            record["opaque"] = True  # parameters may get no gradient on some ranks
-        return _quoted(record)
-
-    groups = {layer_attribute(program, layer): entry(layer, [layer]) for layer in stage.layers}
-    if stage.owned:
-        users = [i for i in stage.layers if not stage.owned.keys().isdisjoint(program.graph.layers[i].parameters)]
-        groups[""] = entry(next(iter(stage.owned.values())), users)
-    return "{\n" + "".join(f'        "{name}": {text},\n' for name, text in groups.items()) + "    }"
+def spec_text(spec: LayerSpec) -> str:
+    """The record as Python text; fields that have their default are left out."""
+    fields = [(field.name, getattr(spec, field.name), field.default) for field in dataclasses.fields(spec)]
+    return f"LayerSpec({', '.join(f'{name}={literal(value, {})}' for name, value, usual in fields if value != usual)})"
 
 
 def _is_opaque(graph: fx.GraphModule) -> bool:
@@ -156,12 +149,12 @@ def owned_attribute(name: str) -> str:
 
 def _constructor(program: LocalProgram, stage: Stage, class_names: dict[int, str], axes: tuple[str, ...]) -> list[str]:
     lines = [
-        "    def __init__(self, device=None, dtype=None, constants=None) -> None:",
+        "    def __init__(self, device: torch.device | str, constants: dict[str, torch.Tensor]) -> None:",
         "        super().__init__()",
     ]
     if any(program.layers[layer].cls.updates for layer in stage.layers):
         lines.append(
-            "        self.updates = []  # (layer, new values of its UPDATES), one for each call; the runtime writes them"
+            "        self.updates = []  # (layer, new values of its buffers), one for each call; the runtime writes them"
         )
     for name in stage.constants:
         lines.append(f'        self.register_buffer("{identifier(name)}", constants["{name}"], persistent=False)')

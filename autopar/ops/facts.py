@@ -36,7 +36,7 @@ class Kind(Enum):
     CONVOLUTION = (*aten_names("convolution conv1d conv2d conv3d"), "kernels.convolution")
     TRANSPOSED_CONVOLUTION = aten_names("conv_transpose1d conv_transpose2d conv_transpose3d")
     RECURRENCE = aten_names("lstm gru rnn_tanh rnn_relu")
-    LOOKUP = ("aten.embedding", "kernels.masked_embedding")  # rows of a table
+    LOOKUP = ("aten.embedding", "kernels_vocab.masked_embedding")  # rows of a table
     BAG = aten_names("embedding_bag _embedding_bag")  # sums of rows of a table
     GATHER = aten_names("gather index_select index")
     CLASS_LOSS = ("kernels.cross_entropy_sum",)

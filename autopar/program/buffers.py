@@ -45,7 +45,7 @@ class StageBuffers:
                 returned.setdefault((stage, layer), []).append(values)
         for (stage, layer), microbatches in returned.items():
             module = self._stages[stage].get_submodule(layer)
-            names: Any = module.UPDATES
+            names: Any = module.SPEC.updates  # type: ignore[union-attr]
             for name, new in zip(names, zip(*microbatches, strict=True), strict=True):
                 module.get_buffer(name).copy_(self._mean(new) if new[0].is_floating_point() else new[-1])
         self.clear()

@@ -6,8 +6,6 @@ have, one writes. To load, each rank reads the boxes that its own boxes overlap,
 
 Master copies are saved in their own dtype. Random numbers depend on the seed and the number of steps (``Trainer``), so these two are all of
 their state. Replicas that train apart each have a model: their tensors are under ``replica0``, ``replica1``, and so on.
-
-This file is copied into every emitted program; it needs torch alone.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,7 +39,6 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from autopar.program import schedulers
 from autopar.program.boxes import Piece, divided, pieces, whole
-from autopar.program.buffers import StageBuffers
 from autopar.program.checkpoint_files import (
     FORMAT,
     CheckpointError,
@@ -57,13 +54,19 @@ from autopar.program.checkpoint_files import (
     opened_or_why,
     partial_of,
 )
+from autopar.program.masters import Group
 from autopar.program.optimizer_state import Restored, described, merged, saved
 from autopar.program.optimizers import Updates
-from autopar.program.parameters import Group
 from autopar.program.state import sentence
-from autopar.program.world import Program, World
+from autopar.program.world import BufferRecord, Program, World
 
 T = TypeVar("T")
+
+
+class StageBuffers(Protocol):
+    """As of ``buffers``."""
+
+    def own(self) -> list[tuple[BufferRecord, Tensor]]: ...
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class Training:
     program: Program
     world: World
     groups: Sequence[Group]
-    buffers: StageBuffers
+    buffers: StageBuffers | None  # that the model writes
     updates: Updates | None  # not yet there when weights are loaded at the start
 
 
@@ -319,7 +322,7 @@ def parameters(training: Training, *, every_copy: bool, every_rank: bool = True)
 
 def buffers(training: Training, *, every_copy: bool, every_rank: bool = True) -> Iterator[Piece]:
     """The buffers that this rank's stages write; with ``every_copy`` also those that they only read."""
-    for record, tensor in training.buffers.own():
+    for record, tensor in () if training.buffers is None else training.buffers.own():
         copy = every_copy or record.written
         if copy and (every_rank or training.world.first_on(training.world.coordinates)):
             yield whole(("model" if record.persistent else "buffer", record.original), tensor)
@@ -328,7 +331,7 @@ def buffers(training: Training, *, every_copy: bool, every_rank: bool = True) ->
 def _replica(training: Training) -> tuple[tuple[str, ...], int]:
     """What the names of this rank's tensors begin with, and the number of replicas that train apart."""
     index, count = 0, 1
-    for axis in training.program.parted(list(training.program.model.MESH))[1]:
+    for axis in training.program.parted(list(training.program.spec.mesh))[1]:
         place, size = training.world.coordinates[axis]
         index, count = index * size + place, count * size
     return ((f"replica{index}",) if count > 1 else ()), count

@@ -1,7 +1,4 @@
-"""Where a loss that is NaN or infinite comes from: an input, a parameter, or the first layer with such a result.
-
-This file is copied into every emitted program; it needs torch alone.
-"""
+"""Where a loss that is NaN or infinite comes from: an input, a parameter, or the first layer with such a result."""
 
 from __future__ import annotations
 
@@ -12,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopar.program.parameters import Group
-from autopar.program.pipeline import Pipeline
+from autopar.program.masters import Group
+from autopar.program.microbatches import Microbatches
 from autopar.program.share import Batch, Rows
 
 
@@ -28,7 +25,7 @@ class NonFiniteLossError(RuntimeError):
         self.message = message
 
 
-def first_non_finite(pipeline: Pipeline, groups: Iterable[Group], batch: Batch, key: int) -> str:
+def first_non_finite(schedule: Microbatches, groups: Iterable[Group], batch: Batch, key: int) -> str:
     """In words, the first value of the step that is not finite; all ranks call this. The forward passes run once more."""
     tensors = batch.tensors if isinstance(batch, Rows) else batch
     inputs = [f"the input {name!r} has one" for name, tensor in sorted(tensors.items()) if not _finite(tensor)]
@@ -37,10 +34,10 @@ def first_non_finite(pipeline: Pipeline, groups: Iterable[Group], batch: Batch, 
     places: list[tuple[int, int, int, str]] = []
     hooks = [
         child.register_forward_hook(_Watch(places, stage, order, name))
-        for stage, module in pipeline.stages.items()
+        for stage, module in schedule.stages.items()
         for order, (name, child) in enumerate(module.named_children())
     ]
-    pipeline.forward(batch, key)
+    schedule.forward(batch, key)
     for hook in hooks:
         hook.remove()
     layers = [

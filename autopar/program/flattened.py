@@ -3,47 +3,20 @@
 One collective on the flattened axis moves fewer bytes than one collective per axis, and waits once. Each function is the ``spmd_types``
 function of the same name with a tuple of axis names (outermost first) instead of one name. Source and destination types are the same on all
 of these axes, and a dim that they shard is nested in their order. The process groups are made when the program starts (``World.in_mesh``).
-
-This file is copied into every emitted program; it needs torch and spmd-types alone.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import spmd_types as spmd
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-Groups = Mapping[tuple[str, ...], dist.ProcessGroup]
-Axes = Sequence[str | dist.ProcessGroup]  # several are names; one may be a group
+from autopar.program.mesh_axes import Axis, group_of
 
-_groups: ContextVar[Groups | None] = ContextVar("flattened groups", default=None)
-
-
-@contextlib.contextmanager
-def use(groups: Groups) -> Iterator[None]:
-    """A context in which collectives over several axes (outermost first) use these groups."""
-    token = _groups.set(groups)
-    try:
-        yield
-    finally:
-        _groups.reset(token)
-
-
-def group(axes: Axes) -> dist.ProcessGroup:
-    """The process group of the ranks that differ on ``axes`` alone."""
-    names = tuple(axis for axis in axes if isinstance(axis, str))
-    found = (_groups.get() or {}).get(names)
-    if found is None or len(names) != len(axes):
-        raise RuntimeError(
-            f"no process group runs over {', '.join(map(str, axes))}: name them in FLATTENED of model.py"
-        )
-    return found
+Axes = Sequence[Axis]  # several are names; one may be a group
 
 
 def all_reduce(x: Tensor, axes: Axes, **options: Any) -> Tensor:
@@ -76,7 +49,7 @@ def _over(collective: Callable[..., Tensor], x: Tensor, axes: Axes, options: dic
     """The collective on the flattened axis. The type checker sees a mesh in which the axes are one, and the original mesh afterwards."""
     if len(axes) < 2:
         return collective(x, axes[0], **options) if axes else x
-    flat = group(axes)
+    flat = group_of(*axes)
     if not spmd.is_type_checking():
         return collective(x, flat, **options)
     names, mesh = spmd.current_mesh_names(), spmd.current_mesh()

@@ -1,10 +1,8 @@
-"""Kernels: functions for calls that are correct on shards but that the type checker cannot follow, and for sharded lookups and losses.
+"""Kernels: functions for calls that are correct on shards but that the type checker cannot follow.
 
-This file is copied into every emitted program; it needs only torch and spmd-types. Each kernel runs its body in a local
-region and declares the types of its result itself, after checking those of its operands, so that a program typed with
-``typecheck(local=False)`` stays typed through it. An *axis* is a name on the current mesh
-(``spmd_types.set_current_mesh``) or a process group. A *partition* names, for every dim of the result, the axis that
-shards it, a tuple of axes (outermost first), or ``None``.
+Each kernel runs its body in a local region and declares the types of its result itself, after checking those of its operands, so that a
+program typed with ``typecheck(local=False)`` stays typed through it. An *axis* is a name on the current mesh (``mesh_axes.on_mesh``) or a
+process group. A *partition* names, for every dim of the result, the axis that shards it, a tuple of axes (outermost first), or ``None``.
 """
 
 from __future__ import annotations
@@ -18,14 +16,12 @@ import spmd_types as spmd
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own convention
-from spmd_types import I, P, PartitionSpec, R, S, SpmdTypeError, V
+from spmd_types import P, PartitionSpec, R, S, SpmdTypeError, V
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.program import flattened
 from autopar.program.kernels_random import Seed, chosen
+from autopar.program.mesh_axes import Axis
 
-Axis = str | dist.ProcessGroup
 Axes = Axis | Sequence[Axis]
 Partition = Sequence[str | tuple[str, ...] | None]
 
@@ -75,28 +71,6 @@ def _size(axis: Axis) -> int:
     names = spmd.current_mesh_all_names()
     assert names is not None, "a kernel with an axis needs spmd_types.set_current_mesh"
     return names[axis].size()
-
-
-_meshes: list[DeviceMesh] = []
-
-
-@contextlib.contextmanager
-def on_mesh(mesh: DeviceMesh) -> Iterator[None]:
-    """Inside this context, the collectives of ``spmd_types`` and the kernels find the axes of ``mesh`` by name."""
-    _meshes.append(mesh)
-    try:
-        with spmd.set_current_mesh(mesh):
-            yield
-    finally:
-        _meshes.pop()
-
-
-def _group(axis: Axis) -> dist.ProcessGroup:
-    """The process group of an axis, for point-to-point communication."""
-    if not isinstance(axis, str):
-        return axis
-    assert _meshes, "a kernel that sends needs kernels.on_mesh"
-    return _meshes[-1].get_group(axis)
 
 
 def _split(axes: Axes) -> list[Axis]:
@@ -362,29 +336,7 @@ def dropout(x: Tensor, p: float, seed: Seed) -> Tensor:
     return x * chosen(x, 1.0 - p, seed) / (1.0 - p)
 
 
-# -- sharded vocabularies --------------------------------------------------------------------------------------------
-
-
-def masked_embedding(ids: Tensor, weight: Tensor, axis: Axes, padding_idx: int | None = None) -> Tensor:
-    """Embedding with the rows of ``weight`` sharded over ``axis`` (or axes, outermost first): each rank looks up the ids that
-    it has, and returns zero for the others.
-
-    ``weight`` is ``[vocabulary / n, d]``, S(0) on ``axis``; ``ids`` are R there. The result ``[*ids, d]`` is P. ``padding_idx`` (a global
-    id) gets no gradient.
-    """
-    axes = _split(axis)
-    if spmd.is_type_checking():
-        rows, columns = _places(weight)
-        places = [*_places(ids), columns]
-        _require(len(rows) == len(axes), f"masked_embedding: rows are sharded over {rows}")
-    with spmd.local():
-        local = ids - _start(axes, weight.shape[0], ids.device)
-        elsewhere = (local < 0) | (local >= weight.shape[0])
-        out = F.embedding(local.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere.unsqueeze(-1), 0)
-        if padding_idx is not None:
-            out = torch.where((ids == padding_idx).unsqueeze(-1), out.detach(), out)
-        out = _terms(out, axes)
-    return _declare(out, places) if spmd.is_type_checking() else out
+# -- memory and losses ------------------------------------------------------------------------------------------------
 
 
 def strided(x: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tensor:
@@ -420,79 +372,3 @@ def cross_entropy_sum(
             reduction="none" if narrow else "sum",
         )
         return _terms(loss.sum(dtype=torch.float32) if narrow else loss, partial_axes)
-
-
-class _SoftmaxTerms(torch.autograd.Function):
-    """One slice's terms of a cross entropy: ``sum exp(z)`` and ``on * z[target] + off * sum z``, with ``z = logits - shift``.
-
-    ``padding`` (or ``None``) marks the columns that are padding. Saves only the logits and recomputes the exponential in the
-    backward: one tensor of their size instead of two.
-    """
-
-    @staticmethod
-    def forward(ctx, logits, shift, target, elsewhere, padding, on, off):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(logits, shift, target, elsewhere, padding)
-        ctx.on, ctx.off = on, off
-        z = logits.to(shift.dtype) - shift
-        picked = z.gather(1, target.unsqueeze(1)).squeeze(1).masked_fill(elsewhere, 0) * on
-        if off:
-            picked = picked + off * (z if padding is None else z.masked_fill(padding, 0)).sum(1)
-        terms = z.exp_() if padding is None else z.exp_().masked_fill_(padding, 0)
-        return torch.stack((terms.sum(1), picked))
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        logits, shift, target, elsewhere, padding = ctx.saved_tensors
-        out = (logits.to(shift.dtype) - shift).exp_().mul_(grad[0].unsqueeze(1))
-        if ctx.off:
-            out.add_(grad[1].unsqueeze(1), alpha=ctx.off)
-        if padding is not None:
-            out.masked_fill_(padding, 0)
-        here = (grad[1] * ctx.on).masked_fill(elsewhere, 0)
-        out.scatter_add_(1, target.unsqueeze(1), here.unsqueeze(1))
-        return out.to(logits.dtype), None, None, None, None, None, None
-
-
-spmd.register_local_autograd_function(_SoftmaxTerms)
-
-
-def vocab_parallel_cross_entropy_sum(
-    logits: Tensor,
-    labels: Tensor,
-    axis: Axes,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    partial_axes: Sequence[Axis] = (),
-    vocabulary: int | None = None,
-) -> Tensor:
-    """``cross_entropy_sum`` with the vocabulary sharded over ``axis`` (or axes, outermost first), on which the result is I.
-
-    ``logits`` are ``[..., v / n]``, S(last) on ``axis``; ``labels`` (global ids) are R on it. Two small collectives: the
-    maxima are gathered, and the two sums of every token reduced in one call. The whole logits are never assembled. Accumulates
-    in float32 or wider, and returns that dtype. If padding makes the slices equal, ``vocabulary`` is the true size.
-    """
-    axes = _split(axis)
-    with spmd.local():
-        logits = logits.reshape(-1, logits.shape[-1])
-        labels = labels.reshape(-1)
-        width = logits.shape[-1]
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        start = _start(axes, width, labels.device)
-        whole = width * prod(_size(one) for one in axes)
-        padding = (
-            None if vocabulary in (None, whole) else torch.arange(width, device=labels.device) + start >= vocabulary
-        )
-        shift = logits.detach()
-        shift = (shift if padding is None else shift.masked_fill(padding, -torch.inf)).amax(1, keepdim=True).to(wide)
-        shift = flattened.all_gather(shift, axes, src=S(1), dst=R).amax(1, keepdim=True)
-        target = labels - start
-        elsewhere = (target < 0) | (target >= width)
-        off = label_smoothing / (vocabulary or whole)
-        terms = _SoftmaxTerms.apply(
-            logits, shift, target.masked_fill(elsewhere, 0), elsewhere, padding, 1.0 - label_smoothing, off
-        )
-        terms = _terms(terms, axes)
-        terms = flattened.all_reduce(terms, axes, src=P, dst=I)
-        total, picked = terms.unbind(0)
-        loss = (total.log() - picked).masked_fill(labels == ignore_index, 0.0).sum()
-        return _terms(loss, partial_axes)

@@ -1,6 +1,6 @@
 """Mixtures of experts: every token's rows go to the experts that its router chose, and come back in the token's order.
 
-This file is copied into every emitted program; it needs only torch and spmd-types. ``experts`` is a whole mixture except its router
+``experts`` is a whole mixture except its router
 and its ``body``, which is the model's own code: the computation of an expert on a row. The body is written with ``grouped_linear`` and
 ``of_rows``, which know the rows of each expert. There are three ways to distribute the work, which may be combined on different axes:
 
@@ -26,8 +26,8 @@ import torch.nn.functional as F  # noqa: N812  torch's own convention
 from spmd_types import P, V
 from torch import Tensor
 
-from autopar.program import flattened
-from autopar.program.kernels import Axis, _declare, _group, _places, _require, _size, _start, _terms
+from autopar.program.kernels import _declare, _places, _require, _size, _start, _terms
+from autopar.program.mesh_axes import Axis, group_of
 
 Body = Callable[..., Tensor]
 """``body(rows, counts, *parameters)``: ``rows`` ``[n, h]`` sorted by expert, ``counts`` ``[e]`` rows of each expert; returns ``[n,
@@ -174,7 +174,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, axes, sent, taken):  # type: ignore[no-untyped-def]
         # looked up here: on a GPU the backward runs in a thread that has no current mesh
-        group = None if rows.is_meta else flattened.group(axes) if len(axes) > 1 else _group(axes[0])
+        group = None if rows.is_meta else group_of(*axes)
         ctx.group, ctx.sent, ctx.taken = group, sent, taken
         return _all_to_all(rows, group, sent, taken)
 

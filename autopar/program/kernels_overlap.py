@@ -9,8 +9,6 @@ overlap.
 
 On GPUs both run at once if the collective is in its stream's queue first, which the order of the calls gives; CUDA_DEVICE_MAX_CONNECTIONS=1
 keeps that order on the device, too.
-
-This file is copied into every emitted program; it needs torch and spmd-types alone.
 """
 
 from __future__ import annotations
@@ -28,7 +26,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from autopar.program import flattened
-from autopar.program.kernels import Axes, _group, _split, dense_gradient
+from autopar.program.kernels import Axes, _split, dense_gradient
+from autopar.program.mesh_axes import group_of
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, axis: Axes, src: Any) -> Tensor:
@@ -60,7 +59,7 @@ def linears(
         products = tuple(F.linear(read, weight, bias) for weight, bias in zip(weights, added, strict=True))
         return (*products, read) if whole else products
     # the group is looked up here: on a GPU the backward runs in a thread that has no current mesh
-    group = None if not axes or x.is_meta else flattened.group(axes) if len(axes) > 1 else _group(axes[0])
+    group = None if not axes or x.is_meta else group_of(*axes)
     reduction = _Reduction(group, src.dim % x.ndim if isinstance(src, S) else None)
     found: tuple[Tensor, ...] = _Products.apply(x, axes, src, reduction, whole, *weights, *added)
     return found

@@ -27,8 +27,9 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own convention
 from torch import Tensor
 
-from autopar.program.kernels import Axes, _declare, _group, _places, _require, _split
+from autopar.program.kernels import Axes, _declare, _places, _require, _split
 from autopar.program.kernels_random import Seed
+from autopar.program.mesh_axes import group_of
 
 SCORES = 2**26
 """The most scores that exist at once: queries are processed in runs of as many rows as stay below."""
@@ -64,7 +65,7 @@ def ring_attention(
                 query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
         else:
-            ring = Ring(tuple(_group(one) for one in axes))
+            ring = Ring(tuple(group_of(one) for one in axes))
             scale = query.shape[-1] ** -0.5 if scale is None else scale
             out = _RingAttention.apply(query, key, value, attn_mask, ring, is_causal, scale, dropout_p, seed)
     return _declare(out, _places(query)) if spmd.is_type_checking() else out

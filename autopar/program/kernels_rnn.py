@@ -2,7 +2,6 @@
 
 torch's ops return a tuple whose members have the batch in different dims. Here the states follow the outputs along time: one tensor of
 one type.
-This file is copied into every emitted program.
 """
 
 from __future__ import annotations

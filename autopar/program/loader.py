@@ -31,6 +31,7 @@ from torch.utils.data import (
 )
 
 from autopar.program.share import DataError, Rows, Share
+from autopar.program.spec import TensorSpec
 from autopar.program.world import Program, World
 
 
@@ -80,10 +81,10 @@ class Tensors(Dataset[Mapping[str, Tensor]]):
 
 class Synthetic(Tensors):
     """Rows without end, made up from their index: normal numbers, and integers that are 0 or 1, which are valid tokens and labels for any
-    vocabulary. ``shapes`` gives each input's shape and dtype."""
+    vocabulary."""
 
-    def __init__(self, shapes: Mapping[str, tuple[Sequence[int], str]], seed: int) -> None:
-        self.shapes, self.seed = dict(shapes), seed
+    def __init__(self, inputs: Mapping[str, TensorSpec], seed: int) -> None:
+        self.inputs, self.seed = dict(inputs), seed
 
     def __len__(self) -> int:
         return 2**40
@@ -91,9 +92,9 @@ class Synthetic(Tensors):
     def __getitem__(self, row: int) -> Mapping[str, Tensor]:
         generator = torch.Generator().manual_seed((self.seed << 40) + row)
         found = {}
-        for name, (shape, dtype) in self.shapes.items():
-            kind, random = getattr(torch, dtype), torch.randn(tuple(shape[1:]), generator=generator)
-            found[name] = random.to(kind) if kind.is_floating_point else (random > 0).to(kind)
+        for name, spec in self.inputs.items():
+            random = torch.randn(spec.shape[1:], generator=generator)
+            found[name] = (random if spec.dtype.is_floating_point else random > 0).to(spec.dtype)
         return found
 
     def __getitems__(self, rows: Sequence[int]) -> Mapping[str, Tensor]:
@@ -124,12 +125,12 @@ class Loader:
     ) -> None:
         self._order, self._collate = order or Order(), collate
         self._share = Share(program, world)
-        self._shapes = {name: shape for kind in program.model.STAGES for name, shape in kind.SHAPES.items()}
+        self._inputs = program.inputs
         self.batch, self._pinned = self._share.batch, world.device.type == "cuda"
         self._dataset = self._opened(dataset)
         self.rows = len(self._dataset)
         pads = self._order.last == "pad" and not program.local_steps
-        self._ignored: Mapping[str, int] = program.model.IGNORED if pads else {}
+        self._ignored: Mapping[str, int] = program.spec.ignored if pads else {}
         if self._order.last == "pad" and not self._ignored:
             raise DataError(
                 "a short batch cannot be filled with this model: nothing proves that its loss leaves rows out",
@@ -281,7 +282,7 @@ class Loader:
         if not isinstance(named, Mapping):
             raise DataError(
                 f"a sample is a {type(named).__name__}, not a dict by the names of the program's inputs",
-                f"the program reads {', '.join(sorted(self._shapes))}",
+                f"the program reads {', '.join(sorted(self._inputs))}",
             )
         found = {}
         for name in self._share.inputs:
@@ -299,11 +300,11 @@ class Loader:
         if name not in named:
             raise DataError(
                 f"the batch has no {name!r}; it has {', '.join(sorted(map(str, named))) or 'nothing'}",
-                f"a row has the names of the program's inputs: {', '.join(sorted(self._shapes))}",
+                f"a row has the names of the program's inputs: {', '.join(sorted(self._inputs))}",
             )
         tensor = torch.as_tensor(named[name])
         row, dtype = (
-            tuple(self._shapes[name][0][1:] if name in self._shapes else tensor.shape[1:]),
+            tuple(self._inputs[name].shape[1:] if name in self._inputs else tensor.shape[1:]),
             self._dtype(name, tensor),
         )
         both_floating = tensor.is_floating_point() and dtype.is_floating_point
@@ -316,8 +317,7 @@ class Loader:
 
     def _dtype(self, name: str, tensor: Tensor) -> torch.dtype:
         """The dtype in which the program takes an input; its own if only a condition on the batch reads it."""
-        found: torch.dtype = getattr(torch, self._shapes[name][1]) if name in self._shapes else tensor.dtype
-        return found
+        return self._inputs[name].dtype if name in self._inputs else tensor.dtype
 
 
 class _Sampler:

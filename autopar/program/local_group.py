@@ -39,7 +39,7 @@ class LocalGroup:
         return [master.tensor.grad for master in self.masters if master.tensor.grad is not None]
 
     def adders(self) -> Mapping[int, Callable[[Tensor], None]]:
-        """As of ``FlatGroup``."""
+        """As of ``Group``."""
 
         def adder(param: nn.Parameter) -> Callable[[Tensor], None]:
             def add(gradient: Tensor) -> None:
@@ -48,6 +48,9 @@ class LocalGroup:
             return add
 
         return {id(master.tensor): adder(master.tensor) for master in self.masters}
+
+    def finish_adding(self) -> None:
+        """Nothing."""
 
     @torch.no_grad()
     def load(self, source: Callable[[Layout], Tensor]) -> None:

@@ -1,11 +1,12 @@
-"""The tensors that the optimizer owns."""
+"""The tensors that the optimizer owns, and what every group of parameters can do."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from autopar.program.world import Layout, World
 
@@ -21,6 +22,52 @@ class Master:
     tensor: nn.Parameter
     alike: tuple[str, ...]
     first: int = 0
+
+
+class Group(Protocol):
+    """Parameters of one layer of a stage that are kept alike; ``frozen`` are masters of those that are not trained.
+
+    ``FlatGroup`` (``parameters``) is the usual one; ``LocalGroup`` and ``ShardedGroup`` (``fsdp``) are others.
+    """
+
+    layouts: tuple[Layout, ...]
+    masters: list[Master]
+    frozen: list[Master]
+
+    @property
+    def shared(self) -> str | None:
+        """The key of tied copies in several stages."""
+
+    def load(self, source: Callable[[Layout], Tensor]) -> None:
+        """Set the parameters to this rank's slices of the originals from ``source``."""
+
+    def zero_grad(self) -> None:
+        """Before a step: forget the last one's gradients."""
+
+    def finish_reduction(self) -> None:
+        """After a step: give the masters their gradients."""
+
+    def own_gradients(self) -> list[Tensor]:
+        """The gradients that this rank's masters read, after the reduction."""
+
+    def adders(self) -> Mapping[int, Callable[[Tensor], None]]:
+        """By the identity of each trainable parameter that the stage reads: the function that adds a microbatch's gradient, for gradients
+        that autograd does not compute."""
+
+    def finish_adding(self) -> None:
+        """Wait for what the adders have started."""
+
+    def average(self) -> None:
+        """Average the masters of replicas that train apart."""
+
+    def publish(self) -> None:
+        """After the optimizer's update: copy the masters into the parameters that the stage reads."""
+
+    def values(self) -> dict[str, Tensor]:
+        """This rank's whole slice of every parameter, by its name in the stage."""
+
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's whole slice of every trainable parameter's gradient, by its name in the stage."""
 
 
 def alike(layout: Layout, zero_axes: Sequence[str], world: World) -> tuple[str, ...]:

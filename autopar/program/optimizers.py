@@ -8,22 +8,19 @@ the same class with the same options is made of the groups.
 Element-wise optimizers are exact on slices of parameters. Where the plan cuts parameters, those that read one whole tensor at a time get
 whole tensors (``whole_tensors``): torch's Muon and Adafactor, and a user's class with ``per_tensor = True``. Any other class may read all
 tensors together unless it has ``elementwise = True``; it needs all of them on every rank, and is refused by name elsewhere.
-
-This file is copied into every emitted program; it needs torch alone.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from autopar.program.masters import Master
-from autopar.program.whole_tensors import WholeTensors
 from autopar.program.world import Layout, Program, World
 
 Optimizer = Callable[[Any], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
@@ -95,6 +92,16 @@ class Updates:
             self._whole.gather_values()
 
 
+class WholeTensors(Protocol):
+    """As of ``whole_tensors``."""
+
+    masters: list[Master]
+
+    def gather_gradients(self) -> None: ...
+    def scatter_values(self) -> None: ...
+    def gather_values(self) -> None: ...
+
+
 def make(
     optimizer: Optimizer, program: Program, world: World, masters: Sequence[Master], scheduler: Scheduler | None = None
 ) -> Updates:
@@ -110,9 +117,10 @@ def make(
         for group in model.param_groups
         for param in group["params"]
     }
-    whole = None
-    if looking:
-        whole = WholeTensors([master for master in masters if master.layout.original in looking], program, world)
+    whole: WholeTensors | None = None
+    if looking and program.spec.whole_tensors is not None:  # else no parameter is cut
+        looked_at = [master for master in masters if master.layout.original in looking]
+        whole = program.spec.whole_tensors(looked_at, program, world)
         masters = [*(m for m in masters if m.layout.original not in looking), *whole.masters]
     mine: dict[str, list[nn.Parameter]] = {}
     for master in masters:
@@ -244,21 +252,21 @@ def _refuse_pieces(optimizer: torch.optim.Optimizer, names: Iterable[str], progr
     )
     trained = set(names)
     for layout in program.layouts:
-        cut = _cut(layout, program) if layout.trainable and layout.original in trained else None
-        if cut is not None:
+        how = cut(layout, program) if layout.trainable and layout.original in trained else None
+        if how is not None:
             raise RefusedOptimizerError(
-                f"{_name(optimizer)} may look at all tensors together, and no rank has the whole of {layout.original}: {cut}",
+                f"{_name(optimizer)} may look at all tensors together, and no rank has the whole of {layout.original}: {how}",
                 hint,
             )
-    if len(program.model.STAGES) > 1:
+    if len(program.spec.stages) > 1:
         raise RefusedOptimizerError(
             f"{_name(optimizer)} may look at all tensors together, and the pipeline's stages each have some", hint
         )
 
 
-def _cut(layout: Layout, program: Program) -> str | None:
+def cut(layout: Layout, program: Program) -> str | None:
     """How the plan slices a master copy, in words; empty for a whole parameter."""
-    axes = [axis for axis, _ in layout.sharded if program.model.MESH[axis] > 1]
+    axes = [axis for axis, _ in layout.sharded if program.spec.mesh[axis] > 1]
     if axes:
         return f"the axis {axes[0]} shards it"
     if layout.part is not None:

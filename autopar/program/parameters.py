@@ -1,4 +1,4 @@
-"""The parameters of this rank's stages: flat buffers (ZeRO 0 and 1), FSDP2 (ZeRO 2 and 3); for others see ``local_group``.
+"""The parameters of this rank's stages: flat buffers (ZeRO 0 and 1); for ZeRO 2 and 3 see ``fsdp``.
 
 Everything here is a function of the parameters' layout records (``layouts.json``). The optimizer owns plain tensors, the
 *masters*: whole local slices, or under ZeRO this rank's pieces of them.
@@ -6,24 +6,17 @@ Everything here is a function of the parameters' layout records (``layouts.json`
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, share_comm_ctx
-from torch.distributed.tensor import DTensor
 
-from autopar.program.buffers import StageBuffers
-from autopar.program.collectives import ShardedReduceScatter, Work, all_gather, reduce_scatter
-from autopar.program.local_group import LocalGroup
-from autopar.program.masters import Master, alike, set_parameter
-from autopar.program.weight_gradients import LateGradients, start_gradients
+from autopar.program.collectives import Work, all_gather, reduce_scatter
+from autopar.program.masters import Group, Master, alike, set_parameter
 from autopar.program.world import Layout, Program, World
 
 # -- groups of parameters ---------------------------------------------------------------------------------------------
@@ -159,6 +152,9 @@ class FlatGroup:
         """By the identity of each trainable parameter that the stage reads: the function that adds a microbatch's gradient, for gradients
         that autograd does not compute."""
         return self._adders
+
+    def finish_adding(self) -> None:
+        """Nothing: an adder adds at once."""
 
     def _overlap(self, slot: Slot) -> tuple[int, int]:
         """The part of the slot that this rank's piece of the buffer covers; empty when the ends are equal."""
@@ -298,169 +294,7 @@ class FlatGroup:
         return {slot.layout.name: flat[slot.start : slot.stop].view(slot.param.shape) for slot in self._slots}
 
 
-class ShardedGroup:
-    """One layer's parameters under FSDP2 over the layer's data axes: ZeRO 2 (kept gathered after forward) and 3 (not kept).
-
-    Gradients are reduce-scattered in every microbatch, and their shards accumulated; or, with ``reduces_once``, whole gradients are
-    accumulated and ``Reductions`` has FSDP reduce-scatter them in the last microbatch. ``gather_ahead`` makes the stage the FSDP root of
-    its layers.
-    """
-
-    shared = None  # tied copies are never here
-
-    def __init__(self, stage: nn.Module, layouts: Sequence[Layout], world: World, program: Program) -> None:
-        self.layouts = tuple(layouts)
-        child, zero, _ = program.group(layouts[0])
-        copies, shards = program.copies(layouts[0])
-        self._world = world
-        wide, compute = program.dtypes(layouts[0])
-        module = stage.get_submodule(child)
-        ignored = {param for param in module.parameters() if not param.is_meta}  # these belong to a flat group
-        for layout in layouts:
-            shape = stage.get_parameter(layout.name).shape
-            values = torch.empty(shape, dtype=program.dtypes(layout)[0], device="meta")
-            set_parameter(stage, layout.name, nn.Parameter(values, layout.trainable))
-        self.mesh = world.data_mesh(copies, shards)
-        fully_shard(
-            module,
-            mesh=self.mesh,
-            reshard_after_forward=zero == 3,
-            mp_policy=MixedPrecisionPolicy(compute, wide, None, False) if wide != compute else MixedPrecisionPolicy(),
-            ignored_params=ignored,
-        )
-        assert isinstance(module, FSDPModule)
-        # only shards get memory: the layer's whole parameters would be the peak of a rank's start
-        module._apply(lambda t: torch.empty_like(t, device=world.device) if isinstance(t, DTensor) and t.is_meta else t)
-        for layout in layouts:
-            _shard(stage.get_parameter(layout.name)).zero_()
-        self.module = module
-        record = program.model.STAGES[layouts[0].stage].GROUPS[child]
-        self.reduces_once = bool(record.get("reduce_once"))
-        if record.get("opaque") and hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13
-            module.set_reduce_scatter_unused_params(True)  # ranks may lack gradients, and all must reduce the same ones
-            if self.reduces_once:
-                module.register_forward_pre_hook(lambda layer, _: start_gradients(layer, ignored))
-        module.set_gradient_divide_factor(1.0)  # a sum: each rank's loss is a term of the whole loss
-        module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
-        if world.device.type == "cpu":
-            module.set_custom_reduce_scatter(cast(Any, ShardedReduceScatter()))
-        self._params = {layout: stage.get_parameter(layout.name) for layout in layouts}
-        self._stage = stage
-        self._late = LateGradients(
-            world.group(shards), world.group(copies) if copies else None, wide, world.turn, self.reduces_once
-        )
-        self._adders: dict[int, Callable[[Tensor], None]] = {}
-        if program.splits_backward:
-            module.register_forward_pre_hook(self._gathered)
-        self.masters: list[Master] = []
-        self.frozen: list[Master] = []
-        for layout, param in self._params.items():
-            first = _rows(param, param.shape[0])[0] * param.shape[1:].numel()
-            shard = nn.Parameter(_shard(param), layout.trainable)
-            mine = self.masters if layout.trainable else self.frozen
-            mine.append(Master(layout, shard, alike(layout, shards, world), first))
-
-    def _gathered(self, *_: object) -> None:
-        """Before a forward, once FSDP2 has gathered the parameters: note the gathered tensors, which products read."""
-        for layout in self._params:
-            gathered = self._stage.get_parameter(layout.name)
-            self._adders[id(gathered)] = functools.partial(self._late.add, layout.name)
-
-    def own_gradients(self) -> list[Tensor]:
-        """As of ``FlatGroup``."""
-        return [master.tensor.grad for master in self.masters if master.tensor.grad is not None]
-
-    def adders(self) -> Mapping[int, Callable[[Tensor], None]]:
-        """As of ``FlatGroup``; the stage reads parameters that FSDP2 has gathered."""
-        return self._adders
-
-    @torch.no_grad()
-    def load(self, source: Callable[[Layout], Tensor]) -> None:
-        for layout, param in self._params.items():
-            local = layout.slice(source(layout), self._world.coordinates)
-            start, stop = _rows(param, local.shape[0])
-            _shard(param).copy_(local[start:stop])
-
-    def zero_grad(self) -> None:
-        for param in self._params.values():
-            param.grad = None
-        for master in self.masters:
-            master.tensor.grad = None  # it is a view of the old gradients, which would stay live beside the new ones
-        self._late.clear()
-
-    def finish_reduction(self) -> None:
-        """FSDP2 has reduced the gradients that autograd computed; the optimizer gets views of them. Padding has no gradient."""
-        for name, rows in self._late.finish().items():
-            param = self._stage.get_parameter(name)
-            start, stop = _rows(param, param.shape[0])
-            if param.grad is not None:  # some microbatches had a whole backward pass
-                _shard(param.grad).add_(rows[: stop - start])
-            else:
-                param.grad = _like(param, rows[: stop - start])
-        for master in self.masters:
-            param = self._params[master.layout]
-            grad = torch.zeros_like(master.tensor) if param.grad is None else _shard(param.grad)
-            first, last = _rows(param, param.shape[0])
-            for dim, start, length in master.layout.beyond(self._world.coordinates):
-                inner = slice(max(start - first, 0), max(last - first, 0)) if dim == 0 else slice(start, start + length)
-                grad.movedim(dim, 0)[inner] = 0
-            master.tensor.grad = grad
-
-    def average(self) -> None:
-        """Nothing: replicas that train apart have no shards."""
-
-    def publish(self) -> None:
-        """Nothing: the masters are the parameters' own storage."""
-
-    def values(self) -> dict[str, Tensor]:
-        return {layout.name: _full(param.detach()) for layout, param in self._params.items()}
-
-    def gradients(self) -> dict[str, Tensor]:
-        trainable = {layout.name: param for layout, param in self._params.items() if layout.trainable}
-        grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trainable.items()}
-        return {name: _full(grad) for name, grad in grads.items()}
-
-
-Group = LocalGroup | FlatGroup | ShardedGroup
-
-
-def _shard(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor, sharing its storage."""
-    detached = tensor.detach()
-    assert isinstance(detached, DTensor)
-    return detached.to_local()
-
-
-def _like(param: Tensor, shard: Tensor) -> Tensor:
-    """A DTensor divided as ``param``, of which this rank has ``shard``."""
-    assert isinstance(param, DTensor)
-    return DTensor.from_local(
-        shard, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
-
-
-def _rows(param: Tensor, rows: int) -> tuple[int, int]:
-    """The rows of this rank's shard of a DTensor: divided as by ``torch.chunk``; the last ranks may have fewer rows, or none."""
-    assert isinstance(param, DTensor)
-    mesh = param.device_mesh  # its last dim shards
-    index, share = mesh.get_local_rank(mesh.ndim - 1), -(-rows // mesh.size(mesh.ndim - 1))
-    return min(index * share, rows), min((index + 1) * share, rows)
-
-
-def _full(tensor: Tensor) -> Tensor:
-    assert isinstance(tensor, DTensor)
-    return tensor.full_tensor()
-
-
 # -- stages -----------------------------------------------------------------------------------------------------------
-
-
-class Layer(NamedTuple):
-    """A layer under FSDP: the number of layers whose parameters it gathers ahead, and whether gradients flow through it."""
-
-    module: FSDPModule
-    ahead: int = 1
-    backward: bool = True
 
 
 def grouping(program: Program, stage: int) -> list[tuple[Layout, ...]]:
@@ -477,33 +311,16 @@ def grouping(program: Program, stage: int) -> list[tuple[Layout, ...]]:
     return [tuple(layouts) for _, layouts in sorted(groups.items(), key=lambda item: item[0][1])]
 
 
-def gather_ahead(stage: nn.Module, layers: Sequence[Layer], mesh: DeviceMesh) -> None:
-    """Make ``stage`` the FSDP root of ``layers``, its layers under FSDP in the order of the forward pass, whose parameters are gathered
-    ahead of the computation: those of the next layers in the forward pass, those of the layers before in the backward pass.
-
-    Layers that are roots of their own gather nothing ahead, and each keeps a whole gradient in memory until the backward pass ends. The
-    layers have meshes of their own; the root has no parameters, and ``mesh`` is any of theirs.
-    """
-    flat = set(stage.parameters())  # whatever is left belongs to flat groups
-    fully_shard(stage, mesh=mesh, reshard_after_forward=False, ignored_params=flat)
-    for i, (module, ahead, _) in enumerate(layers):
-        module.set_modules_to_forward_prefetch([layer.module for layer in layers[i + 1 : i + 1 + ahead]])
-        before = [layer.module for layer in layers[:i] if layer.backward][::-1][:ahead]
-        # Without a list FSDP prefetches by the order of the forward calls, which under 1F1B is that of another microbatch. The module
-        # itself stands for nothing: its parameters are gathered when the list is read.
-        module.set_modules_to_backward_prefetch(before or [module])
-
-
-def build_stages(program: Program, world: World) -> tuple[dict[int, nn.Module], dict[int, list[Group]], StageBuffers]:
-    """This rank's stages on its device, with their parameters allocated (zeros) in their groups, and their buffers."""
+def build_stages(program: Program, world: World) -> tuple[dict[int, nn.Module], dict[int, list[Group]], Any]:
+    """This rank's stages on its device, with their parameters allocated (zeros) in their groups, and the buffers that they write."""
     constants = {name: tensor.to(world.device) for name, tensor in program.constants.items()}
     stages: dict[int, nn.Module] = {
-        index: program.model.STAGES[index](device=torch.device("meta"), dtype=None, constants=constants)
-        for index in world.stages
+        index: program.spec.stages[index](device=torch.device("meta"), constants=constants) for index in world.stages
     }
-    buffers = StageBuffers(stages, program, world)
+    buffers = program.spec.buffers and program.spec.buffers(stages, program, world)
     groups = {index: _build(index, stage, program, world) for index, stage in stages.items()}
-    share_comm_ctx([stage for stage in stages.values() if isinstance(stage, FSDPModule)])  # one set of streams
+    if program.spec.fsdp is not None:
+        program.spec.fsdp.join_stages(stages, groups, program)
     return stages, groups, buffers
 
 
@@ -513,40 +330,33 @@ def _build(index: int, stage: nn.Module, program: Program, world: World) -> list
     for layouts in grouping(program, index):
         for layout in layouts:
             _check_layout(layout, stage, world)
-        groups.append(_group_of(layouts, program)(stage, layouts, world, program))
+        groups.append(_group_of(layouts[0], program)(stage, layouts, world, program))
     left = [name for name, tensor in (*stage.named_parameters(), *stage.named_buffers()) if tensor.is_meta]
     if left:
         raise ValueError(
             f"stage {index} of model.py has tensors that no layout and no constant gives: {', '.join(left)}"
         )
-    for name in program.model.STAGES[index].GROUPS:
+    for name in program.layers[index]:
         if name:
             _run_in_mesh(stage.get_submodule(name), world)
-    meshes = [group.mesh for group in groups if isinstance(group, ShardedGroup)]
-    if meshes:
-        gather_ahead(stage, _layers(index, stage, program), meshes[0])
     return groups
 
 
-def _group_of(layouts: Sequence[Layout], program: Program) -> type[Group]:
-    """How a group of parameters is stored."""
-    zero, axes = program.group(layouts[0])[1:]
-    wide, compute = program.dtypes(layouts[0])
+def kind_of(layout: Layout, program: Program) -> str:
+    """How a parameter is kept: ``"fsdp"``, ``"local"`` (no other rank has a part of it), or else ``"flat"``."""
+    zero, axes = program.group(layout)[1:]
+    wide, compute = program.dtypes(layout)
     if zero >= 2:
-        return ShardedGroup
-    return FlatGroup if axes or layouts[0].shared is not None or wide != compute else LocalGroup
+        return "fsdp"
+    return "flat" if axes or layout.shared is not None or wide != compute else "local"
 
 
-def _layers(index: int, stage: nn.Module, program: Program) -> list[Layer]:
-    """The stage's layers under FSDP, in the order of the forward pass."""
-    layers = []
-    for name, record in program.model.STAGES[index].GROUPS.items():
-        module = stage.get_submodule(name)  # the stage itself, "", is not under FSDP yet
-        if isinstance(module, FSDPModule):
-            # When a segment runs again, its last layer but one must not gather beyond the last: those layers' backward is over.
-            ahead = 1 if "segment" in record else int(program.plan["prefetch"])
-            layers.append(Layer(module, ahead, record.get("backward", True)))
-    return layers
+def _group_of(layout: Layout, program: Program) -> Callable[..., Group]:
+    kinds = {"flat": FlatGroup, "fsdp": program.spec.fsdp, "local": program.spec.local}
+    kind: Callable[..., Group] | None = kinds[kind_of(layout, program)]
+    if kind is None:
+        raise ValueError(f"PROGRAM of model.py has no {kind_of(layout, program)}, which keeps {layout.original}")
+    return kind
 
 
 def _check_layout(layout: Layout, stage: nn.Module, world: World) -> None:

@@ -2,8 +2,6 @@
 
 ZeRO 1's gathers and a parameter server's broadcasts follow the optimizer's update. Those of the first layers start at once, and each layer
 starts another one when its own parameters have arrived, before its first forward pass of the step.
-
-This file is copied into every emitted program; it needs torch alone.
 """
 
 from __future__ import annotations
@@ -12,7 +10,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from autopar.program.parameters import FlatGroup, Group
+from autopar.program.masters import Group
+from autopar.program.parameters import FlatGroup
 from autopar.program.world import Program
 
 IN_FLIGHT = 2  # publications that run at a time: one for the next layer, one for the layer after it
@@ -31,7 +30,7 @@ class Publications:
         self._sent: list[FlatGroup] = []
         for index in sorted(by_stage):
             # the stage's own parameters first: any layer may read them
-            children = ["", *(child for child in program.model.STAGES[index].GROUPS if child)]
+            children = ["", *(child for child in program.layers[index] if child)]
             sent = [group for group in by_stage[index] if isinstance(group, FlatGroup) and group.is_sent]
             for group in sorted(sent, key=lambda group: children.index(group.child)):
                 place = len(self._sent)

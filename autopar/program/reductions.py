@@ -1,10 +1,8 @@
 """When a rank reduces its gradients: most reductions run under the backward pass.
 
-FSDP2 reduces the gradients of its layers (ZeRO 2 and 3) by itself, in every microbatch, or, where the plan says so, in the last one alone
-(``LastBackward``). The flat groups' gradients (ZeRO 0 and 1) are always reduced once a step: a group's reduction starts as soon as the last
-microbatch has given the group's last gradient, while the backward pass goes on in earlier layers.
-
-This file is copied into every emitted program; it needs torch alone.
+FSDP2 reduces the gradients of its layers (ZeRO 2 and 3) by itself (``fsdp``). The flat groups' gradients (ZeRO 0 and 1) are always reduced
+once a step: a group's reduction starts as soon as the last microbatch has given the group's last gradient, while the backward pass goes on
+in earlier layers.
 """
 
 from __future__ import annotations
@@ -13,56 +11,13 @@ import weakref
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
-from autopar.program.parameters import FlatGroup, Group, ShardedGroup
+from autopar.program.masters import Group
+from autopar.program.parameters import FlatGroup
+from autopar.program.spec import LayerSpec
 from autopar.program.world import Program
 
 IN_FLIGHT = 2  # reductions that run at a time: one is on the network while the next is being prepared
-
-
-class LastBackward:
-    """Lets FSDP reduce the gradients of ``layers`` of one stage in the last of the step's ``microbatches`` backward passes alone.
-
-    In the passes before, FSDP adds up whole gradients on each rank. Every schedule runs the backward passes of a stage one after the
-    other: the last one is the one that begins after all others, whichever microbatch it belongs to.
-    """
-
-    def __init__(self, layers: Sequence[FSDPModule], microbatches: int) -> None:
-        self._layers, self._microbatches = layers, microbatches
-        self._begun = 0
-
-    def clear(self) -> None:
-        """Before a step."""
-        self._begun = 0
-
-    def watch(self, outputs: Sequence[Tensor]) -> None:
-        """Expect the backward pass of a microbatch from its ``outputs``: it begins at one of them."""
-        begun = False
-
-        def begin(_: Tensor) -> None:
-            nonlocal begun
-            if not begun:
-                begun = True
-                self._begin()
-
-        for output in outputs if self._layers else ():
-            if output.requires_grad:
-                output.register_hook(begin)
-
-    def _begin(self) -> None:
-        self._begun += 1
-        if self._begun in (1, self._microbatches):
-            for layer in self._layers:
-                layer.set_requires_gradient_sync(self._begun == self._microbatches, recurse=False)
-
-    def finish(self) -> None:
-        """After a step. Raises ``RuntimeError`` if gradients were left unreduced. A stage without gradients has no backward passes."""
-        if self._begun not in (0, self._microbatches):
-            raise RuntimeError(
-                f"a stage had {self._begun} backward passes in a step of {self._microbatches} microbatches, and its gradients are not "
-                "reduced"
-            )
 
 
 class Reductions:
@@ -82,9 +37,10 @@ class Reductions:
         self._groups = [group for groups in by_stage.values() for group in groups]
         self._early: list[FlatGroup] = []
         for stage in sorted(by_stage, reverse=True):
-            self._early += _early(by_stage[stage], program.model.STAGES[stage].GROUPS)
+            self._early += _early(by_stage[stage], program.layers[stage])
         self._late = [group for group in self._groups if isinstance(group, FlatGroup) and group not in self._early]
-        self._last = {stage: _last_backward(groups, program) for stage, groups in by_stage.items()}
+        fsdp = program.spec.fsdp
+        self._last = {} if fsdp is None else {stage: fsdp.last_backward(by_stage[stage], program) for stage in by_stage}
         self._started = 0  # of the early groups
         self._running: list[FlatGroup] = []
         for group in self._early:
@@ -100,7 +56,8 @@ class Reductions:
 
     def watch(self, stage: int, outputs: Sequence[Tensor]) -> None:
         """Called with the outputs of a stage for every microbatch, before its backward pass."""
-        self._last[stage].watch(outputs)
+        if self._last:
+            self._last[stage].watch(outputs)
 
     def _advance(self) -> None:
         """Start the reductions of the next groups in order that are complete."""
@@ -147,15 +104,10 @@ class Reductions:
                 group.finish_reduction()
 
 
-def _last_backward(groups: Sequence[Group], program: Program) -> LastBackward:
-    layers = [group.module for group in groups if isinstance(group, ShardedGroup) and group.reduces_once]
-    return LastBackward(layers, program.passes)
-
-
-def _early(groups: Sequence[Group], records: Mapping[str, Mapping[str, object]]) -> list[FlatGroup]:
-    """The groups of a stage that are reduced under the backward pass, in order; ``records`` are the stage's ``GROUPS``."""
+def _early(groups: Sequence[Group], layers: Mapping[str, LayerSpec]) -> list[FlatGroup]:
+    """The groups of a stage that are reduced under the backward pass, in order; ``layers`` are the stage's."""
     found = [group for group in groups if isinstance(group, FlatGroup) and group.is_reduced and group.shared is None]
-    found = [group for group in found if not records[group.child].get("opaque")]
+    found = [group for group in found if not layers[group.child].opaque]
     # The stage's own parameters come last: an early layer may use them.
-    children = [*(child for child in reversed(list(records)) if child), ""]
+    children = [*(child for child in reversed(list(layers)) if child), ""]
     return sorted(found, key=lambda group: children.index(group.child))

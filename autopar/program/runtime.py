@@ -30,15 +30,9 @@ from autopar.program.checkpoint_files import CheckpointError
 from autopar.program.collectives import all_gather
 from autopar.program.finite import NonFiniteLossError, first_non_finite
 from autopar.program.loader import Loader, Order, Synthetic, Tensors
-from autopar.program.parameters import (
-    Group,
-    build_stages,
-    grouping,
-)
-from autopar.program.pipeline import Pipeline
-from autopar.program.publications import Publications
+from autopar.program.masters import Group
+from autopar.program.parameters import build_stages, grouping
 from autopar.program.reductions import Reductions
-from autopar.program.scaling import LossScale
 from autopar.program.share import Batch, DataError
 from autopar.program.state import initial, read_state, wrong_state
 from autopar.program.tracing import traced
@@ -119,7 +113,8 @@ class Trainer:
         self.stages, self._by_stage, self._buffers = build_stages(program, world)
         self._groups = [group for groups in self._by_stage.values() for group in groups]
         self._reductions = Reductions(program, self._by_stage)
-        self._publications = Publications(program, self.stages, self._by_stage)
+        spec = program.spec
+        self._publications = spec.publications and spec.publications(program, self.stages, self._by_stage)
         self._updates: optimizers.Updates | None = None
         if isinstance(state, str | os.PathLike) and weights.is_weights(Path(state)):
             self.load_weights(state)
@@ -127,8 +122,9 @@ class Trainer:
             self.load_state_dict(read_state(state) if isinstance(state, str | os.PathLike) else state)
         elif resume is None:
             self._load(values or seeded(seed))
-        self.loss_scale = LossScale(world.device) if program.plan["precision"] == "float16" else None
-        self._pipeline = Pipeline(program, world, self.stages, self._by_stage, self._reductions, self.loss_scale)
+        self.loss_scale = spec.loss_scale and spec.loss_scale(world.device)
+        scaled = self.loss_scale and self.loss_scale.scaled
+        self._schedule = spec.schedule(program, world, self.stages, self._by_stage, self._reductions, scaled=scaled)
         masters = [master for group in self._groups for master in group.masters]
         optimizer = optimizer or (lambda params: adamw(params, 3e-4, world))
         self._updates = optimizers.make(optimizer, program, world, masters, scheduler)
@@ -190,19 +186,24 @@ class Trainer:
         return traced(step, self.finish_update, path, self.world.mesh.get_local_rank("pipeline"))
 
     def _leave_out(self, batch: Batch, loss: float, on_nan: str) -> None:
-        self._buffers.clear()
+        self._forget_buffers()
         if on_nan == "stop":
             self.finish_update()
-            why = first_non_finite(self._pipeline, self._groups, batch, self._key())
-            self._buffers.clear()
+            why = first_non_finite(self._schedule, self._groups, batch, self._key())
+            self._forget_buffers()
             raise NonFiniteLossError(
                 f"the loss of step {self.steps} is {loss}; of the values that are not finite, {why}"
             )
         self._update(skipped=True)
 
+    def _forget_buffers(self) -> None:
+        """Drop the values that the forward pass computed."""
+        if self._buffers is not None:
+            self._buffers.clear()
+
     def _key(self) -> int:
         """The key of the random numbers of this step's first microbatch."""
-        return (self._seed << 40) + self.steps * self._pipeline.microbatches
+        return (self._seed << 40) + self.steps * self._schedule.microbatches
 
     def update(self) -> None:
         """Update the parameters by the gradients from ``forward_backward``, and the buffers by the values that it computed.
@@ -225,13 +226,19 @@ class Trainer:
             for group in self._groups:
                 group.average()
             self._updates.read_masters()
-        self._publications.start()
-        self._buffers.write()
+        if self._publications is not None:
+            self._publications.start()
+        else:
+            for group in self._groups:
+                group.publish()
+        if self._buffers is not None:
+            self._buffers.write()
 
     def finish_update(self) -> None:
         """Wait until the stages' parameters have the values of the last update. Whatever reads them outside of a step calls this first;
         methods of this class do."""
-        self._publications.finish()
+        if self._publications is not None:
+            self._publications.finish()
 
     def forward_backward(self, batch: Batch) -> float:
         """Return the global batch's loss; leave its gradients, summed over ranks, microbatches and tied copies."""
@@ -239,12 +246,12 @@ class Trainer:
 
     def _forward_backward(self, batch: Batch) -> Tensor:
         self._check_whole()
-        self._pipeline.share.check(batch)
+        self._schedule.share.check(batch)
         self._reductions.clear()
-        self._buffers.clear()
-        losses = self._pipeline.run(batch, self._key())
+        self._forget_buffers()
+        losses = self._schedule.run(batch, self._key())
         self._reductions.start()
-        loss = self._pipeline.sum(losses)
+        loss = self._schedule.sum(losses)
         self._reductions.finish()
         if self.loss_scale is not None:
             self.loss_scale.unscale(gradient for group in self._groups for gradient in group.own_gradients())
@@ -259,8 +266,8 @@ class Trainer:
         if changes := in_training_alone(self.program):
             raise ModeError(changes)
         self.finish_update()
-        self._pipeline.share.check(batch)
-        return float(self._pipeline.sum(self._pipeline.forward(batch, 0)))
+        self._schedule.share.check(batch)
+        return float(self._schedule.sum(self._schedule.forward(batch, 0)))
 
     def clip_(self, max_norm: float) -> float:
         """Scale all gradients so that their 2-norm over the whole model is at most ``max_norm``; returns the norm before scaling.
@@ -297,7 +304,8 @@ class Trainer:
         for layout in self.program.layouts:
             if layout.original in state:
                 state.update(dict.fromkeys(layout.tied, state[layout.original]))
-        state.update(self._buffers.values())
+        if self._buffers is not None:
+            state.update(self._buffers.values())
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -311,7 +319,8 @@ class Trainer:
         names = {name for layout in layouts for name in (layout.original, *layout.tied)}
         same_state(state, sorted(names | {record.original for record in buffers}), self.world.device)
         self._load(given(state))
-        self._buffers.load(state)
+        if self._buffers is not None:
+            self._buffers.load(state)
         self._half_read = False
 
     def save(self, folder: str | os.PathLike[str], *, keep: int | None = None, wait: bool = True) -> Path:
@@ -408,7 +417,7 @@ class Trainer:
     ) -> Iterator[tuple[str, Tensor]]:
         """The user's parameters, assembled from all stages' slices, one group at a time, on rank 0."""
         fused: dict[str, Tensor] = {}
-        for stage in range(len(self.program.model.STAGES)):
+        for stage in range(len(self.program.spec.stages)):
             for index, layouts in enumerate(grouping(self.program, stage)):
                 layouts = tuple(layout for layout in layouts if wanted(layout) and self.program.is_first_copy(layout))
                 if not layouts:
@@ -449,7 +458,7 @@ class Trainer:
 
 def in_training_alone(program: Program) -> str:
     """What of the model is done in training mode alone, in words; empty if nothing is."""
-    if any(kind.RANDOM for kind in program.model.STAGES):
+    if any(stage.SPEC.random for stage in program.spec.stages):
         return "it draws random numbers, as dropout does"
     written = sorted({record.original for record in program.buffers})
     return f"it writes buffers, as batch norm does: {', '.join(written[:5])}" if written else ""

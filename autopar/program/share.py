@@ -4,9 +4,9 @@ Microbatch ``i`` is the ``i``-th chunk of the global batch, and the mesh's axes 
 rows and the inputs that its stages take. Ranks of one tensor or sequence axis read the same rows: a plan slices a sequence after the layer
 that reads it.
 
-The scalars of a batch (``PRELUDE`` of ``model.py``), such as its number of valid tokens, are computed by the ranks whose stages use them.
+The scalars of a batch (``Prelude``), such as its number of valid tokens, are computed by the ranks whose stages use them.
 Each computes the integer sums of its own rows, and all-reduces add them up. Where ``model.py`` says that a scalar is no such sum
-(``PRELUDE_BY_ROWS``), the ranks gather the inputs that it is computed from, and no others.
+(``Prelude.by_rows``), the ranks gather the inputs that it is computed from, and no others.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from autopar.program.agree import digest, same_batch
 from autopar.program.collectives import all_gather
+from autopar.program.spec import StageSpec
 from autopar.program.world import Program, World
 
 _ABSENT = torch.iinfo(torch.int64).min + 1
@@ -52,13 +53,14 @@ class Share:
         self.program, self.world = program, world
         self.batch, self.microbatches = int(program.plan["global_batch"]), int(program.plan["microbatches"])
         self.apart = "microbatch_statistics" in program.plan.get("allow", ())
-        self._kinds = program.model.STAGES
-        self.needs_scalars = program.model.PRELUDE is not None and any(
-            self._kinds[stage].SCALARS or stage == len(self._kinds) - 1 for stage in world.stages
+        stages: list[StageSpec] = [stage.SPEC for stage in program.spec.stages]
+        self._prelude = program.spec.prelude
+        self.needs_scalars = self._prelude is not None and any(
+            stages[index].scalars or index == len(stages) - 1 for index in world.stages
         )
-        self._scalar_inputs: tuple[str, ...] = () if program.model.PRELUDE is None else program.model.PRELUDE_READS
+        self._scalar_inputs = () if self._prelude is None else self._prelude.reads
         reads = self._scalar_inputs if self.needs_scalars else ()
-        own = [(name, spec) for stage in world.stages for name, spec in self._kinds[stage].INPUTS.items()]
+        own = [(name, spec.sharded) for index in world.stages for name, spec in stages[index].inputs.items()]
         self.inputs = sorted({name for name, _ in own} | set(reads))
         specs = [spec for name, spec in own if name in reads] or [spec for _, spec in own]
         # the axes that divide the rows from which this rank computes scalars, outermost first
@@ -90,7 +92,7 @@ class Share:
         """Raise ``ValueError`` if a whole batch does not fit the program, or differs between ranks. ``Loader`` has checked rows."""
         if isinstance(batch, Rows):
             return
-        names = sorted({name for kind in self._kinds for name in kind.INPUTS})
+        names = sorted(self.program.inputs)
         for name in names:
             if name not in batch:
                 raise ValueError(f"the batch has no {name!r}; it has {', '.join(sorted(batch)) or 'nothing'}")
@@ -111,27 +113,27 @@ class Share:
 
     def scalars(self, batch: Batch) -> dict[str, Tensor]:
         """The scalars of the whole batch, or of every microbatch along dim 0."""
-        model = self.program.model
-        if model.PRELUDE is None or isinstance(batch, Rows) and not self.needs_scalars:
+        prelude = self._prelude
+        if prelude is None or isinstance(batch, Rows) and not self.needs_scalars:
             return {}
         read: Mapping[str, Tensor] = batch if not isinstance(batch, Rows) else self._for_scalars(batch)
-        total = self._total if isinstance(batch, Rows) and model.PRELUDE_BY_ROWS else _whole
+        total = self._total if isinstance(batch, Rows) and prelude.by_rows else _whole
         if not self.apart:
-            found: dict[str, Tensor] = model.PRELUDE(read, self.program.constants, total)
-            return found
+            return prelude.compute(read, self.program.constants, total)
         chunks = {name: tensor.chunk(self.microbatches) for name, tensor in read.items()}
         parts = [
-            model.PRELUDE({name: own[i] for name, own in chunks.items()}, self.program.constants, total)
+            prelude.compute({name: own[i] for name, own in chunks.items()}, self.program.constants, total)
             for i in range(self.microbatches)
         ]
         return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
 
     def _for_scalars(self, rows: Rows) -> dict[str, Tensor]:
         """What the prelude reads, on the device: own rows, or where these do not do, the rows of all ranks."""
+        assert self._prelude is not None
         spec, found = dict.fromkeys(self._row_axes, 0), {}
         for name in self._scalar_inputs:
             tensor = self.local(rows, name, spec).to(self.world.device)
-            found[name] = tensor if self.program.model.PRELUDE_BY_ROWS else self._gathered(tensor)
+            found[name] = tensor if self._prelude.by_rows else self._gathered(tensor)
         return found
 
     def _total(self, term: Tensor) -> Tensor:
@@ -166,7 +168,7 @@ class Share:
         Raises:
             DataError: on every rank, if one has a problem, or ranks differ.
         """
-        names = sorted({name for kind in self._kinds for name in kind.INPUTS} | set(self._scalar_inputs))
+        names = sorted({*self.program.inputs, *self._scalar_inputs})
         values = torch.full((len(names), self.batch), _ABSENT)
         for name, tensor in (tensors or {}).items():
             values[names.index(name), self.rows] = torch.tensor([digest(row) for row in tensor.unbind()])

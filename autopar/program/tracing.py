@@ -3,8 +3,6 @@
 Every rank is a process with two tracks: its actions (forward and backward passes of a microbatch through a stage), and what it
 communicates. Actions are named by torch's ``record_function``; times come from ``torch.profiler``. On a GPU an action lasts from the first
 to the last of its kernels.
-
-This file is copied into every emitted program; it needs torch alone.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage
 from torch.profiler import ProfilerActivity, profile, record_function
 
 WORDS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
@@ -40,24 +37,6 @@ def action_name(kind: str, stage: int, microbatch: int) -> str:
 def action(kind: str, stage: int, microbatch: int) -> AbstractContextManager[Any]:
     """A context that names an action in a profile; ``kind`` is a key of ``WORDS``."""
     return record_function(action_name(kind, stage, microbatch))
-
-
-class TracedStage(PipelineStage):
-    """A stage of torch's pipeline whose actions have names in a profile."""
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
-        with action("F", self.stage_index, fwd_chunk_id):
-            return super().forward_one_chunk(fwd_chunk_id, *args, **options)
-
-    def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
-    ) -> None:
-        with action("B" if full_backward else "I", self.stage_index, bwd_chunk_id):
-            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        with action("W", self.stage_index, bwd_chunk_id):
-            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
 
 def traced(step: Callable[[], T], finish: Callable[[], None], path: str | os.PathLike[str], pipeline_rank: int) -> T:

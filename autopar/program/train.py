@@ -146,8 +146,7 @@ def norm(text: str) -> float:
 def dataset(args: argparse.Namespace, program: Program) -> Any:
     """The data set: made up, of a module, or the tensors of a file."""
     if args.data == "synthetic":
-        shapes = {name: shape for stage in program.model.STAGES for name, shape in stage.SHAPES.items()}
-        return Synthetic(shapes, args.seed)
+        return Synthetic(program.inputs, args.seed)
     module, _, name = args.data.partition(":")
     if name.isidentifier() and not Path(args.data).exists():
         return getattr(importlib.import_module(module), name)()

@@ -6,29 +6,19 @@ is added to a list, for the second part. All other gradients (of biases, norms, 
 Outside of ``deferred`` the backward pass is the usual one.
 
 Between the two parts, memory has the input of every product and the gradient of its result.
-
-This file is copied into every emitted program; it needs torch and spmd-types alone.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import spmd_types as spmd
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own convention
-from torch import Tensor, nn
-
-from autopar.program.collectives import Work, reduce_scatter
-from autopar.program.tracing import TracedStage
-
-Adder = Callable[[Tensor], None]
-"""Adds one microbatch's gradient of a parameter to the parameter's gradient."""
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,138 +81,3 @@ class _Linear(torch.autograd.Function):
             product.weight_gradient() if _products is None else None,
             gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None,
         )
-
-
-class SplitStage(TracedStage):
-    """A stage of torch's pipeline whose backward passes may run in two parts.
-
-    ``place`` is the stage's module, its number, the number of stages and the device. ``adders`` map the identity of a parameter to the
-    function that adds a microbatch's gradient to the parameter's. They are called for the gradients of the second part alone: autograd
-    accumulates those of the first part.
-    """
-
-    def __init__(
-        self,
-        place: tuple[nn.Module, int, int, torch.device],
-        *,
-        adders: Sequence[Mapping[int, Adder]],
-        turn: Turn,
-        **options: Any,
-    ) -> None:
-        super().__init__(*place, **options, dw_builder=self._second_part)
-        self._adders, self._turn = adders, turn
-        self._products: list[Product] = []
-
-    def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
-    ) -> None:
-        if full_backward:
-            super().backward_one_chunk(bwd_chunk_id, loss, True, last_backward)
-            return
-        with deferred() as self._products:
-            super().backward_one_chunk(bwd_chunk_id, loss, False, last_backward)
-
-    def _second_part(self) -> Callable[[], None]:
-        """What torch calls for the second part of the backward pass that has just ended; nothing is left of a whole one."""
-        products, self._products = self._products, []
-        return functools.partial(self._add, products)
-
-    @torch.no_grad()
-    def _add(self, products: list[Product]) -> None:
-        """Compute the gradients, in the order of the backward pass, and free each product's operands."""
-        while products:
-            product = products.pop(0)
-            (add,) = [found for adders in self._adders if (found := adders.get(id(product.weight)))]
-            add(product.weight_gradient())
-        self._turn.finish()  # else a whole gradient would stay in memory
-
-
-@dataclass(frozen=True, slots=True)
-class _Reduction:
-    """A reduce-scatter that runs: ``piece`` is its result, to be added to that of ``name`` in ``pieces``; ``whole`` its operand."""
-
-    work: Work | None
-    pieces: dict[str, Tensor]
-    name: str
-    piece: Tensor
-    whole: Tensor
-
-
-class Turn:
-    """The reductions of a rank's late gradients take turns: one runs while the next gradient is computed, because each keeps a whole
-    gradient in memory."""
-
-    def __init__(self) -> None:
-        self.running: _Reduction | None = None
-
-    def finish(self) -> None:
-        """Wait for the reduction that runs."""
-        if (last := self.running) is not None:
-            if last.work is not None:
-                last.work.wait()
-            sums = last.pieces
-            sums[last.name] = sums[last.name].add_(last.piece) if last.name in sums else last.piece
-            self.running = None
-
-
-class LateGradients:
-    """Gradients of an FSDP layer's weights from the second parts of backward passes, summed over microbatches and ranks.
-
-    FSDP2 reduces the gradients that autograd computes. These are reduce-scattered one by one, in ``dtype``, into pieces as large as FSDP2's
-    shards: rows divided as by ``torch.chunk``, padded to equal pieces. ``shards`` is the group that shards the layer; ``copies`` is the
-    group over its copies under hybrid sharding, over which the pieces are summed once a step. With ``once``, whole gradients are summed
-    over the microbatches first.
-    """
-
-    def __init__(
-        self, shards: dist.ProcessGroup, copies: dist.ProcessGroup | None, dtype: torch.dtype, turn: Turn, once: bool
-    ) -> None:
-        self._shards, self._copies, self._dtype, self._turn, self._once = shards, copies, dtype, turn, once
-        self._whole: dict[str, Tensor] = {}
-        self._pieces: dict[str, Tensor] = {}
-
-    def clear(self) -> None:
-        """Before a step: forget the last one's gradients."""
-        self._pieces = {}
-
-    def add(self, name: str, gradient: Tensor) -> None:
-        """Add one microbatch's gradient of the parameter ``name``, in the parameter's shape: start its reduction, unless gradients are
-        reduced once a step."""
-        if not self._once:
-            self._reduce(name, gradient)
-        elif name in self._whole:
-            self._whole[name] += gradient
-        else:
-            self._whole[name] = gradient.to(self._dtype)
-
-    def _reduce(self, name: str, gradient: Tensor) -> None:
-        size, rows = dist.get_world_size(self._shards), gradient.shape[0]
-        share = -(-rows // size)
-        whole = gradient.to(self._dtype)
-        if share * size > rows:
-            whole = F.pad(whole, [0, 0] * (gradient.dim() - 1) + [0, share * size - rows])
-        self._turn.finish()
-        piece = whole.new_empty(share, *gradient.shape[1:])
-        work = reduce_scatter(piece, whole, group=self._shards, async_op=True)
-        self._turn.running = _Reduction(work, self._pieces, name, piece, whole)
-
-    def finish(self) -> dict[str, Tensor]:
-        """Wait for all sums; returns this rank's piece of each parameter's gradient, padding included, by the parameter's name."""
-        for name in list(self._whole):
-            self._reduce(name, self._whole.pop(name))
-        self._turn.finish()
-        if self._copies is not None:
-            for piece in self._pieces.values():
-                dist.all_reduce(piece, group=self._copies)
-        return self._pieces
-
-
-def start_gradients(layer: nn.Module, ignored: set[nn.Parameter]) -> None:
-    """Give every gathered parameter of the layer a gradient of zeros, except those that FSDP ignores.
-
-    A parameter whose first gradient comes in the last microbatch would otherwise have it in 16 bits beside the others' sums in float32,
-    and FSDP reduces gradients of one dtype only.
-    """
-    for param in layer.parameters():
-        if param.requires_grad and param.grad is None and param not in ignored:
-            param.grad = torch.zeros_like(param)

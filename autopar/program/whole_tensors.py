@@ -9,8 +9,6 @@ Owners are balanced by elements: each rank has about its share of the pipeline s
 under plain data parallelism, is updated there, and nothing is sent. The planner does not price any of this: the whole masters are about
 4 more bytes for each element of a rank's share in float32, their gradients as many during the update, and each step sends the gradients
 and the new values once.
-
-This file is copied into every emitted program; it needs torch alone.
 """
 
 from __future__ import annotations
@@ -76,7 +74,7 @@ class WholeTensors:
     def __init__(self, masters: Sequence[Master], program: Program, world: World) -> None:
         self._world = world
         self._held = [master for master in masters if any(True for _ in _boxes(master, master.tensor.detach(), world))]
-        replica = tuple(world.coordinates[axis][0] for axis in program.parted(list(program.model.MESH))[1])
+        replica = tuple(world.coordinates[axis][0] for axis in program.parted(list(program.spec.mesh))[1])
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, [tuple(_record(master, replica, world)) for master in self._held])
         records = [[_Record(_Key(*own[0]), *own[1:]) for own in theirs] for theirs in every]

@@ -16,17 +16,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autopar.program import flattened
-from autopar.program.kernels import on_mesh
-from autopar.program.weight_gradients import Turn
+from autopar.program.mesh_axes import on_mesh
+from autopar.program.spec import LayerSpec, ProgramSpec, TensorSpec
 
 # spmd-types calls two collectives by the names that torch 2.13 deprecates
 warnings.filterwarnings("ignore", category=FutureWarning, module="spmd_types")
@@ -148,7 +146,8 @@ class Program:
 
     plan: Mapping[str, Any]
     layouts: tuple[Layout, ...]
-    model: ModuleType
+    spec: ProgramSpec
+    layers: tuple[Mapping[str, LayerSpec], ...]  # of each stage, in order; those of the stage's own parameters under ""
     constants: dict[str, Tensor]
     buffers: tuple[BufferRecord, ...] = ()
     records: Mapping[str, Any] = field(default_factory=dict)  # the content of layouts.json
@@ -191,7 +190,12 @@ class Program:
     @property
     def axes(self) -> dict[str, int]:
         """The sizes of the axes on which parameters have types, outermost first: ``mirror`` and the axes of a stage's mesh."""
-        return {MIRROR: self.directions, **self.model.MESH}
+        return {MIRROR: self.directions, **self.spec.mesh}
+
+    @property
+    def inputs(self) -> dict[str, TensorSpec]:
+        """The inputs of all stages."""
+        return {name: spec for stage in self.spec.stages for name, spec in stage.SPEC.inputs.items()}
 
     def group(self, layout: Layout) -> tuple[str, int, tuple[str, ...]]:
         """The stage's child that has the parameter (``""``: the stage itself), its ZeRO stage, and the axes (larger than 1)
@@ -202,7 +206,7 @@ class Program:
         than that of most of the layer. Tied copies all have the lowest ZeRO stage of their layers, so that their updates are the same.
         """
         child, zero = self._home(layout)
-        data = self.model.STAGES[layout.stage].GROUPS[child]["data_axes"]
+        data = self.layers[layout.stage][child].data_axes
         sizes = self.axes
         axes = tuple(axis for axis in (MIRROR, *layout.replicated) if sizes[axis] > 1)
         spread = set(axes) - {MIRROR}  # ZeRO does not shard over the copies of a stage
@@ -220,9 +224,9 @@ class Program:
         Tied copies are all sharded over the axes that every layer that has one shards over, so that their updates are the same.
         """
         records = [layout] if layout.shared is None else [c for c in self.layouts if c.shared == layout.shared]
-        groups = [self.model.STAGES[c.stage].GROUPS[self._home(c)[0]] for c in records]
+        layers = [self.layers[c.stage][self._home(c)[0]] for c in records]
         axes = self.group(layout)[2]
-        replicating = {MIRROR, *(axis for group in groups for axis in group.get("replicate_axes", ()))}
+        replicating = {MIRROR, *(axis for layer in layers for axis in layer.replicate_axes)}
         return tuple(a for a in axes if a in replicating), tuple(a for a in axes if a not in replicating)
 
     def is_first_copy(self, layout: Layout) -> bool:
@@ -230,12 +234,12 @@ class Program:
         return layout.shared is None or layout.stage == min(c.stage for c in self.layouts if c.shared == layout.shared)
 
     def _home(self, layout: Layout) -> tuple[str, int]:
-        groups = self.model.STAGES[layout.stage].GROUPS
+        layers = self.layers[layout.stage]
         child = layout.name.split(".")[0]
-        child = child if child in groups else ""
-        if child not in groups:
-            raise ValueError(f"stage {layout.stage}'s GROUPS in model.py has no entry for its parameter {layout.name}")
-        return child, int(groups[child]["zero"])
+        child = child if child in layers else ""
+        if child not in layers:
+            raise ValueError(f"no SPEC in model.py has the parameter {layout.name} of stage {layout.stage}")
+        return child, layers[child].zero
 
     def _main_dtype(self, stage: int, child: str) -> torch.dtype:
         """The dtype of most of the elements in a stage's child."""
@@ -263,16 +267,27 @@ def load(folder: str | os.PathLike[str]) -> Program:
     if Path(model.__file__).resolve().parent != path:
         raise ImportError(f"the name `model` is taken by {model.__file__}; put {path} first on sys.path")
     records = json.loads((path / "layouts.json").read_text())
-    constants = path / "constants.pt"
+    values = path / "constants.pt"
+    constants = torch.load(values, weights_only=True) if values.exists() else {}
+    spec: ProgramSpec = model.PROGRAM
     return Program(
         plan=json.loads((path / "plan.json").read_text()),
-        layouts=tuple(Layout.read(record, model.MESH) for record in records["parameters"]),
-        model=model,
-        constants=torch.load(constants, weights_only=True) if constants.exists() else {},
+        layouts=tuple(Layout.read(record, spec.mesh) for record in records["parameters"]),
+        spec=spec,
+        layers=tuple(_layers(stage, constants) for stage in spec.stages),
+        constants=constants,
         buffers=tuple(BufferRecord.read(record) for record in records.get("buffers", ())),
         records=records,
         folder=path,
     )
+
+
+def _layers(stage: Any, constants: Mapping[str, Tensor]) -> dict[str, LayerSpec]:
+    """The layers of a stage's class, in order, and the parameters that several of them share."""
+    module: nn.Module = stage(device="meta", constants=constants)
+    found: dict[str, Any] = {name: getattr(layer, "SPEC", None) for name, layer in module.named_children()}
+    own: LayerSpec | None = stage.SPEC.own
+    return {name: spec for name, spec in found.items() if spec is not None} | ({} if own is None else {"": own})
 
 
 # -- processes --------------------------------------------------------------------------------------------------------
@@ -293,7 +308,6 @@ class World:
     # by tied parameter: the pipeline ranks that have a copy, if several have one
     shared: Mapping[str, dist.ProcessGroup]
     replica: dist.ProcessGroup | None = None  # this rank's replica, if replicas train apart
-    turn: Turn = field(default_factory=Turn)  # which of this rank's late gradients is being reduced
 
     @property
     def pipeline(self) -> int:
@@ -307,7 +321,7 @@ class World:
     @contextmanager
     def in_mesh(self) -> Iterator[None]:
         """A context in which collectives find the stage's axes by name, single and flattened."""
-        with on_mesh(self.stage_mesh), flattened.use(self.groups):
+        with on_mesh(self.stage_mesh, self.groups):
             yield
 
     def group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
@@ -341,8 +355,8 @@ def start(program: Program, *, device: str | None = None, timeout_s: float = 600
     if kind == "cuda" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         # sizes that vary would leave holes between the blocks of memory; CUDA's allocator reads this when it is first used
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    axes: dict[str, int] = program.model.MESH
-    stages, chunks = len(program.model.STAGES), int(program.plan.get("chunks", 1))
+    axes = program.spec.mesh
+    stages, chunks = len(program.spec.stages), int(program.plan.get("chunks", 1))
     if stages % chunks:
         raise RuntimeError(f"{stages} stages cannot be placed on devices that run {chunks} each")
     line = stages // chunks
@@ -412,7 +426,7 @@ def _axis_groups(program: Program, ranks: Tensor) -> dict[tuple[str, ...], dist.
     sets |= {part for axes in whole for part in program.parted(axes)}
     wanted = {axes for axes in sets if len(axes) > 1} | ({(MIRROR,)} if program.directions > 1 else set())
     names = list(program.axes)
-    return flat_groups(wanted | set(getattr(program.model, "FLATTENED", ())), names, ranks)
+    return flat_groups(wanted | set(program.spec.flattened), names, ranks)
 
 
 def flat_groups(
@@ -435,7 +449,7 @@ def flat_groups(
 
 def _replica_group(program: Program, ranks: Tensor) -> dist.ProcessGroup | None:
     """A group for every replica that trains apart, over all its pipeline stages."""
-    names = list(program.model.MESH)
+    names = list(program.spec.mesh)
     apart = [1 + names.index(axis) for axis in program.parted(names)[1]]
     if not apart:
         return None

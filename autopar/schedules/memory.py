@@ -117,7 +117,7 @@ def passing(schedule: Schedule) -> tuple[int, ...]:
             outputs, gradients, inputs, sent = 0, 0, 0, 0
         elif schedule.name == ONE_F_ONE_B:
             outputs, gradients, inputs, sent = n, 2, 0, int(m > n)
-        elif schedule.copies > 1:  # ``program.bidirectional`` receives into fresh tensors, at most two inputs early
+        elif schedule.copies > 1:  # ``program.chimera`` receives into fresh tensors, at most two inputs early
             outputs, gradients, inputs, sent = n, 1, 2, 1
         else:
             outputs, gradients, inputs, sent = n, m, m - n, int(schedule.name != GPIPE)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Set
 from pathlib import Path
+from typing import Any
 
 import custom_ops
 import pytest
@@ -145,6 +146,36 @@ def test_without_spmd_types_the_error_names_it(llama: Path, tmp_path: Path) -> N
         [sys.executable, "-c", "import model"], cwd=llama, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 1 and "spmd_types may not be imported here" in done.stderr
+
+
+SPLIT = {"pipeline.py", "split_pipeline.py", "weight_gradients.py"}
+NEEDED: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "data": ({"data": 2}, set()),
+    "ZeRO 1": ({"data": 2, "zero": 1}, {"publications.py", "whole_tensors.py"}),
+    "ZeRO 3": ({"data": 2, "zero": 3}, {"fsdp.py", "whole_tensors.py"}),
+    "server": ({"data": 2, "sync": "parameter-server"}, {"publications.py"}),
+    "one device": ({}, {"local_group.py"}),
+    "pipeline": ({"pipeline": 2, "microbatches": 2}, {"pipeline.py", "local_group.py"}),
+    "zero bubble": ({"pipeline": 2, "microbatches": 2, "schedule": "zero-bubble"}, {*SPLIT, "local_group.py"}),
+    "zero bubble, ZeRO 2": (
+        {"pipeline": 2, "data": 2, "zero": 2, "microbatches": 2, "schedule": "zero-bubble"},
+        {*SPLIT, "fsdp.py", "fsdp_split.py", "whole_tensors.py"},
+    ),
+    "Chimera": ({"pipeline": 2, "microbatches": 2, "schedule": "chimera"}, {"chimera.py"}),
+}
+OPTIONAL = set().union(*(files for _, files in NEEDED.values())) | {
+    "scaling.py",
+    "buffers.py",
+    "kernels.py",
+    "flattened.py",
+}
+
+
+def test_a_folder_has_the_parts_of_the_runtime_that_its_plan_needs(tmp_path: Path) -> None:
+    graph = subject("mlp").graph
+    for name, (pins, files) in NEEDED.items():
+        emit(graph, manual_plan(graph, **pins), tmp_path)
+        assert {path.name for path in tmp_path.glob("*.py")} & OPTIONAL == files, name
 
 
 def test_a_folder_has_the_files_that_its_program_needs(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def stopped(runtime: Any, trainer: Any, rows: Any) -> str:
     """Why a step stops in which the first layer of the last stage has a result that is not finite."""
     stage = max(trainer.stages)
     hooks = []
-    if stage == len(trainer.program.model.STAGES) - 1:
+    if stage == len(trainer.program.spec.stages) - 1:
         layer = dict(trainer.stages[stage].named_children())["layer_1"]
         hooks.append(layer.register_forward_hook(lambda module, args, result: result * float("inf")))
     before = trainer.steps, [master.tensor.clone() for group in trainer._groups for master in group.masters]
@@ -88,10 +89,11 @@ def compared(folder: str, state: str | dict[str, Tensor], data: dict[str, Tensor
         padded, _ = trainer.loader(data, runtime.Order(last="pad")).read((0, 24))
         found["padded"] = trainer.forward_backward(padded), trainer.gradients()
         trainer.forward_backward(whole)
-        program.model.PRELUDE_BY_ROWS = False  # then the labels are gathered
+        share = trainer._schedule.share
+        share._prelude = replace(share._prelude, by_rows=False)  # then the labels are gathered
         found["same"].append(loss == trainer.forward_backward(rows))
         found["stopped"] = stopped(runtime, trainer, rows)
-        if program.model.MESH.get("tensor", 1) > 1:
+        if program.spec.mesh.get("tensor", 1) > 1:
             try:
                 trainer.loader(uneven()).read((0, 0))
             except runtime.DataError as error:

@@ -163,7 +163,7 @@ def write_mlp(folder: Path, shape: Shape) -> Path:
         text, count = re.subn(rf"^{name} = .*$", f"{name} = {value!r}", text, flags=re.MULTILINE)
         assert count == 1, name
     if shape.precision != "float64":
-        text = text.replace('"float64"', repr(shape.precision))
+        text = text.replace("torch.float64", f"torch.{shape.precision}")
     text = text.replace(
         "BATCH, LENGTH, VOCABULARY, WIDTH, HIDDEN = 8,", f"BATCH, LENGTH, VOCABULARY, WIDTH, HIDDEN = {shape.batch},"
     )
@@ -171,5 +171,5 @@ def write_mlp(folder: Path, shape: Shape) -> Path:
     (folder / "plan.json").write_text(mlp_plan(shape).dumps())
     (folder / "layouts.json").write_text(json.dumps({"parameters": _layouts(shape)}))
     torch.save({"scale": torch.tensor(SCALE, dtype=getattr(torch, shape.precision))}, folder / "constants.pt")
-    copy_runtime(folder, ("kernels",))
+    copy_runtime(folder, ("fsdp", "local_group", "microbatches", "pipeline", "publications", "spec", "whole_tensors"))
     return folder

@@ -13,7 +13,7 @@ from torch import fx
 
 from autopar.graph import LayerClass
 from autopar.plan import Axis, Role
-from autopar.program import kernels
+from autopar.program import kernels, kernels_vocab
 from autopar.shard import solve
 from autopar.sharding import AxisTypes, Sharding
 from autopar.types import I, P, R, S
@@ -110,7 +110,7 @@ class TestLocalise:
         cls = draw.layer(draw.call(aten.embedding.default, table, ids))
         types = axis_types(cls, {"ids": R, "table": S(0), "embedding_default": P}, outputs=(I,))
         gm = localised(cls, (TENSOR, replace(types, kernel={"embedding_default": "masked_embedding"})))
-        node = find(gm, kernels.masked_embedding)
+        node = find(gm, kernels_vocab.masked_embedding)
         assert [arg.name for arg in node.args] == ["ids", "table"] and node.kwargs == {"axis": "tensor"}
 
     def test_a_kernel_on_two_axes_names_both(self) -> None:
@@ -121,7 +121,7 @@ class TestLocalise:
         types = replace(types, kernel={"cross_entropy_sum": "vocab_parallel_cross_entropy_sum"})
         rows = axis_types(cls, {"cross_entropy_sum": P}, default=S(0))
         gm = localised(cls, (Axis("rows", 2, 4), rows), (OUTER, types), (TENSOR, types))
-        node = find(gm, kernels.vocab_parallel_cross_entropy_sum)
+        node = find(gm, kernels_vocab.vocab_parallel_cross_entropy_sum)
         assert node.args[2] == ("outer", "tensor") and node.kwargs["partial_axes"] == ("rows",)
         assert node.args[0].meta["val"].shape == (2, 6, 2)
 

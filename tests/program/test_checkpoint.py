@@ -143,7 +143,7 @@ FAULTS: dict[str, tuple[str, tuple[str, str], Fault]] = {
         "mlp", ("data 2, zero 1", "one device"), ("parameters.py", r"same, low - slot\.start\)", "same, 0)"),
     ),
     "shards begin where slices begin": (
-        "mlp", ("data 2, zero 3", "one device"), ("parameters.py", r"first = _rows\(param, .*", "first = 0"),
+        "mlp", ("data 2, zero 3", "one device"), ("fsdp.py", r"first = rows_of\(param, .*", "first = 0"),
     ),
     "parts of fused parameters have no place": (
         "gpt2", ("tensor 2", "one device"), ("boxes.py", r"offsets\[layout\.part\[0\]\] \+= layout\.part\[1\]", "pass"),

@@ -13,7 +13,7 @@ from test_run_pipeline import Skip
 from torch import Tensor, nn
 from workers import WorkerPool
 
-from autopar.program.bidirectional import Step, with_transfers
+from autopar.program.chimera import Step, with_transfers
 from autopar.run.folder import import_runtime, program_modules
 from autopar.schedules import Schedule
 from autopar.schedules.memory import passing

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.checks.sample_experts import gated_experts
 from autopar.ops.experts import Experts
-from autopar.program import kernels, kernels_experts
+from autopar.program import kernels_experts
+from autopar.program.mesh_axes import on_mesh
 from passes import clean
 
 aten = torch.ops.aten
@@ -150,7 +151,7 @@ def shared_out(exchange: bool) -> None:
     index, g = (mine(index), mine(g)) if exchange else (index, g)
     axes: dict[str, Any] = {"owners": ("e",), **({"exchange": ("e",)} if exchange else {"partial_axes": ("e",)})}
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("e",))
-    with kernels.on_mesh(mesh):
+    with on_mesh(mesh):
         out = op(own[0], index, *own[1:], **axes)
         found = list(torch.autograd.grad(out, own, g))
     total = out.detach().clone()

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -143,31 +144,85 @@ def test_blocks_are_in_8_bits_and_the_head_is_not(tmp_path: Path) -> None:
     assert in_float8(wide) is wide
 
 
-def test_routers_are_not_in_8_bits() -> None:
-    graph = torch.fx.Graph()
-    body = torch.fx.GraphModule({}, torch.fx.Graph())
-
-    def value(node: torch.fx.Node, *shape: int) -> torch.fx.Node:
-        node.meta["val"] = torch.empty(shape, dtype=torch.bfloat16, device="meta")
-        return node
-
-    linear = torch.ops.aten.linear.default
-    x = value(graph.placeholder("x"), 8, 32)
-    before, router, after = (value(graph.placeholder(name), 32, 32) for name in ("before", "router", "after"))
-    hidden = value(graph.call_function(linear, (x, before)), 8, 32)
-    scores = value(graph.call_function(linear, (hidden, router)), 8, 32)
-    index = value(graph.call_function(torch.ops.aten.argmax.default, (scores, -1)), 8, 1)
-    mixture = value(graph.call_function(Experts(body, 32), (hidden, index, scores)), 8, 32)
-    last = value(graph.call_function(linear, (mixture, after)), 8, 32)
-    graph.output((last,))
+def products_of(graph: torch.fx.Graph, parameters: list[torch.fx.Node], **options: Any) -> list[bool]:
+    """Whether each product of the graph is in 8 bits, after two runs of the pass, which changes nothing the second time."""
     gm = torch.fx.GraphModule({}, graph)
-    found = {node.name: node for node in gm.graph.nodes}
-    products = [found[node.name] for node in (hidden, scores, last)]
-    for _ in range(2):  # the pass is idempotent
-        float8_pass(gm, last=True)
-        assert [node.target for node in products] == [kernels_fp8.linear, linear, linear]
-    float8_pass(gm, last=False)
-    assert [node.target for node in products] == [kernels_fp8.linear, linear, kernels_fp8.linear]
+    for _ in range(2):
+        float8_pass(gm, [node for node in gm.graph.nodes if node.name in {p.name for p in parameters}], **options)
+    products = (LINEAR, kernels_fp8.linear)
+    return [node.target is kernels_fp8.linear for node in gm.graph.nodes if node.target in products]
+
+
+LINEAR = torch.ops.aten.linear.default
+
+
+def value(node: torch.fx.Node, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.fx.Node:
+    node.meta["val"] = torch.empty(shape, dtype=dtype, device="meta")
+    return node
+
+
+def test_routers_are_not_in_8_bits() -> None:
+    graph, body = torch.fx.Graph(), torch.fx.GraphModule({}, torch.fx.Graph())
+    x = value(graph.placeholder("x"), 8, 32)
+    weights = [value(graph.placeholder(name), 32, 32) for name in ("before", "first", "router", "after")]
+    hidden = value(graph.call_function(LINEAR, (x, weights[0])), 8, 32)
+    first = value(graph.call_function(LINEAR, (hidden, weights[1])), 8, 32)
+    scores = value(graph.call_function(LINEAR, (first, weights[2])), 8, 32)
+    index = value(graph.call_function(torch.ops.aten.argmax.default, (scores, -1)), 8, 1, dtype=torch.int64)
+    mixture = value(graph.call_function(Experts(body, 32), (hidden, index, scores)), 8, 32)
+    graph.output((value(graph.call_function(LINEAR, (mixture, weights[3])), 8, 32),))
+    assert products_of(graph, weights, last=True) == [True, False, False, False]
+    assert products_of(graph, weights, last=False) == [True, False, False, True]
+
+
+@pytest.mark.parametrize("where", ["here", "in a later layer", "nowhere"])
+def test_the_last_product_before_any_choice_is_not_in_8_bits(where: str) -> None:
+    """A choice that is not a mixture's: the result of the product before it decides which rows are read."""
+    graph = torch.fx.Graph()
+    x, table = value(graph.placeholder("x"), 8, 32), value(graph.placeholder("table"), 32, 32)
+    weights = [value(graph.placeholder(name), 32, 32) for name in ("before", "scorer")]
+    hidden = value(graph.call_function(LINEAR, (x, weights[0])), 8, 32)
+    scores = value(graph.call_function(LINEAR, (hidden, weights[1])), 8, 32)
+    halves = value(graph.call_function(torch.ops.aten.mul.Tensor, (scores, 0.5)), 8, 32)
+    index = value(graph.call_function(torch.ops.aten.argmax.default, (halves, -1)), 8, dtype=torch.int64)
+    rows = value(graph.call_function(torch.ops.aten.embedding.default, (table, index)), 8, 32)
+    graph.output((hidden, rows if where == "here" else halves))
+    if where != "here":
+        for node in (rows, index):
+            graph.erase_node(node)
+    found = products_of(graph, weights, last=False, decisive={1} if where == "in a later layer" else ())
+    assert found == [True, where == "nowhere"]
+
+
+def test_a_product_of_two_activations_is_not_in_8_bits() -> None:
+    graph = torch.fx.Graph()
+    x, y = value(graph.placeholder("x"), 32, 32), value(graph.placeholder("y"), 32, 32)
+    weight = value(graph.placeholder("weight"), 32, 32)
+    hidden = value(graph.call_function(LINEAR, (x, weight)), 32, 32)
+    graph.output((value(graph.call_function(LINEAR, (hidden, y)), 32, 32),))
+    assert products_of(graph, [weight], last=False) == [True, False]
+
+
+class Picks(nn.Module):
+    """Scores choose rows of a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scorer, self.last = (nn.Linear(32, 32, bias=False) for _ in range(3))
+        self.table = nn.Embedding(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.scorer(torch.relu(self.first(x)))
+        return self.last(torch.relu(self.table(scores.argmax(-1))) + scores)
+
+
+def test_a_choice_in_a_captured_model_is_seen() -> None:
+    torch.manual_seed(0)
+    batch = torch.randn(8, 4, 32), torch.randn(8, 4, 32)
+    graph = in_float8(annotate(capture(Picks(), batch, nn.functional.mse_loss, precision="bfloat16")))
+    nodes = [node for cls in graph.classes.values() for node in cls.graph.graph.nodes]
+    products = [node.target is kernels_fp8.linear for node in nodes if node.target in (LINEAR, kernels_fp8.linear)]
+    assert products == [True, False, False]  # the first; the scorer; the head
 
 
 # -- programs --------------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from autopar.errors import BatchError, NonFiniteLossError, UsageError
 from autopar.program.loader import Synthetic
 from autopar.program.metrics import Meter
 from autopar.program.runtime import in_training_alone
+from autopar.program.spec import StageSpec, TensorSpec
 from autopar.run import Program
 from autopar.shard import annotate
 
@@ -170,12 +171,12 @@ def test_rows_are_padding_where_the_graph_proves_that_the_loss_leaves_them_out(k
 
 
 def test_evaluation_in_training_mode_is_refused() -> None:
-    kinds = SimpleNamespace(STAGES=(SimpleNamespace(RANDOM=False), SimpleNamespace(RANDOM=True)))
-    assert "as dropout does" in in_training_alone(SimpleNamespace(model=kinds, buffers=()))  # type: ignore[arg-type]
-    quiet = SimpleNamespace(STAGES=(SimpleNamespace(RANDOM=False),))
+    quiet, random = (SimpleNamespace(SPEC=StageSpec(random=random)) for random in (False, True))
+    several, one = (SimpleNamespace(stages=stages) for stages in ((quiet, random), (quiet,)))
+    assert "as dropout does" in in_training_alone(SimpleNamespace(spec=several, buffers=()))  # type: ignore[arg-type]
     written = (SimpleNamespace(original="norm.running_mean"),)
-    assert "norm.running_mean" in in_training_alone(SimpleNamespace(model=quiet, buffers=written))  # type: ignore[arg-type]
-    assert not in_training_alone(SimpleNamespace(model=quiet, buffers=()))  # type: ignore[arg-type]
+    assert "norm.running_mean" in in_training_alone(SimpleNamespace(spec=one, buffers=written))  # type: ignore[arg-type]
+    assert not in_training_alone(SimpleNamespace(spec=one, buffers=()))  # type: ignore[arg-type]
 
 
 def changed(odd: str) -> dict[str, Tensor]:
@@ -239,8 +240,12 @@ def test_a_program_trains_from_a_data_set(tmp_path: Path) -> None:
 
 def test_rows_are_made_up_of_every_shape() -> None:
     """Labels have one number in a row, which is a tensor without dims."""
-    shapes = {"tokens": ((16, 32), "int64"), "labels": ((16,), "int64"), "weight": ((16,), "float32")}
-    rows = Synthetic(shapes, seed=1).__getitems__([0, 5])
+    inputs = {
+        "tokens": TensorSpec((16, 32), torch.int64, {}),
+        "labels": TensorSpec((16,), torch.int64, {}),
+        "weight": TensorSpec((16,), torch.float32, {}),
+    }
+    rows = Synthetic(inputs, seed=1).__getitems__([0, 5])
     assert {name: tuple(value.shape) for name, value in rows.items()} == {
         "tokens": (2, 32),
         "labels": (2,),

@@ -74,7 +74,7 @@ def timed(folder: str, times: dict[str, float] = TIMES) -> dict[str, Any]:
         program = runtime.load(folder)
         trainer = runtime.Trainer(program, runtime.start(program, device="cpu"))
         for index, stage in trainer.stages.items():
-            for name in program.model.STAGES[index].GROUPS:
+            for name in program.layers[index]:
                 if name and isinstance(stage.get_submodule(name), FSDPModule):
                     device.follow(name, stage.get_submodule(name))
         batch = dict(zip(("x", "targets"), rows(), strict=True))
@@ -107,10 +107,10 @@ def layers_of(issued: list[list[str]]) -> list[str]:
     return list(dict.fromkeys(name for what, name in issued if what == "forward"))
 
 
-ROOT = ("parameters.py", r"(?m)^    if meshes:$", "    if not meshes:")
-ORDER = ("parameters.py", r"\[::-1\]\[:ahead\]", "[:ahead]")
-NO_LIST = ("parameters.py", r"before or \[module\]", "before")
-NOT_AHEAD = ("parameters.py", r"layers\[i \+ 1 : i \+ 1 \+ ahead\]", "layers[:0]")
+ROOT = ("fsdp.py", r"(?m)^            if meshes:$", "            if not meshes:")
+ORDER = ("fsdp.py", r"\[::-1\]\[:ahead\]", "[:ahead]")
+NO_LIST = ("fsdp.py", r"before or \[module\]", "before")
+NOT_AHEAD = ("fsdp.py", r"layers\[i \+ 1 : i \+ 1 \+ ahead\]", "layers[:0]")
 
 
 def test_gathers_and_reductions_run_under_the_computation(workers2: WorkerPool, tmp_path: Path) -> None:

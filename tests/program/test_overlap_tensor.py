@@ -22,6 +22,7 @@ from workers import WorkerPool
 
 from autopar.emit import emit
 from autopar.program import flattened, kernels, kernels_overlap
+from autopar.program.mesh_axes import on_mesh
 from autopar.run.folder import program_modules
 from autopar.search.manual import manual_plan
 from autopar.verify import remote
@@ -131,7 +132,7 @@ def joined(
         own = x.clone().requires_grad_()
         given = [w.detach().requires_grad_(wanted) for w, wanted in zip(weights, trainable, strict=True)]
         bias = biases[0].clone().requires_grad_()
-        with kernels.on_mesh(mesh):
+        with on_mesh(mesh):
             out = checkpoint(compute, own, *given, bias, use_reentrant=False) if again else compute(own, *given, bias)
             loss = sum(
                 (o * values(*o.shape, seed=20 + i + rank)).sum() for i, o in enumerate(out[:1] if unread else out[:2])
@@ -180,7 +181,7 @@ def scattered(dim: int) -> list[tuple[Tensor, Tensor]]:
     found = []
     for kernel in (True, False):
         own = x.clone().requires_grad_()
-        with kernels.on_mesh(mesh), flattened.use({("a", "b"): dist.group.WORLD}):
+        with on_mesh(mesh, {("a", "b"): dist.group.WORLD}):
             if kernel:
                 out = kernels_overlap.linear(own, weight.requires_grad_(), axis=("a", "b"), src=spmd.S(dim))
             else:

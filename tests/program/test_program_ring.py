@@ -15,8 +15,9 @@ from test_rules_kernels import close, values
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autopar.program import kernels, kernels_ring
+from autopar.program import kernels_ring
 from autopar.program.kernels_ring import ring_attention
+from autopar.program.mesh_axes import on_mesh
 from autopar.torch_private import fake_store
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:spmd_types")
@@ -62,7 +63,7 @@ def against_one_device(
     if mask is not None:
         rows = slices(mask.detach(), n) if mask.shape[-2] > 1 else mask.detach().clone()
         rows.requires_grad_(floating)
-    with kernels.on_mesh(mesh):
+    with on_mesh(mesh):
         out = ring_attention(*mine, axes_of(mesh), rows, **given)
         out.backward(slices(g, n))
     close(out.detach(), slices(expected.detach(), n))
@@ -83,7 +84,7 @@ def dropped(p: float) -> None:
         moved = [x.detach() + at * d for x, d in zip(mine, directions, strict=True)]
         return (ring_attention(*moved, "inner", is_causal=True, dropout_p=p, seed=7 + rank) * g).sum()
 
-    with kernels.on_mesh(mesh):
+    with on_mesh(mesh):
         first = ring_attention(*mine, "inner", is_causal=True, dropout_p=p, seed=7 + rank)
         again = ring_attention(*mine, "inner", is_causal=True, dropout_p=p, seed=7 + rank)
         other = ring_attention(*mine, "inner", is_causal=True, dropout_p=p, seed=70 + rank)
@@ -101,7 +102,7 @@ def mean_of_dropout(p: float, draws: int) -> float:
     mesh, rank = mesh_of((2,)), dist.get_rank()
     whole = [values(1, 1, 8, 2, seed=i) for i in range(3)]
     mine = [slices(x, 2) for x in whole]
-    with kernels.on_mesh(mesh):
+    with on_mesh(mesh):
         out = torch.stack([ring_attention(*mine, "inner", dropout_p=p, seed=2 * i + rank) for i in range(draws)])
     expected = slices(F.scaled_dot_product_attention(*whole), 2)
     return float(((out.mean(0) - expected).abs() / (out.std(0) / draws**0.5)).max())
@@ -113,7 +114,7 @@ def in_16_bits() -> None:
     whole = [values(1, 2, 64, 16, seed=i).bfloat16().requires_grad_() for i in range(3)]
     exact = F.scaled_dot_product_attention(*(x.double() for x in whole), is_causal=True)
     mine = [slices(x.detach(), 2).requires_grad_() for x in whole]
-    with kernels.on_mesh(mesh):
+    with on_mesh(mesh):
         out = ring_attention(*mine, "inner", is_causal=True)
         out.sum().backward()
     assert out.dtype == mine[0].grad.dtype == torch.bfloat16
@@ -125,7 +126,7 @@ def kept_for_the_backward() -> set[tuple[int, ...]]:
     mesh, found = mesh_of((2,)), []
     mine = [values(2, 2, 8, 4, seed=i).requires_grad_() for i in range(3)]
     with (
-        kernels.on_mesh(mesh),
+        on_mesh(mesh),
         torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(tuple(t.shape)) or t, lambda t: t),
     ):
         ring_attention(*mine, "inner", is_causal=True)
@@ -201,7 +202,7 @@ def typed(shape: tuple[int, ...], *places: Any) -> Tensor:
 
 def test_types(fake_mesh):
     whole = ("data", None, "ring", None)
-    with kernels.on_mesh(fake_mesh), typecheck(local=False):
+    with on_mesh(fake_mesh), typecheck(local=False):
         q, k, v = (typed((2, 4, 8, 6), *whole) for _ in range(3))
         rows = typed((2, 1, 8, 16), "data", None, "ring", None)
         out = ring_attention(q, k, v, "ring", rows)

@@ -120,8 +120,13 @@ def test_layers_may_differ(workers4: WorkerPool, tmp_path: Path) -> None:
     """Some layers are reduced once a step, others in every microbatch."""
     path, model = emitted(tmp_path, **PLANS["1f1b"])
     file = Path(path) / "model.py"
-    text, count = re.subn(r'("blocks_[1346]": \{[^}]*), "reduce_once": True', r"\1", file.read_text())
+    text, count = re.subn(r"(self\.blocks_[1346] = )(\w+)\(", r"\1Apart(", file.read_text())
     assert count == LAYERS // 2
+    kind = re.search(r"self\.blocks_1 = (\w+)\(", file.read_text())[1]  # type: ignore[index]
+    apart = f"class Apart({kind}):\n    SPEC = replace({kind}.SPEC, reduce_once=False)\n\n\nclass Stage0("
+    text = text.replace("from spec", "from dataclasses import replace\n\nfrom spec", 1).replace(
+        "class Stage0(", apart, 1
+    )
     file.write_text(text)
     assert is_right(workers4, path, model)
 
@@ -132,15 +137,15 @@ def test_stages_with_several_outputs(workers4: WorkerPool, tmp_path: Path) -> No
 
 RIGHT = r"self\._begun == self\._microbatches, recurse"
 FAULTS: dict[str, tuple[Fault, type[nn.Module]]] = {
-    "never reduced": (("reductions.py", RIGHT, "False, recurse"), Blocks),
-    "reduced in the first microbatch": (("reductions.py", RIGHT, "self._begun == 1, recurse"), Blocks),
+    "never reduced": (("fsdp.py", RIGHT, "False, recurse"), Blocks),
+    "reduced in the first microbatch": (("fsdp.py", RIGHT, "self._begun == 1, recurse"), Blocks),
     "the next step goes on counting": (
-        ("reductions.py", r"(Before a step\.\"\"\"\n)        self\._begun = 0", r"\1        pass"), Blocks,
+        ("fsdp.py", r"(Before a step\.\"\"\"\n)        self\._begun = 0", r"\1        pass"), Blocks,
     ),
-    "each output begins a backward pass": (("reductions.py", r"if not begun:", "if True:"), Skipping),
-    "the first output has to be reached": (("reductions.py", r"for output in outputs if", "for output in outputs[:1] if"), Skipping),
+    "each output begins a backward pass": (("fsdp.py", r"if not begun:", "if True:"), Skipping),
+    "the first output has to be reached": (("fsdp.py", r"for output in outputs if", "for output in outputs[:1] if"), Skipping),
     "other stages are not watched": (("reductions.py", r"self\._last\[stage\]", "self._last[max(self._last)]"), Blocks),
-    "added up and reduced": (("reductions.py", r"self\._begun in \(1, self\._microbatches\)", "self._begun == 1"), Blocks),
+    "added up and reduced": (("fsdp.py", r"self\._begun in \(1, self\._microbatches\)", "self._begun == 1"), Blocks),
 }  # fmt: skip
 
 
@@ -162,7 +167,7 @@ LAST_OF_RANK_0 = (
     "        used = self.replicated_norm or (self.calls % 2 == 0 and torch.distributed.get_rank() == 0)\n"
     "        return hidden + self.scale * (x + self.down.bias if used else x)",
 )
-ONCE = (r'("(layer_\d|head)": \{"zero": ZERO\[\d\], )', r'\1"reduce_once": True, ')
+ONCE = (r"(    SPEC = LayerSpec\()", r"\1reduce_once=True, ")
 NOT_STARTED = (r"module\.register_forward_pre_hook\(", "(lambda _: None)(")
 
 
@@ -170,7 +175,7 @@ def opaque(folder: Path, precision: str, *changes: tuple[str, str], fault: bool 
     """A program in which layer_0's bias gets a gradient in the second of two microbatches, on rank 0 alone."""
     write_mlp(folder, Shape(data=2, zero=(3, 3), microbatches=2, precision=precision))
     files = [("model.py", change) for change in (LAST_OF_RANK_0, OPAQUE, *changes)]
-    for name, (pattern, replacement) in files + ([("parameters.py", NOT_STARTED)] if fault else []):
+    for name, (pattern, replacement) in files + ([("fsdp.py", NOT_STARTED)] if fault else []):
         text, count = re.subn(pattern, replacement, (folder / name).read_text())
         assert count, pattern
         (folder / name).write_text(text)

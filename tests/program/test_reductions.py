@@ -133,7 +133,7 @@ FAULTS: dict[str, Fault] = {
     "the next step goes on counting groups": ("reductions.py", r"(last\.clear\(\)\n)        self\._started = 0", r"\1"),
     "the next step goes on counting gradients": ("parameters.py", r"self\.arrivals\.reset\(\)", "pass"),
     "none starts before the schedule's end": ("reductions.py", r"complete = weakref\.WeakMethod\(.*\)", "complete = None"),
-    "the first layer is the first in order": ("reductions.py", r"in reversed\(list\(records\)\)", "in records"),
+    "the first layer is the first in order": ("reductions.py", r"in reversed\(list\(layers\)\)", "in layers"),
     "the piece is not copied": ("parameters.py", r"self\._grads\[self\._own\]\.copy_\(self\._sum\)", "pass"),
 }  # fmt: skip
 
@@ -155,7 +155,7 @@ ONE_RANK = (
     r"\(x \+ self\.down\.bias\)",
     "(x + self.down.bias if self.replicated_norm or torch.distributed.get_rank() == 0 else x)",
 )
-OPAQUE = (r'("layer_0": \{"zero": ZERO\[0\], )', r'\1"opaque": True, ')
+OPAQUE = (r"(class First\(Layer\):\n    SPEC = LayerSpec\()", r"\1opaque=True, ")
 LATE = (r"for group in self\._early:\n", "for group in []:\n")
 
 

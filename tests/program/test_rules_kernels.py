@@ -22,7 +22,8 @@ from autopar.emit.expressions import Text, expression
 from autopar.ops.experts import Experts
 from autopar.ops.facts import Kind, facts, op_name
 from autopar.ops.operands import operands, shape_of
-from autopar.program import flattened, kernels
+from autopar.program import kernels, kernels_vocab
+from autopar.program.mesh_axes import on_mesh
 from autopar.rules import candidates
 from passes.localise import apply, localised
 
@@ -71,9 +72,9 @@ def vocabulary_loss(smoothing: float, *shape: int) -> None:
     expected.backward()
     mine = logits.chunk(world, -1)[dist.get_rank()].clone().requires_grad_()
     several = {names: dist.group.WORLD} if shape == (2, 2) else {}
-    with spmd.set_current_mesh(mesh), flattened.use(several):
+    with on_mesh(mesh, several):
         axis = names[0] if len(names) == 1 else names
-        loss = kernels.vocab_parallel_cross_entropy_sum(mine, labels, axis, -100, smoothing)
+        loss = kernels_vocab.vocab_parallel_cross_entropy_sum(mine, labels, axis, -100, smoothing)
         loss.backward()
     close(loss.detach(), expected.detach())
     close(mine.grad, whole.grad.chunk(world, -1)[dist.get_rank()])
@@ -87,10 +88,10 @@ def vocabulary_loss_is_stable() -> None:
     labels = ids(4 * world, 6)
     with spmd.set_current_mesh(mesh):
         large = (values(6, 4 * world) * 1e4).chunk(world, -1)[rank].contiguous()
-        assert torch.isfinite(kernels.vocab_parallel_cross_entropy_sum(large, labels, "t"))
+        assert torch.isfinite(kernels_vocab.vocab_parallel_cross_entropy_sum(large, labels, "t"))
         half = values(6, 4 * world).bfloat16()
         mine = half.chunk(world, -1)[rank].clone().requires_grad_()
-        loss = kernels.vocab_parallel_cross_entropy_sum(mine, labels, "t")
+        loss = kernels_vocab.vocab_parallel_cross_entropy_sum(mine, labels, "t")
         loss.backward()
     exact = F.cross_entropy(half.float(), labels, reduction="sum")
     assert abs(float(loss) - float(exact)) <= 0.01 * float(exact)
@@ -109,7 +110,7 @@ def embedding(padding: int | None, *shape: int) -> None:
     expected.backward(g)
     mine = weight.chunk(world, 0)[rank].clone().requires_grad_()
     with spmd.set_current_mesh(mesh):
-        out = kernels.masked_embedding(rows, mine, names[0] if len(names) == 1 else names, padding)
+        out = kernels_vocab.masked_embedding(rows, mine, names[0] if len(names) == 1 else names, padding)
         for name in names:
             out = spmd.all_reduce(out, name, src=spmd.P, dst=spmd.I)
         out.backward(g)
@@ -287,13 +288,13 @@ def test_attention_types(mesh):
 def test_loss_and_embedding_types(mesh):
     logits, labels = typed(values(2, 3, 4), S(2), S(0)), typed(ids(8, 2, 3), R, S(0))
     with typecheck(local=False):
-        loss = kernels.vocab_parallel_cross_entropy_sum(logits, labels, "t", partial_axes=("d",))
+        loss = kernels_vocab.vocab_parallel_cross_entropy_sum(logits, labels, "t", partial_axes=("d",))
         plain = kernels.cross_entropy_sum(
             typed(values(2, 3, 8), S(1), S(0)), typed(ids(8, 2, 3), S(1), S(0)), partial_axes=("d", "t")
         )
-        out = kernels.masked_embedding(labels, typed(values(4, 6), S(0)), "t")
+        out = kernels_vocab.masked_embedding(labels, typed(values(4, 6), S(0)), "t")
         with pytest.raises(spmd.SpmdTypeError):
-            kernels.masked_embedding(labels, typed(values(4, 6), R), "t")
+            kernels_vocab.masked_embedding(labels, typed(values(4, 6), R), "t")
         untold = kernels.cross_entropy_sum(typed(values(2, 3, 8), S(1)), typed(ids(8, 2, 3), S(1)))
     assert types_of(loss)[0] == {"d": "P", "t": "I"}
     assert types_of(plain)[0] == {"d": "P", "t": "P"}

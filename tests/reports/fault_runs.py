@@ -214,6 +214,8 @@ def serve() -> None:
         "torch.distributed.launcher.api",
         "torch.distributed.elastic.rendezvous.dynamic_rendezvous",
         "autopar.program.runtime",
+        "autopar.program.pipeline",
+        "autopar.program.fsdp",
         "autopar.program.watch",
     ):
         importlib.import_module(module)

@@ -57,11 +57,11 @@ class Feature:
             path.write_text(f"{path.read_text()}\n\n{lines}")
 
 
-NOTHING_EARLY = {"reductions.py": "_early = lambda groups, records: []\n"}
+NOTHING_EARLY = {"reductions.py": "_early = lambda groups, layers: []\n"}
 SENT_AT_ONCE = {
     "publications.py": "Publications.start = lambda self: [group.publish() for group in self._groups] and None\n"
 }
-OWN_ROOTS = {"parameters.py": "gather_ahead = lambda stage, layers, mesh: None\n"}
+OWN_ROOTS = {"fsdp.py": "gather_ahead = lambda stage, layers, mesh: None\n"}
 WAITING = {
     "pipeline.py": """from unittest import mock
 

@@ -54,7 +54,7 @@ def trained(folder: str) -> dict[str, Any]:
             "early": len(trainer._reductions._early),
             "roots": sum(isinstance(stage, FSDPModule) for stage in trainer.stages.values()),
             "overlapped": (Path(folder) / "kernels_overlap.py").is_file(),
-            "schedule": type(trainer._pipeline._schedule).__name__,
+            "schedule": type(trainer._schedule._schedule).__name__,
         }
 
 

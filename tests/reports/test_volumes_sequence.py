@@ -22,8 +22,8 @@ from test_program_ring import mesh_of, slices
 from test_rules_kernels import values
 
 from autopar.checks.collectives import exchanges
-from autopar.program import kernels
 from autopar.program.kernels_ring import ring_attention
+from autopar.program.mesh_axes import on_mesh
 from autopar.search.manual import manual_plan
 from autopar.shard import plan_shardings
 from passes.layer import LocalLayer
@@ -87,7 +87,7 @@ def sent(devices: int, heads: int, key_heads: int, causal: bool) -> tuple[int, i
     mine = [slices(x, devices).requires_grad_() for x in whole]
     dist.batch_isend_irecv = counted
     try:
-        with kernels.on_mesh(mesh):
+        with on_mesh(mesh):
             out = ring_attention(*mine, "inner", is_causal=causal, enable_gqa=heads != key_heads)
             forward = count[0]
             out.backward(torch.ones_like(out))

@@ -137,7 +137,7 @@ def test_synthetic_data_has_the_programs_shapes(tmp_path: Path) -> None:
     folder = write_mlp(tmp_path, Shape())
     with program_modules(folder):
         model, loader = importlib.import_module("model"), importlib.import_module("loader")
-        made = loader.Synthetic(model.Whole.SHAPES, seed=3)
+        made = loader.Synthetic(model.Whole.SPEC.inputs, seed=3)
         first, second = made.__getitems__(list(range(8))), made.__getitems__(list(range(8, 16)))
     for name, tensor in mlp_batch().items():
         assert first[name].shape == tensor.shape and first[name].dtype == tensor.dtype

@@ -143,7 +143,7 @@ def test_a_folder_that_is_no_program(tmp_path: Path) -> None:
     with pytest.raises(ProgramError, match="is not a program folder: it has no plan.json"):
         Program(plan, tmp_path, graph)
     emit(graph, plan, tmp_path)
-    (tmp_path / "model.py").write_text((tmp_path / "model.py").read_text() + "\nSTAGES = (Stage7,)\n")
+    (tmp_path / "model.py").write_text((tmp_path / "model.py").read_text() + "\nPROGRAM = (Stage7,)\n")
     with pytest.raises(ProgramError, match=r"model.py of .* cannot be read: NameError: name 'Stage7'"):
         Program(plan, tmp_path, graph)
 

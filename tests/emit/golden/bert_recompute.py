@@ -1,11 +1,21 @@
-"""bert on 2: 2 device(s).
+"""bert on 2 devices: a mesh of data 2.
 
-1 stage(s), 2 microbatch(es) of 4 rows, schedule none; mesh of a stage: data 2.
-Types: I same value and gradient, R same value and terms of the gradient, S(d) a slice of dim d, P a term of the sum.
-Collectives are calls of spmd_types that name the axis and both types. Written by autopar; yours to edit.
+A step takes 8 rows in 2 microbatches of 4. Each device runs the layers below on its part of the rows.
+
+On each axis of the mesh a tensor has a type, which comments and calls name: S(d) is a slice of dim d; R the same values everywhere, and
+terms of the gradient; I the same values and the same gradient; P a term of the sum. A collective turns one type into another.
+
+model.py is the model, from its layers to PROGRAM at the end; train.py trains it:
+
+    torchrun --nproc-per-node 2 train.py --data FILE
+
+runtime.py is the trainer, plan.json the plan with its prices, layouts.json says what of the original parameters each device holds.
+Written by autopar; yours to edit.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import spmd_types as spmd
 import torch
@@ -13,13 +23,18 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import fsdp
 import kernels
-
-MESH = {"data": 2}  # axes of a stage's mesh, outermost first
+import microbatches
+import publications
+import whole_tensors
+from spec import LayerSpec, Prelude, ProgramSpec, StageSpec, TensorSpec
 
 
 class BertEmbeddings(nn.Module):
     """bert.embeddings: data on data; ZeRO 3, recomputed."""
+
+    SPEC = LayerSpec(zero=3, data_axes=("data",))
 
     def __init__(self, **factory: object) -> None:
         super().__init__()
@@ -53,6 +68,8 @@ class BertEmbeddings(nn.Module):
 
 class BertLayer(nn.Module):
     """bert.encoder.layer.0 to bert.encoder.layer.3 (4 layers): data on data; ZeRO 3, recomputed."""
+
+    SPEC = LayerSpec(zero=3, data_axes=("data",))
 
     def __init__(self, **factory: object) -> None:
         super().__init__()
@@ -129,6 +146,8 @@ class BertLayer(nn.Module):
 class BertLMPredictionHead(nn.Module):
     """cls.predictions: data on data; ZeRO 3, recomputed."""
 
+    SPEC = LayerSpec(zero=3, data_axes=("data",))
+
     def __init__(self, **factory: object) -> None:
         super().__init__()
         self.cls = nn.Module()
@@ -168,26 +187,18 @@ class BertLMPredictionHead(nn.Module):
 class Stage0(nn.Module):
     """bert.embeddings to cls.predictions."""
 
-    INPUTS = {"input_ids": {"data": 0}, "labels": {"data": 0}, "attention_mask": {"data": 0}}
-    SHAPES = {"input_ids": ((8, 16), "int64"), "labels": ((8, 16), "int64"), "attention_mask": ((8, 16), "int64")}
-    TYPES = {"input_ids": {"data": "S(0)"}, "labels": {"data": "S(0)"}, "attention_mask": {"data": "S(0)"}}
-    RANDOM = False
-    SCALARS = ("valid_labels",)
-    RECEIVES = ()
-    SENDS = ()
-    BORDERS = {}
-    LOSS = {"data": "P"}
-    GROUPS = {
-        "bert_embeddings": {"zero": 3, "data_axes": ("data",)},
-        "bert_encoder_layer_0": {"zero": 3, "data_axes": ("data",)},
-        "bert_encoder_layer_1": {"zero": 3, "data_axes": ("data",)},
-        "bert_encoder_layer_2": {"zero": 3, "data_axes": ("data",)},
-        "bert_encoder_layer_3": {"zero": 3, "data_axes": ("data",)},
-        "cls_predictions": {"zero": 3, "data_axes": ("data",)},
-        "": {"zero": 3, "data_axes": ("data",)},
-    }
+    SPEC = StageSpec(
+        inputs={
+            "input_ids": TensorSpec((8, 16), torch.int64, {"data": spmd.S(0)}),
+            "labels": TensorSpec((8, 16), torch.int64, {"data": spmd.S(0)}),
+            "attention_mask": TensorSpec((8, 16), torch.int64, {"data": spmd.S(0)}),
+        },
+        scalars=("valid_labels",),
+        loss={"data": spmd.P},
+        own=LayerSpec(zero=3, data_axes=("data",)),  # of the parameters that several layers share
+    )
 
-    def __init__(self, device=None, dtype=None, constants=None) -> None:
+    def __init__(self, device: torch.device | str, constants: dict[str, torch.Tensor]) -> None:
         super().__init__()
         self.register_buffer("constant_1", constants["constant_1"], persistent=False)
         self.register_buffer("constant_0", constants["constant_0"], persistent=False)
@@ -207,11 +218,11 @@ class Stage0(nn.Module):
         return loss
 
 
-PRELUDE_READS = ("labels",)
-PRELUDE_BY_ROWS = True  # or only the whole batch
-
-
-def PRELUDE(batch, constants, total):  # noqa: N802
+def prelude(
+    batch: dict[str, torch.Tensor],
+    constants: dict[str, torch.Tensor],
+    total: Callable[[torch.Tensor], torch.Tensor],
+) -> dict[str, torch.Tensor]:
     """Scalars of the whole global batch, such as its number of valid tokens."""
     ne = batch["labels"] != -100
     sum_1 = total(ne.sum())
@@ -219,6 +230,13 @@ def PRELUDE(batch, constants, total):  # noqa: N802
     return {"valid_labels": to}
 
 
-IGNORED = {"labels": -100}  # labels of rows that the loss leaves out
-
-STAGES = (Stage0,)
+PROGRAM = ProgramSpec(
+    mesh={"data": 2},  # of a stage, outermost axis first
+    stages=(Stage0,),
+    schedule=microbatches.Microbatches,
+    prelude=Prelude(prelude, reads=("labels",), by_rows=True),
+    ignored={"labels": -100},  # labels of rows that the loss leaves out
+    fsdp=fsdp.ShardedGroup,
+    publications=publications.Publications,
+    whole_tensors=whole_tensors.WholeTensors,
+)

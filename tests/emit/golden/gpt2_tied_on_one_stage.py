@@ -1,26 +1,40 @@
-"""gpt2 on 2: 2 device(s).
+"""gpt2 on 2 devices: a mesh of tensor 2.
 
-1 stage(s), 1 microbatch(es) of 8 rows, schedule none; mesh of a stage: tensor 2.
-Types: I same value and gradient, R same value and terms of the gradient, S(d) a slice of dim d, P a term of the sum.
-Collectives are calls of spmd_types that name the axis and both types. Written by autopar; yours to edit.
+A step takes 8 rows. Each device runs the layers below on its part of the rows.
+
+On each axis of the mesh a tensor has a type, which comments and calls name: S(d) is a slice of dim d; R the same values everywhere, and
+terms of the gradient; I the same values and the same gradient; P a term of the sum. A collective turns one type into another.
+
+model.py is the model, from its layers to PROGRAM at the end; train.py trains it:
+
+    torchrun --nproc-per-node 2 train.py --data FILE
+
+runtime.py is the trainer, plan.json the plan with its prices, layouts.json says what of the original parameters each device holds.
+Written by autopar; yours to edit.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import spmd_types as spmd
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import kernels
 import kernels_overlap
-
-MESH = {"tensor": 2}  # axes of a stage's mesh, outermost first
+import kernels_vocab
+import local_group
+import microbatches
+import whole_tensors
+from spec import LayerSpec, Prelude, ProgramSpec, StageSpec, TensorSpec
 
 
 class GPT2LMHeadModelEmbeddings(nn.Module):
     """transformer.wte: tensor on tensor; ZeRO 0."""
+
+    SPEC = LayerSpec(zero=0, data_axes=())
 
     def __init__(self, **factory: object) -> None:
         super().__init__()
@@ -33,9 +47,9 @@ class GPT2LMHeadModelEmbeddings(nn.Module):
         # constant_0 (1, 16): R on tensor
         # transformer_wte_weight (48, 32): S(0) on tensor
         # module.transformer.wte
-        embedding = kernels.masked_embedding(input_ids, transformer_wte_weight, axis="tensor")
+        embedding = kernels_vocab.masked_embedding(input_ids, transformer_wte_weight, axis="tensor")
         # module.transformer.wpe
-        embedding_1 = kernels.masked_embedding(constant_0, self.transformer.wpe.weight, axis="tensor")
+        embedding_1 = kernels_vocab.masked_embedding(constant_0, self.transformer.wpe.weight, axis="tensor")
         # module.transformer
         add_i = spmd.all_reduce(embedding + embedding_1, "tensor", src=spmd.P, dst=spmd.I)
         return add_i
@@ -43,6 +57,8 @@ class GPT2LMHeadModelEmbeddings(nn.Module):
 
 class GPT2Block(nn.Module):
     """transformer.h.0 to transformer.h.3 (4 layers): tensor on tensor; ZeRO 0."""
+
+    SPEC = LayerSpec(zero=0, data_axes=())
 
     def __init__(self, **factory: object) -> None:
         super().__init__()
@@ -120,6 +136,8 @@ class GPT2Block(nn.Module):
 class GPT2LMHeadModelHead(nn.Module):
     """lm_head: tensor on tensor; ZeRO 0."""
 
+    SPEC = LayerSpec(zero=0, data_axes=())
+
     def __init__(self, **factory: object) -> None:
         super().__init__()
         self.transformer = nn.Module()
@@ -139,7 +157,7 @@ class GPT2LMHeadModelHead(nn.Module):
         linear = kernels_overlap.linear(layer_norm, transformer_wte_weight, axis="tensor", src=spmd.I)
         del layer_norm
         # module
-        cross_entropy_sum = kernels.vocab_parallel_cross_entropy_sum(linear, F.pad(labels, [0, 1], value=-100.0)[..., 1:17], "tensor", ignore_index=-100, label_smoothing=0.0, partial_axes=())
+        cross_entropy_sum = kernels_vocab.vocab_parallel_cross_entropy_sum(linear, F.pad(labels, [0, 1], value=-100.0)[..., 1:17], "tensor", ignore_index=-100, label_smoothing=0.0, partial_axes=())
         div = cross_entropy_sum / valid_labels
         return div
 
@@ -147,26 +165,17 @@ class GPT2LMHeadModelHead(nn.Module):
 class Stage0(nn.Module):
     """transformer.wte to lm_head."""
 
-    INPUTS = {"input_ids": {}, "labels": {}}
-    SHAPES = {"input_ids": ((8, 16), "int64"), "labels": ((8, 16), "int64")}
-    TYPES = {"input_ids": {"tensor": "R"}, "labels": {"tensor": "R"}}
-    RANDOM = False
-    SCALARS = ("valid_labels",)
-    RECEIVES = ()
-    SENDS = ()
-    BORDERS = {}
-    LOSS = {"tensor": "I"}
-    GROUPS = {
-        "transformer_wte": {"zero": 0, "data_axes": ()},
-        "transformer_h_0": {"zero": 0, "data_axes": ()},
-        "transformer_h_1": {"zero": 0, "data_axes": ()},
-        "transformer_h_2": {"zero": 0, "data_axes": ()},
-        "transformer_h_3": {"zero": 0, "data_axes": ()},
-        "lm_head": {"zero": 0, "data_axes": ()},
-        "": {"zero": 0, "data_axes": ()},
-    }
+    SPEC = StageSpec(
+        inputs={
+            "input_ids": TensorSpec((8, 16), torch.int64, {"tensor": spmd.R}),
+            "labels": TensorSpec((8, 16), torch.int64, {"tensor": spmd.R}),
+        },
+        scalars=("valid_labels",),
+        loss={"tensor": spmd.I},
+        own=LayerSpec(zero=0, data_axes=()),  # of the parameters that several layers share
+    )
 
-    def __init__(self, device=None, dtype=None, constants=None) -> None:
+    def __init__(self, device: torch.device | str, constants: dict[str, torch.Tensor]) -> None:
         super().__init__()
         self.register_buffer("constant_0", constants["constant_0"], persistent=False)
         self.transformer_wte_weight = nn.Parameter(torch.empty(48, 32, device=device, dtype=torch.float64))  # S(0) on tensor
@@ -185,11 +194,11 @@ class Stage0(nn.Module):
         return loss
 
 
-PRELUDE_READS = ("labels",)
-PRELUDE_BY_ROWS = True  # or only the whole batch
-
-
-def PRELUDE(batch, constants, total):  # noqa: N802
+def prelude(
+    batch: dict[str, torch.Tensor],
+    constants: dict[str, torch.Tensor],
+    total: Callable[[torch.Tensor], torch.Tensor],
+) -> dict[str, torch.Tensor]:
     """Scalars of the whole global batch, such as its number of valid tokens."""
     pad = F.pad(batch["labels"], [0, 1], value=-100.0)
     slice_1 = pad[..., 1:17]
@@ -199,6 +208,12 @@ def PRELUDE(batch, constants, total):  # noqa: N802
     return {"valid_labels": to}
 
 
-IGNORED = {"labels": -100}  # labels of rows that the loss leaves out
-
-STAGES = (Stage0,)
+PROGRAM = ProgramSpec(
+    mesh={"tensor": 2},  # of a stage, outermost axis first
+    stages=(Stage0,),
+    schedule=microbatches.Microbatches,
+    prelude=Prelude(prelude, reads=("labels",), by_rows=True),
+    ignored={"labels": -100},  # labels of rows that the loss leaves out
+    local=local_group.LocalGroup,
+    whole_tensors=whole_tensors.WholeTensors,
+)

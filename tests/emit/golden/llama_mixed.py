@@ -1,11 +1,21 @@
-"""llama on 4: 4 device(s).
+"""llama on 4 devices: a mesh of outer 2 x inner 2.
 
-1 stage(s), 1 microbatch(es) of 8 rows, schedule none; mesh of a stage: outer 2 x inner 2.
-Types: I same value and gradient, R same value and terms of the gradient, S(d) a slice of dim d, P a term of the sum.
-Collectives are calls of spmd_types that name the axis and both types. Written by autopar; yours to edit.
+A step takes 8 rows. Each device runs the layers below on its part of the rows.
+
+On each axis of the mesh a tensor has a type, which comments and calls name: S(d) is a slice of dim d; R the same values everywhere, and
+terms of the gradient; I the same values and the same gradient; P a term of the sum. A collective turns one type into another.
+
+model.py is the model, from its layers to PROGRAM at the end; train.py trains it:
+
+    torchrun --nproc-per-node 4 train.py --data FILE
+
+runtime.py is the trainer, plan.json the plan with its prices, layouts.json says what of the original parameters each device holds.
+Written by autopar; yours to edit.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import spmd_types as spmd
 import torch
@@ -14,15 +24,20 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import flattened
+import fsdp
 import kernels
 import kernels_overlap
-
-MESH = {"outer": 2, "inner": 2}  # axes of a stage's mesh, outermost first
-FLATTENED = (("outer", "inner"),)  # axes that collectives run over together, outermost first
+import local_group
+import microbatches
+import publications
+import whole_tensors
+from spec import LayerSpec, Prelude, ProgramSpec, StageSpec, TensorSpec
 
 
 class Embedding(nn.Module):
     """model.embed_tokens: data on outer, data on inner; ZeRO 1."""
+
+    SPEC = LayerSpec(zero=1, data_axes=("outer", "inner"))
 
     def __init__(self, **factory: object) -> None:
         super().__init__()
@@ -37,6 +52,8 @@ class Embedding(nn.Module):
 
 class LlamaDecoderLayer(nn.Module):
     """model.layers.0: data on outer, tensor on inner; ZeRO 3, recomputed."""
+
+    SPEC = LayerSpec(zero=3, data_axes=("outer",))
 
     def __init__(self, **factory: object) -> None:
         super().__init__()
@@ -115,6 +132,8 @@ class LlamaDecoderLayer(nn.Module):
 class LlamaDecoderLayer_2(nn.Module):
     """model.layers.1: tensor on outer, tensor on inner; ZeRO 0."""
 
+    SPEC = LayerSpec(zero=0, data_axes=())
+
     def __init__(self, **factory: object) -> None:
         super().__init__()
         self.input_layernorm = nn.Module()
@@ -187,6 +206,8 @@ class LlamaDecoderLayer_2(nn.Module):
 
 class LlamaDecoderLayer_3(nn.Module):
     """model.layers.2: data on outer, tensor+sequence on inner; ZeRO 2."""
+
+    SPEC = LayerSpec(zero=2, data_axes=("outer",))
 
     def __init__(self, **factory: object) -> None:
         super().__init__()
@@ -264,6 +285,8 @@ class LlamaDecoderLayer_3(nn.Module):
 class LlamaDecoderLayer_4(nn.Module):
     """model.layers.3: data on outer, data on inner; ZeRO 1."""
 
+    SPEC = LayerSpec(zero=1, data_axes=("outer", "inner"))
+
     def __init__(self, **factory: object) -> None:
         super().__init__()
         self.input_layernorm = nn.Module()
@@ -319,6 +342,8 @@ class LlamaDecoderLayer_4(nn.Module):
 class LlamaForCausalLMHead(nn.Module):
     """lm_head: data on outer, data on inner; ZeRO 1."""
 
+    SPEC = LayerSpec(zero=1, data_axes=("outer", "inner"))
+
     def __init__(self, **factory: object) -> None:
         super().__init__()
         self.model = nn.Module()
@@ -345,25 +370,16 @@ class LlamaForCausalLMHead(nn.Module):
 class Stage0(nn.Module):
     """model.embed_tokens to lm_head."""
 
-    INPUTS = {"input_ids": {"outer": 0, "inner": 0}, "labels": {"outer": 0, "inner": 0}}
-    SHAPES = {"input_ids": ((8, 16), "int64"), "labels": ((8, 16), "int64")}
-    TYPES = {"input_ids": {"outer": "S(0)", "inner": "S(0)"}, "labels": {"outer": "S(0)", "inner": "S(0)"}}
-    RANDOM = False
-    SCALARS = ("valid_labels",)
-    RECEIVES = ()
-    SENDS = ()
-    BORDERS = {}
-    LOSS = {"outer": "P", "inner": "P"}
-    GROUPS = {
-        "model_embed_tokens": {"zero": 1, "data_axes": ("outer", "inner")},
-        "model_layers_0": {"zero": 3, "data_axes": ("outer",)},
-        "model_layers_1": {"zero": 0, "data_axes": ()},
-        "model_layers_2": {"zero": 2, "data_axes": ("outer",)},
-        "model_layers_3": {"zero": 1, "data_axes": ("outer", "inner")},
-        "lm_head": {"zero": 1, "data_axes": ("outer", "inner")},
-    }
+    SPEC = StageSpec(
+        inputs={
+            "input_ids": TensorSpec((8, 16), torch.int64, {"outer": spmd.S(0), "inner": spmd.S(0)}),
+            "labels": TensorSpec((8, 16), torch.int64, {"outer": spmd.S(0), "inner": spmd.S(0)}),
+        },
+        scalars=("valid_labels",),
+        loss={"outer": spmd.P, "inner": spmd.P},
+    )
 
-    def __init__(self, device=None, dtype=None, constants=None) -> None:
+    def __init__(self, device: torch.device | str, constants: dict[str, torch.Tensor]) -> None:
         super().__init__()
         self.register_buffer("constant_0", constants["constant_0"], persistent=False)
         self.register_buffer("constant_1", constants["constant_1"], persistent=False)
@@ -389,11 +405,11 @@ class Stage0(nn.Module):
         return loss
 
 
-PRELUDE_READS = ("labels",)
-PRELUDE_BY_ROWS = True  # or only the whole batch
-
-
-def PRELUDE(batch, constants, total):  # noqa: N802
+def prelude(
+    batch: dict[str, torch.Tensor],
+    constants: dict[str, torch.Tensor],
+    total: Callable[[torch.Tensor], torch.Tensor],
+) -> dict[str, torch.Tensor]:
     """Scalars of the whole global batch, such as its number of valid tokens."""
     pad = F.pad(batch["labels"], [0, 1], value=-100.0)
     slice_1 = pad[..., 1:17]
@@ -403,6 +419,15 @@ def PRELUDE(batch, constants, total):  # noqa: N802
     return {"valid_labels": to}
 
 
-IGNORED = {"labels": -100}  # labels of rows that the loss leaves out
-
-STAGES = (Stage0,)
+PROGRAM = ProgramSpec(
+    mesh={"outer": 2, "inner": 2},  # of a stage, outermost axis first
+    stages=(Stage0,),
+    schedule=microbatches.Microbatches,
+    prelude=Prelude(prelude, reads=("labels",), by_rows=True),
+    ignored={"labels": -100},  # labels of rows that the loss leaves out
+    flattened=(("outer", "inner"),),
+    local=local_group.LocalGroup,
+    fsdp=fsdp.ShardedGroup,
+    publications=publications.Publications,
+    whole_tensors=whole_tensors.WholeTensors,
+)

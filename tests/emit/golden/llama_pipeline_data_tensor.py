@@ -1,26 +1,39 @@
-"""llama on 8: 8 device(s).
+"""llama on 8 devices: a pipeline of 2 stages (1f1b), each on a mesh of data 2 x tensor 2.
 
-2 stage(s), 2 microbatch(es) of 4 rows, schedule 1f1b; mesh of a stage: data 2 x tensor 2.
-Types: I same value and gradient, R same value and terms of the gradient, S(d) a slice of dim d, P a term of the sum.
-Collectives are calls of spmd_types that name the axis and both types. Written by autopar; yours to edit.
+A step takes 8 rows in 2 microbatches of 4. Each device runs the layers below on its part of the rows.
+
+On each axis of the mesh a tensor has a type, which comments and calls name: S(d) is a slice of dim d; R the same values everywhere, and
+terms of the gradient; I the same values and the same gradient; P a term of the sum. A collective turns one type into another.
+
+model.py is the model, from its layers to PROGRAM at the end; train.py trains it:
+
+    torchrun --nproc-per-node 8 train.py --data FILE
+
+runtime.py is the trainer, plan.json the plan with its prices, layouts.json says what of the original parameters each device holds.
+Written by autopar; yours to edit.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import spmd_types as spmd
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import kernels
 import kernels_overlap
-
-MESH = {"data": 2, "tensor": 2}  # axes of a stage's mesh, outermost first
+import kernels_vocab
+import pipeline
+import whole_tensors
+from spec import LayerSpec, Prelude, ProgramSpec, StageSpec, TensorSpec
 
 
 class Embedding(nn.Module):
     """model.embed_tokens: data on data, tensor on tensor; ZeRO 0."""
+
+    SPEC = LayerSpec(zero=0, data_axes=("data",))
 
     def __init__(self, **factory: object) -> None:
         super().__init__()
@@ -35,6 +48,8 @@ class Embedding(nn.Module):
 
 class LlamaDecoderLayer(nn.Module):
     """model.layers.0 to model.layers.3 (4 layers): data on data, tensor on tensor; ZeRO 0."""
+
+    SPEC = LayerSpec(zero=0, data_axes=("data",))
 
     def __init__(self, **factory: object) -> None:
         super().__init__()
@@ -109,6 +124,8 @@ class LlamaDecoderLayer(nn.Module):
 class LlamaForCausalLMHead(nn.Module):
     """lm_head: data on data, tensor on tensor; ZeRO 0."""
 
+    SPEC = LayerSpec(zero=0, data_axes=("data",))
+
     def __init__(self, **factory: object) -> None:
         super().__init__()
         self.model = nn.Module()
@@ -130,7 +147,7 @@ class LlamaForCausalLMHead(nn.Module):
         linear = kernels_overlap.linear(mul_1, self.lm_head.weight, axis="tensor", src=spmd.I)
         del mul_1
         # module
-        cross_entropy_sum = kernels.vocab_parallel_cross_entropy_sum(linear, F.pad(labels, [0, 1], value=-100.0)[..., 1:17], "tensor", ignore_index=-100, label_smoothing=0.0, partial_axes=("data",))
+        cross_entropy_sum = kernels_vocab.vocab_parallel_cross_entropy_sum(linear, F.pad(labels, [0, 1], value=-100.0)[..., 1:17], "tensor", ignore_index=-100, label_smoothing=0.0, partial_axes=("data",))
         div = cross_entropy_sum / valid_labels
         return div
 
@@ -138,22 +155,12 @@ class LlamaForCausalLMHead(nn.Module):
 class Stage0(nn.Module):
     """model.embed_tokens to model.layers.1."""
 
-    INPUTS = {"input_ids": {"data": 0}}
-    SHAPES = {"input_ids": ((8, 16), "int64")}
-    TYPES = {"input_ids": {"data": "S(0)", "tensor": "R"}}
-    RANDOM = False
-    SCALARS = ()
-    RECEIVES = ()
-    SENDS = (("model.layers.1", (2, 16, 32), "float64"),)
-    BORDERS = {"model.layers.1": {"data": "S(0)", "tensor": "I"}}
-    LOSS = {}
-    GROUPS = {
-        "model_embed_tokens": {"zero": 0, "data_axes": ("data",)},
-        "model_layers_0": {"zero": 0, "data_axes": ("data",)},
-        "model_layers_1": {"zero": 0, "data_axes": ("data",)},
-    }
+    SPEC = StageSpec(
+        inputs={"input_ids": TensorSpec((8, 16), torch.int64, {"data": spmd.S(0), "tensor": spmd.R})},
+        sends={"model.layers.1": TensorSpec((2, 16, 32), torch.float64, {"data": spmd.S(0), "tensor": spmd.I})},
+    )
 
-    def __init__(self, device=None, dtype=None, constants=None) -> None:
+    def __init__(self, device: torch.device | str, constants: dict[str, torch.Tensor]) -> None:
         super().__init__()
         self.register_buffer("constant_0", constants["constant_0"], persistent=False)
         self.register_buffer("constant_1", constants["constant_1"], persistent=False)
@@ -171,22 +178,13 @@ class Stage0(nn.Module):
 class Stage1(nn.Module):
     """model.layers.2 to lm_head."""
 
-    INPUTS = {"labels": {"data": 0}}
-    SHAPES = {"labels": ((8, 16), "int64")}
-    TYPES = {"labels": {"data": "S(0)", "tensor": "R"}}
-    RANDOM = False
-    SCALARS = ("valid_labels",)
-    RECEIVES = (("model.layers.1", (2, 16, 32), "float64"),)
-    SENDS = ()
-    BORDERS = {"model.layers.1": {"data": "S(0)", "tensor": "I"}}
-    LOSS = {"data": "P", "tensor": "I"}
-    GROUPS = {
-        "model_layers_2": {"zero": 0, "data_axes": ("data",)},
-        "model_layers_3": {"zero": 0, "data_axes": ("data",)},
-        "lm_head": {"zero": 0, "data_axes": ("data",)},
-    }
+    SPEC = StageSpec(
+        inputs={"labels": TensorSpec((8, 16), torch.int64, {"data": spmd.S(0), "tensor": spmd.R})},
+        scalars=("valid_labels",),
+        loss={"data": spmd.P, "tensor": spmd.I},
+    )
 
-    def __init__(self, device=None, dtype=None, constants=None) -> None:
+    def __init__(self, device: torch.device | str, constants: dict[str, torch.Tensor]) -> None:
         super().__init__()
         self.register_buffer("constant_0", constants["constant_0"], persistent=False)
         self.register_buffer("constant_1", constants["constant_1"], persistent=False)
@@ -201,11 +199,11 @@ class Stage1(nn.Module):
         return loss
 
 
-PRELUDE_READS = ("labels",)
-PRELUDE_BY_ROWS = True  # or only the whole batch
-
-
-def PRELUDE(batch, constants, total):  # noqa: N802
+def prelude(
+    batch: dict[str, torch.Tensor],
+    constants: dict[str, torch.Tensor],
+    total: Callable[[torch.Tensor], torch.Tensor],
+) -> dict[str, torch.Tensor]:
     """Scalars of the whole global batch, such as its number of valid tokens."""
     pad = F.pad(batch["labels"], [0, 1], value=-100.0)
     slice_1 = pad[..., 1:17]
@@ -215,6 +213,11 @@ def PRELUDE(batch, constants, total):  # noqa: N802
     return {"valid_labels": to}
 
 
-IGNORED = {"labels": -100}  # labels of rows that the loss leaves out
-
-STAGES = (Stage0, Stage1,)
+PROGRAM = ProgramSpec(
+    mesh={"data": 2, "tensor": 2},  # of a stage, outermost axis first
+    stages=(Stage0, Stage1),
+    schedule=pipeline.Pipeline,
+    prelude=Prelude(prelude, reads=("labels",), by_rows=True),
+    ignored={"labels": -100},  # labels of rows that the loss leaves out
+    whole_tensors=whole_tensors.WholeTensors,
+)

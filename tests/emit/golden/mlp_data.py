@@ -1,8 +1,16 @@
-"""mlp on 2: 2 device(s).
+"""mlp on 2 devices: a mesh of data 2.
 
-1 stage(s), 1 microbatch(es) of 8 rows, schedule none; mesh of a stage: data 2.
-Types: I same value and gradient, R same value and terms of the gradient, S(d) a slice of dim d, P a term of the sum.
-Collectives are calls of spmd_types that name the axis and both types. Written by autopar; yours to edit.
+A step takes 8 rows. Each device runs the layers below on its part of the rows.
+
+On each axis of the mesh a tensor has a type, which comments and calls name: S(d) is a slice of dim d; R the same values everywhere, and
+terms of the gradient; I the same values and the same gradient; P a term of the sum. A collective turns one type into another.
+
+model.py is the model, from its layers to PROGRAM at the end; train.py trains it:
+
+    torchrun --nproc-per-node 2 train.py --data FILE
+
+runtime.py is the trainer, plan.json the plan with its prices, layouts.json says what of the original parameters each device holds.
+Written by autopar; yours to edit.
 """
 
 from __future__ import annotations
@@ -11,15 +19,15 @@ import spmd_types as spmd
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-import kernels
-
-MESH = {"data": 2}  # axes of a stage's mesh, outermost first
+import microbatches
+from spec import LayerSpec, ProgramSpec, StageSpec, TensorSpec
 
 
 class LinearPair(nn.Module):
     """layers.0: data on data; ZeRO 0."""
+
+    SPEC = LayerSpec(zero=0, data_axes=("data",))
 
     def __init__(self, **factory: object) -> None:
         super().__init__()
@@ -40,6 +48,8 @@ class LinearPair(nn.Module):
 class LinearPair2(nn.Module):
     """layers.1 to layers.3 (3 layers): data on data; ZeRO 0."""
 
+    SPEC = LayerSpec(zero=0, data_axes=("data",))
+
     def __init__(self, **factory: object) -> None:
         super().__init__()
         self._0 = nn.Module()
@@ -59,6 +69,8 @@ class LinearPair2(nn.Module):
 class Linear(nn.Module):
     """out: data on data; ZeRO 0."""
 
+    SPEC = LayerSpec(zero=0, data_axes=("data",))
+
     def __init__(self, **factory: object) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(8, 16, **factory, dtype=torch.float64))  # R on data
@@ -75,24 +87,15 @@ class Linear(nn.Module):
 class Stage0(nn.Module):
     """layers.0 to out."""
 
-    INPUTS = {"x": {"data": 0}, "targets": {"data": 0}}
-    SHAPES = {"x": ((8, 8, 16), "float64"), "targets": ((8, 8, 8), "float64")}
-    TYPES = {"x": {"data": "S(0)"}, "targets": {"data": "S(0)"}}
-    RANDOM = False
-    SCALARS = ()
-    RECEIVES = ()
-    SENDS = ()
-    BORDERS = {}
-    LOSS = {"data": "P"}
-    GROUPS = {
-        "layers_0": {"zero": 0, "data_axes": ("data",)},
-        "layers_1": {"zero": 0, "data_axes": ("data",)},
-        "layers_2": {"zero": 0, "data_axes": ("data",)},
-        "layers_3": {"zero": 0, "data_axes": ("data",)},
-        "out": {"zero": 0, "data_axes": ("data",)},
-    }
+    SPEC = StageSpec(
+        inputs={
+            "x": TensorSpec((8, 8, 16), torch.float64, {"data": spmd.S(0)}),
+            "targets": TensorSpec((8, 8, 8), torch.float64, {"data": spmd.S(0)}),
+        },
+        loss={"data": spmd.P},
+    )
 
-    def __init__(self, device=None, dtype=None, constants=None) -> None:
+    def __init__(self, device: torch.device | str, constants: dict[str, torch.Tensor]) -> None:
         super().__init__()
         self.layers_0 = LinearPair(device=device)
         self.layers_1 = LinearPair2(device=device)
@@ -108,9 +111,8 @@ class Stage0(nn.Module):
         return loss
 
 
-PRELUDE = None
-
-
-IGNORED = {}  # labels of rows that the loss leaves out
-
-STAGES = (Stage0,)
+PROGRAM = ProgramSpec(
+    mesh={"data": 2},  # of a stage, outermost axis first
+    stages=(Stage0,),
+    schedule=microbatches.Microbatches,
+)

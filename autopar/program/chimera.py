@@ -7,8 +7,6 @@ are the forward and the backward of stage 2 for microbatch 0. A copy's gradients
 with the other copy's is a reduction over the axis ``mirror`` (``world``).
 
 torch's pipelines cannot run this: they number the stages in one line, and take a rank's neighbouring numbers for neighbouring stages.
-
-This file is copied into every emitted program; it needs torch alone.
 """
 
 from __future__ import annotations
@@ -25,7 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autopar.program.masters import Group
+from autopar.program.microbatches import Microbatches
+from autopar.program.reductions import Reductions
 from autopar.program.tracing import action
+from autopar.program.world import Program, World
 
 ORDERS = "schedule.csv"
 """The file in a folder with the actions of every pipeline rank."""
@@ -105,7 +107,35 @@ Metas = tuple[Tensor, ...]
 """Shapes and dtypes of the tensors that cross a border; those that require a gradient get one back."""
 
 
-class BothWays:
+class Chimera(Microbatches):
+    """Runs half of the microbatches down the pipeline ranks, and half of them up."""
+
+    def __init__(
+        self,
+        program: Program,
+        world: World,
+        stages: Mapping[int, nn.Module],
+        groups: Mapping[int, Sequence[Group]],
+        reductions: Reductions,
+        **options: Any,
+    ) -> None:
+        super().__init__(program, world, stages, groups, reductions, **options)
+        group = world.mesh.get_group("pipeline")
+        self._schedule = ScheduleChimera(
+            with_transfers(read_orders(program.folder), self.last + 1)[dist.get_rank(group)],
+            self._modules,
+            {index: (self.receives(index), self.sends(index)) for index in self._modules},
+            last=self.last,
+            term=self._term,
+            group=group,
+            device=world.device,
+        )
+
+    def step(self, inputs: dict[str, Tensor]) -> None:
+        self._schedule.step(self.chunks(inputs))
+
+
+class ScheduleChimera:
     """Runs one rank's actions.
 
     ``modules`` are its stages; ``borders`` gives for each stage the tensors that it receives and sends. ``term`` makes the scalar whose
@@ -133,15 +163,15 @@ class BothWays:
         self._gradients: dict[tuple[int, int], list[Tensor]] = {}  # of inputs, until they are sent
         self._sent: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
 
-    def step(self, inputs: Mapping[str, Sequence[Tensor]]) -> None:
-        """Run all actions; ``inputs`` are each input's microbatches."""
+    def step(self, inputs: Sequence[dict[str, Tensor]]) -> None:
+        """Run all actions; ``inputs`` are those of each microbatch."""
         self._clear()
         for step in self._steps:
             if step.peer is not None:
                 self._send(step) if step.send else self._receive(step)
             elif step.kind == FORWARD:
                 with action(FORWARD, step.stage, step.microbatch):
-                    self._forward(step, {name: parts[step.microbatch] for name, parts in inputs.items()})
+                    self._forward(step, inputs[step.microbatch])
             else:
                 with action(BACKWARD, step.stage, step.microbatch):
                     self._backward(step)

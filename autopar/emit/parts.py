@@ -1,0 +1,63 @@
+"""Which parts of the runtime a program needs, as its ``PROGRAM`` record names them: the files of the others are not in its folder."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from autopar.emit.stage import layer_attribute, layer_spec, own_spec
+from autopar.precision import FLOAT16
+from autopar.program.optimizers import cut
+from autopar.program.parameters import kind_of
+from autopar.program.spec import LayerSpec, ProgramSpec
+from autopar.program.world import Layout, Program
+from passes.stages import LocalProgram, Stage
+
+
+def runtime_parts(program: LocalProgram, layouts: list[dict[str, Any]]) -> dict[str, str]:
+    """The fields of ``ProgramSpec`` that name parts of the runtime, each with its module and class; ``layouts`` as in ``layouts.json``."""
+    loaded = _loaded(program, layouts)
+    trained = [layout for layout in loaded.layouts if layout.trainable]
+    flat = [layout for layout in trained if kind_of(layout, loaded) == "flat"]
+    kinds = {kind_of(layout, loaded) for layout in loaded.layouts}
+    split = loaded.splits_backward
+    wanted = {
+        "schedule": (True, _schedule(program)),
+        "local": ("local" in kinds, "local_group.LocalGroup"),
+        "fsdp": ("fsdp" in kinds, "fsdp_split.SplitShardedGroup" if split else "fsdp.ShardedGroup"),
+        "publications": (
+            loaded.has_servers or any(loaded.group(layout)[1] == 1 for layout in flat),
+            "publications.Publications",
+        ),
+        "whole_tensors": (any(cut(layout, loaded) for layout in trained), "whole_tensors.WholeTensors"),
+        "loss_scale": (program.plan.precision == FLOAT16, "scaling.LossScale"),
+        "buffers": (any(local.cls.buffers for local in program.layers), "buffers.StageBuffers"),
+    }
+    return {name: text for name, (needed, text) in wanted.items() if needed}
+
+
+def _schedule(program: LocalProgram) -> str:
+    schedule = program.plan.sized_schedule
+    if len(program.stages) == 1:
+        return "microbatches.Microbatches"
+    if schedule.copies > 1:
+        return "chimera.Chimera"
+    return "split_pipeline.SplitPipeline" if schedule.split else "pipeline.Pipeline"
+
+
+def _loaded(program: LocalProgram, layouts: list[dict[str, Any]]) -> Program:
+    """The program as its own runtime will load it, without ``model.py``."""
+    mesh = {axis.name: axis.size for axis in program.plan.mesh}
+    return Program(
+        plan=json.loads(program.plan.dumps()),
+        layouts=tuple(Layout.read(record, mesh) for record in layouts),
+        spec=ProgramSpec(mesh=mesh, stages=program.stages, schedule=None),
+        layers=tuple(_layers(program, stage) for stage in program.stages),
+        constants={},
+    )
+
+
+def _layers(program: LocalProgram, stage: Stage) -> dict[str, LayerSpec]:
+    own = own_spec(program, stage)
+    layers = {layer_attribute(program, layer): layer_spec(program, layer) for layer in stage.layers}
+    return layers if own is None else {**layers, "": own}

@@ -1,0 +1,258 @@
+"""Parameters under FSDP2: ZeRO 2 (kept gathered after forward) and 3 (gathered again for the backward pass).
+
+FSDP2 reduces the gradients in every microbatch, or, where the plan says so, in the last one alone (``LastBackward``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, share_comm_ctx
+from torch.distributed.tensor import DTensor
+
+from autopar.program.collectives import ShardedReduceScatter
+from autopar.program.masters import Group, Master, alike, set_parameter
+from autopar.program.world import Layout, Program, World
+
+
+class ShardedGroup:
+    """One layer's parameters under FSDP2 over the layer's data axes: ZeRO 2 (kept gathered after forward) and 3 (not kept).
+
+    Gradients are reduce-scattered in every microbatch, and their shards accumulated; or, with ``reduces_once``, whole gradients are
+    accumulated and ``LastBackward`` has FSDP reduce-scatter them in the last microbatch. ``gather_ahead`` makes the stage the FSDP root of
+    its layers.
+    """
+
+    shared = None  # tied copies are never here
+
+    def __init__(self, stage: nn.Module, layouts: Sequence[Layout], world: World, program: Program) -> None:
+        self.layouts = tuple(layouts)
+        child, zero, _ = program.group(layouts[0])
+        copies, shards = program.copies(layouts[0])
+        self._world, self._stage = world, stage
+        wide, compute = program.dtypes(layouts[0])
+        module = stage.get_submodule(child)
+        ignored = {param for param in module.parameters() if not param.is_meta}  # these belong to a flat group
+        for layout in layouts:
+            shape = stage.get_parameter(layout.name).shape
+            values = torch.empty(shape, dtype=program.dtypes(layout)[0], device="meta")
+            set_parameter(stage, layout.name, nn.Parameter(values, layout.trainable))
+        self.mesh = world.data_mesh(copies, shards)
+        fully_shard(
+            module,
+            mesh=self.mesh,
+            reshard_after_forward=zero == 3,
+            mp_policy=MixedPrecisionPolicy(compute, wide, None, False) if wide != compute else MixedPrecisionPolicy(),
+            ignored_params=ignored,
+        )
+        assert isinstance(module, FSDPModule)
+        # only shards get memory: the layer's whole parameters would be the peak of a rank's start
+        module._apply(lambda t: torch.empty_like(t, device=world.device) if isinstance(t, DTensor) and t.is_meta else t)
+        for layout in layouts:
+            shard_of(stage.get_parameter(layout.name)).zero_()
+        self.module = module
+        layer = program.layers[layouts[0].stage][child]
+        self.reduces_once = layer.reduce_once
+        if layer.opaque and hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13
+            module.set_reduce_scatter_unused_params(True)  # ranks may lack gradients, and all must reduce the same ones
+            if self.reduces_once:
+                module.register_forward_pre_hook(lambda layer, _: start_gradients(layer, ignored))
+        module.set_gradient_divide_factor(1.0)  # a sum: each rank's loss is a term of the whole loss
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+        if world.device.type == "cpu":
+            module.set_custom_reduce_scatter(cast(Any, ShardedReduceScatter()))
+        self._params = {layout: stage.get_parameter(layout.name) for layout in layouts}
+        self.masters: list[Master] = []
+        self.frozen: list[Master] = []
+        for layout, param in self._params.items():
+            first = rows_of(param, param.shape[0])[0] * param.shape[1:].numel()
+            shard = nn.Parameter(shard_of(param), layout.trainable)
+            mine = self.masters if layout.trainable else self.frozen
+            mine.append(Master(layout, shard, alike(layout, shards, world), first))
+
+    def own_gradients(self) -> list[Tensor]:
+        """As of ``FlatGroup``."""
+        return [master.tensor.grad for master in self.masters if master.tensor.grad is not None]
+
+    def adders(self) -> Mapping[int, Callable[[Tensor], None]]:
+        """None: autograd computes all gradients."""
+        return {}
+
+    def finish_adding(self) -> None:
+        """Nothing."""
+
+    @torch.no_grad()
+    def load(self, source: Callable[[Layout], Tensor]) -> None:
+        for layout, param in self._params.items():
+            local = layout.slice(source(layout), self._world.coordinates)
+            start, stop = rows_of(param, local.shape[0])
+            shard_of(param).copy_(local[start:stop])
+
+    def zero_grad(self) -> None:
+        for param in self._params.values():
+            param.grad = None
+        for master in self.masters:
+            master.tensor.grad = None  # it is a view of the old gradients, which would stay live beside the new ones
+
+    def finish_reduction(self) -> None:
+        """FSDP2 has reduced the gradients that autograd computed; the optimizer gets views of them. Padding has no gradient."""
+        for master in self.masters:
+            param = self._params[master.layout]
+            grad = torch.zeros_like(master.tensor) if param.grad is None else shard_of(param.grad)
+            first, last = rows_of(param, param.shape[0])
+            for dim, start, length in master.layout.beyond(self._world.coordinates):
+                inner = slice(max(start - first, 0), max(last - first, 0)) if dim == 0 else slice(start, start + length)
+                grad.movedim(dim, 0)[inner] = 0
+            master.tensor.grad = grad
+
+    def average(self) -> None:
+        """Nothing: replicas that train apart have no shards."""
+
+    def publish(self) -> None:
+        """Nothing: the masters are the parameters' own storage."""
+
+    def values(self) -> dict[str, Tensor]:
+        return {layout.name: _full(param.detach()) for layout, param in self._params.items()}
+
+    def gradients(self) -> dict[str, Tensor]:
+        trainable = {layout.name: param for layout, param in self._params.items() if layout.trainable}
+        grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trainable.items()}
+        return {name: _full(grad) for name, grad in grads.items()}
+
+    @staticmethod
+    def join_stages(stages: Mapping[int, nn.Module], groups: Mapping[int, Sequence[Group]], program: Program) -> None:
+        """Once all parameters of this rank are there: let layers gather each other's ahead, on one set of streams."""
+        for index, stage in stages.items():
+            meshes = [group.mesh for group in groups[index] if isinstance(group, ShardedGroup)]
+            if meshes:
+                gather_ahead(stage, _layers(index, stage, program), meshes[0])
+        share_comm_ctx([stage for stage in stages.values() if isinstance(stage, FSDPModule)])
+
+    @staticmethod
+    def free(stages: Iterable[nn.Module]) -> None:
+        """Free the parameters that forward passes gathered."""
+        for layer in (layer for stage in stages for layer in stage.modules()):
+            if isinstance(layer, FSDPModule):
+                layer.reshard()
+
+    @staticmethod
+    def last_backward(groups: Sequence[Group], program: Program) -> LastBackward:
+        """What reduces the gradients of one stage's layers once a step, of those that ask for it."""
+        layers = [group.module for group in groups if isinstance(group, ShardedGroup) and group.reduces_once]
+        return LastBackward(layers, program.passes)
+
+
+def shard_of(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor, sharing its storage."""
+    detached = tensor.detach()
+    assert isinstance(detached, DTensor)
+    return detached.to_local()
+
+
+def rows_of(param: Tensor, rows: int) -> tuple[int, int]:
+    """The rows of this rank's shard of a DTensor: divided as by ``torch.chunk``; the last ranks may have fewer rows, or none."""
+    assert isinstance(param, DTensor)
+    mesh = param.device_mesh  # its last dim shards
+    index, share = mesh.get_local_rank(mesh.ndim - 1), -(-rows // mesh.size(mesh.ndim - 1))
+    return min(index * share, rows), min((index + 1) * share, rows)
+
+
+def _full(tensor: Tensor) -> Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.full_tensor()
+
+
+class Layer(NamedTuple):
+    """A layer under FSDP: the number of layers whose parameters it gathers ahead, and whether gradients flow through it."""
+
+    module: FSDPModule
+    ahead: int = 1
+    backward: bool = True
+
+
+def gather_ahead(stage: nn.Module, layers: Sequence[Layer], mesh: DeviceMesh) -> None:
+    """Make ``stage`` the FSDP root of ``layers``, its layers under FSDP in the order of the forward pass, whose parameters are gathered
+    ahead of the computation: those of the next layers in the forward pass, those of the layers before in the backward pass.
+
+    Layers that are roots of their own gather nothing ahead, and each keeps a whole gradient in memory until the backward pass ends. The
+    layers have meshes of their own; the root has no parameters, and ``mesh`` is any of theirs.
+    """
+    flat = set(stage.parameters())  # whatever is left belongs to flat groups
+    fully_shard(stage, mesh=mesh, reshard_after_forward=False, ignored_params=flat)
+    for i, (module, ahead, _) in enumerate(layers):
+        module.set_modules_to_forward_prefetch([layer.module for layer in layers[i + 1 : i + 1 + ahead]])
+        before = [layer.module for layer in layers[:i] if layer.backward][::-1][:ahead]
+        # Without a list FSDP prefetches by the order of the forward calls, which under 1F1B is that of another microbatch. The module
+        # itself stands for nothing: its parameters are gathered when the list is read.
+        module.set_modules_to_backward_prefetch(before or [module])
+
+
+def _layers(index: int, stage: nn.Module, program: Program) -> list[Layer]:
+    """The stage's layers under FSDP, in the order of the forward pass."""
+    layers = []
+    for name, layer in program.layers[index].items():
+        module = stage.get_submodule(name)  # the stage itself, "", is not under FSDP yet
+        if isinstance(module, FSDPModule):
+            # When a segment runs again, its last layer but one must not gather beyond the last: those layers' backward is over.
+            ahead = 1 if layer.segment > 1 else int(program.plan["prefetch"])
+            layers.append(Layer(module, ahead, layer.backward))
+    return layers
+
+
+class LastBackward:
+    """Lets FSDP reduce the gradients of ``layers`` of one stage in the last of the step's ``microbatches`` backward passes alone.
+
+    In the passes before, FSDP adds up whole gradients on each rank. Every schedule runs the backward passes of a stage one after the
+    other: the last one is the one that begins after all others, whichever microbatch it belongs to.
+    """
+
+    def __init__(self, layers: Sequence[FSDPModule], microbatches: int) -> None:
+        self._layers, self._microbatches = layers, microbatches
+        self._begun = 0
+
+    def clear(self) -> None:
+        """Before a step."""
+        self._begun = 0
+
+    def watch(self, outputs: Sequence[Tensor]) -> None:
+        """Expect the backward pass of a microbatch from its ``outputs``: it begins at one of them."""
+        begun = False
+
+        def begin(_: Tensor) -> None:
+            nonlocal begun
+            if not begun:
+                begun = True
+                self._begin()
+
+        for output in outputs if self._layers else ():
+            if output.requires_grad:
+                output.register_hook(begin)
+
+    def _begin(self) -> None:
+        self._begun += 1
+        if self._begun in (1, self._microbatches):
+            for layer in self._layers:
+                layer.set_requires_gradient_sync(self._begun == self._microbatches, recurse=False)
+
+    def finish(self) -> None:
+        """After a step. Raises ``RuntimeError`` if gradients were left unreduced. A stage without gradients has no backward passes."""
+        if self._begun not in (0, self._microbatches):
+            raise RuntimeError(
+                f"a stage had {self._begun} backward passes in a step of {self._microbatches} microbatches, and its gradients are not "
+                "reduced"
+            )
+
+
+def start_gradients(layer: nn.Module, ignored: set[nn.Parameter]) -> None:
+    """Give every gathered parameter of the layer a gradient of zeros, except those that FSDP ignores.
+
+    A parameter whose first gradient comes in the last microbatch would otherwise have it in 16 bits beside the others' sums in float32,
+    and FSDP reduces gradients of one dtype only.
+    """
+    for param in layer.parameters():
+        if param.requires_grad and param.grad is None and param not in ignored:
+            param.grad = torch.zeros_like(param)

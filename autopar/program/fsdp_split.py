@@ -1,0 +1,159 @@
+"""FSDP2 under schedules that run backward passes in two parts: the reductions of gradients that come in the second part."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812  torch's own convention
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from autopar.program.collectives import Work, reduce_scatter
+from autopar.program.fsdp import ShardedGroup, rows_of, shard_of
+from autopar.program.masters import Group
+from autopar.program.world import Layout, Program, World
+
+
+@dataclass(frozen=True, slots=True)
+class _Reduction:
+    """A reduce-scatter that runs: ``piece`` is its result, to be added to that of ``name`` in ``pieces``; ``whole`` its operand."""
+
+    work: Work | None
+    pieces: dict[str, Tensor]
+    name: str
+    piece: Tensor
+    whole: Tensor
+
+
+class Turn:
+    """The reductions of a rank's late gradients take turns: one runs while the next gradient is computed, because each keeps a whole
+    gradient in memory."""
+
+    def __init__(self) -> None:
+        self.running: _Reduction | None = None
+
+    def finish(self) -> None:
+        """Wait for the reduction that runs."""
+        if (last := self.running) is not None:
+            if last.work is not None:
+                last.work.wait()
+            sums = last.pieces
+            sums[last.name] = sums[last.name].add_(last.piece) if last.name in sums else last.piece
+            self.running = None
+
+
+class LateGradients:
+    """Gradients of an FSDP layer's weights from the second parts of backward passes, summed over microbatches and ranks.
+
+    FSDP2 reduces the gradients that autograd computes. These are reduce-scattered one by one, in ``dtype``, into pieces as large as FSDP2's
+    shards: rows divided as by ``torch.chunk``, padded to equal pieces. ``shards`` is the group that shards the layer; ``copies`` is the
+    group over its copies under hybrid sharding, over which the pieces are summed once a step. With ``once``, whole gradients are summed
+    over the microbatches first.
+    """
+
+    def __init__(
+        self, shards: dist.ProcessGroup, copies: dist.ProcessGroup | None, dtype: torch.dtype, once: bool
+    ) -> None:
+        self._shards, self._copies, self._dtype, self._once = shards, copies, dtype, once
+        self.turn = Turn()  # until ``join_stages`` gives all groups of the rank the same
+        self._whole: dict[str, Tensor] = {}
+        self._pieces: dict[str, Tensor] = {}
+
+    def clear(self) -> None:
+        """Before a step: forget the last one's gradients."""
+        self._pieces = {}
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Add one microbatch's gradient of the parameter ``name``, in the parameter's shape: start its reduction, unless gradients are
+        reduced once a step."""
+        if not self._once:
+            self._reduce(name, gradient)
+        elif name in self._whole:
+            self._whole[name] += gradient
+        else:
+            self._whole[name] = gradient.to(self._dtype)
+
+    def _reduce(self, name: str, gradient: Tensor) -> None:
+        size, rows = dist.get_world_size(self._shards), gradient.shape[0]
+        share = -(-rows // size)
+        whole = gradient.to(self._dtype)
+        if share * size > rows:
+            whole = F.pad(whole, [0, 0] * (gradient.dim() - 1) + [0, share * size - rows])
+        self.turn.finish()
+        piece = whole.new_empty(share, *gradient.shape[1:])
+        work = reduce_scatter(piece, whole, group=self._shards, async_op=True)
+        self.turn.running = _Reduction(work, self._pieces, name, piece, whole)
+
+    def finish(self) -> dict[str, Tensor]:
+        """Wait for all sums; returns this rank's piece of each parameter's gradient, padding included, by the parameter's name."""
+        for name in list(self._whole):
+            self._reduce(name, self._whole.pop(name))
+        self.turn.finish()
+        if self._copies is not None:
+            for piece in self._pieces.values():
+                dist.all_reduce(piece, group=self._copies)
+        return self._pieces
+
+
+class SplitShardedGroup(ShardedGroup):
+    """A group under FSDP2 some of whose gradients come in the second part of a backward pass."""
+
+    def __init__(self, stage: nn.Module, layouts: Sequence[Layout], world: World, program: Program) -> None:
+        super().__init__(stage, layouts, world, program)
+        copies, shards = program.copies(layouts[0])
+        wide = program.dtypes(layouts[0])[0]
+        self._late = LateGradients(
+            world.group(shards), world.group(copies) if copies else None, wide, self.reduces_once
+        )
+        self._adders: dict[int, Callable[[Tensor], None]] = {}
+        self.module.register_forward_pre_hook(self._gathered)
+
+    @staticmethod
+    def join_stages(stages: Mapping[int, nn.Module], groups: Mapping[int, Sequence[Group]], program: Program) -> None:
+        """As of ``ShardedGroup``; the reductions of late gradients take turns, too."""
+        ShardedGroup.join_stages(stages, groups, program)
+        turn = Turn()
+        for group in (group for own in groups.values() for group in own):
+            if isinstance(group, SplitShardedGroup):
+                group._late.turn = turn
+
+    def _gathered(self, *_: object) -> None:
+        """Before a forward, once FSDP2 has gathered the parameters: note the gathered tensors, which products read."""
+        for layout in self._params:
+            gathered = self._stage.get_parameter(layout.name)
+            self._adders[id(gathered)] = functools.partial(self._late.add, layout.name)
+
+    def adders(self) -> Mapping[int, Callable[[Tensor], None]]:
+        """As of ``Group``; the stage reads parameters that FSDP2 has gathered."""
+        return self._adders
+
+    def finish_adding(self) -> None:
+        """Wait for the last reduction: else a whole gradient would stay in memory."""
+        self._late.turn.finish()
+
+    def zero_grad(self) -> None:
+        super().zero_grad()
+        self._late.clear()
+
+    def finish_reduction(self) -> None:
+        """Add the late gradients to those that FSDP2 has reduced."""
+        for name, rows in self._late.finish().items():
+            param = self._stage.get_parameter(name)
+            start, stop = rows_of(param, param.shape[0])
+            if param.grad is not None:  # some microbatches had a whole backward pass
+                shard_of(param.grad).add_(rows[: stop - start])
+            else:
+                param.grad = _like(param, rows[: stop - start])
+        super().finish_reduction()
+
+
+def _like(param: Tensor, shard: Tensor) -> Tensor:
+    """A DTensor divided as ``param``, of which this rank has ``shard``."""
+    assert isinstance(param, DTensor)
+    return DTensor.from_local(
+        shard, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )

@@ -1,0 +1,177 @@
+"""Runs the microbatches of a step through this rank's stages one after the other, and adds up the loss.
+
+Programs without a pipeline run as this file says; those with one override ``step`` (``pipeline``, ``chimera``).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import spmd_types as spmd
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autopar.program.masters import Group
+from autopar.program.reductions import Reductions
+from autopar.program.share import Batch, Share
+from autopar.program.spec import StageSpec
+from autopar.program.tracing import action
+from autopar.program.world import MIRROR, Program, World
+
+
+class Microbatch(nn.Module):
+    """A stage as the schedule calls it: with the scalars of the step (or those of the microbatch, among its inputs), and sendable
+    outputs.
+
+    A schedule gives every stage the inputs of all stages of the rank: a stage's own inputs are prefixed with its number.
+    The stage may be an FSDP module, and this is none: for an FSDP module the schedule would keep gathered parameters and whole gradients
+    in memory until the last microbatch.
+    """
+
+    def __init__(self, index: int, stage: nn.Module, world: World, reductions: Reductions) -> None:
+        super().__init__()
+        self.prefix, self.stage, self.world = f"{index}.", stage, world
+        self._watch = functools.partial(reductions.watch, index)
+        self.scalars: dict[str, Tensor] = {}
+
+    def forward(self, *activations: Tensor, **inputs: Tensor) -> Any:
+        own = {name.removeprefix(self.prefix): x for name, x in inputs.items() if name.startswith(self.prefix)}
+        spec: StageSpec = self.stage.SPEC  # type: ignore[assignment]
+        own.update({name: own[name].squeeze(0) for name in spec.scalars if name in own})
+        key = {"key": int(own.pop("key"))} if "key" in own else {}
+        with self.world.in_mesh():
+            out = self.stage(*activations, **own, **key, **self.scalars)
+        out = out if isinstance(out, Tensor) else tuple(tensor.contiguous() for tensor in out)
+        self._watch((out,) if isinstance(out, Tensor) else out)
+        return out
+
+
+class Microbatches:
+    """Runs the microbatches of each step: forward and backward of one, then of the next."""
+
+    def __init__(
+        self,
+        program: Program,
+        world: World,
+        stages: Mapping[int, nn.Module],
+        groups: Mapping[int, Sequence[Group]],
+        reductions: Reductions,
+        scaled: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.program, self.world, self.stages, self._groups = program, world, stages, groups
+        self._scaled = scaled  # the loss scale, where there is one
+        self._losses: list[Tensor] = []  # this rank's terms of the step's loss, without the scale
+        self.share = Share(program, world)
+        self.microbatches, self._apart = self.share.microbatches, self.share.apart
+        self._modules = {index: Microbatch(index, stage, world, reductions) for index, stage in stages.items()}
+        self._specs: list[StageSpec] = [stage.SPEC for stage in program.spec.stages]
+        self.last = len(self._specs) - 1
+
+    def receives(self, stage: int) -> tuple[Tensor, ...]:
+        """Tensors on meta like those that a stage gets from the stage before."""
+        return self.sends(stage - 1) if stage else ()
+
+    def sends(self, stage: int) -> tuple[Tensor, ...]:
+        """Tensors on meta like those that a stage gives to the next stage."""
+        return tuple(tensor.on_meta() for tensor in self._specs[stage].sends.values())
+
+    def _inputs(self, batch: Batch, key: int) -> dict[str, Tensor]:
+        """The inputs of this rank's stages, by stage and name, all microbatches along dim 0. The stages get the step's scalars at once."""
+        device = self.world.device
+        scalars = self.share.scalars(batch)
+        inputs: dict[str, Tensor] = {}
+        for index, module in self._modules.items():
+            spec = self._specs[index]
+            own = {name: scalars[name].to(device) for name in spec.scalars}
+            if self._apart:
+                inputs.update({module.prefix + name: values for name, values in own.items()})
+            else:
+                module.scalars = own
+            for name, tensor in spec.inputs.items():
+                inputs[module.prefix + name] = self.share.local(batch, name, tensor.sharded).to(device)
+            if spec.random:
+                inputs[module.prefix + "key"] = torch.arange(key, key + self.microbatches)
+        return inputs
+
+    def run(self, batch: Batch, key: int) -> list[Tensor]:
+        """Run forward and backward of all microbatches; returns this rank's terms of the loss.
+
+        Microbatch ``i`` draws its random numbers from ``key + i``.
+        """
+        inputs = self._inputs(batch, key)
+        self._losses = []
+        # The current mesh belongs to this thread. The backward must run here too, not in a thread of the device: it recomputes layers,
+        # whose collectives name axes of that mesh.
+        with self.world.in_mesh(), torch.autograd.set_multithreading_enabled(False):
+            self.step(inputs)
+        return self._losses
+
+    def step(self, inputs: dict[str, Tensor]) -> None:
+        """Run all microbatches; ``inputs`` have them along dim 0."""
+        ((stage, module),) = self._modules.items()
+        for i, parts in enumerate(self.chunks(inputs)):
+            with action("F", stage, i):
+                term = self._term(module(**parts))
+            with action("B", stage, i):
+                term.backward()
+
+    def chunks(self, inputs: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        """The inputs of each microbatch."""
+        chunks = {name: tensor.chunk(self.microbatches) for name, tensor in inputs.items()}
+        return [{name: parts[i] for name, parts in chunks.items()} for i in range(self.microbatches)]
+
+    def _term(self, loss: Tensor) -> Tensor:
+        """Note a microbatch's term of the step's loss; the scalar whose backward pass gives the gradients."""
+        term = loss / self.microbatches if self._apart else loss
+        self._losses.append(term.detach())
+        return term if self._scaled is None else self._scaled(term)
+
+    def forward(self, batch: Batch, key: int) -> list[Tensor]:
+        """Run the forward passes alone, one microbatch after the other; returns this rank's terms of the loss."""
+        inputs, placed, place = self._inputs(batch, key), self.world.placed, self.world.mesh.get_local_rank("pipeline")
+        self._losses = []
+        with self.world.in_mesh(), torch.no_grad():
+            for parts in self.chunks(inputs):
+                values: tuple[Tensor, ...] = ()
+                for index in (index for index in self._modules if placed[index] == place):
+                    if index and placed[index - 1] != place:
+                        values = tuple(
+                            torch.empty_like(meta, device=self.world.device, requires_grad=False)
+                            for meta in self.receives(index)
+                        )
+                        self._transfer(dist.irecv, values, placed[index - 1])
+                    out = self._modules[index](*values, **parts)
+                    values = (out,) if isinstance(out, Tensor) else out
+                    if index == self.last:
+                        self._term(*values)
+                    elif placed[index + 1] != place:
+                        self._transfer(dist.isend, values, placed[index + 1])
+        if self.program.spec.fsdp is not None:
+            self.program.spec.fsdp.free(self.stages.values())  # no backward pass does
+        return self._losses
+
+    def _transfer(self, way: Callable[..., Any], values: Sequence[Tensor], place: int) -> None:
+        """Send values to a pipeline rank, or receive them, and wait."""
+        group = self.world.mesh.get_group("pipeline")
+        peer = dist.get_global_rank(group, place)
+        for work in dist.batch_isend_irecv([dist.P2POp(way, value, peer, group) for value in values]) if values else ():
+            work.wait()
+
+    def sum(self, losses: list[Tensor]) -> Tensor:
+        """The whole batch's loss on every rank, from the terms that ``run`` returned."""
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        for loss in losses:
+            total += loss.detach()
+        if self.last in self._modules:
+            for axis, type_ in self._specs[-1].loss.items():
+                if type_ == spmd.P and self.world.coordinates[axis][1] > 1:
+                    dist.all_reduce(total, group=self.world.mesh.get_group(axis))
+        if self.world.coordinates[MIRROR][1] > 1:
+            dist.all_reduce(total, group=self.world.group((MIRROR,)))
+        if self.world.pipeline > 1:
+            group = self.world.mesh.get_group("pipeline")
+            dist.broadcast(total, dist.get_global_rank(group, self.world.placed[-1]), group=group)
+        return total
