@@ -30,10 +30,14 @@ def statements(
     watched: list[str] = []
     named: list[str] = []
     ends: list[int] = []  # the lines where a part of the model ends
+    flights: dict[fx.Node, str] = {}  # conversions that are issued and awaited apart
     scope = None
     for node in nodes:
         if node.op == "placeholder" or node in texts:
+            lines += _sent(node, texts, names, flights)
             continue
+        if meta(node).get("turn"):
+            lines.append("        yield  # the other half's turn")
         if node.op == "output":
             results: Any = node.args[0] if isinstance(node.args[0], tuple | list) else node.args
             if watch:
@@ -42,7 +46,7 @@ def statements(
             if not watch and not compiled:
                 lines = _with_deletions(lines, named, ends)
             break
-        text = expression(node, texts)
+        text = Text(f"{flights[node]}.wait()") if node in flights else expression(node, texts)
         if _inline(node, text) and not watch:
             texts[node] = text
             continue
@@ -58,6 +62,20 @@ def statements(
         texts.update(zip(made, map(Text, own), strict=True))
         watched += [f'"{result.name}": {name}' for result, name in zip(made, own, strict=True)]
         named += own
+        lines += _sent(node, texts, names, flights)
+    return lines
+
+
+def _sent(node: fx.Node, texts: dict[fx.Node, Text], names: Names, flights: dict[fx.Node, str]) -> list[str]:
+    """The lines that issue the conversions that follow the node, if the halves of the microbatch take turns; their names in ``flights``."""
+    lines = []
+    for conversion in meta(node).get("sends", ()):
+        value, axes, source, target = conversion.args
+        assert isinstance(value, fx.Node) and isinstance(axes, tuple)
+        flights[conversion] = names.fresh(f"{_name(value)}_sent")
+        over = literal(axes[0] if len(axes) == 1 else axes, {})
+        given = f"{texts[value].text}, {over}, src=spmd.{source}, dst=spmd.{target}"
+        lines.append(f"        {flights[conversion]} = halves.start({given})")
     return lines
 
 
@@ -105,7 +123,8 @@ def _inline(node: fx.Node, text: Text) -> bool:
     """Whether the expression may stand in its only reader: a conversion always gets its own line, so that readers see it, and so does the
     input of joined products."""
     if (
-        meta(node).get("kept")
+        any(meta(node).get(key) for key in ("turn", "sends", "across"))
+        or meta(node).get("kept")
         or node.target is convert
         or node.target in JOINED
         or len(node.users) != 1

@@ -24,6 +24,7 @@ FILES = (
     "finite.py",
     "flattened.py",
     "guards.py",
+    "halves.py",
     "int8.py",
     "kernels.py",
     "kernels_ctc.py",
