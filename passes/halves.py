@@ -19,7 +19,7 @@ from autopar.ops.cost import executed_flops
 from autopar.ops.facts import facts, is_random
 from autopar.ops.meta import meta
 from autopar.ops.operands import is_tensor, operands, shape_of
-from autopar.plan import Axis
+from autopar.plan import NONE, Axis, Strategy
 from autopar.sharding import AxisTypes, Sharding
 from autopar.types import Collective, I, R, S, SpmdType, conversion
 from passes.collectives import MICROBATCH, convert
@@ -104,6 +104,12 @@ def of_half(cls: LayerClass, sharding: Sharding) -> Sharding | None:
             if shape_of(value)[dim] % ways:
                 return None
     return half
+
+
+def is_chained(strategy: Strategy) -> bool:
+    """Whether halves go on from one layer into the next without meeting in between: nothing is done around a layer as a whole."""
+    around = strategy.zero >= 2 or strategy.recomputation is not NONE or strategy.offloads_activations
+    return not (around or strategy.saves_int8)
 
 
 # -- where they take turns ---------------------------------------------------------------------------------------------

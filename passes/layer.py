@@ -9,13 +9,13 @@ from torch import fx
 from autopar.flow import gradient_flow, placeholders
 from autopar.graph import LayerClass
 from autopar.ops.meta import meta
-from autopar.plan import HALVES, NONE, SELECTIVE, TENSOR_OVERLAP, Strategy
+from autopar.plan import HALVES, SELECTIVE, TENSOR_OVERLAP, Strategy
 from autopar.sharding import Sharding, local_shape
 from autopar.types import SpmdType
 from passes.collectives import MICROBATCH, convert, insert_collectives_pass
 from passes.defer_weights import defer_weights_pass
 from passes.fuse_bias import fuse_bias_pass
-from passes.halves import halves_pass, of_half
+from passes.halves import halves_pass, is_chained, of_half
 from passes.keep import keep_pass
 from passes.localise_layer import localise_pass, random_seed
 from passes.overlap import JOINED, converted_types, overlap_pass
@@ -56,10 +56,8 @@ class LocalLayer:
 
     @property
     def chained(self) -> bool:
-        """Whether the halves go through neighbouring layers without meeting in between: nothing is done around the layer as a whole."""
-        s = self.strategy
-        around = s.zero >= 2 or s.recomputation is not NONE or s.offloads_activations or s.saves_int8
-        return self.half is not None and not around
+        """Whether the layer is halved, and its halves go on into the next layer without meeting in between."""
+        return self.half is not None and is_chained(self.strategy)
 
     @property
     def kinds(self) -> tuple[str, ...]:
