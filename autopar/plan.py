@@ -207,7 +207,7 @@ class Strategy:
         assert self.recomputation.layers == 1 or not self.offloads_activations, self
         assert self.saved in SAVINGS, self.saved
         assert not self.saves_int8 or (self.recomputation is NONE and not self.offloads_activations), self
-        assert self.overlap != HALVES or not (self.compiled or self.recomputation is SELECTIVE), self
+        assert self.overlap != HALVES or self.recomputation is not SELECTIVE, self
 
     @property
     def offloads_optimizer(self) -> bool:

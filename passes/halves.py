@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.flow import placeholders, returned_nodes
+from autopar.flow import gradient_flow, placeholders, returned_nodes
 from autopar.graph import LayerClass
 from autopar.ops.cost import executed_flops
 from autopar.ops.facts import facts, is_random
@@ -30,8 +30,13 @@ Read = tuple[str, Types]
 """A value's name and the types in which it is read."""
 
 _SILENT = (Collective.NONE, Collective.LOCAL)
-_APART = frozenset(("PI", "PR", "IR", "SR", "SI", "PS", "SS"))  # the conversions that program.halves issues and awaits apart
+_APART = frozenset(
+    ("PI", "PR", "IR", "SR", "SI", "PS", "SS")
+)  # the conversions that program.halves issues and awaits apart
 
+
+ODD = "has an odd number of rows on each device in a microbatch"
+"""Why a layer is not halved whose rows a device cannot halve: often it has one."""
 
 # -- which layers ------------------------------------------------------------------------------------------------------
 
@@ -95,7 +100,9 @@ def of_half(cls: LayerClass, sharding: Sharding) -> Sharding | None:
     for node in cls.graph.graph.nodes:
         if node.op == "output":
             continue
-        reads = [(o, half.needed(node.name, i)) for i, o in enumerate(operands(node))] if node.op != "placeholder" else []
+        reads = (
+            [(o, half.needed(node.name, i)) for i, o in enumerate(operands(node))] if node.op != "placeholder" else []
+        )
         for value, types in ((node, half.produced(node.name)), *reads):
             dim = types[0].dim
             if dim is None or not is_tensor(value):
@@ -104,6 +111,12 @@ def of_half(cls: LayerClass, sharding: Sharding) -> Sharding | None:
             if shape_of(value)[dim] % ways:
                 return None
     return half
+
+
+def why_whole(cls: LayerClass, sharding: Sharding) -> str:
+    """Why the microbatches of a layer of these shapes are not halved, as the end of a sentence about the layer; empty if they are."""
+    reason = refusal(cls, sharding.types, gradient_flow(cls))
+    return reason or ("" if of_half(cls, sharding) is not None else ODD)
 
 
 def is_chained(strategy: Strategy) -> bool:
@@ -144,8 +157,8 @@ def turns_of(cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str,
     """Where the halves take turns.
 
     A turn stands before the first reader of each conversion that runs a collective, forward or backward, unless one stands between the
-    value and the reader anyway; conversions of parameters make no turn. What is computed between two turns is cut once more where its FLOPs are halved, if it has several
-    products: then a short piece, such as a norm, lies between long pieces of the other half (see ``program.halves``).
+    value and the reader anyway; conversions of parameters make no turn. What is computed between two turns is cut once more where its FLOPs
+    are halved, if it has several products: then a short piece, such as a norm, lies between long pieces of the other half.
     """
     nodes = [node for node in cls.graph.graph.nodes if node.op == "call_function"]
     position = {node.name: i for i, node in enumerate(nodes)}
@@ -208,7 +221,8 @@ def halves_pass(gm: fx.GraphModule, cls: LayerClass, sharding: Sharding) -> fx.G
     """Marks the turns in the local graph of ``cls`` of one half (``of_half``).
 
     ``meta["turn"]``: the halves take turns before the node. ``meta["flies"]`` of a ``convert``: it is issued and awaited apart.
-    ``meta["sends"]``: the conversions that are issued right after the node. ``meta["across"]``: a turn stands between the node and a reader.
+    ``meta["sends"]``: the conversions that are issued right after the node. ``meta["across"]``: a turn stands between the node and a
+    reader.
     """
     graph = gm.graph
     gradient = {node.name: bool(meta(node).get("gradient")) for node in cls.graph.graph.nodes}

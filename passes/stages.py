@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from autopar.errors import UsageError
-from autopar.flow import gradient_flow
 from autopar.graph import Graph, Layer, LayerClass, Value
+from autopar.pins import nothing_halved
 from autopar.plan import HALVES, TENSOR_OVERLAP, Plan, Strategy
 from autopar.segments import segments, shortened
 from autopar.sharding import Sharding, local_shape
 from autopar.types import I, R, S, SpmdType
 from passes.conversions import Step, effective_steps
-from passes.halves import of_half, refusal
+from passes.halves import why_whole
 from passes.layer import LocalLayer, local_layer, mesh_types
 
 Types = tuple[SpmdType, ...]
@@ -90,6 +90,7 @@ class LocalProgram:
 
 def cut_stages(graph: Graph, plan: Plan, shardings: tuple[Sharding, ...]) -> LocalProgram:
     """Run the layers' passes (once per layer class and sharding) and cut at the plan's stages."""
+    check_halves(graph, plan, shardings)
     made: dict[object, LocalLayer] = {}
     layers = []
     bounds = [0, *(stage.stop for stage in plan.stages)]
@@ -110,10 +111,17 @@ def cut_stages(graph: Graph, plan: Plan, shardings: tuple[Sharding, ...]) -> Loc
 
 def _halved(cls: LayerClass, sharding: Sharding, strategy: Strategy) -> Strategy:
     """The strategy, with the overlap ``tensor`` if the layer's microbatch cannot be halved."""
-    if strategy.overlap != HALVES:
+    if strategy.overlap != HALVES or not why_whole(cls, sharding):
         return strategy
-    refused = refusal(cls, sharding.types, gradient_flow(cls)) or of_half(cls, sharding) is None
-    return replace(strategy, overlap=TENSOR_OVERLAP) if refused else strategy
+    return replace(strategy, overlap=TENSOR_OVERLAP)
+
+
+def check_halves(graph: Graph, plan: Plan, shardings: tuple[Sharding, ...]) -> None:
+    """Raise ``UsageError`` if layers are to be computed in halves, and none of them can."""
+    wanted = [i for i, planned in enumerate(plan.layers) if planned.strategy.overlap == HALVES]
+    reasons = {graph.layers[i].name: why_whole(graph.classes[graph.layers[i].cls], shardings[i]) for i in wanted}
+    if wanted and all(reasons.values()):
+        raise nothing_halved(reasons)
 
 
 def _deferred(graph: Graph, plan: Plan, layer: int) -> frozenset[int]:

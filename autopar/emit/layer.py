@@ -10,6 +10,7 @@ from autopar.emit.body import statements
 from autopar.emit.experts import body_method, name_bodies
 from autopar.emit.expressions import Text, literal
 from autopar.emit.names import Names, attributes
+from autopar.emit.pieces import compiled_pieces
 from autopar.ops.compilation import stays_eager
 from autopar.ops.meta import meta
 from autopar.plan import FULL, SELECTIVE
@@ -127,21 +128,28 @@ def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], w
     typed = ", ".join(["self", *(f"{argument}: torch.Tensor" for argument in arguments)])
     signature = f"{typed}, key: int" if layer.random else typed
     inner = f"{typed}, seeds: tuple[torch.Tensor, ...]" if seeds else signature
-    body = [*notes, *statements(nodes, texts, names, watch, compiled)]
+    pieces: list[str] = []
+    if compiled and layer.half is not None:
+        decorators = []
+        computed, pieces = compiled_pieces(nodes, texts, names)
+        body = [*notes, *computed]
+    else:
+        decorators = ["    @torch.compile(dynamic=False)"] if compiled else []
+        body = [*notes, *statements(nodes, texts, names, watch, compiled)]
     count = len(layer.cls.outputs) + len(layer.cls.updates)
     returns = "torch.Tensor" if count == 1 else "tuple[torch.Tensor, ...]"
     body += [line for op, name in bodies.items() for line in body_method(op, name)]
     outer = _outer(layer, arguments, resident, seeds, rows)
-    decorators = ["    @torch.compile(dynamic=False)"] if compiled else []
-    computed = returns if layer.half is None else "halves.Half"
+    body += pieces
+    computes = returns if layer.half is None else "halves.Half"
     if not outer:
-        return [*decorators, f"    def forward({signature}) -> {computed}:", *body]
+        return [*decorators, f"    def forward({signature}) -> {computes}:", *body]
     return [
         f"    def forward({signature}) -> {returns}:",
         *outer,
         "",
         *decorators,
-        f"    def compute({inner}) -> {computed}:",
+        f"    def compute({inner}) -> {computes}:",
         *body,
     ]
 
@@ -186,7 +194,12 @@ def _outer(
             "        # Recomputed in the backward pass, but for what is kept.",
             f"        return selective.selectively(self.compute, {given})",
         ]
-    elif seeds or layer.strategy.offloads_activations or is_narrow(layer) or (layer.half is not None and not layer.chained):
+    elif (
+        seeds
+        or layer.strategy.offloads_activations
+        or is_narrow(layer)
+        or (layer.half is not None and not layer.chained)
+    ):
         found = [f"        return {call}({operands})"]
     if layer.strategy.offloads_activations:
         found = [

@@ -11,9 +11,9 @@ piece *j* has these pieces of the other half beside it::
 
     w - min(u, w) + slowdown min(u, w)
 
-to the layer (``price.collectives.beside_s``). Layers that follow each other without meeting in between are a cycle: the piece after the last
-is the first of the next layer. Where something is done around a whole layer (recomputation, FSDP's gathers, copies to the host), the halves
-meet at its ends: the pieces beyond are none, and what is sent there is awaited; so are halves cut and joined there, which are copies of the
+to the layer (``price.collectives.beside_s``). Layers that follow each other without meeting in between are a cycle: the piece after the
+last is the first of the next layer. Where something is done around a whole layer (recomputation, FSDP's gathers, copies to the host), the
+halves meet at its ends: there are no pieces beyond, and what is sent there is awaited. There halves are cut and joined, too: copies of the
 layer's input gradient and of its result.
 
 A conversion of a parameter is made by each half. The gradients of parameters, one of each half, are added up; one half's wait for the

@@ -27,8 +27,8 @@ class Move:
     With ``per_rank`` the bytes are those that each rank contributes to a gather. ``value`` is the value's name. ``beside`` is the op
     whose arithmetic overlaps the collective, as with a ring's rotations; empty if the layer waits for it. ``op`` is the op whose kernel
     runs the collective; empty for a conversion between ops. ``under`` are the products whose weights' gradients are computed while the
-    backward collective runs, if the strategy overlaps it (``passes.overlap``); empty for others. ``target`` are the types in which the value is
-    read, if this is the last collective on the way there.
+    backward collective runs, if the strategy overlaps it; empty for others. ``target`` are the types in which the value
+    is read, if this is the last collective on the way there.
     """
 
     value: str

@@ -41,7 +41,7 @@ from autopar.rules.padding import padded, padding
 from autopar.shard.plan import MICROBATCH, LayerTypes, Solve
 from autopar.sharding import AxisTypes, Sharding
 from autopar.types import SpmdType
-from passes.halves import Turns, is_chained, refusal, turns_of
+from passes.halves import ODD, Turns, is_chained, refusal, turns_of
 from passes.pad import pad_class
 
 Mesh = tuple[Axis, ...]
@@ -81,7 +81,7 @@ class Pricer:
         self._spread: dict[tuple[str, int, tuple[Role, ...], int, int], Spread] = {}
         self._beside: dict[tuple[str, int, tuple[Role, ...], int], Around] = {}
         self._layers: dict[tuple[str, int, Strategy, int], LayerPrice | None] = {}
-        self._turns_of: dict[int, Turns | None] = {}  # by the id of a bound class
+        self._turns_of: dict[int, Turns | str] = {}  # by the id of a bound class
         self._meshes: dict[Mesh, int] = {}  # a number per mesh: hashing a mesh takes longer than the rest of a look-up
         self._latest: tuple[Mesh, int] = ((), -1)
         self._edges: dict[tuple[int, Mesh, tuple[Role, ...], tuple[Role, ...], int], float] = {}
@@ -179,7 +179,12 @@ class Pricer:
         if key not in self._layers:
             found = self._place(cls_name, mesh, strategy.roles, microbatches)
             if found is not None and strategy.overlap == HALVES:
-                found, strategy = self._in_halves(cls_name, mesh, strategy, microbatches, found)
+                half = self._half(cls_name, mesh, strategy, microbatches)
+                if isinstance(half, str):
+                    strategy = dataclasses.replace(strategy, overlap=TENSOR_OVERLAP)
+                else:
+                    setting = found[1], self.numbers, self.trainer
+                    found = in_halves(found[0], *half, is_chained(strategy), setting), found[1]
             self._layers[key] = None
             if found is not None:
                 around = self._neighbours(cls_name, mesh, strategy, microbatches)
@@ -187,28 +192,29 @@ class Pricer:
                 self._layers[key] = assemble(found[0], copies, strategy, found[1], self.numbers, self.trainer, around)
         return self._layers[key]
 
-    def _in_halves(
-        self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int, found: tuple[Core, Cluster]
-    ) -> tuple[tuple[Core, Cluster], Strategy]:
-        """The layer's core in halves, or the given one under the overlap ``tensor`` if the layer cannot be halved."""
+    def why_whole(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> str:
+        """Why the microbatches of a layer class are not computed in halves (``passes.halves``); empty if they can be."""
+        found = self._half(cls_name, mesh, strategy, microbatches)
+        return found if isinstance(found, str) else ""
+
+    def _half(
+        self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int
+    ) -> tuple[Core, Bound, Sizes, Turns] | str:
+        """A half of a microbatch and where the halves take turns; or why there are no halves."""
         runs = ((Axis(MICROBATCH, 2 * self.graph.parts(microbatches), 0),), *self._runs(mesh, strategy.roles))
         bound = self._bind(cls_name, runs, mesh, strategy.roles)
-        turns = None if bound is None else self._turns(bound, cls_name, mesh, strategy.roles)
-        half = None if bound is None or turns is None else self._core(bound, runs, found[1])
-        if bound is None or turns is None or half is None:
-            return found, dataclasses.replace(strategy, overlap=TENSOR_OVERLAP)
-        setting, sizes = (found[1], self.numbers, self.trainer), measure(bound, runs, found[1])
-        core = in_halves(found[0], half, bound, sizes, turns, is_chained(strategy), setting)
-        return (core, found[1]), strategy
-
-    def _turns(self, bound: Bound, cls_name: str, mesh: Mesh, roles: tuple[Role, ...]) -> Turns | None:
-        """Where halves of the layer take turns; ``None`` if it cannot be halved."""
+        if bound is None:
+            return "does not admit its role"
         if id(bound) not in self._turns_of:
-            by_role = self._types.by_role(cls_name, mesh, roles) or {}
-            types = (by_role[Role.DATA], *(by_role[role] for role, _ in itertools.groupby(roles)))
-            given = (bound.table.cls, types, gradient_flow(bound.table.cls))
-            self._turns_of[id(bound)] = None if refusal(*given) else turns_of(*given)
-        return self._turns_of[id(bound)]
+            by_role = self._types.by_role(cls_name, mesh, strategy.roles) or {}
+            types = (by_role[Role.DATA], *(by_role[role] for role, _ in itertools.groupby(strategy.roles)))
+            of_class = (bound.table.cls, types, gradient_flow(bound.table.cls))
+            self._turns_of[id(bound)] = refusal(*of_class) or turns_of(*of_class)
+        turns, cluster = self._turns_of[id(bound)], self._seen_by(mesh)
+        if isinstance(turns, str):
+            return turns
+        half = self._core(bound, runs, cluster)
+        return ODD if half is None else (half, bound, measure(bound, runs, cluster), turns)
 
     def collectives(
         self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int

@@ -141,7 +141,9 @@ def _converted(x: Tensor, axis: Axes, src: Any, dst: Any) -> Tensor:
     if isinstance(src, S):
         call = flattened.all_to_all if isinstance(dst, S) else flattened.all_gather
     else:
-        call = flattened.convert if src is I else flattened.reduce_scatter if isinstance(dst, S) else flattened.all_reduce
+        call = (
+            flattened.convert if src is I else flattened.reduce_scatter if isinstance(dst, S) else flattened.all_reduce
+        )
     narrow = {"backward_options": {"op_dtype": x.dtype}} if x.dtype.itemsize == 2 and dst is R else {}
     converted = call(x, axes, src=src, dst=dst, **narrow)
     return dense_gradient(converted) if dst is R else converted
@@ -196,7 +198,9 @@ def _collectives(
         return lambda x: _all_to_all(x, group, there, back), lambda x: _all_to_all(x, group, back, there)
     if isinstance(src, S):
         forward = lambda x: _all_gather(x, group, dim(src))  # noqa: E731
-        return forward, (lambda x: _reduce_scatter(x, group, dim(src))) if dst is R else lambda x: _slice(x, group, dim(src))
+        return forward, (lambda x: _reduce_scatter(x, group, dim(src))) if dst is R else lambda x: _slice(
+            x, group, dim(src)
+        )
     if isinstance(dst, S):
         assert src is P, (src, dst)
         return lambda x: _reduce_scatter(x, group, dim(dst)), lambda x: _all_gather(x, group, dim(dst))

@@ -26,6 +26,7 @@ from autopar.schedules import (
 )
 from autopar.search.manual import grid_mesh, make_mesh, manual_plan
 from autopar.shard import plan_shardings
+from passes.stages import check_halves
 
 DEGREES = ("pipeline", "data", "expert", "ring", "ulysses", "tensor")
 
@@ -50,7 +51,7 @@ class Kind:
         """
         plan = self.mixed(graph) if self.mixed is not None else manual_plan(graph, **self._fitted(graph))
         assert plan.device_count == self.devices, (self, plan.device_count)
-        plan_shardings(graph, plan)
+        check_halves(graph, plan, plan_shardings(graph, plan))
         return plan
 
     def _fitted(self, graph: Graph) -> dict[str, Any]:
@@ -101,6 +102,8 @@ def _single(n: int) -> tuple[Kind, ...]:
         kind(f"tensor+sequence {n}", tensor=n, sequence=True),
         kind(f"tensor {n}, no overlap", tensor=n, overlap="none"),
         kind(f"tensor+sequence {n}, no overlap", tensor=n, sequence=True, overlap="none"),
+        kind(f"tensor {n}, in halves", tensor=n, overlap="halves", microbatches=2),
+        kind(f"tensor+sequence {n}, in halves", tensor=n, sequence=True, overlap="halves"),
         kind(f"ulysses {n}", ulysses=n),
         kind(f"ring {n}", ring=n),
         kind(f"expert {n}", expert=n),
@@ -175,6 +178,17 @@ def _combined(n: int) -> tuple[Kind, ...]:
             sequence=True,
             recompute="selective",
             **pipelined,
+        ),
+        kind(
+            f"data 2 x tensor {half}, zero 3, recompute, in halves",
+            data=2,
+            tensor=half,
+            zero=3,
+            recompute=True,
+            overlap="halves",
+        ),
+        kind(
+            f"pipeline 2 x tensor+sequence {half}, in halves", tensor=half, sequence=True, overlap="halves", **pipelined
         ),
         kind(f"pipeline 2 x expert {half}", expert=half, **pipelined),
         kind(f"pipeline 2 x ulysses {half}", ulysses=half, **pipelined),
