@@ -16,6 +16,7 @@ from torch import fx
 from autopar.flow import gradient_flow, placeholders, returned_nodes
 from autopar.graph import LayerClass
 from autopar.ops.cost import executed_flops
+from autopar.ops.experts import Experts
 from autopar.ops.facts import facts, is_random
 from autopar.ops.meta import meta
 from autopar.ops.operands import is_tensor, operands, shape_of
@@ -63,9 +64,10 @@ def refusal(cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str, 
     ends.append((time.outputs[0], [one.outputs[0] for one in types[1:]]))
     if len({tuple(t.dim == rows.dim for t in end) for rows, end in ends}) > 1:
         return "reads or gives values whose rows are on different devices"
-    if not any(facts(node).is_expensive for node in nodes):
+    if not any(_is_long(node) for node in nodes):
         return "has no products to hide collectives under"
-    if not turns_of(cls, types, gradient).flights:
+    turns = turns_of(cls, types, gradient)
+    if not (turns.flights or turns.inner):
         return "has no collective to hide"
     return ""
 
@@ -134,23 +136,37 @@ class Turns:
 
     ``flights`` are the conversions that are on their way across a turn: the position of the first reader, and that of the turn before
     which the collective is issued if that is not where the value is computed (``None``). ``made`` are the positions of their values
-    (-1: an argument).
+    (-1: an argument). ``inner`` are the positions of mixtures of experts whose rows travel: their kernels take a turn before the experts'
+    own arithmetic, and one after it.
     """
 
     ops: tuple[str, ...]
     at: tuple[int, ...]
     flights: dict[Read, tuple[int, int | None]]
     made: dict[Read, int]
+    inner: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """The number of turns."""
+        return len(self.at) + 2 * len(self.inner)
 
     def piece(self, position: int) -> int:
         """The number of the piece between two turns that an op belongs to."""
-        return sum(turn <= position for turn in self.at)
+        passed = sum((place < position) + (place <= position) for place in self.inner)
+        return sum(turn <= position for turn in self.at) + passed
 
     def span(self, read: Read) -> tuple[int, int]:
         """The piece in which a conversion is issued, and the one that begins with its result."""
         arrives, before = self.flights[read]
-        issued = self.piece(max(self.made[read], 0)) if before is None else self.piece(before) - 1
+        made = self.made[read]
+        issued = self.piece(max(made, 0)) + (made in self.inner) if before is None else self.piece(before) - 1
         return issued, self.piece(arrives)
+
+    def exchanges(self, op: str) -> tuple[tuple[int, int], ...]:
+        """The spans of what a mixture of experts sends to the experts' devices and back; none for other ops."""
+        middle = next((self.piece(place) for place in self.inner if self.ops[place] == op), None)
+        return () if middle is None else ((middle - 1, middle), (middle, middle + 1))
 
 
 def turns_of(cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str, bool]) -> Turns:
@@ -167,21 +183,23 @@ def turns_of(cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str,
         if read not in first and _travels(read, types, gradient[read[0]]):
             first[read] = at
     made = {read: position.get(read[0], -1) for read in first}
+    inner = tuple(i for i, node in enumerate(nodes) if any(t.kernel.get(node.name) == "expert_exchange" for t in types))
     turns: set[int] = set()
     for read, at in sorted(first.items(), key=lambda item: item[1]):
-        if types[0].produced[read[0]].sharded and not any(made[read] < turn <= at for turn in turns):
+        between = any(made[read] < turn <= at for turn in turns) or any(made[read] < place < at for place in inner)
+        if types[0].produced[read[0]].sharded and not between:
             turns.add(at)
-    bounds = (0, *sorted(turns), len(nodes))
-    if turns:
+    bounds = sorted({0, *turns, *inner, *(place + 1 for place in inner), len(nodes)})
+    if turns or inner:
         turns |= {cut for a, b in itertools.pairwise(bounds) if (cut := _middle(nodes, a, b)) is not None}
     flights: dict[Read, tuple[int, int | None]] = {}
     for read, at in first.items():
         last = max((turn for turn in turns if turn <= at), default=-1)
-        if last <= made[read]:
+        if last <= made[read] and not any(made[read] < place < at for place in inner):
             continue  # a parameter's, before the first turn
-        early = any(made[read] < turn < last for turn in turns)
+        early = any(made[read] < turn < last for turn in (*turns, *inner))
         flights[read] = at, last if early else None
-    return Turns(tuple(node.name for node in nodes), tuple(sorted(turns)), flights, made)
+    return Turns(tuple(node.name for node in nodes), tuple(sorted(turns)), flights, made, inner)
 
 
 def _reads(cls: LayerClass, nodes: Sequence[fx.Node], types: Sequence[AxisTypes]) -> Iterator[tuple[Read, int]]:
@@ -203,9 +221,13 @@ def _travels(read: Read, types: Sequence[AxisTypes], gradient: bool) -> bool:
     return pair[0] not in _SILENT or (gradient and pair[1] not in _SILENT)
 
 
+def _is_long(node: fx.Node) -> bool:
+    return facts(node).is_expensive or isinstance(node.target, Experts)
+
+
 def _middle(nodes: Sequence[fx.Node], start: int, stop: int) -> int | None:
     """The product before which the FLOPs of ``nodes[start:stop]`` are halved best; ``None`` if there is at most one."""
-    work = {i: executed_flops(nodes[i]) for i in range(start, stop) if facts(nodes[i]).is_expensive}
+    work = {i: executed_flops(nodes[i]) for i in range(start, stop) if _is_long(nodes[i])}
     total, done, best = sum(work.values()), 0.0, (math.inf, 0)
     for i, flops in work.items():
         if done:
@@ -237,6 +259,8 @@ def halves_pass(gm: fx.GraphModule, cls: LayerClass, sharding: Sharding) -> fx.G
         own = [arriving[read] for read, (reader, _) in turns.flights.items() if reader == at]
         starts[at] = min((*own, op), key=lambda node: where[node])
         meta(starts[at])["turn"] = True
+    for place in turns.inner:
+        meta(local[turns.ops[place]])["inner"] = True
     for read, (_, before) in turns.flights.items():
         node = arriving[read]
         value = node.args[0]
@@ -254,7 +278,8 @@ def halves_pass(gm: fx.GraphModule, cls: LayerClass, sharding: Sharding) -> fx.G
 def _mark_across(graph: fx.Graph) -> None:
     piece: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        piece[node] = (next(reversed(piece.values())) if piece else 0) + bool(meta(node).get("turn"))
+        turn = meta(node).get("turn") or (node.prev in piece and meta(node.prev).get("inner"))
+        piece[node] = (next(reversed(piece.values())) if piece else 0) + bool(turn)
     for node in graph.nodes:
         meta(node)["across"] = any(piece[user] > piece[node] for user in node.users)
 

@@ -125,7 +125,7 @@ def _inline(node: fx.Node, text: Text) -> bool:
     """Whether the expression may stand in its only reader: a conversion always gets its own line, so that readers see it, and so does the
     input of joined products."""
     if (
-        any(meta(node).get(key) for key in ("turn", "sends", "across"))
+        any(meta(node).get(key) for key in ("turn", "sends", "across", "inner"))
         or meta(node).get("kept")
         or node.target is convert
         or node.target in JOINED

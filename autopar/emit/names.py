@@ -11,8 +11,8 @@ from torch import nn
 
 # Names that an emitted module defines or imports itself.
 _RESERVED = frozenset(
-    """self torch nn F spmd guards halves kernels kernels_ctc kernels_experts kernels_fp8 kernels_norm kernels_overlap kernels_random
-    kernels_ring kernels_rnn opaque segments selective checkpoint key seeds""".split()  # noqa: SIM905  a list of words
+    """self torch nn F spmd guards halves halves_experts kernels kernels_ctc kernels_experts kernels_fp8 kernels_norm kernels_overlap
+    kernels_random kernels_ring kernels_rnn opaque segments selective checkpoint key seeds""".split()  # noqa: SIM905  a list of words
 )
 
 # Attributes that every module has: the user's attributes may not replace them.

@@ -17,7 +17,7 @@ def compiled_pieces(nodes: list[fx.Node], texts: dict[fx.Node, Text], names: Nam
     """The lines of the generator, and those of its pieces' methods. ``texts`` has the arguments and what the layer owns (``self....``)."""
     pieces: list[list[fx.Node]] = [[]]
     for node in nodes:
-        if meta(node).get("turn"):
+        if meta(node).get("turn") or meta(node).get("inner") or meta(node.prev).get("inner"):
             pieces.append([])
         pieces[-1].append(node)
     place = {node: k for k, piece in enumerate(pieces) for node in piece}
@@ -25,11 +25,13 @@ def compiled_pieces(nodes: list[fx.Node], texts: dict[fx.Node, Text], names: Nam
     lines: list[str] = []
     methods: list[str] = []
     for k, piece in enumerate(pieces):
-        lines += ["        yield  # the other half's turn"] if k else []
+        lines += ["        yield  # the other half's turn"] if any(meta(node).get("turn") for node in piece) else []
         for node in (node for node in piece if meta(node).get("flies")):
             texts[node] = Text(names.fresh(value_name(node)))
             lines.append(f"        {texts[node].text} = {flights[node]}.wait()")
-        ops = [node for node in piece if node.op == "call_function" and not meta(node).get("flies")]
+        if meta(piece[-1]).get("inner"):  # its kernel takes turns itself
+            lines += statements(piece[-1:], texts, names, compiled=True)
+        ops = [n for n in piece if n.op == "call_function" and not (meta(n).get("flies") or meta(n).get("inner"))]
         lines += _piece(k, ops, texts, names, methods)
         for node in piece:
             lines += sent_lines(node, texts, names, flights)

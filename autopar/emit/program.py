@@ -212,13 +212,14 @@ def _is_compiled(program: LocalProgram) -> bool:
 
 def _siblings(program: LocalProgram, opaque: bool) -> list[str]:
     """The other files of the program that its model imports."""
-    nodes = (node for layer in program.layers for node in layer.graph.graph.nodes)
+    nodes = [node for layer in program.layers for node in layer.graph.graph.nodes]
     called = {name for node in nodes if (name := kernel_module(node)) is not None}
     others = {
         "flattened": bool(program.flattened),
         "guards": bool(program.graph.guards),
         "halves": any(layer.half is not None for layer in program.layers),
         "int8": any(is_narrow(layer) for layer in program.layers),
+        "halves_experts": any(meta(node).get("inner") for node in nodes),
         "kernels": True,
         "offload": any(layer.strategy.offloads_activations for layer in program.layers),
         "opaque": opaque,

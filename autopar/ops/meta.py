@@ -69,7 +69,9 @@ class NodeMeta(TypedDict, total=False):
     """Whether selective recomputation keeps the result. Written by ``passes.keep``, read by ``emit``."""
     turn: bool
     """Whether the other half of the microbatch computes before the node. Written by ``passes.halves``, read by ``emit``; so are the next
-    three."""
+    four."""
+    inner: bool
+    """Whether it computes while the node's own kernel waits for what it sent."""
     across: bool
     """Whether it does so between the node and a reader."""
     flies: bool

@@ -24,13 +24,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from autopar.devices import Cluster
 from autopar.devices.measured import Floats
 from autopar.price.layer import Bound, Core, Sizes, op_seconds, way_s
+from autopar.price.moves import Move
 from autopar.price.state import Precision
 from autopar.price.trainer import Trainer
+from autopar.types import Collective
 from passes.halves import Turns
 
 Span = tuple[int, int, float]
@@ -54,11 +56,7 @@ def in_halves(
     forward_s, backward_s = op_seconds(bound, given, cluster, numbers)
     exposed = []
     for side, arithmetic_s in (("forward", forward_s), ("backward", backward_s)):
-        spans = [
-            (*turns.span((move.value, move.target)), way_s(bound, move, side, given, cluster))
-            for move in bound.moves
-            if (move.value, move.target) in turns.flights
-        ]
+        spans = [(*span, way_s(bound, move, side, given, cluster)) for move, span in _spans(bound, turns)]
         pieces = _pieces(turns, [node.name for node in bound.table.ops], arithmetic_s, chained)
         left_s = exposed_s(pieces, spans, chained, lambda w, u: trainer.exposed_early_s(w, u, cluster))
         exposed.append(left_s - 2 * sum(wire_s for _, _, wire_s in spans))
@@ -85,10 +83,20 @@ def in_halves(
     )
 
 
+def _spans(bound: Bound, turns: Turns) -> Iterator[tuple[Move, tuple[int, int]]]:
+    """The collectives that are on their way across a turn, each with the piece in which it is issued and that which awaits it."""
+    exchanges: dict[str, Iterator[tuple[int, int]]] = {}
+    for move in bound.moves:
+        if (move.value, move.target) in turns.flights:
+            yield move, turns.span((move.value, move.target))
+        elif move.op and move.backward is not Collective.NONE and (both := turns.exchanges(move.op)):
+            yield move, next(exchanges.setdefault(move.op, iter(both)))
+
+
 def _pieces(turns: Turns, names: Sequence[str], seconds: Floats, chained: bool) -> list[float]:
     """The seconds of each piece; of a chained layer the first has those behind the last turn, too."""
     position = {name: i for i, name in enumerate(turns.ops)}
-    found = [0.0] * (len(turns.at) + 1)
+    found = [0.0] * (turns.count + 1)
     for name, own_s in zip(names, seconds.tolist(), strict=True):
         found[turns.piece(position[name])] += own_s
     if chained:

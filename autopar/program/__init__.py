@@ -25,6 +25,7 @@ FILES = (
     "flattened.py",
     "guards.py",
     "halves.py",
+    "halves_experts.py",
     "int8.py",
     "kernels.py",
     "kernels_ctc.py",

@@ -130,6 +130,11 @@ def start(x: Tensor, axis: Axes, *, src: Any, dst: Any) -> Flight:
     # the group is looked up here: on a GPU the backward runs in a thread that has no current mesh
     group = flattened.group(axes) if len(axes) > 1 else _group(axes[0])
     forward, backward = _collectives(group, src, dst, x.ndim)
+    return begin(x, forward, backward)
+
+
+def begin(x: Tensor, forward: Callable[[Tensor], Finish], backward: Callable[[Tensor], Finish]) -> Flight:
+    """Issue ``forward`` on ``x``; in the backward pass ``backward`` is issued on the result's gradient."""
     flight = Flight(forward, backward)
     flight.sent = _Start.apply(x, flight)
     return flight
