@@ -67,7 +67,7 @@ def refusal(cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str, 
     if not any(_is_long(node) for node in nodes):
         return "has no products to hide collectives under"
     turns = turns_of(cls, types, gradient)
-    if not (turns.flights or turns.inner):
+    if not (set(turns.flights) - turns.once or turns.inner):
         return "has no collective to hide"
     return ""
 
@@ -137,7 +137,7 @@ class Turns:
     ``flights`` are the conversions that are on their way across a turn: the position of the first reader, and that of the turn before
     which the collective is issued if that is not where the value is computed (``None``). ``made`` are the positions of their values
     (-1: an argument). ``inner`` are the positions of mixtures of experts whose rows travel: their kernels take a turn before the experts'
-    own arithmetic, and one after it.
+    own arithmetic, and one after it. Of the flights, one of each in ``once`` serves both halves: conversions of parameters.
     """
 
     ops: tuple[str, ...]
@@ -145,6 +145,7 @@ class Turns:
     flights: dict[Read, tuple[int, int | None]]
     made: dict[Read, int]
     inner: tuple[int, ...]
+    once: frozenset[Read]
 
     @property
     def count(self) -> int:
@@ -180,14 +181,16 @@ def turns_of(cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str,
     position = {node.name: i for i, node in enumerate(nodes)}
     first: dict[Read, int] = {}
     for read, at in _reads(cls, nodes, types):
-        if read not in first and _travels(read, types, gradient[read[0]]):
+        rows = types[0].produced[read[0]].sharded
+        if read not in first and (rows or read[0] not in position) and _travels(read, types, gradient[read[0]]):
             first[read] = at
     made = {read: position.get(read[0], -1) for read in first}
     inner = tuple(i for i, node in enumerate(nodes) if any(t.kernel.get(node.name) == "expert_exchange" for t in types))
+    once = frozenset(read for read in first if not types[0].produced[read[0]].sharded)
     turns: set[int] = set()
     for read, at in sorted(first.items(), key=lambda item: item[1]):
         between = any(made[read] < turn <= at for turn in turns) or any(made[read] < place < at for place in inner)
-        if types[0].produced[read[0]].sharded and not between:
+        if read not in once and not between:
             turns.add(at)
     bounds = sorted({0, *turns, *inner, *(place + 1 for place in inner), len(nodes)})
     if turns or inner:
@@ -195,11 +198,9 @@ def turns_of(cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str,
     flights: dict[Read, tuple[int, int | None]] = {}
     for read, at in first.items():
         last = max((turn for turn in turns if turn <= at), default=-1)
-        if last <= made[read] and not any(made[read] < place < at for place in inner):
-            continue  # a parameter's, before the first turn
         early = any(made[read] < turn < last for turn in (*turns, *inner))
         flights[read] = at, last if early else None
-    return Turns(tuple(node.name for node in nodes), tuple(sorted(turns)), flights, made, inner)
+    return Turns(tuple(node.name for node in nodes), tuple(sorted(turns)), flights, made, inner, once)
 
 
 def _reads(cls: LayerClass, nodes: Sequence[fx.Node], types: Sequence[AxisTypes]) -> Iterator[tuple[Read, int]]:
@@ -268,7 +269,7 @@ def halves_pass(gm: fx.GraphModule, cls: LayerClass, sharding: Sharding) -> fx.G
         anchor = _gathered_up(graph, local[read[0]], value)
         if before is not None:
             anchor = starts[before].prev
-        meta(node)["flies"] = True
+        meta(node)["flies"], meta(node)["once"] = True, read in turns.once and value.op == "placeholder"
         meta(anchor).setdefault("sends", []).append(node)
     _mark_across(graph)
     graph.lint()

@@ -77,6 +77,7 @@ def sent_lines(node: fx.Node, texts: dict[fx.Node, Text], names: Names, flights:
         flights[conversion] = names.fresh(f"{value_name(value)}_sent")
         over = literal(axes[0] if len(axes) == 1 else axes, {})
         given = f"{texts[value].text}, {over}, src=spmd.{source}, dst=spmd.{target}"
+        given += ", once=True" if meta(conversion).get("once") else ""
         lines.append(f"        {flights[conversion]} = halves.start({given})")
     return lines
 

@@ -69,13 +69,15 @@ class NodeMeta(TypedDict, total=False):
     """Whether selective recomputation keeps the result. Written by ``passes.keep``, read by ``emit``."""
     turn: bool
     """Whether the other half of the microbatch computes before the node. Written by ``passes.halves``, read by ``emit``; so are the next
-    four."""
+    five."""
     inner: bool
     """Whether it computes while the node's own kernel waits for what it sent."""
     across: bool
     """Whether it does so between the node and a reader."""
     flies: bool
     """Whether a conversion is issued and awaited apart."""
+    once: bool
+    """Whether one such conversion serves both halves."""
     sends: list[fx.Node]
     """The conversions that are issued right after the node."""
     body: str

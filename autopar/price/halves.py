@@ -16,8 +16,8 @@ last is the first of the next layer. Where something is done around a whole laye
 halves meet at its ends: there are no pieces beyond, and what is sent there is awaited. There halves are cut and joined, too: copies of the
 layer's input gradient and of its result.
 
-A conversion of a parameter is made by each half. The gradients of parameters, one of each half, are added up; one half's wait for the
-other's, at most all of the layer's.
+A conversion of a parameter is made once for both halves, and counts as awaited. The gradients of parameters, one of each half, are added
+up; one half's wait for the other's, at most all of the layer's.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ def in_halves(
         spans = [(*span, way_s(bound, move, side, given, cluster)) for move, span in _spans(bound, turns)]
         pieces = _pieces(turns, [node.name for node in bound.table.ops], arithmetic_s, chained)
         left_s = exposed_s(pieces, spans, chained, lambda w, u: trainer.exposed_early_s(w, u, cluster))
-        exposed.append(left_s - 2 * sum(wire_s for _, _, wire_s in spans))
+        shared = [move for move in bound.moves if (move.value, move.target) in turns.once]
+        twice_s = 2 * sum(wire_s for _, _, wire_s in spans)
+        exposed.append(left_s - twice_s - sum(way_s(bound, move, side, given, cluster) for move in shared))
     copied = 0.0 if chained else 2.0 / cluster.gpu.bytes_per_s
     gradient_bytes = half.trainable * numbers.width
     added_s = 3 * gradient_bytes / cluster.gpu.bytes_per_s
@@ -87,8 +89,9 @@ def _spans(bound: Bound, turns: Turns) -> Iterator[tuple[Move, tuple[int, int]]]
     """The collectives that are on their way across a turn, each with the piece in which it is issued and that which awaits it."""
     exchanges: dict[str, Iterator[tuple[int, int]]] = {}
     for move in bound.moves:
-        if (move.value, move.target) in turns.flights:
-            yield move, turns.span((move.value, move.target))
+        read = move.value, move.target
+        if read in turns.flights and read not in turns.once:
+            yield move, turns.span(read)
         elif move.op and move.backward is not Collective.NONE and (both := turns.exchanges(move.op)):
             yield move, next(exchanges.setdefault(move.op, iter(both)))
 

@@ -46,6 +46,7 @@ def interleaved(
     """``compute(*given)`` of both halves, in turn. ``rows`` is the dim of each argument that has the microbatch's rows, ``None`` for
     one that both halves read whole; ``joined`` is that dim of each result."""
     sides = [_cut(value, dim) for value, dim in zip(given, rows, strict=True)]
+    _converted_once.clear()  # of a run that did not end
     running = [compute(*(side[half] for side in sides)) for half in range(2)]
     found: list[Result | None] = [None, None]
     _advance(running, found, 0)  # the first half is a piece ahead
@@ -105,23 +106,39 @@ class Flight:
 
     def __init__(self, forward: Callable[[Tensor], Finish], backward: Callable[[Tensor], Finish]) -> None:
         self.forward, self.backward = forward, backward
+        self.readers = 1  # which are still to wait
         self.sent: Tensor | None = None
+        self.found: Tensor | None = None
         self.finish: Finish | None = None
         self.finish_backward: Finish | None = None
 
     def wait(self) -> Tensor:
         """The converted value."""
-        assert self.sent is not None
-        sent, self.sent = self.sent, None
-        if self.finish is None:  # types are checked: the value is converted already
-            return sent
-        found: Tensor = _Wait.apply(sent, self)
+        found = self.found
+        if found is None:
+            assert self.sent is not None
+            # without a collective's end to wait for, types are checked: the value is converted already
+            found = self.sent if self.finish is None else _Wait.apply(self.sent, self)
+            self.sent = None
+        self.readers -= 1
+        self.found = found if self.readers else None
         return found
 
 
 @torch.compiler.disable
-def start(x: Tensor, axis: Axes, *, src: Any, dst: Any) -> Flight:
-    """Issue the collective that converts ``x`` from ``src`` to ``dst`` on ``axis`` (or axes, outermost first)."""
+def start(x: Tensor, axis: Axes, *, src: Any, dst: Any, once: bool = False) -> Flight:
+    """Issue the collective that converts ``x`` from ``src`` to ``dst`` on ``axis`` (or axes, outermost first).
+
+    ``once``: both halves convert this value, a parameter. The first half does it for both, and one collective has the sum of their
+    gradients.
+    """
+    if once:
+        key = (id(x), str(axis), str(src), str(dst))
+        known = _converted_once.pop(key, None)
+        if known is None:
+            known = _converted_once[key] = start(x, axis, src=src, dst=dst)
+            known.readers = 2
+        return known
     axes = _split(axis)
     if spmd.is_type_checking() or not axes or x.is_meta:
         flight = Flight(_nothing, _nothing)
@@ -152,6 +169,10 @@ def _converted(x: Tensor, axis: Axes, src: Any, dst: Any) -> Tensor:
     narrow = {"backward_options": {"op_dtype": x.dtype}} if x.dtype.itemsize == 2 and dst is R else {}
     converted = call(x, axes, src=src, dst=dst, **narrow)
     return dense_gradient(converted) if dst is R else converted
+
+
+_converted_once: dict[tuple[Any, ...], Flight] = {}
+"""Conversions that the first half has made, and the second will take."""
 
 
 class _Start(torch.autograd.Function):
