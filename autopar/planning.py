@@ -14,8 +14,7 @@ from autopar.explain import Study, suggest
 from autopar.graph import Graph
 from autopar.measure import peak_memory_bytes
 from autopar.ops.compilation import stays_eager
-from autopar.pins import nothing_halved
-from autopar.plan import HALVES, Plan
+from autopar.plan import Plan
 from autopar.plan_files import check_devices, check_model, read_plan
 from autopar.precision import name_of
 from autopar.price import Pricer as LayerPricer
@@ -23,6 +22,7 @@ from autopar.progress import Progress, report
 from autopar.run import ranks
 from autopar.search import Pricer, SearchOptions, Shared, price_pins, search, search_faster
 from autopar.search.concessions import Concession, best_plan, concessions
+from autopar.search.notes import whole_layers
 from autopar.workload import Recapture, Workload, sequence_length, with_concession
 
 
@@ -151,7 +151,7 @@ def find_plan(
         found = price_pins(graph, cluster, pricer.on(cluster), options, found, options.pin_time_s, shared)
     without_rule = f"replicated, because no sharding rule covers it: {', '.join(graph.replicated)}"
     notes = (*found.notes, *cluster.notes, *graph.notes, *([without_rule] if graph.replicated else []))
-    notes += (*_eager_layers(graph, found), *_whole_layers(found, pricer.on(cluster)))
+    notes += (*_eager_layers(graph, found), *whole_layers(found, pricer.on(cluster)))
     wall_time_s = time.perf_counter() - start_s
     return dataclasses.replace(found, wall_time_s=wall_time_s, planning_memory_bytes=peak_memory_bytes(), notes=notes)
 
@@ -164,23 +164,6 @@ def _eager_layers(graph: Graph, plan: Plan) -> tuple[str, ...]:
     if not eager:
         return ()
     return (f"{len(eager)} of {len(wanted)} layers are not compiled: {eager[0].name} {reasons[eager[0].cls]}",)
-
-
-def _whole_layers(plan: Plan, pricer: Pricer) -> tuple[str, ...]:
-    """A note on the layers whose microbatches are not halved in a plan that halves others.
-
-    Raises:
-        UsageError: it is to halve some, and can halve none.
-    """
-    wanted = [layer for layer in plan.layers if layer.strategy.overlap == HALVES]
-    reasons = {
-        layer.name: pricer.why_whole(layer.cls, plan.mesh, layer.strategy, plan.microbatches) for layer in wanted
-    }
-    whole = {name: reason for name, reason in reasons.items() if reason}
-    if wanted and len(whole) == len(wanted):
-        raise nothing_halved(whole)
-    name = next(iter(whole), None)
-    return (f"{len(whole)} of {len(wanted)} layers are not computed in halves: {name} {whole[name]}",) if name else ()
 
 
 def _on_the_best_devices(

@@ -26,6 +26,9 @@ def compiled_pieces(nodes: list[fx.Node], texts: dict[fx.Node, Text], names: Nam
     methods: list[str] = []
     for k, piece in enumerate(pieces):
         lines += ["        yield  # the other half's turn"] if any(meta(node).get("turn") for node in piece) else []
+        given = [node for node in piece if node.op == "placeholder"]
+        for node in given:
+            lines += sent_lines(node, texts, names, flights)
         for node in (node for node in piece if meta(node).get("flies")):
             texts[node] = Text(names.fresh(value_name(node)))
             lines.append(f"        {texts[node].text} = {flights[node]}.wait()")
@@ -33,7 +36,7 @@ def compiled_pieces(nodes: list[fx.Node], texts: dict[fx.Node, Text], names: Nam
             lines += statements(piece[-1:], texts, names, compiled=True)
         ops = [n for n in piece if n.op == "call_function" and not (meta(n).get("flies") or meta(n).get("inner"))]
         lines += _piece(k, ops, texts, names, methods)
-        for node in piece:
+        for node in piece[len(given) :]:
             lines += sent_lines(node, texts, names, flights)
         dead = [node for node in texts if _last(node, place) == k and texts[node].text.isidentifier()]
         if dead and k + 1 < len(pieces):

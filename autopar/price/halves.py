@@ -65,7 +65,8 @@ def in_halves(
     copied = 0.0 if chained else 2.0 / cluster.gpu.bytes_per_s
     gradient_bytes = half.trainable * numbers.width
     added_s = 3 * gradient_bytes / cluster.gpu.bytes_per_s
-    alive = dataclasses.replace(whole.alive, backward=whole.alive.backward + gradient_bytes)
+    back = ("backward", "one_gradient", "all_gradients")
+    alive = dataclasses.replace(whole.alive, **{name: getattr(whole.alive, name) + gradient_bytes for name in back})
     return dataclasses.replace(
         whole,
         forward_compute_s=2 * half.forward_compute_s + copied * whole.output_bytes,

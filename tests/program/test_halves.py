@@ -25,7 +25,7 @@ from autopar.errors import UsageError
 from autopar.plan import FULL, NONE, Axis, Recomputation, Role, Strategy
 from autopar.price import Pricer
 from autopar.price.halves import exposed_s
-from autopar.program import halves, kernels
+from autopar.program import finite, halves, kernels
 from autopar.run.folder import program_modules
 from autopar.search.manual import manual_plan
 from autopar.verify import remote
@@ -205,3 +205,18 @@ def test_halves_that_meet_at_a_layers_ends_hide_less() -> None:
 def test_an_odd_number_of_rows_has_the_price_of_a_whole_microbatch() -> None:
     role = Role.TENSOR
     assert block_s("halves", role, rows=1) == block_s("tensor", role, rows=1)
+
+
+def test_the_first_result_that_is_not_finite_is_found_in_a_half() -> None:
+    places: list[tuple[int, int, int, str]] = []
+    watch = finite._Watch(places, 0, 3, "block")
+
+    def half(value: float) -> halves.Half:
+        yield
+        return torch.full((2,), value)
+
+    halves.interleaved(lambda x: watch(torch.nn.Identity(), (), half(float(x[0]))), (torch.ones(2),), (0,), (0,))
+    assert not places
+    both = torch.tensor([1.0, float("nan")])
+    halves.interleaved(lambda x: watch(torch.nn.Identity(), (), half(float(x[0]))), (both,), (0,), (0,))
+    assert places == [(1, 0, 3, "block")]  # of the second microbatch
