@@ -24,15 +24,13 @@ def experts(
     parameters: Sequence[Tensor],
     body: kernels_experts.Body,
     count: int,
-    owners: Sequence[Axis] = (),
-    exchange: Sequence[Axis] = (),
-    partial_axes: Sequence[Axis] = (),
+    **axes: Sequence[Axis],
 ) -> Generator[None, None, Tensor]:
     """``kernels_experts.experts``, which yields while rows travel to their experts, and while they travel back."""
-    axes = owners, exchange, partial_axes
     if spmd.is_type_checking():
-        return kernels_experts.experts(x, index, weights, parameters, body, count, *axes)
-    return (yield from kernels_experts.in_steps(_sent, (x, index, weights), parameters, body, count, axes))
+        return kernels_experts.experts(x, index, weights, parameters, body, count, **axes)
+    given = axes.get("owners", ()), axes.get("exchange", ()), axes.get("partial_axes", ())
+    return (yield from kernels_experts.in_steps(_sent, (x, index, weights), parameters, body, count, given))
 
 
 def _sent(rows: Tensor, axes: Sequence[Axis], sent: list[int], taken: list[int]) -> Callable[[], Tensor]:

@@ -90,7 +90,14 @@ def kinds(devices: int) -> tuple[Kind, ...]:
     """At least one kind for every way to parallelize over ``devices`` processes, then combinations and plans of mixed layers."""
     if devices == 1:
         return (kind("one device"), kind("one device, recompute", recompute=True, microbatches=2))
-    return (*_single(devices), *_combined(devices), *_both_ways(devices), *_served(devices), *_mixed(devices))
+    return (
+        *_single(devices),
+        *_combined(devices),
+        *_in_halves(devices),
+        *_both_ways(devices),
+        *_served(devices),
+        *_mixed(devices),
+    )
 
 
 def _single(n: int) -> tuple[Kind, ...]:
@@ -180,17 +187,6 @@ def _combined(n: int) -> tuple[Kind, ...]:
             recompute="selective",
             **pipelined,
         ),
-        kind(
-            f"data 2 x tensor {half}, zero 3, recompute, in halves",
-            data=2,
-            tensor=half,
-            zero=3,
-            recompute=True,
-            overlap="halves",
-        ),
-        kind(
-            f"pipeline 2 x tensor+sequence {half}, in halves", tensor=half, sequence=True, overlap="halves", **pipelined
-        ),
         kind(f"pipeline 2 x expert {half}", expert=half, **pipelined),
         kind(f"pipeline 2 x ulysses {half}", ulysses=half, **pipelined),
         kind(f"pipeline 2 x ring {half}, zero 2, recompute", ring=half, zero=2, recompute=True, **pipelined),
@@ -224,6 +220,27 @@ def _combined(n: int) -> tuple[Kind, ...]:
             recompute=True,
             **once,
             **interleaved,
+        ),
+    )
+
+
+def _in_halves(n: int) -> tuple[Kind, ...]:
+    """Layers whose microbatches are computed in halves, with what is done around layers, and in a pipeline."""
+    if n % 2 or n < 4:
+        return ()
+    half = n // 2
+    pipelined = {"pipeline": 2, "microbatches": 2, "schedule": ONE_F_ONE_B}
+    return (
+        kind(
+            f"data 2 x tensor {half}, zero 3, recompute, in halves",
+            data=2,
+            tensor=half,
+            zero=3,
+            recompute=True,
+            overlap="halves",
+        ),
+        kind(
+            f"pipeline 2 x tensor+sequence {half}, in halves", tensor=half, sequence=True, overlap="halves", **pipelined
         ),
     )
 
