@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from autopar.program import flattened
-from autopar.program.collectives import all_gather, reduce_scatter
+from autopar.program.collectives import Work, all_gather, reduce_scatter
 from autopar.program.kernels import Axes, _group, _split, dense_gradient
 
 Result = Tensor | tuple[Tensor, ...]
@@ -266,7 +266,7 @@ def _all_to_all(x: Tensor, group: dist.ProcessGroup, there: int, back: int) -> F
     return _after(work, lambda: torch.cat(found.unbind(), there))
 
 
-def _after(work: dist.Work | None, result: Finish) -> Finish:
+def _after(work: Work | None, result: Finish) -> Finish:
     def finish() -> Tensor:
         assert work is not None
         work.wait()
