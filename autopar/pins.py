@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
@@ -25,6 +26,7 @@ from autopar.plan import (
     ALL_REDUCE,
     COMPILATIONS,
     DEGREES,
+    HALVES,
     LOCAL_STEPS,
     OFFLOADS,
     OVERLAPS,
@@ -34,7 +36,7 @@ from autopar.plan import (
     SYNCS,
     Recomputation,
 )
-from autopar.schedules import CHIMERA, SCHEDULES
+from autopar.schedules import CHIMERA, SCHEDULES, SPLIT
 
 Value = int | str | bool
 
@@ -163,6 +165,16 @@ class LayerPins:
                 "leave one of the two out: a layer is recomputed, or offloads its activations, or stores them in 8 bits",
             )
 
+    def check_overlap(self, layer: str, schedule: str | None) -> None:
+        """Raise ``UsageError`` where ``layer`` is to be computed in halves, and another pin, or the schedule, leaves it no way to."""
+        found = [f"recompute={self.recompute}"] if self.recompute == "selective" else []
+        found += [f"schedule={schedule}"] if schedule in SPLIT else []
+        if self.overlap == HALVES and found:
+            raise UsageError(
+                f"overlap={HALVES} is not written with {' or '.join(found)}, to which {layer} is pinned",
+                "leave one of the two out: halves go with full recomputation, and with schedules of whole backward passes",
+            )
+
     def check_segment(self, layer: str) -> None:
         """Raise ``UsageError`` where another pin of ``layer`` contradicts its segment."""
         against = [f"recompute={self.recompute}"] if self.recompute in ("none", "selective") else []
@@ -249,6 +261,16 @@ def check_sync(given: PlanPins, layer: str, zero: int | None, replicate: int | N
             f"sync={sync} needs whole parameters and gradients on every replica, and {layer} has {sharding}",
             f"leave zero and replicate out, or leave sync out: {ALL_REDUCE} goes with every ZeRO stage",
         )
+
+
+def nothing_halved(reasons: Mapping[str, str]) -> UsageError:
+    """The error where no layer can be computed in halves, from why each cannot, by its name."""
+    reason = Counter(reasons.values()).most_common(1)[0][0]
+    layer = next(name for name, why in reasons.items() if why == reason)
+    return UsageError(
+        f"overlap={HALVES}: no layer's microbatches can be computed in two halves: {layer} {reason}",
+        "use an even number of rows on each device in a microbatch, and layers with tensor or expert parallelism; or leave overlap out",
+    )
 
 
 OF_LAYER = tuple(f.name for f in fields(LayerPins))

@@ -97,11 +97,12 @@ exact. A layer of the latter is not recomputed, and offloads no activations; one
 REDUCTIONS = ("microbatch", "step")
 """How often a layer's gradients are reduced under ZeRO 2 and 3: in the backward pass of every microbatch, or once a step."""
 
-OVERLAPS = ("none", "tensor")
-"""The collectives of a layer that run under its own arithmetic: none, or those of tensor parallelism that ``passes.overlap`` starts
-early."""
+OVERLAPS = ("none", "tensor", "halves")
+"""The collectives of a layer that run under its own arithmetic: none; those of tensor parallelism that ``passes.overlap`` starts early;
+or all of them, because the microbatch is computed in two halves that take turns (``passes.halves``). A layer that cannot be halved has the
+overlap ``tensor`` in place of ``halves``."""
 
-TENSOR_OVERLAP = OVERLAPS[1]
+TENSOR_OVERLAP, HALVES = OVERLAPS[1:]
 
 COMPILATIONS = ("none", "layers")
 """The parts of a program that ``torch.compile`` compiles: nothing, or each layer's own arithmetic."""
@@ -176,7 +177,8 @@ class Strategy:
     """For one layer: the role of each axis of the mesh (same order), the ZeRO stage over its data axes, recomputation, offloading to host
     memory (``OFFLOADS``), how often its gradients are reduced (``REDUCTIONS``), and how its saved activations are stored (``SAVINGS``).
 
-    With ``overlap`` (``OVERLAPS``) the gradient of a column-parallel product's input is reduced while the weight's gradient is computed.
+    With ``overlap`` (``OVERLAPS``) the gradient of a column-parallel product's input is reduced while the weight's gradient is computed,
+    or each half of the microbatch computes while the other's collectives run.
     ZeRO shards over the ranks whose parameters are equal. With ``replicate`` (hybrid sharding, HSDP) there are that many copies of the
     sharded state: ZeRO shards over the innermost of those axes alone, and the product of the outermost ones' sizes is ``replicate``.
 
@@ -205,6 +207,7 @@ class Strategy:
         assert self.recomputation.layers == 1 or not self.offloads_activations, self
         assert self.saved in SAVINGS, self.saved
         assert not self.saves_int8 or (self.recomputation is NONE and not self.offloads_activations), self
+        assert self.overlap != HALVES or self.recomputation is not SELECTIVE, self
 
     @property
     def offloads_optimizer(self) -> bool:

@@ -9,12 +9,13 @@ from torch import fx
 from autopar.flow import gradient_flow, placeholders
 from autopar.graph import LayerClass
 from autopar.ops.meta import meta
-from autopar.plan import SELECTIVE, TENSOR_OVERLAP, Strategy
+from autopar.plan import HALVES, SELECTIVE, TENSOR_OVERLAP, Strategy
 from autopar.sharding import Sharding, local_shape
 from autopar.types import SpmdType
 from passes.collectives import MICROBATCH, convert, insert_collectives_pass
 from passes.defer_weights import defer_weights_pass
 from passes.fuse_bias import fuse_bias_pass
+from passes.halves import halves_pass, is_chained, of_half
 from passes.keep import keep_pass
 from passes.localise_layer import localise_pass, random_seed
 from passes.overlap import JOINED, converted_types, overlap_pass
@@ -37,7 +38,8 @@ class LocalParameter:
 class LocalLayer:
     """A layer class under a strategy, local: the graph that a rank runs for one microbatch, and its parameters.
 
-    ``graph`` has the layer class's placeholders, in the same order; ``sharding`` includes the microbatch axis.
+    ``graph`` has the layer class's placeholders, in the same order; ``sharding`` includes the microbatch axis. With ``half``, the sharding
+    of half a microbatch, the graph is what a rank runs for each half.
     """
 
     cls: LayerClass
@@ -45,6 +47,17 @@ class LocalLayer:
     sharding: Sharding
     graph: fx.GraphModule
     parameters: tuple[LocalParameter, ...]
+    half: Sharding | None = None
+
+    @property
+    def computed(self) -> Sharding:
+        """The sharding of what ``graph`` computes."""
+        return self.half or self.sharding
+
+    @property
+    def chained(self) -> bool:
+        """Whether the layer is halved, and its halves go on into the next layer without meeting in between."""
+        return self.half is not None and is_chained(self.strategy)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -95,15 +108,17 @@ def local_layer(
     """Run the passes on one layer class. ``deferred`` are the indices of the parameters whose gradients the schedule may compute later
     than those of activations; a strategy of such a schedule has no overlap (``Strategy.under``)."""
     assert not deferred or strategy.overlap == "none", strategy
-    cls = pad_class(cls, sharding)
+    half = of_half(cls, sharding) if strategy.overlap == HALVES else None
+    assert (half is None) == (strategy.overlap != HALVES), strategy
+    cls = pad_class(cls, half or sharding)
     flow = gradient_flow(cls)
     for node in cls.graph.graph.nodes:
         meta(node)["gradient"] = flow.get(node.name, False)
     gm = run(
         cls.graph,
         [
-            ("insert_collectives", lambda gm: insert_collectives_pass(gm, sharding)),
-            ("localise_shapes", lambda gm: localise_pass(gm, sharding)),
+            ("insert_collectives", lambda gm: insert_collectives_pass(gm, half or sharding)),
+            ("localise_shapes", lambda gm: localise_pass(gm, half or sharding)),
             ("fuse_bias", fuse_bias_pass),
         ],
     )
@@ -111,6 +126,8 @@ def local_layer(
         gm = run(gm, [("keep", lambda gm: keep_pass(gm, [axis.name for axis in sharding.axes]))])
     if strategy.overlap == TENSOR_OVERLAP:
         gm = run(gm, [("overlap", lambda gm: overlap_pass(gm, cls, sharding))])
+    if half is not None:
+        gm = run(gm, [("halves", lambda gm: halves_pass(gm, cls, half))])
     if deferred:
         own = [node for node in gm.graph.nodes if node.op == "placeholder"][-len(cls.parameters) :]
         late = [own[i] for i in deferred]
@@ -125,4 +142,4 @@ def local_layer(
         )
         for node, value in zip(nodes, cls.parameters, strict=True)
     )
-    return LocalLayer(cls, strategy, sharding, gm, local)
+    return LocalLayer(cls, strategy, sharding, gm, local, half)

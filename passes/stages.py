@@ -7,15 +7,17 @@ receiving stage converts them, as it does between two of its own layers.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.errors import UsageError
-from autopar.graph import Graph, Layer, Value
-from autopar.plan import Plan
+from autopar.graph import Graph, Layer, LayerClass, Value
+from autopar.pins import nothing_halved
+from autopar.plan import HALVES, TENSOR_OVERLAP, Plan, Strategy
 from autopar.segments import segments, shortened
 from autopar.sharding import Sharding, local_shape
 from autopar.types import I, R, S, SpmdType
 from passes.conversions import Step, effective_steps
+from passes.halves import why_whole
 from passes.layer import LocalLayer, local_layer, mesh_types
 
 Types = tuple[SpmdType, ...]
@@ -88,6 +90,7 @@ class LocalProgram:
 
 def cut_stages(graph: Graph, plan: Plan, shardings: tuple[Sharding, ...]) -> LocalProgram:
     """Run the layers' passes (once per layer class and sharding) and cut at the plan's stages."""
+    check_halves(graph, plan, shardings)
     made: dict[object, LocalLayer] = {}
     layers = []
     bounds = [0, *(stage.stop for stage in plan.stages)]
@@ -95,6 +98,7 @@ def cut_stages(graph: Graph, plan: Plan, shardings: tuple[Sharding, ...]) -> Loc
     strategies = shortened(graph, [planned.strategy.under(schedule) for planned in plan.layers], bounds)
     for i, (layer, sharding, strategy) in enumerate(zip(graph.layers, shardings, strategies, strict=True)):
         deferred = _deferred(graph, plan, i) if schedule.split else frozenset()
+        strategy = _halved(graph.classes[layer.cls], sharding, strategy)
         key = (layer.cls, strategy, tuple(id(types) for types in sharding.types), deferred)
         if key not in made:
             made[key] = local_layer(graph.classes[layer.cls], sharding, strategy, deferred)
@@ -103,6 +107,21 @@ def cut_stages(graph: Graph, plan: Plan, shardings: tuple[Sharding, ...]) -> Loc
     _check_segments(graph, layers, segments(graph, strategies, bounds))
     stages = tuple(_stage(graph, plan, tuple(layers), index) for index in range(len(plan.stages)))
     return LocalProgram(graph, plan, tuple(layers), stages)
+
+
+def _halved(cls: LayerClass, sharding: Sharding, strategy: Strategy) -> Strategy:
+    """The strategy, with the overlap ``tensor`` if the layer's microbatch cannot be halved."""
+    if strategy.overlap != HALVES or not why_whole(cls, sharding):
+        return strategy
+    return replace(strategy, overlap=TENSOR_OVERLAP)
+
+
+def check_halves(graph: Graph, plan: Plan, shardings: tuple[Sharding, ...]) -> None:
+    """Raise ``UsageError`` if layers are to be computed in halves, and none of them can."""
+    wanted = [i for i, planned in enumerate(plan.layers) if planned.strategy.overlap == HALVES]
+    reasons = {graph.layers[i].name: why_whole(graph.classes[graph.layers[i].cls], shardings[i]) for i in wanted}
+    if wanted and all(reasons.values()):
+        raise nothing_halved(reasons)
 
 
 def _deferred(graph: Graph, plan: Plan, layer: int) -> frozenset[int]:

@@ -119,14 +119,14 @@ _HINT = "this is a fault of autopar's, not of the model's: please report it with
 
 
 def priced(layer: LocalLayer) -> Iterator[Exchange]:
-    """The collectives that the price of the layer counts, at the captured dtypes."""
+    """The collectives that the price of the layer counts, at the captured dtypes; of one half, if the microbatch is halved."""
     nodes = [node for node in layer.cls.graph.graph.nodes if node.op != "output"]
     sizes = {n.name: sum(t.numel() * t.element_size() for t in tensors(meta(n).get("val"))) for n in nodes}
     by_name = {n.name: n for n in nodes}
-    for move in layer_moves(layer.cls, layer.sharding.types, sizes, gradient_flow(layer.cls)):
+    for move in layer_moves(layer.cls, layer.computed.types, sizes, gradient_flow(layer.cls)):
         under = move.under if layer.strategy.overlap == TENSOR_OVERLAP else ()
         weights = tuple(_parameter(operands(by_name[name])[1]) for name in under)
-        yield from _exchanges_of(move, layer.sharding.axes, weights)
+        yield from _exchanges_of(move, layer.computed.axes, weights)
 
 
 def _crossing_moves(crossing: Crossing, program: LocalProgram) -> Iterator[Exchange]:
@@ -164,7 +164,7 @@ def _exchanges_of(move: Move, axes: tuple[Axis, ...], under: tuple[str, ...] = (
 
 def exchanges(layer: LocalLayer) -> Iterator[Exchange]:
     """The collectives in the layer's local graph: those of its conversions and of its kernels."""
-    sizes = {axis.name: axis.size for axis in layer.sharding.axes}
+    sizes = {axis.name: axis.size for axis in layer.computed.axes}
     originals = {node.name: node for node in layer.cls.graph.graph.nodes}
     for node in layer.graph.graph.nodes:
         if node.target is convert:
@@ -187,7 +187,7 @@ def exchanges(layer: LocalLayer) -> Iterator[Exchange]:
             ):
                 yield replace(one, under=weights if one.backward else ())
         elif node.name in originals and str(getattr(node.target, "__module__", "")).startswith(_KERNELS):
-            yield from _kernel(node, originals[node.name], layer.sharding.axes)
+            yield from _kernel(node, originals[node.name], layer.computed.axes)
 
 
 def _conversion(
@@ -284,7 +284,7 @@ def _origin(node: fx.Node) -> fx.Node:
 
 def _check_types(layer: LocalLayer, name: str) -> None:
     """Follow the types through the graph, changed by its conversions alone."""
-    sharding, originals = layer.sharding, {node.name: node for node in layer.cls.graph.graph.nodes}
+    sharding, originals = layer.computed, {node.name: node for node in layer.cls.graph.graph.nodes}
     flow = gradient_flow(layer.cls)
     current: dict[fx.Node, Types] = {}
 

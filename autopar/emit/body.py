@@ -24,16 +24,21 @@ def statements(
 
     At the end of each part of the model, names that nothing reads any more are deleted: the backward pass keeps the tensors that it
     needs, and the rest would otherwise stay in memory until the method returns. Not in ``compiled`` code: a name that is still to be
-    deleted is alive where a collective ends a compiled part, and its value would be made and saved as a result of that part.
+    deleted is alive where a collective ends a compiled part, and its value would be made and saved as a result of that part. Turns of two
+    halves are not in compiled code (``emit.pieces``).
     """
     lines: list[str] = []
     watched: list[str] = []
     named: list[str] = []
     ends: list[int] = []  # the lines where a part of the model ends
+    flights: dict[fx.Node, str] = {}  # conversions that are issued and awaited apart
     scope = None
     for node in nodes:
         if node.op == "placeholder" or node in texts:
+            lines += sent_lines(node, texts, names, flights)
             continue
+        if meta(node).get("turn") and not compiled:
+            lines.append("        yield  # the other half's turn")
         if node.op == "output":
             results: Any = node.args[0] if isinstance(node.args[0], tuple | list) else node.args
             if watch:
@@ -42,7 +47,7 @@ def statements(
             if not watch and not compiled:
                 lines = _with_deletions(lines, named, ends)
             break
-        text = expression(node, texts)
+        text = Text(f"{flights[node]}.wait()") if node in flights else expression(node, texts)
         if _inline(node, text) and not watch:
             texts[node] = text
             continue
@@ -52,12 +57,28 @@ def statements(
             lines.append(f"        # {here}")
         scope = here or scope
         made = [one.node for one in results_of(node)] if node.target in JOINED else [node]
-        own = [names.fresh(_name(result)) for result in made]
+        own = [names.fresh(value_name(result)) for result in made]
         left = ", ".join(own)
         lines += _joined_lines(node, left, texts) if node.target in JOINED else [f"        {left} = {text.text}"]
         texts.update(zip(made, map(Text, own), strict=True))
         watched += [f'"{result.name}": {name}' for result, name in zip(made, own, strict=True)]
         named += own
+        if not compiled:
+            lines += sent_lines(node, texts, names, flights)
+    return lines
+
+
+def sent_lines(node: fx.Node, texts: dict[fx.Node, Text], names: Names, flights: dict[fx.Node, str]) -> list[str]:
+    """The lines that issue the conversions that follow the node, if the halves of the microbatch take turns; their names in ``flights``."""
+    lines = []
+    for conversion in meta(node).get("sends", ()):
+        value, axes, source, target = conversion.args
+        assert isinstance(value, fx.Node) and isinstance(axes, tuple)
+        flights[conversion] = names.fresh(f"{value_name(value)}_sent")
+        over = literal(axes[0] if len(axes) == 1 else axes, {})
+        given = f"{texts[value].text}, {over}, src=spmd.{source}, dst=spmd.{target}"
+        given += ", once=True" if meta(conversion).get("once") else ""
+        lines.append(f"        {flights[conversion]} = halves.start({given})")
     return lines
 
 
@@ -90,22 +111,23 @@ def _with_deletions(lines: list[str], named: list[str], ends: list[int]) -> list
     return found + lines[start:]
 
 
-def _name(node: fx.Node) -> str:
+def value_name(node: fx.Node) -> str:
     """The node's name; a conversion is named after its value and its new type: ``linear_3_i``."""
     if (before := passed_on(node)) is not None:
-        return f"{_name(before)}_r"
+        return f"{value_name(before)}_r"
     if node.target is not convert:
         return node.name
     value, _, _, target = node.args
     assert isinstance(value, fx.Node) and isinstance(target, str)
-    return f"{_name(value)}_{target[0].lower()}"
+    return f"{value_name(value)}_{target[0].lower()}"
 
 
 def _inline(node: fx.Node, text: Text) -> bool:
     """Whether the expression may stand in its only reader: a conversion always gets its own line, so that readers see it, and so does the
     input of joined products."""
     if (
-        meta(node).get("kept")
+        any(meta(node).get(key) for key in ("turn", "sends", "across", "inner"))
+        or meta(node).get("kept")
         or node.target is convert
         or node.target in JOINED
         or len(node.users) != 1

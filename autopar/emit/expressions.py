@@ -147,7 +147,11 @@ def _experts(node: fx.Node, op: Experts, texts: Texts) -> str:
     x, index, weights, *parameters = (literal(arg, texts) for arg in node.args)
     rest = "".join(f", {key}={literal(value, texts)}" for key, value in node.kwargs.items())
     given = f"{x}, {index}, {weights}, [{', '.join(parameters)}], self.{meta(node)['body']}, {op.count}{rest}"
-    return f"kernels_experts.experts({given})"
+    return (
+        f"yield from halves_experts.experts({given})"
+        if meta(node).get("inner")
+        else f"kernels_experts.experts({given})"
+    )
 
 
 def joined_call(node: fx.Node, texts: Texts) -> tuple[str, list[str]]:

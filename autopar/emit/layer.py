@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import fx
 
 from autopar.emit.body import statements
 from autopar.emit.experts import body_method, name_bodies
 from autopar.emit.expressions import Text, literal
 from autopar.emit.names import Names, attributes
+from autopar.emit.pieces import compiled_pieces
 from autopar.ops.compilation import stays_eager
 from autopar.ops.meta import meta
 from autopar.plan import FULL, SELECTIVE
 from autopar.types import SpmdType
+from passes.halves import rows_of
 from passes.layer import LocalLayer
 from passes.localise_layer import random_seed
 
@@ -95,12 +99,13 @@ def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], w
     texts: dict[fx.Node, Text] = {}
     arguments: list[str] = []
     resident: list[str] = []
+    rows: list[int | None] = []
     notes: list[str] = []
     nodes = list(layer.graph.graph.nodes)
     bodies = name_bodies(nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
     first_parameter = len(inputs) - len(layer.parameters)
-    states = buffer_paths(layer)
+    states, dims = buffer_paths(layer), rows_of(layer.cls, layer.sharding.types[0])[0]
     for index, (node, kind) in enumerate(zip(inputs, layer.kinds, strict=True)):
         if kind == "parameter" and index - first_parameter not in shared:
             path = layer.parameters[index - first_parameter].name
@@ -113,6 +118,7 @@ def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], w
         argument = names.fresh(node.name)
         texts[node] = Text(argument)
         arguments.append(argument)
+        rows.append(dims[index])
         if kind != "activation":
             resident.append(argument)
         notes.append(f"        # {argument} {tuple(meta(node)['val'].shape)}: {types_text(axes, layer.border(index))}")
@@ -122,20 +128,28 @@ def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], w
     typed = ", ".join(["self", *(f"{argument}: torch.Tensor" for argument in arguments)])
     signature = f"{typed}, key: int" if layer.random else typed
     inner = f"{typed}, seeds: tuple[torch.Tensor, ...]" if seeds else signature
-    body = [*notes, *statements(nodes, texts, names, watch, compiled)]
+    pieces: list[str] = []
+    if compiled and layer.half is not None:
+        decorators = []
+        computed, pieces = compiled_pieces(nodes, texts, names)
+        body = [*notes, *computed]
+    else:
+        decorators = ["    @torch.compile(dynamic=False)"] if compiled else []
+        body = [*notes, *statements(nodes, texts, names, watch, compiled)]
     count = len(layer.cls.outputs) + len(layer.cls.updates)
     returns = "torch.Tensor" if count == 1 else "tuple[torch.Tensor, ...]"
     body += [line for op, name in bodies.items() for line in body_method(op, name)]
-    outer = _outer(layer, arguments, resident, seeds)
-    decorators = ["    @torch.compile(dynamic=False)"] if compiled else []
+    outer = _outer(layer, arguments, resident, seeds, rows)
+    body += pieces
+    computes = returns if layer.half is None else "halves.Half"
     if not outer:
-        return [*decorators, f"    def forward({signature}) -> {returns}:", *body]
+        return [*decorators, f"    def forward({signature}) -> {computes}:", *body]
     return [
         f"    def forward({signature}) -> {returns}:",
         *outer,
         "",
         *decorators,
-        f"    def compute({inner}) -> {returns}:",
+        f"    def compute({inner}) -> {computes}:",
         *body,
     ]
 
@@ -150,10 +164,13 @@ def is_narrow(layer: LocalLayer) -> bool:
     return layer.strategy.saves_int8 and not layer.cls.gives_loss
 
 
-def _outer(layer: LocalLayer, arguments: list[str], resident: list[str], seeds: list[fx.Node]) -> list[str]:
+def _outer(
+    layer: LocalLayer, arguments: list[str], resident: list[str], seeds: list[fx.Node], rows: list[int | None]
+) -> list[str]:
     """The ``forward`` that wraps ``compute``, if needed; ``resident`` are the arguments that are in memory anyway.
 
-    ``seeds``: compiled code takes them as tensors, because it would be compiled anew for each new number.
+    ``seeds``: compiled code takes them as tensors, because it would be compiled anew for each new number. ``rows`` are the arguments' dims
+    that have the rows of the microbatch: where it is halved, ``compute`` takes a half.
     """
     first = []
     if seeds:
@@ -162,19 +179,28 @@ def _outer(layer: LocalLayer, arguments: list[str], resident: list[str], seeds: 
         first = [f"        seeds = kernels.seeds(key, self.number, [{axes}])"]
     own = ["seeds"] if seeds else ["key"] if layer.random else []
     given = ", ".join([*arguments, *own])
+    call, operands = "self.compute", given
+    if layer.half is not None:
+        call = "halves.interleaved"
+        operands = f"self.compute, {halved(arguments, rows, rows_of(layer.cls, layer.sharding.types[0])[1])}"
     found: list[str] = []
     if layer.strategy.recomputation is FULL:  # the stage handles segments of several layers
         found = [
             "        # Recomputed in the backward pass: only the arguments are kept.",
-            f"        return checkpoint(self.compute, {given}, use_reentrant=False, preserve_rng_state=False)",
+            f"        return checkpoint({call}, {operands}, use_reentrant=False, preserve_rng_state=False)",
         ]
     elif layer.strategy.recomputation is SELECTIVE:
         found = [
             "        # Recomputed in the backward pass, but for what is kept.",
             f"        return selective.selectively(self.compute, {given})",
         ]
-    elif seeds or layer.strategy.offloads_activations or is_narrow(layer):
-        found = [f"        return self.compute({given})"]
+    elif (
+        seeds
+        or layer.strategy.offloads_activations
+        or is_narrow(layer)
+        or (layer.half is not None and not layer.chained)
+    ):
+        found = [f"        return {call}({operands})"]
     if layer.strategy.offloads_activations:
         found = [
             "        # What the backward pass needs waits in the host's memory.",
@@ -189,3 +215,10 @@ def _outer(layer: LocalLayer, arguments: list[str], resident: list[str], seeds: 
             *(f"    {line}" for line in found),
         ]
     return [*first, *found]
+
+
+def halved(arguments: Sequence[str], rows: Sequence[int | None], joined: Sequence[int | None]) -> str:
+    """The arguments of ``halves.interleaved`` behind the function: the function's arguments, the dims of their rows, those of its
+    results."""
+    given = "".join(f"{argument}, " for argument in arguments).rstrip()
+    return f"({given}), {literal(tuple(rows), {})}, {literal(tuple(joined), {})}"

@@ -11,8 +11,8 @@ from torch import nn
 
 # Modules of the folder whose functions an emitted module may call.
 CALLED = frozenset(
-    """custom flattened guards int8 kernels kernels_ctc kernels_experts kernels_fp8 kernels_norm kernels_overlap kernels_random kernels_ring
-    kernels_rnn kernels_vocab offload opaque segments selective weight_gradients""".split()  # noqa: SIM905  a list of words
+    """custom flattened guards halves halves_experts int8 kernels kernels_ctc kernels_experts kernels_fp8 kernels_norm kernels_overlap
+    kernels_random kernels_ring kernels_rnn kernels_vocab offload opaque segments selective weight_gradients""".split()  # noqa: SIM905  a list of words
 )
 
 # Names that an emitted module defines or imports itself.
@@ -22,7 +22,10 @@ _RESERVED = CALLED | frozenset(
 )
 
 # Attributes that every module has: the user's attributes may not replace them.
-_MODULE = frozenset(dir(nn.Module())) | {"compute", "number", "updates", "SPEC", "expert_body"}
+_MODULE = frozenset(dir(nn.Module())) | {
+    *("compute", "number", "updates", "SPEC", "expert_body"),
+    *(f"piece_{i}" for i in range(64)),  # of a compiled layer in halves
+}
 
 
 def identifier(text: str) -> str:

@@ -292,6 +292,7 @@ def _uses(program: LocalProgram, index: int) -> str:
     copies = f" in {strategy.replicate} copies" if strategy.replicate > 1 else ""
     parts = [f"ZeRO {strategy.zero}{copies}", str(strategy.recomputation)]
     parts.insert(1, "gradients reduced once a step" if strategy.reduces_once else "")
+    parts.append("two halves in turn" if program.layers[index].half is not None else "")
     parts.append("saved in the host's memory" if strategy.offloads_activations else "")
     parts.append("saved in 8 bits" if is_narrow(program.layers[index]) else "")
     return f"{which}: {roles}; {', '.join(filter(None, parts))}."

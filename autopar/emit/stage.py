@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from autopar.emit.expressions import conversion_text, literal
-from autopar.emit.layer import buffer_paths
+from autopar.emit.layer import buffer_paths, halved
 from autopar.emit.names import Names, flat_attributes, identifier
 from autopar.graph import Value
 from autopar.ops.experts import Experts
@@ -18,6 +18,7 @@ from autopar.ops.facts import is_custom, op_of
 from autopar.plan import Axis
 from autopar.program.spec import LayerSpec
 from autopar.types import R, SpmdType
+from passes.halves import rows_of
 from passes.stages import LocalProgram, Stage, argument_keys
 
 Types = tuple[SpmdType, ...]
@@ -247,7 +248,8 @@ class _Forward:
             if not (chained and alike):
                 break
             count += 1
-        return count if count > 2 or self._segment(layers[0]) > 1 else 1
+        together = self._segment(layers[0]) > 1 or program.layers[layers[0]].chained
+        return count if count > 2 or together else 1
 
     def _segment(self, layer: int) -> int:
         """The number of layers that are recomputed as one with this one; 1 if the layer handles its recomputation itself."""
@@ -274,6 +276,9 @@ class _Forward:
             text = "hidden" if single and passed else "loss" if name == graph.loss else self.names.fresh(name)
             self.values[name] = _Variable(text, local.output(position), dtypes[position])
             results.append(text)
+        if local.chained:
+            self._halves(layer, run, arguments, results[0])
+            return
         if run == 1:
             attribute = layer_attribute(self.program, layer)
             call = f"self.{attribute}({', '.join(arguments)})"
@@ -299,6 +304,17 @@ class _Forward:
             self.body.append(f"            hidden = layer(hidden{rest})")
         if results != ["hidden"]:
             self.body.append(f"        {results[0]} = hidden")
+
+    def _halves(self, layer: int, run: int, arguments: list[str], result: str) -> None:
+        """Layers whose halves go through all of them in turn."""
+        local = self.program.layers[layer]
+        members = "".join(f"self.{layer_attribute(self.program, i)}, " for i in range(layer, layer + run)).rstrip()
+        rows, joined = rows_of(local.cls, local.sharding.types[0])
+        places = [place for place, _ in argument_keys(self.program.graph.layers[layer])]
+        dims = [rows[place] for place in places] + [None] * (len(arguments) - len(places))
+        given = halved([f"({members})", *arguments], [None, *dims], joined)
+        self.body.append("        # Two halves of the microbatch: one computes while the other's collectives run.")
+        self.body.append(f"        {result} = halves.interleaved(halves.in_turn, {given})")
 
     def _read(self, layer: int, key: str, needed: Types) -> str:
         """The text of a value in the types that a layer takes, after the lines that convert it."""

@@ -10,6 +10,7 @@ from autopar.plan import (
     DEGREES,
     FP8,
     FULL,
+    HALVES,
     INT8,
     MICROBATCH_STATISTICS,
     NARROW,
@@ -64,6 +65,8 @@ def describe(plan: Plan) -> str:
         if count:
             whose = "" if count == len(plan.layers) else f" of {count} of {len(plan.layers)} layers"
             parts.append(f"{what}{whose} in the host's memory")
+    if any(layer.strategy.overlap == HALVES for layer in plan.layers):
+        parts.append("microbatches in halves that take turns")
     parts += [f"{name.replace('_', ' ')} (not exact)" for name in (*NARROW, FP8, TF32, INT8) if name in plan.allow]
     return ", ".join(parts)
 

@@ -9,7 +9,7 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.explain.describe import describe, memory_bytes
 from autopar.explain.study import Study
 from autopar.pins import OF_PLAN
-from autopar.plan import DEGREES, REPLICATING, Plan
+from autopar.plan import DEGREES, HALVES, REPLICATING, Plan
 from autopar.schedules import CHIMERA, DUALPIPE_V, INTERLEAVED, SPLIT, ZERO_BUBBLE, ZERO_BUBBLE_V
 
 Pins = dict[str, Any]
@@ -66,6 +66,7 @@ def definitions(gpus_per_node: int, count: int, hosts: bool) -> list[tuple[str, 
         ("no_recomputation", "no recomputation", {"recompute": "none"}),
         ("selective_recomputation", "every layer recomputed in part", {"recompute": "selective"}),
         ("full_recomputation", "every layer recomputed", {"recompute": "full"}),
+        ("halves", "microbatches in two halves that take turns", {"overlap": HALVES}),
         ("no_zero", "no ZeRO", {"zero": 0}),
         ("zero3_only", "ZeRO-3 alone", alone | {"zero": 3}),
         ("pure_data", "data parallelism alone, whole copies", alone | {"zero": 0}),
@@ -92,7 +93,7 @@ def obeys(plan: Plan, pins: Pins) -> bool:
             return {s.zero for s in strategies if s.degree(plan.mesh, *REPLICATING) > 1}
         if name in OF_PLAN:
             return {getattr(plan, name)}
-        return {s.recomputation.kind if name == "recompute" else s.offload for s in strategies}
+        return {s.recomputation.kind if name == "recompute" else getattr(s, name) for s in strategies}
 
     return all(values(name) <= {value} for name, value in pins.items())
 

@@ -67,6 +67,19 @@ class NodeMeta(TypedDict, total=False):
     """The name of the product that a bias was joined to. Written by ``passes.fuse_bias``, read by ``passes.overlap``."""
     kept: bool
     """Whether selective recomputation keeps the result. Written by ``passes.keep``, read by ``emit``."""
+    turn: bool
+    """Whether the other half of the microbatch computes before the node. Written by ``passes.halves``, read by ``emit``; so are the next
+    five."""
+    inner: bool
+    """Whether it computes while the node's own kernel waits for what it sent."""
+    across: bool
+    """Whether it does so between the node and a reader."""
+    flies: bool
+    """Whether a conversion is issued and awaited apart."""
+    once: bool
+    """Whether one such conversion serves both halves."""
+    sends: list[fx.Node]
+    """The conversions that are issued right after the node."""
     body: str
     """The method that computes the body of a mixture of experts. Written and read by ``emit``."""
 

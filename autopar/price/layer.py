@@ -175,22 +175,40 @@ def divisible(bound: Bound, given: Sizes) -> bool:
     return not (sizes % needed).any()
 
 
+def _cuts(bound: Bound, given: Sizes) -> list[tuple[AxisFlags, int]]:
+    return [(f, parts) for f, parts in zip(bound.flags, given.parts, strict=True) if parts > 1]
+
+
+def _local(cuts: list[tuple[AxisFlags, int]], whole: Floats, part: str) -> Floats:
+    """One device's share of each entry of ``whole``."""
+    share = np.ones_like(whole)
+    for f, parts in cuts:
+        share[getattr(f, part)] *= parts
+    return whole / share
+
+
+def op_seconds(bound: Bound, given: Sizes, cluster: Cluster, numbers: Precision) -> tuple[Floats, Floats]:
+    """Seconds of each op on one device, forward and backward."""
+    table, gpu, cuts = bound.table, cluster.gpu, _cuts(bound, given)
+
+    def seconds(flops: Floats, moved: Floats, kernels: Floats, backward: bool) -> Floats:
+        slots = _local(cuts, moved, "slot")
+        traffic: Floats = np.bincount(table.slot_op, weights=slots, minlength=len(table.ops)).astype(np.float64)
+        running = gpu.seconds(table.kinds, _local(cuts, flops, "op"), traffic, numbers.name, backward)
+        return np.asarray(running + kernels * gpu.kernel_s)
+
+    return (
+        seconds(table.forward_flops, table.slot_forward, table.forward_kernels, False),
+        seconds(table.backward_flops, table.slot_backward, table.backward_kernels, True),
+    )
+
+
 def core(bound: Bound, given: Sizes, cluster: Cluster, numbers: Precision) -> Core:
     """Seconds and bytes of one microbatch on one device; the sizes must divide."""
     table, gpu, ops = bound.table, cluster.gpu, len(bound.table.ops)
     ways = dict(zip(bound.ways, given.ways, strict=True))
-    cuts = [(f, parts) for f, parts in zip(bound.flags, given.parts, strict=True) if parts > 1]
-
-    def local(whole: Floats, part: str) -> Floats:
-        share = np.ones_like(whole)
-        for f, parts in cuts:
-            share[getattr(f, part)] *= parts
-        return whole / share
-
-    def seconds(flops: Floats, moved: Floats, kernels: Floats, backward: bool) -> Floats:
-        traffic: Floats = np.bincount(table.slot_op, weights=local(moved, "slot"), minlength=ops).astype(np.float64)
-        running = gpu.seconds(table.kinds, local(flops, "op"), traffic, numbers.name, backward)
-        return np.asarray(running + kernels * gpu.kernel_s)
+    cuts = _cuts(bound, given)
+    local = functools.partial(_local, cuts)
 
     def wires(side: str, moves: tuple[Move, ...]) -> float:
         return sum(_move_s(m, getattr(m, side), ways[m.axes, m.sharded], cluster) for m in moves if not m.beside)
@@ -201,8 +219,7 @@ def core(bound: Bound, given: Sizes, cluster: Cluster, numbers: Precision) -> Co
     def host(side: str, kernels: Floats, moves: tuple[Move, ...]) -> float:
         return float(kernels.sum()) * gpu.op_floor_s + len(_meetings(moves, ways, side, True)) * cluster.host_s
 
-    forward_s = seconds(table.forward_flops, table.slot_forward, table.forward_kernels, False)
-    backward_s = seconds(table.backward_flops, table.slot_backward, table.backward_kernels, True)
+    forward_s, backward_s = op_seconds(bound, given, cluster, numbers)
     saved, plain = local(table.saved_bytes, "saved"), list(bound.plain)
     int8 = in_int8(table.saved_int8, local(table.saved_numel, "saved"), saved, plain, cluster, table.fused)
     again, repeated = bound.selected.again, bound.selected.moves
@@ -342,6 +359,12 @@ def _joined_bytes(bound: Bound, gradient_bytes: Floats) -> Floats:
         for i in others:
             live[first:i] += gradient_bytes[i]
     return live
+
+
+def way_s(bound: Bound, move: Move, side: str, given: Sizes, cluster: Cluster) -> float:
+    """Seconds of a move's forward or backward collective, at a bound class's sizes."""
+    way = given.ways[bound.ways.index((move.axes, move.sharded))]
+    return _move_s(move, getattr(move, side), way, cluster)
 
 
 def move_s(move: Move, collective: Collective, axes: tuple[Axis, ...], cluster: Cluster) -> float:

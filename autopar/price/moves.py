@@ -27,7 +27,8 @@ class Move:
     With ``per_rank`` the bytes are those that each rank contributes to a gather. ``value`` is the value's name. ``beside`` is the op
     whose arithmetic overlaps the collective, as with a ring's rotations; empty if the layer waits for it. ``op`` is the op whose kernel
     runs the collective; empty for a conversion between ops. ``under`` are the products whose weights' gradients are computed while the
-    backward collective runs, if the strategy overlaps it (``passes.overlap``); empty for others.
+    backward collective runs, if the strategy overlaps it; empty for others. ``target`` are the types in which the value
+    is read, if this is the last collective on the way there.
     """
 
     value: str
@@ -40,6 +41,7 @@ class Move:
     beside: str = ""
     op: str = ""
     under: tuple[str, ...] = ()
+    target: tuple[SpmdType, ...] = ()
 
 
 def wire(
@@ -106,8 +108,9 @@ def layer_moves(
         source = tuple(t.produced[value] for t in types)
         if source != target:
             own = wire(value, value_bytes[value], source, target, gradient[value])
-            if products := joined.get((value, target)):
-                own[-1] = replace(own[-1], under=tuple(product.name for product in products))
+            if own:
+                products = joined.get((value, target), ())
+                own[-1] = replace(own[-1], under=tuple(product.name for product in products), target=target)
             moves += converted(own, gradient[value])
     return (*moves, *_kernel_moves(ops, types, value_bytes))
 

@@ -9,13 +9,15 @@ import math
 from collections.abc import Iterator
 
 from autopar.devices import Cluster
+from autopar.flow import gradient_flow
 from autopar.graph import Graph, LayerClass
 from autopar.layer_price import LayerPrice
 from autopar.ops.compilation import stays_eager
-from autopar.plan import ALL_REDUCE, Axis, Recomputation, Role, Strategy, local_steps
+from autopar.plan import ALL_REDUCE, HALVES, TENSOR_OVERLAP, Axis, Recomputation, Role, Strategy, local_steps
 from autopar.price import table as tables
 from autopar.price.collective_costs import CollectiveCost, layer_collectives, move_collectives, replica_collectives
 from autopar.price.collectives import p2p_s
+from autopar.price.halves import in_halves
 from autopar.price.host import Offloaded
 from autopar.price.layer import (
     Bound,
@@ -39,6 +41,7 @@ from autopar.rules.padding import padded, padding
 from autopar.shard.plan import MICROBATCH, LayerTypes, Solve
 from autopar.sharding import AxisTypes, Sharding
 from autopar.types import SpmdType
+from passes.halves import ODD, Turns, is_chained, refusal, turns_of
 from passes.pad import pad_class
 
 Mesh = tuple[Axis, ...]
@@ -78,6 +81,7 @@ class Pricer:
         self._spread: dict[tuple[str, int, tuple[Role, ...], int, int], Spread] = {}
         self._beside: dict[tuple[str, int, tuple[Role, ...], int], Around] = {}
         self._layers: dict[tuple[str, int, Strategy, int], LayerPrice | None] = {}
+        self._turns_of: dict[int, Turns | str] = {}  # by the id of a bound class
         self._meshes: dict[Mesh, int] = {}  # a number per mesh: hashing a mesh takes longer than the rest of a look-up
         self._latest: tuple[Mesh, int] = ((), -1)
         self._edges: dict[tuple[int, Mesh, tuple[Role, ...], tuple[Role, ...], int], float] = {}
@@ -151,7 +155,7 @@ class Pricer:
     def _of_trainer(self, trainer: Trainer) -> Pricer:
         other = self._variant()
         other.trainer = trainer
-        other._tables, other._flags, other._bound, other._cores = {}, {}, {}, {}
+        other._tables, other._flags, other._bound, other._cores, other._turns_of = {}, {}, {}, {}, {}
         other._placed, other._spread, other._beside = {}, {}, {}
         return other
 
@@ -174,12 +178,43 @@ class Pricer:
         key = (cls_name, self._number(mesh), strategy, microbatches)
         if key not in self._layers:
             found = self._place(cls_name, mesh, strategy.roles, microbatches)
+            if found is not None and strategy.overlap == HALVES:
+                half = self._half(cls_name, mesh, strategy, microbatches)
+                if isinstance(half, str):
+                    strategy = dataclasses.replace(strategy, overlap=TENSOR_OVERLAP)
+                else:
+                    setting = found[1], self.numbers, self.trainer
+                    found = in_halves(found[0], *half, is_chained(strategy), setting), found[1]
             self._layers[key] = None
             if found is not None:
                 around = self._neighbours(cls_name, mesh, strategy, microbatches)
                 copies = self._copies(cls_name, mesh, strategy, microbatches, *found)
                 self._layers[key] = assemble(found[0], copies, strategy, found[1], self.numbers, self.trainer, around)
         return self._layers[key]
+
+    def why_whole(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> str:
+        """Why the microbatches of a layer class are not computed in halves (``passes.halves``); empty if they can be."""
+        found = self._half(cls_name, mesh, strategy, microbatches)
+        return found if isinstance(found, str) else ""
+
+    def _half(
+        self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int
+    ) -> tuple[Core, Bound, Sizes, Turns] | str:
+        """A half of a microbatch and where the halves take turns; or why there are no halves."""
+        runs = ((Axis(MICROBATCH, 2 * self.graph.parts(microbatches), 0),), *self._runs(mesh, strategy.roles))
+        bound = self._bind(cls_name, runs, mesh, strategy.roles)
+        if bound is None:
+            return "does not admit its role"
+        if id(bound) not in self._turns_of:
+            by_role = self._types.by_role(cls_name, mesh, strategy.roles) or {}
+            types = (by_role[Role.DATA], *(by_role[role] for role, _ in itertools.groupby(strategy.roles)))
+            of_class = (bound.table.cls, types, gradient_flow(bound.table.cls))
+            self._turns_of[id(bound)] = refusal(*of_class) or turns_of(*of_class)
+        turns, cluster = self._turns_of[id(bound)], self._seen_by(mesh)
+        if isinstance(turns, str):
+            return turns
+        half = self._core(bound, runs, cluster)
+        return ODD if half is None else (half, bound, measure(bound, runs, cluster), turns)
 
     def collectives(
         self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int

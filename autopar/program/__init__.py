@@ -27,6 +27,8 @@ FILES = (
     "fsdp.py",
     "fsdp_split.py",
     "guards.py",
+    "halves.py",
+    "halves_experts.py",
     "int8.py",
     "kernels.py",
     "kernels_ctc.py",

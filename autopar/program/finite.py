@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from typing import Any
 
 import torch
@@ -59,13 +59,24 @@ class _Watch:
 
     def __init__(self, places: list[tuple[int, int, int, str]], stage: int, order: int, name: str) -> None:
         self._places, self._stage, self._order, self._name = places, stage, order, name
-        self._microbatch = 0
+        self._results = 0.0  # a half of a microbatch's is half of one
 
-    def __call__(self, module: nn.Module, args: Any, result: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, result: Any) -> Any:
+        if isinstance(result, Generator):  # a half of a microbatch (halves.py), whose result comes when it ends
+            return self._of_half(result)
+        self._note(result, 1.0)
+        return None
+
+    def _of_half(self, half: Generator[None, None, Any]) -> Generator[None, None, Any]:
+        result = yield from half
+        self._note(result, 0.5)
+        return result
+
+    def _note(self, result: Any, share: float) -> None:
         results = result if isinstance(result, tuple | list) else (result,)
         if not all(_finite(each) for each in results if isinstance(each, Tensor)):
-            self._places.append((self._microbatch, self._stage, self._order, self._name))
-        self._microbatch += 1
+            self._places.append((int(self._results), self._stage, self._order, self._name))
+        self._results += share
 
 
 def _finite(tensor: Tensor) -> bool:

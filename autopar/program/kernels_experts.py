@@ -15,7 +15,7 @@ Only the device knows how many rows each rank gets, so each mixture waits for th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from math import prod
 from typing import Any
 
@@ -28,6 +28,9 @@ from torch import Tensor
 
 from autopar.program.kernels import _declare, _places, _require, _size, _start, _terms
 from autopar.program.mesh_axes import Axis, group_of
+
+Send = Callable[[Tensor, Sequence[Axis], list[int], list[int]], Callable[[], Tensor]]
+"""Sends so many rows to every rank of the axes, in order, and takes so many; the call that it gives waits for these."""
 
 Body = Callable[..., Tensor]
 """``body(rows, counts, *parameters)``: ``rows`` ``[n, h]`` sorted by expert, ``counts`` ``[e]`` rows of each expert; returns ``[n,
@@ -81,6 +84,26 @@ def experts(
     first, and ``exchange`` those of them whose ranks have different tokens: rows travel over these. ``partial_axes`` are the axes on
     which the result is a term of a sum (P): the other owners, and the axes that shard another dim of the parameters.
     """
+    steps = in_steps(_at_once, (x, index, weights), parameters, body, count, (owners, exchange, partial_axes))
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: Tensor = end.value
+            return result
+
+
+def in_steps(
+    send: Send,
+    tokens: tuple[Tensor, Tensor, Tensor],
+    parameters: Sequence[Tensor],
+    body: Body,
+    count: int,
+    axes: tuple[Sequence[Axis], Sequence[Axis], Sequence[Axis]],
+) -> Generator[None, None, Tensor]:
+    """``experts`` as a generator that yields while rows travel: something else may be computed then. ``tokens`` and ``axes`` are those of
+    ``experts``; ``send`` exchanges the rows."""
+    (x, index, weights), (owners, exchange, partial_axes) = tokens, axes
     if spmd.is_type_checking():
         places = _check(x, index, weights, parameters, owners)
     owners = [axis for axis in owners if _size(axis) > 1]
@@ -93,7 +116,7 @@ def experts(
         order = order[: sum(sizes(counts, len(order)))] if len(owners) > len(exchange) else order
         rows = x.reshape(-1, x.shape[-1])[order // choices]
         parameters = [_as_terms(parameter) for parameter in parameters]
-        rows = _travel(rows, counts, body, parameters, exchange)
+        rows = yield from _travel(rows, counts, body, parameters, exchange, send)
         rows = rows * weights.reshape(-1)[order].unsqueeze(-1)
         out = _restore(rows, order, len(ids)).view(*index.shape, x.shape[-1]).sum(-2).to(x.dtype)
         out = _terms(out, [axis for axis in partial_axes if _size(axis) > 1])
@@ -152,7 +175,9 @@ def _own(ids: Tensor, count: int, owners: Sequence[Axis], exchange: Sequence[Axi
     return number.index_copy(0, expert.flatten(), mine)[ids], counts.flatten()
 
 
-def _travel(rows: Tensor, counts: Tensor, body: Body, parameters: Sequence[Tensor], exchange: Sequence[Axis]) -> Tensor:
+def _travel(
+    rows: Tensor, counts: Tensor, body: Body, parameters: Sequence[Tensor], exchange: Sequence[Axis], send: Send
+) -> Generator[None, None, Tensor]:
     """The body's result for ``rows``, sorted by expert, from the ranks that own the experts; ``counts`` cover all experts that
     ``exchange`` distributes."""
     if not exchange:
@@ -161,11 +186,20 @@ def _travel(rows: Tensor, counts: Tensor, body: Body, parameters: Sequence[Tenso
     theirs = counts.view(n, -1)  # for each rank, the number of rows for each of its experts
     ours = _Exchange.apply(theirs, exchange, [1] * n, [1] * n)  # from each rank, the number of rows for each of ours
     sent, taken = sizes(theirs.sum(1), len(rows)), sizes(ours.sum(1), len(rows))
-    here = _Exchange.apply(rows, exchange, sent, taken)
+    arrived = send(rows, exchange, sent, taken)
+    yield
+    here = arrived()
     expert = torch.arange(ours.shape[1], device=rows.device).repeat(n)
     order = of_rows(expert, here, ours.flatten()).argsort(stable=True)
     done = body(here[order], ours.sum(0), *parameters)
-    return _Exchange.apply(_restore(done, order, len(here)), exchange, taken, sent)
+    returned = send(_restore(done, order, len(here)), exchange, taken, sent)
+    yield
+    return returned()
+
+
+def _at_once(rows: Tensor, axes: Sequence[Axis], sent: list[int], taken: list[int]) -> Callable[[], Tensor]:
+    here: Tensor = _Exchange.apply(rows, axes, sent, taken)
+    return lambda: here
 
 
 class _Exchange(torch.autograd.Function):

@@ -33,7 +33,7 @@ from autopar.precision import TF32
 from autopar.schedules import Schedule
 from autopar.schedules.memory import most_in_flight
 from autopar.schedules.step_time import lower_bound, simulate
-from autopar.search.notes import host_notes, notes_of, sync_notes
+from autopar.search.notes import host_notes, notes_of, sync_notes, whole_layers
 from autopar.search.problem import Choice, Devices, Mesh, Pricer, mirrors, no_mirror
 from autopar.search.tables import Instance
 from autopar.search.timeline import Counts, Device, Moment
@@ -414,7 +414,7 @@ def evaluate(
 
     Raises:
         InfeasibleError: a layer has no price under its strategy (an inadmissible role, an indivisible size).
-        UsageError: copies of a stage on unequal devices.
+        UsageError: copies of a stage on unequal devices; layers to be computed in halves, of which none can.
     """
     strategies = shortened(graph, [strategy.under(schedule) for strategy in strategies], stage_bounds)
     if not mirrors(cluster, schedule):
@@ -436,7 +436,8 @@ def evaluate(
         f"stage {i} needs {size(plan.stages[i].memory.total)} of {size(plan.stages[i].memory_limit_bytes)}"
         for i in plan.too_full
     ]
-    return replace(plan, notes=(*plan.notes, f"the plan does not fit: {', '.join(over)}")) if over else plan
+    notes = (*plan.notes, *whole_layers(plan, pricer), *([f"the plan does not fit: {', '.join(over)}"] if over else []))
+    return replace(plan, notes=notes)
 
 
 def layer_prices(

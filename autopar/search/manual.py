@@ -148,6 +148,7 @@ def _common(mesh: tuple[Axis, ...], roles: tuple[Role, ...], given: PlanPins) ->
         )
     given.check_segment("every layer")
     given.check_saved("every layer")
+    given.check_overlap("every layer", given.schedule)
     common = Strategy(  # the least that the pins allow
         roles,
         0,

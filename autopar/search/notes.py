@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.graph import Graph
-from autopar.plan import APART, FP8, INT8, NARROW_GRADIENTS, NARROW_MOMENTS, Role, Strategy, local_steps
+from autopar.pins import nothing_halved
+from autopar.plan import APART, FP8, HALVES, INT8, NARROW_GRADIENTS, NARROW_MOMENTS, Plan, Role, Strategy, local_steps
 from autopar.precision import TF32
-from autopar.search.problem import Choice, Mesh
+from autopar.search.problem import Choice, Mesh, Pricer
 
 
 def notes_of(graph: Graph, choice: Choice, strategies: Sequence[Strategy], mesh: Mesh) -> tuple[str, ...]:
@@ -72,3 +73,20 @@ def host_notes(offloaded: Sequence[int], limits: Sequence[int]) -> tuple[str, ..
     return (
         f"in the host's memory: {offloaded[d] / 1e9:.3g} GB per device, whose share is {limits[d] / 1e9:.3g} GB{full}",
     )
+
+
+def whole_layers(plan: Plan, pricer: Pricer) -> tuple[str, ...]:
+    """A note on the layers whose microbatches are not halved in a plan that halves others.
+
+    Raises:
+        UsageError: it is to halve some, and can halve none.
+    """
+    wanted = [layer for layer in plan.layers if layer.strategy.overlap == HALVES]
+    reasons = {
+        layer.name: pricer.why_whole(layer.cls, plan.mesh, layer.strategy, plan.microbatches) for layer in wanted
+    }
+    whole = {name: reason for name, reason in reasons.items() if reason}
+    if wanted and len(whole) == len(wanted):
+        raise nothing_halved(whole)
+    name = next(iter(whole), None)
+    return (f"{len(whole)} of {len(wanted)} layers are not computed in halves: {name} {whole[name]}",) if name else ()

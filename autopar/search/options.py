@@ -160,6 +160,7 @@ def pins_by_layer(graph: Graph, options: SearchOptions) -> tuple[LayerPins, ...]
             )
         pins.check_segment(layer.name)
         pins.check_saved(layer.name)
+        pins.check_overlap(layer.name, options.schedule)
         check_sync(options, layer.name, pins.zero, pins.replicate)
     if any(pins.expert for pins in found):
         found = [_of_experts(graph, i, pins) for i, pins in enumerate(found)]

@@ -49,11 +49,13 @@ from autopar.pins import ANY, LayerPins
 from autopar.plan import (
     ALL_REDUCE,
     FULL,
+    HALVES,
     INT8,
     NONE,
     OFFLOADS,
     REDUCTIONS,
     SAVINGS,
+    SELECTIVE,
     TENSOR_OVERLAP,
     Axis,
     Recomputation,
@@ -97,6 +99,10 @@ class Pricer(Protocol):
     prefetch: int
     sync: str
     compiled: bool
+
+    def why_whole(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> str:
+        """Why the microbatches of a layer class are not computed in halves; empty if they can be."""
+        ...
 
     def on(self, cluster: Any) -> Pricer:
         """The prices on other devices, such as those of one stage."""
@@ -233,7 +239,10 @@ def strategies(
     """
     pins = options.common if pins is None else pins
     sizes = [axis.size for axis in mesh]
-    hows = _activations(pins, pins.recomputations() if tried is None else tried, INT8 in options.allow)
+    again = pins.recomputations() if tried is None else tried
+    if pins.overlap == HALVES:  # no program is written of the two together
+        again = [how for how in again if how is not SELECTIVE]
+    hows = _activations(pins, again, INT8 in options.allow)
     found: list[Strategy] = []
     for suffix in _suffixes(mesh, gpus_per_node, options.roles or TENSOR_ROLES, pins, experts):
         outer = len(sizes) - len(suffix)

@@ -26,6 +26,7 @@ from autopar.schedules import (
 )
 from autopar.search.manual import grid_mesh, make_mesh, manual_plan
 from autopar.shard import plan_shardings
+from passes.stages import check_halves
 
 DEGREES = ("pipeline", "data", "expert", "ring", "ulysses", "tensor")
 
@@ -50,7 +51,7 @@ class Kind:
         """
         plan = self.mixed(graph) if self.mixed is not None else manual_plan(graph, **self._fitted(graph))
         assert plan.device_count == self.devices, (self, plan.device_count)
-        plan_shardings(graph, plan)
+        check_halves(graph, plan, plan_shardings(graph, plan))
         return plan
 
     def _fitted(self, graph: Graph) -> dict[str, Any]:
@@ -89,7 +90,14 @@ def kinds(devices: int) -> tuple[Kind, ...]:
     """At least one kind for every way to parallelize over ``devices`` processes, then combinations and plans of mixed layers."""
     if devices == 1:
         return (kind("one device"), kind("one device, recompute", recompute=True, microbatches=2))
-    return (*_single(devices), *_combined(devices), *_both_ways(devices), *_served(devices), *_mixed(devices))
+    return (
+        *_single(devices),
+        *_combined(devices),
+        *_in_halves(devices),
+        *_both_ways(devices),
+        *_served(devices),
+        *_mixed(devices),
+    )
 
 
 def _single(n: int) -> tuple[Kind, ...]:
@@ -101,9 +109,12 @@ def _single(n: int) -> tuple[Kind, ...]:
         kind(f"tensor+sequence {n}", tensor=n, sequence=True),
         kind(f"tensor {n}, no overlap", tensor=n, overlap="none"),
         kind(f"tensor+sequence {n}, no overlap", tensor=n, sequence=True, overlap="none"),
+        kind(f"tensor {n}, in halves", tensor=n, overlap="halves", microbatches=2),
+        kind(f"tensor+sequence {n}, in halves", tensor=n, sequence=True, overlap="halves"),
         kind(f"ulysses {n}", ulysses=n),
         kind(f"ring {n}", ring=n),
         kind(f"expert {n}", expert=n),
+        kind(f"expert {n}, in halves", expert=n, overlap="halves"),
         kind(f"pipeline {n}", pipeline=n, microbatches=4 if n <= 4 else n, schedule=ONE_F_ONE_B),
         kind(f"pipeline {n}, gpipe", pipeline=n, microbatches=2, schedule=GPIPE),
         kind(f"pipeline {n}, zero bubble", pipeline=n, microbatches=4 if n <= 4 else n, schedule=ZERO_BUBBLE),
@@ -209,6 +220,27 @@ def _combined(n: int) -> tuple[Kind, ...]:
             recompute=True,
             **once,
             **interleaved,
+        ),
+    )
+
+
+def _in_halves(n: int) -> tuple[Kind, ...]:
+    """Layers whose microbatches are computed in halves, with what is done around layers, and in a pipeline."""
+    if n % 2 or n < 4:
+        return ()
+    half = n // 2
+    pipelined = {"pipeline": 2, "microbatches": 2, "schedule": ONE_F_ONE_B}
+    return (
+        kind(
+            f"data 2 x tensor {half}, zero 3, recompute, in halves",
+            data=2,
+            tensor=half,
+            zero=3,
+            recompute=True,
+            overlap="halves",
+        ),
+        kind(
+            f"pipeline 2 x tensor+sequence {half}, in halves", tensor=half, sequence=True, overlap="halves", **pipelined
         ),
     )
 

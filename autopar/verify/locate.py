@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from autopar.flow import output_nodes
 from autopar.measure import EXACT, Error
 from autopar.ops.facts import op_name
 from autopar.ops.meta import meta
-from autopar.plan import Plan
+from autopar.plan import HALVES, TENSOR_OVERLAP, Plan
 from autopar.run.pool import WorkerPool
 from autopar.types import SpmdType
 from autopar.verify.subject import Subject
@@ -67,10 +67,12 @@ def locate(subject: Subject, plan: Plan, pool: WorkerPool, error: Error) -> Diff
     if each microbatch is a batch of its own, since the captured graph is then a single microbatch.
 
     If every value and every gradient between nodes is right, the error is in how the gradient of the parameter at ``error.where`` is
-    summed over the axes. Raises the errors of running the program.
+    summed over the axes. Layers in halves are run whole: ``None`` may mean that the halves are at fault. Raises the errors of running the
+    program.
     """
     if subject.graph.accumulated > 1:
         return None
+    given, plan = plan, _whole(plan)
     with tempfile.TemporaryDirectory(prefix="autopar-verify-") as folder:
         program = emit(subject.graph, plan, Path(folder) / "program", watch=True)
         state = Path(folder) / "initial.pt"
@@ -82,7 +84,21 @@ def locate(subject: Subject, plan: Plan, pool: WorkerPool, error: Error) -> Diff
             )
             return found
 
-        return _Search(subject, program, watch).first() or _parameter(program, error)
+        found = _Search(subject, program, watch).first()
+        return found if found is not None or plan is not given else _parameter(program, error)
+
+
+def _whole(plan: Plan) -> Plan:
+    """The plan, with whole microbatches in layers that are computed in halves: a half's values are not those of the graph."""
+    if all(layer.strategy.overlap != HALVES for layer in plan.layers):
+        return plan
+    layers = [
+        replace(layer, strategy=replace(layer.strategy, overlap=TENSOR_OVERLAP))
+        if layer.strategy.overlap == HALVES
+        else layer
+        for layer in plan.layers
+    ]
+    return replace(plan, layers=tuple(layers))
 
 
 class _Search:

@@ -99,6 +99,7 @@ def patched(name: str, model: str, options: dict[str, Any], where: Any, attribut
 
 TENSOR, SEQUENCE, DATA = {"tensor": 2}, {"tensor": 2, "sequence": True}, {"data": 2}
 WAITING = TENSOR | {"overlap": "none"}  # conversions and products apart
+HALVED = SEQUENCE | {"overlap": "halves"}
 DATA_TENSOR = {"data": 2, "tensor": 2}
 SERVER = DATA | {"sync": "parameter-server"}
 AVERAGED = DATA | {"sync": "local-steps:1", "allow": {"local_steps"}}
@@ -238,6 +239,18 @@ RUNTIME = tuple(
          r"torch\.cat\(slices\) if self\.dim else terms", "terms"),
         ("kernels_overlap.py", "a joined product's bias gets the gradient of one row", "gpt2", TENSOR,
          r"grad\.sum\(0\)", "grad[0]"),
+        ("halves.py", "what a half sends is not awaited", "llama", HALVED, r"work\.wait\(\)", "pass"),
+        ("halves.py", "both halves are the first", "llama", HALVED, r"side\[half\] for side", "side[0] for side"),
+        ("halves.py", "the halves are joined in the other order", "llama", HALVED,
+         r"whole = torch\.cat\(list\(pair\), dim\)|return torch\.cat\(list\(pair\), dim\)", "return torch.cat(list(pair)[::-1], dim)"),
+        ("halves.py", "gradients of a half count twice", "llama", HALVED, r"return finish\(\), None", "return 2 * finish(), None"),
+        ("halves.py", "the gradient of a half's replicated input is not summed", "llama", TENSOR | {"overlap": "halves"},
+         r"reduced if dst is R else _nothing", "_nothing"),
+        ("halves.py", "a half's gradient is the one that was issued last", "llama", HALVED,
+         r"ctx\.flight\.finish_backward = ctx\.flight\.backward\(grad\)",
+         "ctx.flight.finish_backward = lambda: Flight.last()\n        Flight.last = staticmethod(ctx.flight.backward(grad))"),
+        ("halves.py", "a half's sums are scattered along the first dim", "llama", HALVED,
+         r"torch\.stack\(x\.chunk\(dist\.get_world_size\(group\), dim\)\) if dim else x\.contiguous\(\)", "x.contiguous()"),
         ("kernels_norm.py", "batch norm of each rank's own mean", "resnet", DATA, r"mean = means\.mean\(0\)", "mean = mean.clone()"),
         ("kernels_norm.py", "variance without the spread of the ranks' means", "resnet", DATA,
          r" \+ \(means - mean\)\.square\(\)\)", ")"),

@@ -139,6 +139,19 @@ def features(nodes: int) -> tuple[Feature, ...]:
             nodes=nodes,
         ),
         Feature(
+            "halves",
+            "Tensor and sequence parallelism: each layer computes its microbatch in two halves, and what one half sends travels while the "
+            "other computes",
+            "every collective is awaited where it starts",
+            "llama",
+            FAST,
+            {"tensor": nodes, "overlap": "halves"},
+            Recipe(tensor=nodes),
+            "By hand it is parallelize_module again.",
+            pins_without={"overlap": "none"},
+            nodes=nodes,
+        ),
+        Feature(
             "1f1b",
             "1F1B: what a stage sends while its pipeline fills and drains travels under the next microbatch",
             "a stage waits for all that it sends",

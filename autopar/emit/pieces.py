@@ -1,0 +1,85 @@
+"""The lines of a compiled layer that computes a half of a microbatch: the pieces between two turns are methods, which ``torch.compile``
+compiles, because it compiles no generators. What the halves send each other's way stays in ``compute``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from autopar.emit.body import sent_lines, statements, value_name
+from autopar.emit.expressions import Text, literal
+from autopar.emit.names import Names
+from autopar.ops.meta import meta
+
+
+def compiled_pieces(nodes: list[fx.Node], texts: dict[fx.Node, Text], names: Names) -> tuple[list[str], list[str]]:
+    """The lines of the generator, and those of its pieces' methods. ``texts`` has the arguments and what the layer owns (``self....``)."""
+    pieces: list[list[fx.Node]] = [[]]
+    for node in nodes:
+        if meta(node).get("turn") or meta(node).get("inner") or meta(node.prev).get("inner"):
+            pieces.append([])
+        pieces[-1].append(node)
+    place = {node: k for k, piece in enumerate(pieces) for node in piece}
+    flights: dict[fx.Node, str] = {}
+    lines: list[str] = []
+    methods: list[str] = []
+    for k, piece in enumerate(pieces):
+        lines += ["        yield  # the other half's turn"] if any(meta(node).get("turn") for node in piece) else []
+        given = [node for node in piece if node.op == "placeholder"]
+        for node in given:
+            lines += sent_lines(node, texts, names, flights)
+        for node in (node for node in piece if meta(node).get("flies")):
+            texts[node] = Text(names.fresh(value_name(node)))
+            lines.append(f"        {texts[node].text} = {flights[node]}.wait()")
+        if meta(piece[-1]).get("inner"):  # its kernel takes turns itself
+            lines += statements(piece[-1:], texts, names, compiled=True)
+        ops = [n for n in piece if n.op == "call_function" and not (meta(n).get("flies") or meta(n).get("inner"))]
+        lines += _piece(k, ops, texts, names, methods)
+        for node in piece[len(given) :]:
+            lines += sent_lines(node, texts, names, flights)
+        dead = [node for node in texts if _last(node, place) == k and texts[node].text.isidentifier()]
+        if dead and k + 1 < len(pieces):
+            lines.append(f"        del {', '.join(texts[node].text for node in dead)}")
+    output = nodes[-1]
+    assert output.op == "output", output
+    lines.append(f"        return {', '.join(literal(result, texts) for result in _results(output))}")
+    return lines, methods
+
+
+def _piece(k: int, ops: list[fx.Node], texts: dict[fx.Node, Text], names: Names, methods: list[str]) -> list[str]:
+    """The call of a piece; its method is appended to ``methods``."""
+    inside = set(ops)
+    read = dict.fromkeys(operand for node in ops for operand in node.all_input_nodes if operand not in inside)
+    given = [node for node in read if not texts[node].text.startswith("self.")]
+    sent = {conversion.args[0] for node in ops for conversion in meta(node).get("sends", ())}
+    made = [node for node in ops if node in sent or any(user not in inside for user in node.users)]
+    if not made:
+        assert not ops, ops
+        return []
+    own = Names()
+    local = {node: text for node, text in texts.items() if text.text.startswith("self.")}
+    local |= {node: Text(own.fresh(texts[node].text)) for node in given}
+    arguments = "".join(f", {local[node].text}: torch.Tensor" for node in given)
+    returns = "torch.Tensor" if len(made) == 1 else "tuple[torch.Tensor, ...]"
+    body = statements(ops, local, own, compiled=True)
+    methods += [
+        "",
+        "    @torch.compile(dynamic=False)",
+        f"    def piece_{k}(self{arguments}) -> {returns}:",
+        *body,
+        f"        return {', '.join(local[node].text for node in made)}",
+    ]
+    call = f"self.piece_{k}({', '.join(texts[node].text for node in given)})"
+    texts.update({node: Text(names.fresh(value_name(node))) for node in made})
+    return [f"        {', '.join(texts[node].text for node in made)} = {call}"]
+
+
+def _last(node: fx.Node, place: dict[fx.Node, int]) -> int:
+    """The last piece that reads the node's value; the value of a conversion that is on its way is read where it is sent."""
+    return max((place[user] for user in node.users), default=-1)
+
+
+def _results(output: fx.Node) -> Sequence[object]:
+    results = output.args[0]
+    return results if isinstance(results, tuple | list) else [results]

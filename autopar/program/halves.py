@@ -1,0 +1,276 @@
+"""A layer's microbatch in two halves that take turns, so that each half's collectives run while the other half computes.
+
+The rows of a batch are independent of each other in such a layer, so that a half is a smaller microbatch. The layer's ``compute`` is a
+generator, which yields wherever a value is on its way: ``start`` issues a collective, ``Flight.wait`` gives its result. ``interleaved``
+runs two such generators in turn. A collective that only the backward pass has (the gradient's all-reduce from I to R) is issued and
+awaited at the same two places: they are two nodes of autograd's graph, and autograd runs nodes in the reverse order of the forward pass.
+So the backward passes of the halves take turns, too.
+
+Each half computes a piece between two yields. The second half is one piece behind the first: A1 A2 B1 A3 B2 A4 B3 ... So what A2 sends
+travels under B1, and what B1 sends under A3. This is batch splitting as in Domino (Wang et al. 2024, arXiv:2409.15241), called
+two-batch overlap or dual-batch overlap elsewhere.
+
+On GPUs a collective and products run at once, because collectives have a stream of their own.
+
+This file is copied into every emitted program that needs it; it needs torch and spmd-types alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import spmd_types as spmd
+import torch
+import torch.distributed as dist
+from spmd_types import I, P, R, S
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from autopar.program import flattened
+from autopar.program.collectives import Work, all_gather, reduce_scatter
+from autopar.program.kernels import Axes, _split, dense_gradient
+from autopar.program.mesh_axes import group_of
+
+Result = Tensor | tuple[Tensor, ...]
+Half = Generator[None, None, Result]
+Finish = Callable[[], Tensor]
+"""Waits for a collective and gives its result."""
+
+
+# -- two halves in turn -----------------------------------------------------------------------------------------------
+
+
+def interleaved(
+    compute: Callable[..., Half], given: Sequence[Any], rows: Sequence[int | None], joined: Sequence[int]
+) -> Result:
+    """``compute(*given)`` of both halves, in turn. ``rows`` is the dim of each argument that has the microbatch's rows, ``None`` for
+    one that both halves read whole; ``joined`` is that dim of each result."""
+    sides = [_cut(value, dim) for value, dim in zip(given, rows, strict=True)]
+    _converted_once.clear()  # of a run that did not end
+    running = [compute(*(side[half] for side in sides)) for half in range(2)]
+    found: list[Result | None] = [None, None]
+    _advance(running, found, 0)  # the first half is a piece ahead
+    while None in found:
+        for half in range(2):
+            _advance(running, found, half)
+    first, second = ([side] if isinstance(side, Tensor) else list(side or ()) for side in found)
+    results = tuple(_joined(pair, dim) for *pair, dim in zip(first, second, joined, strict=True))
+    return results[0] if len(results) == 1 else results
+
+
+def in_turn(layers: Sequence[nn.Module], hidden: Tensor, *others: Any) -> Half:
+    """``hidden`` of a half after all ``layers``, each of which also takes ``others``."""
+    for layer in layers:
+        hidden = yield from layer(hidden, *others)
+    return hidden
+
+
+def _advance(running: Sequence[Half], found: list[Result | None], half: int) -> None:
+    if found[half] is None:
+        try:
+            next(running[half])
+        except StopIteration as end:
+            found[half] = end.value
+
+
+def _cut(value: Any, dim: int | None) -> tuple[Any, Any]:
+    if dim is None:
+        return value, value
+    if spmd.is_type_checking():
+        with spmd.no_typecheck():
+            first, second = value.chunk(2, dim)
+        return _typed_like(first, value), _typed_like(second, value)
+    first, second = value.chunk(2, dim)
+    return first, second
+
+
+def _joined(pair: Sequence[Tensor], dim: int) -> Tensor:
+    if spmd.is_type_checking():
+        with spmd.no_typecheck():
+            whole = torch.cat(list(pair), dim)
+        return _typed_like(whole, pair[0])
+    return torch.cat(list(pair), dim)
+
+
+def _typed_like(x: Tensor, other: Tensor) -> Tensor:
+    spmd.assert_type(x, dict(spmd.get_local_type(other)), spmd.get_partition_spec(other))
+    return x
+
+
+# -- collectives that are issued and awaited apart --------------------------------------------------------------------
+
+
+class Flight:
+    """A value that is converted to another type: forward the result of a collective that ``start`` issued, or the same value; backward
+    its gradient."""
+
+    def __init__(self, forward: Callable[[Tensor], Finish], backward: Callable[[Tensor], Finish]) -> None:
+        self.forward, self.backward = forward, backward
+        self.readers = 1  # which are still to wait
+        self.sent: Tensor | None = None
+        self.found: Tensor | None = None
+        self.finish: Finish | None = None
+        self.finish_backward: Finish | None = None
+
+    def wait(self) -> Tensor:
+        """The converted value."""
+        found = self.found
+        if found is None:
+            assert self.sent is not None
+            # without a collective's end to wait for, types are checked: the value is converted already
+            found = self.sent if self.finish is None else _Wait.apply(self.sent, self)
+            self.sent = None
+        self.readers -= 1
+        self.found = found if self.readers else None
+        return found
+
+
+@torch.compiler.disable
+def start(x: Tensor, axis: Axes, *, src: Any, dst: Any, once: bool = False) -> Flight:
+    """Issue the collective that converts ``x`` from ``src`` to ``dst`` on ``axis`` (or axes, outermost first).
+
+    ``once``: both halves convert this value, a parameter. The first half does it for both, and one collective has the sum of their
+    gradients.
+    """
+    if once:
+        key = (id(x), str(axis), str(src), str(dst))
+        known = _converted_once.pop(key, None)
+        if known is None:
+            known = _converted_once[key] = start(x, axis, src=src, dst=dst)
+            known.readers = 2
+        return known
+    axes = _split(axis)
+    if spmd.is_type_checking() or not axes or x.is_meta:
+        flight = Flight(_nothing, _nothing)
+        flight.sent = _converted(x, axis, src, dst)
+        return flight
+    # the group is looked up here: on a GPU the backward runs in a thread that has no current mesh
+    group = group_of(*axes)
+    forward, backward = _collectives(group, src, dst, x.ndim)
+    return begin(x, forward, backward)
+
+
+def begin(x: Tensor, forward: Callable[[Tensor], Finish], backward: Callable[[Tensor], Finish]) -> Flight:
+    """Issue ``forward`` on ``x``; in the backward pass ``backward`` is issued on the result's gradient."""
+    flight = Flight(forward, backward)
+    flight.sent = _Start.apply(x, flight)
+    return flight
+
+
+def _converted(x: Tensor, axis: Axes, src: Any, dst: Any) -> Tensor:
+    """``x`` as ``dst``, by the collectives of ``spmd_types``, which wait."""
+    axes: Sequence[Any] = axis if isinstance(axis, list | tuple) else [axis]
+    if isinstance(src, S):
+        call = flattened.all_to_all if isinstance(dst, S) else flattened.all_gather
+    else:
+        call = (
+            flattened.convert if src is I else flattened.reduce_scatter if isinstance(dst, S) else flattened.all_reduce
+        )
+    narrow = {"backward_options": {"op_dtype": x.dtype}} if x.dtype.itemsize == 2 and dst is R else {}
+    converted = call(x, axes, src=src, dst=dst, **narrow)
+    return dense_gradient(converted) if dst is R else converted
+
+
+_converted_once: dict[tuple[Any, ...], Flight] = {}
+"""Conversions that the first half has made, and the second will take."""
+
+
+class _Start(torch.autograd.Function):
+    """Forward issues the collective, backward awaits the gradient's."""
+
+    @staticmethod
+    def forward(ctx, x, flight):  # type: ignore[no-untyped-def]
+        ctx.flight = flight
+        flight.finish = flight.forward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        finish, ctx.flight.finish_backward = ctx.flight.finish_backward, None
+        return finish(), None
+
+
+class _Wait(torch.autograd.Function):
+    """Forward awaits the collective, backward issues the gradient's. The gradient that it returns is a stand-in of the right shape: the
+    true one is on its way to ``_Start``."""
+
+    @staticmethod
+    def forward(ctx, sent, flight):  # type: ignore[no-untyped-def]
+        ctx.flight, ctx.shape = flight, sent.shape
+        finish, flight.finish = flight.finish, None
+        return finish()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        ctx.flight.finish_backward = ctx.flight.backward(grad)
+        return grad.new_empty(()).expand(ctx.shape), None
+
+
+def _collectives(
+    group: dist.ProcessGroup, src: Any, dst: Any, ndim: int
+) -> tuple[Callable[[Tensor], Finish], Callable[[Tensor], Finish]]:
+    """What a conversion runs forward and backward."""
+
+    def dim(t: Any) -> int:
+        return int(t.dim) % ndim
+
+    def reduced(x: Tensor) -> Finish:
+        return _all_reduce(x, group)
+
+    if isinstance(src, S) and isinstance(dst, S):
+        there, back = dim(src), dim(dst)
+        return lambda x: _all_to_all(x, group, there, back), lambda x: _all_to_all(x, group, back, there)
+    if isinstance(src, S):
+        forward = lambda x: _all_gather(x, group, dim(src))  # noqa: E731
+        return forward, (lambda x: _reduce_scatter(x, group, dim(src))) if dst is R else lambda x: _slice(
+            x, group, dim(src)
+        )
+    if isinstance(dst, S):
+        assert src is P, (src, dst)
+        return lambda x: _reduce_scatter(x, group, dim(dst)), lambda x: _all_gather(x, group, dim(dst))
+    return reduced if src is P else _nothing, reduced if dst is R else _nothing
+
+
+def _nothing(x: Tensor) -> Finish:
+    return lambda: x.view_as(x)
+
+
+def _slice(x: Tensor, group: dist.ProcessGroup, dim: int) -> Finish:
+    return lambda: x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
+
+
+def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Finish:
+    total = x.clone(memory_format=torch.contiguous_format)
+    return _after(dist.all_reduce(total, group=group, async_op=True), lambda: total)
+
+
+def _all_gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Finish:
+    parts = x.new_empty(dist.get_world_size(group), *x.shape)
+    work = all_gather(parts.view(-1), x.contiguous().view(-1), group=group, async_op=True)
+    return _after(work, lambda: torch.cat(parts.unbind(), dim) if dim else parts.flatten(0, 1))
+
+
+def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Finish:
+    parts = torch.stack(x.chunk(dist.get_world_size(group), dim)) if dim else x.contiguous()
+    own = x.new_empty(x.chunk(dist.get_world_size(group), dim)[0].shape)
+    return _after(reduce_scatter(own.view(-1), parts.view(-1), group=group, async_op=True), lambda: own)
+
+
+def _all_to_all(x: Tensor, group: dist.ProcessGroup, there: int, back: int) -> Finish:
+    """From slices along ``there`` to slices along ``back``."""
+    parts = torch.stack(x.chunk(dist.get_world_size(group), back))
+    found = torch.empty_like(parts)
+    work = dist.all_to_all_single(found, parts, group=group, async_op=True)
+    return _after(work, lambda: torch.cat(found.unbind(), there))
+
+
+def _after(work: Work | None, result: Finish) -> Finish:
+    def finish() -> Tensor:
+        assert work is not None
+        work.wait()
+        return result()
+
+    return finish
