@@ -22,7 +22,7 @@ from autopar.emit.stage import layer_attribute, owned_attribute, stage_class
 from autopar.errors import ModelError, UsageError
 from autopar.graph import Graph
 from autopar.ops.meta import meta
-from autopar.plan import SELECTIVE, Plan, given_up, local_steps
+from autopar.plan import SELECTIVE, STATES, Plan, given_up, local_steps
 from autopar.precision import FLOAT16, name_of
 from autopar.program import copy_runtime
 from autopar.program.bidirectional import ORDERS
@@ -137,7 +137,7 @@ def _write_orders(folder: Path, plan: Plan) -> None:
 def _refuse_priced(plan: Plan) -> None:
     """Raise ``UsageError`` if the plan has a price but no program."""
     if plan.unwritten:
-        raise UsageError(f"this plan is priced alone: {plan.unwritten}", "plan anew without it (offload, or allow)")
+        raise UsageError(f"this plan is priced alone: {plan.unwritten}", "plan anew without it (allow)")
 
 
 def _refuse_float16(graph: Graph, plan: Plan) -> None:
@@ -257,6 +257,7 @@ def _uses(program: LocalProgram, index: int) -> str:
     copies = f" in {strategy.replicate} copies" if strategy.replicate > 1 else ""
     parts = [f"ZeRO {strategy.zero}{copies}", str(strategy.recomputation)]
     parts.insert(1, "gradients reduced once a step" if strategy.reduces_once else "")
+    parts.append("" if strategy.states == STATES[0] else f"optimizer states: {strategy.states}")
     parts.append("saved in the host's memory" if strategy.offloads_activations else "")
     parts.append("saved in 8 bits" if is_narrow(program.layers[index]) else "")
     return f"{which}: {roles}; {', '.join(filter(None, parts))}."

@@ -13,7 +13,7 @@ from autopar.emit.names import Names, flat_attributes, identifier
 from autopar.graph import Value
 from autopar.ops.experts import Experts
 from autopar.ops.facts import is_custom, op_of
-from autopar.plan import Axis
+from autopar.plan import STATES, Axis
 from autopar.precision import name_of
 from autopar.types import R, SpmdType
 from passes.stages import Border, LocalProgram, Stage, argument_keys
@@ -123,6 +123,8 @@ def _groups(program: LocalProgram, stage: Stage) -> str:
             record["replicate_axes"] = literal(copies, {})  # the data axes that ZeRO does not shard over
         if strategy.reduces_once:
             record["reduce_once"] = True  # gradients add up locally, and are reduced in the last microbatch alone
+        if strategy.states != STATES[0]:
+            record["states"] = f'"{strategy.states}"'  # where master copies and optimizer states are
         if strategy.recomputation.layers > 1:
             record["segment"] = strategy.recomputation.layers  # recomputed as one
         if not any(value.requires_grad for value in program.layers[layer].cls.outputs):

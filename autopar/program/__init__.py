@@ -51,6 +51,7 @@ FILES = (
     "selective.py",
     "share.py",
     "state.py",
+    "state_places.py",
     "tracing.py",
     "world.py",
     "buffers.py",

@@ -1,7 +1,7 @@
 """The parameters of this rank's stages: flat buffers (ZeRO 0 and 1), FSDP2 (ZeRO 2 and 3); for others see ``local_group``.
 
 Everything here is a function of the parameters' layout records (``layouts.json``). The optimizer owns plain tensors, the
-*masters*: whole local slices, or under ZeRO this rank's pieces of them.
+*masters*: whole local slices, or under ZeRO this rank's pieces of them. Masters may be in the host's memory or on NVMe (``state_places``).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from autopar.program.buffers import StageBuffers
 from autopar.program.collectives import ShardedReduceScatter, Work, all_gather, reduce_scatter
 from autopar.program.local_group import LocalGroup
 from autopar.program.masters import Master, alike, set_parameter
+from autopar.program.state_places import DEVICE, Away, download, pieces_of, upload
 from autopar.program.weight_gradients import LateGradients, start_gradients
 from autopar.program.world import Layout, Program, World
 
@@ -94,10 +95,14 @@ class FlatGroup:
         piece = -(-sum(shape.numel() for shape in shapes) // self._parts)  # the last piece is padded
         index = dist.get_rank(self._group) if self._scattered else 0
         self._own = slice(index * piece, (index + 1) * piece)
-        self._mixed = trainable and wide != compute and self._updates
+        self._place = program.place(layouts[0]) if trainable and self._updates else DEVICE
+        self._mixed = trainable and self._updates and (wide != compute or self._place != DEVICE)
         self._values = torch.zeros(piece * self._parts, dtype=compute, device=world.device)
         self._grads = torch.zeros(piece * self._parts if trainable else 0, dtype=wide, device=world.device)
-        self._owned = torch.zeros(piece, dtype=wide, device=world.device) if self._mixed else self._values[self._own]
+        if self._place != DEVICE:
+            self._owned = world.places.zeros(self._place, (piece,), wide)
+        else:
+            self._owned = torch.zeros(piece, dtype=wide, device=world.device) if self._mixed else self._values[self._own]
         self._work: Work | None = None  # the reduction, while it runs
         self._sum: Tensor | None = None  # its result under ZeRO 1
         self._over_copies = False  # whether the sum over the copies has started
@@ -145,11 +150,20 @@ class FlatGroup:
         low, high = self._overlap(slot)
         if low == high or not self._updates:
             return
-        piece = self._owned[low - self._own.start : high - self._own.start]
-        tensor = nn.Parameter(piece if self._scattered else piece.view(slot.param.shape))
-        tensor.grad = self._grads[low:high].view(tensor.shape)
         same = alike(slot.layout, (*self._shards, *self._apart), self._world)
-        self.masters.append(Master(slot.layout, tensor, same, low - slot.start))
+        piece = self._owned[low - self._own.start : high - self._own.start]
+        if self._place == DEVICE:
+            tensor = nn.Parameter(piece if self._scattered else piece.view(slot.param.shape))
+            tensor.grad = self._grads[low:high].view(tensor.shape)
+            self.masters.append(Master(slot.layout, tensor, same, low - slot.start))
+            return
+        for start, stop in pieces_of(high - low, piece.dtype):
+            there = slice(low + start, low + stop)
+            gradient = nn.Parameter(self._grads[there])  # of the master's dtype, and of no memory of its own
+            gradient.grad = self._grads[there]
+            away = Away(self._place, gradient, self._values[there])
+            tensor = nn.Parameter(piece[start:stop])
+            self.masters.append(Master(slot.layout, tensor, same, low + start - slot.start, away))
 
     def own_gradients(self) -> list[Tensor]:
         """The gradients that this rank's masters read, after the reduction."""
@@ -241,7 +255,13 @@ class FlatGroup:
     def average(self) -> None:
         """Average the masters of replicas that train apart."""
         if self._replicas is not None:
-            self._average_(self._owned, self._replicas)
+            own = self._owned.to(self._world.device)  # itself, unless it is away
+            self._owned.copy_(self._average_(own, self._replicas))
+            self.upload()
+
+    def upload(self) -> None:
+        """Give the device the values of masters that are away, after anything but an update set them."""
+        upload(self.masters)
 
     def _average_(self, tensor: Tensor, replicas: dist.ProcessGroup) -> Tensor:
         dist.all_reduce(tensor, group=replicas)
@@ -266,9 +286,10 @@ class FlatGroup:
     def start_publication(self) -> None:
         """Start to ``publish``; the masters may change afterwards."""
         if self._scattered:
-            self._source = self._owned.to(self._values.dtype, copy=True)
+            own = self._owned if self._place == DEVICE else self._values[self._own]  # an update has uploaded it
+            self._source = own.to(self._values.dtype, copy=True)
             self._sending = all_gather(self._values, self._source, group=self._group, async_op=True)
-        elif self._mixed:
+        elif self._mixed and self._place == DEVICE:
             self._values.copy_(self._owned)
         if self._served:
             self._sending = dist.broadcast(self._values, group=self._group, group_src=0, async_op=True)
@@ -281,7 +302,7 @@ class FlatGroup:
 
     def values(self) -> dict[str, Tensor]:
         """This rank's whole slice of every parameter, by its name in the stage: the mean of replicas that train apart."""
-        return self._split(self._mean(self._whole(self._owned) if self._mixed else self._values))
+        return self._split(self._mean(self._whole(self._owned.to(self._world.device)) if self._mixed else self._values))
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's whole slice of every trainable parameter's reduced gradient, by its name in the stage."""
@@ -312,7 +333,7 @@ class ShardedGroup:
         self.layouts = tuple(layouts)
         child, zero, _ = program.group(layouts[0])
         copies, shards = program.copies(layouts[0])
-        self._world = world
+        self._world, self._shards = world, shards
         wide, compute = program.dtypes(layouts[0])
         module = stage.get_submodule(child)
         ignored = {param for param in module.parameters() if not param.is_meta}  # these belong to a flat group
@@ -356,9 +377,23 @@ class ShardedGroup:
         self.frozen: list[Master] = []
         for layout, param in self._params.items():
             first = _rows(param, param.shape[0])[0] * param.shape[1:].numel()
+            place = program.place(layout) if layout.trainable else DEVICE
+            if place != DEVICE:
+                self._add_away(layout, param, place, first)
+                continue
             shard = nn.Parameter(_shard(param), layout.trainable)
             mine = self.masters if layout.trainable else self.frozen
             mine.append(Master(layout, shard, alike(layout, shards, world), first))
+
+    def _add_away(self, layout: Layout, param: Tensor, place: str, first: int) -> None:
+        """Masters of a parameter that are not on the device, which keeps its shard."""
+        values = _shard(param).view(-1)
+        owned = self._world.places.zeros(place, values.shape, values.dtype)
+        same = alike(layout, self._shards, self._world)
+        for start, stop in pieces_of(values.numel(), values.dtype):
+            here = values[start:stop]
+            away = Away(place, nn.Parameter(here), here)
+            self.masters.append(Master(layout, nn.Parameter(owned[start:stop]), same, first + start, away))
 
     def _gathered(self, *_: object) -> None:
         """Before a forward, once FSDP2 has gathered the parameters: note the gathered tensors, which products read."""
@@ -368,7 +403,7 @@ class ShardedGroup:
 
     def own_gradients(self) -> list[Tensor]:
         """As of ``FlatGroup``."""
-        return [master.tensor.grad for master in self.masters if master.tensor.grad is not None]
+        return [gradient for master in self.masters if (gradient := master.gradient) is not None]
 
     def adders(self) -> Mapping[int, Callable[[Tensor], None]]:
         """As of ``FlatGroup``; the stage reads parameters that FSDP2 has gathered."""
@@ -380,12 +415,13 @@ class ShardedGroup:
             local = layout.slice(source(layout), self._world.coordinates)
             start, stop = _rows(param, local.shape[0])
             _shard(param).copy_(local[start:stop])
+        download(self.masters)
 
     def zero_grad(self) -> None:
         for param in self._params.values():
             param.grad = None
         for master in self.masters:
-            master.tensor.grad = None  # it is a view of the old gradients, which would stay live beside the new ones
+            master.holder.grad = None  # it is a view of the old gradients, which would stay live beside the new ones
         self._late.clear()
 
     def finish_reduction(self) -> None:
@@ -397,20 +433,31 @@ class ShardedGroup:
                 _shard(param.grad).add_(rows[: stop - start])
             else:
                 param.grad = _like(param, rows[: stop - start])
+        gradients = {layout: self._gradient(layout, param) for layout, param in self._params.items() if layout.trainable}
         for master in self.masters:
-            param = self._params[master.layout]
-            grad = torch.zeros_like(master.tensor) if param.grad is None else _shard(param.grad)
-            first, last = _rows(param, param.shape[0])
-            for dim, start, length in master.layout.beyond(self._world.coordinates):
-                inner = slice(max(start - first, 0), max(last - first, 0)) if dim == 0 else slice(start, start + length)
-                grad.movedim(dim, 0)[inner] = 0
-            master.tensor.grad = grad
+            whole = gradients[master.layout]
+            first = _rows(param := self._params[master.layout], param.shape[0])[0] * param.shape[1:].numel()
+            piece = slice(master.first - first, master.first - first + master.tensor.numel())
+            master.holder.grad = whole if master.away is None else whole.view(-1)[piece]
+
+    def _gradient(self, layout: Layout, param: Tensor) -> Tensor:
+        """This rank's shard of a gradient; zeros if there is none."""
+        grad = torch.zeros_like(_shard(param)) if param.grad is None else _shard(param.grad)
+        first, last = _rows(param, param.shape[0])
+        for dim, start, length in layout.beyond(self._world.coordinates):
+            inner = slice(max(start - first, 0), max(last - first, 0)) if dim == 0 else slice(start, start + length)
+            grad.movedim(dim, 0)[inner] = 0
+        return grad
 
     def average(self) -> None:
         """Nothing: replicas that train apart have no shards."""
 
+    def upload(self) -> None:
+        """As of ``FlatGroup``."""
+        upload(self.masters)
+
     def publish(self) -> None:
-        """Nothing: the masters are the parameters' own storage."""
+        """Nothing: the masters are the parameters' own storage, or their values are uploaded."""
 
     def values(self) -> dict[str, Tensor]:
         return {layout.name: _full(param.detach()) for layout, param in self._params.items()}
@@ -534,7 +581,8 @@ def _group_of(layouts: Sequence[Layout], program: Program) -> type[Group]:
     wide, compute = program.dtypes(layouts[0])
     if zero >= 2:
         return ShardedGroup
-    return FlatGroup if axes or layouts[0].shared is not None or wide != compute else LocalGroup
+    away = layouts[0].trainable and program.place(layouts[0]) != DEVICE
+    return FlatGroup if axes or layouts[0].shared is not None or wide != compute or away else LocalGroup
 
 
 def _layers(index: int, stage: nn.Module, program: Program) -> list[Layer]:

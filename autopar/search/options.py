@@ -153,10 +153,10 @@ def pins_by_layer(graph: Graph, options: SearchOptions) -> tuple[LayerPins, ...]
                 )
             found[i] = replace(found[i], **{name: value})  # type: ignore[arg-type]
     for layer, pins in zip(graph.layers, found, strict=True):
-        if pins.recompute == "selective" and pins.offload in ("activations", "both"):
+        if pins.recompute == "selective" and pins.offload == "activations":
             raise UsageError(
                 f"{layer.name}: selective recomputation saves activations on the device, and offload={pins.offload} moves them to the host",
-                "pin recompute=full or recompute=none, or offload=optimizer",
+                "pin recompute=full or recompute=none, or leave offload out",
             )
         pins.check_segment(layer.name)
         pins.check_saved(layer.name)
