@@ -29,7 +29,7 @@ from autopar.devices.measured import Floats
 from autopar.layer_price import LayerPrice
 from autopar.plan import SELECTIVE, TENSOR_OVERLAP, Axis, Strategy
 from autopar.price.collectives import Group, beside_s, group, group_time_s
-from autopar.price.host import Offloaded, host_state_bytes, host_update_s, waited_s
+from autopar.price.host import DEVICE, HOST, NVME, Offloaded, away_bytes, host_update_s, waited_s
 from autopar.price.int8 import in_int8
 from autopar.price.live_memory import Alive, Neighbours, Share
 from autopar.price.moves import Move, layer_moves
@@ -365,7 +365,7 @@ def assemble(
     trainer: Trainer,
     neighbours: Neighbours,
 ) -> LayerPrice:
-    """Add ZeRO over the data axes, recomputation, and offloading to host memory. ``neighbours`` are assumed to have the same strategy."""
+    """Add ZeRO over the data axes, recomputation, and other memories. ``neighbours`` are assumed to have the same strategy."""
     data, zero = spread.size, strategy.zero if spread.size > 1 else 0
     trainable, offloaded = math.ceil(c.trainable), Offloaded.of(strategy, cluster)
     gather, reduce = spread.gather_s[zero >= 2], spread.reduce_s[zero >= 2]
@@ -391,7 +391,11 @@ def assemble(
         forward_exposed += waited_s(segment_bytes, forward_compute_s, cluster)
         backward_exposed += waited_s(segment_bytes, backward_compute_s, cluster)
     updated = trainable / (data if zero else 1)
-    step_s = _update_s(updated, c.tensors, numbers, cluster, on_host=offloaded.optimizer)
+    if offloaded.states == DEVICE:
+        step_s = cluster.gpu.update_s(updated * update_bytes(numbers), c.tensors)
+    else:
+        step_s = host_update_s(updated, offloaded.states, zero, numbers, cluster)
+    elsewhere = math.ceil(updated) * away_bytes(numbers)
     if zero < 2:
         reduction_s, published_s = (reduce, gather) if zero else (spread.average_s, spread.publish_s)
         step_s += trainer.exposed_reduction_s(reduction_s, backward_compute_s, cluster.overlap_slowdown)
@@ -423,7 +427,8 @@ def assemble(
         waiting_bytes=math.ceil(c.waiting_bytes),
         segment=strategy.recomputation.layers,
         kept_bytes=math.ceil(segment_bytes),
-        host_bytes=host_state_bytes(math.ceil(updated), numbers) if offloaded.optimizer else 0,
+        host_bytes=elsewhere if offloaded.states == HOST and offloaded.separate else 0,
+        nvme_bytes=elsewhere if offloaded.states == NVME else 0,
         host_saved_bytes=math.ceil(segment_bytes) if on_host else 0,
     )
 
@@ -431,13 +436,6 @@ def assemble(
 def _accumulate_s(spread: Spread, elements: float, numbers: Precision, cluster: Cluster) -> float:
     """Seconds for which a microbatch adds so many elements to the gradients; the first of a step overwrites them."""
     return (1 - 1 / spread.microbatches) * elements * numbers.accumulated / cluster.gpu.bytes_per_s
-
-
-def _update_s(updated: float, tensors: int, numbers: Precision, cluster: Cluster, on_host: bool) -> float:
-    """Seconds of the optimizer for so many elements."""
-    if on_host:
-        return host_update_s(updated, numbers, cluster)
-    return cluster.gpu.update_s(updated * update_bytes(numbers), tensors)
 
 
 def _copies_s(spread: Spread, strategy: Strategy, zero: int) -> tuple[float, float, float]:
@@ -513,7 +511,7 @@ def _bytes(
     """Bytes of parameters, gradients, optimizer state, saved activations of one microbatch, and transients."""
     parameters, trainable = math.ceil(c.parameters), math.ceil(c.trainable)
     stored, gradients, optimizer = state_bytes(
-        parameters, trainable, data, zero, numbers, offloaded.optimizer, strategy.reduces_once
+        parameters, trainable, data, zero, numbers, offloaded.here(numbers), strategy.reduces_once
     )
     segment = strategy.recomputation.layers
     saved, working = _activations(c, strategy, segment)

@@ -102,7 +102,9 @@ class FlatGroup:
         if self._place != DEVICE:
             self._owned = world.places.zeros(self._place, (piece,), wide)
         else:
-            self._owned = torch.zeros(piece, dtype=wide, device=world.device) if self._mixed else self._values[self._own]
+            self._owned = (
+                torch.zeros(piece, dtype=wide, device=world.device) if self._mixed else self._values[self._own]
+            )
         self._work: Work | None = None  # the reduction, while it runs
         self._sum: Tensor | None = None  # its result under ZeRO 1
         self._over_copies = False  # whether the sum over the copies has started
@@ -433,7 +435,9 @@ class ShardedGroup:
                 _shard(param.grad).add_(rows[: stop - start])
             else:
                 param.grad = _like(param, rows[: stop - start])
-        gradients = {layout: self._gradient(layout, param) for layout, param in self._params.items() if layout.trainable}
+        gradients = {
+            layout: self._gradient(layout, param) for layout, param in self._params.items() if layout.trainable
+        }
         for master in self.masters:
             whole = gradients[master.layout]
             first = _rows(param := self._params[master.layout], param.shape[0])[0] * param.shape[1:].numel()

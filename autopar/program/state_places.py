@@ -1,10 +1,10 @@
 """Optimizer states outside of the device's memory: in the host's memory, or in a file on the node's NVMe.
 
-Where the plan says so (``states`` of a layer), the master copies and the optimizer's states of its parameters are tensors on the CPU, and the
-processors update them. They are updated chunk by chunk: a chunk's gradients come down from the device, the optimizer updates it, and its new
-values go up. On a GPU each direction has a stream and two buffers in pinned memory: the gradients of the next chunk come down and the values
-of the last one go up while the processors update. What the device keeps is the parameters and the gradients (ZeRO-Offload, Ren et al. 2021,
-arXiv:2101.06840). On a CPU the copies are made as well. The two streams have not run on a GPU yet.
+Where the plan says so (``states`` of a layer), the master copies and the optimizer's states of its parameters are tensors on the CPU, and
+the processors update them. They are updated chunk by chunk: a chunk's gradients come down from the device, the optimizer updates it, and
+its new values go up. On a GPU each direction has a stream and two buffers in pinned memory: the gradients of the next chunk come down and
+the values of the last one go up while the processors update. What the device keeps is the parameters and the gradients (ZeRO-Offload, Ren
+et al. 2021, arXiv:2101.06840). On a CPU the copies are made as well. The two streams have not run on a GPU yet.
 
 Those on NVMe are memory-mapped (ZeRO-Infinity, Rajbhandari et al. 2021, arXiv:2104.07857, and PatrickStar, Fang et al. 2021,
 arXiv:2108.05818, move them in chunks, too): the kernel reads the next chunk's pages while this one is updated, and writes changed pages
@@ -129,12 +129,15 @@ class _MappedFile:
         least = min(max(_FIRST, self._size), _LARGEST)
         more = max(-(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY, least)
         try:
-            os.posix_fallocate(self._file.fileno(), self._size, more)  # a full disk is an error here, and a signal at a write
+            os.posix_fallocate(
+                self._file.fileno(), self._size, more
+            )  # a full disk is an error here, and a signal at a write
         except OSError as error:
             gb = f"{(self._size + more) / 1e9:.3g} GB"
             full = "is full" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else str(error)
             raise PlaceError(
-                f"the optimizer states of this rank need {gb} in {self._folder}: {full}", "make room, or name another folder"
+                f"the optimizer states of this rank need {gb} in {self._folder}: {full}",
+                "make room, or name another folder",
             ) from error
         mapping = mmap.mmap(self._file.fileno(), more, offset=self._size)
         memory = torch.frombuffer(mapping, dtype=torch.uint8)

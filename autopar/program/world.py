@@ -227,8 +227,8 @@ class Program:
         return tuple(a for a in axes if a in replicating), tuple(a for a in axes if a not in replicating)
 
     def place(self, layout: Layout) -> str:
-        """Where the parameter's master copy and optimizer states are: ``PLACES``. Tied copies have theirs in one place, so that their updates
-        are the same."""
+        """Where the parameter's master copy and optimizer states are (``PLACES``). Tied copies have theirs in one place, so that their
+        updates are the same."""
         records = [layout] if layout.shared is None else [c for c in self.layouts if c.shared == layout.shared]
         groups = [self.model.STAGES[c.stage].GROUPS[self._home(c)[0]] for c in records]
         return max((str(group.get("states", DEVICE)) for group in groups), key=PLACES.index)
@@ -338,9 +338,7 @@ class World:
         return all(self.coordinates[axis][0] == 0 for axis in axes)
 
 
-def start(
-    program: Program, *, device: str | None = None, timeout_s: float = 600, nvme: str | None = None
-) -> World:
+def start(program: Program, *, device: str | None = None, timeout_s: float = 600, nvme: str | None = None) -> World:
     """Join the other processes (``torchrun`` sets the environment) and build the plan's mesh.
 
     NCCL on GPUs, gloo on CPUs; ``device`` is ``"cuda"``, ``"cpu"`` or ``None``: GPUs if there is one for every local process. ``nvme`` is a

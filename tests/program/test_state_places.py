@@ -1,30 +1,18 @@
-"""Optimizer states in the host's memory and on NVMe: as on one device, through checkpoints, in chunks, and in files that are really used."""
+"""Optimizer states in the host's memory and on NVMe: as on one device, through checkpoints, in chunks, in files that are really used."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from exactness import KINDS, mlp, subject
-from resumed import KIND, Fault, batch_of, chain, emitted
-from test_run_optimizers import NORM, values_after
-from torch import Tensor, nn
-from workers import WorkerPool
+from exactness import subject
+from resumed import KIND, Fault, chain
 
-from autopar.emit import emit
-from autopar.errors import LaunchError
 from autopar.plan import Plan
-from autopar.program.masters import Master
-from autopar.program.optimizers import RefusedOptimizerError, checked
 from autopar.program.state_places import NVME, PlaceError, Places, pieces_of
-from autopar.program.world import Layout, load
-from autopar.run import Program
-from autopar.run.folder import import_runtime, program_modules
-from autopar.search.manual import manual_plan
 
 SMALL: Fault = ("state_places.py", r"(?m)^CHUNK_BYTES = .*", "CHUNK_BYTES = 1000")  # of 125 elements in float64
 
@@ -82,7 +70,12 @@ def test_large_parameters_are_updated_piece_by_piece(elements: int) -> None:
 
 CHAINS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
     "zero": ("mlp", "adamw", NVME, ("data 2, zero 1", "data 2, zero 3", "data 2", "data 2, zero 2")),
-    "tied and fused": ("gpt2", "adamw", "host", ("tensor 2", "data 2, zero 3", "pipeline 2 of 2 chunks x data 2, zero 1")),
+    "tied and fused": (
+        "gpt2",
+        "adamw",
+        "host",
+        ("tensor 2", "data 2, zero 3", "pipeline 2 of 2 chunks x data 2, zero 1"),
+    ),
     "schedules": ("mlp", "asgd", NVME, ("pipeline 2, Chimera", "data 2, parameter server", "one device")),
     "hybrid": ("mlp", "momentum", "host", ("data 2 in 2 copies, zero 3", "data 2 x tensor 2, zero 3")),
     "padding": ("odd_gpt2", "adamw", "host", ("tensor 3", "data 3, zero 3", "one device")),
