@@ -14,6 +14,7 @@ from pathlib import Path
 
 FILES = (
     "agree.py",
+    "arrivals.py",
     "bidirectional.py",
     "boxes.py",
     "checkpoint.py",

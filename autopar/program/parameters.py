@@ -7,7 +7,6 @@ Everything here is a function of the parameters' layout records (``layouts.json`
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -19,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, share_comm_ctx
 from torch.distributed.tensor import DTensor
 
+from autopar.program.arrivals import Arrivals
 from autopar.program.buffers import StageBuffers
 from autopar.program.collectives import ShardedReduceScatter, Work, all_gather, reduce_scatter
 from autopar.program.local_group import LocalGroup
@@ -38,29 +38,6 @@ class Slot:
     param: nn.Parameter
     start: int
     stop: int
-
-
-class Arrivals:
-    """Counts the gradients of a group that a step still lacks: one of every parameter in every microbatch.
-
-    A parameter's hook references this, and not the group: the garbage collector does not see a parameter's hooks, so the group, and with
-    it the process groups, would never be freed. ``complete`` is called when the last gradient arrives.
-    """
-
-    def __init__(self, each_step: int) -> None:
-        self._each_step, self.missing = each_step, each_step
-        self.complete: weakref.WeakMethod[Callable[[], None]] | None = None
-
-    def reset(self) -> None:
-        self.missing = self._each_step
-
-    def count(self) -> None:
-        self.missing -= 1
-        complete = self.complete and self.complete()
-        if complete is not None and self.missing <= 0:
-            if self.missing < 0:
-                raise RuntimeError("a parameter got a gradient after the reduction of its group had started")
-            complete()
 
 
 class FlatGroup:

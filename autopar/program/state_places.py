@@ -69,13 +69,7 @@ class Places:
         if place != NVME:
             return torch.zeros(tuple(shape), dtype=dtype)
         if self._file is None:
-            folder = self.folder or os.environ.get(FOLDER, "")
-            if not folder:
-                raise PlaceError(
-                    "the plan keeps optimizer states on NVMe, and no folder on it is named",
-                    f"name one: nvme_path in the cluster file, train.py --nvme DIR, or the environment's {FOLDER}",
-                )
-            self._file = _MappedFile(folder)
+            self._file = _MappedFile(folder_of(self.folder))
         return self._file.zeros(shape, dtype)
 
     def has(self, tensor: Tensor) -> bool:
@@ -100,6 +94,17 @@ class Places:
         """Unmap the pages of tensors that are in the file until they are needed; the kernel writes them when they have changed."""
         if self._file is not None:
             self._file.advise(tensors, mmap.MADV_DONTNEED)
+
+
+def folder_of(named: str) -> str:
+    """The folder on NVMe: the one that the plan or the command line has ``named``, or the environment's. Raises ``PlaceError``."""
+    folder = named or os.environ.get(FOLDER, "")
+    if not folder:
+        raise PlaceError(
+            "the plan keeps optimizer states on NVMe, and no folder on it is named",
+            f"name one: nvme_path in the cluster file, train.py --nvme DIR, or the environment's {FOLDER}",
+        )
+    return folder
 
 
 class _MappedFile:
