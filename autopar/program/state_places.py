@@ -343,6 +343,8 @@ class _Lane:
         targets = [master.away.values for master in chunk if master.away is not None]
         for master, there in zip(chunk, staged := _views(self._up, targets), strict=True):
             there.copy_(master.tensor.view(there.shape))  # here: to the dtype of the computation
+        if self._cuda:
+            self._streams[1].wait_stream(torch.cuda.current_stream(self._device))  # what still reads the old values
         with torch.cuda.stream(self._streams[1]) if self._cuda else nullcontext():
             for target, values in zip(targets, staged, strict=True):
                 target.copy_(values, non_blocking=True)

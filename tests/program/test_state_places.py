@@ -22,6 +22,7 @@ from price_models import mlp as mlp_layer
 from price_models import solve_mlp
 from resumed import KIND, Fault, chain, emitted
 from test_run_optimizers import NORM, lamb
+from tiers import in_short
 from torch import Tensor, nn
 from workers import WorkerPool
 
@@ -111,7 +112,7 @@ CHAINS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("name", in_short(CHAINS, "zero", "tied and fused", "schedules", "whole tensors"))
 def test_training_is_exact_through_checkpoints(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """Under each plan two steps in small chunks, from the checkpoint of the plan before; the last plan has all states on the device, and
     of the one before it only some layers' are away."""
