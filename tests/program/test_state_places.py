@@ -172,7 +172,7 @@ OPTIMIZERS: dict[str, Any] = {
     "RAdam": {},
     "Adamax": {},
     "Adagrad": {"initial_accumulator_value": 0.3},
-    "Adadelta": {},
+    "Adadelta": {"lr": 1.0},
     "RMSprop": {"centered": True, "momentum": 0.5},
     "Rprop": {},
     "ASGD": {"t0": 1},
@@ -208,7 +208,7 @@ def made(name: str) -> Any:
     def make(params: list[nn.Parameter]) -> torch.optim.Optimizer:
         matrices, vectors = [p for p in params if p.ndim >= 2], [p for p in params if p.ndim < 2]
         groups = [{"params": matrices}, {"params": vectors, "lr": 0.03}]
-        found: torch.optim.Optimizer = getattr(torch.optim, name)(groups, lr=0.01, **OPTIMIZERS[name])
+        found: torch.optim.Optimizer = getattr(torch.optim, name)(groups, **{"lr": 0.01} | OPTIMIZERS[name])
         return found
 
     return counting if name == "Counting" else make
@@ -274,7 +274,7 @@ def test_half_precision_has_its_masters_there(workers2: WorkerPool, tmp_path: Pa
     """In bfloat16 the device has parameters of 16 bits, and the updates are those of masters on the device, bit for bit."""
     model, batch, loss_fn = mlp()
     graph = annotate(capture(model, batch, loss_fn, precision="bfloat16"))
-    values, tensors = [], {"x": batch[0], "targets": batch[1]}
+    values, tensors = [], {"x": batch[0].bfloat16(), "targets": batch[1].bfloat16()}
     for states in ("device", "host", NVME):
         for zero in (1, 2):
             plan = away(manual_plan(graph, data=2, zero=zero, precision="bfloat16"), states, tmp_path)
@@ -331,15 +331,15 @@ def test_a_training_on_nvme_is_killed_and_goes_on(tmp_path: Path) -> None:
 
 
 def test_what_fits_only_with_nvme_has_a_plan(tmp_path: Path) -> None:
-    """Of 4 layers, 12.6 MB of parameters and gradients fit one device, 25 MB of states neither there nor in the host's memory."""
+    """Of 4 layers, 12.6 MB of parameters and gradients fit one device, and 25 MB of states do not; the host's memory has room for none."""
     graph = chain_of_layers(mlp_layer(8, 128, 256, 1024), 4)
     file = tmp_path / "node.toml"
-    plain = 'gpu = "H100-80GB"\ngpus_per_node = 1\nhost_memory_gb = 0.01\n'
+    plain = 'gpu = "H100-80GB"\ngpus_per_node = 1\nhost_memory_gb = 0.005\n'
     drives = "nvme_gb = 1\nnvme_read_gb_per_s = 6\nnvme_write_gb_per_s = 3\n"
 
     def found(text: str, **options: Any) -> Plan:
         file.write_text(text)
-        cluster = parse(str(file), memory_limit_bytes=36_000_000)
+        cluster = parse(str(file), memory_limit_bytes=24_000_000)
         return search(graph, cluster, Pricer(graph, cluster, "bfloat16", solve_mlp), SearchOptions(**options))
 
     for options in ({}, {"states": "any"}):
