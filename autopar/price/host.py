@@ -4,7 +4,7 @@
 a master copy of every element that the device would update. Once per step gradients are copied to the host, the CPUs update at the
 bandwidth of their memory, and parameters are copied back, chunk by chunk: the copies of one chunk run beside the update of another, so that
 the slowest of link, memory and drives takes its time. On NVMe the states and the master copy are read and written once; the drives do one
-after the other. Buffers for two chunks, 256 MB at most, are not counted.
+after the other. Buffers for two chunks, 128 MB at most, are not counted.
 
 *Activations*: the tensors that the layer saves for its backward are copied to the host after its forward, and back before its backward,
 during the arithmetic of other layers; the device waits for copies that take longer than the layer's own arithmetic. Device memory has

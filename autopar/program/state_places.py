@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from autopar.program.masters import Master
 
 DEVICE, HOST, NVME = PLACES = ("device", "host", "nvme")
-CHUNK_BYTES = 64 * 2**20  # of masters, at most: the size of a buffer
+CHUNK_BYTES = 32 * 2**20  # of masters, at most: the size of a buffer
 FOLDER = "AUTOPAR_NVME"  # the environment's variable with the folder on NVMe
 _FIRST, _LARGEST = 16 * 2**20, 2**30  # bytes by which a file grows
 

@@ -86,12 +86,12 @@ def test_a_folder_that_cannot_have_the_file_is_named(tmp_path: Path, monkeypatch
         Places(str(tmp_path)).zeros(NVME, (10_000_000,), torch.float32)
 
 
-@pytest.mark.parametrize("elements", [0, 1, 16 * 2**20, 16 * 2**20 + 1, 50 * 2**20])
+@pytest.mark.parametrize("elements", [0, 1, 8 * 2**20, 8 * 2**20 + 1, 50 * 2**20])
 def test_large_parameters_are_updated_piece_by_piece(elements: int) -> None:
     pieces = list(pieces_of(elements, torch.float32))
     assert [low for low, _ in pieces] == [0, *(high for _, high in pieces[:-1])] if elements else not pieces
     assert sum(high - low for low, high in pieces) == elements
-    assert all(0 < high - low <= 16 * 2**20 for low, high in pieces)
+    assert all(0 < high - low <= 8 * 2**20 for low, high in pieces)
 
 
 # -- exact ------------------------------------------------------------------------------------------------------------
