@@ -391,10 +391,7 @@ def assemble(
         forward_exposed += waited_s(segment_bytes, forward_compute_s, cluster)
         backward_exposed += waited_s(segment_bytes, backward_compute_s, cluster)
     updated = trainable / (data if zero else 1)
-    if offloaded.states == DEVICE:
-        step_s = cluster.gpu.update_s(updated * update_bytes(numbers), c.tensors)
-    else:
-        step_s = host_update_s(updated, offloaded.states, zero, numbers, cluster)
+    step_s = _update_s(updated, c.tensors, offloaded.states, zero, numbers, cluster)
     elsewhere = math.ceil(updated) * away_bytes(numbers)
     if zero < 2:
         reduction_s, published_s = (reduce, gather) if zero else (spread.average_s, spread.publish_s)
@@ -436,6 +433,13 @@ def assemble(
 def _accumulate_s(spread: Spread, elements: float, numbers: Precision, cluster: Cluster) -> float:
     """Seconds for which a microbatch adds so many elements to the gradients; the first of a step overwrites them."""
     return (1 - 1 / spread.microbatches) * elements * numbers.accumulated / cluster.gpu.bytes_per_s
+
+
+def _update_s(updated: float, tensors: int, states: str, zero: int, numbers: Precision, cluster: Cluster) -> float:
+    """Seconds of the optimizer for so many elements."""
+    if states != DEVICE:
+        return host_update_s(updated, states, zero, numbers, cluster)
+    return cluster.gpu.update_s(updated * update_bytes(numbers), tensors)
 
 
 def _copies_s(spread: Spread, strategy: Strategy, zero: int) -> tuple[float, float, float]:
