@@ -39,6 +39,14 @@ class Offloaded:
     def of(strategy: Strategy, cluster: Cluster) -> Offloaded:
         return Offloaded(strategy.states, strategy.offloads_activations, cluster.host is not None)
 
+    def in_host(self, elements: int, numbers: Precision) -> int:
+        """Bytes of the states of so many elements in host memory, if that is not the device's."""
+        return elements * away_bytes(numbers) if self.states == HOST and self.separate else 0
+
+    def on_nvme(self, elements: int, numbers: Precision) -> int:
+        """Bytes of the states of so many elements on NVMe."""
+        return elements * away_bytes(numbers) if self.states == NVME else 0
+
     def here(self, numbers: Precision) -> int | None:
         """Bytes of an element's states in device memory if they are not the device's own, but in the host's memory; else ``None``."""
         if self.states == DEVICE:
