@@ -471,7 +471,18 @@ def hardware(action: str | None, name: str | None, as_json: bool) -> None:
 @joined(
     *(
         pin_option(PINS[name], "{}", (ANY,))
-        for name in ("schedule", "chunks", "sync", "recompute", "segment", "offload", "saved", "overlap", "compile")
+        for name in (
+            "schedule",
+            "chunks",
+            "sync",
+            "recompute",
+            "segment",
+            "offload",
+            "states",
+            "saved",
+            "overlap",
+            "compile",
+        )
     )
 )
 @click.option("--timeline", is_flag=True, help="Also show the memory of each device at each action of a step.")

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.cli.console import plain_table
-from autopar.plan import ALL_REDUCE, GIVEN, SEQUENCES, LayerPlan, Memory, Plan, Role, StagePlan, Strategy
+from autopar.plan import ALL_REDUCE, GIVEN, SEQUENCES, STATES, LayerPlan, Memory, Plan, Role, StagePlan, Strategy
 from autopar.schedules import V_SHAPED
 from autopar.units import seconds, size
 
@@ -119,6 +119,9 @@ def _layers(plan: Plan) -> RenderableType:
     if once:
         table.add_column("reduced every")
     table.add_column("recompute")
+    away = any(layer.strategy.states != STATES[0] for layer in plan.layers)
+    if away:
+        table.add_column("states on")
     offloads = any(layer.strategy.offload != "none" for layer in plan.layers)
     if offloads:
         table.add_column("in the host")
@@ -139,6 +142,7 @@ def _layers(plan: Plan) -> RenderableType:
             f"{s.recomputation.layers} as one"
             if s.recomputation.layers > 1
             else {"none": "-", "selective": "in part", "full": "yes"}[s.recomputation.kind],
+            *([s.states] if away else []),
             *([s.offload if s.offload != "none" else "-"] if offloads else []),
             *([s.saved if s.saves_int8 else "-"] if narrow else []),
         )
