@@ -19,6 +19,7 @@ from autopar.cli.render import print_plan
 from autopar.compile import emit_program, start_program
 from autopar.devices import Cluster, parse
 from autopar.errors import BatchError, InfeasibleError, LaunchError, UsageError
+from autopar.explain import Study, nearby_batch
 from autopar.graph import Graph
 from autopar.keywords import Request, Training
 from autopar.pins import PINS, read_pins
@@ -42,15 +43,18 @@ if TYPE_CHECKING:
 def plan_command(as_json: bool, **request: Any) -> None:
     """``autopar plan``: the plan as tables, or as one JSON object; an infeasible request is such an object too."""
     try:
-        *_, plan = planned(request, price_pins=True)
+        _, cluster, graph, plan = planned(request, price_pins=True)
     except InfeasibleError as error:
         if not as_json:
             raise
         print_infeasible(error)
     if as_json:
         print(plan.dumps())
-    else:
-        print_plan(plan, console())
+        return
+    with Messages() as messages:
+        study = Study(graph, cluster, asked(request)[1], recapture=recapture(request, cluster))
+        hint = nearby_batch(study, plan, messages)
+    print_plan(plan, console(), hint)
 
 
 def print_infeasible(error: InfeasibleError) -> NoReturn:
