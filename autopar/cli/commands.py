@@ -15,6 +15,7 @@ import torch
 
 from autopar.cli.console import Messages, console
 from autopar.cli.load import Sizes, batch_of, is_pretrained, load_model
+from autopar.cli.output import output_file
 from autopar.cli.render import print_plan
 from autopar.compile import emit_program, start_program
 from autopar.devices import Cluster, parse
@@ -40,14 +41,17 @@ if TYPE_CHECKING:
     from autopar.run import Program
 
 
-def plan_command(as_json: bool, **request: Any) -> None:
+def plan_command(as_json: bool, output: str | None, **request: Any) -> None:
     """``autopar plan``: the plan as tables, or as one JSON object; an infeasible request is such an object too."""
+    file = output_file(output, "--output") if output else None
     try:
         _, cluster, graph, plan = planned(request, price_pins=True)
     except InfeasibleError as error:
         if not as_json:
             raise
         print_infeasible(error)
+    if file is not None:
+        file.write_text(plan.dumps() + "\n")
     if as_json:
         print(plan.dumps())
         return

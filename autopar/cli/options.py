@@ -110,7 +110,10 @@ pin_options = joined(
     ),
 )
 plan_file_option = click.option(
-    "--plan", "plan_file", metavar="FILE", help="Use this plan (`autopar plan --json` wrote it)."
+    "--plan", "plan_file", metavar="FILE", help="Use this plan (`autopar plan -o FILE` wrote it)."
+)
+plan_output_option = click.option(
+    "-o", "--output", metavar="FILE", help="Also write the plan into this file, as JSON: other commands read it."
 )
 
 

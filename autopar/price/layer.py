@@ -328,11 +328,11 @@ def _alive(
         return first, first
     of_slots = local(live.gradient, "slot")
 
-    def by_op(operand: int) -> Floats:
+    def of_ops(operand: int) -> Floats:
         chosen = np.where(np.array(table.slot_operand) == operand, of_slots, 0.0)
         return np.bincount(table.slot_op, weights=chosen, minlength=ops).astype(np.float64)
 
-    return first, peaks(back + _joined_bytes(bound, by_op(OUTPUT), by_op(0)))
+    return first, peaks(back + _joined_bytes(bound, of_ops(OUTPUT), of_ops(0)))
 
 
 def _joined_bytes(bound: Bound, of_results: Floats, of_inputs: Floats) -> Floats:

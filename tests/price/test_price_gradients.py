@@ -8,7 +8,7 @@ from price_models import Builder, aten, price_layer, replicated
 
 from autopar.devices import parse
 from autopar.graph import LayerClass
-from autopar.plan import Axis, Role, Strategy
+from autopar.plan import Axis, Strategy
 from autopar.price.trainer import Trainer
 from autopar.run.allocations import Allocations
 from autopar.sharding import Sharding

@@ -5,8 +5,8 @@ loaded. Every allocation and release of the CPU allocator is then an event with 
 optimizer's state exists by then) is what the program holds, temporaries inside of kernels included, and its maximum is what is
 compared with the plan's prediction for that device. The batch is made before and counts with neither.
 
-One JSON line per case; a run does what the file lacks for this code (``--fresh``: everything). Bytes do not depend on how busy the
-machine is.
+One JSON line per case; a run measures what the file lacks (``--fresh``: everything), and predicts all anew. Bytes do not depend on how busy
+the machine is.
 """
 
 from __future__ import annotations
