@@ -178,7 +178,12 @@ def emit(**request: Any) -> None:
     "--lr", type=click.FloatRange(0), default=3e-4, show_default=True, metavar="RATE", help="Learning rate of AdamW."
 )
 @click.option(
-    "--seed", type=int, default=0, show_default=True, metavar="N", help="The seed of the parameters and the batch."
+    "--seed",
+    type=click.IntRange(0, 2**63 - 1),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="The seed of the parameters and the batch.",
 )
 @click.option("-o", "--output", metavar="DIR", help="Keep the program in this folder.")
 @click.option("--checkpoint", metavar="DIR", help="Write checkpoints into this folder.")

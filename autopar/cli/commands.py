@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
 
 def plan_command(as_json: bool, output: str | None, **request: Any) -> None:
     """``autopar plan``: the plan as tables, or as one JSON object; an infeasible request is such an object too."""
-    file = output_file(output, "--output") if output else None
+    file = output_file(output, "-o") if output else None
     try:
         _, cluster, graph, plan = planned(request, price_pins=True)
     except InfeasibleError as error:
@@ -193,9 +195,21 @@ class Checkpoints:
             )
 
     def claim(self) -> IO[str] | None:
-        """Keep other trainings from writing into the folder until the result is closed."""
+        """Keep other trainings from writing into the folder until the result is closed.
+
+        Raises:
+            UsageError: the folder cannot be made or written to, or another training writes there.
+        """
+        if self.folder is None:
+            return None
         try:
-            return None if self.folder is None else claimed(Path(self.folder), 0.0)
+            Path(self.folder).mkdir(parents=True, exist_ok=True)
+            if not os.access(self.folder, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return claimed(Path(self.folder), 0.0)
+        except OSError as error:
+            why = f"checkpoints cannot be written to {self.folder}: {error.strerror}"
+            raise UsageError(why, "give a folder that can be made and written to") from error
         except CheckpointError as error:
             raise UsageError(error.message, error.hint) from error
 

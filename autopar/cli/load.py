@@ -100,9 +100,10 @@ def called_factory(model: str, sizes: Sizes) -> tuple[Any, dict[str, int | str]]
     """
     source, _, factory = model.rpartition(":")
     path = Path(source)
-    if source.endswith(".py") and not path.is_file():
+    if not source or (source.endswith(".py") and not path.is_file()):
         raise ModelError(
-            f"there is no file {source}", "MODEL is file.py:factory, package.module:factory, a config or a zoo name"
+            f"there is no file {source or 'before the colon of ' + model}",
+            "MODEL is file.py:factory, package.module:factory, a config or a zoo name",
         )
     module = _guarded(source, _import_file if source.endswith(".py") else _import_package, source)
     function = getattr(module, factory, None)

@@ -107,7 +107,7 @@ def price_command(
 ) -> None:
     """``autopar price``: prints the plan's prediction as ``autopar plan`` does, and with ``timeline`` the memory through a step. Ends with
     status 1 where the plan does not fit."""
-    file = output_file(output, "--output") if output else None
+    file = output_file(output, "-o") if output else None
     plan, moments = price_request(request | translated(read_flags(flags)), plan_file, timeline)
     if file is not None:
         file.write_text(plan.dumps() + "\n")
