@@ -29,24 +29,28 @@ def read_plan(path: str | Path) -> Plan:
         raise UsageError(f"the plan {path} cannot be read: {error.strerror}", _WRITTEN_BY) from error
     except (ValueError, KeyError, TypeError, IndexError, AssertionError, AttributeError) as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
-        if isinstance(error, IndexError | AssertionError):
-            reason = "its stages and layers do not fit together"
+        if isinstance(error, IndexError | AssertionError | _PlanError):
+            reason = str(error) if isinstance(error, _PlanError) else "its stages and layers do not fit together"
         raise UsageError(f"{path} holds no plan ({reason})", _WRITTEN_BY) from error
+
+
+class _PlanError(ValueError):
+    """What a file that holds no plan holds."""
 
 
 def _checked(data: Any) -> dict[str, Any]:
     if not isinstance(data, dict):
-        raise TypeError("it is no JSON object")
+        raise _PlanError("it is no JSON object")
     if data.get("feasible") is False:
-        raise ValueError("it says that nothing fits")
+        raise _PlanError("it says that nothing fits")
     for field in dataclasses.fields(Prediction):
         if isinstance(data[field.name], bool) or not isinstance(data[field.name], int | float):
-            raise TypeError(f"{field.name} is {data[field.name]!r}, no number")
+            raise _PlanError(f"{field.name} is {data[field.name]!r}, no number")
     return data
 
 
 def _no_number(text: str) -> float:
-    raise ValueError(f"{text} is no number")
+    raise _PlanError(f"{text} is no number")
 
 
 def check_model(plan: Plan, graph: Graph) -> None:

@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING, Any, NoReturn
@@ -225,6 +225,17 @@ class Checkpoints:
             program.save(self.folder, keep=self.keep)
 
 
+def check_pins(request: Mapping[str, Any]) -> None:
+    """Raise ``UsageError`` where decisions are given beside a plan, which has made them."""
+    names = [name for name in (*PINS, "context", "microbatch", "sequence") if request.get(name) not in (None, False)]
+    pins = [f"--{name.replace('_', '-')}" for name in names] + ["--pin"] * bool(request.get("pins"))
+    if request.get("plan_file") and pins:
+        raise UsageError(
+            f"--plan has made the decision that {pins[0]} makes",
+            f"leave --plan out, or {' and '.join(pins)}; `autopar plan` makes another plan",
+        )
+
+
 def planned(
     request: dict[str, Any], device: str | None = "meta", price_pins: bool = False
 ) -> tuple[Workload, Cluster, Graph, Plan]:
@@ -232,6 +243,7 @@ def planned(
 
     The model is on ``device``; where that is ``None``, on the CPU if the model has values or is small enough to be given some.
     """
+    check_pins(request)
     cluster, options = asked(request)
     if price_pins:
         options = dataclasses.replace(options, pin_time_s=options.time_limit_s / 2)

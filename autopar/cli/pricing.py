@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from autopar.cli.commands import allowed, recapture
+from autopar.cli.commands import allowed, check_pins, recapture
 from autopar.cli.console import Messages, console, plain_table
 from autopar.cli.load import Sizes, load_model
 from autopar.cli.output import output_file
@@ -108,6 +108,7 @@ def price_command(
     """``autopar price``: prints the plan's prediction as ``autopar plan`` does, and with ``timeline`` the memory through a step. Ends with
     status 1 where the plan does not fit."""
     file = output_file(output, "-o") if output else None
+    check_pins(request | {"plan_file": plan_file})
     plan, moments = price_request(request | translated(read_flags(flags)), plan_file, timeline)
     if file is not None:
         file.write_text(plan.dumps() + "\n")
