@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from autopar import zoo
+from autopar.cli.options import check_file
 from autopar.errors import AutoparError, BatchError, ModelError
 from autopar.precision import normalise
 from autopar.workload import Workload
@@ -99,12 +100,7 @@ def called_factory(model: str, sizes: Sizes) -> tuple[Any, dict[str, int | str]]
         ModelError: there is no such factory, or the user's code raised.
     """
     source, _, factory = model.rpartition(":")
-    path = Path(source)
-    if not source or (source.endswith(".py") and not path.is_file()):
-        raise ModelError(
-            f"there is no file {source or 'before the colon of ' + model}",
-            "MODEL is file.py:factory, package.module:factory, a config or a zoo name",
-        )
+    check_file(model)
     module = _guarded(source, _import_file if source.endswith(".py") else _import_package, source)
     function = getattr(module, factory, None)
     if not callable(function):

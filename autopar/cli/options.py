@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
+from autopar.errors import ModelError
 from autopar.pins import ANY, PINS, Pin
 from autopar.plan import ALLOWED
 
@@ -150,3 +152,13 @@ again_options = joined(
     allow_option,
     pin_options,
 )
+
+
+def check_file(model: str) -> None:
+    """Raise ``ModelError`` where MODEL is a factory and there is no file before its colon."""
+    source = model.rpartition(":")[0] if ":" in model else model
+    if not source or (source.endswith(".py") and not Path(source).is_file()):
+        raise ModelError(
+            f"there is no file {source or 'before the colon of ' + model}",
+            "MODEL is file.py:factory, package.module:factory, a config or a zoo name",
+        )
