@@ -17,7 +17,7 @@ WORTH = 0.01
 
 
 def nearby_batch(study: Study, plan: Plan, progress: Progress | None = None) -> str:
-    """How much faster the best plan for a batch nearby is by the row; empty if all devices divide the batch, the plan was given, or nothing
+    """How much faster the best plan for a batch nearby is per row; empty if all devices divide the batch, the plan was given, or nothing
     nearby is worth it. The batches are those next to the plan's that all devices divide, each planned like the request."""
     batch, devices = plan.global_batch, study.cluster.count
     if plan.solver == GIVEN or batch % devices == 0:
@@ -36,6 +36,6 @@ def nearby_batch(study: Study, plan: Plan, progress: Progress | None = None) -> 
     if gain < WORTH:
         return ""
     return (
-        f"a global batch of {near:,} instead of {batch:,} would be {gain:.0%} faster by the row, {seconds(step_s)} a step: "
-        f"{devices:,} devices divide {near:,}, and of {batch:,} they have only {math.gcd(batch, devices):,} as a common divisor"
+        f"a global batch of {near:,} instead of {batch:,} would be {gain:.0%} faster per row, {seconds(step_s)} a step: "
+        f"{near:,} divides by all {devices:,} devices, {batch:,} by {math.gcd(batch, devices):,} of them"
     )

@@ -252,8 +252,8 @@ class TestNearbyBatch:
         best = min(both, key=lambda n: both[n])
         gain = found.prediction.step_time_s / 126 / both[best] - 1
         assert gain > 0.01, "a batch that devices divide is worth more here"
-        assert f"a global batch of {best} instead of 126 would be {gain:.0%} faster by the row" in hint
-        assert f"{seconds(both[best] * best)} a step" in hint and "only 2 as a common divisor" in hint
+        assert f"a global batch of {best} instead of 126 would be {gain:.0%} faster per row" in hint
+        assert f"{seconds(both[best] * best)} a step" in hint and "126 by 2 of them" in hint
 
     def test_nothing_is_said_where_nothing_is_gained(self) -> None:
         request = study(batch=128)
@@ -261,4 +261,4 @@ class TestNearbyBatch:
         request = study(batch=12)
         assert not nearby_batch(request, request.solve())  # 8 and 16 are no batches nearby
         pinned = study(batch=126, data=2, tensor=4)
-        assert not nearby_batch(pinned, pinned.solve())  # the best plan is no faster by the row
+        assert not nearby_batch(pinned, pinned.solve())  # the best plan is no faster per row
