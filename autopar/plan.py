@@ -295,7 +295,8 @@ class Memory:
 @dataclass(frozen=True, slots=True)
 class StagePlan:
     """A pipeline stage: layers ``start`` to ``stop`` (exclusive), its devices, predicted memory and its limit, and the time
-    of one microbatch (forward plus backward, seconds). ``host_bytes`` is the host memory that a device uses."""
+    of one microbatch (forward plus backward, seconds). ``host_bytes`` is the host memory that a device uses, ``optimizer_s`` the seconds
+    that the stage adds once a step."""
 
     start: int
     stop: int
@@ -304,6 +305,7 @@ class StagePlan:
     memory_limit_bytes: int
     microbatch_s: float
     host_bytes: int = 0
+    optimizer_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -462,6 +464,7 @@ class Plan:
                 "memory_by_part_bytes": dataclasses.asdict(stage.memory),
                 "microbatch_s": stage.microbatch_s,
                 "host_bytes": stage.host_bytes,
+                "optimizer_s": stage.optimizer_s,
             }
             for stage in self.stages
         ]
@@ -509,6 +512,7 @@ class Plan:
                     s["memory_limit_bytes"],
                     s["microbatch_s"],
                     s.get("host_bytes", 0),
+                    s.get("optimizer_s", 0.0),
                 )
                 for s in data["stages"]
             ),

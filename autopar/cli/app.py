@@ -21,6 +21,7 @@ from autopar.cli.options import (
     pin_option,
     pin_options,
     plan_file_option,
+    plan_output_option,
     precision_option,
     size_options,
     type_check_option,
@@ -45,6 +46,7 @@ def cli() -> None:
 @model_options
 @pin_options
 @capture_check_option
+@plan_output_option
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object.")
 def plan(**request: Any) -> None:
     from autopar.cli.commands import plan_command
@@ -54,7 +56,7 @@ def plan(**request: Any) -> None:
 
 @cli.command(
     short_help="Say why a plan was chosen.",
-    help="Say why the plan in the file PLAN (of `autopar plan --json`), or the best plan for MODEL, was chosen: what limits it, "
+    help="Say why the plan in the file PLAN (of `autopar plan -o FILE`), or the best plan for MODEL, was chosen: what limits it, "
     "what more memory, bandwidth or batch would save, the best plan of other kinds, and the ten best alternatives. Options that are "
     "left out have the values that the plan was made with." + MODEL_HELP,
 )
@@ -71,7 +73,7 @@ def explain(**request: Any) -> None:
 
 @cli.command(
     short_help="Write a plan as a page with its timeline.",
-    help="Write the plan in the file PLAN (of `autopar plan --json`), or two plans side by side, as one HTML page that loads nothing: "
+    help="Write the plan in the file PLAN (of `autopar plan -o FILE`), or two plans side by side, as one HTML page that loads nothing: "
     "timeline, memory through the step, layers, communication, sources of all figures. The page's details need the model: the plan says "
     "which, or --model does.",
 )
@@ -94,7 +96,7 @@ def report(**request: Any) -> None:
 
 @cli.command(
     short_help="Write a plan's predicted step for Perfetto.",
-    help="Write the predicted step of the plan in the file PLAN (of `autopar plan --json`) in Chrome's trace-event format, which "
+    help="Write the predicted step of the plan in the file PLAN (of `autopar plan -o FILE`) in Chrome's trace-event format, which "
     "https://ui.perfetto.dev opens: a process for each pipeline rank, with its actions, its sends and its memory.",
 )
 @click.argument("plan", metavar="PLAN")
@@ -176,7 +178,12 @@ def emit(**request: Any) -> None:
     "--lr", type=click.FloatRange(0), default=3e-4, show_default=True, metavar="RATE", help="Learning rate of AdamW."
 )
 @click.option(
-    "--seed", type=int, default=0, show_default=True, metavar="N", help="The seed of the parameters and the batch."
+    "--seed",
+    type=click.IntRange(0, 2**63 - 1),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="The seed of the parameters and the batch.",
 )
 @click.option("-o", "--output", metavar="DIR", help="Keep the program in this folder.")
 @click.option("--checkpoint", metavar="DIR", help="Write checkpoints into this folder.")
@@ -476,6 +483,7 @@ def hardware(action: str | None, name: str | None, as_json: bool) -> None:
 )
 @click.option("--timeline", is_flag=True, help="Also show the memory of each device at each action of a step.")
 @plan_file_option
+@plan_output_option
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object.")
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 def price(**request: Any) -> None:
@@ -489,7 +497,7 @@ def price(**request: Any) -> None:
 @click.argument("second")
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 def compare(first: str, second: str, as_json: bool) -> None:
-    """Show two plans side by side: FIRST and SECOND are files of `autopar plan --json` or `autopar price --json`."""
+    """Show two plans side by side: FIRST and SECOND are files of `autopar plan -o FILE` or `autopar price -o FILE`."""
     from autopar.cli.pricing import compare_command
 
     compare_command(first, second, as_json)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING, Any, NoReturn
@@ -15,10 +17,12 @@ import torch
 
 from autopar.cli.console import Messages, console
 from autopar.cli.load import Sizes, batch_of, is_pretrained, load_model
+from autopar.cli.output import output_file
 from autopar.cli.render import print_plan
 from autopar.compile import emit_program, start_program
 from autopar.devices import Cluster, parse
 from autopar.errors import BatchError, InfeasibleError, LaunchError, UsageError
+from autopar.explain import Study, nearby_batch
 from autopar.graph import Graph
 from autopar.keywords import Request, Training
 from autopar.pins import PINS, read_pins
@@ -39,18 +43,24 @@ if TYPE_CHECKING:
     from autopar.run import Program
 
 
-def plan_command(as_json: bool, **request: Any) -> None:
+def plan_command(as_json: bool, output: str | None, **request: Any) -> None:
     """``autopar plan``: the plan as tables, or as one JSON object; an infeasible request is such an object too."""
+    file = output_file(output, "-o") if output else None
     try:
-        *_, plan = planned(request, price_pins=True)
+        _, cluster, graph, plan = planned(request, price_pins=True)
     except InfeasibleError as error:
         if not as_json:
             raise
         print_infeasible(error)
+    if file is not None:
+        file.write_text(plan.dumps() + "\n")
     if as_json:
         print(plan.dumps())
-    else:
-        print_plan(plan, console())
+        return
+    with Messages() as messages:
+        study = Study(graph, cluster, asked(request)[1], recapture=recapture(request, cluster))
+        hint = nearby_batch(study, plan, messages)
+    print_plan(plan, console(), hint)
 
 
 def print_infeasible(error: InfeasibleError) -> NoReturn:
@@ -185,9 +195,21 @@ class Checkpoints:
             )
 
     def claim(self) -> IO[str] | None:
-        """Keep other trainings from writing into the folder until the result is closed."""
+        """Keep other trainings from writing into the folder until the result is closed.
+
+        Raises:
+            UsageError: the folder cannot be made or written to, or another training writes there.
+        """
+        if self.folder is None:
+            return None
         try:
-            return None if self.folder is None else claimed(Path(self.folder), 0.0)
+            Path(self.folder).mkdir(parents=True, exist_ok=True)
+            if not os.access(self.folder, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return claimed(Path(self.folder), 0.0)
+        except OSError as error:
+            why = f"checkpoints cannot be written to {self.folder}: {error.strerror}"
+            raise UsageError(why, "give a folder that can be made and written to") from error
         except CheckpointError as error:
             raise UsageError(error.message, error.hint) from error
 
@@ -203,6 +225,17 @@ class Checkpoints:
             program.save(self.folder, keep=self.keep)
 
 
+def check_pins(request: Mapping[str, Any]) -> None:
+    """Raise ``UsageError`` where decisions are given beside a plan, which has made them."""
+    names = [name for name in (*PINS, "context", "microbatch", "sequence") if request.get(name) not in (None, False)]
+    pins = [f"--{name.replace('_', '-')}" for name in names] + ["--pin"] * bool(request.get("pins"))
+    if request.get("plan_file") and pins:
+        raise UsageError(
+            f"--plan has made the decision that {pins[0]} makes",
+            f"leave --plan out, or {' and '.join(pins)}; `autopar plan` makes another plan",
+        )
+
+
 def planned(
     request: dict[str, Any], device: str | None = "meta", price_pins: bool = False
 ) -> tuple[Workload, Cluster, Graph, Plan]:
@@ -210,6 +243,7 @@ def planned(
 
     The model is on ``device``; where that is ``None``, on the CPU if the model has values or is small enough to be given some.
     """
+    check_pins(request)
     cluster, options = asked(request)
     if price_pins:
         options = dataclasses.replace(options, pin_time_s=options.time_limit_s / 2)

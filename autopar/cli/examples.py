@@ -7,7 +7,7 @@ import click
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "plan": (
         "autopar plan llama3-70b --devices 128x8xH100-80GB",
-        "autopar plan config.json --devices cluster.toml --global-batch 512 --pipeline 4 --json",
+        "autopar plan config.json --devices cluster.toml --global-batch 512 --pipeline 4 -o plan.json",
         "autopar plan model.py:factory --devices 4 --pin lm_head.zero=3",
     ),
     "explain": (

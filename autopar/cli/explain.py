@@ -66,7 +66,7 @@ def _read(target: str) -> Plan | None:
     if path.suffix != ".json":
         return None
     if not path.is_file():
-        raise UsageError(f"there is no file {path}", "`autopar plan MODEL --devices ... --json` writes a plan")
+        raise UsageError(f"there is no file {path}", "`autopar plan MODEL --devices ... -o FILE` writes a plan")
     try:
         data = json.loads(path.read_text())
     except (OSError, ValueError):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
+from autopar.errors import ModelError
 from autopar.pins import ANY, PINS, Pin
 from autopar.plan import ALLOWED
 
@@ -110,7 +112,10 @@ pin_options = joined(
     ),
 )
 plan_file_option = click.option(
-    "--plan", "plan_file", metavar="FILE", help="Use this plan (`autopar plan --json` wrote it)."
+    "--plan", "plan_file", metavar="FILE", help="Use this plan (`autopar plan -o FILE` wrote it)."
+)
+plan_output_option = click.option(
+    "-o", "--output", metavar="FILE", help="Also write the plan into this file, as JSON: other commands read it."
 )
 
 
@@ -147,3 +152,13 @@ again_options = joined(
     allow_option,
     pin_options,
 )
+
+
+def check_file(model: str) -> None:
+    """Raise ``ModelError`` where MODEL is a factory and there is no file before its colon."""
+    source = model.rpartition(":")[0] if ":" in model else model
+    if not source or (source.endswith(".py") and not Path(source).is_file()):
+        raise ModelError(
+            f"there is no file {source or 'before the colon of ' + model}",
+            "MODEL is file.py:factory, package.module:factory, a config or a zoo name",
+        )

@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from autopar.cli.commands import allowed, recapture
+from autopar.cli.commands import allowed, check_pins, recapture
 from autopar.cli.console import Messages, console, plain_table
 from autopar.cli.load import Sizes, load_model
+from autopar.cli.output import output_file
 from autopar.cli.render import print_plan
 from autopar.cli.timeline import print_timeline, timeline_data
 from autopar.devices import Cluster, parse
@@ -101,10 +102,16 @@ def read_flags(words: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def price_command(as_json: bool, timeline: bool, plan_file: str | None, flags: Sequence[str], **request: Any) -> None:
+def price_command(
+    as_json: bool, timeline: bool, plan_file: str | None, output: str | None, flags: Sequence[str], **request: Any
+) -> None:
     """``autopar price``: prints the plan's prediction as ``autopar plan`` does, and with ``timeline`` the memory through a step. Ends with
     status 1 where the plan does not fit."""
+    file = output_file(output, "-o") if output else None
+    check_pins(request | {"plan_file": plan_file})
     plan, moments = price_request(request | translated(read_flags(flags)), plan_file, timeline)
+    if file is not None:
+        file.write_text(plan.dumps() + "\n")
     if as_json:
         print(json.dumps(plan.to_json() | ({"timeline": timeline_data(moments)} if timeline else {}), indent=1))
     else:
@@ -233,7 +240,7 @@ def price_plan(graph: Graph, cluster: Cluster, plan: Plan, pricer: Pricer) -> Pl
 
 
 def compare_command(first: str, second: str, as_json: bool) -> None:
-    """``autopar compare``: two plans (JSON files of ``plan --json`` or ``price --json``) side by side."""
+    """``autopar compare``: two plans (files of ``plan -o`` or ``price -o``) side by side."""
     rows = compared(read_plan(first), read_plan(second))
     if as_json:
         print(json.dumps([{"figure": a, "first": b, "second": c} for a, b, c, _ in rows], indent=1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -20,12 +19,12 @@ _BAR = 20  # characters of a full bar
 _PARTS = ("parameters", "gradients", "optimizer", "activations", "transients")
 
 
-def print_plan(plan: Plan, console: Console) -> None:
-    """Prints every table of ``plan``, the most important one first."""
-    console.print(Group(*_sections(plan)))
+def print_plan(plan: Plan, console: Console, hint: str = "") -> None:
+    """Prints every table of ``plan``, the most important one first, and a hint in the end."""
+    console.print(Group(*_sections(plan, hint)))
 
 
-def _sections(plan: Plan) -> Iterable[RenderableType]:
+def _sections(plan: Plan, hint: str) -> Iterable[RenderableType]:
     yield Text.assemble(
         (plan.model, "bold"), " on ", (plan.devices, "bold"), f" ({_plural(plan.device_count, 'device')})"
     )
@@ -44,23 +43,8 @@ def _sections(plan: Plan) -> Iterable[RenderableType]:
         yield _pins(plan)
     for note in plan.notes:
         yield Text(f"note: {note}", "dim")
-    if hint := _nearby_batch(plan):
+    if hint:
         yield Text.assemble(("hint: ", "cyan"), hint)
-
-
-_NEARBY = 0.05  # of the batch: a change that few trainings would notice
-
-
-def _nearby_batch(plan: Plan) -> str:
-    """A batch of nearly this size that all devices divide, where this one's divisors leave out most ways to cut it; else nothing."""
-    batch, devices = plan.global_batch, plan.device_count
-    near = max(1, round(batch / devices)) * devices
-    if plan.solver == GIVEN or batch % devices == 0 or abs(near - batch) > _NEARBY * batch:
-        return ""
-    return (
-        f"a global batch of {batch:,} divides by {math.gcd(batch, devices)} of the {devices} devices; one of {near:,} divides by all, and "
-        f"admits more plans: try --global-batch {near}"
-    )
 
 
 def _overview(plan: Plan) -> RenderableType:

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 import autopar
+from autopar.cli.options import check_file
 from autopar.devices import hardware
 from autopar.pins import ANY, PINS
 from autopar.ui import Choices, Server
@@ -20,6 +21,8 @@ WORKER = (sys.executable, "-W", "ignore", "-m", "autopar.cli.planner")
 
 def ui_command(model: tuple[str, ...], port: int, browser: bool) -> None:
     """Serves the page until it is interrupted, and prints its address."""
+    for name in model:
+        check_file(name)
     for number in (signal.SIGINT, signal.SIGTERM):  # both remove the folder of plans
         signal.signal(number, signal.default_int_handler)
     server = Server(choices(model), WORKER, port)

@@ -45,8 +45,8 @@ FREE = Link(0.0, float("inf"), "a rehearsal's collectives return at once")
 class Rehearsal:
     """One rank's rehearsal: bytes and seconds of a step as predicted and as measured.
 
-    ``predicted_s`` is arithmetic without communication and bubbles, and the update of the rank that updates longest; ``rounds_s`` are the
-    seconds of each measured step.
+    ``predicted_s`` is arithmetic without communication and bubbles, and the rank's update; ``rounds_s`` are the seconds of each measured
+    step.
     ``reserved_bytes`` is what the caching allocator took from the GPU at most (0 on a CPU).
     """
 
@@ -201,8 +201,7 @@ def rehearse(
             peak_bytes=found["peak_bytes"],
             at_rest_bytes=found["at_rest_bytes"],
             reserved_bytes=found["reserved_bytes"],
-            predicted_s=passes * sum(alone.stages[stage].microbatch_s for stage in stages)
-            + alone.prediction.optimizer_s,
+            predicted_s=sum(passes * alone.stages[s].microbatch_s + alone.stages[s].optimizer_s for s in stages),
             rounds_s=tuple(found["rounds_s"]),
         )
 

@@ -276,6 +276,7 @@ def make_plan(
             int(limits[device]),
             found.forward_s[s] + found.backward_s[s],
             offloaded[device],
+            found.per_step_s[s],
         )
         for s, ((i, j), device) in enumerate(zip(pairwise(priced.bounds), choice.schedule.device, strict=True))
     )

@@ -14,7 +14,7 @@ from torch import nn
 
 from autopar.devices import Cluster, parse
 from autopar.errors import BatchError, InfeasibleError
-from autopar.explain import Study, describe, explain, suggest
+from autopar.explain import Study, describe, explain, nearby_batch, suggest
 from autopar.explain.alternatives import alternatives
 from autopar.explain.changes import feasible, grown, larger_counts, spec_of
 from autopar.explain.families import obeys
@@ -241,3 +241,24 @@ def test_a_plan_in_one_line() -> None:
 
 def test_sequences_are_told_from_other_sizes() -> None:
     assert sequence_length(model(4)) == TransformerPricer.seq
+
+
+class TestNearbyBatch:
+    def test_a_batch_that_devices_do_not_divide_is_held_against_those_next_to_it(self) -> None:
+        request = study(batch=126)
+        found = request.solve()
+        hint = nearby_batch(request, found)
+        both = {n: study(batch=n).solve().prediction.step_time_s / n for n in (120, 128)}
+        best = min(both, key=lambda n: both[n])
+        gain = found.prediction.step_time_s / 126 / both[best] - 1
+        assert gain > 0.01, "a batch that devices divide is worth more here"
+        assert f"a global batch of {best} instead of 126 would be {gain:.0%} faster per row" in hint
+        assert f"{seconds(both[best] * best)} a step" in hint and "126 by 2 of them" in hint
+
+    def test_nothing_is_said_where_nothing_is_gained(self) -> None:
+        request = study(batch=128)
+        assert not nearby_batch(request, request.solve())  # all devices divide it
+        request = study(batch=12)
+        assert not nearby_batch(request, request.solve())  # 8 and 16 are no batches nearby
+        pinned = study(batch=126, data=2, tensor=4)
+        assert not nearby_batch(pinned, pinned.solve())  # the best plan is no faster per row
