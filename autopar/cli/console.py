@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from types import TracebackType
 from typing import Any
@@ -83,9 +83,19 @@ def _in_parts(widths: list[int], most: int, gap: int) -> Iterator[list[int]]:
         yield part
 
 
-def plain_table(title: str | None = None, **options: Any) -> PlainTable:
-    """A table without lines, two spaces between its columns; ``options`` are those of ``rich.table.Table``."""
-    return PlainTable(title=title, **_PLAIN, **options)
+def plain_table(
+    title: str | None = None, words: Sequence[str] = (), numbers: Sequence[str] = (), **options: Any
+) -> PlainTable:
+    """A table without lines, two spaces between its columns; ``options`` are those of ``rich.table.Table``.
+
+    It begins with columns of ``words`` and then of ``numbers``, by their headers, each cell on one line.
+    """
+    table = PlainTable(title=title, **_PLAIN, **options)
+    for name in words:
+        table.add_column(name, no_wrap=True)
+    for name in numbers:
+        table.add_column(name, justify="right")
+    return table
 
 
 @contextmanager

@@ -29,9 +29,7 @@ def doctor_command(quick: bool, as_json: bool) -> None:
 
 def _print(found: list[Finding], broken: list[str]) -> None:
     out = console()
-    table = plain_table(show_header=False)
-    for name in ("part", "name", "status"):
-        table.add_column(name, no_wrap=True)
+    table = plain_table(None, ("part", "name", "status"), show_header=False)
     table.add_column("value", overflow="fold")
     part = ""
     for finding in found:

@@ -238,9 +238,7 @@ def compare_command(first: str, second: str, as_json: bool) -> None:
     if as_json:
         print(json.dumps([{"figure": a, "first": b, "second": c} for a, b, c, _ in rows], indent=1))
         return
-    table = plain_table()
-    for name in ("", Path(first).name, Path(second).name, "second / first"):
-        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
+    table = plain_table(None, ("",), (Path(first).name, Path(second).name, "second / first"))
     for figure, a, b, form in rows:
         numbers = isinstance(a, (int, float)) and isinstance(b, (int, float)) and a > _NOTHING
         table.add_row(figure, _form(a, form), _form(b, form), f"{b / a:.2f}" if numbers and form else "")

@@ -72,9 +72,8 @@ def trace_command(plan: str, output: str, measured: str | None, as_json: bool, *
 
 
 def _errors(step: PredictedStep, events: list[tracing.Event]) -> Table:
-    table = plain_table("seconds of actions: the mean of all microbatches and ranks")
-    for name in ("action", "predicted", "measured", "measured / predicted"):
-        table.add_column(name, justify="left" if name == "action" else "right", no_wrap=True)
+    title = "seconds of each action: mean over all microbatches and ranks"
+    table = plain_table(title, ("action",), ("predicted", "measured", "measured / predicted"))
     for row in compare_actions(step, events):
         table.add_row(
             row.name, seconds(row.predicted_s), seconds(row.measured_s), f"{row.measured_s / row.predicted_s:.2f}"
@@ -84,21 +83,26 @@ def _errors(step: PredictedStep, events: list[tracing.Event]) -> Table:
 
 def _check_named(file: str, request: dict[str, Any]) -> None:
     """Raise ``UsageError`` if a request does not say the model or the devices."""
-    if lacks := [option for option in ("model", "devices") if not request.get(option)]:
-        options = " and ".join(f"--{option}" for option in lacks)
-        raise UsageError(f"{file} does not say its {' and '.join(lacks)}", f"add {options}")
+    names, options = _lacking(request)
+    if names:
+        raise UsageError(f"{file} does not name its {names}", f"add {options}")
+
+
+def _lacking(request: dict[str, Any]) -> tuple[str, str]:
+    """The model and the devices, as far as a request does not say them: as words, and as options."""
+    lacks = [option for option in ("model", "devices") if not request.get(option)]
+    return " and ".join(lacks), " and ".join(f"--{option}" for option in lacks)
 
 
 def subject(file: str, plan: Plan, request: dict[str, Any], explain: bool) -> Subject:
     """The plan of a file with everything that a page shows; without a model the file's own figures."""
     name = Path(file).name
     found = repeated(plan, request)
-    lacks = [option for option in ("model", "devices") if not found.get(option)]
-    if lacks:
-        options = " and ".join(f"--{option}" for option in lacks)
+    names, options = _lacking(found)
+    if names:
         why = (
-            f"The plan's file does not say its {' and '.join(lacks)}: with {options} this page has the timeline, prices of layers, traffic "
-            "and sources too."
+            f"The plan's file does not name its {names}. With {options}, this page also shows the timeline, the prices of layers, the "
+            "traffic and the sources of all figures."
         )
         return Subject(name, plan, missing=(why,))
     step, cluster = predicted(plan, found)
