@@ -131,9 +131,11 @@ def _sections(found: Explanation) -> list[RenderableType]:
     if plan is not best and plan.prediction.step_time_s > step * (1 + 1e-9):
         slower = plan.prediction.step_time_s / step - 1
         parts += [Text(f"the best plan takes {seconds(step)}, this one {slower:.1%} more: {describe(best)}"), ""]
-    parts.append(Text("what binds", "bold"))
-    parts += [Text(f"  {binding.text}") for binding in found.bindings] or [Text("  nothing that was tried")]
-    parts += ["", Text("what more or less would be worth", "bold")]
+    parts.append(Text("what limits the plan", "bold"))
+    parts += [Text(f"  {binding.text}") for binding in found.bindings] or [
+        Text("  none of the resources that were tried")
+    ]
+    parts += ["", Text("what more or less of each resource would save", "bold")]
     parts += [Text(f"  {price.text}") for price in found.prices]
     parts += ["", _families(found, step), "", _alternatives(found, step), "", _end(found)]
     return parts

@@ -83,7 +83,7 @@ def read_flags(words: Sequence[str]) -> dict[str, Any]:
         flag, given, value = queue.pop(0).partition("=")
         name = FLAGS.get(flag)
         if name is None:
-            raise UsageError(f"{flag!r} is not a flag that is understood", f"these are: {', '.join(FLAGS)}")
+            raise UsageError(f"{flag!r} is not a supported flag", f"these are: {', '.join(FLAGS)}")
         if name in _SWITCHES:
             found[name] = True
             continue
@@ -96,7 +96,7 @@ def read_flags(words: Sequence[str]) -> dict[str, Any]:
         found[name] = value if name in _WORDS else int(value)
     if found.get("recompute_method", "uniform") != "uniform":
         raise UsageError(
-            f"--recompute-method {found['recompute_method']} is not understood", "write uniform, or a plan's JSON file"
+            f"--recompute-method {found['recompute_method']} is not supported", "write uniform, or a plan's JSON file"
         )
     return found
 

@@ -48,7 +48,7 @@ def sweep_command(as_json: bool, plot_file: str | None, gpu: str, gpu_hour: tupl
     else:
         console().print(table(cells))
     if all(cell.step_time_s is None for cell in cells):
-        raise InfeasibleError(f"no cell of the sweep has a plan: {cells[0].error}", "sweep more devices")
+        raise InfeasibleError(f"no combination of the sweep has a plan: {cells[0].error}", "sweep more devices")
 
 
 def _sizes(text: str | None, option: str) -> tuple[int | None, ...]:

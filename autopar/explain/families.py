@@ -64,11 +64,11 @@ def definitions(gpus_per_node: int, count: int, hosts: bool) -> list[tuple[str, 
         ("no_expert", "no expert parallelism", {"expert": 1}),
         ("no_sequence", "neither Ulysses nor ring attention", {"ulysses": 1, "ring": 1}),
         ("no_recomputation", "no recomputation", {"recompute": "none"}),
-        ("selective_recomputation", "every layer recomputed in part", {"recompute": "selective"}),
+        ("selective_recomputation", "every layer recomputed in part (selective)", {"recompute": "selective"}),
         ("full_recomputation", "every layer recomputed", {"recompute": "full"}),
         ("no_zero", "no ZeRO", {"zero": 0}),
         ("zero3_only", "ZeRO-3 alone", alone | {"zero": 3}),
-        ("pure_data", "data parallelism alone, whole copies", alone | {"zero": 0}),
+        ("pure_data", "data parallelism alone, without ZeRO", alone | {"zero": 0}),
         ("one_microbatch", "one microbatch", {"microbatches": 1}),
     ]
     if hosts:
@@ -76,7 +76,7 @@ def definitions(gpus_per_node: int, count: int, hosts: bool) -> list[tuple[str, 
         found.append(("host_activations", "activations in the host's memory", {"offload": "activations"}))
     node = min(gpus_per_node, count)
     if node > 1:
-        found.append(("node_tensor", f"a node's tensor parallelism ({node})", {"tensor": node}))
+        found.append(("node_tensor", f"tensor parallelism over a node ({node})", {"tensor": node}))
         found.append(("node_tensor_zero1", f"tensor {node} in the node, ZeRO-1", {"tensor": node, "zero": 1}))
     return found
 

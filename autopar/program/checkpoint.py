@@ -162,7 +162,7 @@ def _prepared(
     def prepare() -> Mapping[str, Any]:
         if keep is not None and keep < 1:
             raise CheckpointError(
-                f"keep is {keep}, and the new checkpoint is one that stays", "give a number from 1 up"
+                f"keep is {keep}, and the new checkpoint is one that stays", "give a number of at least 1"
             )
         masters = [m for m in updates.masters if training.program.is_first_copy(m.layout)]
         states, keys = saved(updates.optimizer, masters, training.world)

@@ -120,7 +120,7 @@ class Nodes:
         """From ``"2:4"``."""
         least, _, most = text.partition(":")
         if not (least.isdigit() and most.isdigit() and 0 < int(least) <= int(most)):
-            raise UsageError(f"--elastic {text} is no range of nodes", "give the least and the most, such as 2:4")
+            raise UsageError(f"--elastic {text} is not a range of nodes", "write MIN:MAX, such as 2:4")
         return Nodes(int(least), int(most), meet, restarts)
 
 

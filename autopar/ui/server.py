@@ -70,7 +70,7 @@ class Server:
             self._http = ThreadingHTTPServer(("127.0.0.1", port), handler)
         except (OSError, OverflowError) as error:
             raise UsageError(
-                f"port {port} of 127.0.0.1 cannot be listened at: {error}", "choose another --port"
+                f"the server cannot listen on port {port} of 127.0.0.1: {error}", "choose another --port"
             ) from error
         self._http.daemon_threads = True
         self.port = self._http.server_address[1]
@@ -220,7 +220,7 @@ class _Handler(BaseHTTPRequestHandler):
         size = self.headers.get("Content-Length", "")
         if not size.isdigit() or int(size) > MOST_BYTES:
             self.close_connection = True
-            raise UsageError(f"a request has at most {MOST_BYTES:,} bytes, and says how many", "send less")
+            raise UsageError(f"a request must have a Content-Length of at most {MOST_BYTES:,} bytes", "send less")
         content = self.rfile.read(int(size))
         if self.headers.get_content_type() != _JSON:
             raise UsageError("the request is not JSON", f"send it with Content-Type: {_JSON}")

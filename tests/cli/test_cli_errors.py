@@ -48,7 +48,7 @@ PLAN = ("plan", "gpt2", "--global-batch", "8")
         (("run", "gpt2", "--devices", "4", "--resume"), "add --checkpoint DIR"),
         (("emit", "gpt2", "--devices", "4", "-o", f"{__file__}/program"), "is a file"),
         (("sweep", "gpt2", "--devices", "8", "--plot", "/nowhere/at/all.png"), "no folder /nowhere/at"),
-        (("sweep", "gpt2", "--devices", "8", "--plot", "all.txt"), "no ending that pictures have"),
+        (("sweep", "gpt2", "--devices", "8", "--plot", "all.txt"), "is not the name of a picture"),
         (("sweep", "gpt2", "--devices", "8..4"), "'8..4' is not a range"),
         (("sweep", "gpt22", "--devices", "8"), "no model called 'gpt22'"),
         (("sweep", "gpt2", "--devices", "8", "--seq", "4096"), "1024 learned positions"),
@@ -60,7 +60,7 @@ PLAN = ("plan", "gpt2", "--global-batch", "8")
         (("verify", "gpt2", "--seq", "0"), "--seq is 0"),
         ((*PLAN, "--devices", "8xH100-80GB", "--time-limit", "nan"), "the time limit is nan"),
         ((*PLAN, "--devices", "8xH100-80GB", "--memory-limit", "200GB"), "a device of 8xH100-80GB has 85.9 GB"),
-        ((*PLAN, "--devices", "8xH100-80GB", "--schedule", "1f1b", "--pipeline", "1"), "pipeline=1 is none"),
+        ((*PLAN, "--devices", "8xH100-80GB", "--schedule", "1f1b", "--pipeline", "1"), "pipeline=1 has no pipeline"),
         (("profile", "--processes", "100000"), "100000 processes on"),
     ],
 )

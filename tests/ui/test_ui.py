@@ -187,7 +187,7 @@ def test_what_is_wrong_is_said_with_a_hint(server: Server):
     ):
         job = done(server, "api/plans", {"devices": "8xH100-80GB"} | request)
         assert job["state"] == "failed" and words in job["error"]["message"] and job["error"]["hint"]
-    with pytest.raises(UsageError, match="cannot be listened at"):
+    with pytest.raises(UsageError, match="cannot listen on port"):
         Server(choices(), WORKER, server.port)
 
 
