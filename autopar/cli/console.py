@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -136,12 +135,10 @@ class Messages:
             self._status.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: Any) -> None:
         if self._status is not None:
             self._status.stop()
-        self._redirected.__exit__(kind, error, trace)
+        self._redirected.__exit__(*exception)
 
     def __call__(self, stage: str, text: str = "") -> None:
         if self._status is not None:

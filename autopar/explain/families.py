@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from autopar.errors import InfeasibleError, UsageError
@@ -34,20 +34,9 @@ class Family:
     remark: str = ""  # why the plan has a price only, where no program of it is written
 
     def to_json(self, step_time_s: float) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "title": self.title,
-            "pins": dict(self.pins),
-            "chosen": self.chosen,
-            "feasible": self.step_time_s is not None,
-            "step_time_s": self.step_time_s,
-            "bound_s": self.bound_s,
-            "slower": None if self.step_time_s is None else self.step_time_s / step_time_s - 1,
-            "memory_bytes": self.memory_bytes,
-            "summary": self.summary,
-            "reason": self.reason,
-            "remark": self.remark,
-        }
+        slower = None if self.step_time_s is None else self.step_time_s / step_time_s - 1
+        own = asdict(self) | {"pins": dict(self.pins)}
+        return own | {"feasible": self.step_time_s is not None, "slower": slower}
 
 
 def definitions(gpus_per_node: int, count: int, hosts: bool) -> list[tuple[str, str, Pins]]:

@@ -28,12 +28,8 @@ def _conversions(cls: LayerClass, types: AxisTypes) -> Iterator[tuple[str, SpmdT
             yield node.name, types.produced[node.name], wanted
 
 
-def layer_conversions(cls: LayerClass, types: AxisTypes, *, gradients_only: bool = True) -> list[str]:
-    """The wire operations of the layer by name, forward then backward, such as ``forward all_reduce``.
-
-    With ``gradients_only`` the conversions of values without gradient, which move nothing backward, are omitted.
-    """
-
+def layer_conversions(cls: LayerClass, types: AxisTypes) -> list[str]:
+    """The collectives of the layer by name, forward then backward, such as ``forward all_reduce``."""
     flow = gradient_flow(cls)
     names: list[str] = []
     for value, source, target in conversions(cls, types):
@@ -44,6 +40,4 @@ def layer_conversions(cls: LayerClass, types: AxisTypes, *, gradients_only: bool
             names.append(f"forward {forward.value}")
         if flow[value] and backward not in (Collective.NONE, Collective.LOCAL):
             names.append(f"backward {backward.value}")
-        if not gradients_only and not flow[value]:
-            names.append("no gradient")
     return names

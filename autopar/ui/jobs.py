@@ -51,7 +51,7 @@ class Job:
 
 
 class Jobs:
-    """``command`` starts the worker, which reads jobs from its standard input and writes their progress to its standard output: JSON lines."""
+    """``command`` starts the worker: it reads jobs from its standard input and writes progress to its standard output, as JSON lines."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = list(command)

@@ -13,7 +13,7 @@ import re
 import secrets
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
@@ -51,14 +51,6 @@ class Choices:
     devices: Sequence[dict[str, Any]]
     pins: Sequence[dict[str, Any]]
     version: str
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "models": list(self.models),
-            "devices": list(self.devices),
-            "pins": list(self.pins),
-            "version": self.version,
-        }
 
 
 class Server:
@@ -105,7 +97,7 @@ class Server:
             name, kind = _STATIC[path]
             return 200, kind, resources.files("autopar.ui").joinpath(name).read_bytes()
         if (method, path) == ("GET", "api/choices"):
-            return _json(self.choices.to_json())
+            return _json(asdict(self.choices))
         if (method, path) == ("POST", "api/plans"):
             return self._plan(body)
         found = re.fullmatch(r"api/plans/([0-9a-f]{16})(?:/(report|plan\.json|program)(?:/(.+))?)?", path)
