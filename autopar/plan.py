@@ -132,7 +132,7 @@ _recomputations: dict[tuple[str, int], Recomputation] = {}
 class Recomputation:
     """The part of a layer's forward that its backward pass runs again.
 
-    ``kind`` is one of ``RECOMPUTATIONS``: ``selective`` saves the results that are expensive to compute (``passes.keep`` selects them) and
+    ``kind`` is one of ``RECOMPUTATIONS``: ``selective`` saves results that are expensive to compute (``passes.selective`` selects them) and
     runs the rest again, ``full`` saves only the layer's input. ``layers`` is the number of consecutive layers, of one class and one
     strategy in one stage, that are recomputed as one segment: only the first layer's input is saved. The last segment of a run may be
     shorter.

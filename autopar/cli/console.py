@@ -99,7 +99,7 @@ def plain_table(
 
 @contextmanager
 def progress_bar(name: str, total: int | None = None, lines: bool = False) -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar on stderr until the block ends. The block calls the result with (what is being done, done so far, total).
+    """A progress bar on stderr until the block ends. The block calls the result with (the name of the current item, items done, total).
 
     Where stderr is no terminal, ``lines`` prints a line for everything that is done.
     """

@@ -1,4 +1,4 @@
-"""``autopar doctor``: a table of what is installed and works here, and what to do about the rest."""
+"""``autopar doctor``: a table of the findings about this machine, each problem with a hint."""
 
 from __future__ import annotations
 
@@ -41,6 +41,6 @@ def _print(found: list[Finding], broken: list[str]) -> None:
             table.add_row("", "", Text("hint", "cyan"), Text(finding.hint))
     out.print(table)
     words = (
-        f"every run needs what is broken: {', '.join(broken)}" if broken else "everything that every run needs works"
+        f"broken, and needed by every run: {', '.join(broken)}" if broken else "everything that every run needs works"
     )
     out.print(f"autopar {autopar.__version__}: {words}")

@@ -1,4 +1,4 @@
-"""``autopar explain``: why a plan is what it is."""
+"""``autopar explain``: why a plan was chosen."""
 
 from __future__ import annotations
 

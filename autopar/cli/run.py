@@ -124,7 +124,7 @@ class Stop:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoints:
-    """Where and when ``autopar run`` writes checkpoints: into ``folder``, ``every`` so many steps, of which ``keep`` stay."""
+    """Where and when ``autopar run`` writes checkpoints: into ``folder``, after each ``every`` steps; the newest ``keep`` stay."""
 
     folder: str | None
     every: int

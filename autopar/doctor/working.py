@@ -66,7 +66,7 @@ def compiler() -> Finding:
 
 
 def working(tell: Callable[[str], None]) -> Iterator[Finding]:
-    """Every trial; ``tell`` hears what is tried next."""
+    """The finding of every trial; ``tell`` is called with the name of each trial before it runs."""
     tell("gloo: an all-reduce of 2 processes")
     yield gloo()
     if torch.cuda.is_available() and torch.distributed.is_nccl_available():

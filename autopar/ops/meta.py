@@ -66,7 +66,7 @@ class NodeMeta(TypedDict, total=False):
     product: str
     """The name of the product that a bias was joined to. Written by ``passes.fuse_bias``, read by ``passes.overlap``."""
     kept: bool
-    """Whether selective recomputation keeps the result. Written by ``passes.keep``, read by ``emit``."""
+    """Whether selective recomputation keeps the result. Written by ``passes.selective``, read by ``emit``."""
     body: str
     """The method that computes the body of a mixture of experts. Written and read by ``emit``."""
 

@@ -270,7 +270,7 @@ def on_every_rank(
     return [result for result, _ in every]
 
 
-# -- what is saved ----------------------------------------------------------------------------------------------------
+# -- saving ------------------------------------------------------------------------------------------------------------
 
 
 def _facts(training: Training) -> dict[str, Any]:
@@ -338,7 +338,7 @@ def _under(prefix: tuple[str, ...], own: Iterable[Piece]) -> list[Piece]:
     return [replace(piece, path=(*prefix, *piece.path)) for piece in own]
 
 
-# -- what is loaded ---------------------------------------------------------------------------------------------------
+# -- loading -----------------------------------------------------------------------------------------------------------
 
 
 def _check_model(program: Program, found: Found) -> None:

@@ -262,7 +262,7 @@ def _cut(layout: Layout, program: Program) -> str | None:
     if axes:
         return f"the axis {axes[0]} shards it"
     if layout.part is not None:
-        return "it is a fused projection, of which the program holds parts"
+        return "it is a fused projection, which the program stores in parts"
     _, zero, data = program.group(layout)
     return f"ZeRO {zero} divides it over {', '.join(data)}" if zero else None
 

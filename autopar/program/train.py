@@ -2,7 +2,7 @@
 
 Yours to edit. Training starts from ``initial.safetensors``, the values of the model that was compiled, or from ``--init PATH``.
 ``--data`` is a file of ``torch.save({"input_ids": tensor, ...})`` whose tensors hold examples along dim 0, or ``MODULE:FUNCTION``, a
-function that returns a map-style data set of dicts by these names. A step takes the next ``global_batch`` rows, of which each rank reads
+function that returns a map-style data set of dicts by these names. A step takes the next ``global_batch`` rows; each rank reads
 its own. ``--data synthetic`` makes rows up, of the right shapes.
 ``--checkpoint DIR --every 100`` writes checkpoints, and ``--resume`` goes on from the newest one, under this plan or any other.
 Standard output has one JSON object a step, standard error says the same to people. In float16 it has the loss scale of the next step.

@@ -42,7 +42,7 @@ _POLL_S = 0.2
 class Elastic:
     """The training that every node was asked for, which is the same on all of them; it is kept beside its ``programs``.
 
-    ``request`` are the options of the command line for the plan, of which ``devices`` are those of one node; ``ranks`` is their number.
+    ``request`` are the options of the command line for the plan; its ``devices`` are those of one node, ``ranks`` of them.
     ``options`` are those of ``train.py``.
     """
 

@@ -234,7 +234,7 @@ class Program:
         workers: int = 0,
         collate: Callable[[list[Any]], Any] | str | None = None,
     ) -> Data:
-        """A data set of which every rank reads its own rows; no rank gets the whole global batch.
+        """Open a data set; every rank reads its own rows, and no rank the whole global batch.
 
         Args:
             dataset: a dict of tensors by the names of the model's inputs, a ``TensorDataset``, the path of a file with such a dict
