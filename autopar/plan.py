@@ -258,6 +258,11 @@ class Strategy:
                 n *= axis.size
         return n
 
+    def degrees(self, mesh: tuple[Axis, ...]) -> dict[str, int]:
+        """The degrees as plans show them: data, tensor, expert, and ``sequence`` for Ulysses and ring together."""
+        own = {name: self.degree(mesh, *DEGREES[name]) for name in ("data", "tensor", "expert")}
+        return own | {"sequence": self.degree(mesh, *SEQUENCES)}
+
 
 def effective_sync(sync: str, mesh: tuple[Axis, ...], strategies: Iterable[Strategy]) -> str:
     """``sync``, or ``all-reduce`` if every layer has one replica alone: there is nothing to synchronise."""
@@ -430,15 +435,11 @@ class Plan:
         layers = []
         for layer in self.layers:
             s = layer.strategy
-            tensor = s.degree(self.mesh, Role.TENSOR, Role.TENSOR_SEQUENCE)
             layers.append(
                 {
                     "name": layer.name,
                     "class": layer.cls,
-                    "data": s.degree(self.mesh, Role.DATA),
-                    "tensor": tensor,
-                    "expert": s.degree(self.mesh, Role.EXPERT),
-                    "sequence": s.degree(self.mesh, *SEQUENCES),
+                    **s.degrees(self.mesh),
                     "zero": s.zero,
                     "replicate": s.replicate,
                     "reduce": s.reduce,

@@ -23,10 +23,8 @@ from autopar.pins import OF_PLAN, PlanPins, check_sync
 from autopar.plan import (
     COMPILATIONS,
     REPLICATING,
-    SEQUENCES,
     LayerPlan,
     Plan,
-    Role,
 )
 from autopar.plan_files import check_devices, check_model, read_plan
 from autopar.precision import name_of
@@ -248,8 +246,8 @@ def compare_command(first: str, second: str, as_json: bool) -> None:
 def compared(a: Plan, b: Plan) -> list[tuple[str, Any, Any, str]]:
     """(figure, value of ``a``, value of ``b``, unit) for every row of the comparison."""
 
-    def degree(plan: Plan, *roles: Role) -> int:
-        return max(layer.strategy.degree(plan.mesh, *roles) for layer in plan.layers)
+    def degree(plan: Plan, name: str) -> int:
+        return max(layer.strategy.degrees(plan.mesh)[name] for layer in plan.layers)
 
     def count(plan: Plan, kind: str) -> int:
         return sum(layer.strategy.recomputation.kind == kind for layer in plan.layers)
@@ -258,13 +256,7 @@ def compared(a: Plan, b: Plan) -> list[tuple[str, Any, Any, str]]:
         return max(getattr(stage.memory, part) for stage in plan.stages)
 
     found: list[tuple[str, Any, Any, str]] = [("model", a.model, b.model, ""), ("devices", a.devices, b.devices, "")]
-    for name, roles in (
-        ("data", (Role.DATA,)),
-        ("tensor", (Role.TENSOR, Role.TENSOR_SEQUENCE)),
-        ("expert", (Role.EXPERT,)),
-        ("sequence", SEQUENCES),
-    ):
-        found.append((name, degree(a, *roles), degree(b, *roles), ""))
+    found += [(name, degree(a, name), degree(b, name), "") for name in ("data", "tensor", "expert", "sequence")]
     found += [
         (name, getattr(a, name), getattr(b, name), "")
         for name in ("pipeline", "chunks", "microbatches", "schedule", "sync", "global_batch")

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.cli.console import plain_table
-from autopar.plan import ALL_REDUCE, GIVEN, SEQUENCES, LayerPlan, Memory, Plan, Role, StagePlan, Strategy
+from autopar.plan import ALL_REDUCE, GIVEN, LayerPlan, Memory, Plan, StagePlan, Strategy
 from autopar.schedules import V_SHAPED
 from autopar.units import seconds, size
 
@@ -123,14 +123,12 @@ def _layers(plan: Plan) -> RenderableType:
     if narrow:
         table.add_column("saved in")
     for run in runs(plan):
-        s = run.strategy
+        s, degrees = run.strategy, run.strategy.degrees(plan.mesh)
         table.add_row(
             run.title,
             str(len(run.layers)),
-            _degree(s.degree(plan.mesh, Role.DATA)),
-            _degree(s.degree(plan.mesh, Role.TENSOR, Role.TENSOR_SEQUENCE)),
-            _degree(s.degree(plan.mesh, *SEQUENCES)),
-            str(s.zero) if s.degree(plan.mesh, Role.DATA) > 1 else "-",
+            *(_degree(degrees[name]) for name in ("data", "tensor", "sequence")),
+            str(s.zero) if degrees["data"] > 1 else "-",
             *([_degree(s.replicate)] if hybrid else []),
             *([s.reduce if s.zero >= 2 else "step"] if once else []),
             f"{s.recomputation.layers} as one"

@@ -1,4 +1,4 @@
-"""What works when it is tried: processes that meet, backends that sum, the compiler."""
+"""Trials on this machine: an all-reduce between processes (gloo, NCCL), and the compiler."""
 
 from __future__ import annotations
 

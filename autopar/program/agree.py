@@ -2,8 +2,6 @@
 
 Ranks that read different data train on parts of different batches, and no collective would notice. Each rank computes a digest of its
 input. One small all-reduce compares the digests; only if they differ are they gathered, so that the error names the ranks.
-
-This file is copied into every emitted program; it needs torch alone.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@ are the forward and the backward of stage 2 for microbatch 0. A copy's gradients
 with the other copy's is a reduction over the axis ``mirror`` (``world``).
 
 torch's pipelines cannot run this: they number the stages in one line, and take a rank's neighbouring numbers for neighbouring stages.
-
-This file is copied into every emitted program; it needs torch alone.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 A rank has its slice of a parameter, or under ZeRO a range of the slice's elements. A *box* is a rectangular part of the original tensor,
 without padding: the form in which ``torch.distributed.checkpoint`` writes, and finds again, parts of tensors.
-
-This file is copied into every emitted program; it needs torch alone.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ have, one writes. To load, each rank reads the boxes that its own boxes overlap,
 
 Master copies are saved in their own dtype. Random numbers depend on the seed and the number of steps (``Trainer``), so these two are all of
 their state. Replicas that train apart each have a model: their tensors are under ``replica0``, ``replica1``, and so on.
-
-This file is copied into every emitted program; it needs torch alone.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 A checkpoint has ``checkpoint.json`` (facts, to be read by people too), torch's ``.metadata``, and the tensors' files, of which
 ``.metadata`` lists all parts with their places. Nothing in it is unpickled into code.
-
-This file is copied into every emitted program; it needs torch alone.
 """
 
 from __future__ import annotations

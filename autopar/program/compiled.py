@@ -2,8 +2,6 @@
 
 ``torch.compile`` cannot trace them (they ask a tensor for its ``grad_fn``), and has nothing to gain: a collective is one kernel. So a
 layer becomes several compiled parts, with its collectives between them. Everything else of ``spmd`` is that of ``spmd_types``.
-
-This file is copied into programs that have compiled layers; it needs torch and spmd-types alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Where a loss that is NaN or infinite comes from: an input, a parameter, or the first layer with such a result.
-
-This file is copied into every emitted program; it needs torch alone.
-"""
+"""Where a loss that is NaN or infinite comes from: an input, a parameter, or the first layer with such a result."""
 
 from __future__ import annotations
 

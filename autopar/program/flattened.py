@@ -3,8 +3,6 @@
 One collective on the flattened axis moves fewer bytes than one collective per axis, and waits once. Each function is the ``spmd_types``
 function of the same name with a tuple of axis names (outermost first) instead of one name. Source and destination types are the same on all
 of these axes, and a dim that they shard is nested in their order. The process groups are made when the program starts (``World.in_mesh``).
-
-This file is copied into every emitted program; it needs torch and spmd-types alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Conditions on the batch under which the program equals the model; every step checks them on the whole batch.
 
 An `if` on the batch's values was decided when the model was captured, and the program contains the branch that was taken then.
-This file is copied into every emitted program.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@ memory that a device has of a tensor are whole blocks. -infinity has a code of i
 Parameters, buffers, the layer's arguments, integers, and tensors of fewer than ``LEAST`` elements stay as they are. Tensors of the same
 memory are rounded once, and are views of one restored tensor until the last of them is read. The values of the forward pass do not change,
 gradients do: ``allow={"int8_activations"}`` gives that exactness up. This file has not run on a GPU yet.
-
-This file is copied into programs with such layers; it needs torch alone.
 """
 
 from __future__ import annotations

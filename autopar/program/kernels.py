@@ -1,10 +1,9 @@
 """Kernels: functions for calls that are correct on shards but that the type checker cannot follow, and for sharded lookups and losses.
 
-This file is copied into every emitted program; it needs only torch and spmd-types. Each kernel runs its body in a local
-region and declares the types of its result itself, after checking those of its operands, so that a program typed with
-``typecheck(local=False)`` stays typed through it. An *axis* is a name on the current mesh
-(``spmd_types.set_current_mesh``) or a process group. A *partition* names, for every dim of the result, the axis that
-shards it, a tuple of axes (outermost first), or ``None``.
+Each kernel runs its body in a local region and declares the types of its result itself, after checking those of its operands, so that a
+program typed with ``typecheck(local=False)`` stays typed through it. An *axis* is a name on the current mesh
+(``spmd_types.set_current_mesh``) or a process group. A *partition* names, for every dim of the result, the axis that shards it, a tuple of
+axes (outermost first), or ``None``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Connectionist temporal classification: one loss per example; the examples may be sharded.
-
-This file is copied into every emitted program.
-"""
+"""Connectionist temporal classification: one loss per example; the examples may be sharded."""
 
 from __future__ import annotations
 

@@ -8,8 +8,6 @@ added, and the rounding of a product depends on the plan. ``allow={"fp8"}`` give
 
 GPUs with 8-bit tensor cores run the products by ``torch.nn.functional.scaled_mm``. Other devices multiply the same rounded numbers in
 bfloat16, which holds them exactly: results differ by the order of accumulation alone.
-
-This file is copied into programs that have such products; it needs torch and spmd-types alone.
 """
 
 from __future__ import annotations

@@ -9,8 +9,6 @@ overlap.
 
 On GPUs both run at once if the collective is in its stream's queue first, which the order of the calls gives; CUDA_DEVICE_MAX_CONNECTIONS=1
 keeps that order on the device, too.
-
-This file is copied into every emitted program; it needs torch and spmd-types alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Random numbers that a model draws in its forward pass (dropout, noise, stochastic depth), as functions of a seed.
 
 They are one op, ``autopar::draw``, which ``torch.compile`` calls and does not look into: compiled and eager layers draw the same numbers.
-
-This file is copied into every emitted program; it needs only torch and spmd-types.
 """
 
 from __future__ import annotations

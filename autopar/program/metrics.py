@@ -1,7 +1,4 @@
-"""Figures of the training: a record of each step, for files and TensorBoard, and the measured step beside the predicted one.
-
-This file is copied into every emitted program; it needs torch alone, and tensorboard where a folder for it is given.
-"""
+"""Figures of the training: a record of each step, for files and TensorBoard, and the measured step beside the predicted one."""
 
 from __future__ import annotations
 

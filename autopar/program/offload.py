@@ -6,8 +6,6 @@ Parameters and other tensors that stay in memory anyway are not offloaded. On a 
 of its own: the copy to the host overlaps the next layer's forward, which waits for the copy at its end; the copy to the device overlaps
 the backward of the layer after, whose first read also fetches the layer before it. The device so has the saved tensors of at most two
 layers. On a CPU the copies are made as well, and save no memory. This file has not run on a GPU yet.
-
-This file is copied into every emitted program; it needs torch alone.
 """
 
 from __future__ import annotations

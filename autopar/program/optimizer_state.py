@@ -2,8 +2,6 @@
 
 A tensor of the parameter's shape (``exp_avg``) is divided as the parameter is, and a number (``step``) is there once. A tensor of another
 shape (Adafactor's ``row_var``) is written whole by a rank that has the whole parameter (``whole_tensors``).
-
-This file is copied into every emitted program; it needs torch alone.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ the same class with the same options is made of the groups.
 Element-wise optimizers are exact on slices of parameters. Where the plan cuts parameters, those that read one whole tensor at a time get
 whole tensors (``whole_tensors``): torch's Muon and Adafactor, and a user's class with ``per_tensor = True``. Any other class may read all
 tensors together unless it has ``elementwise = True``; it needs all of them on every rank, and is refused by name elsewhere.
-
-This file is copied into every emitted program; it needs torch alone.
 """
 
 from __future__ import annotations

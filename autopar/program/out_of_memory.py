@@ -1,7 +1,4 @@
-"""A rank without memory, in one sentence: the predicted bytes of its stage by part, the measured ones, and the change that saves most.
-
-This file is copied into every emitted program; it needs torch alone.
-"""
+"""A rank without memory, in one sentence: the predicted bytes of its stage by part, the measured ones, and the change that saves most."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A trainer's weights from and to files in the safetensors format (``weights``), under any plan.
-
-This file is copied into every emitted program; it needs torch alone.
-"""
+"""A trainer's weights from and to files in the safetensors format (``weights``), under any plan."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 ZeRO 1's gathers and a parameter server's broadcasts follow the optimizer's update. Those of the first layers start at once, and each layer
 starts another one when its own parameters have arrived, before its first forward pass of the step.
-
-This file is copied into every emitted program; it needs torch alone.
 """
 
 from __future__ import annotations

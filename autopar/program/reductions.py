@@ -3,8 +3,6 @@
 FSDP2 reduces the gradients of its layers (ZeRO 2 and 3) by itself, in every microbatch, or, where the plan says so, in the last one alone
 (``LastBackward``). The flat groups' gradients (ZeRO 0 and 1) are always reduced once a step: a group's reduction starts as soon as the last
 microbatch has given the group's last gradient, while the backward pass goes on in earlier layers.
-
-This file is copied into every emitted program; it needs torch alone.
 """
 
 from __future__ import annotations

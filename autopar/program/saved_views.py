@@ -1,7 +1,4 @@
-"""Tensors saved for the backward pass as views of memory: which of them a hook may store elsewhere, and how to read them back.
-
-This file is copied into programs that offload saved tensors or store them in 8 bits; it needs torch alone.
-"""
+"""Tensors saved for the backward pass as views of memory: which of them a hook may store elsewhere, and how to read them back."""
 
 from __future__ import annotations
 

@@ -12,8 +12,6 @@ scaling, and the scale is a plain number, the same on all ranks.
 
 The ops that ``GradScaler`` itself uses are private to torch (``_amp_foreach_non_finite_check_and_unscale_``). Here they are ``aminmax``,
 which keeps NaN, and a multiplication: two passes over the flat buffers of gradients.
-
-This file is copied into every emitted program; it needs torch alone.
 """
 
 from __future__ import annotations

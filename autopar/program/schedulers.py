@@ -2,8 +2,6 @@
 
 The rest, such as the function of a ``LambdaLR``, is no part of the training's state, and always comes from the function that makes the
 scheduler.
-
-This file is copied into every emitted program; it needs torch alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Several layers as one activation checkpoint: the first layer's arguments are saved, and the backward pass recomputes all of them.
-
-This file is copied into every emitted program; it needs torch alone.
-"""
+"""Several layers as one activation checkpoint: the first layer's arguments are saved, and the backward pass recomputes all of them."""
 
 from __future__ import annotations
 

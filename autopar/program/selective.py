@@ -4,8 +4,6 @@ In a layer's ``compute``, ``keep`` makes the calls whose results are saved; ``se
 selective checkpointing of ``torch.utils.checkpoint``: inside ``keep``, the results of the ops listed below are saved. Everything else is
 recomputed. In a layer that ``torch.compile`` compiles, these calls run as they are (products are kernels of their own in any case), and
 what lies between them is compiled: so the same values are saved.
-
-This file is copied into every emitted program; it needs torch alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """State dicts of the user's model: the folder's initial values, and checks of a state dict before any process starts.
 
-``layouts.json`` lists under ``model`` every parameter and buffer of the user's state dict, in its order, under each of its names. This
-file is copied into every emitted program; it needs torch alone.
+``layouts.json`` lists under ``model`` every parameter and buffer of the user's state dict, in its order, under each of its names.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 Every rank is a process with two tracks: its actions (forward and backward passes of a microbatch through a stage), and what it
 communicates. Actions are named by torch's ``record_function``; times come from ``torch.profiler``. On a GPU an action lasts from the first
 to the last of its kernels.
-
-This file is copied into every emitted program; it needs torch alone.
 """
 
 from __future__ import annotations

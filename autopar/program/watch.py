@@ -7,8 +7,6 @@ says it in one sentence for all, and every rank ends with status 1, from which t
 
 The place of the main thread is its Python stack, which is the same for gloo and NCCL, together with the last layer that it entered. On a
 GPU the host runs ahead of the device: there the layer is the last one whose work the host has started.
-
-This file is copied into every emitted program; it needs torch alone.
 """
 
 from __future__ import annotations

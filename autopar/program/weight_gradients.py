@@ -6,8 +6,6 @@ is added to a list, for the second part. All other gradients (of biases, norms, 
 Outside of ``deferred`` the backward pass is the usual one.
 
 Between the two parts, memory has the input of every product and the gradient of its result.
-
-This file is copied into every emitted program; it needs torch and spmd-types alone.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ A file is the length of a header, the header (JSON: for each tensor its dtype, s
 boxes through a small buffer, and writes its own boxes at their places: no process has a whole model. A tensor with several names is stored
 once; the header's metadata give, for each other name, the name that it is stored under, as ``safetensors.torch.save_model`` has it.
 Format: https://github.com/huggingface/safetensors#format.
-
-This file is copied into every emitted program; it needs torch alone.
 """
 
 from __future__ import annotations

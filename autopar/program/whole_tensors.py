@@ -9,8 +9,6 @@ Owners are balanced by elements: each rank has about its share of the pipeline s
 under plain data parallelism, is updated there, and nothing is sent. The planner does not price any of this: the whole masters are about
 4 more bytes for each element of a rank's share in float32, their gradients as many during the update, and each step sends the gradients
 and the new values once.
-
-This file is copied into every emitted program; it needs torch alone.
 """
 
 from __future__ import annotations
