@@ -29,7 +29,7 @@ from autopar.plan import (
 from autopar.plan_files import check_devices, check_model, read_plan
 from autopar.precision import name_of
 from autopar.price import Pricer
-from autopar.search import evaluate, manual_plan, memory_timeline
+from autopar.search import manual_plan, memory_timeline, reprice
 from autopar.search.concessions import Concession
 from autopar.search.options import check_replicas
 from autopar.search.timeline import Moment
@@ -217,16 +217,7 @@ def price_plan(graph: Graph, cluster: Cluster, plan: Plan, pricer: Pricer) -> Pl
     """``plan`` with its prediction on ``cluster``."""
     check_model(plan, graph)
     check_devices(plan, cluster)
-    priced = evaluate(
-        graph,
-        cluster,
-        pricer.of_program(plan.prefetch, plan.sync),
-        mesh=plan.mesh,
-        stage_bounds=[stage.start for stage in plan.stages] + [len(plan.layers)],
-        strategies=[layer.strategy for layer in plan.layers],
-        schedule=plan.sized_schedule,
-        precision=pricer.numbers.name,
-    )
+    priced = reprice(graph, cluster, pricer, plan, pricer.numbers.name)
     return dataclasses.replace(priced, notes=(*priced.notes, *cluster.notes))
 
 

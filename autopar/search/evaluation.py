@@ -439,6 +439,20 @@ def evaluate(
     return replace(plan, notes=(*plan.notes, f"the plan does not fit: {', '.join(over)}")) if over else plan
 
 
+def reprice(graph: Graph, cluster: Devices, pricer: Pricer, plan: Plan, precision: str) -> Plan:
+    """``evaluate`` for the decisions of ``plan``."""
+    return evaluate(
+        graph,
+        cluster,
+        pricer.of_program(plan.prefetch, plan.sync),
+        mesh=plan.mesh,
+        stage_bounds=[stage.start for stage in plan.stages] + [len(plan.layers)],
+        strategies=[layer.strategy for layer in plan.layers],
+        schedule=plan.sized_schedule,
+        precision=precision,
+    )
+
+
 def layer_prices(
     graph: Graph,
     cluster: Devices,

@@ -15,8 +15,9 @@ from autopar.layer_price import LayerPrice
 from autopar.plan import ALL_REDUCE, FULL, NONE, Axis, Recomputation, Role, Strategy
 from autopar.price import Pricer, trace
 from autopar.price.collectives import p2p_s
+from autopar.price.layer import move_s
 from autopar.price.live_memory import Neighbours
-from autopar.price.moves import move_s, wire
+from autopar.price.moves import wire
 from autopar.schedules import Schedule
 from autopar.search import SearchOptions, evaluate, search
 from autopar.sharding import Sharding
