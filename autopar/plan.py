@@ -67,7 +67,7 @@ router's auxiliary loss, batch norm, negatives of the same batch) is computed fo
 their mean. For parameters of 16 bits (their master copies stay in float32): with ``bfloat16_gradients`` gradients are accumulated and
 reduced in 16 bits, with ``bfloat16_moments`` Adam's moments are in 16 bits. ``fp8``: products with weights multiply 8-bit numbers
 (``program.kernels_fp8``), in models in bfloat16. ``tf32``: matrix products of float32 round their operands to 10 bits of mantissa.
-``int8_activations``: layers may store what they save for the backward in 8 bits (``SAVINGS``), and their gradients are rounded.
+``int8_activations``: layers may store saved activations in 8 bits (``SAVINGS``), and gradients are computed from rounded numbers.
 ``local_steps``: replicas train apart for some steps, then
 their parameters are averaged."""
 

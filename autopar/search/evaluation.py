@@ -311,7 +311,9 @@ def make_plan(
         sync=sync,
         allow=(*graph.allow, *given_up(sync, strategies)),
     )
-    return replace(plan, notes=(*plan.notes, f"priced alone: {plan.unwritten}")) if plan.unwritten else plan
+    return (
+        replace(plan, notes=(*plan.notes, f"this plan has a price only: {plan.unwritten}")) if plan.unwritten else plan
+    )
 
 
 def counted_twice(
