@@ -72,7 +72,7 @@ def test_examples_of_the_table_are_pins(name: str):
 @pytest.mark.parametrize(
     ("keywords", "words"),
     [
-        ({"pin": ["pipeline=2"]}, "pins are a mapping"),
+        ({"pin": ["pipeline=2"]}, "pins must be a mapping"),
         ({"memory_limit_bytes": "40GB"}, "it is a number of bytes"),
         ({"time_limit_s": "long"}, "it must be a number of seconds"),
         ({"loss_fn": "cross_entropy"}, "cannot be called"),

@@ -210,7 +210,7 @@ def test_batches_are_cut_and_repeated() -> None:
     cut = resize_batch(batch, 2, 5)
     assert cut["tokens"].tolist() == [[0, 1], [4, 5], [8, 9], [0, 1], [4, 5]]
     assert cut["image"].shape == (5, 2, 2) and cut["flag"] is None
-    with pytest.raises(BatchError, match="no one sequence"):
+    with pytest.raises(BatchError, match="no single sequence dim"):
         resize_batch({"image": torch.rand(2, 3)}, 2, None)
 
 
