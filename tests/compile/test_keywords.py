@@ -73,7 +73,7 @@ def test_examples_of_the_table_are_pins(name: str):
     ("keywords", "words"),
     [
         ({"pin": ["pipeline=2"]}, "pins must be a mapping"),
-        ({"memory_limit_bytes": "40GB"}, "it is a number of bytes"),
+        ({"memory_limit_bytes": "40GB"}, "it must be a number of bytes"),
         ({"time_limit_s": "long"}, "it must be a number of seconds"),
         ({"loss_fn": "cross_entropy"}, "cannot be called"),
         ({"precision": torch.int8}, "no precision torch.int8"),
