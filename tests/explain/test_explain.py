@@ -112,7 +112,7 @@ class TestExplanation:
         assert memory.saving == pytest.approx(0.019, abs=0.01)
         assert (
             "memory of stage 0: 36.5 of 41 GB" in memory.text
-            and "filled; 8 GB more memory per device would save 1.9%" in memory.text
+            and "used; 8 GB more memory per device would save 1.9%" in memory.text
         )
         assert all(price.text.startswith((price.change, "with")) for price in worth)
 
