@@ -118,7 +118,7 @@ class LayerPins:
         "how activations are recomputed in the backward pass", "recompute=selective", values=RECOMPUTATIONS, switch=True
     )
     offload: str | None = _pin(
-        "what is kept in the host's memory",
+        "which tensors are in the host's memory",
         "offload=optimizer",
         values=(*OFFLOADS, ANY),
     )

@@ -38,10 +38,10 @@ def init_command(
     for name in (CLUSTER, SCRIPT):
         if (home / name).exists():
             raise UsageError(
-                f"{home / name} exists, and init replaces nothing", "name another folder: autopar init DIR"
+                f"{home / name} exists, and init does not overwrite files", "name another folder: autopar init DIR"
             )
     if yes and not model:
-        raise UsageError("--yes asks no question, and there is no --model", "add --model, such as --model gpt2")
+        raise UsageError("--yes asks no question, but there is no --model", "add --model, such as --model gpt2")
     model = model or _ask("model: a name of `autopar models`, a config.json, or file.py:factory", str, "gpt2")
     devices = HERE if yes and not devices else devices
     words, cluster = (

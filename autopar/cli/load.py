@@ -151,7 +151,8 @@ def _guarded(what: str, function: Callable[..., Any], *args: Any, **kwargs: Any)
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and error.name and what.split(".")[0] == error.name.split(".")[0]:
             raise ModelError(
-                f"there is no Python module {error.name!r}", "it is looked for in this folder and in the environment"
+                f"there is no Python module {error.name!r}",
+                "autopar looks for it in this folder and in the environment",
             ) from error
         if isinstance(error, SyntaxError):
             raise ModelError(

@@ -24,15 +24,13 @@ from autopar.pins import OF_PLAN, PlanPins, check_sync
 from autopar.plan import (
     COMPILATIONS,
     REPLICATING,
-    SEQUENCES,
     LayerPlan,
     Plan,
-    Role,
 )
 from autopar.plan_files import check_devices, check_model, read_plan
 from autopar.precision import name_of
 from autopar.price import Pricer
-from autopar.search import evaluate, manual_plan, memory_timeline
+from autopar.search import manual_plan, memory_timeline, reprice
 from autopar.search.concessions import Concession
 from autopar.search.options import check_replicas
 from autopar.search.timeline import Moment
@@ -84,7 +82,7 @@ def read_flags(words: Sequence[str]) -> dict[str, Any]:
         flag, given, value = queue.pop(0).partition("=")
         name = FLAGS.get(flag)
         if name is None:
-            raise UsageError(f"{flag!r} is not a flag that is understood", f"these are: {', '.join(FLAGS)}")
+            raise UsageError(f"{flag!r} is not a supported flag", f"these are: {', '.join(FLAGS)}")
         if name in _SWITCHES:
             found[name] = True
             continue
@@ -97,7 +95,7 @@ def read_flags(words: Sequence[str]) -> dict[str, Any]:
         found[name] = value if name in _WORDS else int(value)
     if found.get("recompute_method", "uniform") != "uniform":
         raise UsageError(
-            f"--recompute-method {found['recompute_method']} is not understood", "write uniform, or a plan's JSON file"
+            f"--recompute-method {found['recompute_method']} is not supported", "write uniform, or a plan's JSON file"
         )
     return found
 
@@ -226,16 +224,7 @@ def price_plan(graph: Graph, cluster: Cluster, plan: Plan, pricer: Pricer) -> Pl
     """``plan`` with its prediction on ``cluster``."""
     check_model(plan, graph)
     check_devices(plan, cluster)
-    priced = evaluate(
-        graph,
-        cluster,
-        pricer.of_program(plan.prefetch, plan.sync),
-        mesh=plan.mesh,
-        stage_bounds=[stage.start for stage in plan.stages] + [len(plan.layers)],
-        strategies=[layer.strategy for layer in plan.layers],
-        schedule=plan.sized_schedule,
-        precision=pricer.numbers.name,
-    )
+    priced = reprice(graph, cluster, pricer, plan, pricer.numbers.name)
     return dataclasses.replace(priced, notes=(*priced.notes, *cluster.notes))
 
 
@@ -245,9 +234,7 @@ def compare_command(first: str, second: str, as_json: bool) -> None:
     if as_json:
         print(json.dumps([{"figure": a, "first": b, "second": c} for a, b, c, _ in rows], indent=1))
         return
-    table = plain_table()
-    for name in ("", Path(first).name, Path(second).name, "second / first"):
-        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
+    table = plain_table(None, ("",), (Path(first).name, Path(second).name, "second / first"))
     for figure, a, b, form in rows:
         numbers = isinstance(a, (int, float)) and isinstance(b, (int, float)) and a > _NOTHING
         table.add_row(figure, _form(a, form), _form(b, form), f"{b / a:.2f}" if numbers and form else "")
@@ -257,8 +244,8 @@ def compare_command(first: str, second: str, as_json: bool) -> None:
 def compared(a: Plan, b: Plan) -> list[tuple[str, Any, Any, str]]:
     """(figure, value of ``a``, value of ``b``, unit) for every row of the comparison."""
 
-    def degree(plan: Plan, *roles: Role) -> int:
-        return max(layer.strategy.degree(plan.mesh, *roles) for layer in plan.layers)
+    def degree(plan: Plan, name: str) -> int:
+        return max(layer.strategy.degrees(plan.mesh)[name] for layer in plan.layers)
 
     def count(plan: Plan, kind: str) -> int:
         return sum(layer.strategy.recomputation.kind == kind for layer in plan.layers)
@@ -267,13 +254,7 @@ def compared(a: Plan, b: Plan) -> list[tuple[str, Any, Any, str]]:
         return max(getattr(stage.memory, part) for stage in plan.stages)
 
     found: list[tuple[str, Any, Any, str]] = [("model", a.model, b.model, ""), ("devices", a.devices, b.devices, "")]
-    for name, roles in (
-        ("data", (Role.DATA,)),
-        ("tensor", (Role.TENSOR, Role.TENSOR_SEQUENCE)),
-        ("expert", (Role.EXPERT,)),
-        ("sequence", SEQUENCES),
-    ):
-        found.append((name, degree(a, *roles), degree(b, *roles), ""))
+    found += [(name, degree(a, name), degree(b, name), "") for name in ("data", "tensor", "expert", "sequence")]
     found += [
         (name, getattr(a, name), getattr(b, name), "")
         for name in ("pipeline", "chunks", "microbatches", "schedule", "sync", "global_batch")

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.cli.console import plain_table
-from autopar.plan import ALL_REDUCE, GIVEN, SEQUENCES, LayerPlan, Memory, Plan, Role, StagePlan, Strategy
+from autopar.plan import ALL_REDUCE, GIVEN, LayerPlan, Memory, Plan, StagePlan, Strategy
 from autopar.schedules import V_SHAPED
 from autopar.units import seconds, size
 
@@ -92,10 +92,7 @@ def runs(plan: Plan) -> list[LayerRun]:
 
 
 def _layers(plan: Plan) -> RenderableType:
-    table = plain_table("layers")
-    table.add_column("layers", no_wrap=True)
-    for name in ("count", "data", "tensor", "sequence", "ZeRO"):
-        table.add_column(name, justify="right")
+    table = plain_table("layers", ("layers",), ("count", "data", "tensor", "sequence", "ZeRO"))
     hybrid = any(layer.strategy.replicate > 1 for layer in plan.layers)
     if hybrid:
         table.add_column("copies", justify="right")
@@ -110,14 +107,12 @@ def _layers(plan: Plan) -> RenderableType:
     if narrow:
         table.add_column("saved in")
     for run in runs(plan):
-        s = run.strategy
+        s, degrees = run.strategy, run.strategy.degrees(plan.mesh)
         table.add_row(
             run.title,
             str(len(run.layers)),
-            _degree(s.degree(plan.mesh, Role.DATA)),
-            _degree(s.degree(plan.mesh, Role.TENSOR, Role.TENSOR_SEQUENCE)),
-            _degree(s.degree(plan.mesh, *SEQUENCES)),
-            str(s.zero) if s.degree(plan.mesh, Role.DATA) > 1 else "-",
+            *(_degree(degrees[name]) for name in ("data", "tensor", "sequence")),
+            str(s.zero) if degrees["data"] > 1 else "-",
             *([_degree(s.replicate)] if hybrid else []),
             *([s.reduce if s.zero >= 2 else "step"] if once else []),
             f"{s.recomputation.layers} as one"
@@ -130,10 +125,7 @@ def _layers(plan: Plan) -> RenderableType:
 
 
 def _stages(plan: Plan) -> RenderableType:
-    table = plain_table("memory of one device")
-    table.add_column("stage", no_wrap=True)
-    for name in ("layers", *_PARTS, "total", "limit"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = plain_table("memory of one device", ("stage",), ("layers", *_PARTS, "total", "limit"))
     table.add_column("", no_wrap=True)
     for first, last, stage in _alike(plan.stages):
         memory, limit = stage.memory, stage.memory_limit_bytes
@@ -161,9 +153,7 @@ def _alike(stages: tuple[StagePlan, ...]) -> Iterable[tuple[int, int, StagePlan]
 
 def _time(plan: Plan) -> RenderableType:
     p = plan.prediction
-    table = plain_table(f"one step: {seconds(p.step_time_s)}", show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
+    table = plain_table(f"one step: {seconds(p.step_time_s)}", ("part",), ("time",), show_header=False)
     table.add_column(no_wrap=True)
     parts = {
         "compute": p.compute_s,
@@ -192,10 +182,7 @@ def _quality(plan: Plan) -> RenderableType:
 
 def _pins(plan: Plan) -> RenderableType:
     """What each pin costs: the time that the best plan found without it saves, and the most that any plan without it can save."""
-    table = plain_table("the price of each pin")
-    table.add_column("pin", no_wrap=True)
-    for name in ("best step without it", "saves", "at most"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = plain_table("the price of each pin", ("pin",), ("best step without it", "saves", "at most"))
     for pin in plan.pins:
         saves, most = pin.gain(plan.prediction.step_time_s)
         value = str(pin.value).lower()

@@ -42,17 +42,9 @@ def choices(own: tuple[str, ...] = ()) -> Choices:
     keys = ("name", "kind", "parameters", "seq", "global_batch")
     models += [{key: getattr(entry, key) for key in keys} for entry in CATALOGUE]
     devices = [{"name": name, "memory_bytes": hardware.gpu(name).memory_bytes} for name in hardware.gpu_names()]
-    pins = []
-    for pin in PINS.values():
-        names = [name for name in pin.names if not name.endswith(":K")]
-        pins.append(
-            {
-                "name": pin.name,
-                "meaning": pin.meaning,
-                "values": names,
-                "least": pin.least,
-                "most": pin.most,
-                "any": ANY,
-            }
-        )
+    pins = [
+        {key: getattr(pin, key) for key in ("name", "meaning", "least", "most")}
+        | {"values": [name for name in pin.names if not name.endswith(":K")], "any": ANY}
+        for pin in PINS.values()
+    ]
     return Choices(models, devices, pins, autopar.__version__)

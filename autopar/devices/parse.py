@@ -116,7 +116,9 @@ def parse(spec: Any, *, memory_limit_bytes: int | None = None, calibration: str 
     if memory_limit_bytes is None:
         return cluster
     if isinstance(memory_limit_bytes, bool) or not isinstance(memory_limit_bytes, int | float):
-        raise DeviceError(f"memory_limit_bytes is {memory_limit_bytes!r}, and it is a number of bytes", "40e9 is 40 GB")
+        raise DeviceError(
+            f"memory_limit_bytes is {memory_limit_bytes!r}, but it must be a number of bytes", "40e9 is 40 GB"
+        )
     if not memory_limit_bytes > 0:
         raise DeviceError(
             f"a memory limit of {memory_limit_bytes} bytes leaves room for nothing", "give a positive number of bytes"

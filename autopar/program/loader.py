@@ -1,4 +1,4 @@
-"""Global batches of a data set, of which every rank reads its own rows.
+"""Global batches of a data set; every rank reads its own rows of each.
 
 The order of an epoch is that of ``torch.utils.data.DistributedSampler``: a permutation drawn from ``seed + epoch``, or the data set's own
 order. It does not depend on the plan. A position in it is an epoch and a row, so a training that goes on with another number of devices, or

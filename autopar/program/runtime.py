@@ -178,7 +178,7 @@ class Trainer:
         return float(value)
 
     def trace(self, batch: Batch, path: str | os.PathLike[str]) -> float:
-        """``step(batch)``, of which rank 0 writes what every rank did, in Chrome's trace-event format (https://ui.perfetto.dev)."""
+        """``step(batch)``; rank 0 writes the actions of every rank in Chrome's trace-event format (https://ui.perfetto.dev)."""
         return self.traced(lambda: self.step(batch), path)
 
     def traced(self, step: Callable[[], T], path: str | os.PathLike[str]) -> T:

@@ -2,7 +2,7 @@
 
 Yours to edit. Training starts from ``initial.safetensors``, the values of the model that was compiled, or from ``--init PATH``.
 ``--data`` is a file of ``torch.save({"input_ids": tensor, ...})`` whose tensors hold examples along dim 0, or ``MODULE:FUNCTION``, a
-function that returns a map-style data set of dicts by these names. A step takes the next ``global_batch`` rows, of which each rank reads
+function that returns a map-style data set of dicts by these names. A step takes the next ``global_batch`` rows; each rank reads
 its own. ``--data synthetic`` makes rows up, of the right shapes.
 ``--checkpoint DIR --every 100`` writes checkpoints, and ``--resume`` goes on from the newest one, under this plan or any other.
 Standard output has one JSON object a step, standard error says the same to people. In float16 it has the loss scale of the next step.
@@ -118,28 +118,28 @@ def arguments() -> argparse.Namespace:
 def count(text: str) -> int:
     """A number from 1 up."""
     if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is too few: it is a number from 1 up")
+        raise argparse.ArgumentTypeError(f"{text} is too small: it must be at least 1")
     return int(text)
 
 
 def positive(text: str) -> float:
     """A number of seconds above 0."""
     if not float(text) > 0:
-        raise argparse.ArgumentTypeError(f"{text} is no time: it is a number above 0")
+        raise argparse.ArgumentTypeError(f"{text} is not a time limit: it must be above 0")
     return float(text)
 
 
 def rate(text: str) -> float:
     """A learning rate: not negative."""
     if not 0 <= float(text) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is no learning rate: it is a number from 0 up")
+        raise argparse.ArgumentTypeError(f"{text} is not a learning rate: it must be at least 0")
     return float(text)
 
 
 def norm(text: str) -> float:
     """The largest norm of gradients: above 0."""
     if not float(text) > 0:
-        raise argparse.ArgumentTypeError(f"{text} is no norm to clip to: it is a number above 0")
+        raise argparse.ArgumentTypeError(f"{text} is not a norm for clipping: it must be above 0")
     return float(text)
 
 

@@ -266,7 +266,7 @@ def place_of(frame: FrameType, layer: str) -> tuple[str, bool]:
 
 
 def told(problem: str, before: Mapping[int, list[Any]], after: Mapping[int, list[Any]]) -> str:
-    """The sentence on a training of which each rank said where it is, twice in a row: which rank keeps the others waiting.
+    """The sentence for a training that hangs, from two reports of each rank on where it is: which rank keeps the others waiting.
 
     A rank is silent if it said nothing in between; else the ranks that wait in no collective are late.
     """

@@ -43,7 +43,7 @@ _POLL_S = 0.2
 class Elastic:
     """The training that every node was asked for, which is the same on all of them; it is kept beside its ``programs``.
 
-    ``request`` are the options of the command line for the plan, of which ``devices`` are those of one node; ``ranks`` is their number.
+    ``request`` are the options of the command line for the plan; its ``devices`` are those of one node, ``ranks`` of them.
     ``options`` are those of ``train.py``.
     """
 
@@ -125,10 +125,10 @@ class Nodes:
         """
         least, _, most = text.partition(":")
         if not (least.isdigit() and most.isdigit() and 0 < int(least) <= int(most)):
-            raise UsageError(f"--elastic {text} is no range of nodes", "give the least and the most, such as 2:4")
+            raise UsageError(f"--elastic {text} is not a range of nodes", "write MIN:MAX, such as 2:4")
         host, _, port = meet.rpartition(":")
         if not (host and port.isdigit() and 0 < int(port) < 2**16):
-            raise UsageError(f"--meet {meet} is no place to meet", "give HOST:PORT, such as node0:29400")
+            raise UsageError(f"--meet {meet} is not an address", "give HOST:PORT, such as node0:29400")
         try:
             socket.getaddrinfo(host.strip("[]"), int(port))
         except OSError as error:

@@ -230,7 +230,7 @@ def perform(folder: str, batch: dict[str, Tensor], rank: int, count: int, device
             loss = trainer.step(batch)
     values = [parameter for stage in trainer.stages.values() for parameter in stage.parameters()]
     if not math.isfinite(loss) or not all(bool(_local(value).isfinite().all()) for value in values):
-        raise RuntimeError("the loss or a parameter is no number, so that the times are those of arithmetic on NaN")
+        raise RuntimeError("the loss or a parameter is NaN, so the measured times are for arithmetic on NaN")
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     return {
         "stages": list(trainer.world.stages),

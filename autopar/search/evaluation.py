@@ -312,7 +312,9 @@ def make_plan(
         sync=sync,
         allow=(*graph.allow, *given_up(sync, strategies)),
     )
-    return replace(plan, notes=(*plan.notes, f"priced alone: {plan.unwritten}")) if plan.unwritten else plan
+    return (
+        replace(plan, notes=(*plan.notes, f"this plan has a price only: {plan.unwritten}")) if plan.unwritten else plan
+    )
 
 
 def counted_twice(
@@ -439,6 +441,20 @@ def evaluate(
     ]
     notes = (*plan.notes, *whole_layers(plan, pricer), *([f"the plan does not fit: {', '.join(over)}"] if over else []))
     return replace(plan, notes=notes)
+
+
+def reprice(graph: Graph, cluster: Devices, pricer: Pricer, plan: Plan, precision: str) -> Plan:
+    """``evaluate`` for the decisions of ``plan``."""
+    return evaluate(
+        graph,
+        cluster,
+        pricer.of_program(plan.prefetch, plan.sync),
+        mesh=plan.mesh,
+        stage_bounds=[stage.start for stage in plan.stages] + [len(plan.layers)],
+        strategies=[layer.strategy for layer in plan.layers],
+        schedule=plan.sized_schedule,
+        precision=precision,
+    )
 
 
 def layer_prices(

@@ -112,7 +112,7 @@ class TestExplanation:
         assert memory.saving == pytest.approx(0.019, abs=0.01)
         assert (
             "memory of stage 0: 36.5 of 41 GB" in memory.text
-            and "filled; 8 GB more memory per device would save 1.9%" in memory.text
+            and "used; 8 GB more memory per device would save 1.9%" in memory.text
         )
         assert all(price.text.startswith((price.change, "with")) for price in worth)
 
@@ -210,7 +210,7 @@ def test_batches_are_cut_and_repeated() -> None:
     cut = resize_batch(batch, 2, 5)
     assert cut["tokens"].tolist() == [[0, 1], [4, 5], [8, 9], [0, 1], [4, 5]]
     assert cut["image"].shape == (5, 2, 2) and cut["flag"] is None
-    with pytest.raises(BatchError, match="no one sequence"):
+    with pytest.raises(BatchError, match="no single sequence dim"):
         resize_batch({"image": torch.rand(2, 3)}, 2, None)
 
 

@@ -35,7 +35,7 @@ from autopar.graph import Graph
 from autopar.price import Pricer
 from autopar.run import remote
 from autopar.run.allocations import Allocations
-from autopar.search import evaluate
+from autopar.search import reprice
 from autopar.shard import annotate
 from autopar.verify import Kind
 
@@ -79,16 +79,7 @@ def predicted(graph: Graph, kind: Kind) -> list[dict[str, int]]:
     """Bytes by part of every device of the line."""
     plan = kind.plan(graph)
     cluster = parse(plan.device_count)
-    priced = evaluate(
-        graph,
-        cluster,
-        Pricer(graph, cluster, "float32").of_program(plan.prefetch, plan.sync),
-        mesh=plan.mesh,
-        stage_bounds=[0, *(stage.stop for stage in plan.stages)],
-        strategies=[layer.strategy for layer in plan.layers],
-        schedule=plan.sized_schedule,
-        precision="float32",
-    )
+    priced = reprice(graph, cluster, Pricer(graph, cluster, "float32"), plan, "float32")
     return [{part: int(getattr(stage.memory, part)) for part in PARTS} for stage in priced.stages[: plan.pipeline]]
 
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from test_run_program import mlp, one_process, state
 from workers import WorkerPool
 
-from autopar.cli.commands import Checkpoints
+from autopar.cli.run import Checkpoints
 from autopar.errors import CheckpointError, UsageError
 from autopar.program import checkpoint_files
 from autopar.program.checkpoint_files import claimed
