@@ -34,6 +34,7 @@ FILES = (
     "kernels_random.py",
     "kernels_ring.py",
     "kernels_rnn.py",
+    "host.py",
     "loader.py",
     "local_group.py",
     "metrics.py",

@@ -20,6 +20,7 @@ from torch.distributed.pipelining import (
 )
 
 from autopar.program.bidirectional import BothWays, read_orders, with_transfers
+from autopar.program.host import on_device
 from autopar.program.parameters import Group
 from autopar.program.reductions import Reductions
 from autopar.program.scaling import LossScale
@@ -151,13 +152,13 @@ class Pipeline:
         inputs: dict[str, Tensor] = {}
         for index, module in self._modules.items():
             kind = self._kinds[index]
-            own = {name: scalars[name].to(device) for name in kind.SCALARS}
+            own = {name: on_device(scalars[name], device) for name in kind.SCALARS}
             if self._apart:
                 inputs.update({module.prefix + name: values for name, values in own.items()})
             else:
                 module.scalars = own
             for name, spec in kind.INPUTS.items():
-                inputs[module.prefix + name] = self.share.local(batch, name, spec).to(device)
+                inputs[module.prefix + name] = on_device(self.share.local(batch, name, spec), device)
             if kind.RANDOM:
                 inputs[module.prefix + "key"] = torch.arange(key, key + self.microbatches)
         return inputs
@@ -230,10 +231,18 @@ class Pipeline:
             work.wait()
 
     def sum(self, losses: list[Tensor]) -> Tensor:
-        """The whole batch's loss on every rank, from the terms that ``run`` returned."""
+        """The whole batch's loss on every rank, from the terms that ``run`` returned: all ranks call this."""
+        return self.reduced(self.own_sum(losses))
+
+    def own_sum(self, losses: list[Tensor]) -> Tensor:
+        """The sum of this rank's terms."""
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for loss in losses:
             total += loss.detach()
+        return total
+
+    def reduced(self, total: Tensor) -> Tensor:
+        """The sums over all ranks, on every rank, of sums of own terms; ``total`` may be overwritten."""
         if len(self._kinds) - 1 in self._modules:
             for axis, kind in self._kinds[-1].LOSS.items():
                 if kind == "P" and self.world.coordinates[axis][1] > 1:
