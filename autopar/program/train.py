@@ -70,13 +70,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--on-nan", choices=("stop", "skip"), default="stop", help="about a loss that is NaN or infinite"
     )
-    parser.add_argument(
-        "--log-every",
-        type=count,
-        default=1,
-        metavar="N",
-        help="read and print the loss of every N-th step; --on-nan stop then comes up to N steps late, --on-nan skip still reads each",
-    )
+    late = "read and print the loss of every N-th step; --on-nan stop then comes up to N steps late, --on-nan skip still reads each"
+    parser.add_argument("--log-every", type=count, default=1, metavar="N", help=late)
     parser.add_argument("--log", metavar="FILE", help="also append the JSON lines to FILE")
     parser.add_argument("--tensorboard", metavar="DIR", help="also write a TensorBoard into DIR")
     parser.add_argument("--lr", type=rate, default=3e-4, help="learning rate of AdamW")
