@@ -29,6 +29,7 @@ FILES = (
     "guards.py",
     "halves.py",
     "halves_experts.py",
+    "host.py",
     "int8.py",
     "kernels.py",
     "kernels_ctc.py",
