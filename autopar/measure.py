@@ -1,4 +1,4 @@
-"""What is measured in the same way everywhere: the error between two runs of one model, and the memory of this process."""
+"""Measures that several rooms share: the error between two runs of one model, and the memory of this process."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ router's auxiliary loss, batch norm, negatives of the same batch) is computed fo
 their mean. For parameters of 16 bits (their master copies stay in float32): with ``bfloat16_gradients`` gradients are accumulated and
 reduced in 16 bits, with ``bfloat16_moments`` Adam's moments are in 16 bits. ``fp8``: products with weights multiply 8-bit numbers
 (``program.kernels_fp8``), in models in bfloat16. ``tf32``: matrix products of float32 round their operands to 10 bits of mantissa.
-``int8_activations``: layers may store what they save for the backward in 8 bits (``SAVINGS``), and their gradients are rounded.
+``int8_activations``: layers may store saved activations in 8 bits (``SAVINGS``), and gradients are computed from rounded numbers.
 ``local_steps``: replicas train apart for some steps, then
 their parameters are averaged."""
 
@@ -139,7 +139,7 @@ _recomputations: dict[tuple[str, int], Recomputation] = {}
 class Recomputation:
     """The part of a layer's forward that its backward pass runs again.
 
-    ``kind`` is one of ``RECOMPUTATIONS``: ``selective`` saves the results that are expensive to compute (``passes.keep`` selects them) and
+    ``kind`` is one of ``RECOMPUTATIONS``: ``selective`` saves results that are expensive to compute (``passes.selective`` selects them) and
     runs the rest again, ``full`` saves only the layer's input. ``layers`` is the number of consecutive layers, of one class and one
     strategy in one stage, that are recomputed as one segment: only the first layer's input is saved. The last segment of a run may be
     shorter.
@@ -266,6 +266,11 @@ class Strategy:
                 n *= axis.size
         return n
 
+    def degrees(self, mesh: tuple[Axis, ...]) -> dict[str, int]:
+        """The degrees as plans show them: data, tensor, expert, and ``sequence`` for Ulysses and ring together."""
+        own = {name: self.degree(mesh, *DEGREES[name]) for name in ("data", "tensor", "expert")}
+        return own | {"sequence": self.degree(mesh, *SEQUENCES)}
+
 
 def effective_sync(sync: str, mesh: tuple[Axis, ...], strategies: Iterable[Strategy]) -> str:
     """``sync``, or ``all-reduce`` if every layer has one replica alone: there is nothing to synchronise."""
@@ -301,7 +306,7 @@ class Memory:
 class StagePlan:
     """A pipeline stage: layers ``start`` to ``stop`` (exclusive), its devices, predicted memory and its limit, and the time
     of one microbatch (forward plus backward, seconds). ``host_bytes`` and ``nvme_bytes`` are the host memory and the room on NVMe that
-    a device uses."""
+    a device uses, ``optimizer_s`` the seconds that the stage adds once a step."""
 
     start: int
     stop: int
@@ -311,6 +316,7 @@ class StagePlan:
     microbatch_s: float
     host_bytes: int = 0
     nvme_bytes: int = 0
+    optimizer_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -439,15 +445,11 @@ class Plan:
         layers = []
         for layer in self.layers:
             s = layer.strategy
-            tensor = s.degree(self.mesh, Role.TENSOR, Role.TENSOR_SEQUENCE)
             layers.append(
                 {
                     "name": layer.name,
                     "class": layer.cls,
-                    "data": s.degree(self.mesh, Role.DATA),
-                    "tensor": tensor,
-                    "expert": s.degree(self.mesh, Role.EXPERT),
-                    "sequence": s.degree(self.mesh, *SEQUENCES),
+                    **s.degrees(self.mesh),
                     "zero": s.zero,
                     "replicate": s.replicate,
                     "reduce": s.reduce,
@@ -470,6 +472,7 @@ class Plan:
                 "microbatch_s": stage.microbatch_s,
                 "host_bytes": stage.host_bytes,
                 "nvme_bytes": stage.nvme_bytes,
+                "optimizer_s": stage.optimizer_s,
             }
             for stage in self.stages
         ]
@@ -519,6 +522,7 @@ class Plan:
                     s["microbatch_s"],
                     s.get("host_bytes", 0),
                     s.get("nvme_bytes", 0),
+                    s.get("optimizer_s", 0.0),
                 )
                 for s in data["stages"]
             ),

@@ -2,33 +2,55 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from autopar.errors import UsageError
-from autopar.plan import Plan
+from autopar.plan import Plan, Prediction
 
 if TYPE_CHECKING:
     from autopar.devices import Cluster
     from autopar.graph import Graph
 
-_WRITTEN_BY = "`autopar plan MODEL --devices ... --json` writes one"
+_WRITTEN_BY = "`autopar plan MODEL --devices ... -o FILE` writes one"
 
 
 def read_plan(path: str | Path) -> Plan:
-    """The plan in a file that ``Plan.dumps`` or ``autopar plan --json`` wrote.
+    """The plan in a file that ``Plan.dumps`` or ``autopar plan -o`` wrote.
 
     Raises:
         UsageError: there is no such file, or the file holds no plan.
     """
     try:
-        return Plan.from_json(json.loads(Path(path).read_text()))
+        return Plan.from_json(_checked(json.loads(Path(path).read_text(), parse_constant=_no_number)))
     except OSError as error:
         raise UsageError(f"the plan {path} cannot be read: {error.strerror}", _WRITTEN_BY) from error
     except (ValueError, KeyError, TypeError, IndexError, AssertionError, AttributeError) as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, IndexError | AssertionError | _PlanError):
+            reason = str(error) if isinstance(error, _PlanError) else "its stages and layers do not fit together"
         raise UsageError(f"{path} holds no plan ({reason})", _WRITTEN_BY) from error
+
+
+class _PlanError(ValueError):
+    """What a file that holds no plan holds."""
+
+
+def _checked(data: Any) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise _PlanError("it is no JSON object")
+    if data.get("feasible") is False:
+        raise _PlanError("it says that nothing fits")
+    for field in dataclasses.fields(Prediction):
+        if isinstance(data[field.name], bool) or not isinstance(data[field.name], int | float):
+            raise _PlanError(f"{field.name} is {data[field.name]!r}, no number")
+    return data
+
+
+def _no_number(text: str) -> float:
+    raise _PlanError(f"{text} is no number")
 
 
 def check_model(plan: Plan, graph: Graph) -> None:

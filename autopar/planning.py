@@ -53,7 +53,7 @@ def plan_model(
 def _check_schedule(options: SearchOptions) -> None:
     if options.schedule is not None and options.pipeline == 1 and (options.chunks or 1) == 1:
         raise UsageError(
-            f"schedule={options.schedule} orders the microbatches of a pipeline, and pipeline=1 is none",
+            f"schedule={options.schedule} orders the microbatches of a pipeline, but pipeline=1 has no pipeline",
             "leave one of the two pins out",
         )
 

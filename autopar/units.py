@@ -48,7 +48,7 @@ def parse_count(text: str) -> int:
     match = re.fullmatch(r"([0-9.]+(?:[eE]\d+)?)([KMBT]?)", text.strip(), re.IGNORECASE)
     try:
         found = int(float(match[1]) * 1000 ** " KMBT".index(match[2].upper() or " ")) if match else 0
-    except ValueError:
+    except (ValueError, OverflowError):
         found = 0
     if found <= 0:
         raise UsageError(f"{text!r} is not a number of parameters", "write 7B, 350M or 7e9")
@@ -65,7 +65,7 @@ def parse_size(text: str) -> int:
     factor = _FACTORS.get(match[2].upper()) if match else None
     try:
         found = int(float(match[1]) * factor) if match and factor else 0
-    except ValueError:
+    except (ValueError, OverflowError):
         found = 0
     if found <= 0:
         raise UsageError(

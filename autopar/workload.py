@@ -120,7 +120,7 @@ def resize_batch(batch: Any, seq: int | None, rows: int | None) -> Any:
     """
     lengths = {t.shape[1] for t in _tensors(batch) if t.dim() == 2 and not t.is_floating_point()}
     if seq is not None and (len(lengths) != 1 or seq > max(lengths)):
-        raise BatchError(f"the batch has no one sequence that could be cut to {seq}")
+        raise BatchError(f"the batch has no single sequence dim that could be shortened to {seq}")
     length = lengths.pop() if seq is not None else None
 
     def resized(tensor: Tensor) -> Tensor:

@@ -16,11 +16,11 @@ from passes.collectives import MICROBATCH, convert, insert_collectives_pass
 from passes.defer_weights import defer_weights_pass
 from passes.fuse_bias import fuse_bias_pass
 from passes.halves import halves_pass, is_chained, of_half
-from passes.keep import keep_pass
 from passes.localise_layer import localise_pass, random_seed
 from passes.overlap import JOINED, converted_types, overlap_pass
 from passes.pad import pad_class
 from passes.runner import run
+from passes.selective import selective_pass
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def local_layer(
         ],
     )
     if strategy.recomputation is SELECTIVE:
-        gm = run(gm, [("keep", lambda gm: keep_pass(gm, [axis.name for axis in sharding.axes]))])
+        gm = run(gm, [("selective", lambda gm: selective_pass(gm, [axis.name for axis in sharding.axes]))])
     if strategy.overlap == TENSOR_OVERLAP:
         gm = run(gm, [("overlap", lambda gm: overlap_pass(gm, cls, sharding))])
     if half is not None:

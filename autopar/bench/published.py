@@ -156,23 +156,3 @@ def summary(cells: Sequence[CellResult]) -> dict[str, Any]:
 def to_json(cells: Sequence[CellResult]) -> dict[str, Any]:
     """The cells and their summary."""
     return {"summary": summary(cells), "cells": [cell.to_json() for cell in cells]}
-
-
-def markdown(cells: Sequence[CellResult]) -> str:
-    """The cells as a table of a page."""
-    rows = [
-        "| cell | GPUs | layouts that ran | automatic layout | measured | best layout | measured | regret |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for c in cells:
-        mine = "failed" if c.choice.measured_s is None else f"{c.choice.measured_s:.3g} s"
-        note = f" (of {_layout(c.ran.id, c.name)}, the next that ran)" if c.failed else ""
-        rows.append(
-            f"| {c.name} | {c.devices} | {c.measured} of {c.layouts} | {_layout(c.choice.id, c.name)} | {mine} "
-            f"| {_layout(c.best.id, c.name)} | {c.best.measured_s:.3g} s | {c.regret:.1%}{note} |"
-        )
-    return "\n".join(rows) + "\n"
-
-
-def _layout(identity: str, cell: str) -> str:
-    return identity.removeprefix(f"{cell}-")

@@ -44,19 +44,6 @@ def write_lines(results: Iterable[Result], path: Path) -> None:
     path.write_text("".join(json.dumps(result.to_json()) + "\n" for result in results))
 
 
-def markdown(lines: Iterable[dict[str, Any]]) -> str:
-    """The README's table, from the objects of ``Result.to_json``."""
-    rows = ["| model | processes | automatic | best of hand-tuned | ratio (95 % interval) |", "|---|---|---|---|---|"]
-    for line in lines:
-        low, high = line["ratio_interval"]
-        rows.append(
-            f"| {line['name']} | {line['processes']} | {line['automatic_s'] * 1e3:.0f} ms "
-            f"| {line['best_hand_tuned_s'] * 1e3:.0f} ms: {line['best_hand_tuned']}, of {line['candidates']} "
-            f"| {line['ratio']:.2f} ({low:.2f} to {high:.2f}) |"
-        )
-    return "\n".join(rows) + "\n"
-
-
 def plot(lines: list[dict[str, Any]], path: Path) -> None:
     """Bars of the measured step times from the objects of ``Result.to_json``, the automatic program's in another colour, one panel
     a contest."""

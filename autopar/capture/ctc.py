@@ -82,7 +82,7 @@ class CtcLoss:
             targets = self._padded(targets, target_lengths)
         elif targets.dim() != 2:
             raise KeptWholeError(
-                f"{caller()} takes the labels of all examples in one row, of which no rank can find its own",
+                f"{caller()} takes the labels of all examples in one row, in which a rank cannot find its own",
                 "give the labels as a table [batch, length], padded: the loss takes those within each example's length",
             )
         device = log_probs.device

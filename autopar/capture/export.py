@@ -353,13 +353,14 @@ def _explain(error: Exception, module: nn.Module) -> CaptureError:
         or "_local_scalar_dense" in str(error)
     )
     what = "its control flow or a shape depends on the data" if dependent else f"{kind}: {text}"
+    hint = OPAQUE_HINT if dependent else f"the model must run on this batch by itself first; if it does, {OPAQUE_HINT}"
     if not user:
-        return CaptureError(f"torch.export refused the model: {what}", hint=OPAQUE_HINT)
+        return CaptureError(f"torch.export refused the model: {what}", hint=hint)
     frame = user[-1]
     line = f" `{frame.line}`" if frame.line else ""
     text = f"torch.export refused {frame.filename}:{frame.lineno}{line}: {what}"
     if not dependent:
-        return CaptureError(text, hint=f"the model must run on this batch by itself first; if it does, {OPAQUE_HINT}")
+        return CaptureError(text, hint=hint)
     return KeptWholeError(text, OPAQUE_HINT, paths_of(error.__traceback__, module))
 
 

@@ -75,7 +75,7 @@ class Answers:
         if answer is None or (answer.line, answer.question) != (line, name):
             expected = f"asks at {answer.line}" if answer is not None else "asks nothing more"
             raise CaptureError(
-                f"{line} asks for a tensor's value, and the model on its batch {expected}: the value depends on more than the batch",
+                f"{line} asks for a tensor's value, but the model on its batch {expected}: the value depends on more than the batch",
                 OPAQUE_HINT,
             )
         self.asked.append(_QUESTIONS[func](*args, **kwargs).detach())

@@ -93,7 +93,7 @@ def check_again(
     words = ", ".join(f"{name} ({_short(old)}, then {_short(new)})" for name, (old, new) in list(changed.items())[:5])
     if not same:
         raise CaptureError(
-            f"forward changes Python attributes and reads them in its next call: {words}; a graph is the first call alone",
+            f"forward changes Python attributes and reads them in its next call: {words}; the graph would repeat its first call",
             hint="register a buffer (self.register_buffer) and write to it in place: buffers that forward writes are kept up to date",
         )
     moving = [name for name in changes(left, finally_) if name in changed and not _holds_tensors(changed[name][1])]

@@ -98,7 +98,7 @@ def _check_replicas(program: LocalProgram, crossed: set[str]) -> None:
     replicas = {axis.name for axis in program.layers[0].strategy.replicas(program.plan.mesh)[0]}
     if replicas & crossed:
         raise ProgramError(
-            f"replicas train apart, and collectives cross {', '.join(sorted(replicas & crossed))}", hint=_HINT
+            f"replicas train apart, but collectives cross {', '.join(sorted(replicas & crossed))}", hint=_HINT
         )
 
 

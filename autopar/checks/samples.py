@@ -16,6 +16,7 @@ from autopar.checks.rules import Sample, sample, without_gradient
 from autopar.checks.sample_experts import gated_experts, plain_experts
 from autopar.program import kernels, kernels_ctc, kernels_fp8, kernels_norm, kernels_random, kernels_rnn
 from autopar.program.kernels_experts import grouped_linear, of_rows
+from autopar.rules.table import UNARY
 
 aten = torch.ops.aten
 _generator = torch.Generator().manual_seed(0)
@@ -45,12 +46,7 @@ def _words(text: str) -> list[str]:
     return text.split()
 
 
-_UNARY = _words("""
-    abs acos asin atan ceil cos cosh elu erf erfc exp exp2 expm1 floor gelu hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu
-    log log10 log1p log2 log_sigmoid logical_not logit mish reciprocal relu relu6 round rsqrt selu sigmoid sign silu sin sinh softplus sqrt
-    square tan tanh trunc nan_to_num hardshrink softshrink frac alias clone contiguous detach neg zeros_like ones_like empty_like
-    rand_like randn_like _to_copy
-""")
+_UNARY = [*(name.removeprefix("aten.") for name in UNARY), "clone", "contiguous", "detach", "neg"]
 _SMOOTH = _words("maximum minimum atan2 fmin fmax hypot")
 _COMPARISONS = _words("eq ne lt le gt ge remainder fmod copysign")
 _LOGICAL = _words("logical_and logical_or logical_xor")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from dataclasses import dataclass
+from typing import Any
 
 from autopar.bench import MODELS, contest
 from autopar.bench.contest import Result
@@ -34,9 +35,13 @@ class Measurement:
 
 
 def bench_command(
-    names: tuple[str, ...], how: Measurement, output: str | None, plot_file: str | None, as_json: bool
+    names: tuple[str, ...], output: str | None, plot_file: str | None, published: str | None, as_json: bool, **how: Any
 ) -> None:
-    """Measures, prints tables or one JSON object, and writes the files that were asked for."""
+    """Measures, prints tables or one JSON object, and writes the files that were asked for; or reads published measurements."""
+    if published is not None:
+        _print_published(published, as_json)
+        return
+    measurement = Measurement(**how)
     for name in names:
         if name not in MODELS:
             near = difflib.get_close_matches(name, MODELS, n=1)
@@ -46,7 +51,7 @@ def bench_command(
             )
     lines = output_file(output, "-o") if output else None
     picture = output_file(plot_file, "--plot", picture=True) if plot_file else None
-    results = [how.result(name) for name in names or MODELS]
+    results = [measurement.result(name) for name in names or MODELS]
     if lines:
         write_lines(results, lines)
     if picture:
@@ -63,7 +68,7 @@ def bench_command(
         out.print()
 
 
-def published_command(path: str, as_json: bool) -> None:
+def _print_published(path: str, as_json: bool) -> None:
     """The automatic layout of every cell of ``path`` beside the best that was measured there."""
     with Messages() as messages:
         cells = published(path, lambda what, done, total: messages("bench", f"{what}: {done} of {total} cells"))

@@ -1,56 +1,53 @@
-"""``autopar plan``, ``emit`` and ``run``: load the model, go through the stages of ``autopar.compile``, print."""
+"""``autopar plan`` and ``emit``: load the model, go through the stages of ``autopar.compile``, print."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import signal
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from types import FrameType
-from typing import IO, TYPE_CHECKING, Any, NoReturn
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 import torch
 
 from autopar.cli.console import Messages, console
-from autopar.cli.load import Sizes, batch_of, is_pretrained, load_model
+from autopar.cli.load import Sizes, is_pretrained, load_model
+from autopar.cli.output import output_file
 from autopar.cli.render import print_plan
-from autopar.compile import emit_program, start_program
+from autopar.compile import emit_program
 from autopar.devices import Cluster, parse
-from autopar.errors import BatchError, InfeasibleError, LaunchError, UsageError
+from autopar.errors import BatchError, InfeasibleError, UsageError
+from autopar.explain import Study, nearby_batch
 from autopar.graph import Graph
-from autopar.keywords import Request, Training
 from autopar.pins import PINS, read_pins
 from autopar.plan import Plan
 from autopar.planning import plan_model
-from autopar.program.checkpoint_files import CheckpointError, claimed, has_any
 from autopar.program.state import INITIAL
-from autopar.program.watch import SIGNALS
 from autopar.run.folder import folder_for_program
 from autopar.run.initialise import is_path, with_tables, write_values
-from autopar.run.processes import check_count
-from autopar.run.ranks import is_one_of_several
 from autopar.search import SearchOptions
 from autopar.units import parse_size
 from autopar.workload import Recapture, Workload
 
-if TYPE_CHECKING:
-    from autopar.run import Program
 
-
-def plan_command(as_json: bool, **request: Any) -> None:
+def plan_command(as_json: bool, output: str | None, **request: Any) -> None:
     """``autopar plan``: the plan as tables, or as one JSON object; an infeasible request is such an object too."""
+    file = output_file(output, "-o") if output else None
     try:
-        *_, plan = planned(request, price_pins=True)
+        _, cluster, graph, plan = planned(request, price_pins=True)
     except InfeasibleError as error:
         if not as_json:
             raise
         print_infeasible(error)
+    if file is not None:
+        file.write_text(plan.dumps() + "\n")
     if as_json:
         print(plan.dumps())
-    else:
-        print_plan(plan, console())
+        return
+    with Messages() as messages:
+        study = Study(graph, cluster, asked(request)[1], recapture=recapture(request, cluster))
+        hint = nearby_batch(study, plan, messages)
+    print_plan(plan, console(), hint)
 
 
 def print_infeasible(error: InfeasibleError) -> NoReturn:
@@ -87,120 +84,15 @@ def emit_command(output: str, as_json: bool, **request: Any) -> None:
     print(json.dumps({"folder": str(folder), "start": start, "has_values": has_values}) if as_json else folder)
 
 
-def run_command(
-    steps: int, seed: int, lr: float, output: str | None, as_json: bool, *, checkpoints: Checkpoints, **request: Any
-) -> None:
-    """``autopar run``: trains on the factory's batch over and over, prints the loss of each step."""
-    devices = request["devices"]
-    here = parse(devices)
-    if not here.local:
-        raise LaunchError(
-            f"{devices} describes devices that are not here, so nothing can run on them",
-            "`autopar emit` writes the program for them; `--devices 4` runs on this machine",
+def check_pins(request: Mapping[str, Any]) -> None:
+    """Raise ``UsageError`` where decisions are given beside a plan, which has made them."""
+    names = [name for name in (*PINS, "context", "microbatch", "sequence") if request.get(name) not in (None, False)]
+    pins = [f"--{name.replace('_', '-')}" for name in names] + ["--pin"] * bool(request.get("pins"))
+    if request.get("plan_file") and pins:
+        raise UsageError(
+            f"--plan has made the decision that {pins[0]} makes",
+            f"leave --plan out, or {' and '.join(pins)}; `autopar plan` makes another plan",
         )
-    check_count(here.count)  # before a minute of planning
-    folder = folder_for_program(output) if output else None
-    claim = checkpoints.claim()
-    torch.manual_seed(seed)
-    init = init_of(request)
-    workload, cluster, graph, plan = planned(request, device="meta" if init else "cpu")
-    with Messages() as messages:
-        program = start_program(
-            graph,
-            plan,
-            cluster,
-            workload.model,
-            folder,
-            training=Training(seed=seed, lr=lr),
-            request=Request(type_check=request["type_check"], init=init),
-            progress=messages,
-        )
-    batch = workload.batch
-    if init and request["model"].partition(":")[1] == "":  # made on meta with the model
-        sizes = Sizes(request["seq"], request["global_batch"], request["precision"])
-        batch = batch_of(request["model"], workload.model, sizes, "cpu")
-    with program, Stop(checkpoints.folder is not None and not is_one_of_several()) as stop:
-        done = begun = checkpoints.load(program)
-
-        def batches() -> Iterator[Any]:
-            while done < steps and not stop.asked:
-                yield batch
-
-        def after(step: int, loss: float, _: object) -> None:
-            nonlocal done
-            done = begun + step + 1
-            line = json.dumps({"step": done, "loss": loss}) if as_json else f"step {done} loss {loss:.6f}"
-            print(line, flush=True)
-            checkpoints.save(program, done, steps)
-
-        program.train(batches(), on_step=after)
-        if done < steps:
-            if done > begun and done % checkpoints.every:
-                checkpoints.save(program, done, done)
-            said = f"{stop.asked}: the training stops after {done} of {steps} steps; --resume goes on from there"
-            print(said, file=sys.stderr, flush=True)
-    if claim is not None:
-        claim.close()
-
-
-class Stop:
-    """A context in which ``SIGNALS`` do not end this process: ``asked`` is the name of the last one. A second Ctrl-C ends it at once."""
-
-    def __init__(self, heeds: bool) -> None:
-        self.asked = ""
-        self._heeds = heeds
-        self._handlers: dict[int, Any] = {}
-
-    def __enter__(self) -> Stop:
-        if self._heeds:
-            self._handlers = {number: signal.signal(number, self._receive) for number in SIGNALS}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.asked = signal.Signals(number).name
-        if number == signal.SIGINT:
-            signal.signal(number, self._handlers[number])
-
-
-@dataclasses.dataclass(frozen=True)
-class Checkpoints:
-    """Where and when ``autopar run`` writes checkpoints: into ``folder``, ``every`` so many steps, of which ``keep`` stay."""
-
-    folder: str | None
-    every: int
-    keep: int
-    resume: bool
-
-    def __post_init__(self) -> None:
-        if self.resume and self.folder is None:
-            raise UsageError("--resume has no folder to read from", "add --checkpoint DIR")
-        if self.folder is not None and not self.resume and has_any(Path(self.folder)):
-            raise UsageError(
-                f"{self.folder} has checkpoints of another training, which this one would replace",
-                "add --resume to go on with it, or give another folder",
-            )
-
-    def claim(self) -> IO[str] | None:
-        """Keep other trainings from writing into the folder until the result is closed."""
-        try:
-            return None if self.folder is None else claimed(Path(self.folder), 0.0)
-        except CheckpointError as error:
-            raise UsageError(error.message, error.hint) from error
-
-    def load(self, program: Program) -> int:
-        """Go on from the newest checkpoint, if asked to and if there is one; the number of steps that it has."""
-        if self.folder is None or not self.resume or not has_any(Path(self.folder)):
-            return 0
-        return program.load(self.folder)
-
-    def save(self, program: Program, step: int, last: int) -> None:
-        """Write a checkpoint after this step, if it is time to."""
-        if self.folder is not None and (step % self.every == 0 or step == last):
-            program.save(self.folder, keep=self.keep)
 
 
 def planned(
@@ -210,6 +102,7 @@ def planned(
 
     The model is on ``device``; where that is ``None``, on the CPU if the model has values or is small enough to be given some.
     """
+    check_pins(request)
     cluster, options = asked(request)
     if price_pins:
         options = dataclasses.replace(options, pin_time_s=options.time_limit_s / 2)

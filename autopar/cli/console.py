@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -83,14 +82,24 @@ def _in_parts(widths: list[int], most: int, gap: int) -> Iterator[list[int]]:
         yield part
 
 
-def plain_table(title: str | None = None, **options: Any) -> PlainTable:
-    """A table without lines, two spaces between its columns; ``options`` are those of ``rich.table.Table``."""
-    return PlainTable(title=title, **_PLAIN, **options)
+def plain_table(
+    title: str | None = None, words: Sequence[str] = (), numbers: Sequence[str] = (), **options: Any
+) -> PlainTable:
+    """A table without lines, two spaces between its columns; ``options`` are those of ``rich.table.Table``.
+
+    It begins with columns of ``words`` and then of ``numbers``, by their headers, each cell on one line.
+    """
+    table = PlainTable(title=title, **_PLAIN, **options)
+    for name in words:
+        table.add_column(name, no_wrap=True)
+    for name in numbers:
+        table.add_column(name, justify="right")
+    return table
 
 
 @contextmanager
 def progress_bar(name: str, total: int | None = None, lines: bool = False) -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar on stderr until the block ends. The block calls the result with (what is being done, done so far, total).
+    """A progress bar on stderr until the block ends. The block calls the result with (the name of the current item, items done, total).
 
     Where stderr is no terminal, ``lines`` prints a line for everything that is done.
     """
@@ -126,12 +135,10 @@ class Messages:
             self._status.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: Any) -> None:
         if self._status is not None:
             self._status.stop()
-        self._redirected.__exit__(kind, error, trace)
+        self._redirected.__exit__(*exception)
 
     def __call__(self, stage: str, text: str = "") -> None:
         if self._status is not None:

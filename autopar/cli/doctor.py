@@ -1,4 +1,4 @@
-"""``autopar doctor``: a table of what is installed and works here, and what to do about the rest."""
+"""``autopar doctor``: a table of the findings about this machine, each problem with a hint."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ def doctor_command(quick: bool, as_json: bool) -> None:
 
 def _print(found: list[Finding], broken: list[str]) -> None:
     out = console()
-    table = plain_table(show_header=False)
-    for name in ("part", "name", "status"):
-        table.add_column(name, no_wrap=True)
+    table = plain_table(None, ("part", "name", "status"), show_header=False)
     table.add_column("value", overflow="fold")
     part = ""
     for finding in found:
@@ -43,6 +41,6 @@ def _print(found: list[Finding], broken: list[str]) -> None:
             table.add_row("", "", Text("hint", "cyan"), Text(finding.hint))
     out.print(table)
     words = (
-        f"every run needs what is broken: {', '.join(broken)}" if broken else "everything that every run needs works"
+        f"broken, and needed by every run: {', '.join(broken)}" if broken else "everything that every run needs works"
     )
     out.print(f"autopar {autopar.__version__}: {words}")

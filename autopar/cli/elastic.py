@@ -23,9 +23,12 @@ def elastic_command(
 ) -> NoReturn:
     """``autopar run --elastic``: becomes the agent of this node; ``options`` are those of ``train.py``, by name."""
     if options["checkpoint"] is None:
-        raise UsageError("--elastic has no checkpoints to go on from", "add --checkpoint DIR, which all nodes share")
+        raise UsageError("--elastic needs checkpoints to continue from", "add --checkpoint DIR, which all nodes share")
     if request["plan_file"] is not None:
-        raise UsageError("--plan is for one number of devices, and --elastic for several", "leave one of them out")
+        raise UsageError(
+            "--plan is a plan for one number of devices, but --elastic needs a plan for several",
+            "leave one of them out",
+        )
     cluster, devices = parse(request["devices"]), str(request["devices"])
     if nodes.most > 1 and devices.isdigit() and cluster.kind == "cuda":
         raise UsageError(

@@ -1,4 +1,4 @@
-"""``autopar explain``: why a plan is what it is."""
+"""``autopar explain``: why a plan was chosen."""
 
 from __future__ import annotations
 
@@ -33,12 +33,7 @@ def explain_command(target: str, model: str | None, as_json: bool, **request: An
     written = _read(target)
     request |= {"model": model}
     request = repeated(written, request) if written is not None else request | {"model": target}
-    for name, why in (
-        ("model", "which model it is for: add --model MODEL"),
-        ("devices", "the devices: add --devices SPEC"),
-    ):
-        if not request.get(name):
-            raise UsageError(f"{target} does not say {why.partition(':')[0]}", why.partition(": ")[2])
+    check_named(target, request)
     try:
         if written is None and request["allow"]:  # the plan says which microbatches to explain
             written = planned(request)[-1]
@@ -51,6 +46,19 @@ def explain_command(target: str, model: str | None, as_json: bool, **request: An
         print(json.dumps(found.to_json(), indent=1))
     else:
         print_explanation(found, console())
+
+
+def check_named(file: str, request: dict[str, Any]) -> None:
+    """Raise ``UsageError`` if a request does not name the model or the devices."""
+    names, options = lacking(request)
+    if names:
+        raise UsageError(f"{file} does not name its {names}", f"add {options}")
+
+
+def lacking(request: dict[str, Any]) -> tuple[str, str]:
+    """The model and the devices, as far as a request does not name them: as words, and as options."""
+    lacks = [option for option in ("model", "devices") if not request.get(option)]
+    return " and ".join(lacks), " and ".join(f"--{option}" for option in lacks)
 
 
 def repeated(written: Plan, request: dict[str, Any]) -> dict[str, Any]:
@@ -66,7 +74,7 @@ def _read(target: str) -> Plan | None:
     if path.suffix != ".json":
         return None
     if not path.is_file():
-        raise UsageError(f"there is no file {path}", "`autopar plan MODEL --devices ... --json` writes a plan")
+        raise UsageError(f"there is no file {path}", "`autopar plan MODEL --devices ... -o FILE` writes a plan")
     try:
         data = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -131,9 +139,11 @@ def _sections(found: Explanation) -> list[RenderableType]:
     if plan is not best and plan.prediction.step_time_s > step * (1 + 1e-9):
         slower = plan.prediction.step_time_s / step - 1
         parts += [Text(f"the best plan takes {seconds(step)}, this one {slower:.1%} more: {describe(best)}"), ""]
-    parts.append(Text("what binds", "bold"))
-    parts += [Text(f"  {binding.text}") for binding in found.bindings] or [Text("  nothing that was tried")]
-    parts += ["", Text("what more or less would be worth", "bold")]
+    parts.append(Text("what limits the plan", "bold"))
+    parts += [Text(f"  {binding.text}") for binding in found.bindings] or [
+        Text("  none of the resources that were tried")
+    ]
+    parts += ["", Text("what more or less of each resource would save", "bold")]
     parts += [Text(f"  {price.text}") for price in found.prices]
     parts += ["", _families(found, step), "", _alternatives(found, step), "", _end(found)]
     return parts

@@ -38,12 +38,12 @@ def init_command(
     for name in (CLUSTER, SCRIPT):
         if (home / name).exists():
             raise UsageError(
-                f"{home / name} exists, and init replaces nothing", "name another folder: autopar init DIR"
+                f"{home / name} exists, and init does not overwrite files", "name another folder: autopar init DIR"
             )
-    if yes and model is None:
-        raise UsageError("--yes asks no question, and there is no --model", "add --model, such as --model gpt2")
+    if yes and not model:
+        raise UsageError("--yes asks no question, but there is no --model", "add --model, such as --model gpt2")
     model = model or _ask("model: a name of `autopar models`, a config.json, or file.py:factory", str, "gpt2")
-    devices = HERE if yes and devices is None else devices
+    devices = HERE if yes and not devices else devices
     words, cluster = (
         _cluster(devices) if devices else _ask("devices: 8xH100-80GB, 64 H100, this machine", _cluster, HERE)
     )
@@ -55,7 +55,12 @@ def init_command(
         sizes = _ask("global batch, or global batch x tokens of a sequence", _sizes, own)
         workload = load_model(model, sizes, default_precision=_precision(cluster))
     script = _script(model, cluster, workload, sizes)
-    home.mkdir(parents=True, exist_ok=True)
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"{home} cannot be made: {error.strerror}", "give a folder that can be made and written to"
+        ) from error
     for name, text in ((CLUSTER, words), (SCRIPT, script)):
         with (home / name).open("x") as file:
             file.write(text)

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from autopar import zoo
+from autopar.cli.options import check_file
 from autopar.errors import AutoparError, BatchError, ModelError
 from autopar.precision import normalise
 from autopar.workload import Workload
@@ -99,11 +100,7 @@ def called_factory(model: str, sizes: Sizes) -> tuple[Any, dict[str, int | str]]
         ModelError: there is no such factory, or the user's code raised.
     """
     source, _, factory = model.rpartition(":")
-    path = Path(source)
-    if source.endswith(".py") and not path.is_file():
-        raise ModelError(
-            f"there is no file {source}", "MODEL is file.py:factory, package.module:factory, a config or a zoo name"
-        )
+    check_file(model)
     module = _guarded(source, _import_file if source.endswith(".py") else _import_package, source)
     function = getattr(module, factory, None)
     if not callable(function):
@@ -115,7 +112,7 @@ def called_factory(model: str, sizes: Sizes) -> tuple[Any, dict[str, int | str]]
 
 def _from_factory(model: str, sizes: Sizes, device: str) -> Workload:
     result, arguments = called_factory(model, sizes)
-    workload = _unpack(model, model.rpartition(":")[2], result)
+    workload = _unpack(model, result)
     if workload.batch is None:
         return replace(workload, batch=batch_of(model, workload.model, sizes, device))
     for name in ("seq", "global_batch"):
@@ -154,7 +151,8 @@ def _guarded(what: str, function: Callable[..., Any], *args: Any, **kwargs: Any)
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and error.name and what.split(".")[0] == error.name.split(".")[0]:
             raise ModelError(
-                f"there is no Python module {error.name!r}", "it is looked for in this folder and in the environment"
+                f"there is no Python module {error.name!r}",
+                "autopar looks for it in this folder and in the environment",
             ) from error
         if isinstance(error, SyntaxError):
             raise ModelError(
@@ -182,7 +180,7 @@ def _arguments(function: Callable[..., Any], sizes: Sizes) -> dict[str, Any]:
     return {k: v for k, v in given.items() if v is not None and (anything or k in parameters)}
 
 
-def _unpack(model: str, factory: str, result: Any) -> Workload:
+def _unpack(model: str, result: Any) -> Workload:
     module, batch, loss_fn = result, None, None
     if isinstance(result, (tuple, list)):
         if len(result) not in (2, 3):
@@ -193,7 +191,21 @@ def _unpack(model: str, factory: str, result: Any) -> Workload:
         raise ModelError(f"{model} returned {type(module).__name__}, not a torch.nn.Module", _RETURNS)
     if loss_fn is not None and not callable(loss_fn):
         raise ModelError(f"{model} returned {type(loss_fn).__name__} as its loss_fn, not a function", _RETURNS)
-    return Workload(module, batch, loss_fn, factory)
+    return Workload(module, batch, loss_fn, _title(model, module))
+
+
+_PLAIN = ("model", "net", "network", "module", "factory", "main", "build", "make", "get", "create", "load")
+
+
+def _title(model: str, module: nn.Module) -> str:
+    """The name of the factory's model: the factory's own where it says something, else that of the model's class, or of the file where the
+    class is torch's."""
+    source, _, factory = model.rpartition(":")
+    if any(part and part not in _PLAIN for part in factory.split("_")):
+        return factory
+    if not type(module).__module__.startswith("torch."):
+        return type(module).__name__
+    return Path(source).stem if source.endswith(".py") else source.rpartition(".")[2]
 
 
 def batch_of(model: str, module: nn.Module, sizes: Sizes, device: str) -> Any:

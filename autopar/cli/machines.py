@@ -61,9 +61,7 @@ def _print_list(as_json: bool) -> None:
     if as_json:
         print(json.dumps(rows, indent=1))
         return
-    table = plain_table()
-    for column in ("kind", "memory GiB", "bf16 TFLOP/s", "memory GB/s", "NVLink GB/s"):
-        table.add_column(column, justify="left" if column == "kind" else "right", no_wrap=True)
+    table = plain_table(None, ("kind",), ("memory GiB", "bf16 TFLOP/s", "memory GB/s", "NVLink GB/s"))
     for row in rows:
         table.add_row(
             str(row["name"]),

@@ -14,11 +14,7 @@ def models_command(as_json: bool) -> None:
         keys = ("name", "kind", "parameters", "source", "seq", "global_batch")
         print(json.dumps([{key: getattr(entry, key) for key in keys} for entry in CATALOGUE], indent=1))
         return
-    table = plain_table()
-    table.add_column("model", no_wrap=True)
-    table.add_column("kind", no_wrap=True)
-    for name in ("parameters", "--seq", "--global-batch"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = plain_table(None, ("model", "kind"), ("parameters", "--seq", "--global-batch"))
     table.add_column("published in", no_wrap=True)
     for entry in CATALOGUE:
         size = f"{entry.parameters / 1e9:,.1f} B" if entry.parameters >= 1e9 else f"{entry.parameters / 1e6:,.1f} M"

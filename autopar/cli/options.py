@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
+from autopar.errors import ModelError
 from autopar.pins import ANY, PINS, Pin
 from autopar.plan import ALLOWED
 
@@ -34,10 +36,10 @@ DEVICES_HELP = "4 (of this machine), 8xH100-80GB, 128x8xH100-80GB (nodes x GPUs 
 calibration_option = click.option(
     "--calibration",
     metavar="FILE",
-    help="The file that `autopar profile` wrote; if left out, the one in its default place.",
+    help="A file that `autopar profile` wrote. Default: the file that it writes by default, if there is one.",
 )
 precision_option = click.option(
-    "--precision", metavar="NAME", help="bfloat16, float16, float32 or float64, of parameters and activations."
+    "--precision", metavar="NAME", help="Dtype of parameters and activations: bfloat16, float16, float32 or float64."
 )
 batch_options = (
     calibration_option,
@@ -49,11 +51,10 @@ allow_option = click.option(
     "--allow",
     multiple=True,
     type=click.Choice([name.replace("_", "-") for name in ALLOWED]),
-    help="Give up exactness: microbatch-statistics takes several microbatches where the loss couples the batch's examples, each with its "
-    "own statistics and loss; bfloat16-gradients and bfloat16-moments keep gradients, and Adam's moments, in 16 bits where that gains; "
-    "fp8 lets products with weights multiply 8-bit numbers where that gains; "
-    "tf32 lets products of float32 use TF32 where that gains; int8-activations lets layers store what they save for the backward in 8 bits "
-    "where that gains; local-steps lets --sync local-steps:K train replicas apart.",
+    help="Allow plans that give up exactness, where they are faster or fit. microbatch-statistics: several microbatches even if the loss "
+    "couples the examples of a batch, each microbatch with its own statistics and loss; bfloat16-gradients, bfloat16-moments: gradients, "
+    "or Adam's moments, in 16 bits; fp8: products with weights in 8-bit floating point; tf32: float32 products in TF32; "
+    "int8-activations: activations saved for the backward in 8 bits; local-steps: replicas that train apart, with --sync local-steps:K.",
 )
 size_options = (click.option("--devices", metavar="SPEC", help=DEVICES_HELP), *batch_options)
 model_options = joined(
@@ -62,6 +63,17 @@ model_options = joined(
     *batch_options,
     allow_option,
 )
+
+
+def json_option(help: str) -> Callable[[Any], Any]:
+    """The option that prints a command's result as JSON."""
+    return click.option("--json", "as_json", is_flag=True, help=help)
+
+
+def count_option(name: str, default: int, help: str, least: int = 1, metavar: str = "N") -> Callable[[Any], Any]:
+    """A whole number that has a default."""
+    kind = click.IntRange(least)
+    return click.option(name, type=kind, default=default, show_default=True, metavar=metavar, help=help)
 
 
 def pin_option(pin: Pin, sentence: str, without: tuple[str, ...] = ()) -> Callable[[Any], Any]:
@@ -74,7 +86,7 @@ def pin_option(pin: Pin, sentence: str, without: tuple[str, ...] = ()) -> Callab
     meaning = sentence.format(pin.meaning)
     text = f"{meaning[0].upper()}{meaning[1:]}."
     if ANY in names:
-        text += f" {ANY}: whatever is fastest; without the option, {names[0]}."
+        text += f" {ANY}: the fastest choice; without the option, {names[0]}."
     if not pin.switch:
         return click.option(f"--{pin.name}", type=kind, metavar=metavar, help=text)
     text += f" Without a value, {names[-1]}."
@@ -88,17 +100,17 @@ pin_options = joined(
         multiple=True,
         metavar="KEY=VALUE",
         help="Pin a decision of the plan, of every layer, or of named layers: schedule=1f1b, tensor=8, layers.0-7.tensor=8, "
-        "lm_head.zero=3. May be repeated; the options below are short forms for the plan and for every layer.",
+        "lm_head.zero=3. May be repeated. The options below are short forms for the whole plan and for every layer.",
     ),
     *(pin_option(pin, "pin {}") for pin in PINS.values()),
     click.option("--no-recompute", "recompute", flag_value="none", help="The same as --recompute none."),
     click.option(
-        "--memory-limit", metavar="SIZE", help="The memory of one device that a plan may fill, such as 40GB or 37GiB."
+        "--memory-limit", metavar="SIZE", help="Most memory that a plan may use on one device, such as 40GB or 37GiB."
     ),
     click.option(
         "--local-batch-norm",
         is_flag=True,
-        help="Let batch norm take the statistics of each part of the batch, not the whole batch's.",
+        help="Let batch norm use the statistics of each device's part of the batch, not of the whole batch.",
     ),
     click.option(
         "--time-limit",
@@ -106,19 +118,23 @@ pin_options = joined(
         default=20.0,
         show_default=True,
         metavar="SECONDS",
-        help="How long to search.",
+        help="Time limit of the search.",
     ),
 )
 plan_file_option = click.option(
-    "--plan", "plan_file", metavar="FILE", help="Use this plan (`autopar plan --json` wrote it)."
+    "--plan", "plan_file", metavar="FILE", help="Use the plan in this file (of `autopar plan -o FILE`)."
+)
+plan_output_option = click.option(
+    "-o", "--output", metavar="FILE", help="Also write the plan into this file, as JSON: other commands read it."
 )
 
 
 init_option = click.option(
     "--init",
     metavar="own|PATH",
-    help="Where the values of a model on meta come from. own: its own initialisers, tensor by tensor, into the program's folder. PATH: "
-    "safetensors, a file or a folder, of which each process reads its parts; the default where MODEL is a folder that transformers saved.",
+    help="Initial values of a model on the meta device. own: the model's own initialisers, tensor by tensor, written into the program's "
+    "folder. PATH: safetensors, a file or a folder, from which each process reads its shards; the default if MODEL is such a folder of "
+    "transformers.",
 )
 
 
@@ -128,7 +144,7 @@ capture_check_option = click.option(
     is_flag=True,
     default=True,
     flag_value=False,
-    help="Do not compare the captured graph with the model first; the plan notes it.",
+    help="Do not compare the captured graph with the model. The plan notes that the check was skipped.",
 )
 
 
@@ -138,12 +154,24 @@ type_check_option = click.option(
     is_flag=True,
     default=True,
     flag_value=False,
-    help="Do not type-check the program; the plan notes it.",
+    help="Do not type-check the program. The plan notes that the check was skipped.",
 )
 
+program_options = joined(model_options, pin_options, plan_file_option, capture_check_option, type_check_option)
+model_of_plan_option = click.option("--model", metavar="MODEL", help="The model of PLAN, if the plan does not name it.")
 again_options = joined(
-    click.option("--model", "model", metavar="MODEL", help="The model of PLAN, where the plan does not name it."),
+    model_of_plan_option,
     *size_options,
     allow_option,
     pin_options,
 )
+
+
+def check_file(model: str) -> None:
+    """Raise ``ModelError`` where MODEL is a factory and there is no file before its colon."""
+    source = model.rpartition(":")[0] if ":" in model else model
+    if not source or (source.endswith(".py") and not Path(source).is_file()):
+        raise ModelError(
+            f"there is no file {source or 'before the colon of ' + model}",
+            "MODEL is file.py:factory, package.module:factory, a config or a zoo name",
+        )

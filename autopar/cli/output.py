@@ -22,7 +22,7 @@ def output_file(name: str | Path, option: str, picture: bool = False) -> Path:
         raise UsageError(f"{option} {path} is a folder, and the result is a file", f"give {option} the name of a file")
     if picture and path.suffix.lower() not in _PICTURES:
         raise UsageError(
-            f"{option} {path} has no ending that pictures have", f"end it in one of {', '.join(_PICTURES)}"
+            f"{option} {path} is not the name of a picture", f"give a name that ends in one of {', '.join(_PICTURES)}"
         )
     if not path.parent.is_dir():
         raise UsageError(

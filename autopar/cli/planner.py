@@ -1,8 +1,9 @@
 """The worker of ``autopar ui``: ``python -m autopar.cli.planner`` reads jobs from its standard input, one JSON object a line, and writes
-their news to its standard output.
+their progress to its standard output.
 
-A job has the arguments of ``autopar plan`` and a folder. ``plan`` writes ``plan.json`` (as ``autopar plan --json`` prints it) and
-``report.html`` into it, ``program`` the emitted program of that plan. The last graph is kept: another pin needs no capture.
+A job has the arguments of ``autopar plan`` and a folder. A job ``plan`` writes ``plan.json`` (as ``autopar plan --json`` prints it) and
+``report.html`` into the folder, a job ``program`` the emitted program of that plan. The worker keeps the graph of the last model, so that
+planning it again with another pin needs no capture.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Tell = Callable[[str, str], None]
 
 
 class Planner:
-    """Plans one request after the other; ``tell`` hears (stage, text)."""
+    """Plans one request after the other; ``tell`` is called with (stage, text) as the work goes on."""
 
     def __init__(self, tell: Tell) -> None:
         self._tell = tell

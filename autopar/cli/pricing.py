@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from autopar.cli.commands import allowed, recapture
+from autopar.cli.commands import allowed, check_pins, recapture
 from autopar.cli.console import Messages, console, plain_table
 from autopar.cli.load import Sizes, load_model
+from autopar.cli.output import output_file
 from autopar.cli.render import print_plan
 from autopar.cli.timeline import print_timeline, timeline_data
 from autopar.devices import Cluster, parse
@@ -23,15 +24,13 @@ from autopar.pins import OF_PLAN, PlanPins, check_sync
 from autopar.plan import (
     COMPILATIONS,
     REPLICATING,
-    SEQUENCES,
     LayerPlan,
     Plan,
-    Role,
 )
 from autopar.plan_files import check_devices, check_model, read_plan
 from autopar.precision import name_of
 from autopar.price import Pricer
-from autopar.search import evaluate, manual_plan, memory_timeline
+from autopar.search import manual_plan, memory_timeline, reprice
 from autopar.search.concessions import Concession
 from autopar.search.options import check_replicas
 from autopar.search.timeline import Moment
@@ -83,7 +82,7 @@ def read_flags(words: Sequence[str]) -> dict[str, Any]:
         flag, given, value = queue.pop(0).partition("=")
         name = FLAGS.get(flag)
         if name is None:
-            raise UsageError(f"{flag!r} is not a flag that is understood", f"these are: {', '.join(FLAGS)}")
+            raise UsageError(f"{flag!r} is not a supported flag", f"these are: {', '.join(FLAGS)}")
         if name in _SWITCHES:
             found[name] = True
             continue
@@ -96,15 +95,21 @@ def read_flags(words: Sequence[str]) -> dict[str, Any]:
         found[name] = value if name in _WORDS else int(value)
     if found.get("recompute_method", "uniform") != "uniform":
         raise UsageError(
-            f"--recompute-method {found['recompute_method']} is not understood", "write uniform, or a plan's JSON file"
+            f"--recompute-method {found['recompute_method']} is not supported", "write uniform, or a plan's JSON file"
         )
     return found
 
 
-def price_command(as_json: bool, timeline: bool, plan_file: str | None, flags: Sequence[str], **request: Any) -> None:
+def price_command(
+    as_json: bool, timeline: bool, plan_file: str | None, output: str | None, flags: Sequence[str], **request: Any
+) -> None:
     """``autopar price``: prints the plan's prediction as ``autopar plan`` does, and with ``timeline`` the memory through a step. Ends with
     status 1 where the plan does not fit."""
+    file = output_file(output, "-o") if output else None
+    check_pins(request | {"plan_file": plan_file})
     plan, moments = price_request(request | translated(read_flags(flags)), plan_file, timeline)
+    if file is not None:
+        file.write_text(plan.dumps() + "\n")
     if as_json:
         print(json.dumps(plan.to_json() | ({"timeline": timeline_data(moments)} if timeline else {}), indent=1))
     else:
@@ -219,28 +224,17 @@ def price_plan(graph: Graph, cluster: Cluster, plan: Plan, pricer: Pricer) -> Pl
     """``plan`` with its prediction on ``cluster``."""
     check_model(plan, graph)
     check_devices(plan, cluster)
-    priced = evaluate(
-        graph,
-        cluster,
-        pricer.of_program(plan.prefetch, plan.sync),
-        mesh=plan.mesh,
-        stage_bounds=[stage.start for stage in plan.stages] + [len(plan.layers)],
-        strategies=[layer.strategy for layer in plan.layers],
-        schedule=plan.sized_schedule,
-        precision=pricer.numbers.name,
-    )
+    priced = reprice(graph, cluster, pricer, plan, pricer.numbers.name)
     return dataclasses.replace(priced, notes=(*priced.notes, *cluster.notes))
 
 
 def compare_command(first: str, second: str, as_json: bool) -> None:
-    """``autopar compare``: two plans (JSON files of ``plan --json`` or ``price --json``) side by side."""
+    """``autopar compare``: two plans (files of ``plan -o`` or ``price -o``) side by side."""
     rows = compared(read_plan(first), read_plan(second))
     if as_json:
         print(json.dumps([{"figure": a, "first": b, "second": c} for a, b, c, _ in rows], indent=1))
         return
-    table = plain_table()
-    for name in ("", Path(first).name, Path(second).name, "second / first"):
-        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
+    table = plain_table(None, ("",), (Path(first).name, Path(second).name, "second / first"))
     for figure, a, b, form in rows:
         numbers = isinstance(a, (int, float)) and isinstance(b, (int, float)) and a > _NOTHING
         table.add_row(figure, _form(a, form), _form(b, form), f"{b / a:.2f}" if numbers and form else "")
@@ -250,8 +244,8 @@ def compare_command(first: str, second: str, as_json: bool) -> None:
 def compared(a: Plan, b: Plan) -> list[tuple[str, Any, Any, str]]:
     """(figure, value of ``a``, value of ``b``, unit) for every row of the comparison."""
 
-    def degree(plan: Plan, *roles: Role) -> int:
-        return max(layer.strategy.degree(plan.mesh, *roles) for layer in plan.layers)
+    def degree(plan: Plan, name: str) -> int:
+        return max(layer.strategy.degrees(plan.mesh)[name] for layer in plan.layers)
 
     def count(plan: Plan, kind: str) -> int:
         return sum(layer.strategy.recomputation.kind == kind for layer in plan.layers)
@@ -260,13 +254,7 @@ def compared(a: Plan, b: Plan) -> list[tuple[str, Any, Any, str]]:
         return max(getattr(stage.memory, part) for stage in plan.stages)
 
     found: list[tuple[str, Any, Any, str]] = [("model", a.model, b.model, ""), ("devices", a.devices, b.devices, "")]
-    for name, roles in (
-        ("data", (Role.DATA,)),
-        ("tensor", (Role.TENSOR, Role.TENSOR_SEQUENCE)),
-        ("expert", (Role.EXPERT,)),
-        ("sequence", SEQUENCES),
-    ):
-        found.append((name, degree(a, *roles), degree(b, *roles), ""))
+    found += [(name, degree(a, name), degree(b, name), "") for name in ("data", "tensor", "expert", "sequence")]
     found += [
         (name, getattr(a, name), getattr(b, name), "")
         for name in ("pipeline", "chunks", "microbatches", "schedule", "sync", "global_batch")

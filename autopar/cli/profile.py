@@ -49,10 +49,7 @@ def _counts(text: str) -> list[int]:
 def _print(found: Calibration) -> None:
     """Prints the main figures, one column for each number of processes."""
     keys = dict.fromkeys((f.device, f.processes) for f in found.figures)
-    table = plain_table()
-    table.add_column("median, all processes at work", no_wrap=True)
-    for device, count in keys:
-        table.add_column(f"{count} x {device}", justify="right", no_wrap=True)
+    table = plain_table(None, ("median, all processes at work",), [f"{count} x {device}" for device, count in keys])
     rows: dict[str, dict[tuple[str, int], str]] = {}
     for f in found.figures:
         shown = None

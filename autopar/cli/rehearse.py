@@ -43,10 +43,9 @@ def rehearse_command(ranks: tuple[int, ...], device: str | None, steps: int, as_
         return
     name = cluster.gpu.name if cluster.kind == "cuda" else "CPU"
     table = plain_table(
-        f"ranks of {plan.device_count} alone on {found[0].device}; predicted for {name} without communication"
+        f"single ranks of {plan.device_count} on {found[0].device}; predicted for {name} without communication",
+        numbers=("rank", "stages", "memory predicted", "measured", "off by", "step predicted", "measured", "off by"),
     )
-    for heading in ("rank", "stages", "memory predicted", "measured", "off by", "step predicted", "measured", "off by"):
-        table.add_column(heading, justify="right")
     for one in found:
         table.add_row(
             str(one.rank),

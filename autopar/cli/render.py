@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.cli.console import plain_table
-from autopar.plan import ALL_REDUCE, GIVEN, SEQUENCES, STATES, LayerPlan, Memory, Plan, Role, StagePlan, Strategy
+from autopar.plan import ALL_REDUCE, GIVEN, STATES, LayerPlan, Memory, Plan, StagePlan, Strategy
 from autopar.schedules import V_SHAPED
 from autopar.units import seconds, size
 
@@ -20,12 +19,12 @@ _BAR = 20  # characters of a full bar
 _PARTS = ("parameters", "gradients", "optimizer", "activations", "transients")
 
 
-def print_plan(plan: Plan, console: Console) -> None:
-    """Prints every table of ``plan``, the most important one first."""
-    console.print(Group(*_sections(plan)))
+def print_plan(plan: Plan, console: Console, hint: str = "") -> None:
+    """Prints every table of ``plan``, the most important one first, and a hint in the end."""
+    console.print(Group(*_sections(plan, hint)))
 
 
-def _sections(plan: Plan) -> Iterable[RenderableType]:
+def _sections(plan: Plan, hint: str) -> Iterable[RenderableType]:
     yield Text.assemble(
         (plan.model, "bold"), " on ", (plan.devices, "bold"), f" ({_plural(plan.device_count, 'device')})"
     )
@@ -44,23 +43,8 @@ def _sections(plan: Plan) -> Iterable[RenderableType]:
         yield _pins(plan)
     for note in plan.notes:
         yield Text(f"note: {note}", "dim")
-    if hint := _nearby_batch(plan):
+    if hint:
         yield Text.assemble(("hint: ", "cyan"), hint)
-
-
-_NEARBY = 0.05  # of the batch: a change that few trainings would notice
-
-
-def _nearby_batch(plan: Plan) -> str:
-    """A batch of nearly this size that all devices divide, where this one's divisors leave out most ways to cut it; else nothing."""
-    batch, devices = plan.global_batch, plan.device_count
-    near = max(1, round(batch / devices)) * devices
-    if plan.solver == GIVEN or batch % devices == 0 or abs(near - batch) > _NEARBY * batch:
-        return ""
-    return (
-        f"a global batch of {batch:,} divides by {math.gcd(batch, devices)} of the {devices} devices; one of {near:,} divides by all, and "
-        f"admits more plans: try --global-batch {near}"
-    )
 
 
 def _overview(plan: Plan) -> RenderableType:
@@ -108,10 +92,7 @@ def runs(plan: Plan) -> list[LayerRun]:
 
 
 def _layers(plan: Plan) -> RenderableType:
-    table = plain_table("layers")
-    table.add_column("layers", no_wrap=True)
-    for name in ("count", "data", "tensor", "sequence", "ZeRO"):
-        table.add_column(name, justify="right")
+    table = plain_table("layers", ("layers",), ("count", "data", "tensor", "sequence", "ZeRO"))
     hybrid = any(layer.strategy.replicate > 1 for layer in plan.layers)
     if hybrid:
         table.add_column("copies", justify="right")
@@ -129,14 +110,12 @@ def _layers(plan: Plan) -> RenderableType:
     if narrow:
         table.add_column("saved in")
     for run in runs(plan):
-        s = run.strategy
+        s, degrees = run.strategy, run.strategy.degrees(plan.mesh)
         table.add_row(
             run.title,
             str(len(run.layers)),
-            _degree(s.degree(plan.mesh, Role.DATA)),
-            _degree(s.degree(plan.mesh, Role.TENSOR, Role.TENSOR_SEQUENCE)),
-            _degree(s.degree(plan.mesh, *SEQUENCES)),
-            str(s.zero) if s.degree(plan.mesh, Role.DATA) > 1 else "-",
+            *(_degree(degrees[name]) for name in ("data", "tensor", "sequence")),
+            str(s.zero) if degrees["data"] > 1 else "-",
             *([_degree(s.replicate)] if hybrid else []),
             *([s.reduce if s.zero >= 2 else "step"] if once else []),
             f"{s.recomputation.layers} as one"
@@ -150,10 +129,7 @@ def _layers(plan: Plan) -> RenderableType:
 
 
 def _stages(plan: Plan) -> RenderableType:
-    table = plain_table("memory of one device")
-    table.add_column("stage", no_wrap=True)
-    for name in ("layers", *_PARTS, "total", "limit"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = plain_table("memory of one device", ("stage",), ("layers", *_PARTS, "total", "limit"))
     table.add_column("", no_wrap=True)
     for first, last, stage in _alike(plan.stages):
         memory, limit = stage.memory, stage.memory_limit_bytes
@@ -181,9 +157,7 @@ def _alike(stages: tuple[StagePlan, ...]) -> Iterable[tuple[int, int, StagePlan]
 
 def _time(plan: Plan) -> RenderableType:
     p = plan.prediction
-    table = plain_table(f"one step: {seconds(p.step_time_s)}", show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
+    table = plain_table(f"one step: {seconds(p.step_time_s)}", ("part",), ("time",), show_header=False)
     table.add_column(no_wrap=True)
     parts = {
         "compute": p.compute_s,
@@ -212,10 +186,7 @@ def _quality(plan: Plan) -> RenderableType:
 
 def _pins(plan: Plan) -> RenderableType:
     """What each pin costs: the time that the best plan found without it saves, and the most that any plan without it can save."""
-    table = plain_table("the price of each pin")
-    table.add_column("pin", no_wrap=True)
-    for name in ("best step without it", "saves", "at most"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = plain_table("the price of each pin", ("pin",), ("best step without it", "saves", "at most"))
     for pin in plan.pins:
         saves, most = pin.gain(plan.prediction.step_time_s)
         value = str(pin.value).lower()

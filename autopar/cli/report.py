@@ -11,12 +11,12 @@ from rich.table import Table
 
 from autopar.cli.commands import asked
 from autopar.cli.console import Messages, console, plain_table
-from autopar.cli.explain import captured, explained, repeated
+from autopar.cli.explain import captured, check_named, explained, lacking, repeated
 from autopar.cli.output import output_file, print_file
 from autopar.cli.pricing import compared
 from autopar.devices import Cluster
 from autopar.devices.figures import cluster_figures
-from autopar.errors import BatchError, UsageError
+from autopar.errors import BatchError
 from autopar.plan import Plan
 from autopar.plan_files import check_devices, check_model, read_plan
 from autopar.precision import name_of
@@ -40,7 +40,7 @@ def report_command(
     plans = [read_plan(file) for file in files]
     for file, written in zip(files, plans, strict=True):
         if explain or picture:  # which the file alone does not suffice for
-            _check_named(file, repeated(written, request))
+            check_named(file, repeated(written, request))
     subjects = [subject(file, written, request, explain) for file, written in zip(files, plans, strict=True)]
     rows = compared(subjects[0].plan, subjects[1].plan) if other else ()
     path.write_text(page(subjects, rows), "utf-8")
@@ -59,7 +59,7 @@ def trace_command(plan: str, output: str, measured: str | None, as_json: bool, *
     events = None if measured is None else read_trace(measured)
     written = read_plan(plan)
     found = repeated(written, request)
-    _check_named(plan, found)
+    check_named(plan, found)
     step, _ = predicted(written, found)
     tracing.write(path, [*predicted_events(step), *(events or ())])
     if as_json:
@@ -72,9 +72,8 @@ def trace_command(plan: str, output: str, measured: str | None, as_json: bool, *
 
 
 def _errors(step: PredictedStep, events: list[tracing.Event]) -> Table:
-    table = plain_table("seconds of actions: the mean of all microbatches and ranks")
-    for name in ("action", "predicted", "measured", "measured / predicted"):
-        table.add_column(name, justify="left" if name == "action" else "right", no_wrap=True)
+    title = "seconds of each action: mean over all microbatches and ranks"
+    table = plain_table(title, ("action",), ("predicted", "measured", "measured / predicted"))
     for row in compare_actions(step, events):
         table.add_row(
             row.name, seconds(row.predicted_s), seconds(row.measured_s), f"{row.measured_s / row.predicted_s:.2f}"
@@ -82,23 +81,15 @@ def _errors(step: PredictedStep, events: list[tracing.Event]) -> Table:
     return table
 
 
-def _check_named(file: str, request: dict[str, Any]) -> None:
-    """Raise ``UsageError`` if a request does not say the model or the devices."""
-    if lacks := [option for option in ("model", "devices") if not request.get(option)]:
-        options = " and ".join(f"--{option}" for option in lacks)
-        raise UsageError(f"{file} does not say its {' and '.join(lacks)}", f"add {options}")
-
-
 def subject(file: str, plan: Plan, request: dict[str, Any], explain: bool) -> Subject:
     """The plan of a file with everything that a page shows; without a model the file's own figures."""
     name = Path(file).name
     found = repeated(plan, request)
-    lacks = [option for option in ("model", "devices") if not found.get(option)]
-    if lacks:
-        options = " and ".join(f"--{option}" for option in lacks)
+    names, options = lacking(found)
+    if names:
         why = (
-            f"The plan's file does not say its {' and '.join(lacks)}: with {options} this page has the timeline, prices of layers, traffic "
-            "and sources too."
+            f"The plan's file does not name its {names}. With {options}, this page also shows the timeline, the prices of layers, the "
+            "traffic and the sources of all figures."
         )
         return Subject(name, plan, missing=(why,))
     step, cluster = predicted(plan, found)

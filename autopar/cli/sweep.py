@@ -48,7 +48,7 @@ def sweep_command(as_json: bool, plot_file: str | None, gpu: str, gpu_hour: tupl
     else:
         console().print(table(cells))
     if all(cell.step_time_s is None for cell in cells):
-        raise InfeasibleError(f"no cell of the sweep has a plan: {cells[0].error}", "sweep more devices")
+        raise InfeasibleError(f"no combination of the sweep has a plan: {cells[0].error}", "sweep more devices")
 
 
 def _sizes(text: str | None, option: str) -> tuple[int | None, ...]:
@@ -59,15 +59,13 @@ def table(cells: list[Cell]) -> Table:
     """One row a cell; columns that say nothing are left out."""
     priced = any(cell.cost_per_billion_tokens is not None for cell in cells)
     long = any(cell.seq is not None for cell in cells)
-    found = plain_table()
-    names = ["devices", *(["seq"] if long else []), "batch", "step", "tokens/s", "MFU", "memory", "gap"]
-    for name in [*names, *(["1e9 tokens"] if priced else [])]:
-        found.add_column(name, justify="left" if name == "devices" else "right", no_wrap=True)
+    names = [*(["seq"] if long else []), "batch", "step", "tokens/s", "MFU", "memory", "gap"]
+    found = plain_table(None, ("devices",), [*names, *(["1e9 tokens"] if priced else [])])
     found.add_column("plan", overflow="fold")
     for cell in cells:
         head = [cell.spec, *([f"{cell.seq:,}" if cell.seq else "-"] if long else []), f"{cell.global_batch or '-'}"]
         if cell.step_time_s is None:
-            found.add_row(*head, *["-"] * (len(names) - len(head) + priced), cell.error)
+            found.add_row(*head, *["-"] * (1 + len(names) - len(head) + priced), cell.error)
             continue
         assert cell.tokens_per_s is not None and cell.mfu is not None and cell.gap is not None
         cost = cell.cost_per_billion_tokens

@@ -77,12 +77,10 @@ def sync_command(
         print(json.dumps([dataclasses.asdict(row) for row in found], indent=1))
         return
     table = plain_table(
-        f"{parameters} parameters in {precision}, a replica on each of {cluster.count} devices ({cluster}); per step"
+        f"{parameters} parameters in {precision}, one replica on each of {cluster.count} devices ({cluster}); per step",
+        ("sync", "algorithm"),
+        ("messages in turn", "busiest rank", "all ranks", "time"),
     )
-    for name in ("sync", "algorithm"):
-        table.add_column(name, no_wrap=True)
-    for name in ("messages in turn", "busiest rank", "all ranks", "time"):
-        table.add_column(name, justify="right")
     for row in found:
         through, sent = ("-" if n is None else size(round(n)) for n in (row.busiest_bytes, row.traffic_bytes))
         messages = "-" if row.messages is None else f"{row.messages:,.4g}"

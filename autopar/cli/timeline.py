@@ -41,9 +41,8 @@ def timeline_data(devices: Timeline) -> list[dict[str, Any]]:
 
 def print_timeline(devices: Timeline, console: Console) -> None:
     """Prints a curve for each device, on one scale for all, and the action at which the memory is largest."""
-    table = plain_table("memory through one step")
-    for name in ("device", "most at", "activations", "transients", "total"):
-        table.add_column(name, justify="right", no_wrap=True)
+    numbers = ("device", "most at", "activations", "transients", "total")
+    table = plain_table("memory through one step", numbers=numbers)
     table.add_column("from the first action to the last", no_wrap=True)
     most = max(moment.memory.total for moments in devices for moment in moments)
     for d, moments in enumerate(devices):

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 import autopar
+from autopar.cli.options import check_file
 from autopar.devices import hardware
 from autopar.pins import ANY, PINS
 from autopar.ui import Choices, Server
@@ -20,6 +21,8 @@ WORKER = (sys.executable, "-W", "ignore", "-m", "autopar.cli.planner")
 
 def ui_command(model: tuple[str, ...], port: int, browser: bool) -> None:
     """Serves the page until it is interrupted, and prints its address."""
+    for name in model:
+        check_file(name)
     for number in (signal.SIGINT, signal.SIGTERM):  # both remove the folder of plans
         signal.signal(number, signal.default_int_handler)
     server = Server(choices(model), WORKER, port)
@@ -39,17 +42,9 @@ def choices(own: tuple[str, ...] = ()) -> Choices:
     keys = ("name", "kind", "parameters", "seq", "global_batch")
     models += [{key: getattr(entry, key) for key in keys} for entry in CATALOGUE]
     devices = [{"name": name, "memory_bytes": hardware.gpu(name).memory_bytes} for name in hardware.gpu_names()]
-    pins = []
-    for pin in PINS.values():
-        names = [name for name in pin.names if not name.endswith(":K")]
-        pins.append(
-            {
-                "name": pin.name,
-                "meaning": pin.meaning,
-                "values": names,
-                "least": pin.least,
-                "most": pin.most,
-                "any": ANY,
-            }
-        )
+    pins = [
+        {key: getattr(pin, key) for key in ("name", "meaning", "least", "most")}
+        | {"values": [name for name in pin.names if not name.endswith(":K")], "any": ANY}
+        for pin in PINS.values()
+    ]
     return Choices(models, devices, pins, autopar.__version__)

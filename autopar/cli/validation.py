@@ -15,11 +15,11 @@ from autopar.validate import Report, Score, scores, validate
 _LISTED = 20  # rows that could not be priced, by name
 
 
-def validate_command(path: str, as_json: bool) -> None:
-    """Prices every row of ``path`` and prints how well the prices agree with the measurements."""
+def validate_command(file: str, as_json: bool) -> None:
+    """Prices every row of ``file`` and prints how well the prices agree with the measurements."""
     with Messages() as messages:
-        messages("price", path)
-        report = validate(path, lambda done, total: messages("price", f"{done} of {total} rows"))
+        messages("price", file)
+        report = validate(file, lambda done, total: messages("price", f"{done} of {total} rows"))
     found = scores(report)
     if as_json:
         print(json.dumps(as_data(report, found), indent=1))

@@ -115,6 +115,20 @@ def elsewhere(found: Calibration) -> str:
     return f"was measured on another machine ({there}; here: {', '.join(f'{k} {v}' for k, v in here.items())})"
 
 
+def _on_other_gpus(found: Calibration, cluster: Cluster) -> str:
+    """How the GPUs that were measured differ from the cluster's; empty where they do not, or where one of the two is not known."""
+    name, memory = str(found.machine.get("gpu", "")), found.machine.get("gpu_memory_bytes")
+    if cluster.kind != "cuda" or not name or memory is None:
+        return ""
+    try:
+        kind = hardware.match_device(name, int(memory))
+    except DeviceError:
+        return ""
+    return (
+        "" if kind == cluster.gpu.name else f"was measured on {name} ({kind}), and this machine has {cluster.gpu.name}"
+    )
+
+
 def _sound(figure: Figure) -> bool:
     numbers = (figure.median, figure.low, figure.high, figure.processes, figure.count, *figure.size.values())
     return all(isinstance(n, (int, float)) and math.isfinite(n) and n >= 0 for n in numbers) and figure.median > 0
@@ -137,7 +151,7 @@ def apply(cluster: Cluster, path: Path | None) -> Cluster:
     if not cluster.local:
         return _of_kind(cluster, found, path)
     counts = found.processes(cluster.kind)
-    reason = elsewhere(found)
+    reason = elsewhere(found) or _on_other_gpus(found, cluster)
     if not reason and cluster.count not in counts:
         measured = " and ".join(map(str, counts)) or "no"
         reason = f"was measured with {measured} {cluster.kind} processes, not with {cluster.count}"

@@ -77,6 +77,8 @@ from autopar.units import size
 _FORMS = (
     'write 4, "8xH100-80GB", "128x8xH100-80GB" (nodes x GPUs x kind), the path of a TOML file, or a list of devices'
 )
+MOST = 2**20
+"""The devices of the largest cluster: a search over many more does not end."""
 _INTEGERS = ("nodes", "gpus_per_node", "nvlink_domain")
 _NUMBERS = (
     "memory_gb",
@@ -113,12 +115,16 @@ def parse(spec: Any, *, memory_limit_bytes: int | None = None, calibration: str 
         DeviceError: anything that is not a description of at least one known device, or no calibration of this machine.
     """
     cluster = _parse(spec)
+    if cluster.count > MOST:
+        raise DeviceError(f"{cluster.count:,} devices are more than autopar plans for", f"ask for {MOST:,} at most")
     if not isinstance(spec, Cluster):
         cluster = measured_here(cluster, None if calibration is None else Path(calibration))
     if memory_limit_bytes is None:
         return cluster
     if isinstance(memory_limit_bytes, bool) or not isinstance(memory_limit_bytes, int | float):
-        raise DeviceError(f"memory_limit_bytes is {memory_limit_bytes!r}, and it is a number of bytes", "40e9 is 40 GB")
+        raise DeviceError(
+            f"memory_limit_bytes is {memory_limit_bytes!r}, but it must be a number of bytes", "40e9 is 40 GB"
+        )
     if not memory_limit_bytes > 0:
         raise DeviceError(
             f"a memory limit of {memory_limit_bytes} bytes leaves room for nothing", "give a positive number of bytes"

@@ -1,4 +1,4 @@
-"""What is installed, what this machine has, and what works here: the findings of ``autopar doctor``."""
+"""Packages, hardware and working parts of this machine: the findings of ``autopar doctor``."""
 
 from autopar.doctor.findings import BROKEN, Finding
 from autopar.doctor.run import examine

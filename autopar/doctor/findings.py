@@ -1,4 +1,4 @@
-"""One finding about this machine, and the order of what can be found."""
+"""The record of one finding about this machine, and its possible statuses."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 OK, ABSENT, WARNING, BROKEN = "ok", "absent", "warning", "broken"
-"""``absent`` is something that a run can do without, ``warning`` what some runs will miss, ``broken`` what every run needs."""
+"""``absent``: missing, and no run needs it; ``warning``: some runs need it; ``broken``: every run needs it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """``value`` is what was found, in words; ``figures`` the same for programs; ``hint`` what to do about it."""
+    """``value`` describes the finding in words, ``figures`` as data; ``hint`` says how to repair it."""
 
     part: str
     name: str

@@ -20,7 +20,7 @@ PART, GPUS = "machine", "GPUs"
 _LITTLE_BYTES = 4 * 10**9
 _SHARED_BYTES = 10**9  # NCCL and the workers of data loaders need some; a container's default is 64 MiB
 PORTS = {29500: "torchrun", 29400: "`autopar run --elastic`"}
-"""The ports that are used where nobody says otherwise, and by what."""
+"""Default ports, and the programs that use them."""
 
 
 def machine() -> Iterator[Finding]:

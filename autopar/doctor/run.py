@@ -10,7 +10,7 @@ from autopar.doctor.machine import gpus, machine
 
 
 def examine(tell: Callable[[str], None], trials: bool = True) -> Iterator[Finding]:
-    """Every finding. ``tell`` hears what is looked at; without ``trials`` no process is started."""
+    """Every finding. ``tell`` is called with the name of each check before it runs; without ``trials`` no process is started."""
     tell("installed packages")
     broken = set()
     for finding in installed():

@@ -1,4 +1,4 @@
-"""What works when it is tried: processes that meet, backends that sum, the compiler."""
+"""Trials on this machine: an all-reduce between processes (gloo, NCCL), and the compiler."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def compiler() -> Finding:
 
 
 def working(tell: Callable[[str], None]) -> Iterator[Finding]:
-    """Every trial; ``tell`` hears what is tried next."""
+    """The finding of every trial; ``tell`` is called with the name of each trial before it runs."""
     tell("gloo: an all-reduce of 2 processes")
     yield gloo()
     if torch.cuda.is_available() and torch.distributed.is_nccl_available():

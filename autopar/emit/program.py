@@ -143,7 +143,7 @@ def _write_orders(folder: Path, plan: Plan) -> None:
 def _refuse_priced(plan: Plan) -> None:
     """Raise ``UsageError`` if the plan has a price but no program."""
     if plan.unwritten:
-        raise UsageError(f"this plan is priced alone: {plan.unwritten}", "plan anew without it (allow)")
+        raise UsageError(f"this plan has a price only: {plan.unwritten}", "plan anew without it (allow)")
 
 
 def _refuse_float16(graph: Graph, plan: Plan) -> None:

@@ -7,7 +7,8 @@ feasible.
 
 from autopar.explain.changes import Change, suggest
 from autopar.explain.describe import describe
+from autopar.explain.nearby import nearby_batch
 from autopar.explain.report import Explanation, explain
 from autopar.explain.study import Study
 
-__all__ = ["Change", "Explanation", "Study", "describe", "explain", "suggest"]
+__all__ = ["Change", "Explanation", "Study", "describe", "explain", "nearby_batch", "suggest"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from autopar.errors import InfeasibleError, UsageError
@@ -34,20 +34,9 @@ class Family:
     remark: str = ""  # why the plan has a price only, where no program of it is written
 
     def to_json(self, step_time_s: float) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "title": self.title,
-            "pins": dict(self.pins),
-            "chosen": self.chosen,
-            "feasible": self.step_time_s is not None,
-            "step_time_s": self.step_time_s,
-            "bound_s": self.bound_s,
-            "slower": None if self.step_time_s is None else self.step_time_s / step_time_s - 1,
-            "memory_bytes": self.memory_bytes,
-            "summary": self.summary,
-            "reason": self.reason,
-            "remark": self.remark,
-        }
+        slower = None if self.step_time_s is None else self.step_time_s / step_time_s - 1
+        own = asdict(self) | {"pins": dict(self.pins)}
+        return own | {"feasible": self.step_time_s is not None, "slower": slower}
 
 
 def definitions(gpus_per_node: int, count: int, hosts: bool, nvme: bool) -> list[tuple[str, str, Pins]]:
@@ -65,12 +54,12 @@ def definitions(gpus_per_node: int, count: int, hosts: bool, nvme: bool) -> list
         ("no_expert", "no expert parallelism", {"expert": 1}),
         ("no_sequence", "neither Ulysses nor ring attention", {"ulysses": 1, "ring": 1}),
         ("no_recomputation", "no recomputation", {"recompute": "none"}),
-        ("selective_recomputation", "every layer recomputed in part", {"recompute": "selective"}),
+        ("selective_recomputation", "every layer recomputed in part (selective)", {"recompute": "selective"}),
         ("full_recomputation", "every layer recomputed", {"recompute": "full"}),
         ("halves", "microbatches in two halves that take turns", {"overlap": HALVES}),
         ("no_zero", "no ZeRO", {"zero": 0}),
         ("zero3_only", "ZeRO-3 alone", alone | {"zero": 3}),
-        ("pure_data", "data parallelism alone, whole copies", alone | {"zero": 0}),
+        ("pure_data", "data parallelism alone, without ZeRO", alone | {"zero": 0}),
         ("one_microbatch", "one microbatch", {"microbatches": 1}),
     ]
     if hosts:
@@ -80,7 +69,7 @@ def definitions(gpus_per_node: int, count: int, hosts: bool, nvme: bool) -> list
         found.append(("nvme_optimizer", "optimizer states on NVMe", {"states": "nvme"}))
     node = min(gpus_per_node, count)
     if node > 1:
-        found.append(("node_tensor", f"a node's tensor parallelism ({node})", {"tensor": node}))
+        found.append(("node_tensor", f"tensor parallelism over a node ({node})", {"tensor": node}))
         found.append(("node_tensor_zero1", f"tensor {node} in the node, ZeRO-1", {"tensor": node, "zero": 1}))
     return found
 

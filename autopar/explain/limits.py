@@ -141,7 +141,9 @@ def _worth(name: str, change: str, plan: Plan, possible: Plan, best: Plan, per: 
     at_most = max(saving, 1 - best.bound_s / before)
     verb = "would save" if saving >= 0 else "would cost"
     if abs(saving) < WORTH:
-        text = f"{change} {verb} nothing" + (f" that was found (and at most {at_most:.1%})" if at_most >= WORTH else "")
+        text = f"{change} {verb} nothing" + (
+            f", by the search (at most {at_most:.1%}, by the bound)" if at_most >= WORTH else ""
+        )
     elif after is best and best.gap > UNSETTLED:
         text = f"{change}: time ran out before a good plan was found, the best one takes {1 - saving:.2f} times as long"
     else:
@@ -164,7 +166,7 @@ def bindings(study: Study, plan: Plan, found: list[Price]) -> list[Binding]:
         stage = plan.stages[i]
         others = f" ({len(full)} of {len(plan.stages)} stages are full)" if len(plan.stages) > 1 else ""
         used, limit = stage.memory.total / 1e9, stage.memory_limit_bytes / 1e9
-        text = f"memory of stage {i}: {used:.3g} of {limit:.3g} GB are filled{others}; {memory.text}"
+        text = f"memory of stage {i}: {used:.3g} of {limit:.3g} GB are used{others}; {memory.text}"
         result.append(Binding("memory", memory.saving, text))
     shares = {
         "network": f"bandwidth between nodes: {p.communication_s / p.step_time_s:.1%} of the step is exposed communication",
@@ -172,7 +174,7 @@ def bindings(study: Study, plan: Plan, found: list[Price]) -> list[Binding]:
         "arithmetic": f"arithmetic: {p.compute_s / p.step_time_s:.1%} of the step is compute, at an MFU of {p.mfu:.1%}",
         "memory_bandwidth": f"memory bandwidth: {p.compute_s / p.step_time_s:.1%} of the step is compute",
         "batch": f"batch too small: {plan.global_batch} rows in {_counted(plan.microbatches)}, "
-        f"{p.bubble_s / p.step_time_s:.1%} of the step is bubble, {p.optimizer_s / p.step_time_s:.1%} once a step",
+        f"{p.bubble_s / p.step_time_s:.1%} of the step is bubble, {p.optimizer_s / p.step_time_s:.1%} the optimizer",
     }  # fmt: skip
     for name, evidence in shares.items():
         price = by_name.get(name)

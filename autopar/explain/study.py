@@ -12,7 +12,7 @@ from autopar.graph import Graph
 from autopar.plan import Plan
 from autopar.precision import name_of
 from autopar.price import Pricer as LayerPricer
-from autopar.search import Pricer, SearchOptions, evaluate, search
+from autopar.search import Pricer, SearchOptions, reprice, search
 from autopar.workload import Recapture
 
 PricerOf = Callable[[Graph, Cluster], Pricer]
@@ -78,16 +78,7 @@ class Study:
 
     def reprice(self, plan: Plan, cluster: Cluster) -> Plan:
         """The same plan on other devices: nothing is searched."""
-        return evaluate(
-            self.graph,
-            cluster,
-            self.pricer(cluster=cluster).of_program(plan.prefetch, plan.sync),
-            mesh=plan.mesh,
-            stage_bounds=[stage.start for stage in plan.stages] + [len(plan.layers)],
-            strategies=[layer.strategy for layer in plan.layers],
-            schedule=plan.sized_schedule,
-            precision=plan.precision,
-        )
+        return reprice(self.graph, cluster, self.pricer(cluster=cluster), plan, plan.precision)
 
     def sized(self, **sizes: Any) -> Graph:
         """``recapture(**sizes)``, once."""

@@ -66,7 +66,7 @@ class NodeMeta(TypedDict, total=False):
     product: str
     """The name of the product that a bias was joined to. Written by ``passes.fuse_bias``, read by ``passes.overlap``."""
     kept: bool
-    """Whether selective recomputation keeps the result. Written by ``passes.keep``, read by ``emit``."""
+    """Whether selective recomputation keeps the result. Written by ``passes.selective``, read by ``emit``."""
     turn: bool
     """Whether the other half of the microbatch computes before the node. Written by ``passes.halves``, read by ``emit``; so are the next
     five."""

@@ -2,6 +2,6 @@
 stage."""
 
 from autopar.price.collective_costs import CollectiveCost
-from autopar.price.pricer import Pricer, edge_s
+from autopar.price.pricer import Pricer
 
-__all__ = ["Pricer", "CollectiveCost", "edge_s"]
+__all__ = ["Pricer", "CollectiveCost"]

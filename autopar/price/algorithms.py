@@ -62,11 +62,6 @@ class Algorithm:
         return sum(r.times for r in self.rounds)
 
     @property
-    def bytes_in_turn(self) -> float:
-        """The bytes of one message per round, which are sent one after the other."""
-        return sum(r.size * r.times for r in self.rounds)
-
-    @property
     def traffic_bytes(self) -> float:
         """The bytes that all ranks send."""
         return sum(r.size * r.senders * r.times for r in self.rounds)

@@ -325,11 +325,11 @@ def _alive(
     is_cut = np.any([f.loss for f, _ in cuts], axis=0)
     touched = (
         live.touched_forward + np.where(is_cut, live.cut_loss, 0.0),
-        live.touched_backward + np.where(is_cut, live.cut_loss, live.whole_loss),
+        np.where(is_cut, live.cut_loss, live.whole_loss),
     )
-    forward, backward = (np.bincount(table.slot_op, weights=local(t, "slot"), minlength=ops) for t in touched)
-    waiting, gradients = live.across @ local(live.waiting, "across"), live.across @ local(live.gradient, "across")
-    back = backward + gradients - later
+    forward, loss = (np.bincount(table.slot_op, weights=local(t, "slot"), minlength=ops) for t in touched)
+    waiting, gradients = live.across @ local(live.waiting, "across"), live.held @ local(live.gradient, "slot")
+    back = loss + gradients - later
     made = np.bincount(live.reader[table.trainable], weights=parameter_bytes[table.trainable], minlength=ops)
 
     def peaks(back: Floats) -> Alive:
@@ -343,21 +343,26 @@ def _alive(
     first = peaks(back)
     if not any(len(move.under) > 1 for move in bound.moves):
         return first, first
-    results = np.array([operand == OUTPUT for operand in table.slot_operand])
-    of_results: Floats = np.where(results, local(live.touched_backward, "slot"), 0.0)
-    own = np.bincount(table.slot_op, weights=of_results, minlength=ops).astype(np.float64)
-    return first, peaks(back + _joined_bytes(bound, own))
+    of_slots = local(live.gradient, "slot")
+
+    def of_ops(operand: int) -> Floats:
+        chosen = np.where(np.array(table.slot_operand) == operand, of_slots, 0.0)
+        return np.bincount(table.slot_op, weights=chosen, minlength=ops).astype(np.float64)
+
+    return first, peaks(back + _joined_bytes(bound, of_ops(OUTPUT), of_ops(0)))
 
 
-def _joined_bytes(bound: Bound, gradient_bytes: Floats) -> Floats:
-    """Bytes that are live while each op's backward runs because joined products wait for the first of them: their results' gradients,
-    ``gradient_bytes`` by op."""
+def _joined_bytes(bound: Bound, of_results: Floats, of_inputs: Floats) -> Floats:
+    """Bytes that are live while each op's backward runs because joined products wait for the first of them: the gradients of the others'
+    results. There is one gradient of their input, to which each adds its term; ``of_results`` and ``of_inputs`` are by op."""
     at = {node.name: i for i, node in enumerate(bound.table.ops)}
     live = np.zeros(len(bound.table.ops))
     for move in bound.moves:
         first, *others = (at[name] for name in move.under) if move.under else (0,)
         for i in others:
-            live[first:i] += gradient_bytes[i]
+            live[first:i] += of_results[i]
+        if others:
+            live[first : max(others) + 1] -= of_inputs[first]
     return live
 
 

@@ -497,21 +497,6 @@ def _nameless(cluster: Cluster) -> Cluster:
     return dataclasses.replace(cluster, name="", memory_override_bytes=None)
 
 
-def edge_s(
-    value_bytes: float,
-    source: tuple[SpmdType, ...],
-    target: tuple[SpmdType, ...],
-    axes: Mesh,
-    cluster: Cluster,
-    gradient: bool = True,
-) -> float:
-    """Seconds, forward plus backward, of converting a value of ``value_bytes`` (global) between two layers.
-
-    ``source`` and ``target`` have a type per axis of ``axes``, the microbatch axis included.
-    """
-    return sum(_both_s(move, axes, cluster) for move in wire("", value_bytes, source, target, gradient))
-
-
 def _both_s(move: Move, axes: Mesh, cluster: Cluster) -> float:
     """Seconds of a move's two collectives, forward and backward."""
     return move_s(move, move.forward, axes, cluster) + move_s(move, move.backward, axes, cluster)

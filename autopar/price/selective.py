@@ -1,6 +1,6 @@
 """Prices of selective recomputation: the values of a layer that it saves, and the ops that it runs again.
 
-Emitted programs save the values that ``passes.keep`` selects. Whether such a value is a product's result or its sum over devices depends
+Emitted programs save the values that ``passes.selective`` selects. Whether such a value is a product or its sum over devices depends
 on the types, so a table has entries for both, and ``Selection.under`` chooses.
 """
 
@@ -23,7 +23,7 @@ from autopar.price.moves import Move
 from autopar.price.trace import INTERNAL, OUTPUT, Saved, Trace
 from autopar.sharding import AxisTypes
 from autopar.types import Collective
-from passes.keep import recomputed
+from passes.selective import recomputed
 
 Flags = NDArray[np.bool_]
 _SUMS = (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER)

@@ -21,6 +21,7 @@ from autopar.ops.facts import facts
 from autopar.ops.operands import operands
 from autopar.precision import FLOAT8
 from autopar.price.draft import Draft, draft
+from autopar.price.gradients import gradient_bytes, held_gradients
 from autopar.price.int8 import may_be_int8
 from autopar.price.selective import Flags, Selection
 from autopar.price.split import product_shares, waiting, weight_shares
@@ -167,22 +168,23 @@ def build(cls: LayerClass, numbers: Precision, trainer: Trainer = EMITTED) -> tu
 class Live:
     """Live memory while an op runs, in addition to the tensors saved for the backward pass.
 
-    ``touched_forward`` and ``touched_backward`` are bytes by slot: operands and results that no op saves, and their gradients. A loss
-    adds ``whole_loss`` to its backward, or ``cut_loss`` to both passes if an axis shards the vocabulary.
+    ``touched_forward`` are bytes by slot, of operands and results that no op saves. A loss adds ``whole_loss`` to its backward, or
+    ``cut_loss`` to both passes if an axis shards the vocabulary. ``gradient`` are the bytes of the tensor that a slot's gradient is in, and
+    ``held[t, k]`` how many tensors of slot ``k``'s size are live while the backward of op ``t`` runs (``price.gradients``).
     ``makers`` are the ops whose results later ops read; ``across[t, k]`` is true where the result of ``makers[k]`` is live while op ``t``
-    runs and does not read it, with ``waiting`` bytes of value and ``gradient`` bytes of gradient. ``saver`` is the op that saves each saved
+    runs and does not read it, with ``waiting`` bytes. ``saver`` is the op that saves each saved
     entry: entries of later ops do not exist yet in the forward, and are freed in the backward. ``reader`` is the last op that reads each
     parameter, hence the first of the backward to compute its gradient.
     """
 
     touched_forward: Floats
-    touched_backward: Floats
     whole_loss: Floats
     cut_loss: Floats
     makers: tuple[str, ...]
     across: Flags
     waiting: Floats
     gradient: Floats
+    held: Floats
     saver: NDArray[np.intp]
     reader: NDArray[np.intp]
 
@@ -201,22 +203,21 @@ def live_ranges(costs: Draft, parameters: tuple[str, ...]) -> Live:
             last[storage] = i
     size: dict[int, float] = {}
     maker: dict[int, str] = {}
-    forward, backward, whole, cut = np.zeros((4, len(slots)))
+    forward, whole, cut = np.zeros((3, len(slots)))
+    gradient = gradient_bytes(costs)
     for k, slot in enumerate(slots):
         storage = run.storage[slot.value]
         here = storage not in run.excluded and slot.materialised
         if slot.operand == INTERNAL:
-            forward[k] = backward[k] = slot.gradient
+            forward[k] = slot.gradient
             continue
         if here and storage not in saved:
             forward[k] = slot.bytes
-        if here and run.requires_grad[slot.value]:
-            backward[k] = slot.gradient
-            if facts(ops[slot.op]).is_cross_entropy and costs.torch_loss:
-                # the gradient of the log-probabilities, then the gradient of the logits
-                whole[k] = slot.gradient
-                # with a sharded vocabulary, exponentials in float32 or wider are computed again, in place
-                cut[k] = 0.0 if slot.bytes >= 4 * slot.numel else 3 * slot.bytes
+        if gradient[k] and facts(ops[slot.op]).is_cross_entropy and costs.torch_loss:
+            # the gradient of the log-probabilities, then the gradient of the logits
+            whole[k] = slot.gradient
+            # with a sharded vocabulary, exponentials in float32 or wider are computed again, in place
+            cut[k] = 0.0 if slot.bytes >= 4 * slot.numel else 3 * slot.bytes
         if slot.operand == OUTPUT and ops[slot.op].name not in run.views and here:
             size[storage], maker[storage] = slot.bytes, slot.value
     storages = [storage for storage in maker if last[storage] > first[storage] + 1]
@@ -228,13 +229,13 @@ def live_ranges(costs: Draft, parameters: tuple[str, ...]) -> Live:
                 across[i, k] = False
     return Live(
         forward,
-        backward,
         whole,
         cut,
         tuple(maker[storage] for storage in storages),
         across,
         np.array([0.0 if storage in saved else size[storage] for storage in storages]),
-        np.array([size[storage] if run.requires_grad[maker[storage]] else 0.0 for storage in storages]),
+        gradient,
+        held_gradients(costs, gradient),
         np.array([index[entry.node] for entry in costs.saved], dtype=np.intp),
         np.array([last.get(run.storage[name], 0) for name in parameters], dtype=np.intp),
     )

@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is measured on one kind of device.
+    """The measurements on one kind of device.
 
     ``products`` are (rows, contracted, columns): from a skinny product that reads its matrix once, bound by memory, to a square one;
     ``attentions`` (batch, heads, length, head size). ``few`` of the products are measured in the dtypes that are slow.

@@ -1,7 +1,7 @@
-"""The files that a program's folder has beside its own ``model.py``: written once here, copied there if the program needs them.
+"""The runtime of emitted programs: the files of a program's folder beside its own ``model.py``.
 
-Here they are modules of this package, checked and tested like the rest; there they are each other's siblings, and know nothing
-of autopar. ``copy_runtime`` makes the one from the other.
+``copy_runtime`` copies those that a program needs into its folder. There they are siblings, and import torch, spmd-types and each other,
+never autopar.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ FILES = (
     "guards.py",
     "halves.py",
     "halves_experts.py",
+    "host.py",
     "int8.py",
     "kernels.py",
     "kernels_ctc.py",

@@ -165,7 +165,7 @@ def _prepared(
     def prepare() -> Mapping[str, Any]:
         if keep is not None and keep < 1:
             raise CheckpointError(
-                f"keep is {keep}, and the new checkpoint is one that stays", "give a number from 1 up"
+                f"keep is {keep}, and the new checkpoint is one that stays", "give a number of at least 1"
             )
         masters = [m for m in updates.masters if training.program.is_first_copy(m.layout)]
         states, keys = saved(updates.optimizer, masters, training.world)
@@ -274,7 +274,7 @@ def on_every_rank(
     return [result for result, _ in every]
 
 
-# -- what is saved ----------------------------------------------------------------------------------------------------
+# -- saving ------------------------------------------------------------------------------------------------------------
 
 
 def _facts(training: Training) -> dict[str, Any]:
@@ -342,7 +342,7 @@ def _under(prefix: tuple[str, ...], own: Iterable[Piece]) -> list[Piece]:
     return [replace(piece, path=(*prefix, *piece.path)) for piece in own]
 
 
-# -- what is loaded ---------------------------------------------------------------------------------------------------
+# -- loading -----------------------------------------------------------------------------------------------------------
 
 
 def _check_model(program: Program, found: Found) -> None:

@@ -15,12 +15,17 @@ from autopar.program.share import Batch, Rows
 
 
 class NonFiniteLossError(RuntimeError):
-    """A loss that is NaN or infinite; raised on every rank before the update. ``hint`` says what to do."""
+    """A loss that is NaN or infinite; raised on every rank, before the update unless ``late``. ``hint`` says what to do."""
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, late: bool = False) -> None:
+        self.late = late
         self.hint = (
             'on_nan="skip" (--on-nan skip) leaves such batches out; a lower learning rate or max_norm may avoid them'
         )
+        if late:
+            self.hint = (
+                "go on from a checkpoint before that step: --log-every 1 then names the first value that is not finite"
+            )
         super().__init__(f"{message}; {self.hint}")
         self.message = message
 

@@ -1,8 +1,8 @@
 """Mixtures of experts: every token's rows go to the experts that its router chose, and come back in the token's order.
 
-``experts`` is a whole mixture except its router
-and its ``body``, which is the model's own code: the computation of an expert on a row. The body is written with ``grouped_linear`` and
-``of_rows``, which know the rows of each expert. There are three ways to distribute the work, which may be combined on different axes:
+``experts`` is a whole mixture except its router and its ``body``, which is the model's own code: the computation of an expert on a row. The
+body is written with ``grouped_linear`` and ``of_rows``, which know the rows of each expert. There are three ways to distribute the work,
+which may be combined on different axes:
 
 * each rank has other tokens, and all experts: nothing is exchanged;
 * each rank has the same tokens, and its own experts (or a slice of each): it computes their terms of the result, P;

@@ -1,9 +1,9 @@
 """Kernels of batch normalisation: statistics of the whole batch when its examples (or positions) are sharded.
 
-Batch norm is two ops here: ``batch_statistics``, which needs every rank's rows, and
-``normalise``, which is elementwise. So the statistics cost one small collective in each direction (the forward gathers every rank's
-statistics, as torch's ``SyncBatchNorm`` does; the conversion I to R that follows all-reduces the gradient), and only the input is saved
-for the backward pass. Variances of parts are combined by Chan, Golub and LeVeque's formula (1979), which avoids cancellation.
+Batch norm is two ops here: ``batch_statistics``, which needs every rank's rows, and ``normalise``, which is elementwise. So the statistics
+cost one small collective in each direction (the forward gathers every rank's statistics, as torch's ``SyncBatchNorm`` does; the conversion
+I to R that follows all-reduces the gradient), and only the input is saved for the backward pass. Variances of parts are combined by Chan,
+Golub and LeVeque's formula (1979), which avoids cancellation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Global batches of a data set, of which every rank reads its own rows.
+"""Global batches of a data set; every rank reads its own rows of each.
 
 The order of an epoch is that of ``torch.utils.data.DistributedSampler``: a permutation drawn from ``seed + epoch``, or the data set's own
 order. It does not depend on the plan. A position in it is an epoch and a row, so a training that goes on with another number of devices, or
@@ -30,6 +30,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from autopar.program.host import Later
 from autopar.program.share import DataError, Rows, Share
 from autopar.program.spec import TensorSpec
 from autopar.program.world import Program, World
@@ -101,6 +102,16 @@ class Synthetic(Tensors):
         return default_collate([self[row] for row in rows])
 
 
+@dataclass(frozen=True)
+class _Fetched:
+    """Rows that were read, or why there are none, and the question to all ranks whether they read the same."""
+
+    begin: tuple[int, int]
+    tensors: Mapping[str, Tensor] | None
+    problem: str
+    asked: Later
+
+
 class Loader:
     """This rank's rows of the global batches of a data set.
 
@@ -143,6 +154,7 @@ class Loader:
             )
         self._batches: Iterator[Any] = iter(())
         self._next: tuple[int, int] | None = None  # where the next of them begins
+        self._fetched: _Fetched | None = None  # ahead of the step that takes it
 
     def __len__(self) -> int:
         """The number of global batches of an epoch."""
@@ -191,12 +203,25 @@ class Loader:
 
     # -- reading --
 
-    def read(self, position: Sequence[int]) -> tuple[Rows, tuple[int, int]]:
+    def read(self, position: Sequence[int], *, ahead: bool = False) -> tuple[Rows, tuple[int, int]]:
         """This rank's rows of the global batch at ``position`` (epoch, row), and the position after it; all ranks call this.
 
+        With ``ahead`` the batch after it is read too, for the next call: then no call waits for the device, which compares the ranks' rows.
         Raises ``DataError`` on every rank; the same position can be read again.
         """
         begin = self._begin(*position)
+        fetched, self._fetched = self._fetched, None
+        if fetched is None or fetched.begin != begin:
+            fetched = self._fetch(begin)
+        self._share.agree(fetched.asked, fetched.problem)
+        assert fetched.tensors is not None
+        after = begin[0], begin[1] + self.batch
+        if ahead:
+            self._fetched = self._fetch(self._begin(*after))
+        return Rows(fetched.tensors), after
+
+    def _fetch(self, begin: tuple[int, int]) -> _Fetched:
+        """Read this rank's rows of the batch that begins at ``begin``, and begin to compare them with those of other ranks."""
         tensors, problem = None, ""
         try:
             if begin != self._next and len(self._share.rows):
@@ -211,11 +236,8 @@ class Loader:
             kind, lines = type(error).__name__, str(error).strip().splitlines() or [""]  # of a worker, its traceback
             what = error.message if isinstance(error, DataError) else f"{kind}: {lines[-1].removeprefix(f'{kind}: ')}"
             problem = f"row {begin[1]} to {begin[1] + self.batch - 1} of epoch {begin[0]}: {what}"
-        after = begin[0], begin[1] + self.batch
-        self._next = None if problem else self._begin(*after)
-        self._share.agree(tensors, (*begin, self.rows), problem)
-        assert tensors is not None
-        return Rows(tensors), after
+        self._next = None if problem else self._begin(begin[0], begin[1] + self.batch)
+        return _Fetched(begin, tensors, problem, self._share.ask(tensors, (*begin, self.rows), problem))
 
     def ends(self, position: Sequence[int]) -> bool:
         """Whether the epoch has no batch after ``position``."""
@@ -234,7 +256,7 @@ class Loader:
 
     def close(self) -> None:
         """End the worker processes."""
-        self._batches, self._next = iter(()), None
+        self._batches, self._next, self._fetched = iter(()), None, None
 
     def _begin(self, epoch: int, row: int) -> tuple[int, int]:
         return (epoch + 1, 0) if self.ends((epoch, row)) else (epoch, row)

@@ -46,19 +46,23 @@ class Meter:
         self._log = None if log is None else Path(log).open("a", encoding="utf-8")  # noqa: SIM115  open until close
         self._board = None if tensorboard is None else _board(tensorboard)
         self._seconds: list[float] = [] if seconds is None else seconds
-        self._began = time.perf_counter()
+        self._began, self._due = time.perf_counter(), False
 
     def begin(self) -> None:
-        """Before a step, its data included."""
+        """Before a step, or before the first of several with one record, its data included."""
         self._began = time.perf_counter()
 
-    def end(self, step: int, loss: float, memory_bytes: int, more: Mapping[str, float | None]) -> dict[str, Any]:
-        """After a step: its record. ``more`` are further figures; those that are ``None`` are left out.
+    def end(
+        self, step: int, loss: float, memory_bytes: int, more: Mapping[str, float | None], steps: int = 1
+    ) -> dict[str, Any]:
+        """After a step: its record, with the mean time of the ``steps`` since ``begin``. ``more`` are further figures; those that are
+        ``None`` are left out.
 
         The MFU is that of the plan, at the measured time: its FLOPs and the peak of the device kind are the plan's.
         """
-        seconds = time.perf_counter() - self._began
-        self._seconds.append(seconds)
+        seconds = (time.perf_counter() - self._began) / steps
+        self._due = len(self._seconds) < COMPARED_STEPS <= len(self._seconds) + steps
+        self._seconds += [seconds] * steps
         predicted_s, devices = self._plan["step_time_s"], _devices(self._plan)
         tokens = self._plan["tokens_per_s_per_device"] * devices * predicted_s
         record: dict[str, Any] = {"step": step, "loss": loss, "step_time_s": seconds}
@@ -80,7 +84,7 @@ class Meter:
     def comparison(self, memory_bytes: int, predicted_bytes: int) -> str:
         """After ``COMPARED_STEPS`` steps, once: a table of the predicted and the measured step; empty otherwise. Both numbers of bytes are
         peaks of one device."""
-        if len(self._seconds) != COMPARED_STEPS:
+        if not self._due:
             return ""
         plan, measured_s = self._plan, statistics.median(self._seconds[5:])
         memory = "peak memory" if torch.cuda.is_available() else "peak memory, Python and torch included"

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autopar.program.host import on_device
 from autopar.program.masters import Group
 from autopar.program.reductions import Reductions
 from autopar.program.share import Batch, Share
@@ -85,13 +86,13 @@ class Microbatches:
         inputs: dict[str, Tensor] = {}
         for index, module in self._modules.items():
             spec = self._specs[index]
-            own = {name: scalars[name].to(device) for name in spec.scalars}
+            own = {name: on_device(scalars[name], device) for name in spec.scalars}
             if self._apart:
                 inputs.update({module.prefix + name: values for name, values in own.items()})
             else:
                 module.scalars = own
             for name, tensor in spec.inputs.items():
-                inputs[module.prefix + name] = self.share.local(batch, name, tensor.sharded).to(device)
+                inputs[module.prefix + name] = on_device(self.share.local(batch, name, tensor.sharded), device)
             if spec.random:
                 inputs[module.prefix + "key"] = torch.arange(key, key + self.microbatches)
         return inputs
@@ -161,10 +162,18 @@ class Microbatches:
             work.wait()
 
     def sum(self, losses: list[Tensor]) -> Tensor:
-        """The whole batch's loss on every rank, from the terms that ``run`` returned."""
+        """The whole batch's loss on every rank, from the terms that ``run`` returned: all ranks call this."""
+        return self.reduced(self.own_sum(losses))
+
+    def own_sum(self, losses: list[Tensor]) -> Tensor:
+        """The sum of this rank's terms."""
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for loss in losses:
             total += loss.detach()
+        return total
+
+    def reduced(self, total: Tensor) -> Tensor:
+        """The sums over all ranks, on every rank, of sums of own terms; ``total`` may be overwritten."""
         if self.last in self._modules:
             for axis, type_ in self._specs[-1].loss.items():
                 if type_ == spmd.P and self.world.coordinates[axis][1] > 1:

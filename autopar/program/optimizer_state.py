@@ -26,7 +26,7 @@ _OF_THE_PROGRAM = ("params", "param_names", "fused", "foreach", "capturable", "d
 _PYTHON: dict[str, type] = {"int": int, "float": float, "bool": bool}
 
 
-# -- what is saved ----------------------------------------------------------------------------------------------------
+# -- saving ------------------------------------------------------------------------------------------------------------
 
 
 def described(optimizer: torch.optim.Optimizer, keys: Mapping[str, str]) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def _pieces(master: Master, key: str, value: Any, world: World) -> Iterator[Piec
         yield whole(_path(master, key), torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None))
 
 
-# -- what is read -----------------------------------------------------------------------------------------------------
+# -- reading -----------------------------------------------------------------------------------------------------------
 
 
 class Restored:

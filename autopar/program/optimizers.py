@@ -150,11 +150,11 @@ def checked(
     for model in models:
         if not isinstance(model, torch.optim.Optimizer):
             raise RefusedOptimizerError(
-                f"the optimizer's function gave back {type(model).__name__}",
+                f"the optimizer's function returned {type(model).__name__}",
                 "it returns a torch.optim.Optimizer, or a list of them",
             )
     if not models:
-        raise RefusedOptimizerError("the optimizer's function gave back an empty list", "it returns an optimizer")
+        raise RefusedOptimizerError("the optimizer's function returned an empty list", "it returns an optimizer")
     names = {id(stand_in): name for name, stand_in in stand_ins.items()}
     taken: set[int] = set()
     for model in models:
@@ -186,7 +186,7 @@ def _scheduled(scheduler: Scheduler, optimizer: torch.optim.Optimizer) -> LRSche
     made = scheduler(optimizer)
     if not isinstance(made, LRScheduler):
         raise RefusedOptimizerError(
-            f"the scheduler's function gave back {type(made).__name__}",
+            f"the scheduler's function returned {type(made).__name__}",
             "it takes an optimizer, and returns one torch.optim.lr_scheduler.LRScheduler",
         )
     if isinstance(made, ReduceLROnPlateau):
@@ -278,7 +278,7 @@ def cut(layout: Layout, program: Program) -> str | None:
     if axes:
         return f"the axis {axes[0]} shards it"
     if layout.part is not None:
-        return "it is a fused projection, of which the program holds parts"
+        return "it is a fused projection, which the program stores in parts"
     if program.place(layout) != DEVICE:
         return "it is not on the device, and is updated piece by piece"
     _, zero, data = program.group(layout)

@@ -135,6 +135,7 @@ class Trainer:
         # by data set and order: the epoch and the row after the last step
         self.positions: dict[str, tuple[int, int]] = {}
         self.gradient_norm: Tensor | None = None  # of the last step, before clipping, where gradients are clipped
+        self._unread: list[Tensor] = []  # this rank's terms of the losses of ``advance``
         self._background: checkpoint.Background | None = None
         if resume is not None:
             self.load(resume)
@@ -156,17 +157,28 @@ class Trainer:
         self.positions[loader.key] = after
         return loss, loader.ends(after)
 
+    def advance_from(self, loader: Loader) -> None:
+        """``advance`` on the next global batch; the one after it is read too."""
+        rows, after = loader.read(self.positions.get(loader.key, (0, 0)), ahead=True)
+        self.advance(rows)
+        self.positions[loader.key] = after
+
     def step(self, batch: Batch, on_nan: str = "") -> float:
         """One update on the global ``batch``, given whole on every rank, or as each rank's own rows; returns the loss before the update,
         on every rank.
 
         ``on_nan`` says what is done about a loss that is NaN or infinite: ``"stop"`` raises ``NonFiniteLossError`` on every rank before
-        anything is updated, ``"skip"`` updates nothing and counts the step. A program in float16 has its loss scale for that.
+        anything is updated, ``"skip"`` updates nothing and counts the step. A program in float16 has its loss scale for that. With
+        ``on_nan`` the losses of ``advance`` are looked at too, as by ``check_unread``.
         """
-        loss = self._forward_backward(batch)
-        if on_nan and self.loss_scale is None and not math.isfinite(float(loss)):
-            self._leave_out(batch, float(loss), on_nan)
-            return float(loss)
+        unread, self._unread = self._unread, []
+        *before, loss = self._schedule.reduced(torch.stack((*unread, self._forward_backward(batch))))
+        if on_nan and self.loss_scale is None:
+            *values, value = torch.stack((*before, loss)).tolist()
+            self._refuse_late(values)
+            if not math.isfinite(value):
+                self._leave_out(batch, value, on_nan)
+                return float(value)
         if self.max_norm is not None:
             self.gradient_norm = self._clip(self.max_norm)
         # the host waits for the device once per step: at the end, or to learn whether the update is skipped
@@ -177,8 +189,38 @@ class Trainer:
         self._update(skipped=overflowed > 0)
         return float(value)
 
+    def advance(self, batch: Batch) -> None:
+        """``step(batch)`` whose loss nobody reads: no collective adds it up, and the host does not wait for the device.
+
+        In float16 the host learns whether the update is skipped. Elsewhere ``check_unread`` looks at the losses.
+        """
+        loss = self._forward_backward(batch)
+        self._unread.append(loss)
+        if self.max_norm is not None:
+            self.gradient_norm = self._clip(self.max_norm)
+        self.update()
+
+    def check_unread(self) -> None:
+        """Look at the losses of all calls of ``advance`` since this was called last; all ranks call this.
+
+        Raises ``NonFiniteLossError`` on every rank if one is NaN or infinite: the parameters were updated by its gradients.
+        """
+        unread, self._unread = self._unread, []
+        if unread and self.loss_scale is None:
+            self._refuse_late(self._schedule.reduced(torch.stack(unread)).tolist())
+
+    def _refuse_late(self, losses: list[float]) -> None:
+        """Raise ``NonFiniteLossError`` if one of the losses of the last steps is NaN or infinite."""
+        first = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
+        if first is not None:
+            step = self.steps - len(losses) + first
+            raise NonFiniteLossError(
+                f"the loss of step {step} is {losses[first]}, which was not read before {self.steps} steps were done",
+                late=True,
+            )
+
     def trace(self, batch: Batch, path: str | os.PathLike[str]) -> float:
-        """``step(batch)``, of which rank 0 writes what every rank did, in Chrome's trace-event format (https://ui.perfetto.dev)."""
+        """``step(batch)``; rank 0 writes the actions of every rank in Chrome's trace-event format (https://ui.perfetto.dev)."""
         return self.traced(lambda: self.step(batch), path)
 
     def traced(self, step: Callable[[], T], path: str | os.PathLike[str]) -> T:
@@ -242,16 +284,17 @@ class Trainer:
 
     def forward_backward(self, batch: Batch) -> float:
         """Return the global batch's loss; leave its gradients, summed over ranks, microbatches and tied copies."""
-        return float(self._forward_backward(batch))
+        return float(self._schedule.reduced(self._forward_backward(batch)))
 
     def _forward_backward(self, batch: Batch) -> Tensor:
+        """The sum of this rank's terms of the loss."""
         self._check_whole()
         self._schedule.share.check(batch)
         self._reductions.clear()
         self._forget_buffers()
         losses = self._schedule.run(batch, self._key())
         self._reductions.start()
-        loss = self._schedule.sum(losses)
+        loss = self._schedule.own_sum(losses)
         self._reductions.finish()
         if self.loss_scale is not None:
             self.loss_scale.unscale(gradient for group in self._groups for gradient in group.own_gradients())

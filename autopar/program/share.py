@@ -21,6 +21,7 @@ from torch import Tensor
 
 from autopar.program.agree import digest, same_batch
 from autopar.program.collectives import all_gather
+from autopar.program.host import Later, on_device
 from autopar.program.spec import StageSpec
 from autopar.program.world import Program, World
 
@@ -132,7 +133,7 @@ class Share:
         assert self._prelude is not None
         spec, found = dict.fromkeys(self._row_axes, 0), {}
         for name in self._scalar_inputs:
-            tensor = self.local(rows, name, spec).to(self.world.device)
+            tensor = on_device(self.local(rows, name, spec), self.world.device)
             found[name] = tensor if self._prelude.by_rows else self._gathered(tensor)
         return found
 
@@ -159,24 +160,33 @@ class Share:
 
     # -- agreement --
 
-    def agree(self, tensors: Mapping[str, Tensor] | None, state: Sequence[int], problem: str = "") -> None:
-        """Check that all ranks read rows of the same batch: one all-reduce of small numbers.
+    def ask(self, tensors: Mapping[str, Tensor] | None, state: Sequence[int], problem: str = "") -> Later:
+        """Begin to check that all ranks read rows of the same batch: one all-reduce of small numbers, for ``agree``.
 
         ``tensors`` are the rank's rows, or ``None`` where ``problem`` says why there are none. ``state`` says which rows were read.
         Ranks that read the same row of an input must have the same values of it.
-
-        Raises:
-            DataError: on every rank, if one has a problem, or ranks differ.
         """
-        names = sorted({*self.program.inputs, *self._scalar_inputs})
+        names = self._names()
         values = torch.full((len(names), self.batch), _ABSENT)
         for name, tensor in (tensors or {}).items():
             values[names.index(name), self.rows] = torch.tensor([digest(row) for row in tensor.unbind()])
         head = torch.tensor([int(bool(problem)), *state])
         flat = torch.cat((head, values.flatten()))
-        both = torch.cat((flat, torch.where(flat == _ABSENT, flat, -flat))).to(self.world.device)
+        both = on_device(torch.cat((flat, torch.where(flat == _ABSENT, flat, -flat))), self.world.device)
         dist.all_reduce(both, dist.ReduceOp.MAX)
-        high, low = both.cpu().view(2, -1)
+        return Later(both)
+
+    def _names(self) -> list[str]:
+        return sorted({*self.program.inputs, *self._scalar_inputs})
+
+    def agree(self, asked: Later, problem: str = "") -> None:
+        """End the check that ``ask`` began with this rank's ``problem``.
+
+        Raises:
+            DataError: on every rank, if one has a problem, or ranks differ.
+        """
+        high, low = asked.read().view(2, -1)
+        names, head = self._names(), len(high) - len(self._names()) * self.batch
         if int(high[0]):
             said: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(said, problem)
@@ -185,13 +195,13 @@ class Share:
                 f"rank {rank}: {said[rank]}", "nothing was trained with this batch, and the training can go on"
             )
         differs = (high != _ABSENT) & (high != -low)
-        if differs[: len(head)].any():
+        if differs[:head].any():
             raise DataError(
                 "the ranks read different rows: their data sets have different lengths or orders",
                 "every rank opens the same data set with the same options",
             )
         if differs.any():
-            index, row = divmod(int(differs[len(head) :].nonzero()[0]), self.batch)
+            index, row = divmod(int(differs[head:].nonzero()[0]), self.batch)
             raise DataError(
                 f"ranks that read row {row} of the global batch have different values of {names[index]!r}",
                 "a row must depend on its index alone: seed random augmentation by the index, and read the same files everywhere",

@@ -2,10 +2,12 @@
 
 Yours to edit. Training starts from ``initial.safetensors``, the values of the model that was compiled, or from ``--init PATH``.
 ``--data`` is a file of ``torch.save({"input_ids": tensor, ...})`` whose tensors hold examples along dim 0, or ``MODULE:FUNCTION``, a
-function that returns a map-style data set of dicts by these names. A step takes the next ``global_batch`` rows, of which each rank reads
+function that returns a map-style data set of dicts by these names. A step takes the next ``global_batch`` rows; each rank reads
 its own. ``--data synthetic`` makes rows up, of the right shapes.
 ``--checkpoint DIR --every 100`` writes checkpoints, and ``--resume`` goes on from the newest one, under this plan or any other.
 Standard output has one JSON object a step, standard error says the same to people. In float16 it has the loss scale of the next step.
+With ``--log-every N`` every N-th step has one. The losses between are not added up over the ranks, and the host does not wait for the GPU:
+it queues the work of the next step, and looks at all of these losses when it reads the N-th, and before every checkpoint.
 """
 
 from __future__ import annotations
@@ -69,6 +71,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--on-nan", choices=("stop", "skip"), default="stop", help="about a loss that is NaN or infinite"
     )
+    late = "read and print the loss of every N-th step; --on-nan stop then comes up to N steps late, --on-nan skip still reads each"
+    parser.add_argument("--log-every", type=count, default=1, metavar="N", help=late)
     parser.add_argument("--log", metavar="FILE", help="also append the JSON lines to FILE")
     parser.add_argument("--tensorboard", metavar="DIR", help="also write a TensorBoard into DIR")
     parser.add_argument("--lr", type=rate, default=3e-4, help="learning rate of AdamW")
@@ -122,28 +126,28 @@ def arguments() -> argparse.Namespace:
 def count(text: str) -> int:
     """A number from 1 up."""
     if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is too few: it is a number from 1 up")
+        raise argparse.ArgumentTypeError(f"{text} is too small: it must be at least 1")
     return int(text)
 
 
 def positive(text: str) -> float:
     """A number of seconds above 0."""
     if not float(text) > 0:
-        raise argparse.ArgumentTypeError(f"{text} is no time: it is a number above 0")
+        raise argparse.ArgumentTypeError(f"{text} is not a time limit: it must be above 0")
     return float(text)
 
 
 def rate(text: str) -> float:
     """A learning rate: not negative."""
     if not 0 <= float(text) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is no learning rate: it is a number from 0 up")
+        raise argparse.ArgumentTypeError(f"{text} is not a learning rate: it must be at least 0")
     return float(text)
 
 
 def norm(text: str) -> float:
     """The largest norm of gradients: above 0."""
     if not float(text) > 0:
-        raise argparse.ArgumentTypeError(f"{text} is no norm to clip to: it is a number above 0")
+        raise argparse.ArgumentTypeError(f"{text} is not a norm for clipping: it must be above 0")
     return float(text)
 
 
@@ -261,8 +265,12 @@ def train(args: argparse.Namespace, watch: Watch) -> None:
     loader = open_loader(args, trainer)
     try:
         stop = run_steps(args, trainer, loader, watch)
-    except (DataError, NonFiniteLossError) as error:  # on every rank, and before the step changed anything
-        if args.checkpoint and not (Path(args.checkpoint) / f"step-{trainer.steps}").exists():
+    except (
+        DataError,
+        NonFiniteLossError,
+    ) as error:  # on every rank; the state is that before the step, unless it is late
+        late = isinstance(error, NonFiniteLossError) and error.late
+        if args.checkpoint and not late and not (Path(args.checkpoint) / f"step-{trainer.steps}").exists():
             watch.enter("save", f"the checkpoint after {trainer.steps} steps")
             save(trainer, args, over=True)
         raise SystemExit(f"{type(error).__name__}: {error}") from error
@@ -290,30 +298,53 @@ def run_steps(args: argparse.Namespace, trainer: Trainer, loader: Loader, watch:
     # the first step is slower than the rest; with --epochs the number of steps is not known
     second = begun + 1 if args.epochs else min(begun + 1, args.steps - 1)
     traced_step = second if args.trace else None
-    stop = None
+    stop, logged = None, begun
     while not stop and not is_over(args, trainer, loader):
         watch.enter("set-up" if trainer.steps == begun else "step", f"step {trainer.steps}")
-        meter.begin()
+        if trainer.steps == logged:
+            meter.begin()
+        read = is_read(args, trainer.steps, begun)
         if trainer.steps == traced_step:
             loss, _ = trainer.traced(lambda: trainer.step_from(loader, args.on_nan), args.trace)
-        else:
+        elif read or args.on_nan == "skip":
             loss, _ = trainer.step_from(loader, args.on_nan)
-        norm, scale = trainer.gradient_norm, trainer.loss_scale
-        more = {"gradient_norm": None if norm is None else float(norm), "loss_scale": scale.scale if scale else None}
-        record = meter.end(trainer.steps - 1, loss, peak_memory_bytes(), more)
-        if first:
-            print(json.dumps(record), flush=True)
-        say(f"step {record['step']:4d}  loss {loss:.4f}  {record['step_time_s']:.3f} s")
-        if table := meter.comparison(peak_memory_bytes(), trainer.program.plan["stages"][0]["memory_bytes"]):
-            say(table)
+        else:
+            trainer.advance_from(loader)
+        if read:
+            log(trainer, meter, loss, trainer.steps - logged)
+            logged = trainer.steps
         stop = watch.stop_asked(trainer.world.device)
         over = is_over(args, trainer, loader)
-        if args.checkpoint and (stop or over or trainer.steps % args.every == 0):
+        saves = args.checkpoint and (stop or over or trainer.steps % args.every == 0)
+        if saves or stop or over:
+            trainer.check_unread()
+        if saves:
             watch.enter("save", f"the checkpoint after {trainer.steps} steps")
             save(trainer, args, bool(stop) or over)
     meter.close()
     loader.close()
     return None if is_over(args, trainer, loader) else stop
+
+
+def is_read(args: argparse.Namespace, step: int, begun: int) -> bool:
+    """Whether the loss of a step is read and printed: that of the first, of the last and of every ``--log-every``-th step, and of the
+    last one before a checkpoint, so that the times of steps are without saving."""
+    last = args.epochs is None and step + 1 == int(args.steps)
+    return (
+        step == begun or last or any((step + 1) % n == 0 for n in (args.log_every, args.checkpoint and args.every) if n)
+    )
+
+
+def log(trainer: Trainer, meter: Meter, loss: float, steps: int) -> None:
+    """Print the record of the last step, with the mean time of the ``steps`` since the record before."""
+    norm, scale = trainer.gradient_norm, trainer.loss_scale
+    more = {"gradient_norm": None if norm is None else float(norm), "loss_scale": scale.scale if scale else None}
+    record = meter.end(trainer.steps - 1, loss, peak_memory_bytes(), more, steps)
+    if dist.get_rank() == 0:
+        print(json.dumps(record), flush=True)
+    say(f"step {record['step']:4d}  loss {loss:.4f}  {record['step_time_s']:.3f} s")
+    if table := meter.comparison(peak_memory_bytes(), trainer.program.plan["stages"][0]["memory_bytes"]):
+        say(table)
 
 
 def is_over(args: argparse.Namespace, trainer: Trainer, loader: Loader) -> bool:

@@ -31,6 +31,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autopar.program.host import Later
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """A scheduler sends SIGTERM or SIGUSR1 before it takes the machine away, a user SIGINT with Ctrl-C."""
 
@@ -70,6 +72,7 @@ class Watch:
         self._layer = ""
         self._failed_at: tuple[str, bool] | None = None
         self._problem: str | None = None  # what this rank noticed: why the training ends
+        self._asked: Later | None = None  # the number of the signal that a rank has received, as of the last step
         self._heard = time.monotonic()  # when the store last answered
         self._ended = threading.Event()
         self._store: Any = None
@@ -140,12 +143,14 @@ class Watch:
                 tensor.register_hook(lambda _: self._note(where))
 
     def stop_asked(self, device: torch.device) -> str:
-        """The name of a signal that some rank has received, on all ranks; empty if there is none. All ranks call this."""
+        """The name of a signal that some rank had received when this was called last, on all ranks; empty if there is none. All ranks
+        call this, once a step: the answer of the step before is on the host without a wait for this step's end."""
         if dist.get_world_size() == 1:
             return signal.Signals(self._received).name if self._received else ""
         received = torch.tensor(self._received, dtype=torch.int32, device=device)
         dist.all_reduce(received, dist.ReduceOp.MAX)
-        number = int(received)
+        before, self._asked = self._asked, Later(received)
+        number = 0 if before is None else int(before.read())
         return signal.Signals(number).name if number else ""
 
     def _failed(self, error: Exception) -> None:
@@ -266,7 +271,7 @@ def place_of(frame: FrameType, layer: str) -> tuple[str, bool]:
 
 
 def told(problem: str, before: Mapping[int, list[Any]], after: Mapping[int, list[Any]]) -> str:
-    """The sentence on a training of which each rank said where it is, twice in a row: which rank keeps the others waiting.
+    """The sentence for a training that hangs, from two reports of each rank on where it is: which rank keeps the others waiting.
 
     A rank is silent if it said nothing in between; else the ranks that wait in no collective are late.
     """

@@ -99,7 +99,7 @@ def _header(file: Path) -> dict[str, Stored]:
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         if length > size - 8:
-            raise ValueError(f"{file} is no whole file of weights")
+            raise ValueError(f"{file} is not a complete file of weights")
         header = json.loads(opened.read(length))
     found: dict[str, Stored] = {}
     others = header.pop("__metadata__", {})
@@ -109,7 +109,7 @@ def _header(file: Path) -> dict[str, Stored]:
             raise ValueError(f"{name} in {file} has the dtype {record['dtype']}, which no program has")
         tensor = Stored(file, DTYPES[record["dtype"]], tuple(record["shape"]), 8 + length + begin)
         if tensor.size != end - begin or tensor.begin + tensor.size > size:
-            raise ValueError(f"{file} is no whole file of weights: {name} has bytes {begin} to {end}")
+            raise ValueError(f"{file} is not a complete file of weights: {name} has bytes {begin} to {end}")
         found[name] = tensor
     return found | {other: found[name] for other, name in others.items() if name in found and other not in found}
 

@@ -1,6 +1,6 @@
 """Whole tensors for optimizers that need them, where the plan cuts parameters: one rank has the whole of each, and updates it.
 
-A parameter of which ranks have slices, parts or ZeRO's pieces gets an *owner* among these ranks, which keeps the whole master copy and the
+If ranks have slices, parts or ZeRO shards of a parameter, one of these ranks is its *owner*, which keeps the whole master copy and the
 optimizer's state of it. In a step each owner gathers the gradient's pieces and updates its parameters, and the new values go back to all
 ranks that have pieces of them. No such parameter is whole on two ranks, and none is updated twice (K. Jordan et al., "Muon: an optimizer
 for hidden layers in neural networks", 2024, distribute matrices over ranks likewise).

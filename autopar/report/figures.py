@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from autopar.explain import describe
-from autopar.plan import SEQUENCES, STATES, LayerPlan, Plan, Role
+from autopar.plan import STATES, LayerPlan, Plan
 from autopar.report.step import ONCE, Action, PredictedStep
 
 MOST_ACTIONS = 40_000
@@ -97,13 +97,7 @@ _PRICED = (
 
 def _strategy(plan: Plan, layer: LayerPlan) -> dict[str, Any]:
     s = layer.strategy
-    degrees = {
-        "data": (Role.DATA,),
-        "tensor": (Role.TENSOR, Role.TENSOR_SEQUENCE),
-        "expert": (Role.EXPERT,),
-        "sequence": SEQUENCES,
-    }
-    found: dict[str, Any] = {name: n for name, roles in degrees.items() if (n := s.degree(plan.mesh, *roles)) > 1}
+    found: dict[str, Any] = {name: degree for name, degree in s.degrees(plan.mesh).items() if degree > 1}
     if s.data_axes(plan.mesh)[1]:
         found["ZeRO"] = s.zero
     if s.replicate > 1:

@@ -142,8 +142,8 @@ class _Analysis:
             place = self.parent[place]
         return place
 
-    def _fix(self, node: fx.Node, dims: Iterable[int] | None = None) -> None:
-        self.fixed |= {(node.name, dim) for dim in (range(len(shape_of(node))) if dims is None else dims)}
+    def _fix(self, node: fx.Node) -> None:
+        self.fixed |= {(node.name, dim) for dim in range(len(shape_of(node)))}
 
     def _borders(self) -> None:
         """Fix the sizes that others see: those of values that do not come from parameters, and of values that leave the layer."""

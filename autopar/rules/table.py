@@ -16,13 +16,14 @@ from autopar.rules import views as v
 
 Entry = str | Callable[[fx.Node], str | None]
 
-_UNARY = aten_names("""
-    abs acos asin atan bitwise_not ceil cos cosh elu erf erfc exp exp2 expm1 floor gelu hardsigmoid hardswish hardtanh
-    isfinite isinf isnan leaky_relu log log10 log1p log2 log_sigmoid logical_not logit mish reciprocal relu relu6 round
-    rsqrt selu sigmoid sign silu sin sinh softplus sqrt square tan tanh trunc clamp clamp_min clamp_max nan_to_num
-    threshold hardshrink softshrink frac alias to _to_copy type_as dropout
-    zeros_like ones_like full_like empty_like rand_like randn_like
+UNARY = aten_names("""
+    abs acos asin atan ceil cos cosh elu erf erfc exp exp2 expm1 floor gelu hardsigmoid hardswish hardtanh isfinite isinf
+    isnan leaky_relu log log10 log1p log2 log_sigmoid logical_not logit mish reciprocal relu relu6 round rsqrt selu sigmoid
+    sign silu sin sinh softplus sqrt square tan tanh trunc nan_to_num hardshrink softshrink frac alias _to_copy
+    zeros_like ones_like empty_like rand_like randn_like
 """)
+"""Elementwise ops that a floating-point tensor alone suffices for; ``checks.samples`` calls each with one."""
+_WITH_ARGUMENTS = aten_names("bitwise_not clamp clamp_min clamp_max threshold to type_as dropout full_like")
 _BINARY = aten_names("""
     pow maximum minimum eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor atan2
     remainder fmod floor_divide where masked_fill lerp addcmul addcdiv __and__ __or__ __xor__ copysign hypot fmin fmax
@@ -44,7 +45,7 @@ _POOLS = aten_names("""
 _FACTORIES = aten_names("arange zeros ones full empty linspace eye scalar_tensor rand randn randint")
 
 TABLE: dict[str, Entry] = {
-    **dict.fromkeys(_UNARY + _BINARY, v.elementwise()),
+    **dict.fromkeys(UNARY + _WITH_ARGUMENTS + _BINARY, v.elementwise()),
     **dict.fromkeys(aten_names("clone contiguous detach neg"), "* -> * ; linear 0"),
     **dict.fromkeys(_VIEWS, v.view),
     # sums and products

@@ -17,6 +17,7 @@ import importlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -42,7 +43,7 @@ _POLL_S = 0.2
 class Elastic:
     """The training that every node was asked for, which is the same on all of them; it is kept beside its ``programs``.
 
-    ``request`` are the options of the command line for the plan, of which ``devices`` are those of one node; ``ranks`` is their number.
+    ``request`` are the options of the command line for the plan; its ``devices`` are those of one node, ``ranks`` of them.
     ``options`` are those of ``train.py``.
     """
 
@@ -117,10 +118,23 @@ class Nodes:
 
     @staticmethod
     def read(text: str, meet: str, restarts: int) -> Nodes:
-        """From ``"2:4"``."""
+        """From ``"2:4"``, and ``meet`` as ``HOST:PORT``.
+
+        Raises:
+            UsageError: one of them is something else, or no host has that name.
+        """
         least, _, most = text.partition(":")
         if not (least.isdigit() and most.isdigit() and 0 < int(least) <= int(most)):
-            raise UsageError(f"--elastic {text} is no range of nodes", "give the least and the most, such as 2:4")
+            raise UsageError(f"--elastic {text} is not a range of nodes", "write MIN:MAX, such as 2:4")
+        host, _, port = meet.rpartition(":")
+        if not (host and port.isdigit() and 0 < int(port) < 2**16):
+            raise UsageError(f"--meet {meet} is not an address", "give HOST:PORT, such as node0:29400")
+        try:
+            socket.getaddrinfo(host.strip("[]"), int(port))
+        except OSError as error:
+            raise UsageError(
+                f"--meet {meet}: there is no host {host}", "give the name of a node as others see it"
+            ) from error
         return Nodes(int(least), int(most), meet, restarts)
 
 

@@ -15,6 +15,9 @@ from typing import Any
 
 from autopar.errors import UsageError
 
+_OF_A_PROGRAM = ("plan.json", "model.py", "runtime.py")
+"""Files that tell an emitted folder from one with a plan and somebody's own files."""
+
 
 def folder_for_program(name: Any) -> Path:
     """The folder to emit into: new, empty, or one that an earlier emission filled.
@@ -22,12 +25,12 @@ def folder_for_program(name: Any) -> Path:
     Raises:
         UsageError: the folder is a file, contains other files, or cannot be written into.
     """
-    if not isinstance(name, str | os.PathLike):
+    if not isinstance(name, str | os.PathLike) or not os.fspath(name):
         raise UsageError(f"the program's folder is {name!r}, which is no path", 'write "program"')
     folder = Path(name)
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file, and the program is a folder", "give a new folder")
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / "plan.json").is_file():
+    if folder.is_dir() and any(folder.iterdir()) and not all((folder / file).is_file() for file in _OF_A_PROGRAM):
         raise UsageError(f"{folder} holds other files than a program", "give a new or an empty folder")
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     if not (there.is_dir() and os.access(there, os.W_OK)):

@@ -11,7 +11,6 @@ import gc
 import os
 import random
 import warnings
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -63,9 +62,7 @@ class WorkerPool:
     def __enter__(self) -> WorkerPool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 

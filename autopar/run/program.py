@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -113,10 +112,10 @@ class Program:
         draw_init: bool = _DEFAULT.draw_init,
     ) -> None:
         if not 0 <= lr < math.inf:
-            raise UsageError(f"lr is {lr}, and a learning rate is a number from 0 up", "3e-4 is the default")
+            raise UsageError(f"lr is {lr}, but a learning rate must be at least 0", "3e-4 is the default")
         if max_norm is not None and not max_norm > 0:
             raise UsageError(
-                f"max_norm is {max_norm}, and gradients are scaled to a norm above 0", "None leaves them alone"
+                f"max_norm is {max_norm}, but the norm for clipping must be above 0", "None does not clip gradients"
             )
         self.plan, self.folder = plan, Path(folder)
         if type_check and os.environ.get("LOCAL_RANK", "0") == "0":  # one process of a machine speaks for all
@@ -199,7 +198,7 @@ class Program:
         try:
             opened = Meter(plan, log if first else None, tensorboard if first else None, self._seconds)
         except (OSError, ImportError) as error:
-            raise UsageError(f"there can be no log: {error}", "leave log= or tensorboard= out") from error
+            raise UsageError(f"the log cannot be written: {error}", "leave log= or tensorboard= out") from error
         with closing(opened) as meter:
             return train(batches, steps, lambda batch: self._train_step(batch, on_nan, meter), on_step)
 
@@ -236,7 +235,7 @@ class Program:
         workers: int = 0,
         collate: Callable[[list[Any]], Any] | str | None = None,
     ) -> Data:
-        """A data set of which every rank reads its own rows; no rank gets the whole global batch.
+        """Open a data set; every rank reads its own rows, and no rank the whole global batch.
 
         Args:
             dataset: a dict of tensors by the names of the model's inputs, a ``TensorDataset``, the path of a file with such a dict
@@ -403,9 +402,7 @@ class Program:
     def __enter__(self) -> Program:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     # -- how it runs --
@@ -415,7 +412,8 @@ class Program:
         for name, tensor in inputs.items():
             if tensor.is_meta:
                 raise BatchError(
-                    f"{name!r} is on meta and has no values", "a model on meta will do, a batch on meta only plans"
+                    f"{name!r} is on meta and has no values",
+                    "the model may be on meta, but training needs a batch with values",
                 )
             if tensor.dim() == 0 or tensor.shape[0] != self.plan.global_batch:
                 raise BatchError(

@@ -45,8 +45,8 @@ FREE = Link(0.0, float("inf"), "a rehearsal's collectives return at once")
 class Rehearsal:
     """One rank's rehearsal: bytes and seconds of a step as predicted and as measured.
 
-    ``predicted_s`` is arithmetic without communication and bubbles, and the update of the rank that updates longest; ``rounds_s`` are the
-    seconds of each measured step.
+    ``predicted_s`` is arithmetic without communication and bubbles, and the rank's update; ``rounds_s`` are the seconds of each measured
+    step.
     ``reserved_bytes`` is what the caching allocator took from the GPU at most (0 on a CPU).
     """
 
@@ -201,8 +201,7 @@ def rehearse(
             peak_bytes=found["peak_bytes"],
             at_rest_bytes=found["at_rest_bytes"],
             reserved_bytes=found["reserved_bytes"],
-            predicted_s=passes * sum(alone.stages[stage].microbatch_s for stage in stages)
-            + alone.prediction.optimizer_s,
+            predicted_s=sum(passes * alone.stages[s].microbatch_s + alone.stages[s].optimizer_s for s in stages),
             rounds_s=tuple(found["rounds_s"]),
         )
 
@@ -231,7 +230,7 @@ def perform(folder: str, batch: dict[str, Tensor], rank: int, count: int, device
             loss = trainer.step(batch)
     values = [parameter for stage in trainer.stages.values() for parameter in stage.parameters()]
     if not math.isfinite(loss) or not all(bool(_local(value).isfinite().all()) for value in values):
-        raise RuntimeError("the loss or a parameter is no number, so that the times are those of arithmetic on NaN")
+        raise RuntimeError("the loss or a parameter is NaN, so the measured times are for arithmetic on NaN")
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     return {
         "stages": list(trainer.world.stages),

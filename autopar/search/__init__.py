@@ -1,11 +1,11 @@
 """The search: prices and a cluster in, a plan with its bound and gap out.
 
-``search`` finds a plan, ``price_pins`` computes what the user's pins cost, ``evaluate`` prices a given plan, and ``manual_plan`` writes a
-plan without prices.
+``search`` finds a plan, ``price_pins`` computes what the user's pins cost, ``evaluate`` and ``reprice`` price a given plan, and
+``manual_plan`` writes a plan without prices.
 """
 
 from autopar.search.driver import price_pins, search, search_faster
-from autopar.search.evaluation import evaluate, memory_timeline
+from autopar.search.evaluation import evaluate, memory_timeline, reprice
 from autopar.search.manual import make_mesh, manual_plan
 from autopar.search.options import SearchOptions
 from autopar.search.problem import Pricer
@@ -20,6 +20,7 @@ __all__ = [
     "make_mesh",
     "memory_timeline",
     "price_pins",
+    "reprice",
     "search",
     "search_faster",
 ]

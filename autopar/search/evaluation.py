@@ -283,6 +283,7 @@ def make_plan(
             int(limits[device]),
             found.forward_s[s] + found.backward_s[s],
             *outside[device],
+            found.per_step_s[s],
         )
         for s, ((i, j), device) in enumerate(zip(pairwise(priced.bounds), choice.schedule.device, strict=True))
     )
@@ -319,7 +320,9 @@ def make_plan(
         allow=(*graph.allow, *given_up(sync, strategies)),
         nvme_path=cluster.nvme_path if any(s.states == STATES[2] for s in strategies) else "",
     )
-    return replace(plan, notes=(*plan.notes, f"priced alone: {plan.unwritten}")) if plan.unwritten else plan
+    return (
+        replace(plan, notes=(*plan.notes, f"this plan has a price only: {plan.unwritten}")) if plan.unwritten else plan
+    )
 
 
 def counted_twice(
@@ -446,6 +449,20 @@ def evaluate(
     ]
     notes = (*plan.notes, *whole_layers(plan, pricer), *([f"the plan does not fit: {', '.join(over)}"] if over else []))
     return replace(plan, notes=notes)
+
+
+def reprice(graph: Graph, cluster: Devices, pricer: Pricer, plan: Plan, precision: str) -> Plan:
+    """``evaluate`` for the decisions of ``plan``."""
+    return evaluate(
+        graph,
+        cluster,
+        pricer.of_program(plan.prefetch, plan.sync),
+        mesh=plan.mesh,
+        stage_bounds=[stage.start for stage in plan.stages] + [len(plan.layers)],
+        strategies=[layer.strategy for layer in plan.layers],
+        schedule=plan.sized_schedule,
+        precision=precision,
+    )
 
 
 def layer_prices(

@@ -19,21 +19,23 @@ def notes_of(graph: Graph, choice: Choice, strategies: Sequence[Strategy], mesh:
         where = idle.index(max(idle))
         notes.append(
             f"{sum(d > 1 for d in idle)} of {len(idle)} layers cannot use every device: groups of up to {max(idle)} do the same "
-            f"work (first {graph.layers[where].name}), for a microbatch of {graph.batch_size // choice.schedule.microbatches} "
+            f"work (first {graph.layers[where].name}), because a microbatch of {graph.batch_size // choice.schedule.microbatches} "
             "samples does not divide further"
         )
     if shared := graph.shared_parameters:
-        notes.append(f"used by several layers, and stored once where one device has them: {', '.join(sorted(shared))}")
+        notes.append(
+            f"shared by several layers, and stored once if one device has these layers: {', '.join(sorted(shared))}"
+        )
     if any(s.degree(mesh, Role.EXPERT) > 1 for s in strategies):
-        notes.append("experts are priced as if all got the same number of tokens: uneven loads make them slower")
+        notes.append("the price assumes that all experts get the same number of tokens: uneven loads are slower")
     if graph.accumulated > 1:
         notes.append(
-            f"not exact, as microbatch_statistics allows: the loss is the mean of {graph.accumulated} microbatches' own losses, each of "
-            f"its own rows' statistics, and not the whole batch's ({graph.unmicrobatchable})"
+            f"not exact, as microbatch_statistics allows: each of {graph.accumulated} microbatches has its own statistics and loss; the "
+            f"step's loss is their mean, not the loss of the whole batch ({graph.unmicrobatchable})"
         )
     elif graph.unmicrobatchable and choice.schedule.microbatches > 1:
         notes.append(
-            f"priced alone: a program of {choice.schedule.microbatches} microbatches is refused: {graph.unmicrobatchable}"
+            f"this plan has a price only: a program of {choice.schedule.microbatches} microbatches is refused: {graph.unmicrobatchable}"
         )
     elif graph.unmicrobatchable:
         notes.append(f"one microbatch only: {graph.unmicrobatchable}")
@@ -47,8 +49,8 @@ def notes_of(graph: Graph, choice: Choice, strategies: Sequence[Strategy], mesh:
     notes += [f"not exact, as {name} allows: {narrow[name]}" for name in graph.narrow]
     if int8 := sum(s.saves_int8 for s in strategies):
         notes.append(
-            f"not exact, as {INT8} allows: {int8} of {len(strategies)} layers store what they save for the backward in 8 bits (one scale "
-            "for each 64 numbers), and their gradients are rounded; losses are not, nor is the layer that gives the loss"
+            f"not exact, as {INT8} allows: {int8} of {len(strategies)} layers store saved activations in 8 bits (one scale for each 64 "
+            "numbers), so gradients are computed from rounded numbers; the loss, and the layer that computes it, are not affected"
         )
     return tuple(notes)
 
@@ -59,7 +61,7 @@ def sync_notes(sync: str) -> tuple[str, ...]:
         return ()
     every = "in every step" if steps == 1 else f"every {steps} steps"
     return (
-        f"not exact, as {APART} allows: each replica updates by the gradients of its own samples, and parameters are averaged {every}; "
+        f"not exact, as {APART} allows: each replica updates with the gradients of its own samples, and parameters are averaged {every}; "
         "optimizer states are not",
     )
 

@@ -46,10 +46,13 @@ class SearchOptions(PlanPins):
 
     def __post_init__(self) -> None:
         if not isinstance(self.pin, Mapping):
-            raise UsageError(f"pin is {self.pin!r}, and pins are a mapping of keys to values", 'write {"pipeline": 4}')
+            raise UsageError(
+                f"pin is {self.pin!r}, but pins must be a mapping from keys to values", 'write {"pipeline": 4}'
+            )
         if not isinstance(self.time_limit_s, int | float) or not 0 <= self.time_limit_s < math.inf:
             raise UsageError(
-                f"the time limit is {self.time_limit_s!r}, and it is a number of seconds from 0 up", "20 is the default"
+                f"the time limit is {self.time_limit_s!r}, but it must be a number of seconds, 0 or more",
+                "20 is the default",
             )
         for name in PINS:
             if (given := getattr(self, name)) is not None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autopar.flow import gradient_flow, returned_nodes
+from autopar.flow import returned_nodes
 from autopar.graph import LayerClass
 from autopar.ops.operands import operands
 from autopar.sharding import AxisTypes
-from autopar.types import Collective, SpmdType, conversion
+from autopar.types import SpmdType
 
 
 def conversions(cls: LayerClass, types: AxisTypes) -> tuple[tuple[str, SpmdType, SpmdType], ...]:
@@ -26,24 +26,3 @@ def _conversions(cls: LayerClass, types: AxisTypes) -> Iterator[tuple[str, SpmdT
     for node, wanted in zip(returned_nodes(cls), types.outputs, strict=True):
         if types.produced[node.name] != wanted:
             yield node.name, types.produced[node.name], wanted
-
-
-def layer_conversions(cls: LayerClass, types: AxisTypes, *, gradients_only: bool = True) -> list[str]:
-    """The wire operations of the layer by name, forward then backward, such as ``forward all_reduce``.
-
-    With ``gradients_only`` the conversions of values without gradient, which move nothing backward, are omitted.
-    """
-
-    flow = gradient_flow(cls)
-    names: list[str] = []
-    for value, source, target in conversions(cls, types):
-        pair = conversion(source, target)
-        assert pair is not None, (value, source, target)
-        forward, backward = pair
-        if forward not in (Collective.NONE, Collective.LOCAL):
-            names.append(f"forward {forward.value}")
-        if flow[value] and backward not in (Collective.NONE, Collective.LOCAL):
-            names.append(f"backward {backward.value}")
-        if not gradients_only and not flow[value]:
-            names.append("no gradient")
-    return names

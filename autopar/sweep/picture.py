@@ -25,7 +25,7 @@ def plot(cells: Sequence[Cell], path: Path, title: str) -> None:
     """
     panels = [panel for panel in _PANELS if any(getattr(cell, panel[0]) is not None for cell in cells)]
     if not panels:
-        raise UsageError("there is nothing to draw: no cell of the sweep has a plan", "sweep more devices")
+        raise UsageError("there is nothing to draw: no combination of the sweep has a plan", "sweep more devices")
     figure, axes = pyplot().subplots(1, len(panels), figsize=(4 * len(panels), 3.4), squeeze=False)
     for (name, label, logarithmic), ax in zip(panels, axes[0], strict=True):
         for line, members in _lines(cells).items():

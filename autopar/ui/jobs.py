@@ -26,7 +26,7 @@ MOST_JOBS = 60
 
 @dataclass
 class Job:
-    """``kind`` is ``plan`` or ``program``; results are files in ``folder``. ``stages`` are the stages so far, each with its last news."""
+    """``kind`` is ``plan`` or ``program``; results are files in ``folder``. ``stages`` are the stages so far, each with its latest text."""
 
     number: str
     kind: str
@@ -51,7 +51,7 @@ class Job:
 
 
 class Jobs:
-    """``command`` starts the worker: it reads jobs from its standard input and writes their news to its standard output, as JSON lines."""
+    """``command`` starts the worker: it reads jobs from its standard input and writes progress to its standard output, as JSON lines."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = list(command)
@@ -167,8 +167,8 @@ class Jobs:
                 job.state = FAILED
                 how = f"signal {-code}" if (code := self._worker.returncode) < 0 else f"status {code}"
                 job.error = {
-                    "message": f"the process that plans ended with {how}",
-                    "hint": "signal 9 usually means that the machine has no memory left; the terminal of `autopar ui` has its last words",
+                    "message": f"the planning process ended with {how}",
+                    "hint": "signal 9 usually means that the machine ran out of memory; the terminal of `autopar ui` has the last output",
                 }
 
     @staticmethod

@@ -26,7 +26,9 @@ def arguments(request: Any, models: Collection[str], folder: Path) -> list[str]:
         UsageError: anything that is not such a request.
     """
     if not isinstance(request, dict) or not set(request) <= set(_KEYS):
-        raise UsageError("the request is not one of this page", f"a JSON object with some of {', '.join(_KEYS)}")
+        raise UsageError(
+            "the request has fields that this page does not send", f"a JSON object with some of {', '.join(_KEYS)}"
+        )
     found = [_model(request, models, folder), f"--devices={_devices(request, folder)}"]
     for name, value in _mapping(request, "options").items():
         if name not in OPTIONS:

@@ -13,7 +13,7 @@ import re
 import secrets
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
@@ -52,14 +52,6 @@ class Choices:
     pins: Sequence[dict[str, Any]]
     version: str
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "models": list(self.models),
-            "devices": list(self.devices),
-            "pins": list(self.pins),
-            "version": self.version,
-        }
-
 
 class Server:
     """Listens from the start; ``serve`` answers until ``close`` is called (by another thread, or after an interrupt)."""
@@ -70,7 +62,7 @@ class Server:
             self._http = ThreadingHTTPServer(("127.0.0.1", port), handler)
         except (OSError, OverflowError) as error:
             raise UsageError(
-                f"port {port} of 127.0.0.1 cannot be listened at: {error}", "choose another --port"
+                f"the server cannot listen on port {port} of 127.0.0.1: {error}", "choose another --port"
             ) from error
         self._http.daemon_threads = True
         self.port = self._http.server_address[1]
@@ -105,7 +97,7 @@ class Server:
             name, kind = _STATIC[path]
             return 200, kind, resources.files("autopar.ui").joinpath(name).read_bytes()
         if (method, path) == ("GET", "api/choices"):
-            return _json(self.choices.to_json())
+            return _json(asdict(self.choices))
         if (method, path) == ("POST", "api/plans"):
             return self._plan(body)
         found = re.fullmatch(r"api/plans/([0-9a-f]{16})(?:/(report|plan\.json|program)(?:/(.+))?)?", path)
@@ -220,7 +212,7 @@ class _Handler(BaseHTTPRequestHandler):
         size = self.headers.get("Content-Length", "")
         if not size.isdigit() or int(size) > MOST_BYTES:
             self.close_connection = True
-            raise UsageError(f"a request has at most {MOST_BYTES:,} bytes, and says how many", "send less")
+            raise UsageError(f"a request must have a Content-Length of at most {MOST_BYTES:,} bytes", "send less")
         content = self.rfile.read(int(size))
         if self.headers.get_content_type() != _JSON:
             raise UsageError("the request is not JSON", f"send it with Content-Type: {_JSON}")

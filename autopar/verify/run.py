@@ -110,7 +110,7 @@ def verify_workload(
             "call it in a script that is not started by torchrun",
         )
     if devices < 1:
-        raise UsageError(f"{devices} processes cannot run a program", "devices is a number from 1 up")
+        raise UsageError(f"{devices} processes cannot run a program", "devices must be at least 1")
     model, batch, loss_fn = workload.model, workload.batch, workload.loss_fn
     check_size(model, devices, memory_limit_bytes)
     check_allowed(allow)

@@ -151,7 +151,7 @@ def _kind(class_name: str) -> str:
         if class_name.endswith(ending):
             return kind
     raise ModelError(
-        f"{class_name} is a transformers model that autopar has no batch for",
+        f"{class_name} is a transformers model for which autopar cannot make a batch",
         f"write a factory that returns (module, batch); classes named ...{', ...'.join(_KINDS)} are known",
     )
 
@@ -193,7 +193,7 @@ def _build_module(auto: Any, hf_config: Any, dtype: torch.dtype, device: str) ->
     except Exception as error:  # any error that a model's code raises for inconsistent sizes
         raise ModelError(
             f"transformers cannot build the model (model_type {hf_config.model_type!r}): {error}",
-            "its sizes must go together: transformers alone must build it",
+            "its sizes are inconsistent: check that transformers alone can build the model",
         ) from error
     return _placed(model, device)
 
@@ -240,7 +240,7 @@ def _placed(model: nn.Module, device: str) -> nn.Module:
 
 def _check_batch(global_batch: int) -> int:
     if global_batch < 1:
-        raise BatchError(f"a global batch of {global_batch} is empty", "--global-batch takes a number from 1 up")
+        raise BatchError(f"a global batch of {global_batch} is empty", "--global-batch must be at least 1")
     return global_batch
 
 
@@ -252,7 +252,7 @@ def _check_sizes(hf_config: Any, kind: str, seq: int | None, global_batch: int |
     if seq is None:
         seq = min(longest or _LONGEST, _LONGEST)
     if seq < 2:
-        raise BatchError(f"a sequence of {seq} tokens has no next token to learn", "--seq takes a number from 2 up")
+        raise BatchError(f"a sequence of {seq} tokens has no next token to learn", "--seq must be at least 2")
     # rotary and relative positions extend past the length for which a model was made; a learned table of positions ends
     learned = hf_config.model_type in ("gpt2", "bert", "roberta", "opt", "gpt_neo")
     if learned and longest and seq > longest:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import bench_page
 import pytest
 import torch
+from bench_page import markdown
 from workers import WorkerPool
 
 from autopar.bench.baselines import HandTuned, Recipe, recipes
 from autopar.bench.contest import AUTOMATIC, Arena, Contender, Result, paired_ratio
 from autopar.bench.models import MODELS, Subject, _decoder, _wide
-from autopar.bench.report import failures, markdown, table, verdict
+from autopar.bench.report import failures, table, verdict
 from autopar.cli.console import plain_table
 
 SMALL: dict[str, Subject] = {

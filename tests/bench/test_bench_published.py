@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from published import markdown
 
-from autopar.bench.published import markdown, published, summary, to_json
+from autopar.bench.published import published, summary, to_json
 from autopar.cli import main
 from autopar.errors import UsageError
 

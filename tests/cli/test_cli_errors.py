@@ -7,13 +7,20 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 
 import pytest
+import torch
+from torch import nn
 
 import autopar
+from autopar.capture import capture
 from autopar.cli import commands, main
 from autopar.errors import CaptureError, InfeasibleError, UsageError
+from autopar.plan import Prediction
 from autopar.run import processes
+from autopar.search.manual import manual_plan
+from autopar.shard import annotate
 from autopar.units import parse_size
 
 
@@ -48,7 +55,7 @@ PLAN = ("plan", "gpt2", "--global-batch", "8")
         (("run", "gpt2", "--devices", "4", "--resume"), "add --checkpoint DIR"),
         (("emit", "gpt2", "--devices", "4", "-o", f"{__file__}/program"), "is a file"),
         (("sweep", "gpt2", "--devices", "8", "--plot", "/nowhere/at/all.png"), "no folder /nowhere/at"),
-        (("sweep", "gpt2", "--devices", "8", "--plot", "all.txt"), "no ending that pictures have"),
+        (("sweep", "gpt2", "--devices", "8", "--plot", "all.txt"), "is not the name of a picture"),
         (("sweep", "gpt2", "--devices", "8..4"), "'8..4' is not a range"),
         (("sweep", "gpt22", "--devices", "8"), "no model called 'gpt22'"),
         (("sweep", "gpt2", "--devices", "8", "--seq", "4096"), "1024 learned positions"),
@@ -60,8 +67,30 @@ PLAN = ("plan", "gpt2", "--global-batch", "8")
         (("verify", "gpt2", "--seq", "0"), "--seq is 0"),
         ((*PLAN, "--devices", "8xH100-80GB", "--time-limit", "nan"), "the time limit is nan"),
         ((*PLAN, "--devices", "8xH100-80GB", "--memory-limit", "200GB"), "a device of 8xH100-80GB has 85.9 GB"),
-        ((*PLAN, "--devices", "8xH100-80GB", "--schedule", "1f1b", "--pipeline", "1"), "pipeline=1 is none"),
+        ((*PLAN, "--devices", "8xH100-80GB", "--schedule", "1f1b", "--pipeline", "1"), "pipeline=1 has no pipeline"),
         (("profile", "--processes", "100000"), "100000 processes on"),
+        ((*PLAN, "--devices", "99999999999999999999"), "more than autopar plans for"),
+        ((*PLAN, "--devices", "8xH100-80GB", "--memory-limit", "1e400"), "'1e400' is not a size"),
+        ((*PLAN, "--devices", "8xH100-80GB", "-o", "/nowhere/at/all.json"), "no folder /nowhere/at"),
+        (("price", "gpt2", "--devices", "8xH100-80GB", "-o", "/"), "/ is a folder"),
+        (
+            ("price", "gpt2", "--devices", "8xH100-80GB", "--plan", "a.json", "--tensor", "2"),
+            "leave --plan out, or --tensor",
+        ),
+        (
+            ("emit", "gpt2", "--devices", "2", "-o", "p", "--plan", "a.json", "--pin", "zero=1"),
+            "leave --plan out, or --pin",
+        ),
+        (("init", __file__, "--model", "gpt2", "--devices", "2", "--global-batch", "8", "--yes"), "cannot be made"),
+        (("init", "--devices", "2", "--model", "", "--yes"), "--yes asks no question"),
+        (("ui", "/nowhere/model.py:model"), "no file /nowhere/model.py"),
+        (("plan", ":model", "--devices", "2"), "no file before the colon"),
+        (("emit", "gpt2", "--devices", "4", "-o", ""), "is no path"),
+        (("run", "gpt2", "--devices", "2", "--seed", "9" * 30), "--seed"),
+        (("run", "gpt2", "--devices", "2", "--checkpoint", __file__), "checkpoints cannot be written to"),
+        (("run", "gpt2", "--devices", "2", "--checkpoint", "/proc/nothing"), "checkpoints cannot be written to"),
+        (("run", "gpt2", "--devices", "2", "--elastic", "1:1", "--meet", "here"), "--meet here is not an address"),
+        (("run", "gpt2", "--devices", "2", "--elastic", "1:1", "--meet", "a.invalid:1"), "there is no host a.invalid"),
     ],
 )
 def test_requests_that_are_wrong_end_with_2_and_a_hint(capsys, argv, words):
@@ -69,6 +98,28 @@ def test_requests_that_are_wrong_end_with_2_and_a_hint(capsys, argv, words):
     assert (status, out) == (2, "")
     assert words in err and err.startswith("error: ") or "\nerror: " in err
     assert "hint: " in err
+
+
+def test_a_file_that_holds_no_plan_is_named_with_the_reason(capsys, tmp_path):
+    plan = manual_plan(
+        annotate(capture(nn.Linear(4, 4), (torch.zeros(4, 4), torch.zeros(4, 4)), nn.functional.mse_loss))
+    )
+    whole = {**plan.to_json(), **asdict(Prediction(1.0, 1.0, 0.0, 0.0, 0.0, 0.5, 1.0))}
+    odd = {
+        "[1, 2]": "it is no JSON object",
+        json.dumps({"feasible": False, "error": "nothing fits"}): "it says that nothing fits",
+        json.dumps(whole | {"step_time_s": float("nan")}): "NaN is no number",
+        json.dumps(whole | {"compute_s": "much"}): "compute_s is 'much', no number",
+        json.dumps(whole | {"stages": []}): "do not fit together",
+        json.dumps({key: value for key, value in whole.items() if key != "mesh"}): "it has no 'mesh'",
+    }
+    file = tmp_path / "plan.json"
+    for text, words in odd.items():
+        file.write_text(text)
+        status, out, err = invoke(capsys, "compare", str(file), str(file))
+        assert (status, out) == (2, "") and f"{file} holds no plan (" in err and words in err, text
+    file.write_text(json.dumps(whole))
+    assert invoke(capsys, "compare", str(file), str(file))[0] == 0
 
 
 def fail_with(error: BaseException):
@@ -113,6 +164,13 @@ def test_an_emission_does_not_overwrite_other_files(capsys, tmp_path):
     status, _, err = invoke(capsys, "emit", "gpt2", "--devices", "8xH100-80GB", "-o", str(tmp_path))
     assert status == 2 and "holds other files" in err
     assert (tmp_path / "thesis.tex").read_text() == "the only copy"
+
+
+def test_a_plan_beside_other_files_does_not_make_a_program_of_their_folder(capsys, tmp_path):
+    for name in ("plan.json", "model.py", "train.py"):
+        (tmp_path / name).write_text("mine")
+    status, _, err = invoke(capsys, "emit", "gpt2", "--devices", "8xH100-80GB", "-o", str(tmp_path))
+    assert status == 2 and "holds other files" in err and (tmp_path / "model.py").read_text() == "mine"
 
 
 def test_models_lists_the_zoo(capsys):

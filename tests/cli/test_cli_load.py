@@ -69,6 +69,31 @@ def test_a_factory_in_a_package(tmp_path, monkeypatch):
     assert load_model("package_for_test.models:pair", Sizes()).batch[0].shape == (8, 4)
 
 
+TITLES = """
+import torch
+from torch import nn
+
+class Forecaster(nn.Linear):
+    pass
+
+def model():
+    return Forecaster(4, 4), (torch.zeros(8, 4),)
+
+def build_model():
+    return nn.Sequential(nn.Linear(4, 4)), (torch.zeros(8, 4),)
+
+def small_model():
+    return Forecaster(4, 4), (torch.zeros(8, 4),)
+"""
+
+
+def test_a_plan_has_a_title_that_says_something(tmp_path):
+    path = tmp_path / "titles_for_test.py"
+    path.write_text(TITLES)
+    names = {"model": "Forecaster", "build_model": "titles_for_test", "small_model": "small_model"}
+    assert {factory: load_model(f"{path}:{factory}", Sizes()).name for factory in names} == names
+
+
 def test_sizes_reach_the_factory(factories):
     assert load_model(f"{factories}:pair", Sizes(global_batch=6)).batch[0].shape == (6, 4)
     with pytest.raises(BatchError, match="no parameter seq"):

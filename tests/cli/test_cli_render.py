@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from autopar.cli.render import print_plan, runs
-from autopar.plan import FULL, GIVEN, Axis, LayerPlan, Memory, Plan, Prediction, Role, StagePlan, Strategy
+from autopar.plan import FULL, Axis, LayerPlan, Memory, Plan, Prediction, Role, StagePlan, Strategy
 
 MESH = (Axis("outer", 4, 8), Axis("inner", 8, 1))
 BLOCK = Strategy((Role.DATA, Role.TENSOR_SEQUENCE), zero=1, recomputation=FULL)
@@ -106,14 +106,3 @@ def test_no_line_is_wider_than_the_console(width):
     console = Console(file=io.StringIO(), width=width, highlight=False)
     print_plan(make_plan(), console)
     assert max(len(line) for line in console.file.getvalue().splitlines()) <= width
-
-
-def test_a_batch_that_devices_do_not_divide_gets_a_hint_where_one_nearby_does():
-    plan = make_plan()
-    assert "hint" not in text(plan)
-    assert "a global batch of 1,020 divides by 4 of the 64 devices" in " ".join(
-        text(replace(plan, global_batch=1020)).split()
-    )
-    assert "--global-batch 1024" in text(replace(plan, global_batch=1020))
-    assert "hint" not in text(replace(plan, global_batch=1020, solver=GIVEN))
-    assert "hint" not in text(replace(plan, global_batch=32))

@@ -72,9 +72,9 @@ def test_examples_of_the_table_are_pins(name: str):
 @pytest.mark.parametrize(
     ("keywords", "words"),
     [
-        ({"pin": ["pipeline=2"]}, "pins are a mapping"),
-        ({"memory_limit_bytes": "40GB"}, "it is a number of bytes"),
-        ({"time_limit_s": "long"}, "it is a number of seconds"),
+        ({"pin": ["pipeline=2"]}, "pins must be a mapping"),
+        ({"memory_limit_bytes": "40GB"}, "it must be a number of bytes"),
+        ({"time_limit_s": "long"}, "it must be a number of seconds"),
         ({"loss_fn": "cross_entropy"}, "cannot be called"),
         ({"precision": torch.int8}, "no precision torch.int8"),
         ({"folder": Path(__file__).parent}, "holds other files than a program"),

@@ -51,7 +51,7 @@ def test_what_every_run_needs_is_broken_when_it_is_old_or_gone(monkeypatch):
     assert found["transformers"]["status"] == "warning" and found["networkx"]["value"] == "not installed"
     assert all(one["hint"] for one in found.values() if one["status"] in ("broken", "warning"))
     table = CliRunner().invoke(cli, ["doctor", "--quick"]).stdout
-    assert "every run needs what is broken: networkx, ortools" in table
+    assert "broken, and needed by every run: networkx, ortools" in table
 
 
 def test_a_package_whose_import_fails_and_a_folder_that_cannot_be_written(monkeypatch):

@@ -14,7 +14,7 @@ from torch import nn
 
 from autopar.devices import Cluster, parse
 from autopar.errors import BatchError, InfeasibleError
-from autopar.explain import Study, describe, explain, suggest
+from autopar.explain import Study, describe, explain, nearby_batch, suggest
 from autopar.explain.alternatives import alternatives
 from autopar.explain.changes import feasible, grown, larger_counts, spec_of
 from autopar.explain.families import obeys
@@ -112,7 +112,7 @@ class TestExplanation:
         assert memory.saving == pytest.approx(0.019, abs=0.01)
         assert (
             "memory of stage 0: 36.5 of 41 GB" in memory.text
-            and "filled; 8 GB more memory per device would save 1.9%" in memory.text
+            and "used; 8 GB more memory per device would save 1.9%" in memory.text
         )
         assert all(price.text.startswith((price.change, "with")) for price in worth)
 
@@ -210,7 +210,7 @@ def test_batches_are_cut_and_repeated() -> None:
     cut = resize_batch(batch, 2, 5)
     assert cut["tokens"].tolist() == [[0, 1], [4, 5], [8, 9], [0, 1], [4, 5]]
     assert cut["image"].shape == (5, 2, 2) and cut["flag"] is None
-    with pytest.raises(BatchError, match="no one sequence"):
+    with pytest.raises(BatchError, match="no single sequence dim"):
         resize_batch({"image": torch.rand(2, 3)}, 2, None)
 
 
@@ -241,3 +241,24 @@ def test_a_plan_in_one_line() -> None:
 
 def test_sequences_are_told_from_other_sizes() -> None:
     assert sequence_length(model(4)) == TransformerPricer.seq
+
+
+class TestNearbyBatch:
+    def test_a_batch_that_devices_do_not_divide_is_held_against_those_next_to_it(self) -> None:
+        request = study(batch=126)
+        found = request.solve()
+        hint = nearby_batch(request, found)
+        both = {n: study(batch=n).solve().prediction.step_time_s / n for n in (120, 128)}
+        best = min(both, key=lambda n: both[n])
+        gain = found.prediction.step_time_s / 126 / both[best] - 1
+        assert gain > 0.01, "a batch that devices divide is worth more here"
+        assert f"a global batch of {best} instead of 126 would be {gain:.0%} faster per row" in hint
+        assert f"{seconds(both[best] * best)} a step" in hint and "126 by 2 of them" in hint
+
+    def test_nothing_is_said_where_nothing_is_gained(self) -> None:
+        request = study(batch=128)
+        assert not nearby_batch(request, request.solve())  # all devices divide it
+        request = study(batch=12)
+        assert not nearby_batch(request, request.solve())  # 8 and 16 are no batches nearby
+        pinned = study(batch=126, data=2, tensor=4)
+        assert not nearby_batch(pinned, pinned.solve())  # the best plan is no faster per row

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Dataset
 
 from autopar.run import remote
@@ -207,3 +208,65 @@ def epochs(folder: str, state: str, file: str, saved: str) -> dict[str, Any]:
     resumed = [again.step_from(other)[0] for _ in range(steps - 1)] == losses and reads == followed
     names = loader._share.inputs
     return {"inputs": names, "reads": first_epochs, "bytes": total // 2, "same": all(same), "resumed": resumed}
+
+
+class Waits(TorchDispatchMode):
+    """Counts the tensors that the host reads: on a GPU it waits for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def unread(folder: str, state: dict[str, Tensor], data: dict[str, Tensor]) -> dict[str, Any]:
+    """Three steps, of which nobody reads the first two losses, against three that are read; and a loss that is not finite."""
+    with program_modules(folder):
+        runtime = import_runtime(folder)
+        program = runtime.load(folder)
+        world = runtime.start(program)
+        sgd = {"optimizer": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), "max_norm": 0.5}
+        trainers = [runtime.Trainer(program, world, state=state, **sgd) for _ in range(2)]
+        loaders = [trainer.loader(data) for trainer in trainers]
+        scalars, reduced = list[int](), dist.all_reduce
+
+        def noted(tensor: Tensor, *args: Any, **options: Any) -> Any:
+            scalars.append(tensor.numel())
+            return reduced(tensor, *args, **options)
+
+        read = [trainers[0].step_from(loaders[0], "stop")[0] for _ in range(3)]
+        dist.all_reduce = noted
+        try:
+            for _ in range(2):
+                rows, after = loaders[1].read(trainers[1].positions.get(loaders[1].key, (0, 0)), ahead=True)
+                scalars.clear()
+                with Waits() as waits:
+                    trainers[1].advance(rows)
+                trainers[1].positions[loaders[1].key] = after
+            of_advance = list(scalars)
+            rows, _ = loaders[1].read(after)
+            scalars.clear()
+            with Waits() as last:
+                loss = trainers[1].step(rows, "stop")
+        finally:
+            dist.all_reduce = reduced
+        states = [[m.tensor.clone() for g in trainer._groups for m in g.masters] for trainer in trainers]
+        found = {
+            "same": read[2] == loss and all(torch.equal(a, b) for a, b in zip(*states, strict=True)),
+            "waits": (waits.count, last.count),
+            "scalars": (of_advance, list(scalars)),
+            "late": "",
+        }
+        trainers[1].advance(rows)
+        for master in (m for group in trainers[1]._groups for m in group.masters):
+            master.tensor.data.fill_(float("inf"))
+        trainers[1]._publications.start()
+        trainers[1].advance(rows)
+        try:
+            trainers[1].check_unread()
+        except runtime.NonFiniteLossError as error:
+            found["late"] = f"{error.message}; {error.late}"
+        return found

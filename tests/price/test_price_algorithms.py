@@ -131,7 +131,8 @@ def test_the_formulas_count_the_messages(name: str, collective: Collective) -> N
             sum(ranks.sent),
             max(map(sum, zip(ranks.sent, ranks.received, strict=True))),
         )
-        figures = found.messages, found.bytes_in_turn, found.traffic_bytes, found.busiest_bytes
+        in_turn = sum(one.size * one.times for one in found.rounds)
+        figures = found.messages, in_turn, found.traffic_bytes, found.busiest_bytes
         assert figures == pytest.approx(counted, rel=1e-12), n
 
 

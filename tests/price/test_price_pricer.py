@@ -13,13 +13,15 @@ from autopar.devices import parse
 from autopar.graph import LayerClass
 from autopar.layer_price import LayerPrice
 from autopar.plan import ALL_REDUCE, FULL, NONE, Axis, Recomputation, Role, Strategy
-from autopar.price import Pricer, edge_s, trace
+from autopar.price import Pricer, trace
 from autopar.price.collectives import p2p_s
+from autopar.price.layer import move_s
 from autopar.price.live_memory import Neighbours
+from autopar.price.moves import wire
 from autopar.schedules import Schedule
 from autopar.search import SearchOptions, evaluate, search
 from autopar.sharding import Sharding
-from autopar.types import Collective, I, P, R, S
+from autopar.types import Collective, I, P, R, S, SpmdType
 
 DATA, TENSOR, SEQUENCE = Role.DATA, Role.TENSOR, Role.TENSOR_SEQUENCE
 CLUSTER = parse("2x8xH100-80GB")
@@ -88,11 +90,14 @@ def test_resharding_between_layers(pricer):
 
 def test_neighbouring_axes_convert_as_one():
     axes = (Axis("a", 2, 4), Axis("b", 4, 1))
-    both = edge_s(BYTES, (P, P), (I, I), axes, CLUSTER)
+
+    def edge_s(source: tuple[SpmdType, ...], target: tuple[SpmdType, ...], gradient: bool) -> float:
+        moves = wire("", BYTES, source, target, gradient)
+        return sum(move_s(move, way, axes, CLUSTER) for move in moves for way in (move.forward, move.backward))
+
+    both = edge_s((P, P), (I, I), True)
     assert both == pytest.approx(time_s(Collective.ALL_REDUCE, BYTES, 8, 1, CLUSTER))
-    assert edge_s(BYTES, (S(0), S(0)), (R, R), axes, CLUSTER, gradient=False) == pytest.approx(
-        time_s(Collective.ALL_GATHER, BYTES, 8, 1, CLUSTER)
-    )
+    assert edge_s((S(0), S(0)), (R, R), False) == pytest.approx(time_s(Collective.ALL_GATHER, BYTES, 8, 1, CLUSTER))
 
 
 def test_sends_between_stages(pricer):

@@ -14,7 +14,7 @@ from autopar.layer_price import LayerPrice
 from autopar.plan import ALL_REDUCE, PARAMETER_SERVER, Axis, Role, Strategy
 from autopar.price import Pricer
 from autopar.price.collectives import beside_s
-from autopar.search import SearchOptions, evaluate, price_pins, search
+from autopar.search import SearchOptions, price_pins, reprice, search
 from autopar.types import Collective
 
 CLUSTER = parse("2x8xH100-80GB")
@@ -87,16 +87,7 @@ def test_a_pinned_server_is_searched_with_replicas_that_are_whole() -> None:
     assert plan.sync == PARAMETER_SERVER and {layer.strategy.zero for layer in plan.layers} == {0}
     free = search(GRAPH, CLUSTER, pricer, SearchOptions(data=16, time_limit_s=60))
     assert free.sync == ALL_REDUCE and free.prediction.step_time_s < plan.prediction.step_time_s
-    again = evaluate(
-        GRAPH,
-        CLUSTER,
-        pricer.of_program(plan.prefetch, plan.sync),
-        mesh=plan.mesh,
-        stage_bounds=[stage.start for stage in plan.stages] + [len(plan.layers)],
-        strategies=[layer.strategy for layer in plan.layers],
-        schedule=plan.sized_schedule,
-        precision=plan.precision,
-    )
+    again = reprice(GRAPH, CLUSTER, pricer, plan, plan.precision)
     assert again.prediction.step_time_s == pytest.approx(plan.prediction.step_time_s) and again.sync == plan.sync
 
 

@@ -16,7 +16,7 @@ from workers import WorkerPool
 
 from autopar.capture import capture
 from autopar.devices import parse
-from autopar.devices.calibration import VARIABLE, VERSION, Calibration, Figure, default_path, read, this_machine
+from autopar.devices.calibration import VARIABLE, VERSION, Calibration, Figure, apply, default_path, read, this_machine
 from autopar.devices.measured import PRODUCT, Curve
 from autopar.errors import DeviceError
 from autopar.price import Pricer
@@ -150,6 +150,19 @@ def test_a_calibration_is_not_for_other_devices(tmp_path):
         parse(4, calibration=path)
     with pytest.raises(DeviceError, match="other devices"):
         parse("8xH100-80GB", calibration=path)
+
+
+def test_a_calibration_is_not_for_other_gpus_of_the_same_machine(tmp_path):
+    cpu = calibration()
+    machine = {**cpu.machine, "gpu": "NVIDIA A100-SXM4-80GB", "gpu_memory_bytes": 85_000_000_000}
+    gpus = tuple(dataclasses.replace(f, device="cuda") for f in cpu.figures)
+    path = written(tmp_path, dataclasses.replace(cpu, machine=machine, figures=gpus))
+    a100, h100 = (dataclasses.replace(parse(f"2x{name}"), local=True) for name in ("A100-80GB-SXM", "H100-80GB"))
+    assert "measured here" in " ".join(apply(a100, path).notes)
+    with pytest.raises(
+        DeviceError, match=r"measured on NVIDIA A100-SXM4-80GB \(A100-80GB-SXM\), and this machine has H100-80GB"
+    ):
+        apply(h100, path)
 
 
 def some(function: str, arguments: dict[str, object]) -> list[dict[str, object]]:

@@ -64,6 +64,23 @@ def test_own_rows_are_the_whole_batch(workers2: WorkerPool, tmp_path: Path, shap
         assert all("have different values of 'labels'" in found["uneven"] for found in ranks)
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_loss_that_nobody_reads_costs_no_wait_and_no_collective(
+    workers2: WorkerPool, tmp_path: Path, shape: Shape
+) -> None:
+    for found in workers2.run("loading:unread", str(write_mlp(tmp_path / "program", shape)), state(), made()):
+        assert found["same"], found
+        assert found["waits"][0] == 0 < found["waits"][1], found
+        of_advance, of_step = found["scalars"]
+        assert len(of_step) == len(of_advance) + (shape.data > 1), (
+            found
+        )  # three losses at once; the pipeline broadcasts them
+        assert (3 in of_step) == (shape.data > 1) and 3 not in of_advance
+        assert re.fullmatch(
+            r"the loss of step 4 is (nan|inf|-inf), which was not read before 5 steps were done; True", found["late"]
+        )
+
+
 def test_training_goes_on_at_the_next_row_under_another_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -321,7 +321,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "hooks": (hooked, "SGD cannot be made again .*it has hooks"),
     "other tensors": (lambda params: torch.optim.SGD([torch.zeros(3)], lr=0.1), "tensors that are no parameters"),
     "no optimizer": (lambda params: {"sgd": torch.optim.SGD(params, lr=0.1)}, "gave back dict"),
-    "an empty list": (lambda params: [], "gave back an empty list"),
+    "an empty list": (lambda params: [], "returned an empty list"),
     "one parameter twice": (lambda params: [by_ndim(params), some(params)], "two optimizers have layers.0.0.bias"),
     "needs parameters": (Eager, "Eager cannot be made again .*its class raised StopIteration"),
 }
@@ -357,7 +357,7 @@ def test_schedulers_that_are_refused(tmp_path: Path) -> None:
     folder = emitted(tmp_path, data=2)
     cases: list[tuple[Any, str]] = [
         (lr_scheduler.ReduceLROnPlateau, "ReduceLROnPlateau waits for a measure"),
-        (lambda optimizer: None, "the scheduler's function gave back NoneType"),
+        (lambda optimizer: None, "the scheduler's function returned NoneType"),
         (lambda optimizer: by_lambda(torch.optim.SGD([torch.zeros(1)])), "LambdaLR is not of the optimizer"),
     ]
     for make, message in cases:

@@ -409,7 +409,7 @@ def test_where_replicas_cannot_train_apart(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="replicas cannot train apart: batch norm couples the batch"):
         manual_plan(graph, data=2, **local(4))
     coupled = replace(manual_plan(graph, data=2), sync="local-steps:4")  # as if it had not been refused
-    with pytest.raises(ProgramError, match="replicas train apart, and collectives cross data"):
+    with pytest.raises(ProgramError, match="replicas train apart, but collectives cross data"):
         check_collectives(emit(graph, coupled, tmp_path / "coupled"))
 
 

@@ -84,7 +84,7 @@ def test_a_file_that_is_cut_off_is_refused(cut: int, tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "model.safetensors")
     data = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(data[:cut] if cut else struct.pack("<Q", 10**9) + data[8:])
-    with pytest.raises(ValueError, match="is no whole file of weights"):
+    with pytest.raises(ValueError, match="is not a complete file of weights"):
         stored(tmp_path)
 
 

@@ -211,7 +211,7 @@ def test_the_command_writes_one_plan_two_plans_and_a_plan_without_its_model(tmp_
     (alone,) = Outline(out.read_text()).data
     assert alone["plans"][0]["step"] is None and "--model" in alone["plans"][0]["missing"][0]
     named, picture = ("--model", MLP, "--devices", "8xH100-80GB"), tmp_path / "both.png"
-    with pytest.raises(UsageError, match="does not say its model"):
+    with pytest.raises(UsageError, match="does not name its model"):
         invoke("report", str(file), "-o", str(out), "--plot", str(picture))
     invoke("report", str(file), str(file), "-o", str(out), *named, "--plot", str(picture))
     assert picture.stat().st_size > 10_000

@@ -43,7 +43,7 @@ def test_the_predicted_trace_has_every_action_and_every_send(tmp_path: Path):
     file, out, request = tmp_path / "plan.json", tmp_path / "trace.json", ["--devices", "8xH100-80GB"]
     split = ("--pipeline", "2", "--schedule", "zero-bubble", "--microbatches", "4")
     file.write_text(invoke("price", MLP, *request, *split, "--json"))
-    with pytest.raises(UsageError, match="does not say its model"):
+    with pytest.raises(UsageError, match="does not name its model"):
         invoke("trace", str(file), "-o", str(out))
     assert invoke("trace", str(file), "--model", MLP, *request, "-o", str(out)) == f"{out}\n"
     events = json.loads(out.read_text())["traceEvents"]

@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import re
 import statistics
+from collections.abc import Iterable
 from typing import Any
 
 from places import EVIDENCE, ROOT
 
-from autopar.bench.report import markdown, plot
+from autopar.bench.report import plot
 
 README = ROOT / "README.md"
 PAGE = EVIDENCE / "bench.md"
@@ -52,6 +53,19 @@ def contenders(line: dict[str, Any]) -> str:
         rows.append(f"| {one['name']} | {statistics.median(times):.0f} | {spread} | {len(times)} | {predicted} |")
     failed = [c["name"] for c in line["contenders"] if not c["rounds_s"]]
     return "\n".join(rows) + "\n" + (f"\nDid not run: {', '.join(failed)}.\n" if failed else "")
+
+
+def markdown(lines: Iterable[dict[str, Any]]) -> str:
+    """The README's table, from the objects of ``Result.to_json``."""
+    rows = ["| model | processes | automatic | best of hand-tuned | ratio (95 % interval) |", "|---|---|---|---|---|"]
+    for line in lines:
+        low, high = line["ratio_interval"]
+        rows.append(
+            f"| {line['name']} | {line['processes']} | {line['automatic_s'] * 1e3:.0f} ms "
+            f"| {line['best_hand_tuned_s'] * 1e3:.0f} ms: {line['best_hand_tuned']}, of {line['candidates']} "
+            f"| {line['ratio']:.2f} ({low:.2f} to {high:.2f}) |"
+        )
+    return "\n".join(rows) + "\n"
 
 
 def page() -> str:

@@ -1,7 +1,8 @@
 """Figures of the sources, by one command: ``python tests/reports house`` (``make report NAME=house``).
 
 Lines and files of the product, lengths of functions, imports inside functions, cycles among packages and among files, public functions
-with many parameters, files that spell the name of an op or a schedule. ``--commit ab12cd3`` adds a column for that commit.
+with many parameters, files that spell the name of an op or a schedule; then the lines of every room, by what they hold.
+``--commit ab12cd3`` adds a column for that commit.
 """
 
 from __future__ import annotations
@@ -13,17 +14,24 @@ import json
 import subprocess
 import sys
 import tarfile
+import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import networkx as nx
 from places import ROOT
+from rich.console import Console
+from rich.table import Column, Table
 
 PACKAGES = ("autopar", "passes")
 MANY_PARAMETERS = 8
 LONG_LINES = 40
 SPELLED = ("scaled_dot_product_attention", '"1f1b"', '"interleaved-1f1b"')
 """Names of one op and of two schedules: facts about each belong in one room."""
+
+LINES = ("code", "imports", "docstrings", "comments", "blank")
+"""What a line of a source file can be; a comment at the end of a line of code is code."""
 
 Sources = dict[str, str]
 """The text of every module, by its path: ``autopar/search/driver.py``."""
@@ -49,6 +57,34 @@ def room_of(module: str) -> str:
     """The package or single file below ``autopar`` that a module is in; ``passes`` is one room."""
     parts = module.split(".")
     return "passes" if parts[0] == "passes" else ".".join(parts[1:2]) or "autopar"
+
+
+def lines_of(text: str) -> Counter[str]:
+    """How many lines of one file are code, imports, docstrings, comments and blank."""
+    kinds = ["code" if line.strip() else "blank" for line in text.splitlines()]
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT and token.line.lstrip().startswith("#"):
+            kinds[token.start[0] - 1] = "comments"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            kind = "imports"
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            kind = "docstrings"
+        else:
+            continue
+        end = node.end_lineno or node.lineno
+        kinds[node.lineno - 1 : end] = [kind] * (end - node.lineno + 1)
+    return Counter(kinds)
+
+
+def lines_by_room(texts: Sources) -> dict[str, Counter[str]]:
+    """The lines of every package below ``autopar``, of its single files together, and of ``passes``; the largest first."""
+    rooms: dict[str, Counter[str]] = {}
+    for path, text in texts.items():
+        parts = path.split("/")
+        room = "passes" if parts[0] == "passes" else "single files" if len(parts) == 2 else parts[1]
+        rooms.setdefault(room, Counter()).update(lines_of(text))
+    return dict(sorted(rooms.items(), key=lambda row: -row[1].total()))
 
 
 def imports(tree: ast.AST, modules: set[str]) -> Iterator[tuple[str, bool]]:
@@ -120,24 +156,31 @@ def _cycles(graph: nx.DiGraph) -> list[str]:
 
 
 def main() -> int:
-    from rich.console import Console
-    from rich.table import Table
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commit", help="the state of this commit beside that of the checkout")
     parser.add_argument("--json", action="store_true", help="one object for each state")
     args = parser.parse_args()
-    states = {
-        commit or "checkout": figures(sources(commit)) for commit in ([args.commit] if args.commit else []) + [None]
-    }
+    texts = {commit or "checkout": sources(commit) for commit in ([args.commit] if args.commit else []) + [None]}
+    states = {name: {**figures(files), "rooms": lines_by_room(files)} for name, files in texts.items()}
     if args.json:
         sys.stdout.write(json.dumps(states, indent=1) + "\n")
         return 0
     table = Table("", *states)
+    rooms = {name: state.pop("rooms") for name, state in states.items()}
     for name in next(iter(states.values())):
         table.add_row(name, *(_cell(state[name]) for state in states.values()))
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    for name, counts in rooms.items():
+        console.print(_rooms_table(name, counts))
     return 0
+
+
+def _rooms_table(state: str, counts: dict[str, Counter[str]]) -> Table:
+    table = Table(f"lines, {state}", *(Column(kind, justify="right") for kind in ("all", *LINES)))
+    for room, kinds in {**counts, "all": sum(counts.values(), Counter())}.items():
+        table.add_row(room, *(f"{count:,}" for count in (kinds.total(), *(kinds[kind] for kind in LINES))))
+    return table
 
 
 def _cell(value: Any) -> str:

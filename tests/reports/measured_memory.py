@@ -5,8 +5,8 @@ loaded. Every allocation and release of the CPU allocator is then an event with 
 optimizer's state exists by then) is what the program holds, temporaries inside of kernels included, and its maximum is what is
 compared with the plan's prediction for that device. The batch is made before and counts with neither.
 
-One JSON line per case; a run does what the file lacks for this code (``--fresh``: everything). Bytes do not depend on how busy the
-machine is.
+One JSON line per case; a run measures what the file lacks (``--fresh``: everything), and predicts all anew. Bytes do not depend on how busy
+the machine is.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from autopar.graph import Graph
 from autopar.price import Pricer
 from autopar.run import remote
 from autopar.run.allocations import Allocations
-from autopar.search import evaluate
+from autopar.search import reprice
 from autopar.shard import annotate
 from autopar.verify import Kind
 
@@ -79,16 +79,7 @@ def predicted(graph: Graph, kind: Kind) -> list[dict[str, int]]:
     """Bytes by part of every device of the line."""
     plan = kind.plan(graph)
     cluster = parse(plan.device_count)
-    priced = evaluate(
-        graph,
-        cluster,
-        Pricer(graph, cluster, "float32").of_program(plan.prefetch, plan.sync),
-        mesh=plan.mesh,
-        stage_bounds=[0, *(stage.stop for stage in plan.stages)],
-        strategies=[layer.strategy for layer in plan.layers],
-        schedule=plan.sized_schedule,
-        precision="float32",
-    )
+    priced = reprice(graph, cluster, Pricer(graph, cluster, "float32"), plan, "float32")
     return [{part: int(getattr(stage.memory, part)) for part in PARTS} for stage in priced.stages[: plan.pipeline]]
 
 
@@ -100,21 +91,31 @@ def run_case(name: str, graph: Graph, kind: Kind, pool: WorkerPool) -> dict[str,
     with tempfile.TemporaryDirectory() as home:
         emit(graph, plan, Path(home))
         ranks = pool.run("measured_memory:peak", home, batch, timeout_s=300)
-    stages = predicted(graph, kind)
     size = plan.devices_per_stage
-    seen = [max(rank["peak"] for rank in ranks[s * size : (s + 1) * size]) for s in range(len(stages))]
+    seen = [max(rank["peak"] for rank in ranks[s * size : (s + 1) * size]) for s in range(plan.pipeline)]
     worst = max(range(len(seen)), key=lambda s: seen[s])
-    total = sum(stages[worst].values())
-    return {
+    line = {
         "model": name,
         "plan": kind.name,
         "processes": kind.devices,
-        "predicted_bytes": total,
         "measured_bytes": seen[worst],
-        "error": total / seen[worst] - 1,
         "stage": worst,
-        "parts": stages[worst],
         "at_rest_bytes": max(rank["at_rest"] for rank in ranks[worst * size : (worst + 1) * size]),
+        "stages": [{"measured": m} for m in seen],
+    }
+    return with_prediction(line, graph, kind)
+
+
+def with_prediction(line: dict[str, Any], graph: Graph, kind: Kind) -> dict[str, Any]:
+    """A line with its measurements, and what is predicted now."""
+    stages = predicted(graph, kind)
+    parts = stages[line["stage"]]
+    total, measured = sum(parts.values()), line["measured_bytes"]
+    seen = [stage["measured"] for stage in line["stages"]]
+    return line | {
+        "predicted_bytes": total,
+        "error": total / measured - 1,
+        "parts": parts,
         "stages": [{"predicted": sum(p.values()), "measured": m} for p, m in zip(stages, seen, strict=True)],
     }
 
@@ -161,7 +162,7 @@ def main() -> None:
         for kind in memory_kinds():
             done = kept.get((name, kind.name))
             if done is not None or options.only not in f"{name} {kind.name}":
-                lines += [done] if done is not None else []
+                lines += [with_prediction(done, graph, kind)] if done is not None else []
                 continue
             try:
                 kind.plan(graph)

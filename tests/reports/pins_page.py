@@ -9,7 +9,7 @@ from places import DOCS
 from autopar.pins import PINS
 
 PAGE = DOCS / "guide" / "pins.md"
-_HEADING = "| pin | of | values | decides | example |\n|---|---|---|---|---|\n"
+_HEADING = "| pin | applies to | values | decides | example |\n|---|---|---|---|---|\n"
 
 
 def table() -> str:

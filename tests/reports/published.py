@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 
 from places import EVIDENCE, GROUNDTRUTH
 
-from autopar.bench.published import CellResult, markdown, published, summary
+from autopar.bench.published import CellResult, published, summary
 
 FILE = GROUNDTRUTH / "layout_sweep.jsonl"
 SCORED_GPUS = 128  # cells of more GPUs are reported apart: that network's sends between stages are not modelled (evidence/validation.md)
@@ -23,6 +24,26 @@ so, and the regret is then that of the fastest predicted layout that ran. The co
 view
 ([validation](validation.md)).
 """
+
+
+def markdown(cells: Sequence[CellResult]) -> str:
+    """The cells as a table of a page."""
+    rows = [
+        "| cell | GPUs | layouts that ran | automatic layout | measured | best layout | measured | regret |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for c in cells:
+        mine = "failed" if c.choice.measured_s is None else f"{c.choice.measured_s:.3g} s"
+        note = f" (of {_layout(c.ran.id, c.name)}, the next that ran)" if c.failed else ""
+        rows.append(
+            f"| {c.name} | {c.devices} | {c.measured} of {c.layouts} | {_layout(c.choice.id, c.name)} | {mine} "
+            f"| {_layout(c.best.id, c.name)} | {c.best.measured_s:.3g} s | {c.regret:.1%}{note} |"
+        )
+    return "\n".join(rows) + "\n"
+
+
+def _layout(identity: str, cell: str) -> str:
+    return identity.removeprefix(f"{cell}-")
 
 
 def page(cells: list[CellResult]) -> str:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from test_run_program import mlp, one_process, state
 from workers import WorkerPool
 
-from autopar.cli.commands import Checkpoints
+from autopar.cli.run import Checkpoints
 from autopar.errors import CheckpointError, UsageError
 from autopar.program import checkpoint_files
 from autopar.program.checkpoint_files import claimed
@@ -111,6 +111,28 @@ def test_train_resumes_where_it_ended(workers1: WorkerPool, workers2: WorkerPool
         losses, talk = train(workers1, "--steps", "1", *refused)
         assert not losses and why in talk
     assert sorted(path.name for path in Path(saved).glob("step-*")) == ["step-4", "step-5"]
+
+
+def test_train_reads_the_losses_that_it_prints(workers2: WorkerPool, tmp_path: Path) -> None:
+    program = write_mlp(tmp_path / "two", Shape(data=2, zero=(1, 3)))
+    write_file(program / "initial.safetensors", state())
+    batches = [mlp_batch(i) for i in range(3)]
+    torch.save({name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}, tmp_path / "data.pt")
+
+    def train(*args: str) -> Any:
+        options = ("--data", f"{tmp_path}/data.pt", "--lr", "0.01", "--log", f"{tmp_path}/log", *args)
+        return workers2.run("test_run_checkpoint:ran", str(program), *options)[0]
+
+    every, _ = train("--steps", "8")
+    some, _ = train("--steps", "8", "--log-every", "3")
+    assert list(some) == [0, 2, 5, 7] and all(every[step] == loss for step, loss in some.items())
+    saved = ("--checkpoint", f"{tmp_path}/saved", "--every", "2")
+    lost, talk = train("--steps", "5", "--log-every", "5", "--lr", "1e200", *saved)
+    assert list(lost) == [0] and "exit NonFiniteLossError: the loss of step 1 is nan; of the values" in talk, talk
+    assert [path.name for path in (tmp_path / "saved").glob("step-*")] == ["step-1"]  # of before it
+    lost, talk = train("--steps", "5", "--log-every", "5", "--lr", "1e200")
+    assert "the loss of step 1 is nan, which was not read before 4 steps were done" in talk, talk
+    assert "go on from a checkpoint before that step" in talk
 
 
 def test_a_new_run_does_not_replace_the_checkpoints_of_another(tmp_path: Path) -> None:

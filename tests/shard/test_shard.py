@@ -18,12 +18,12 @@ from sketch import Sketch
 
 from autopar.capture import capture
 from autopar.devices import parse
-from autopar.flow import placeholders
+from autopar.flow import gradient_flow, placeholders
 from autopar.graph import Graph, LayerClass
 from autopar.plan import Axis, Role, Strategy
 from autopar.price import Pricer
 from autopar.search.manual import make_mesh
-from autopar.shard import conversions, layer_conversions, layer_sharding, role_types, solve
+from autopar.shard import conversions, layer_sharding, role_types, solve
 from autopar.shard import eliminate as elimination
 from autopar.shard import problem as problem_module
 from autopar.shard.eliminate import eliminate
@@ -32,7 +32,7 @@ from autopar.shard.plan import LayerTypes
 from autopar.shard.problem import Problem
 from autopar.shard.solve import _solve
 from autopar.sharding import AxisTypes, Sharding
-from autopar.types import I, P, R, S
+from autopar.types import Collective, I, P, R, S, conversion
 from passes.pad import pad_class
 
 aten = torch.ops.aten
@@ -298,6 +298,21 @@ COLUMN_AND_ROW = {
     "mlp.up_proj.weight": "S(0)",
     "mlp.down_proj.weight": "S(1)",
 }
+
+
+def layer_conversions(cls: LayerClass, types: AxisTypes) -> list[str]:
+    """The collectives of a layer by name, such as ``forward all_reduce``."""
+    flow = gradient_flow(cls)
+    names: list[str] = []
+    for value, source, target in conversions(cls, types):
+        pair = conversion(source, target)
+        assert pair is not None, (value, source, target)
+        forward, backward = pair
+        if forward not in (Collective.NONE, Collective.LOCAL):
+            names.append(f"forward {forward.value}")
+        if flow[value] and backward not in (Collective.NONE, Collective.LOCAL):
+            names.append(f"backward {backward.value}")
+    return names
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])

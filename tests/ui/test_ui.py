@@ -169,7 +169,7 @@ def test_what_is_wrong_is_said_with_a_hint(server: Server):
     assert "does not read files" in refused(model="gpt2", devices="/etc/passwd.toml")
     assert "no option 'calibration'" in refused(model="gpt2", options={"calibration": "/etc/passwd"})
     assert "no pin 'plan'" in refused(model="gpt2", pins={"plan": "x"})
-    assert "not one of this page" in refused(model="gpt2", plan_file="/etc/passwd")
+    assert "fields that this page does not send" in refused(model="gpt2", plan_file="/etc/passwd")
     assert "not JSON" in refused(config="{")
     assert "not a JSON object" in refused(config="[1]")
     assert "not JSON" in send(server, "POST", "api/plans", b"{")[2]["error"]
@@ -187,7 +187,7 @@ def test_what_is_wrong_is_said_with_a_hint(server: Server):
     ):
         job = done(server, "api/plans", {"devices": "8xH100-80GB"} | request)
         assert job["state"] == "failed" and words in job["error"]["message"] and job["error"]["hint"]
-    with pytest.raises(UsageError, match="cannot be listened at"):
+    with pytest.raises(UsageError, match="cannot listen on port"):
         Server(choices(), WORKER, server.port)
 
 

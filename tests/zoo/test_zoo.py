@@ -128,7 +128,10 @@ def test_too_long_a_sequence_for_learned_positions():
     [
         ({"hidden_size": 8}, "no model_type"),
         ({"model_type": "no-such-model"}, "cannot read the configuration"),
-        ({"model_type": "llama", "architectures": ["LlamaForTokenClassification"]}, "no batch for"),
+        (
+            {"model_type": "llama", "architectures": ["LlamaForTokenClassification"]},
+            "for which autopar cannot make a batch",
+        ),
         (TINY["causal"] | {"num_attention_heads": 3}, "hidden size|hidden_size|multiple"),
     ],
 )

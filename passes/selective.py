@@ -30,7 +30,7 @@ def recomputed(nodes: Sequence[fx.Node], flows: Callable[[fx.Node], bool]) -> li
     return ops
 
 
-def keep_pass(gm: fx.GraphModule, axes: Sequence[str]) -> fx.GraphModule:
+def selective_pass(gm: fx.GraphModule, axes: Sequence[str]) -> fx.GraphModule:
     """Marks the nodes whose results are kept: ``meta["kept"]``.
 
     Runs on a local graph, in which conversions are nodes; ``axes`` are the names of the axes of its types.

@@ -1,0 +1,173 @@
+"""``autopar run``: plan, start the processes, train on the factory's batch, with checkpoints; or become an agent of ``--elastic``."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import IO, TYPE_CHECKING, Any
+
+import torch
+
+from autopar.cli.commands import init_of, planned
+from autopar.cli.console import Messages
+from autopar.cli.elastic import elastic_command
+from autopar.cli.load import Sizes, batch_of
+from autopar.compile import start_program
+from autopar.devices import parse
+from autopar.errors import LaunchError, UsageError
+from autopar.keywords import Request, Training
+from autopar.program.checkpoint_files import CheckpointError, claimed, has_any
+from autopar.program.watch import SIGNALS
+from autopar.run.elastic import Nodes
+from autopar.run.folder import folder_for_program
+from autopar.run.processes import check_count
+from autopar.run.ranks import is_one_of_several
+
+if TYPE_CHECKING:
+    from autopar.run import Program
+
+
+def run_command(checkpoint: str | None, every: int, keep: int, resume: bool, **request: Any) -> None:
+    """Trains here, or with ``--elastic`` becomes the agent of this node."""
+    elastic = {name: request.pop(name) for name in ("elastic", "meet", "restarts")}
+    if elastic["elastic"] is not None:
+        options = {name: request.pop(name) for name in ("steps", "lr", "seed")}
+        del request["as_json"]  # train.py prints nothing else
+        options |= {"checkpoint": checkpoint, "every": every, "keep": keep}
+        elastic_command(Nodes.read(*elastic.values()), request, request.pop("output"), options)
+    _train(checkpoints=Checkpoints(checkpoint, every, keep, resume), **request)
+
+
+def _train(
+    steps: int, seed: int, lr: float, output: str | None, as_json: bool, *, checkpoints: Checkpoints, **request: Any
+) -> None:
+    """Trains on the factory's batch over and over, prints the loss of each step."""
+    devices = request["devices"]
+    here = parse(devices)
+    if not here.local:
+        raise LaunchError(
+            f"{devices} describes devices that are not here, so nothing can run on them",
+            "`autopar emit` writes the program for them; `--devices 4` runs on this machine",
+        )
+    check_count(here.count)  # before a minute of planning
+    folder = folder_for_program(output) if output else None
+    claim = checkpoints.claim()
+    torch.manual_seed(seed)
+    init = init_of(request)
+    workload, cluster, graph, plan = planned(request, device="meta" if init else "cpu")
+    with Messages() as messages:
+        program = start_program(
+            graph,
+            plan,
+            cluster,
+            workload.model,
+            folder,
+            training=Training(seed=seed, lr=lr),
+            request=Request(type_check=request["type_check"], init=init),
+            progress=messages,
+        )
+    batch = workload.batch
+    if init and request["model"].partition(":")[1] == "":  # made on meta with the model
+        sizes = Sizes(request["seq"], request["global_batch"], request["precision"])
+        batch = batch_of(request["model"], workload.model, sizes, "cpu")
+    with program, Stop(checkpoints.folder is not None and not is_one_of_several()) as stop:
+        done = begun = checkpoints.load(program)
+
+        def batches() -> Iterator[Any]:
+            while done < steps and not stop.asked:
+                yield batch
+
+        def after(step: int, loss: float, _: object) -> None:
+            nonlocal done
+            done = begun + step + 1
+            line = json.dumps({"step": done, "loss": loss}) if as_json else f"step {done} loss {loss:.6f}"
+            print(line, flush=True)
+            checkpoints.save(program, done, steps)
+
+        program.train(batches(), on_step=after)
+        if done < steps:
+            if done > begun and done % checkpoints.every:
+                checkpoints.save(program, done, done)
+            said = f"{stop.asked}: the training stops after {done} of {steps} steps; --resume goes on from there"
+            print(said, file=sys.stderr, flush=True)
+    if claim is not None:
+        claim.close()
+
+
+class Stop:
+    """A context in which ``SIGNALS`` do not end this process: ``asked`` is the name of the last one. A second Ctrl-C ends it at once."""
+
+    def __init__(self, heeds: bool) -> None:
+        self.asked = ""
+        self._heeds = heeds
+        self._handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> Stop:
+        if self._heeds:
+            self._handlers = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.asked = signal.Signals(number).name
+        if number == signal.SIGINT:
+            signal.signal(number, self._handlers[number])
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoints:
+    """Where and when ``autopar run`` writes checkpoints: into ``folder``, after each ``every`` steps; the newest ``keep`` stay."""
+
+    folder: str | None
+    every: int
+    keep: int
+    resume: bool
+
+    def __post_init__(self) -> None:
+        if self.resume and self.folder is None:
+            raise UsageError("--resume has no folder to read from", "add --checkpoint DIR")
+        if self.folder is not None and not self.resume and has_any(Path(self.folder)):
+            raise UsageError(
+                f"{self.folder} has checkpoints of another training, which this one would replace",
+                "add --resume to go on with it, or give another folder",
+            )
+
+    def claim(self) -> IO[str] | None:
+        """Keep other trainings from writing into the folder until the result is closed.
+
+        Raises:
+            UsageError: the folder cannot be made or written to, or another training writes there.
+        """
+        if self.folder is None:
+            return None
+        try:
+            Path(self.folder).mkdir(parents=True, exist_ok=True)
+            if not os.access(self.folder, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return claimed(Path(self.folder), 0.0)
+        except OSError as error:
+            why = f"checkpoints cannot be written to {self.folder}: {error.strerror}"
+            raise UsageError(why, "give a folder that can be made and written to") from error
+        except CheckpointError as error:
+            raise UsageError(error.message, error.hint) from error
+
+    def load(self, program: Program) -> int:
+        """Go on from the newest checkpoint, if asked to and if there is one; the number of steps that it has."""
+        if self.folder is None or not self.resume or not has_any(Path(self.folder)):
+            return 0
+        return program.load(self.folder)
+
+    def save(self, program: Program, step: int, last: int) -> None:
+        """Write a checkpoint after this step, if it is time to."""
+        if self.folder is not None and (step % self.every == 0 or step == last):
+            program.save(self.folder, keep=self.keep)

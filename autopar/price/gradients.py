@@ -1,0 +1,117 @@
+"""The gradients that are live while each op of a layer runs backward, as PyTorch's autograd keeps them.
+
+The ops run in reverse. Each reads the gradient of its result and makes those of its operands, which wait until their own makers run. An op
+that passes its gradient on (a residual addition) hands the same tensor to its operands, and the second gradient of a value that several
+ops read is added in place where nothing else holds the first one. Some backward formulas make further tensors (``_temporaries``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.devices.measured import Floats
+from autopar.ops import cost
+from autopar.ops.facts import facts
+from autopar.ops.operands import operands
+from autopar.price.draft import Draft
+from autopar.price.trace import INTERNAL, OUTPUT
+
+POWER = 2
+"""The tensors that the gradient of ``x ** n`` makes besides its result: ``x ** (n - 1)``, and ``n`` times it."""
+
+
+@dataclass(eq=False)
+class _Tensor:
+    """A tensor of the size of slot ``slot``, which ``holders`` gradients are in."""
+
+    slot: int
+    holders: int = 0
+
+
+def gradient_bytes(costs: Draft) -> Floats:
+    """By slot, the bytes of the tensor that the gradient of its value is in; none of parameters and what needs no gradient. What an op
+    allocates internally counts, too."""
+    run, found = costs.run, np.zeros(len(costs.slots))
+    for k, slot in enumerate(costs.slots):
+        here = slot.operand == INTERNAL or (
+            slot.materialised and run.requires_grad[slot.value] and run.storage[slot.value] not in run.excluded
+        )
+        found[k] = slot.gradient if here else 0.0
+    return found
+
+
+def held_gradients(costs: Draft, sizes: Floats) -> Floats:
+    """``[t, k]``: the number of tensors of slot ``k``'s size that are live while the backward of op ``t`` runs. ``sizes`` are
+    ``gradient_bytes``."""
+    ops, run, slots = costs.ops, costs.run, costs.slots
+    by_op: list[list[int]] = [[] for _ in ops]
+    for k, slot in enumerate(slots):
+        by_op[slot.op].append(k)
+    live = np.zeros((len(ops), len(slots)))
+    waiting = _given(costs)
+    for t in reversed(range(len(ops))):
+        internal = [k for k in by_op[t] if slots[k].operand == INTERNAL]
+        live[t, internal] = 1
+        if not run.requires_grad[ops[t].name]:
+            continue
+        result = next(k for k in by_op[t] if slots[k].operand == OUTPUT)
+        given = waiting.pop(ops[t].name, None) or _Tensor(result, 1)
+        made: dict[str, _Tensor] = {}
+        for k in by_op[t]:
+            if slots[k].operand >= 0 and sizes[k]:
+                same = _passes_on(costs, k, result) and sizes[given.slot] >= sizes[k]
+                made.setdefault(slots[k].value, given if same else _Tensor(k))
+        for tensor in {given, *made.values(), *waiting.values()}:
+            live[t, tensor.slot] += 1
+        for k, count in _temporaries(costs, by_op[t], result):
+            live[t, k] += count
+        given.holders -= 1
+        for value, tensor in made.items():
+            first = waiting.get(value)
+            if first is None:
+                waiting[value] = tensor
+                tensor.holders += 1
+            elif first.holders > 1:  # not added in place
+                first.holders -= 1
+                waiting[value] = _Tensor(tensor.slot, 1)
+    return live
+
+
+def _given(costs: Draft) -> dict[str, _Tensor]:
+    """By value, its gradient before the layer runs backward: those of the layer's results, which later layers made."""
+    results = {o.name for node in costs.ops[:1] for o in node.graph.output_node().all_input_nodes}
+    return {
+        slot.value: _Tensor(k, 1)
+        for k, slot in enumerate(costs.slots)
+        if slot.operand == OUTPUT and slot.value in results and costs.run.requires_grad[slot.value]
+    }
+
+
+def _passes_on(costs: Draft, operand: int, result: int) -> bool:
+    """Whether the gradient of the operand is the tensor that the gradient of the result is in."""
+    node = costs.ops[costs.slots[operand].op]
+    same_size = costs.slots[operand].bytes == costs.slots[result].bytes
+    return same_size and (facts(node).passes_gradient_on or node.name in costs.run.views)
+
+
+def _temporaries(costs: Draft, own: list[int], result: int) -> list[tuple[int, int]]:
+    """Slots and counts of the tensors that an op's backward makes besides the gradients of its operands. ``own`` are its slots.
+
+    The gradient of an operand that is broadcast is made in the result's shape, and summed after that.
+    """
+    node = costs.ops[costs.slots[result].op]
+    if not costs.slots[result].materialised or not facts(node).pointwise or facts(node).passes_gradient_on:
+        return []
+    wanted = {o.name for o in operands(node) if costs.run.requires_grad[o.name]}
+    whole = sum(t.numel() for t in cost.tensors(node.meta["val"]))
+    found = []
+    for k in own:
+        slot = costs.slots[k]
+        if slot.operand >= 0 and slot.value in wanted:
+            if slot.numel < whole:
+                found.append((result, 1))
+            if facts(node).short == "pow":
+                found.append((k, POWER))
+    return found

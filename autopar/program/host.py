@@ -1,0 +1,34 @@
+"""Values between the host and the device without the host waiting for the device.
+
+A step is a queue of work that the host fills ahead of the device. A plain ``tensor.to(device)``, ``.item()`` or ``.cpu()`` waits for the
+end of all that is queued, and the device then idles until the host has queued more.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Later:
+    """A tensor's values, on the host as soon as the device has computed them: ``read`` waits for these, not for what is queued later."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._values, self._copied = tensor, None
+        if tensor.is_cuda:
+            self._values = tensor.to("cpu", non_blocking=True)  # into pinned memory
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def read(self) -> Tensor:
+        """The values, on the CPU."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._values
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor.to(device)``, queued: from pinned memory, which torch keeps until the copy has ended."""
+    if device.type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(device, non_blocking=True)
