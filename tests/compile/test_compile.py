@@ -207,7 +207,7 @@ def test_a_signal_to_autopar_run_saves_and_ends_it(number, tmp_path, capsys, mon
         assert (f"{signal.Signals(number).name}: {stops}" in captured.err) == ("--resume" not in argv)
         return [line.split(" loss ")[0] for line in captured.out.splitlines()]
 
-    monkeypatch.setattr(run, "Checkpoints", Signalled)
+    monkeypatch.setattr("autopar.cli.run.Checkpoints", Signalled)
     before = signal.getsignal(number)
     assert run("--steps", "1000000") == ["step 1", "step 2", "step 3"]
     assert signal.getsignal(number) is before

@@ -55,7 +55,7 @@ def trained(folder: str) -> dict[str, Any]:
             "roots": sum(isinstance(stage, FSDPModule) for stage in trainer.stages.values()),
             "overlapped": (Path(folder) / "kernels_overlap.py").is_file(),
             "halved": (Path(folder) / "halves.py").is_file(),
-            "schedule": type(trainer._schedule._schedule).__name__,
+            "schedule": type(getattr(trainer._schedule, "_schedule", None)).__name__,
         }
 
 
