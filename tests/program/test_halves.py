@@ -26,7 +26,7 @@ from autopar.errors import UsageError
 from autopar.plan import FULL, NONE, Axis, Recomputation, Role, Strategy
 from autopar.price import Pricer
 from autopar.price.halves import exposed_s
-from autopar.program import finite, halves, kernels
+from autopar.program import finite, halves, mesh_axes
 from autopar.run.folder import program_modules
 from autopar.search.manual import manual_plan
 from autopar.verify import remote
@@ -54,7 +54,7 @@ def converted() -> list[tuple[str, Tensor, Tensor, Tensor, Tensor]]:
         sides = []
         for apart in (True, False):
             own = x.clone().requires_grad_()
-            with kernels.on_mesh(mesh):
+            with mesh_axes.on_mesh(mesh):
                 flight = halves.start(own * 1, "t", src=src, dst=dst) if apart else None
                 y = halves._converted(own * 1, "t", src, dst) if flight is None else flight.wait()
                 alike = dst in (spmd.I,)  # the gradient of an invariant value is the same everywhere
