@@ -28,6 +28,7 @@ class LayerPrice:
     ``border_bytes``     one activation tensor that a pipeline stage receives or sends if it begins or ends here
     ``waiting_bytes``    live between the two parts of a split backward, when ``saved_bytes`` are free
     ``host_bytes``       in host memory during the whole step
+    ``nvme_bytes``       on NVMe
     ``host_saved_bytes`` in host memory, per microbatch in flight
     ``segment``          the number of consecutive layers that are recomputed as one
     ``kept_bytes``       saved by the first layer of such a segment; ``saved_bytes`` is then one layer's share of it, rounded down,
@@ -55,3 +56,4 @@ class LayerPrice:
     host_saved_bytes: int = 0
     segment: int = 1
     kept_bytes: int = 0
+    nvme_bytes: int = 0

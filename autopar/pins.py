@@ -33,6 +33,7 @@ from autopar.plan import (
     RECOMPUTATIONS,
     REDUCTIONS,
     SAVINGS,
+    STATES,
     SYNCS,
     Recomputation,
 )
@@ -41,7 +42,7 @@ from autopar.schedules import CHIMERA, SCHEDULES, SPLIT
 Value = int | str | bool
 
 ANY = "any"
-"""The value of ``offload`` that leaves it to the search."""
+"""The value of ``offload`` and ``states`` that leaves it to the search."""
 
 FORM = "write key=value, such as pipeline=4, tensor=8, layers.0-7.tensor=8, lm_head.zero=3 or schedule=1f1b"
 
@@ -118,9 +119,14 @@ class LayerPins:
         "how activations are recomputed in the backward pass", "recompute=selective", values=RECOMPUTATIONS, switch=True
     )
     offload: str | None = _pin(
-        "which tensors are in the host's memory",
-        "offload=optimizer",
+        "whether saved activations wait in the host's memory",
+        "offload=activations",
         values=(*OFFLOADS, ANY),
+    )
+    states: str | None = _pin(
+        "where optimizer states and master copies are: on the device, in the host's memory, or on the node's NVMe",
+        "states=host",
+        values=(*STATES, ANY),
     )
     saved: str | None = _pin(
         "how saved activations are stored; exact unless `int8_activations` is allowed",
@@ -158,7 +164,7 @@ class LayerPins:
         """Raise ``UsageError`` where another pin of ``layer`` leaves it nothing that it could store in 8 bits."""
         found = [f"recompute={self.recompute}"] if self.recompute in ("selective", "full") else []
         found += [f"segment={self.segment}"] if (self.segment or 1) > 1 else []
-        found += [f"offload={self.offload}"] if self.offload in ("activations", "both") else []
+        found += [f"offload={self.offload}"] if self.offload == OFFLOADS[1] else []
         if self.saved == SAVINGS[1] and found:
             raise UsageError(
                 f"saved=int8 stores what a layer saves on the device, and {layer} is pinned to {' and '.join(found)}",
@@ -178,7 +184,7 @@ class LayerPins:
     def check_segment(self, layer: str) -> None:
         """Raise ``UsageError`` where another pin of ``layer`` contradicts its segment."""
         against = [f"recompute={self.recompute}"] if self.recompute in ("none", "selective") else []
-        against += [f"offload={self.offload}"] if self.offload in ("activations", "both") else []
+        against += [f"offload={self.offload}"] if self.offload == OFFLOADS[1] else []
         if (self.segment or 1) > 1 and against:
             raise UsageError(
                 f"a segment of {self.segment} layers is recomputed in full from an input on the device, and {layer} is pinned to "
@@ -241,6 +247,7 @@ class PinKeywords(TypedDict, total=False):
     reduce: str | None
     recompute: bool | str | None
     offload: str | None
+    states: str | None
     saved: str | None
     segment: int | None
     overlap: str | None

@@ -87,8 +87,14 @@ SEQUENCES = tuple(role for role in Role if role.shards_sequence)
 RECOMPUTATIONS = ("none", "selective", "full")
 """The kinds of recomputation, from most to least saved activations."""
 
-OFFLOADS = ("none", "optimizer", "activations", "both")
-"""The tensors that a layer offloads to host memory: optimizer states and master copies, activations saved for the backward, or both."""
+OFFLOADS = ("none", "activations")
+"""The tensors that a layer offloads to host memory: nothing, or activations saved for the backward."""
+
+STATES = ("device", "host", "nvme")
+"""Where a layer's optimizer states and master copies are: in the device's memory, in the host's memory, or in a file on the node's NVMe."""
+
+_ACTIVATIONS = {"optimizer": "none", "both": "activations"}
+"""The values of ``offload`` in older plans that stood for optimizer states in the host's memory, by what they said of activations."""
 
 SAVINGS = ("exact", "int8")
 """How a layer's saved activations are stored from forward to backward: as they are, or as 8-bit integers (``program.int8``), which is not
@@ -175,7 +181,8 @@ class Axis:
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """For one layer: the role of each axis of the mesh (same order), the ZeRO stage over its data axes, recomputation, offloading to host
-    memory (``OFFLOADS``), how often its gradients are reduced (``REDUCTIONS``), and how its saved activations are stored (``SAVINGS``).
+    memory (``OFFLOADS``), how often its gradients are reduced (``REDUCTIONS``), how its saved activations are stored (``SAVINGS``), and
+    where its optimizer states are (``STATES``).
 
     With ``overlap`` (``OVERLAPS``) the gradient of a column-parallel product's input is reduced while the weight's gradient is computed,
     or each half of the microbatch computes while the other's collectives run.
@@ -197,6 +204,7 @@ class Strategy:
     overlap: str = TENSOR_OVERLAP
     compiled: bool = False
     saved: str = "exact"
+    states: str = "device"
 
     def __post_init__(self) -> None:
         assert self.zero in (0, 1, 2, 3), self.zero
@@ -204,18 +212,15 @@ class Strategy:
         assert self.replicate == 1 or self.zero, self
         assert self.reduce == "microbatch" or (self.reduce == "step" and self.zero >= 2), self
         assert self.offload in OFFLOADS, self.offload
+        assert self.states in STATES, self.states
         assert self.recomputation.layers == 1 or not self.offloads_activations, self
         assert self.saved in SAVINGS, self.saved
         assert not self.saves_int8 or (self.recomputation is NONE and not self.offloads_activations), self
         assert self.overlap != HALVES or self.recomputation is not SELECTIVE, self
 
     @property
-    def offloads_optimizer(self) -> bool:
-        return self.offload in ("optimizer", "both")
-
-    @property
     def offloads_activations(self) -> bool:
-        return self.offload in ("activations", "both")
+        return self.offload == "activations"
 
     @property
     def saves_int8(self) -> bool:
@@ -300,8 +305,8 @@ class Memory:
 @dataclass(frozen=True, slots=True)
 class StagePlan:
     """A pipeline stage: layers ``start`` to ``stop`` (exclusive), its devices, predicted memory and its limit, and the time
-    of one microbatch (forward plus backward, seconds). ``host_bytes`` is the host memory that a device uses, ``optimizer_s`` the seconds
-    that the stage adds once a step."""
+    of one microbatch (forward plus backward, seconds). ``host_bytes`` and ``nvme_bytes`` are the host memory and the room on NVMe that
+    a device uses, ``optimizer_s`` the seconds that the stage adds once a step."""
 
     start: int
     stop: int
@@ -310,6 +315,7 @@ class StagePlan:
     memory_limit_bytes: int
     microbatch_s: float
     host_bytes: int = 0
+    nvme_bytes: int = 0
     optimizer_s: float = 0.0
 
 
@@ -379,6 +385,7 @@ class Plan:
     sync: str = ALL_REDUCE  # one of ``SYNCS``, or ``local-steps:k``
     pins: tuple[PinPrice, ...] = ()
     allow: tuple[str, ...] = ()
+    nvme_path: str = ""  # the folder for optimizer states on NVMe, if the cluster names one
     request: dict[str, Any] = field(default_factory=dict, hash=False)  # the command line's options, to repeat it
 
     def __post_init__(self) -> None:
@@ -415,8 +422,6 @@ class Plan:
     @property
     def unwritten(self) -> str:
         """The reason why this plan can only be priced and has no program; empty if it has one."""
-        if any(layer.strategy.offloads_optimizer for layer in self.layers):
-            return "no program is written with optimizer states in the host's memory"
         if any(name in self.allow for name in NARROW):
             return f"no program is written with {' and '.join(name for name in NARROW if name in self.allow)}"
         return ""
@@ -452,6 +457,7 @@ class Plan:
                     "compiled": s.compiled,
                     "recomputation": dataclasses.asdict(s.recomputation),
                     "offload": s.offload,
+                    "states": s.states,
                     "saved": s.saved,
                     "roles": [role.value for role in s.roles],
                 }
@@ -465,6 +471,7 @@ class Plan:
                 "memory_by_part_bytes": dataclasses.asdict(stage.memory),
                 "microbatch_s": stage.microbatch_s,
                 "host_bytes": stage.host_bytes,
+                "nvme_bytes": stage.nvme_bytes,
                 "optimizer_s": stage.optimizer_s,
             }
             for stage in self.stages
@@ -492,6 +499,7 @@ class Plan:
             "imports": list(self.imports),
             "pins": [dataclasses.asdict(pin) for pin in self.pins],
             "allow": list(self.allow),
+            "nvme_path": self.nvme_path,
             "wall_time_s": self.wall_time_s,
             "planning_memory_bytes": self.planning_memory_bytes,
             "request": self.request,
@@ -513,6 +521,7 @@ class Plan:
                     s["memory_limit_bytes"],
                     s["microbatch_s"],
                     s.get("host_bytes", 0),
+                    s.get("nvme_bytes", 0),
                     s.get("optimizer_s", 0.0),
                 )
                 for s in data["stages"]
@@ -529,12 +538,13 @@ class Plan:
                         tuple(Role(role) for role in layer["roles"]),
                         layer["zero"],
                         Recomputation(**layer["recomputation"]),
-                        layer.get("offload", "none"),
+                        _ACTIVATIONS.get(offload := layer.get("offload", "none"), offload),
                         layer.get("replicate", 1),
                         layer.get("reduce", "microbatch"),
                         layer.get("overlap", "none"),
                         layer.get("compiled", False),
                         layer.get("saved", "exact"),
+                        layer.get("states", "host" if offload in _ACTIVATIONS else "device"),
                     ),
                 )
                 for layer in data["layers"]
@@ -552,6 +562,7 @@ class Plan:
             sync=data.get("sync", ALL_REDUCE),
             pins=tuple(PinPrice(**pin) for pin in data.get("pins", ())),
             allow=tuple(data.get("allow", ())),
+            nvme_path=data.get("nvme_path", ""),
             request=data.get("request", {}),
         )
 

@@ -478,7 +478,18 @@ command(
     ),
     *(
         pin_option(PINS[name], "{}", (ANY,))
-        for name in ("schedule", "chunks", "sync", "recompute", "segment", "offload", "saved", "overlap", "compile")
+        for name in (
+            "schedule",
+            "chunks",
+            "sync",
+            "recompute",
+            "segment",
+            "offload",
+            "states",
+            "saved",
+            "overlap",
+            "compile",
+        )
     ),
     click.option(
         "--timeline", is_flag=True, help="Also show the memory of every device through the actions of one step."

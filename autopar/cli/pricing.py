@@ -205,7 +205,7 @@ def write_plan(graph: Graph, cluster: Cluster, request: Mapping[str, Any]) -> Pl
     whole = PlanPins(sync=request.get("sync"), schedule=request.get("schedule"))
     check_sync(whole, "every layer", request.get("zero"), None)
     check_replicas(graph, request.get("sync"), [rest // expert, rest])  # layers with experts, and without
-    of_layers = ("tensor", "expert", "recompute", "segment", "offload", "saved", "overlap", "compile")
+    of_layers = ("tensor", "expert", "recompute", "segment", "offload", "states", "saved", "overlap", "compile")
     pins = {name: request.get(name) for name in (*OF_PLAN, *of_layers)}
     pins |= {"data": rest // expert, "ring": context, "microbatches": microbatches}
     pins["compile"] = pins["compile"] or COMPILATIONS[cluster.kind != "cpu"]
@@ -264,9 +264,11 @@ def compared(a: Plan, b: Plan) -> list[tuple[str, Any, Any, str]]:
         found.append((words, count(a, how), count(b, how), ""))
     longest = [max(layer.strategy.recomputation.layers for layer in plan.layers) for plan in (a, b)]
     found.append(("layers of a segment", longest[0], longest[1], ""))
-    for words, part in (("layers' optimizer states", "optimizer"), ("layers' activations", "activations")):
-        counts = (sum(getattr(layer.strategy, f"offloads_{part}") for layer in plan.layers) for plan in (a, b))
-        found.append((f"{words} in the host", *counts, ""))
+    for place, words in (("host", "in the host"), ("nvme", "on NVMe")):
+        away = [sum(layer.strategy.states == place for layer in plan.layers) for plan in (a, b)]
+        found.append((f"layers' optimizer states {words}", away[0], away[1], ""))
+    aside = [sum(layer.strategy.offloads_activations for layer in plan.layers) for plan in (a, b)]
+    found.append(("layers' activations in the host", aside[0], aside[1], ""))
     int8 = [sum(layer.strategy.saves_int8 for layer in plan.layers) for plan in (a, b)]
     found.append(("layers' saved activations in 8 bits", int8[0], int8[1], ""))
     for name in ("step_time_s", "compute_s", "communication_s", "bubble_s", "optimizer_s"):

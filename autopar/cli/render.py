@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.cli.console import plain_table
-from autopar.plan import ALL_REDUCE, GIVEN, LayerPlan, Memory, Plan, StagePlan, Strategy
+from autopar.plan import ALL_REDUCE, GIVEN, STATES, LayerPlan, Memory, Plan, StagePlan, Strategy
 from autopar.schedules import V_SHAPED
 from autopar.units import seconds, size
 
@@ -100,6 +100,9 @@ def _layers(plan: Plan) -> RenderableType:
     if once:
         table.add_column("reduced every")
     table.add_column("recompute")
+    away = any(layer.strategy.states != STATES[0] for layer in plan.layers)
+    if away:
+        table.add_column("states on")
     offloads = any(layer.strategy.offload != "none" for layer in plan.layers)
     if offloads:
         table.add_column("in the host")
@@ -118,6 +121,7 @@ def _layers(plan: Plan) -> RenderableType:
             f"{s.recomputation.layers} as one"
             if s.recomputation.layers > 1
             else {"none": "-", "selective": "in part", "full": "yes"}[s.recomputation.kind],
+            *([s.states] if away else []),
             *([s.offload if s.offload != "none" else "-"] if offloads else []),
             *([s.saved if s.saves_int8 else "-"] if narrow else []),
         )

@@ -39,6 +39,20 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True)
+class Nvme:
+    """A node's NVMe drives, all together: capacity, and bytes per second read and written one after the other, as data sheets have them.
+
+    ``path`` is the folder where programs keep what they put there; empty if the cluster file names none.
+    """
+
+    capacity_bytes: int
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    path: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Network:
     """Collectives as measured on a cluster: bus bandwidth of all GPUs of 1, 2, 4, ... nodes together.
 
@@ -118,7 +132,8 @@ class Cluster:
     ``intra`` links devices of a node (NVLink, PCIe, gloo), ``inter`` is one device's share of its node's network,
     all devices of the node sending at once. ``collective_s`` is the fixed cost of starting a collective. ``local``
     means that the devices are this machine's; ``devices`` names them where the user did. ``wires`` are measurements of collectives.
-    ``host`` is the memory of a node's processors, ``None`` where it is the devices' memory. ``nvlink_domain`` is the number of GPUs that
+    ``host`` is the memory of a node's processors, ``None`` where it is the devices' memory; ``nvme`` are its NVMe drives, ``None`` where
+    none are described. ``nvlink_domain`` is the number of GPUs that
     NVLink connects if that is more than a node (72 in a rack of GB200 NVL72), otherwise 0.
     """
 
@@ -145,6 +160,7 @@ class Cluster:
     between: Link | None = None  # one device's share of the link from part to part
     host: Host | None = None
     nvlink_domain: int = 0
+    nvme: Nvme | None = None
 
     def __post_init__(self) -> None:
         assert self.nodes > 0 and self.gpus_per_node > 0 and self.kind in ("cuda", "cpu"), self
@@ -187,6 +203,36 @@ class Cluster:
         if self.host is None:
             return 0
         return int(self.host.memory_bytes * constants.USABLE_HOST_MEMORY.value) // self.gpus_per_node
+
+    @property
+    def has_nvme(self) -> bool:
+        """Whether the cluster's NVMe is described."""
+        return self.nvme is not None
+
+    @property
+    def nvme_path(self) -> str:
+        """The folder on NVMe where programs keep what they put there; empty if none is named."""
+        return self.nvme.path if self.nvme is not None else ""
+
+    @property
+    def nvme_limit_bytes(self) -> int:
+        """What a plan may put on NVMe for one device: its share of the node's usable capacity."""
+        capacity = self._drives.capacity_bytes * constants.USABLE_NVME.value
+        return int(capacity) // self.gpus_per_node
+
+    def nvme_s(self, read: float, written: float) -> float:
+        """Seconds for which a device's bytes are read and written while all devices of the node do the same."""
+        drives = self._drives
+        return (read / drives.read_bytes_per_s + written / drives.write_bytes_per_s) * self.gpus_per_node
+
+    @property
+    def _drives(self) -> Nvme:
+        """The described drives, or those that are assumed where a pin asks for NVMe and none are described."""
+        return self.nvme or Nvme(
+            int(constants.DEFAULT_NVME_BYTES.value),
+            constants.DEFAULT_NVME_READ_BYTES_PER_S.value,
+            constants.DEFAULT_NVME_WRITE_BYTES_PER_S.value,
+        )
 
     @property
     def host_bytes_per_s(self) -> float:
@@ -283,6 +329,21 @@ def joined(name: str, parts: Sequence[Cluster], between: Link | None, across: bo
         between=between,
         host=_scarcest([part.host for part in parts]),
         nvlink_domain=min(min(part.nvlink_domain, part.count) for part in parts),  # no domain reaches into another part
+        nvme=_smallest([part.nvme for part in parts]),
+    )
+
+
+def _smallest(nodes: Sequence[Nvme | None]) -> Nvme | None:
+    """Drives with the smallest of each figure; none if some nodes have none."""
+    known = [drives for drives in nodes if drives is not None]
+    if len(known) < len(nodes):
+        return None
+    return Nvme(
+        min(drives.capacity_bytes for drives in known),
+        min(drives.read_bytes_per_s for drives in known),
+        min(drives.write_bytes_per_s for drives in known),
+        next((drives.path for drives in known if drives.path), ""),
+        "; ".join(dict.fromkeys(drives.source for drives in known)),
     )
 
 

@@ -170,6 +170,11 @@ DEFAULT_HOST_LINK_BYTES_PER_S = Constant(
 DEFAULT_HOST_BYTES_PER_S = Constant(
     204.8e9, "bytes/s per node", "assumed: 8 channels of DDR4-3200, where the kind's file says nothing of the host"
 )
+_NVME = "assumed where states=nvme is pinned and the cluster file says nothing: one PCIe 4.0 drive"
+DEFAULT_NVME_BYTES = Constant(3.84e12, "bytes per node", f"{_NVME} of 3.84 TB")
+DEFAULT_NVME_READ_BYTES_PER_S = Constant(6.9e9, "bytes/s per node", f"{_NVME}, data sheet of Samsung's PM9A3")
+DEFAULT_NVME_WRITE_BYTES_PER_S = Constant(4.1e9, "bytes/s per node", f"{_NVME}, data sheet of Samsung's PM9A3")
+USABLE_NVME = Constant(0.9, "fraction of the capacity", "assumed: file systems keep a part for themselves")
 
 # -- processes on this machine's CPU ----------------------------------------------------------------------------------
 CPU_FLOPS = Constant(3e10, "FLOP/s per process, float32", "assumed: one core with 256-bit vectors, half busy")

@@ -30,9 +30,14 @@ A TOML file has these keys, all but ``gpu`` optional for a GPU that is known; fo
     host_gb_per_s = 63           # per GPU to the memory of the node's processors, one direction
     host_memory_gb = 2048        # per node, as the memory's makers write it
     host_memory_gb_per_s = 614   # per node, peak
+    nvme_gb = 15360              # per node, all drives together, GB = 1e9 bytes; the three go together
+    nvme_read_gb_per_s = 27      # per node, sequential, as in the data sheet
+    nvme_write_gb_per_s = 16
+    nvme_path = "/nvme"          # the folder where programs keep optimizer states; else AUTOPAR_NVME, or --nvme of train.py
     local = false                # the devices are this machine's
 
-``gpu = "cpu"`` is ``gpus_per_node`` processes on this machine's CPU.
+``gpu = "cpu"`` is ``gpus_per_node`` processes on this machine's CPU. Without the ``nvme`` keys a cluster has no NVMe; with them, plans may
+keep optimizer states in the host's memory and on NVMe without being asked to.
 
 Devices that differ, or parts with a slow link between them, are groups with those keys (but ``name`` and ``local``); pipeline stages take
 devices in the order of the file::
@@ -65,7 +70,7 @@ from typing import Any
 from autopar.devices import constants as c
 from autopar.devices import hardware
 from autopar.devices.calibration import apply as measured_here
-from autopar.devices.cluster import Cluster, Gpu, Host, Link, joined
+from autopar.devices.cluster import Cluster, Gpu, Host, Link, Nvme, joined
 from autopar.errors import DeviceError
 from autopar.units import size
 
@@ -89,11 +94,12 @@ _NUMBERS = (
     "host_memory_gb",
     "host_memory_gb_per_s",
 )
-_KEYS = ("name", "gpu", "local", *_INTEGERS, *_NUMBERS)
+_NVME = ("nvme_gb", "nvme_read_gb_per_s", "nvme_write_gb_per_s")
+_KEYS = ("name", "gpu", "local", *_INTEGERS, *_NUMBERS, *_NVME, "nvme_path")
 _BETWEEN = ("between_gb_per_s", "between_latency_us")
 _KEYS_OF_ALL = ("name", *_BETWEEN)  # of a file with groups
-_KEYS_OF_GROUP = ("gpu", *_INTEGERS, *_NUMBERS)
-_KEYS_OF_CPU = ("name", "gpu", "gpus_per_node", "local", "memory_limit_gb")
+_KEYS_OF_GROUP = ("gpu", *_INTEGERS, *_NUMBERS, *_NVME, "nvme_path")
+_KEYS_OF_CPU = ("name", "gpu", "gpus_per_node", "local", "memory_limit_gb", *_NVME, "nvme_path")
 
 
 def parse(spec: Any, *, memory_limit_bytes: int | None = None, calibration: str | Path | None = None) -> Cluster:
@@ -303,7 +309,22 @@ def _processors(path: Path, data: dict[str, Any]) -> Cluster:
     return dataclasses.replace(
         _local_cpu(data.get("name", path.stem), data.get("gpus_per_node", 1)),
         memory_override_bytes=int(limit * 1e9) if limit is not None else None,
+        nvme=_nvme(path, data),
     )
+
+
+def _nvme(path: Path, data: dict[str, Any]) -> Nvme | None:
+    """The NVMe drives of a node, if the file has any."""
+    given = [key for key in (*_NVME, "nvme_path") if key in data]
+    if not given:
+        return None
+    if missing := [key for key in _NVME if key not in data]:
+        raise DeviceError(
+            f"{path} has {given[0]}, and not {missing[0]}",
+            "NVMe has a capacity and two rates, all of a node: the sum over its drives of what their data sheet says",
+        )
+    capacity, read, write = (data[key] * 1e9 for key in _NVME)
+    return Nvme(int(capacity), read, write, data.get("nvme_path", ""), str(path))
 
 
 def _part(path: Path, data: dict[str, Any]) -> Cluster:
@@ -323,6 +344,7 @@ def _part(path: Path, data: dict[str, Any]) -> Cluster:
         local=data.get("local", False),
         memory_override_bytes=int(limit * 1e9) if limit is not None else None,
         host=_host(path, data),
+        nvme=_nvme(path, data),
         nvlink_domain=data.get("nvlink_domain", _known_domain(data["gpu"])),
     )
 
@@ -337,11 +359,11 @@ def _check(path: Path, data: dict[str, Any], keys: Sequence[str], named: bool = 
             raise DeviceError(
                 f"{path}: {key} = {value!r} is not a positive whole number", "count nodes and GPUs from 1"
             )
-        if key in (*_NUMBERS, *_BETWEEN) and (
+        if key in (*_NUMBERS, *_BETWEEN, *_NVME) and (
             isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e12
         ):
             raise DeviceError(f"{path}: {key} = {value!r} is not a positive number", "units are in the key's name")
-        if key in ("name", "gpu") and not (isinstance(value, str) and value):
+        if key in ("name", "gpu", "nvme_path") and not (isinstance(value, str) and value):
             raise DeviceError(f"{path}: {key} = {value!r} is not a name", f'write {key} = "..."')
         if key == "local" and not isinstance(value, bool):
             raise DeviceError(f"{path}: local = {value!r} is neither true nor false", "write local = true")

@@ -24,7 +24,7 @@ from autopar.emit.stage import layer_attribute, layer_spec, owned_attribute, spe
 from autopar.errors import ModelError, UsageError
 from autopar.graph import Graph
 from autopar.ops.meta import meta
-from autopar.plan import Plan, given_up, local_steps
+from autopar.plan import STATES, Plan, given_up, local_steps
 from autopar.precision import FLOAT16, name_of
 from autopar.program import FILES, copy_runtime
 from autopar.program.chimera import ORDERS
@@ -143,7 +143,7 @@ def _write_orders(folder: Path, plan: Plan) -> None:
 def _refuse_priced(plan: Plan) -> None:
     """Raise ``UsageError`` if the plan has a price but no program."""
     if plan.unwritten:
-        raise UsageError(f"this plan has a price only: {plan.unwritten}", "plan anew without it (offload, or allow)")
+        raise UsageError(f"this plan has a price only: {plan.unwritten}", "plan anew without it (allow)")
 
 
 def _refuse_float16(graph: Graph, plan: Plan) -> None:
@@ -293,6 +293,7 @@ def _uses(program: LocalProgram, index: int) -> str:
     parts = [f"ZeRO {strategy.zero}{copies}", str(strategy.recomputation)]
     parts.insert(1, "gradients reduced once a step" if strategy.reduces_once else "")
     parts.append("two halves in turn" if program.layers[index].half is not None else "")
+    parts.append("" if strategy.states == STATES[0] else f"optimizer states: {strategy.states}")
     parts.append("saved in the host's memory" if strategy.offloads_activations else "")
     parts.append("saved in 8 bits" if is_narrow(program.layers[index]) else "")
     return f"{which}: {roles}; {', '.join(filter(None, parts))}."

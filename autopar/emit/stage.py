@@ -119,6 +119,7 @@ def _spec_of(program: LocalProgram, layer: int, users: Sequence[int], updates: t
         data_axes=copies + shards,
         replicate_axes=copies,
         reduce_once=strategy.reduces_once,
+        states=strategy.states,
         segment=strategy.recomputation.layers,
         backward=any(value.requires_grad for value in local.cls.outputs),
         opaque=any(_is_opaque(program.layers[user].graph) for user in users),

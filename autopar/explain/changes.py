@@ -115,20 +115,24 @@ def _without_pins(study: Study, deadline: float) -> Iterator[Change]:
 
 
 def _offload(study: Study, deadline: float) -> Iterator[Change]:
-    """The single offload that is enough; both together if no single one is."""
-    if study.cluster.host is None or study.options.offload is not None:
+    """The part that is enough in the host's memory; both parts together if no single one is."""
+    options = study.options
+    if study.cluster.host is None or options.offload is not None or options.states is not None:
         return
-    words = {"optimizer": "optimizer states", "activations": "activations", "both": "optimizer states and activations"}
+    states: dict[str, Any] = {"states": "host"}
+    activations: dict[str, Any] = {"offload": "activations"}
+    parts = [("optimizer states", states), ("activations", activations)]
+    parts = parts[1:] if study.cluster.has_nvme else parts  # states were free to go there
+    both = ("optimizer states and activations", states | activations)
     alone = 0
-    for offload, what in words.items():
-        if (offload == "both" and alone) or time.monotonic() > deadline:
+    for what, pins in (*parts, both):
+        if (len(pins) > 1 and alone) or time.monotonic() > deadline:
             break
-        plan = feasible(study, offload=offload)
+        plan = feasible(study, **pins)
         if plan is not None:
             alone += 1
-            remark = ", which has a price only" if plan.unwritten else ""
-            text = f"put {what} into the host's memory (--offload {offload}){remark}"
-            yield _change("offload", text, plan, offload=offload)
+            flags = " ".join(f"--{name} {value}" for name, value in pins.items())
+            yield _change("offload", f"put {what} into the host's memory ({flags})", plan, **pins)
 
 
 def _precision(study: Study, deadline: float) -> Iterator[Change]:

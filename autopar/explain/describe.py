@@ -60,12 +60,16 @@ def describe(plan: Plan) -> str:
             parts.append(f"{count} layers {kind}")
             if sizes := sorted({a.layers for a in again} - {1}):
                 parts[-1] += f" (in segments of {' to '.join(map(str, dict.fromkeys((sizes[0], sizes[-1]))))})"
-    for name, what in (("offloads_optimizer", "optimizer states"), ("offloads_activations", "activations")):
-        count = sum(getattr(layer.strategy, name) for layer in plan.layers)
-        if count:
-            whose = "" if count == len(plan.layers) else f" of {count} of {len(plan.layers)} layers"
-            parts.append(f"{what}{whose} in the host's memory")
-    if any(layer.strategy.overlap == HALVES for layer in plan.layers):
+    strategies = [layer.strategy for layer in plan.layers]
+    for what, where, those in (
+        ("optimizer states", "in the host's memory", sum(s.states == "host" for s in strategies)),
+        ("optimizer states", "on NVMe", sum(s.states == "nvme" for s in strategies)),
+        ("activations", "in the host's memory", sum(s.offloads_activations for s in strategies)),
+    ):
+        if those:
+            whose = "" if those == len(plan.layers) else f" of {those} of {len(plan.layers)} layers"
+            parts.append(f"{what}{whose} {where}")
+    if any(s.overlap == HALVES for s in strategies):
         parts.append("microbatches in halves that take turns")
     parts += [f"{name.replace('_', ' ')} (not exact)" for name in (*NARROW, FP8, TF32, INT8) if name in plan.allow]
     return ", ".join(parts)

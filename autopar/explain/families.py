@@ -39,8 +39,9 @@ class Family:
         return own | {"feasible": self.step_time_s is not None, "slower": slower}
 
 
-def definitions(gpus_per_node: int, count: int, hosts: bool) -> list[tuple[str, str, Pins]]:
-    """(name, title, pins) of every family on devices of that shape; ``hosts`` says whether the memory of nodes' hosts is known."""
+def definitions(gpus_per_node: int, count: int, hosts: bool, nvme: bool) -> list[tuple[str, str, Pins]]:
+    """(name, title, pins) of every family on devices of that shape; ``hosts`` and ``nvme`` say whether the memory of nodes' hosts and
+    their NVMe are known."""
     alone = {"pipeline": 1, "tensor": 1, "expert": 1, "ulysses": 1, "ring": 1}
     found: list[tuple[str, str, Pins]] = [
         ("no_pipeline", "no pipeline", {"pipeline": 1}),
@@ -62,8 +63,10 @@ def definitions(gpus_per_node: int, count: int, hosts: bool) -> list[tuple[str, 
         ("one_microbatch", "one microbatch", {"microbatches": 1}),
     ]
     if hosts:
-        found.append(("host_optimizer", "optimizer states in the host's memory", {"offload": "optimizer"}))
+        found.append(("host_optimizer", "optimizer states in the host's memory", {"states": "host"}))
         found.append(("host_activations", "activations in the host's memory", {"offload": "activations"}))
+    if nvme:
+        found.append(("nvme_optimizer", "optimizer states on NVMe", {"states": "nvme"}))
     node = min(gpus_per_node, count)
     if node > 1:
         found.append(("node_tensor", f"tensor parallelism over a node ({node})", {"tensor": node}))

@@ -57,7 +57,7 @@ def explain(study: Study, plan: Plan, best: Plan, progress: Callable[[str], None
     worth = prices(study, best)
     families = []
     for name, title, pins in definitions(
-        study.cluster.gpus_per_node, study.cluster.count, study.cluster.host is not None
+        study.cluster.gpus_per_node, study.cluster.count, study.cluster.host is not None, study.cluster.has_nvme
     ):
         progress(f"the best plan with {title}")
         families.append(family(study, best, name, title, pins))

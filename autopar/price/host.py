@@ -1,16 +1,18 @@
-"""Offloading: bytes of a layer in host memory, and seconds of the copies in both directions.
+"""Memory besides the device's: bytes of a layer in host memory and on NVMe, and seconds of the copies in both directions.
 
-*Optimizer*: host memory has the optimizer states and the master copy, and buffers for arriving gradients and leaving parameters, for
-every element that the device would update. Once per step the gradients are copied to the host, the CPUs update at the bandwidth of their
-memory, and the parameters are copied back; nothing of this is hidden, and each part starts when the previous one has ended.
+*Optimizer states* (``Strategy.states``), as ``program.state_places`` updates them: the host's memory, or a file on NVMe, has the states and
+a master copy of every element that the device would update. Once per step gradients are copied to the host, the CPUs update at the
+bandwidth of their memory, and parameters are copied back, chunk by chunk: the copies of one chunk run beside the update of another, so that
+the slowest of link, memory and drives takes its time. On NVMe the states and the master copy are read and written once; the drives do one
+after the other. Buffers for two chunks, 128 MB at most, are not counted.
 
 *Activations*: the tensors that the layer saves for its backward are copied to the host after its forward, and back before its backward,
 during the arithmetic of other layers; the device waits for copies that take longer than the layer's own arithmetic. Device memory has
 the saved tensors of the running layer and of one layer that is being copied, assumed to be as large.
 
 A price is that of one microbatch in the steady state, so both directions are assumed busy at once (``Cluster.host_link_bytes_per_s``).
-If the devices' memory is the host's (``Cluster.host`` is ``None``), states stay where they are, and copies of saved tensors only
-cost: memory has the saved tensors, and while a layer runs also the copies of its tensors and of the next layer's.
+If the devices' memory is the host's (``Cluster.host`` is ``None``), states in host memory are in the device's, and what is copied only
+costs: memory has the saved tensors, and while a layer runs also the copies of its tensors and of the next layer's.
 """
 
 from __future__ import annotations
@@ -21,36 +23,54 @@ from autopar.devices import Cluster
 from autopar.plan import Strategy
 from autopar.price.state import Precision
 
+DEVICE, HOST, NVME = "device", "host", "nvme"
+
 
 @dataclass(frozen=True, slots=True)
 class Offloaded:
-    """Which parts of a layer are in host memory, and whether host memory is ``separate`` from device memory."""
+    """Where a layer's optimizer states are, whether its activations are in host memory, and whether that is ``separate`` from device
+    memory."""
 
-    optimizer: bool
+    states: str
     activations: bool
     separate: bool
 
     @staticmethod
     def of(strategy: Strategy, cluster: Cluster) -> Offloaded:
-        separate = cluster.host is not None
-        return Offloaded(separate and strategy.offloads_optimizer, strategy.offloads_activations, separate)
+        return Offloaded(strategy.states, strategy.offloads_activations, cluster.host is not None)
+
+    def in_host(self, elements: int, numbers: Precision) -> int:
+        """Bytes of the states of so many elements in host memory, if that is not the device's."""
+        return elements * away_bytes(numbers) if self.states == HOST and self.separate else 0
+
+    def on_nvme(self, elements: int, numbers: Precision) -> int:
+        """Bytes of the states of so many elements on NVMe."""
+        return elements * away_bytes(numbers) if self.states == NVME else 0
+
+    def here(self, numbers: Precision) -> int | None:
+        """Bytes of an element's states in device memory if they are not the device's own, but in the host's memory; else ``None``."""
+        if self.states == DEVICE:
+            return None
+        return 0 if self.separate or self.states == NVME else away_bytes(numbers)
 
 
-def host_update_bytes(numbers: Precision) -> int:
-    """Bytes that the CPUs move per parameter: they read its gradient, read and write its states and master copy, and write the
-    parameter, which they also read if it is its own master copy."""
-    return numbers.reduced + 2 * numbers.optimizer + numbers.shard * (1 if numbers.master else 2)
+def away_bytes(numbers: Precision) -> int:
+    """Bytes of an element in host memory or on NVMe: its states, and a master copy."""
+    return numbers.optimizer + (0 if numbers.master else numbers.shard)
 
 
-def host_update_s(elements: float, numbers: Precision, cluster: Cluster) -> float:
-    """Seconds of an optimizer step over ``elements`` in host memory, copies in both directions included."""
-    sent = elements * (numbers.reduced + numbers.shard)
-    return sent / cluster.host_link_bytes_per_s + elements * host_update_bytes(numbers) / cluster.host_bytes_per_s
-
-
-def host_state_bytes(elements: int, numbers: Precision) -> int:
-    """Bytes of ``elements`` in host memory: states, master copy, and buffers for the gradient and the parameter."""
-    return elements * (numbers.optimizer + numbers.reduced + numbers.shard)
+def host_update_s(elements: float, states: str, zero: int, numbers: Precision, cluster: Cluster) -> float:
+    """Seconds of an optimizer step over ``elements`` whose states are in host memory or on NVMe."""
+    wide = numbers.at_rest or numbers.shard
+    down, up = numbers.reduced, wide if zero >= 2 else numbers.shard
+    # the gradient arrives and is read; states and master copy are read and written; the parameter is read, written in its dtype, and sent
+    moved = elements * (2 * down + 2 * away_bytes(numbers) + wide + 2 * up)
+    if cluster.host is None:
+        found = moved / cluster.gpu.bytes_per_s
+    else:
+        found = max(moved / cluster.host_bytes_per_s, elements * max(down, up) / cluster.host_link_bytes_per_s)
+    size = elements * away_bytes(numbers)
+    return max(found, cluster.nvme_s(size, size)) if states == NVME else found
 
 
 def waited_s(size: float, compute_s: float, cluster: Cluster) -> float:

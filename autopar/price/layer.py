@@ -29,7 +29,7 @@ from autopar.devices.measured import Floats
 from autopar.layer_price import LayerPrice
 from autopar.plan import SELECTIVE, TENSOR_OVERLAP, Axis, Strategy
 from autopar.price.collectives import Group, beside_s, group, group_time_s
-from autopar.price.host import Offloaded, host_state_bytes, host_update_s, waited_s
+from autopar.price.host import DEVICE, Offloaded, host_update_s, waited_s
 from autopar.price.int8 import in_int8
 from autopar.price.live_memory import Alive, Neighbours, Share
 from autopar.price.moves import Move, layer_moves
@@ -393,19 +393,19 @@ def assemble(
     trainer: Trainer,
     neighbours: Neighbours,
 ) -> LayerPrice:
-    """Add ZeRO over the data axes, recomputation, and offloading to host memory. ``neighbours`` are assumed to have the same strategy."""
+    """Add ZeRO over the data axes, recomputation, and other memories. ``neighbours`` are assumed to have the same strategy."""
     data, zero = spread.size, strategy.zero if spread.size > 1 else 0
     trainable, offloaded = math.ceil(c.trainable), Offloaded.of(strategy, cluster)
     gather, reduce = spread.gather_s[zero >= 2], spread.reduce_s[zero >= 2]
     exposed = functools.partial(trainer.exposed_sharded_s, slowdown=cluster.overlap_slowdown)
-    again, part = float(strategy.recomputation.kind == "full"), float(strategy.recomputation is SELECTIVE)
+    again, part = strategy.recomputation.kind == "full", strategy.recomputation is SELECTIVE
     forward_wire_s, backward_wire_s = _wires_s(c, strategy, trainer, cluster)
     each_time = zero >= 2 and not strategy.reduces_once  # gradients are reduced in every microbatch
     copies_s = _copies_s(spread, strategy, zero)
     forward_compute_s = max(c.forward_compute_s + copies_s[0], c.forward_host_s - forward_wire_s)
     accumulate_s = _accumulate_s(spread, trainable / (data if each_time else 1), numbers, cluster)
-    again_s = again * c.forward_compute_s + part * c.selective_compute_s
-    device_s = c.backward_compute_s + accumulate_s + copies_s[1] + again_s
+    device_s = c.backward_compute_s + accumulate_s + copies_s[1]
+    device_s += again * c.forward_compute_s + part * c.selective_compute_s
     host_s = c.backward_host_s + again * c.forward_host_s + part * c.selective_host_s
     backward_compute_s = max(device_s, host_s - backward_wire_s)
     waits_s = _waits_s(c, strategy, data if zero >= 2 else 1, cluster, forward_compute_s, backward_compute_s)
@@ -413,13 +413,12 @@ def assemble(
     forward_exposed = exposed(gather * (zero >= 2), forward_compute_s)
     back_s = reduce * each_time + gathers(strategy) * gather * (zero == 3)
     backward_exposed = exposed(back_s, backward_compute_s)
-
     segment_bytes = _activations(c, strategy, 1)[0]
     if offloaded.activations:
         forward_exposed += waited_s(segment_bytes, forward_compute_s, cluster)
         backward_exposed += waited_s(segment_bytes, backward_compute_s, cluster)
     updated = trainable / (data if zero else 1)
-    step_s = _update_s(updated, c.tensors, numbers, cluster, on_host=offloaded.optimizer)
+    step_s = _update_s(updated, c.tensors, offloaded.states, zero, numbers, cluster)
     if zero < 2:
         reduction_s, published_s = (reduce, gather) if zero else (spread.average_s, spread.publish_s)
         step_s += trainer.exposed_reduction_s(reduction_s, backward_compute_s, cluster.overlap_slowdown)
@@ -451,7 +450,8 @@ def assemble(
         waiting_bytes=math.ceil(c.waiting_bytes),
         segment=strategy.recomputation.layers,
         kept_bytes=math.ceil(segment_bytes),
-        host_bytes=host_state_bytes(math.ceil(updated), numbers) if offloaded.optimizer else 0,
+        host_bytes=offloaded.in_host(math.ceil(updated), numbers),
+        nvme_bytes=offloaded.on_nvme(math.ceil(updated), numbers),
         host_saved_bytes=math.ceil(segment_bytes) if on_host else 0,
     )
 
@@ -461,10 +461,10 @@ def _accumulate_s(spread: Spread, elements: float, numbers: Precision, cluster: 
     return (1 - 1 / spread.microbatches) * elements * numbers.accumulated / cluster.gpu.bytes_per_s
 
 
-def _update_s(updated: float, tensors: int, numbers: Precision, cluster: Cluster, on_host: bool) -> float:
+def _update_s(updated: float, tensors: int, states: str, zero: int, numbers: Precision, cluster: Cluster) -> float:
     """Seconds of the optimizer for so many elements."""
-    if on_host:
-        return host_update_s(updated, numbers, cluster)
+    if states != DEVICE:
+        return host_update_s(updated, states, zero, numbers, cluster)
     return cluster.gpu.update_s(updated * update_bytes(numbers), tensors)
 
 
@@ -541,7 +541,7 @@ def _bytes(
     """Bytes of parameters, gradients, optimizer state, saved activations of one microbatch, and transients."""
     parameters, trainable = math.ceil(c.parameters), math.ceil(c.trainable)
     stored, gradients, optimizer = state_bytes(
-        parameters, trainable, data, zero, numbers, offloaded.optimizer, strategy.reduces_once
+        parameters, trainable, data, zero, numbers, offloaded.here(numbers), strategy.reduces_once
     )
     segment = strategy.recomputation.layers
     saved, working = _activations(c, strategy, segment)

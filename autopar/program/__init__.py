@@ -14,6 +14,7 @@ from pathlib import Path
 
 FILES = (
     "agree.py",
+    "arrivals.py",
     "boxes.py",
     "buffers.py",
     "checkpoint.py",
@@ -67,6 +68,7 @@ FILES = (
     "spec.py",
     "split_pipeline.py",
     "state.py",
+    "state_places.py",
     "tracing.py",
     "train.py",
     "values.py",

@@ -224,6 +224,7 @@ def load(training: Training, folder: str | os.PathLike[str]) -> Mapping[str, Any
     schedulers.restore(updates.scheduler, opened[0].facts.get("scheduler"))
     updates.read_masters()
     for group in training.groups:
+        group.upload()
         group.publish()
     return opened[0].facts
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.program.collectives import ShardedReduceScatter
 from autopar.program.masters import Group, Master, alike, set_parameter
+from autopar.program.state_places import DEVICE, Away, download, pieces_of, upload
 from autopar.program.world import Layout, Program, World
 
 
@@ -33,7 +34,7 @@ class ShardedGroup:
         self.layouts = tuple(layouts)
         child, zero, _ = program.group(layouts[0])
         copies, shards = program.copies(layouts[0])
-        self._world, self._stage = world, stage
+        self._world, self._stage, self._shards = world, stage, shards
         wide, compute = program.dtypes(layouts[0])
         module = stage.get_submodule(child)
         ignored = {param for param in module.parameters() if not param.is_meta}  # these belong to a flat group
@@ -70,13 +71,27 @@ class ShardedGroup:
         self.frozen: list[Master] = []
         for layout, param in self._params.items():
             first = rows_of(param, param.shape[0])[0] * param.shape[1:].numel()
+            place = program.place(layout) if layout.trainable else DEVICE
+            if place != DEVICE:
+                self._add_away(layout, param, place, first)
+                continue
             shard = nn.Parameter(shard_of(param), layout.trainable)
             mine = self.masters if layout.trainable else self.frozen
             mine.append(Master(layout, shard, alike(layout, shards, world), first))
 
+    def _add_away(self, layout: Layout, param: Tensor, place: str, first: int) -> None:
+        """Masters of a parameter that are not on the device, which keeps its shard."""
+        values = shard_of(param).view(-1)
+        owned = self._world.places.zeros(place, values.shape, values.dtype)
+        same = alike(layout, self._shards, self._world)
+        for start, stop in pieces_of(values.numel(), values.dtype):
+            here = values[start:stop]
+            away = Away(place, nn.Parameter(here), here)
+            self.masters.append(Master(layout, nn.Parameter(owned[start:stop]), same, first + start, away))
+
     def own_gradients(self) -> list[Tensor]:
         """As of ``FlatGroup``."""
-        return [master.tensor.grad for master in self.masters if master.tensor.grad is not None]
+        return [gradient for master in self.masters if (gradient := master.gradient) is not None]
 
     def adders(self) -> Mapping[int, Callable[[Tensor], None]]:
         """None: autograd computes all gradients."""
@@ -91,29 +106,43 @@ class ShardedGroup:
             local = layout.slice(source(layout), self._world.coordinates)
             start, stop = rows_of(param, local.shape[0])
             shard_of(param).copy_(local[start:stop])
+        download(self.masters)
 
     def zero_grad(self) -> None:
         for param in self._params.values():
             param.grad = None
         for master in self.masters:
-            master.tensor.grad = None  # it is a view of the old gradients, which would stay live beside the new ones
+            master.holder.grad = None  # it is a view of the old gradients, which would stay live beside the new ones
 
     def finish_reduction(self) -> None:
         """FSDP2 has reduced the gradients that autograd computed; the optimizer gets views of them. Padding has no gradient."""
+        gradients = {
+            layout: self._gradient(layout, param) for layout, param in self._params.items() if layout.trainable
+        }
         for master in self.masters:
-            param = self._params[master.layout]
-            grad = torch.zeros_like(master.tensor) if param.grad is None else shard_of(param.grad)
-            first, last = rows_of(param, param.shape[0])
-            for dim, start, length in master.layout.beyond(self._world.coordinates):
-                inner = slice(max(start - first, 0), max(last - first, 0)) if dim == 0 else slice(start, start + length)
-                grad.movedim(dim, 0)[inner] = 0
-            master.tensor.grad = grad
+            whole = gradients[master.layout]
+            first = rows_of(param := self._params[master.layout], param.shape[0])[0] * param.shape[1:].numel()
+            piece = slice(master.first - first, master.first - first + master.tensor.numel())
+            master.holder.grad = whole if master.away is None else whole.view(-1)[piece]
+
+    def _gradient(self, layout: Layout, param: Tensor) -> Tensor:
+        """This rank's shard of a gradient; zeros if there is none."""
+        grad = torch.zeros_like(shard_of(param)) if param.grad is None else shard_of(param.grad)
+        first, last = rows_of(param, param.shape[0])
+        for dim, start, length in layout.beyond(self._world.coordinates):
+            inner = slice(max(start - first, 0), max(last - first, 0)) if dim == 0 else slice(start, start + length)
+            grad.movedim(dim, 0)[inner] = 0
+        return grad
 
     def average(self) -> None:
         """Nothing: replicas that train apart have no shards."""
 
+    def upload(self) -> None:
+        """As of ``FlatGroup``."""
+        upload(self.masters)
+
     def publish(self) -> None:
-        """Nothing: the masters are the parameters' own storage."""
+        """Nothing: the masters are the parameters' own storage, or their values are uploaded."""
 
     def values(self) -> dict[str, Tensor]:
         return {layout.name: _full(param.detach()) for layout, param in self._params.items()}

@@ -74,8 +74,11 @@ class LocalGroup:
     def average(self) -> None:
         """Nothing: no replica has a copy."""
 
-    def publish(self) -> None:
+    def upload(self) -> None:
         """Nothing: the masters are the parameters themselves."""
+
+    def publish(self) -> None:
+        """Nothing, likewise."""
 
     def values(self) -> dict[str, Tensor]:
         """This rank's whole slice of every parameter, by its name in the stage."""

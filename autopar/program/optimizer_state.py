@@ -156,7 +156,13 @@ class Restored:
                 # torch's optimizers read the number of steps on the host
                 host = kind != TENSOR and key == "step" and not on_device[id(master.tensor)]
                 device = "cpu" if host or kind in _PYTHON else master.tensor.device
-                state[key] = torch.zeros(shape, dtype=dtype, device=device)
+                now = optimizer.state.get(master.tensor, {}).get(key)
+                if isinstance(now, Tensor) and world.places.has(now) and (now.shape, now.dtype) == (shape, dtype):
+                    state[key] = now  # a file keeps the room of what is left
+                elif master.away is not None and shape == master.tensor.shape:
+                    state[key] = world.places.zeros(master.away.place, shape, dtype)
+                else:
+                    state[key] = torch.zeros(shape, dtype=dtype, device=device)
                 self.pieces += _pieces(master, key, state[key], world)
             if facts["keys"] and not state:
                 self.anew.append(master.layout.original)

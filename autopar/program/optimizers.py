@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from autopar.program.masters import Master
+from autopar.program.state_places import DEVICE, AwayUpdates
 from autopar.program.world import Layout, Program, World
 
 Optimizer = Callable[[Any], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
@@ -64,7 +65,8 @@ class Several(torch.optim.Optimizer):
 class Updates:
     """What updates this rank's master copies: the optimizer over ``masters``, and the scheduler of its learning rates, if there is one.
 
-    ``masters`` are the tensors that the optimizer has: this rank's own, or whole ones that it updates for several ranks.
+    ``masters`` are the tensors that the optimizer has: this rank's own, or whole ones that it updates for several ranks. ``away`` updates
+    them where some are not on the device.
     """
 
     def __init__(
@@ -73,14 +75,16 @@ class Updates:
         scheduler: LRScheduler | None,
         masters: Sequence[Master],
         whole: WholeTensors | None,
+        away: AwayUpdates | None,
     ) -> None:
         self.optimizer, self.scheduler, self.masters, self._whole = optimizer, scheduler, masters, whole
+        self._away = away
 
     def step(self) -> None:
         """Update by the masters' gradients, then set the next step's learning rates; all ranks call this."""
         if self._whole is not None:
             self._whole.gather_gradients()
-        self.optimizer.step()
+        (self._away or self.optimizer).step()
         if self._whole is not None:
             self._whole.scatter_values()
         if self.scheduler is not None:
@@ -126,7 +130,11 @@ def make(
     for master in masters:
         mine.setdefault(master.layout.original, []).append(master.tensor)
     made = _joined([_rebuilt(model, names, mine) for model in models])
-    return Updates(made, None if scheduler is None else _scheduled(scheduler, made), masters, whole)
+    away = None
+    if any(master.away is not None for master in masters):
+        at_once = not all(_of_torch(model) for model in models)
+        away = AwayUpdates(made, masters, world.places, world.device, at_once)
+    return Updates(made, None if scheduler is None else _scheduled(scheduler, made), masters, whole, away)
 
 
 def checked(
@@ -271,6 +279,8 @@ def cut(layout: Layout, program: Program) -> str | None:
         return f"the axis {axes[0]} shards it"
     if layout.part is not None:
         return "it is a fused projection, which the program stores in parts"
+    if program.place(layout) != DEVICE:
+        return "it is not on the device, and is updated piece by piece"
     _, zero, data = program.group(layout)
     return f"ZeRO {zero} divides it over {', '.join(data)}" if zero else None
 

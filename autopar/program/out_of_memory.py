@@ -17,7 +17,7 @@ _SIGNS = ("can't allocate memory", "not enough memory", "Cannot allocate memory"
 _CHANGES = {
     "activations": "recompute more (--recompute full), or make microbatches smaller (--microbatches)",
     "transients": "make microbatches smaller (--microbatches), or shard layers (--tensor)",
-    "optimizer": "shard the optimizer's states (--zero 1), or keep them in the host's memory (--offload optimizer)",
+    "optimizer": "shard the optimizer's states (--zero 1), or keep them in the host's memory (--states host)",
     "gradients": "shard gradients (--zero 2)",
     "parameters": "shard parameters (--zero 3), or use more pipeline stages (--pipeline)",
 }

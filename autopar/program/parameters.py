@@ -1,12 +1,11 @@
 """The parameters of this rank's stages: flat buffers (ZeRO 0 and 1); for ZeRO 2 and 3 see ``fsdp``.
 
 Everything here is a function of the parameters' layout records (``layouts.json``). The optimizer owns plain tensors, the
-*masters*: whole local slices, or under ZeRO this rank's pieces of them.
+*masters*: whole local slices, or under ZeRO this rank's pieces of them. Masters may be in the host's memory or on NVMe (``state_places``).
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autopar.program.arrivals import Arrivals
 from autopar.program.collectives import Work, all_gather, reduce_scatter
 from autopar.program.masters import Group, Master, alike, set_parameter
+from autopar.program.state_places import DEVICE, Away, pieces_of, upload
 from autopar.program.world import Layout, Program, World
 
 # -- groups of parameters ---------------------------------------------------------------------------------------------
@@ -30,29 +31,6 @@ class Slot:
     param: nn.Parameter
     start: int
     stop: int
-
-
-class Arrivals:
-    """Counts the gradients of a group that a step still lacks: one of every parameter in every microbatch.
-
-    A parameter's hook references this, and not the group: the garbage collector does not see a parameter's hooks, so the group, and with
-    it the process groups, would never be freed. ``complete`` is called when the last gradient arrives.
-    """
-
-    def __init__(self, each_step: int) -> None:
-        self._each_step, self.missing = each_step, each_step
-        self.complete: weakref.WeakMethod[Callable[[], None]] | None = None
-
-    def reset(self) -> None:
-        self.missing = self._each_step
-
-    def count(self) -> None:
-        self.missing -= 1
-        complete = self.complete and self.complete()
-        if complete is not None and self.missing <= 0:
-            if self.missing < 0:
-                raise RuntimeError("a parameter got a gradient after the reduction of its group had started")
-            complete()
 
 
 class FlatGroup:
@@ -87,10 +65,16 @@ class FlatGroup:
         piece = -(-sum(shape.numel() for shape in shapes) // self._parts)  # the last piece is padded
         index = dist.get_rank(self._group) if self._scattered else 0
         self._own = slice(index * piece, (index + 1) * piece)
-        self._mixed = trainable and wide != compute and self._updates
+        self._place = program.place(layouts[0]) if trainable and self._updates else DEVICE
+        self._mixed = trainable and self._updates and (wide != compute or self._place != DEVICE)
         self._values = torch.zeros(piece * self._parts, dtype=compute, device=world.device)
         self._grads = torch.zeros(piece * self._parts if trainable else 0, dtype=wide, device=world.device)
-        self._owned = torch.zeros(piece, dtype=wide, device=world.device) if self._mixed else self._values[self._own]
+        if self._place != DEVICE:
+            self._owned = world.places.zeros(self._place, (piece,), wide)
+        else:
+            self._owned = (
+                torch.zeros(piece, dtype=wide, device=world.device) if self._mixed else self._values[self._own]
+            )
         self._work: Work | None = None  # the reduction, while it runs
         self._sum: Tensor | None = None  # its result under ZeRO 1
         self._over_copies = False  # whether the sum over the copies has started
@@ -138,11 +122,20 @@ class FlatGroup:
         low, high = self._overlap(slot)
         if low == high or not self._updates:
             return
-        piece = self._owned[low - self._own.start : high - self._own.start]
-        tensor = nn.Parameter(piece if self._scattered else piece.view(slot.param.shape))
-        tensor.grad = self._grads[low:high].view(tensor.shape)
         same = alike(slot.layout, (*self._shards, *self._apart), self._world)
-        self.masters.append(Master(slot.layout, tensor, same, low - slot.start))
+        piece = self._owned[low - self._own.start : high - self._own.start]
+        if self._place == DEVICE:
+            tensor = nn.Parameter(piece if self._scattered else piece.view(slot.param.shape))
+            tensor.grad = self._grads[low:high].view(tensor.shape)
+            self.masters.append(Master(slot.layout, tensor, same, low - slot.start))
+            return
+        for start, stop in pieces_of(high - low, piece.dtype):
+            there = slice(low + start, low + stop)
+            gradient = nn.Parameter(self._grads[there])  # of the master's dtype, and of no memory of its own
+            gradient.grad = self._grads[there]
+            away = Away(self._place, gradient, self._values[there])
+            tensor = nn.Parameter(piece[start:stop])
+            self.masters.append(Master(slot.layout, tensor, same, low + start - slot.start, away))
 
     def own_gradients(self) -> list[Tensor]:
         """The gradients that this rank's masters read, after the reduction."""
@@ -237,7 +230,13 @@ class FlatGroup:
     def average(self) -> None:
         """Average the masters of replicas that train apart."""
         if self._replicas is not None:
-            self._average_(self._owned, self._replicas)
+            own = self._owned.to(self._world.device)  # itself, unless it is away
+            self._owned.copy_(self._average_(own, self._replicas))
+            self.upload()
+
+    def upload(self) -> None:
+        """Give the device the values of masters that are away, after anything but an update set them."""
+        upload(self.masters)
 
     def _average_(self, tensor: Tensor, replicas: dist.ProcessGroup) -> Tensor:
         dist.all_reduce(tensor, group=replicas)
@@ -262,9 +261,10 @@ class FlatGroup:
     def start_publication(self) -> None:
         """Start to ``publish``; the masters may change afterwards."""
         if self._scattered:
-            self._source = self._owned.to(self._values.dtype, copy=True)
+            own = self._owned if self._place == DEVICE else self._values[self._own]  # an update has uploaded it
+            self._source = own.to(self._values.dtype, copy=True)
             self._sending = all_gather(self._values, self._source, group=self._group, async_op=True)
-        elif self._mixed:
+        elif self._mixed and self._place == DEVICE:
             self._values.copy_(self._owned)
         if self._served:
             self._sending = dist.broadcast(self._values, group=self._group, group_src=0, async_op=True)
@@ -277,7 +277,7 @@ class FlatGroup:
 
     def values(self) -> dict[str, Tensor]:
         """This rank's whole slice of every parameter, by its name in the stage: the mean of replicas that train apart."""
-        return self._split(self._mean(self._whole(self._owned) if self._mixed else self._values))
+        return self._split(self._mean(self._whole(self._owned.to(self._world.device)) if self._mixed else self._values))
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's whole slice of every trainable parameter's reduced gradient, by its name in the stage."""
@@ -348,7 +348,8 @@ def kind_of(layout: Layout, program: Program) -> str:
     wide, compute = program.dtypes(layout)
     if zero >= 2:
         return "fsdp"
-    return "flat" if axes or layout.shared is not None or wide != compute else "local"
+    away = layout.trainable and program.place(layout) != DEVICE
+    return "flat" if axes or layout.shared is not None or wide != compute or away else "local"
 
 
 def _group_of(layout: Layout, program: Program) -> Callable[..., Group]:

@@ -56,6 +56,7 @@ def load(training: Training, path: str | os.PathLike[str]) -> None:
             raise CheckpointError(str(error), "all machines read one shared folder, or equal copies") from error
         on_every_rank(copy, source, writing=False, replaces=True)
     for group in training.groups:
+        group.upload()
         group.publish()
 
 

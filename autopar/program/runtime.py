@@ -324,7 +324,7 @@ class Trainer:
     def _clip(self, max_norm: float) -> Tensor:
         masters = [master for group in self._groups for master in group.masters]
         counted = [m for m in masters if self.world.first_on(m.alike) and self.program.is_first_copy(m.layout)]
-        grads = [grad for master in counted if (grad := master.tensor.grad) is not None]
+        grads = [grad for master in counted if (grad := master.gradient) is not None]
         norms = [_norm(grad) for grad in grads] or [torch.zeros((), dtype=torch.float64, device=self.world.device)]
         squares = torch.stack(norms).square().sum()
         if self.loss_scale is not None and self.world.replica is None:
@@ -332,7 +332,7 @@ class Trainer:
         else:
             dist.all_reduce(squares, group=self.world.replica)
         norm = squares.sqrt()
-        nn.utils.clip_grads_with_norm_([master.tensor for master in masters], max_norm, norm)
+        nn.utils.clip_grads_with_norm_([master.holder for master in masters], max_norm, norm)
         return norm
 
     def gradients(self) -> dict[str, Tensor]:

@@ -46,6 +46,7 @@ class LayerSpec:
     data_axes: tuple[str, ...]  # the axes that divide the batch
     replicate_axes: tuple[str, ...] = ()  # those of them over which ZeRO does not shard
     reduce_once: bool = False  # gradients add up locally, and are reduced in the last microbatch alone
+    states: str = "device"  # where master copies and optimizer states are: device, host, nvme
     segment: int = 1  # the number of layers that are recomputed as one with this one
     backward: bool = True  # whether gradients flow through the layer
     opaque: bool = False  # parameters may get no gradient on some ranks

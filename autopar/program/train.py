@@ -43,6 +43,7 @@ from autopar.program.runtime import (
     start,
     wrong_state,
 )
+from autopar.program.state_places import PlaceError
 from autopar.program.watch import Watch, run
 from autopar.program.weights import is_weights
 from autopar.program.world import Program
@@ -86,6 +87,9 @@ def arguments() -> argparse.Namespace:
         "--draw-init",
         action="store_true",
         help="start from drawn values instead: matrices N(0, 0.02), vectors named ...weight ones, all others zeros",
+    )
+    parser.add_argument(
+        "--nvme", metavar="DIR", help="a folder on the node's NVMe for optimizer states, in place of the plan's"
     )
     parser.add_argument("--save", help="where to save the state dict at the end")
     parser.add_argument("--save-weights", metavar="DIR", help="a new folder for the weights as safetensors at the end")
@@ -201,7 +205,7 @@ def open_trainer(args: argparse.Namespace, watch: Watch) -> tuple[Trainer, objec
     state = None if args.resume else start_values(args, program.records)
     # the watch speaks first, because a collective that gives up names no rank
     patience_s = args.lost_after + max(args.timeout, args.setup_timeout, args.save_timeout)
-    world = start(program, device=args.device, timeout_s=patience_s)
+    world = start(program, device=args.device, timeout_s=patience_s, nvme=args.nvme)
     watch.join()
     try:
         claimed = claim(args.checkpoint, patience_s=args.lost_after) if args.checkpoint else None
@@ -354,7 +358,10 @@ def main() -> None:
     args = arguments()
     limits_s = {"set-up": args.setup_timeout, "step": args.timeout, "save": args.save_timeout}
     with Watch(limits_s, args.lost_after) as watch, out_of_memory.explained(FOLDER):
-        train(args, watch)
+        try:
+            train(args, watch)
+        except PlaceError as error:
+            raise SystemExit(f"PlaceError: {error}") from error
     dist.destroy_process_group()
 
 

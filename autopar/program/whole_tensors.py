@@ -25,12 +25,13 @@ from torch import Tensor, nn
 
 from autopar.program.boxes import Box, pieces
 from autopar.program.masters import Master
+from autopar.program.state_places import upload
 from autopar.program.world import Program, World
 
 ROUND_BYTES = 256 * 2**20
 """What an owner receives at a time, unless one tensor is larger: the bound of the buffers that are sent and received."""
 
-Values = Callable[[nn.Parameter], Tensor | None]
+Values = Callable[[Master], Tensor | None]
 
 
 class _Key(NamedTuple):
@@ -83,15 +84,15 @@ class WholeTensors:
         self.masters = [master for master, own in zip(self._held, mine, strict=True) if own.key not in cut]
         owners = _owners(records, cut)
         layouts = {own.key: master.layout for master, own in zip(self._held, mine, strict=True)}
+        away = {own.key: master.away is not None for master, own in zip(self._held, mine, strict=True)}
         self._owned: dict[_Key, Master] = {}
         for record in mine:
             if owners.get(record.key) == dist.get_rank() and record.key not in self._owned:
                 layout = replace(
                     layouts[record.key], part=None, shape=record.shape, padded=record.shape, sharded=(), replicated=()
                 )
-                tensor = nn.Parameter(
-                    torch.empty(record.shape, dtype=getattr(torch, record.dtype), device=world.device)
-                )
+                device = torch.device("cpu") if away[record.key] else world.device
+                tensor = nn.Parameter(torch.empty(record.shape, dtype=getattr(torch, record.dtype), device=device))
                 self._owned[record.key] = Master(layout, tensor, ())
         self.masters += self._owned.values()
         self._rounds = [(dtype, list(_transfers(records, owners, keys))) for dtype, keys in _rounds(records, owners)]
@@ -99,23 +100,24 @@ class WholeTensors:
 
     def gather_values(self) -> None:
         """Read the owners' whole masters from the pieces, which were set."""
-        self._gather(Tensor.detach)
+        self._gather(_value)
 
     def gather_gradients(self) -> None:
         """Give the owners whole gradients."""
         for master in self._owned.values():
             master.tensor.grad = torch.empty_like(master.tensor)
-        self._gather(lambda tensor: None if tensor.grad is None else tensor.grad.contiguous())
+        self._gather(lambda master: None if master.gradient is None else master.gradient.contiguous())
 
     @torch.no_grad()
     def scatter_values(self) -> None:
         """After an update: write the new values into the pieces on all ranks. The owners' gradients are freed."""
         for dtype, transfers in self._rounds:
-            boxes = self._boxes_of(transfers, Tensor.detach)
+            boxes = self._boxes_of(transfers, _value)
             sent = [(t.holder, _in(self._owned[t.key].tensor.detach(), t.box)) for t in self._owned_of(transfers)]
             _exchange(sent, [(t.owner, boxes[t.index][t.number]) for t in self._held_of(transfers)], dtype, self._world)
         for master in self._owned.values():
             master.tensor.grad = None
+        upload(self._held)
 
     @torch.no_grad()
     def _gather(self, values: Values) -> None:
@@ -124,7 +126,7 @@ class WholeTensors:
             boxes = self._boxes_of(transfers, values)
             received: list[tuple[int, Tensor]] = []
             for transfer in self._owned_of(transfers):
-                whole = values(self._owned[transfer.key].tensor)
+                whole = values(self._owned[transfer.key])
                 assert whole is not None
                 received.append((transfer.holder, _in(whole, transfer.box)))
             sent = [(t.owner, boxes[t.index][t.number]) for t in self._held_of(transfers)]
@@ -140,10 +142,14 @@ class WholeTensors:
         """Views of this rank's boxes, by the index of the master."""
         found = {}
         for index in {transfer.index for transfer in self._held_of(transfers)}:
-            tensor = values(self._held[index].tensor)
+            tensor = values(self._held[index])
             tensor = torch.zeros_like(self._held[index].tensor) if tensor is None else tensor
             found[index] = [view for _, view in _boxes(self._held[index], tensor, self._world)]
         return found
+
+
+def _value(master: Master) -> Tensor:
+    return master.tensor.detach()
 
 
 def _record(master: Master, replica: tuple[int, ...], world: World) -> _Record:

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.program.mesh_axes import on_mesh
 from autopar.program.spec import LayerSpec, ProgramSpec, TensorSpec
+from autopar.program.state_places import PLACES, Places
 
 # spmd-types calls two collectives by the names that torch 2.13 deprecates
 warnings.filterwarnings("ignore", category=FutureWarning, module="spmd_types")
@@ -229,6 +230,12 @@ class Program:
         replicating = {MIRROR, *(axis for layer in layers for axis in layer.replicate_axes)}
         return tuple(a for a in axes if a in replicating), tuple(a for a in axes if a not in replicating)
 
+    def place(self, layout: Layout) -> str:
+        """Where the parameter's master copy and optimizer states are (``PLACES``). Tied copies have theirs in one place, so that their
+        updates are the same."""
+        records = [layout] if layout.shared is None else [c for c in self.layouts if c.shared == layout.shared]
+        return max((self.layers[c.stage][self._home(c)[0]].states for c in records), key=PLACES.index)
+
     def is_first_copy(self, layout: Layout) -> bool:
         """Whether a parameter is not tied to one of an earlier stage."""
         return layout.shared is None or layout.stage == min(c.stage for c in self.layouts if c.shared == layout.shared)
@@ -308,6 +315,7 @@ class World:
     # by tied parameter: the pipeline ranks that have a copy, if several have one
     shared: Mapping[str, dist.ProcessGroup]
     replica: dist.ProcessGroup | None = None  # this rank's replica, if replicas train apart
+    places: Places = field(default_factory=Places)  # of optimizer states that are not on the device
 
     @property
     def pipeline(self) -> int:
@@ -343,10 +351,11 @@ class World:
         return all(self.coordinates[axis][0] == 0 for axis in axes)
 
 
-def start(program: Program, *, device: str | None = None, timeout_s: float = 600) -> World:
+def start(program: Program, *, device: str | None = None, timeout_s: float = 600, nvme: str | None = None) -> World:
     """Join the other processes (``torchrun`` sets the environment) and build the plan's mesh.
 
-    NCCL on GPUs, gloo on CPUs; ``device`` is ``"cuda"``, ``"cpu"`` or ``None``: GPUs if there is one for every local process.
+    NCCL on GPUs, gloo on CPUs; ``device`` is ``"cuda"``, ``"cpu"`` or ``None``: GPUs if there is one for every local process. ``nvme`` is a
+    folder on the node's NVMe, for plans that keep optimizer states there, in place of the plan's.
     Raises ``RuntimeError`` if the number of processes is not the plan's number of devices.
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
@@ -390,6 +399,7 @@ def start(program: Program, *, device: str | None = None, timeout_s: float = 600
         groups=_axis_groups(program, grid),
         shared=_stage_groups(program, grid, placed),
         replica=_replica_group(program, mesh.mesh),
+        places=Places(nvme or str(program.plan.get("nvme_path", ""))),
     )
 
 

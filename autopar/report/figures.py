@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from autopar.explain import describe
-from autopar.plan import LayerPlan, Plan
+from autopar.plan import STATES, LayerPlan, Plan
 from autopar.report.step import ONCE, Action, PredictedStep
 
 MOST_ACTIONS = 40_000
@@ -108,6 +108,8 @@ def _strategy(plan: Plan, layer: LayerPlan) -> dict[str, Any]:
         found["recomputation"] = str(s.recomputation)
     if s.offload != "none":
         found["in the host's memory"] = s.offload
+    if s.states != STATES[0]:
+        found["optimizer states"] = {"host": "in the host's memory", "nvme": "on NVMe"}[s.states]
     if s.saves_int8:
         found["saved activations"] = s.saved
     if s.compiled:
@@ -126,6 +128,7 @@ def _stage(plan: Plan, s: int, step: PredictedStep | None) -> dict[str, Any]:
         "limit_bytes": stage.memory_limit_bytes,
         "microbatch_s": stage.microbatch_s,
         "host_bytes": stage.host_bytes,
+        "nvme_bytes": stage.nvme_bytes,
     }
     if step is not None:
         cost = step.cost

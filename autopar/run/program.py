@@ -24,7 +24,7 @@ from autopar.devices import Cluster
 from autopar.errors import AutoparError, BatchError, CheckpointError, LaunchError, NonFiniteLossError, UsageError
 from autopar.graph import Graph
 from autopar.keywords import Training
-from autopar.plan import Plan
+from autopar.plan import STATES, Plan
 from autopar.precision import FLOAT16
 from autopar.program.metrics import Meter
 from autopar.program.optimizers import RefusedOptimizerError, Scheduler, checked
@@ -38,6 +38,7 @@ from autopar.program.state import (
     wrong_names,
     wrong_state,
 )
+from autopar.program.state_places import PlaceError, folder_of
 from autopar.program.weights import Weights, is_weights, write_file
 from autopar.program.world import load
 from autopar.run import remote
@@ -448,6 +449,11 @@ class Program:
 
     def _check_optimizer(self) -> None:
         """Raise ``UsageError`` where the optimizer would not train as on one device, before a process is started."""
+        if any(layer.strategy.states == STATES[2] for layer in self.plan.layers):
+            try:
+                folder_of(self.plan.nvme_path)
+            except PlaceError as error:
+                raise UsageError(error.message, error.hint) from error
         if self._optimizer is None and self._scheduler is None:
             return
         lr: Any = self._options["lr"]

@@ -28,7 +28,7 @@ from autopar.precision import FLOAT8, TF32
 from autopar.schedules import copies_of
 from autopar.search.bounds.cheap import fewest_seconds
 from autopar.search.evaluation import Proof, Solution, cost, in_segments, make_plan, tidy
-from autopar.search.minimum_memory import explain, explain_host, least_memory, something_fits
+from autopar.search.minimum_memory import explain, explain_outside, least_memory, something_fits
 from autopar.search.options import SearchOptions
 from autopar.search.problem import Choice, Devices, Pricer, choices, in_chunks, mirrors, no_mirror
 from autopar.search.state import State
@@ -115,7 +115,7 @@ def explore(
         raise UsageError(f"a plan needs at least one device, not {cluster.count}")
     deadline = time.monotonic() + options.time_limit_s
     pricer = pricer.of_program(options.prefetch or 1, options.sync or ALL_REDUCE).mirrored(copies_of(options.schedule))
-    options = replace(options, compiled=pricer.compiled)
+    options = replace(options, compiled=pricer.compiled, nvme=cluster.has_nvme)
     state = State(options, Prices(graph, cluster, pricer, options, shared), pricer, deadline, step_s=known_s)
     instances = _open_all(graph, cluster, state)
     while state.left_s() > 0:
@@ -217,7 +217,7 @@ def _where_nothing_fits(state: State) -> bool:
         if fewest_seconds(plain) >= state.enough_s:
             continue
         state.tried.add(plain.choice)
-        if not plain.offloaded and something_fits(plain):
+        if not plain.outside and something_fits(plain):
             continue
         instance = segmented(state, plain)
         if instance is None or (bound := fewest_seconds(instance)) >= state.enough_s:
@@ -293,7 +293,7 @@ def _last_resort(graph: Graph, state: State, instances: list[Instance]) -> None:
     found = engine_of(instance).construct(instance, np.inf)
     state.offer(instance, solution if found is None else found[1])
     if state.best is None:
-        raise explain_host(instance, solution)
+        raise explain_outside(instance, solution)
 
 
 def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Plan:

@@ -18,6 +18,7 @@ from autopar.plan import (
     RECOMPUTATIONS,
     REDUCTIONS,
     SAVINGS,
+    STATES,
     Axis,
     LayerPlan,
     Memory,
@@ -33,7 +34,7 @@ from autopar.precision import TF32
 from autopar.schedules import Schedule
 from autopar.schedules.memory import most_in_flight
 from autopar.schedules.step_time import lower_bound, simulate
-from autopar.search.notes import host_notes, notes_of, sync_notes, whole_layers
+from autopar.search.notes import notes_of, outside_notes, sync_notes, whole_layers
 from autopar.search.problem import Choice, Devices, Mesh, Pricer, mirrors, no_mirror
 from autopar.search.tables import Instance
 from autopar.search.timeline import Counts, Device, Moment
@@ -181,19 +182,25 @@ def _fit(instance: Instance, bounds: Sequence[int], prices: Sequence[LayerPrice]
     memory = device_memories(instance.schedule, stages)
     if not all(m.total <= limit for m, limit in zip(memory, layout.limit, strict=False)):
         return False
-    if not instance.offloaded:
+    if not instance.outside:
         return True
-    limits = (layout.host[place] for place in layout.place)
-    return all(size <= limit for size, limit in zip(host_bytes(instance.schedule, stages), limits, strict=False))
+    rooms = (layout.outside[place] for place in layout.place)
+    return all(
+        size <= limit
+        for sizes, room in zip(outside_bytes(instance.schedule, stages), rooms, strict=False)
+        for size, limit in zip(sizes, room, strict=True)
+    )
 
 
-def host_bytes(schedule: Schedule, stages: Sequence[Sequence[LayerPrice]]) -> list[int]:
-    """Host memory of each pipeline rank, in bytes; with several chunks, all microbatches in flight count as the chunk that saves most."""
+def outside_bytes(schedule: Schedule, stages: Sequence[Sequence[LayerPrice]]) -> list[tuple[int, int]]:
+    """Host memory and NVMe of each pipeline rank, in bytes; with several chunks, all microbatches in flight count as the chunk that saves
+    most."""
     found = []
     for d in range(schedule.pipeline):
         mine = [stages[s] for s in schedule.own(d)]
         most = max(sum(int(p.host_saved_bytes) for p in stage) for stage in mine)
-        found.append(sum(int(p.host_bytes) for stage in mine for p in stage) + most_in_flight(schedule, d) * most)
+        host = sum(int(p.host_bytes) for stage in mine for p in stage) + most_in_flight(schedule, d) * most
+        found.append((host, sum(int(p.nvme_bytes) for stage in mine for p in stage)))
     return found
 
 
@@ -266,7 +273,7 @@ def make_plan(
     runs = by_stage(priced.prices, priced.bounds)
     twice = counted_twice(graph, pricer, choice, priced.bounds, priced.strategies)
     memory = [less(m, state) for m, state in zip(device_memories(choice.schedule, runs), twice, strict=True)]
-    offloaded = host_bytes(choice.schedule, runs)
+    outside = outside_bytes(choice.schedule, runs)
     stages = tuple(
         StagePlan(
             i,
@@ -275,7 +282,7 @@ def make_plan(
             memory[device],
             int(limits[device]),
             found.forward_s[s] + found.backward_s[s],
-            offloaded[device],
+            *outside[device],
             found.per_step_s[s],
         )
         for s, ((i, j), device) in enumerate(zip(pairwise(priced.bounds), choice.schedule.device, strict=True))
@@ -303,7 +310,7 @@ def make_plan(
             *proof.notes,
             *notes_of(graph, choice, strategies, mesh),
             *sync_notes(sync),
-            *host_notes(offloaded, [stage.host_limit_bytes for stage in cluster.stages(choice.schedule.pipeline)]),
+            *outside_notes(outside, cluster.stages(choice.schedule.pipeline)),
         ),
         wall_time_s=proof.wall_time_s,
         planning_memory_bytes=proof.planning_memory_bytes,
@@ -311,6 +318,7 @@ def make_plan(
         prefetch=pricer.prefetch,
         sync=sync,
         allow=(*graph.allow, *given_up(sync, strategies)),
+        nvme_path=cluster.nvme_path if any(s.states == STATES[2] for s in strategies) else "",
     )
     return (
         replace(plan, notes=(*plan.notes, f"this plan has a price only: {plan.unwritten}")) if plan.unwritten else plan
@@ -501,11 +509,11 @@ def _price(graph: Graph, pricer: Pricer, index: int, mesh: Mesh, strategy: Strat
 
 
 def _effort(strategy: Strategy) -> tuple[int, ...]:
-    """How saved activations are stored, the offload, the ZeRO stage, its copies, its reductions and the recomputation, as ranks: among
-    equally fast strategies the plan states the lowest."""
+    """How saved activations are stored, the offload, the place of the states, the ZeRO stage, its copies, its reductions and the
+    recomputation, as ranks: among equally fast strategies the plan states the lowest."""
     again = strategy.recomputation
     sharding = strategy.zero, strategy.replicate, REDUCTIONS.index(strategy.reduce)
-    storage = SAVINGS.index(strategy.saved), OFFLOADS.index(strategy.offload)
+    storage = SAVINGS.index(strategy.saved), OFFLOADS.index(strategy.offload), STATES.index(strategy.states)
     return *storage, *sharding, RECOMPUTATIONS.index(again.kind), again.layers
 
 

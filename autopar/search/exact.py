@@ -75,7 +75,7 @@ def _regimes(instance: Instance) -> list[Regime]:
 class _Labels:
     """The stages that begin with layer ``first``. A label is the seconds of each part, the once-per-step seconds, and
 
-    - for a device of one stage: live bytes, the transient, and bytes in host memory if any candidate has some,
+    - for a device of one stage: live bytes, the transient, and bytes in host memory and on NVMe if any candidate has some,
     - otherwise: bytes of weights, saved, waiting, the transient.
     """
 
@@ -94,8 +94,8 @@ class _Labels:
         seconds = [t.time + t.step / m, zero, zero] if self.single else [*t.seconds, t.step]
         if not self.alone:
             return np.stack([*seconds, t.weights, t.saved, t.waiting, t.at_work(passing)], axis=1)
-        host = [t.host + n * t.host_saved] if self.instance.offloaded else []
-        return np.stack([*seconds, t.weights + n * t.saved, t.at_work(passing), *host], axis=1)
+        outside = [t.outside(n)[i] for i in self.instance.outside]
+        return np.stack([*seconds, t.weights + n * t.saved, t.at_work(passing), *outside], axis=1)
 
     def ways(self, stop: int, deadline: float) -> _Spans:
         """The undominated ways by the end j of layers ``first``..j-1, up to ``stop``."""
@@ -150,8 +150,9 @@ class _Labels:
 
     def _fits(self, label: Array) -> NDArray[np.bool_]:
         ok = label[:, self.seconds] + label[:, self.transient] <= self.limit
-        if self.instance.offloaded:
-            ok &= label[:, -1] <= self.instance.layout.host[self.place]
+        room = self.instance.layout.outside[self.place]
+        for column, i in zip(range(-len(self.instance.outside), 0), self.instance.outside, strict=True):
+            ok &= label[:, column] <= room[i]
         return ok
 
 

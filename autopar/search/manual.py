@@ -21,6 +21,7 @@ from autopar.plan import (
     OFFLOADS,
     REPLICATING,
     SAVINGS,
+    STATES,
     TENSOR_OVERLAP,
     Axis,
     LayerPlan,
@@ -82,7 +83,7 @@ def manual_plan(
     """A plan in which every layer has the same strategy, except those that ``strategies`` gives by index.
 
     ``pins`` are decisions for the plan and for every layer (``autopar.pins``). A degree that is left out is 1, ZeRO is stage 0, and
-    nothing is recomputed or offloaded; ``zero`` takes effect if a layer has a data axis of more than one device, ``reduce="step"`` under
+    nothing is recomputed or elsewhere; ``zero`` takes effect if a layer has a data axis of more than one device, ``reduce="step"`` under
     ZeRO 2 and 3 and with several microbatches, ``sync`` if a layer has several replicas; ``allow`` has what it gives up. ``sequence``
     shards activations between tensor-parallel regions along the sequence. ``cuts`` are the first layers of the stages after the first
     (default: layers distributed evenly).
@@ -141,11 +142,12 @@ def manual_plan(
 
 def _common(mesh: tuple[Axis, ...], roles: tuple[Role, ...], given: PlanPins) -> Strategy:
     """The strategy of all layers; ZeRO if there are copies of the parameters."""
-    if given.offload == ANY:
-        raise UsageError(
-            f"offload={ANY} leaves the decision to a search, and a manual plan is not searched",
-            f"write {', '.join(OFFLOADS)}",
-        )
+    for name, values in (("offload", OFFLOADS), ("states", STATES)):
+        if getattr(given, name) == ANY:
+            raise UsageError(
+                f"{name}={ANY} leaves the decision to a search, and a manual plan is not searched",
+                f"write {', '.join(values)}",
+            )
     given.check_segment("every layer")
     given.check_saved("every layer")
     given.check_overlap("every layer", given.schedule)
@@ -157,6 +159,7 @@ def _common(mesh: tuple[Axis, ...], roles: tuple[Role, ...], given: PlanPins) ->
         overlap=given.overlap or TENSOR_OVERLAP,
         compiled=given.compiles(default=False),
         saved=given.saved or SAVINGS[0],
+        states=given.states or STATES[0],
     )
     if common.degree(mesh, *REPLICATING) == 1 or not given.zero:
         return common

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from functools import cached_property
 from itertools import pairwise
@@ -13,7 +14,7 @@ from autopar.errors import InfeasibleError
 from autopar.graph import Graph
 from autopar.plan import Memory
 from autopar.search.cuts import balanced_cuts
-from autopar.search.evaluation import Solution, fullest_moments, host_bytes, memories, prices_of
+from autopar.search.evaluation import Solution, fullest_moments, memories, outside_bytes, prices_of
 from autopar.search.pareto import Array, Indices
 from autopar.search.runs import compositions
 from autopar.search.tables import Instance, Regime
@@ -305,17 +306,20 @@ def explain(graph: Graph, instance: Instance, solution: Solution, unpriced: int)
     )
 
 
-def explain_host(instance: Instance, solution: Solution) -> InfeasibleError:
-    """The error for a search in which every plan that fits the devices exceeds the host memory; ``solution`` needs the least device
+def explain_outside(instance: Instance, solution: Solution) -> InfeasibleError:
+    """The error for a search in which every plan that fits the devices exceeds another memory; ``solution`` needs the least device
     memory."""
     spans = [prices_of(instance, solution)[i:j] for i, j in pairwise(solution.bounds)]
-    offloaded, places = host_bytes(instance.schedule, spans), instance.layout.place
-    limits = [instance.layout.host[places[d]] for d in range(len(offloaded))]
-    worst = max(range(len(offloaded)), key=lambda d: offloaded[d] - limits[d])
+    outside, places = outside_bytes(instance.schedule, spans), instance.layout.place
+    rooms = [instance.layout.outside[places[d]] for d in range(len(outside))]
+    worst, i = max(
+        itertools.product(range(len(outside)), range(2)), key=lambda at: outside[at[0]][at[1]] - rooms[at[0]][at[1]]
+    )
+    size, limit, what = outside[worst][i], rooms[worst][i], ("its host's memory", "NVMe")[i]
     return InfeasibleError(
-        f"no plan was found that fits {gigabytes(instance.layout.limit[worst])} per device and {gigabytes(limits[worst])} of its host's "
-        f"memory: the one that needs least of the device ({instance.choice}) puts {gigabytes(offloaded[worst])} into the host's",
-        "take more devices or hosts with more memory, or leave the pin offload out",
+        f"no plan was found that fits {gigabytes(instance.layout.limit[worst])} per device and {gigabytes(limit)} of {what}: the one that "
+        f"needs least of the device ({instance.choice}) puts {gigabytes(size)} there",
+        "take more devices or nodes with more of it, or leave the pins offload and states out",
     )
 
 

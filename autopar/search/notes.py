@@ -8,7 +8,7 @@ from autopar.graph import Graph
 from autopar.pins import nothing_halved
 from autopar.plan import APART, FP8, HALVES, INT8, NARROW_GRADIENTS, NARROW_MOMENTS, Plan, Role, Strategy, local_steps
 from autopar.precision import TF32
-from autopar.search.problem import Choice, Mesh, Pricer
+from autopar.search.problem import Choice, Devices, Mesh, Pricer
 
 
 def notes_of(graph: Graph, choice: Choice, strategies: Sequence[Strategy], mesh: Mesh) -> tuple[str, ...]:
@@ -66,15 +66,18 @@ def sync_notes(sync: str) -> tuple[str, ...]:
     )
 
 
-def host_notes(offloaded: Sequence[int], limits: Sequence[int]) -> tuple[str, ...]:
-    """A note on the bytes that each pipeline rank offloads to host memory, against its share of that memory."""
-    if not max(offloaded):
-        return ()
-    d = max(range(len(offloaded)), key=lambda d: offloaded[d] / max(limits[d], 1))
-    full = ", which does not fit" if offloaded[d] > limits[d] else ""
-    return (
-        f"in the host's memory: {offloaded[d] / 1e9:.3g} GB per device, whose share is {limits[d] / 1e9:.3g} GB{full}",
-    )
+def outside_notes(outside: Sequence[tuple[int, int]], stages: Sequence[Devices]) -> tuple[str, ...]:
+    """A note on the bytes that each pipeline rank has in host memory, and one on those on NVMe, against its share of each."""
+    found = []
+    for i, where in enumerate(("in the host's memory", "on NVMe")):
+        sizes = [each[i] for each in outside]
+        limits = [(stage.host_limit_bytes, stage.nvme_limit_bytes)[i] for stage in stages]
+        if max(sizes):
+            d = max(range(len(sizes)), key=lambda d: sizes[d] / max(limits[d], 1))
+            full = ", which does not fit" if sizes[d] > limits[d] else ""
+            text = f"{where}: {sizes[d] / 1e9:.3g} GB per device, whose share is {limits[d] / 1e9:.3g} GB{full}"
+            found.append(text)
+    return tuple(found)
 
 
 def whole_layers(plan: Plan, pricer: Pricer) -> tuple[str, ...]:

@@ -12,8 +12,8 @@ from fnmatch import fnmatchcase
 
 from autopar.errors import UsageError
 from autopar.graph import Graph
-from autopar.pins import OF_LAYER, PINS, LayerPins, PlanPins, Value, check_sync, checked
-from autopar.plan import ALLOWED, APART, INT8, SAVINGS, Role, local_steps
+from autopar.pins import ANY, OF_LAYER, PINS, LayerPins, PlanPins, Value, check_sync, checked
+from autopar.plan import ALLOWED, APART, INT8, SAVINGS, STATES, Role, local_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class SearchOptions(PlanPins):
     Ulysses and ring attention if the sequence is long. ``allow`` names the kinds of exactness that may be given up (some of ``ALLOWED``).
     The search stops once the gap is ``target_gap``, or at the time limit. With ``pin_time_s`` the search also prices the pins, in about
     this time. ``progress`` is called with a short text whenever the incumbent or the bound improves. ``compiled``: whether layers
-    are compiled where no pin decides (the search takes it from the prices).
+    are compiled where no pin decides (the search takes it from the prices). ``nvme``: whether the cluster describes its NVMe (likewise).
 
     Raises:
         UsageError: an unknown key, a value that a pin cannot have, a pin with two different values, an unknown name in ``allow``, a time
@@ -39,6 +39,7 @@ class SearchOptions(PlanPins):
     allow: Collection[str] = ()
     roles: tuple[Role, ...] | None = None
     compiled: bool = False
+    nvme: bool = False
     memory_limit_bytes: int | None = None
     pin_time_s: float | None = None
     progress: Callable[[str], None] | None = None
@@ -72,6 +73,14 @@ class SearchOptions(PlanPins):
     def pins_int8(self) -> bool:
         """Whether a pin has some layer store its saved activations in 8 bits."""
         return any(key.rpartition(".")[2] == "saved" and value == SAVINGS[1] for key, value in self.pins.items())
+
+    def states_of(self, pins: LayerPins) -> tuple[str, ...]:
+        """Where a layer's optimizer states may be: on the device, unless a pin or a described NVMe says otherwise."""
+        if pins.states is None and not self.nvme:
+            return STATES[:1]
+        if pins.states in (None, ANY):
+            return STATES if self.nvme else STATES[:2]
+        return (str(pins.states),)
 
     @property
     def common(self) -> LayerPins:
@@ -156,10 +165,10 @@ def pins_by_layer(graph: Graph, options: SearchOptions) -> tuple[LayerPins, ...]
                 )
             found[i] = replace(found[i], **{name: value})  # type: ignore[arg-type]
     for layer, pins in zip(graph.layers, found, strict=True):
-        if pins.recompute == "selective" and pins.offload in ("activations", "both"):
+        if pins.recompute == "selective" and pins.offload == "activations":
             raise UsageError(
                 f"{layer.name}: selective recomputation saves activations on the device, and offload={pins.offload} moves them to the host",
-                "pin recompute=full or recompute=none, or offload=optimizer",
+                "pin recompute=full or recompute=none, or leave offload out",
             )
         pins.check_segment(layer.name)
         pins.check_saved(layer.name)

@@ -10,6 +10,7 @@ The problem, for one outer choice (mesh of a stage, pipeline degree ``P``, micro
     subject to
       memory[s]   sum_{i in s} (weights + n_s * saved)(i, k(i)) + max_{i in s} (transient + b_s * border)(i, k(i)) <= limit
       host[s]     sum_{i in s} (host + n_s * host_saved)(i, k(i)) <= a device's share of its host's memory
+      nvme[s]     sum_{i in s} nvme(i, k(i)) <= a device's share of its node's NVMe
       nonempty[s] c_s < c_{s+1}
       tied[p]     layers that share parameter p: equal roles, equal ZeRO stage
 
@@ -151,6 +152,12 @@ class Devices(Protocol):
     def memory_limit_bytes(self) -> int: ...
     @property
     def host_limit_bytes(self) -> int: ...
+    @property
+    def nvme_limit_bytes(self) -> int: ...
+    @property
+    def has_nvme(self) -> bool: ...
+    @property
+    def nvme_path(self) -> str: ...
 
 
 Tie = tuple[int, tuple[Role, ...], int]
@@ -242,7 +249,7 @@ def strategies(
     again = pins.recomputations() if tried is None else tried
     if pins.overlap == HALVES:  # no program is written of the two together
         again = [how for how in again if how is not SELECTIVE]
-    hows = _activations(pins, again, INT8 in options.allow)
+    hows = _kept(pins, again, options)
     found: list[Strategy] = []
     for suffix in _suffixes(mesh, gpus_per_node, options.roles or TENSOR_ROLES, pins, experts):
         outer = len(sizes) - len(suffix)
@@ -270,8 +277,9 @@ def strategies(
                         pins.overlap or TENSOR_OVERLAP,
                         pins.compiles(options.compiled),
                         saved,
+                        states,
                     )
-                    for again, offload, saved in hows
+                    for again, offload, saved, states in hows
                 ]
     return found
 
@@ -283,22 +291,23 @@ def _reductions(zero: int, several: bool, pins: LayerPins) -> tuple[str, ...]:
     return REDUCTIONS if pins.reduce is None else (pins.reduce,)
 
 
-def _activations(
-    pins: LayerPins, recomputations: Sequence[Recomputation], int8: bool
-) -> list[tuple[Recomputation, str, str]]:
-    """The ways to treat activations: recomputation, offload, and how they are stored.
+def _kept(
+    pins: LayerPins, recomputations: Sequence[Recomputation], options: SearchOptions
+) -> list[tuple[Recomputation, str, str, str]]:
+    """The ways to keep activations and states: recomputation, offload, how saved activations are stored, and where states are.
 
-    Nothing is offloaded unless a pin allows it, and nothing is in 8 bits unless ``int8`` allows it. Values that selective recomputation
-    saves, and values inside a segment of several layers, cannot be offloaded. Values of layers that are neither recomputed nor
-    offloaded may be in 8 bits.
+    Nothing is offloaded unless a pin allows it, nothing is in 8 bits unless ``options.allow`` has it, and states are on the device unless
+    a pin says otherwise or the cluster describes its NVMe. Values that selective recomputation saves, and values inside a segment of
+    several layers, cannot be offloaded. Values of layers that are neither recomputed nor offloaded may be in 8 bits.
     """
-    offloads = OFFLOADS if pins.offload == ANY else (pins.offload or "none",)
-    savings = (SAVINGS if int8 else SAVINGS[:1]) if pins.saved is None else (pins.saved,)
+    offloads = OFFLOADS if pins.offload == ANY else (pins.offload or OFFLOADS[0],)
+    savings = (SAVINGS if INT8 in options.allow else SAVINGS[:1]) if pins.saved is None else (pins.saved,)
+    states = options.states_of(pins)
     return [
-        (again, offload, saved)
-        for again, offload, saved in itertools.product(recomputations, offloads, savings)
-        if (saved == SAVINGS[0] or (again is NONE and offload in ("none", "optimizer")))
-        and (offload in ("none", "optimizer") or again in (NONE, FULL))
+        (again, offload, saved, place)
+        for again, offload, saved, place in itertools.product(recomputations, offloads, savings, states)
+        if (saved == SAVINGS[0] or (again is NONE and offload == OFFLOADS[0]))
+        and (offload == OFFLOADS[0] or again in (NONE, FULL))
     ]
 
 

@@ -93,14 +93,14 @@ def not_possible(state: State, node: Node) -> None:
     place of offloading."""
     instance = segmented(state, node.instance)
     if instance is not None:
-        state.push(instance, fewest_seconds(instance) if instance.offloaded else node.bound_s)
+        state.push(instance, fewest_seconds(instance) if instance.outside else node.bound_s)
 
 
 def nothing_fits(instance: Instance, deadline: float) -> bool:
-    """Whether it is proved that no plan of a choice fits in device memory and, if layers offload, in host memory as well."""
+    """Whether it is proved that no plan of a choice fits in device memory and in the other memories that it uses."""
     if least_memory(instance)[0] > 1:
         return True
-    if not instance.offloaded or instance.layers > LABEL_LAYERS:
+    if not instance.outside or instance.layers > LABEL_LAYERS:
         return False
     try:
         return solve_labels(instance, np.inf, deadline)[1] is None

@@ -16,7 +16,7 @@ import numpy as np
 from autopar.graph import Graph
 from autopar.layer_price import LayerPrice
 from autopar.pins import LayerPins
-from autopar.plan import Role, Strategy
+from autopar.plan import OFFLOADS, STATES, Role, Strategy
 from autopar.schedules import Schedule
 from autopar.schedules.memory import fullest, passing
 from autopar.search.options import SearchOptions, pins_by_layer
@@ -33,6 +33,9 @@ from autopar.search.problem import (
 )
 
 Roles = tuple[Role, ...]
+
+OUTSIDE = ("host", "nvme")
+"""The memories besides the device's, each with a limit: the host's memory, and NVMe."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class Table:
     border: Array
     host: Array  # bytes in host memory, and those per microbatch in flight
     host_saved: Array
+    nvme: Array  # bytes on NVMe
     everything: tuple[tuple[Strategy, LayerPrice], ...] = ()  # dominated candidates included
     elsewhere: tuple[Table, ...] = ()
     split: bool = False  # whether backwards are in two parts
@@ -114,10 +118,14 @@ class Table:
         index = {roles: i for i, roles in enumerate(self.layouts)}
         return np.array([index[s.roles] for s in self.strategies], dtype=np.int64)
 
+    def outside(self, in_flight: float) -> tuple[Array, Array]:
+        """Bytes in host memory and on NVMe (the order of ``Layout.outside``), with so many microbatches in flight."""
+        return self.host + in_flight * self.host_saved, self.nvme
+
     @cached_property
-    def offloaded(self) -> bool:
-        """Whether any candidate has bytes in host memory."""
-        return any(bool(t.host.any() or t.host_saved.any()) for t in self.places)
+    def uses(self) -> frozenset[int]:
+        """The memories, besides the device's, that some candidate has bytes in."""
+        return frozenset(i for t in self.places for i, size in enumerate(t.outside(1.0)) if size.any())
 
     @cached_property
     def columns(self) -> Array:
@@ -125,8 +133,8 @@ class Table:
         found = [c for t in self.places for c in (*t.seconds, t.step, t.weights, t.saved, t.transient, t.border)]
         if self.split:
             found += [t.waiting for t in self.places]
-        if self.offloaded:
-            found += [c for t in self.places for c in (t.host, t.host_saved)]
+        if self.uses:
+            found += [c for t in self.places for c in (t.host, t.host_saved, t.nvme)]
         return np.stack(found, axis=1)
 
     def at_work(self, passing: int) -> Array:
@@ -157,8 +165,8 @@ def _one_place(candidates: list[Strategy], prices: list[LayerPrice], split: bool
         return np.array([float(getattr(p, name)) for p in prices], dtype=np.float64)
 
     nothing = np.zeros(len(prices))
+    elsewhere = any(s.offload != OFFLOADS[0] or s.states != STATES[0] for s in candidates)
     weight, waiting = (column("weight_s"), column("waiting_bytes")) if split else (nothing, nothing)
-    offloaded = any(s.offload != "none" for s in candidates)
     weights = column("parameters_bytes") + column("gradients_bytes") + column("optimizer_bytes")
     return Table(
         tuple(candidates),
@@ -172,8 +180,9 @@ def _one_place(candidates: list[Strategy], prices: list[LayerPrice], split: bool
         waiting,
         column("transient_bytes"),
         column("border_bytes"),
-        column("host_bytes") if offloaded else nothing,
-        column("host_saved_bytes") if offloaded else nothing,
+        column("host_bytes") if elsewhere else nothing,
+        column("host_saved_bytes") if elsewhere else nothing,
+        column("nvme_bytes") if elsewhere else nothing,
         tuple(zip(candidates, prices, strict=True)),
         split=split,
     )
@@ -183,14 +192,14 @@ def _one_place(candidates: list[Strategy], prices: list[LayerPrice], split: bool
 class Layout:
     """Where the stages of a pipeline run: the place of each stage, the link over which each but the last sends, and its memory limit.
 
-    Places and links (``way``) are numbers of distinct devices and links; a send to a stage on the same device has no link. ``host`` is
-    a device's share of its host's memory, by place.
+    Places and links (``way``) are numbers of distinct devices and links; a send to a stage on the same device has no link. ``outside`` is
+    a device's share of its node's other memories (``OUTSIDE``), by place.
     """
 
     place: tuple[int, ...]
     way: tuple[int | None, ...]
     limit: tuple[float, ...]
-    host: tuple[float, ...]
+    outside: tuple[tuple[float, ...], ...]
     pricers: tuple[Pricer, ...] = field(compare=False)
     inside: tuple[Ways, ...] = field(compare=False)  # resharding, by place
     across: tuple[Ways, ...] = field(compare=False)  # sends, by way
@@ -229,9 +238,9 @@ class Instance:
         return max(self.layout.limit)
 
     @cached_property
-    def offloaded(self) -> bool:
-        """Whether any candidate has bytes in host memory, so that its limit counts."""
-        return any(table.offloaded for table in self.kinds)
+    def outside(self) -> tuple[int, ...]:
+        """The memories besides the device's (``OUTSIDE``) that some candidate has bytes in, so that their limits count."""
+        return tuple(sorted(frozenset().union(*(table.uses for table in self.kinds))))
 
     @cached_property
     def segmented(self) -> bool:
@@ -427,7 +436,7 @@ class Prices:
                 tuple(places.index(view) for view in stages),
                 tuple(ways.index(view) for view in borders),
                 tuple(float(given or view.memory_limit_bytes) for view in stages),
-                tuple(float(view.host_limit_bytes) for view in places),
+                tuple((float(view.host_limit_bytes), float(view.nvme_limit_bytes)) for view in places),
                 tuple(self._pricer.on(view) for view in places),
                 tuple(self._ways[view] for view in places),
                 tuple(self._ways[view] for view in ways),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -47,7 +47,10 @@ def check_plan(
     """
     assert plan.device_count == pool.count, (plan.device_count, pool.count)
     with tempfile.TemporaryDirectory(prefix="autopar-verify-") as folder:
-        program = Path(folder) / "program"
+        program, plan = (
+            Path(folder) / "program",
+            replace(plan, nvme_path=folder),
+        )  # of the drives that it is for, none are here
         check_collectives(emit(subject.graph, plan, program))
         stages = check_program(program) if typed else 0
         state = Path(folder) / "initial.pt"

@@ -292,6 +292,35 @@ class TestGroups:
             self.cluster(tmp_path, text)
 
 
+def test_a_devices_share_of_its_nodes_drives(tmp_path: Path) -> None:
+    path, usable = tmp_path / "cluster.toml", constants.USABLE_NVME.value
+    drives = 'nvme_gb = 8000\nnvme_read_gb_per_s = 20\nnvme_write_gb_per_s = 10\nnvme_path = "/nvme"\n'
+    path.write_text('gpu = "H100-80GB"\n' + drives)
+    file = parse(str(path))
+    assert file.has_nvme and file.nvme_path == "/nvme" and file.nvme_limit_bytes == int(8e12 * usable) // 8
+    assert file.nvme_s(read=20e9, written=0) == pytest.approx(8) and file.nvme_s(0, 20e9) == pytest.approx(16)
+    path.write_text('gpu = "cpu"\ngpus_per_node = 2\n' + drives)
+    assert parse(str(path)).nvme_limit_bytes == int(8e12 * usable) // 2
+    # none, or those that a pin has assumed
+    assert not parse("8xH100-80GB").has_nvme and not parse("8xH100-80GB").nvme_path
+    assert parse("8xH100-80GB").nvme_limit_bytes == int(constants.DEFAULT_NVME_BYTES.value * usable) // 8
+    other = '[[group]]\ngpu = "A100-40GB-SXM"\n'
+    path.write_text('[[group]]\ngpu = "H100-80GB"\n' + drives + other)
+    assert not parse(str(path)).has_nvme
+    path.write_text(
+        '[[group]]\ngpu = "H100-80GB"\n' + drives + other + drives.replace("8000", "500").replace("= 20", "= 30")
+    )
+    mixed = parse(str(path))
+    assert mixed.nvme_limit_bytes == int(5e11 * usable) // 8 and mixed.nvme_s(20e9, 0) == pytest.approx(8)
+    for text, words in (
+        ("nvme_gb = 1", "has nvme_gb, and not nvme_read_gb_per_s"),
+        ("nvme_gb = 0", "is not a positive number"),
+    ):
+        path.write_text(f'gpu = "H100-80GB"\n{text}')
+        with pytest.raises(DeviceError, match=words):
+            parse(str(path))
+
+
 def test_a_devices_share_of_its_host(tmp_path):
     host = constants.HOST_MEMORY_EFFICIENCY.value, constants.USABLE_HOST_MEMORY.value
     eight, one = parse("8xH100-80GB"), parse("1xH100-80GB")

@@ -198,7 +198,7 @@ def test_a_real_model_is_told_what_fits(limit: int, options: dict[str, Any]) -> 
         precision = wanted.get("precision")
         there = parse(wanted["devices"], memory_limit_bytes=limit) if "devices" in wanted else cluster
         free = {name: value for name, value in options.items() if name not in change.free}
-        free |= {"offload": wanted["offload"]} if "offload" in wanted else {}
+        free |= {name: wanted[name] for name in ("offload", "states") if name in wanted}
         _, plan = plan_model(Workload(Wide(), resized, precision=precision), there, SearchOptions(**free))
         assert all(stage.memory.total <= limit for stage in plan.stages), change.text
     kinds = {change.kind for change in caught.value.changes}

@@ -239,6 +239,10 @@ KINDS: tuple[Kind, ...] = (
         recompute="selective",
     ),
     kind("offload, pipeline 2 x data 2, zero 1", pipeline=2, data=2, zero=1, offload="activations", microbatches=4),
+    kind("states in the host's memory, data 2, zero 3", data=2, zero=3, states="host", microbatches=2),
+    kind("states in the host's memory, tensor+sequence 2", tensor=2, sequence=True, states="host"),
+    kind("states on NVMe, data 2, zero 2", data=2, zero=2, states="nvme", microbatches=2),
+    kind("states on NVMe, pipeline 2 x data 2, zero 1", pipeline=2, data=2, zero=1, states="nvme", microbatches=4),
     Kind("mixed: tensor 1, 2 and 4", 4, mixed=_three_degrees),
     Kind("mixed: ring, ulysses, data and tensor+sequence", 4, mixed=_sequence_roles),
     # torch.compile for each class of layers

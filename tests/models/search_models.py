@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from autopar.graph import Graph, Layer, LayerClass, Value
 from autopar.layer_price import LayerPrice
-from autopar.plan import INT8, OFFLOADS, RECOMPUTATIONS, Axis, Recomputation, Role, Strategy
+from autopar.plan import INT8, OFFLOADS, RECOMPUTATIONS, STATES, Axis, Recomputation, Role, Strategy
 from autopar.schedules import SPLIT, Schedule
 from autopar.schedules.memory import fullest
 from autopar.schedules.orders import device_order
@@ -35,6 +35,9 @@ class Devices:
     kinds: tuple[tuple[float, int], ...] = ()
     slower: float = 1.0
     host_limit_bytes: int = 0
+    nvme_limit_bytes: int = 0
+    has_nvme: bool = False
+    nvme_path: str = ""
 
     def stages(self, pipeline: int) -> tuple[Devices, ...]:
         if not self.kinds:
@@ -44,7 +47,7 @@ class Devices:
             share = len(self.kinds) / pipeline
             mine = self.kinds[int(s * share + 1e-9) : max(int((s + 1) * share + 1 - 1e-9), int(s * share + 1e-9) + 1)]
             slower, limit = max(t for t, _ in mine), min(limit for _, limit in mine)
-            found.append(Devices(self.count, limit, slower=slower, host_limit_bytes=self.host_limit_bytes))
+            found.append(replace(self, memory_limit_bytes=limit, kinds=(), slower=slower))
         return tuple(found)
 
     def borders(self, pipeline: int) -> tuple[Devices, ...]:
@@ -90,7 +93,10 @@ def _drawn(key: object) -> str:
     """The text by which a price is drawn. A strategy's is that of the seeds in ``docs/evidence``; its segment's layers draw nothing."""
     if not isinstance(key, Strategy):
         return repr(key)
-    kind, offload = key.recomputation.kind, f", offload={key.offload!r}" if key.offload != "none" else ""
+    kind = key.recomputation.kind
+    names = {("none", "host"): "optimizer", ("activations", "device"): "activations", ("activations", "host"): "both"}
+    name = names.get((key.offload, key.states))
+    offload = f", offload={name!r}" if name else f", {key.offload} {key.states}" if key.states == "nvme" else ""
     full, part = kind == "full", kind == "selective"
     offload += f", saved={key.saved!r}" if key.saved != "exact" else ""
     return f"Strategy(roles={key.roles!r}, zero={key.zero}, recompute={full}, selective={part}{offload})"
@@ -136,8 +142,10 @@ class RandomPricer:
             rng.random(), rng.randint(1, 20), rng.randint(1, 20), rng.randint(0, 60), int(rng.randint(1, 80) / microbatches),
             rng.randint(0, 30), 1e12 * part,
         )  # fmt: skip
-        if strategy.offloads_optimizer:
+        if strategy.states == "host":
             found = replace(found, optimizer_bytes=0, host_bytes=rng.randint(1, 40))
+        if strategy.states == "nvme":
+            found = replace(found, optimizer_bytes=0, nvme_bytes=rng.randint(1, 60), step_s=found.step_s + rng.random())
         if strategy.offloads_activations:
             found = replace(found, saved_bytes=0, host_saved_bytes=int(rng.randint(1, 40) / microbatches))
         weight_s = found.backward_s * rng.choice([0.0, 0.5, rng.random()])
@@ -314,7 +322,13 @@ def longest_run(graph: Graph, cls: str) -> int:
 
 
 def candidates(
-    graph: Graph, layer: int, mesh: tuple[Axis, ...], m: int, options: SearchOptions, several: bool = False
+    graph: Graph,
+    layer: int,
+    mesh: tuple[Axis, ...],
+    m: int,
+    options: SearchOptions,
+    several: bool = False,
+    nvme: bool = False,
 ) -> list[Strategy]:
     """Every strategy of a layer: a prefix of data axes (as long as the batch allows, or as pinned), idle ones, then tensor ones."""
     pins = {key: value for key, value in options.pins.items() if "." not in key}
@@ -351,12 +365,14 @@ def candidates(
                 continue
             for zero, again in itertools.product((0, 1, 2, 3) if ways > 1 else (0,), RECOMPUTATIONS):
                 if again == pins.get("recompute", again) and (ways == 1 or zero == pins.get("zero", zero)):
-                    asked = pins.get("offload", "none")
-                    for offload, n in itertools.product(
-                        OFFLOADS if asked == "any" else (asked,), sizes if again == "full" else [1]
+                    asked, places = pins.get("offload", "none"), pins.get("states", "any" if nvme else "device")
+                    for offload, n, states in itertools.product(
+                        OFFLOADS if asked == "any" else (asked,),
+                        sizes if again == "full" else [1],
+                        (STATES if nvme else STATES[:2]) if places == "any" else (places,),
                     ):
-                        if offload in ("none", "optimizer") or (again != "selective" and n == 1):
-                            found.append(Strategy(roles, zero, Recomputation(again, n), offload))
+                        if offload == "none" or (again != "selective" and n == 1):
+                            found.append(Strategy(roles, zero, Recomputation(again, n), offload, states=states))
                     if again == "none" and INT8 in options.allow:
                         plain = [s for s in found if s.roles == roles and s.zero == zero and not s.offloads_activations]
                         found += [replace(s, saved="int8") for s in plain if s.recomputation.kind == "none"]
@@ -392,7 +408,7 @@ def plans(
     for i, layer in enumerate(graph.layers):
         priced = [
             (s, [here.layer(layer.cls, mesh, s, m) for here in at])
-            for s in candidates(graph, i, mesh, m, options, choice.segments)
+            for s in candidates(graph, i, mesh, m, options, choice.segments, cluster.has_nvme)
         ]
         tables.append([(s, p) for s, p in priced if p[0] is not None])
     tied = [i for i, layer in enumerate(graph.layers) if "shared" in layer.parameters]
@@ -409,6 +425,10 @@ def plans(
                 continue
             runs = [[p[s] for _, p in picked[bounds[s] : bounds[s + 1]]] for s in range(stages)]
             if any(most_aside(runs, d, line, orders[d]) > cluster.host_limit_bytes for d in range(line)):
+                continue
+            if any(
+                sum(p.nvme_bytes for run in runs[d::line] for p in run) > cluster.nvme_limit_bytes for d in range(line)
+            ):
                 continue
             forward, backward, weight, step = [], [], [], []
             for s, inside in enumerate(runs):

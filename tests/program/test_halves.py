@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +25,8 @@ from autopar.errors import UsageError
 from autopar.plan import FULL, NONE, Axis, Recomputation, Role, Strategy
 from autopar.price import Pricer
 from autopar.price.halves import exposed_s
-from autopar.program import finite, halves, mesh_axes
+from autopar.program import finite, halves
+from autopar.program.mesh_axes import on_mesh
 from autopar.run.folder import program_modules
 from autopar.search.manual import manual_plan
 from autopar.verify import remote
@@ -54,7 +54,7 @@ def converted() -> list[tuple[str, Tensor, Tensor, Tensor, Tensor]]:
         sides = []
         for apart in (True, False):
             own = x.clone().requires_grad_()
-            with mesh_axes.on_mesh(mesh):
+            with on_mesh(mesh):
                 flight = halves.start(own * 1, "t", src=src, dst=dst) if apart else None
                 y = halves._converted(own * 1, "t", src, dst) if flight is None else flight.wait()
                 alike = dst in (spmd.I,)  # the gradient of an invariant value is the same everywhere
@@ -103,7 +103,7 @@ def traced(module: Any) -> Iterator[list[str]]:
 def events_of_a_step(folder: str, state: str, batch: dict[str, Tensor]) -> list[str]:
     with program_modules(folder):
         trainer = remote.open_trainer(folder, state)
-        with traced(sys.modules["halves"]) as events:
+        with traced(type(trainer.stages[0]).forward.__globals__["halves"]) as events:
             trainer.forward_backward(batch)
     return events
 

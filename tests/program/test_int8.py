@@ -320,7 +320,7 @@ def test_it_is_a_value_of_a_layer_that_only_an_allowance_gives() -> None:
         with pytest.raises(UsageError, match="saved=int8 is not exact"):
             SearchOptions(**pins)  # type: ignore[arg-type]
         SearchOptions(**pins, allow={INT8})  # type: ignore[arg-type]
-    for against in ({"recompute": "full"}, {"segment": 2}, {"offload": "both"}):
+    for against in ({"recompute": "full"}, {"segment": 2}, {"offload": "activations"}):
         with pytest.raises(UsageError, match="is pinned to"):
             pins_by_layer(captured(), SearchOptions(saved="int8", allow={INT8}, **against))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="saved=int8 is not exact"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,10 +22,9 @@ from workers import WorkerPool
 
 from autopar import compile
 from autopar.devices import parse
-from autopar.emit import emit
 from autopar.errors import InfeasibleError, UsageError
 from autopar.layer_price import LayerPrice
-from autopar.plan import FULL, NONE, OFFLOADS, Plan, Recomputation, Role, Strategy
+from autopar.plan import FULL, NONE, OFFLOADS, STATES, Plan, Recomputation, Role, Strategy
 from autopar.price import Pricer
 from autopar.program.offload import _Storage, saved
 from autopar.schedules import Schedule
@@ -33,30 +33,33 @@ from autopar.search.options import pins_by_layer
 from autopar.verify import kind
 
 
-def offloaded(plan: Plan, offload: str) -> Plan:
-    """The plan with every layer so."""
-    layers = tuple(replace(layer, strategy=replace(layer.strategy, offload=offload)) for layer in plan.layers)
-    return replace(plan, layers=layers)
-
-
 def test_the_plan_says_it_and_reads_it_back() -> None:
     plan = manual_plan(subject("mlp").graph, data=2)
-    assert plan.to_json()["layers"][0]["offload"] == "none"
-    for offload in OFFLOADS:
-        written = offloaded(plan, offload)
-        assert written.to_json()["layers"][0]["offload"] == offload
+    assert {"offload": "none", "states": "device"}.items() <= plan.to_json()["layers"][0].items()
+    for offload, states in itertools.product(OFFLOADS, STATES):
+        layers = (replace(x, strategy=replace(x.strategy, offload=offload, states=states)) for x in plan.layers)
+        written = replace(plan, layers=tuple(layers), nvme_path="/nvme")
+        assert {"offload": offload, "states": states}.items() <= written.to_json()["layers"][0].items()
         assert Plan.from_json(written.to_json()) == written
-    older = plan.to_json()
-    for layer in older["layers"]:
-        del layer["offload"]
-    assert Plan.from_json(older) == plan
 
 
-@pytest.mark.parametrize("offload", ["optimizer", "both"])
-def test_what_has_no_program_yet_is_refused(offload: str, tmp_path: Path) -> None:
-    graph = subject("mlp").graph
-    with pytest.raises(UsageError, match="in the host's memory"):
-        emit(graph, offloaded(manual_plan(graph, data=2), offload), tmp_path)
+@pytest.mark.parametrize(
+    ("older", "offload", "states"),
+    [
+        ("optimizer", "none", "host"),
+        ("both", "activations", "host"),
+        ("none", "none", "device"),
+        (None, "none", "device"),
+    ],
+)
+def test_older_plans_are_read(older: str | None, offload: str, states: str) -> None:
+    """They had one word for both."""
+    text = manual_plan(subject("mlp").graph, data=2).to_json()
+    for layer in text["layers"]:
+        del layer["states"], layer["offload"]
+        layer |= {} if older is None else {"offload": older}
+    strategy = Plan.from_json(text).layers[0].strategy
+    assert (strategy.offload, strategy.states) == (offload, states)
 
 
 # -- prices ----------------------------------------------------------------------------------------------------------
@@ -66,25 +69,38 @@ GRAPH, MESH = chain(mlp(B, S, H, F), 4), make_mesh(("data", 8))
 TRAINABLE = 2 * H * F
 
 
-def price(offload: str, zero: int = 0, devices: str = "8xH100-80GB", again: Recomputation = NONE) -> LayerPrice:
+def price(
+    offload: str, zero: int = 0, devices: str = "8xH100-80GB", again: Recomputation = NONE, states: str = "device"
+) -> LayerPrice:
     pricer = Pricer(GRAPH, parse(devices), "bfloat16", solve_mlp)
-    found = pricer.layer("mlp", MESH, Strategy((Role.DATA,), zero, again, offload=offload), 1)
+    found = pricer.layer("mlp", MESH, Strategy((Role.DATA,), zero, again, offload=offload, states=states), 1)
     assert found is not None
     return found
 
 
+NVME = 'gpu = "H100-80GB"\nnvme_gb = 1000\nnvme_read_gb_per_s = 6\nnvme_write_gb_per_s = 3'
+
+
+@pytest.mark.parametrize("states", ["host", "nvme"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_an_optimizer_in_the_host(zero: int) -> None:
-    """Per element a gradient of 4 bytes goes down and a parameter of 2 comes up; the update reads 4 of gradient, reads and writes 12 of
-    states and master copy, writes 2 of parameter. Under ZeRO-3 the device's shard is the master copy, and without it has 2 bytes."""
-    here, there = price("none", zero), price("optimizer", zero)
+def test_optimizer_states_elsewhere(zero: int, states: str, tmp_path: Path) -> None:
+    """Per element a gradient of 4 bytes goes down, is written and read; 12 of states and master copy are read and written; the new
+    value is read in 4 bytes and goes up in 2, or in 4 where FSDP's shard has 4. On NVMe the 12 are read and written once."""
+    (tmp_path / "nvme.toml").write_text(NVME)
+    devices = str(tmp_path / "nvme.toml")
+    here, there = price("none", zero, devices), price("none", zero, devices, states=states)
     mine = TRAINABLE // 8 if zero else TRAINABLE
-    assert (here.optimizer_bytes, here.host_bytes) == ((8 if zero == 3 else 12) * mine, 0)
-    assert (there.optimizer_bytes, there.host_bytes, there.host_saved_bytes) == (0, 18 * mine, 0)
-    assert here.parameters_bytes - there.parameters_bytes == (2 * mine if zero == 3 else 0)
+    assert (here.optimizer_bytes, here.host_bytes, here.nvme_bytes) == ((8 if zero == 3 else 12) * mine, 0, 0)
+    assert (there.optimizer_bytes, there.host_saved_bytes) == (0, 0)
+    assert (there.host_bytes, there.nvme_bytes) == ((12 * mine, 0) if states == "host" else (0, 12 * mine))
+    # the master copy was ZeRO 2's shard
+    assert there.parameters_bytes - here.parameters_bytes == (4 * mine if zero == 2 else 0)
+    up = 4 if zero >= 2 else 2
     link, memory = 614.4e9 * 0.83 / 16, 614.4e9 * 0.5 / 8  # of the node's memory: each device's share
-    update = 6 * mine / link + (4 + 2 * 12 + 2) * mine / memory
-    gpu = parse("8xH100-80GB").gpu
+    update = max(max(4, up) * mine / link, (2 * 4 + 2 * 12 + 4 + 2 * up) * mine / memory)
+    if states == "nvme":
+        update = max(update, 12 * mine * (1 / 6e9 + 1 / 3e9) * 8)
+    gpu = parse(devices).gpu
     assert there.step_s - here.step_s == pytest.approx(update - (4 + 2 * 12 + 2 * 2) * mine / gpu.bytes_per_s)
     same = ("forward_s", "backward_s", "gradients_bytes", "saved_bytes", "transient_bytes")
     assert all(getattr(here, name) == getattr(there, name) for name in same)
@@ -116,20 +132,27 @@ def test_what_a_slow_link_does_not_hide_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_recomputed_layer_puts_its_input_aside() -> None:
-    here, there = price("none", again=FULL), price("both", again=FULL)
+    here, there = price("none", again=FULL), price("activations", again=FULL, states="host")
     assert here.saved_bytes == there.host_saved_bytes == 2 * S * H
     assert there.saved_bytes == 0 and there.transient_bytes == here.transient_bytes + 2 * here.saved_bytes
-    assert there.host_bytes == 18 * TRAINABLE
+    assert there.host_bytes == 12 * TRAINABLE
 
 
 def test_processes_of_this_machine_have_no_memory_but_the_hosts() -> None:
-    """States stay where they are; what is saved is copied there and back."""
+    """States in the host's memory are in theirs, and those on NVMe are not; what is saved is copied there and back."""
     cluster = parse(["cpu"] * 8)
-    pricer = Pricer(GRAPH, cluster, "bfloat16", solve_mlp)
-    here, states, saved, both = (
-        pricer.layer("mlp", MESH, Strategy((Role.DATA,), offload=offload), 1) for offload in OFFLOADS
-    )
-    assert here is not None and saved is not None and here == states and saved == both
+
+    def found(precision: str, **where: str) -> LayerPrice:
+        price = Pricer(GRAPH, cluster, precision, solve_mlp).layer("mlp", MESH, Strategy((Role.DATA,), **where), 1)
+        assert price is not None
+        return price
+
+    here, saved = found("bfloat16"), found("bfloat16", offload="activations")
+    for precision, size in (("bfloat16", 12), ("float32", 12)):  # in float32 the master copy is one copy more
+        host, nvme = found(precision, states="host"), found(precision, states="nvme")
+        assert (host.optimizer_bytes, host.host_bytes, host.nvme_bytes) == (size * TRAINABLE, 0, 0)
+        assert (nvme.optimizer_bytes, nvme.host_bytes, nvme.nvme_bytes) == (0, 0, size * TRAINABLE)
+        assert nvme.step_s > host.step_s > found(precision).step_s
     assert (saved.saved_bytes, saved.host_saved_bytes) == (here.saved_bytes, 0)
     # of which the optimizer's own copies, when all backwards are done, leave room for some
     assert here.transient_bytes < saved.transient_bytes <= here.transient_bytes + 2 * here.saved_bytes
@@ -158,23 +181,21 @@ def test_host_memory_is_kept_to_where_the_exact_solver_is_scip(monkeypatch: pyte
         assert best is not None, seed
         assert plan.bound_s <= best * (1 + 1e-6) and best <= plan.prediction.step_time_s * (1 + 1e-9), seed
         assert all(stage.host_bytes <= cluster.host_limit_bytes for stage in plan.stages)
-        there = {layer.strategy.offload for layer in plan.layers}
-        outcomes.append("there" if there != {"none"} else "here")
+        there = {(layer.strategy.offload, layer.strategy.states) for layer in plan.layers}
+        outcomes.append("there" if there != {("none", "device")} else "here")
     assert all(outcomes.count(outcome) >= 2 for outcome in ("host", "device", "here", "there")), outcomes
 
 
 def test_pins() -> None:
     assert SearchOptions().offload is None and SearchOptions(offload="any").pins == {"offload": "any"}
-    with pytest.raises(
-        UsageError, match="offload is 'disk', it must be one of none, optimizer, activations, both, any"
-    ):
-        SearchOptions(offload="disk")
+    with pytest.raises(UsageError, match="states is 'disk', it must be one of device, host, nvme, any"):
+        SearchOptions(states="disk")
     with pytest.raises(UsageError, match="selective recomputation saves activations on the device"):
-        pins_by_layer(GRAPH, SearchOptions(recompute="selective", pin={"layers.1.offload": "both"}))
+        pins_by_layer(GRAPH, SearchOptions(recompute="selective", pin={"layers.1.offload": "activations"}))
     graph, cluster, pricer, _ = random_offload(0)
     everything = replace(cluster, memory_limit_bytes=10**9, host_limit_bytes=10**9)
-    plan = search(graph, everything, pricer, SearchOptions(pin={"layers.0.offload": "both"}))
-    assert [layer.strategy.offload for layer in plan.layers] == ["both", *["none"] * (len(plan.layers) - 1)]
+    plan = search(graph, everything, pricer, SearchOptions(pin={"layers.0.states": "host"}))
+    assert [layer.strategy.states for layer in plan.layers] == ["host", *["device"] * (len(plan.layers) - 1)]
     # what leaves a choice to the search decides nothing, and has no price
     options = SearchOptions(offload="any", zero=0)
     found = search(graph, everything, pricer, options)
@@ -192,11 +213,11 @@ def test_a_plan_that_is_written_down_says_when_the_host_is_full(tmp_path: Path) 
             Pricer(GRAPH, cluster, "bfloat16", solve_mlp),
             mesh=MESH,
             stage_bounds=(0, 4),
-            strategies=[Strategy((Role.DATA,), offload="both")] * 4,
+            strategies=[Strategy((Role.DATA,), offload="activations", states="host")] * 4,
             schedule=Schedule("none", 1, 1),
             precision="bfloat16",
         )
-        assert plan.stages[0].host_bytes == 4 * (18 * TRAINABLE + 2 * S * (H + 2 * F))
+        assert plan.stages[0].host_bytes == 4 * (12 * TRAINABLE + 2 * S * (H + 2 * F))
         assert ("which does not fit" in " ".join(plan.notes)) == full
 
 

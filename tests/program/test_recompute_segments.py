@@ -163,13 +163,13 @@ class TestPins:
             SearchOptions(pin={"segment": 0})
 
     def test_what_it_keeps_stays_on_the_device(self) -> None:
-        with pytest.raises(UsageError, match="pinned to offload=both"):
-            pins_by_layer(GRAPH, SearchOptions(segment=2, offload="both"))
+        with pytest.raises(UsageError, match="pinned to offload=activations"):
+            pins_by_layer(GRAPH, SearchOptions(segment=2, offload="activations"))
         for options in ({"recompute": "none"}, {"recompute": "selective"}, {"offload": "activations"}):
             with pytest.raises(UsageError, match="segment of 2 layers is recomputed in full"):
                 manual_plan(GRAPH, segment=2, **options)  # type: ignore[arg-type]
         tried = strategies(MESH, BATCH, 8, SearchOptions(segment=2, offload="any"))
-        assert {way.offload for way in tried} == {"none", "optimizer"}
+        assert {way.offload for way in tried} == {"none"}
 
     def test_sizes_end_at_twice_the_square_root(self) -> None:
         options = SearchOptions()

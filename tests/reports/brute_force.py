@@ -37,6 +37,7 @@ FAMILIES = (
     "any chunks",
     "int8",
     "pins, little memory",
+    "nvme",
 )
 EXACT = SearchOptions(target_gap=0.0, time_limit_s=120)
 
@@ -89,20 +90,45 @@ def random_offload(seed: int) -> tuple[Graph, Devices, RandomPricer, SearchOptio
     graph, cluster, pricer = random_problem(seed, devices=(1, 2, 2))
     limit, host = rng.choice([50, 70, 100]), rng.choice([0, 20, 40, 60, 10_000])
     chosen: list[dict[str, Any]] = [
-        {"offload": "any"},
-        {"offload": "any"},
-        {"offload": "optimizer"},
-        {"layers.0.offload": "any"},
+        {"offload": "any", "states": "any"},
+        {"offload": "any", "states": "any"},
+        {"states": "host"},
+        {"layers.0.offload": "any", "layers.0.states": "any"},
     ]
     options = SearchOptions(target_gap=0.0, time_limit_s=120, pin=rng.choice(chosen))
     return graph, Devices(cluster.count, limit, host_limit_bytes=host), pricer, options
+
+
+def random_nvme(seed: int) -> tuple[Graph, Devices, RandomPricer, SearchOptions]:
+    """Little memory, on the device and in the host, and NVMe that is described, or pinned though it is not."""
+    rng = random.Random(f"nvme {seed}")
+    graph, cluster, pricer = random_problem(seed, devices=(1, 2, 2))
+    chosen: list[dict[str, Any]] = [
+        {},
+        {},
+        {"states": "nvme"},
+        {"layers.0.states": "device"},
+        {"offload": "any", "recompute": "none"},
+    ]
+    options = SearchOptions(target_gap=0.0, time_limit_s=120, pin=rng.choice(chosen))
+    limit, host, nvme = rng.choice([50, 70, 100]), rng.choice([0, 20, 40]), rng.choice([0, 40, 70, 10_000])
+    described = rng.random() < 0.8
+    outside = {"host_limit_bytes": host, "nvme_limit_bytes": nvme, "has_nvme": described}
+    return graph, Devices(cluster.count, limit, **outside), pricer, options  # type: ignore[arg-type]
 
 
 def random_int8(seed: int) -> tuple[Graph, Devices, RandomPricer, SearchOptions]:
     """Little memory, and saved activations may be in 8 bits: or must be, or must not, beside the host's memory."""
     rng = random.Random(f"int8 {seed}")
     graph, cluster, pricer = random_problem(seed, devices=(1, 2, 2, 4))
-    chosen: list[dict[str, Any]] = [{}, {}, {}, {"saved": "int8"}, {"saved": "exact"}, {"offload": "any"}]
+    chosen: list[dict[str, Any]] = [
+        {},
+        {},
+        {},
+        {"saved": "int8"},
+        {"saved": "exact"},
+        {"offload": "any", "states": "any"},
+    ]
     options = SearchOptions(target_gap=0.0, time_limit_s=120, pin=rng.choice(chosen), allow={INT8})
     return graph, Devices(cluster.count, rng.choice([80, 120, 160, 220]), host_limit_bytes=40), pricer, options
 
@@ -115,6 +141,8 @@ def problem(family: str, seed: int) -> tuple[Graph, Devices, RandomPricer, Searc
         return random_offload(seed)
     if family == "int8":
         return random_int8(seed)
+    if family == "nvme":
+        return random_nvme(seed)
     devices = (3, 3, 1) if family == "odd counts" else (1, 2, 4, 4)
     graph, cluster, pricer = random_problem(seed, devices=devices, skips=family == "skips")
     if family == "memory":

@@ -380,14 +380,21 @@ def recomputation() -> Page:
 def offload() -> Page:
     here = setting()
     common = {"data": 8, "zero": 3, "microbatches": 4, "recompute": "selective"}
-    plans = {name: here.plan(**common, offload=name) for name in ("none", "optimizer", "activations", "both")}
+    ways: dict[str, dict[str, Any]] = {
+        "nothing": {},
+        "optimizer states, host": {"states": "host"},
+        "optimizer states, NVMe": {"states": "nvme"},
+        "activations, host": {"offload": "activations"},
+        "both, host": {"states": "host", "offload": "activations"},
+    }
+    plans = {name: here.plan(**common, **way) for name, way in ways.items()}
     page = memory_page("offload", plans, "offload")
     lines = [
-        f"{name} | {size(fullest(p).total)} | {size(p.stages[0].host_bytes)} | {step(p)}" for name, p in plans.items()
+        f"{name} | {size(fullest(p).total)} | {size(p.stages[0].host_bytes)} | {size(p.stages[0].nvme_bytes)} | {step(p)}"
+        for name, p in plans.items()
     ]
-    return Page(
-        {"offload": table(" offload | memory of a device | host memory of a device | step ", lines)}, page.pictures
-    )
+    head = " elsewhere | memory of a device | host memory of a device | NVMe of a device | step "
+    return Page({"offload": table(head, lines)}, page.pictures)
 
 
 def mixed_precision() -> Page:

@@ -9,7 +9,20 @@ from price_models import chain, mlp, solve_mlp
 
 from autopar.devices import parse
 from autopar.explain.describe import describe
-from autopar.plan import FULL, NARROW, NONE, OFFLOADS, REDUCTIONS, SELECTIVE, Axis, Plan, Recomputation, Role, Strategy
+from autopar.plan import (
+    FULL,
+    NARROW,
+    NONE,
+    OFFLOADS,
+    REDUCTIONS,
+    SELECTIVE,
+    STATES,
+    Axis,
+    Plan,
+    Recomputation,
+    Role,
+    Strategy,
+)
 from autopar.price import Pricer
 from autopar.schedules import INTERLEAVED, SPLIT, ZERO_BUBBLE, Schedule
 from autopar.search import SearchOptions, evaluate, make_mesh, search
@@ -37,13 +50,14 @@ class Written:
     zero: int = 1
     recomputation: Recomputation = NONE
     offload: str = "none"
+    states: str = "device"
     reduce: str = "microbatch"
     cuts: tuple[int, ...] | None = None
     allow: tuple[str, ...] = ()
 
     @property
     def strategy(self) -> Strategy:
-        return Strategy(self.roles, self.zero, self.recomputation, self.offload, reduce=self.reduce)
+        return Strategy(self.roles, self.zero, self.recomputation, self.offload, reduce=self.reduce, states=self.states)
 
     def priced(self) -> Plan:
         cuts = even_cuts(LAYERS, self.pipeline * self.chunks) if self.cuts is None else self.cuts
@@ -68,6 +82,7 @@ DIMENSIONS: dict[str, list[Written]] = {
     "recomputation": [replace(PLAIN, recomputation=how) for how in (NONE, SELECTIVE, FULL)],
     "layers of a segment": [replace(PLAIN, recomputation=Recomputation("full", n)) for n in (1, 2, 3, 4)],
     "offload": [replace(PLAIN, offload=what) for what in OFFLOADS],
+    "states": [replace(PLAIN, states=where) for where in STATES],
     "precision": [replace(PLAIN, allow=allow) for allow in ALLOW],
 }
 
@@ -92,15 +107,18 @@ def test_the_search_tries_these_values() -> None:
     candidates = strategies(PLAIN.mesh, BATCH // PLAIN.microbatches, CLUSTER.gpus_per_node, SearchOptions())
     for written in (w for name in ("roles", "ZeRO", "recomputation") for w in DIMENSIONS[name]):
         assert written.strategy in candidates, written
-    assert all(candidate.offload == "none" and candidate.recomputation.layers == 1 for candidate in candidates)
+    assert all(
+        (candidate.offload, candidate.states) == ("none", "device") and candidate.recomputation.layers == 1
+        for candidate in candidates
+    )
     again = recomputations(GRAPH.chains[GRAPH.layers[0].cls], SearchOptions().common, True)
     candidates = strategies(
         PLAIN.mesh, BATCH // PLAIN.microbatches, CLUSTER.gpus_per_node, SearchOptions(), None, 0, again
     )
     assert all(written.strategy in candidates for written in DIMENSIONS["layers of a segment"])
-    asked = SearchOptions(offload="any")
+    asked = SearchOptions(offload="any", states="any", nvme=True)
     candidates = strategies(PLAIN.mesh, BATCH // PLAIN.microbatches, CLUSTER.gpus_per_node, asked)
-    assert all(written.strategy in candidates for written in DIMENSIONS["offload"])
+    assert all(written.strategy in candidates for name in ("offload", "states") for written in DIMENSIONS[name])
     candidates = strategies(PLAIN.mesh, BATCH // 4, CLUSTER.gpus_per_node, SearchOptions(), several=True)
     assert all(written.strategy in candidates for written in DIMENSIONS["reductions"])
     for several, pinned in ((False, "step"), (True, "microbatch")):

@@ -7,6 +7,7 @@ dropped) or a run of equal layers (the integer model); x[s, r, k] is how many la
     cover[r]        sum_{s,k} x[s, r, k] = N_r
     memory[s]       sum (weights + n_s saved) x + z_s <= limit
     host[s]         sum (host + n_s host_saved) x <= a device's share of its host's memory
+    nvme[s]         sum nvme x <= a device's share of its node's NVMe
     transient[s]    z_s >= sum_k transient_k x[s, r, k] / N_r for every r (relaxed); z_s >= transient_k where x[s, r, k] > 0 (integer)
     nonempty[s]     sum_{r,k} x[s, r, k] >= 1
     order[s, r]     stage s may start run r+1 only when runs ..r are complete: prefix(s, r+1) <= N d[s, r], N d[s, r] <= prefix(s, r)
@@ -34,7 +35,7 @@ from autopar.schedules import GPIPE
 from autopar.schedules.step_time import longest_path, simulate, textbook_paths
 from autopar.search.bounds.cheap import TOLERANCE, cheapest_send
 from autopar.search.pareto import Array, Indices
-from autopar.search.tables import Instance, Table
+from autopar.search.tables import OUTSIDE, Instance, Table
 
 CUTS = 16
 """How many times the relaxation is solved again with a new path."""
@@ -114,11 +115,13 @@ class Model:
         saved = self._sum(s, "saved", limit)
         terms = [(v, w + n * a) for (v, w), (_, a) in zip(memory, saved, strict=True)]
         self._row(-self.infinity, 1.0, [*terms, (z, 1.0)], f"memory{s}")
-        if instance.offloaded:
-            room = max(instance.layout.host[instance.layout.place[s]], 1.0)
-            rest, each = self._sum(s, "host", room), self._sum(s, "host_saved", room)
-            there = [(v, w + n * a) for (v, w), (_, a) in zip(rest, each, strict=True)]
-            self._row(-self.infinity, 1.0, there, f"host{s}")
+        for i in instance.outside:
+            room = max(instance.layout.outside[instance.layout.place[s]][i], 1.0)
+            there = self._sum(s, OUTSIDE[i], room)
+            if OUTSIDE[i] == "host":
+                each = self._sum(s, "host_saved", room)
+                there = [(v, w + n * a) for (v, w), (_, a) in zip(there, each, strict=True)]
+            self._row(-self.infinity, 1.0, there, f"{OUTSIDE[i]}{s}")
         for name, variable, sends in (
             ("forward", self.forward[s], s < stages - 1),
             ("backward", self.backward[s], s > 0),

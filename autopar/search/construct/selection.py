@@ -17,7 +17,7 @@ LADDER = (0.0, *np.geomspace(1e-3, 1e3, 13).tolist(), 1e9)
 """Prices of memory to try, in units of a stage's time per device memory; the last one is "memory alone"."""
 
 PRESSURES = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0)
-"""Prices of host memory to try beside a price of device memory, both as shares of their limits: the first that lets a stage fit is
+"""Prices of the other memories to try beside a price of device memory, all as shares of their limits: the first that lets a stage fit is
 used."""
 
 
@@ -36,12 +36,11 @@ class Selection:
     """The layers, in order, whose candidates are chosen together under one memory limit. ``in_flight`` is how many microbatches of each
     are live, and how many of these are between the two parts of their backward; ``passing`` as in ``schedules.memory``.
 
-    ``offloaded`` are the bytes of each candidate in host memory, if any candidate has some.
+    ``outside`` are the memories besides the device's that some candidate has bytes in: the bytes of each layer's candidates, and the room.
     """
 
-    offloaded: Sequence[Array] = ()
-    room = np.inf  # bytes in host memory
-    pressure = 0.0  # the price of a byte there, relative to a byte of device memory
+    outside: Sequence[tuple[Sequence[Array], float]] = ()
+    pressure = 0.0  # the price of filling one of them, relative to filling device memory
 
     def __init__(
         self,
@@ -67,8 +66,8 @@ class Selection:
         ]
 
     def solve(self) -> tuple[int, ...] | None:
-        for pressure in PRESSURES if self.offloaded else (0.0,):
-            self.pressure = pressure * self.limit / max(self.room, 1.0)
+        for pressure in PRESSURES if self.outside else (0.0,):
+            self.pressure = pressure
             pick = self._solve()
             if pick is not None:
                 return tuple(int(self.keep[a][k]) for a, k in enumerate(pick))
@@ -95,12 +94,12 @@ class Selection:
             pick = self._spend(pick)
         return pick
 
-    def host_fits(self, pick: tuple[int, ...]) -> bool:
-        """Whether the bytes that these candidates offload fit in host memory."""
+    def outside_fits(self, pick: tuple[int, ...]) -> bool:
+        """Whether what these candidates have outside of device memory fits there."""
         return self._room_for([int(np.searchsorted(keep, k)) for keep, k in zip(self.keep, pick, strict=True)])
 
     def _room_for(self, pick: list[int]) -> bool:
-        return not self.offloaded or float(sum(h[k] for h, k in zip(self.offloaded, pick, strict=True))) <= self.room
+        return all(float(sum(h[k] for h, k in zip(sizes, pick, strict=True))) <= room for sizes, room in self.outside)
 
     def improved(self, pick: tuple[int, ...]) -> tuple[int, ...]:
         """These candidates, or better ones found by changing single layers."""
@@ -125,8 +124,9 @@ class Selection:
         local = [
             w + price * (h + t / len(self.live)) for w, h, t in zip(self.weight, self.live, self.transient, strict=True)
         ]
-        if self.pressure:
-            local = [here + price * self.pressure * h for here, h in zip(local, self.offloaded, strict=True)]
+        for sizes, room in self.outside if self.pressure else ():
+            each = price * self.pressure * self.limit / max(room, 1.0)
+            local = [here + each * h for here, h in zip(local, sizes, strict=True)]
         best, came = local[0], []
         for edge, here in zip(self.edges, local[1:], strict=True):
             through = best[:, None] + edge
@@ -169,9 +169,9 @@ class Selection:
         saves = total[pick[a]] - total
         more = self.live[a] - self.live[a][pick[a]]
         ok = (saves > 1e-15) & (live + more + np.maximum(highest, self.transient[a]) <= self.limit)
-        if self.offloaded:
-            others = sum(float(h[k]) for h, k in zip(self.offloaded, pick, strict=True)) - self.offloaded[a][pick[a]]
-            ok &= others + self.offloaded[a] <= self.room
+        for sizes, room in self.outside:
+            others = sum(float(h[k]) for h, k in zip(sizes, pick, strict=True)) - sizes[a][pick[a]]
+            ok &= others + sizes[a] <= room
         if not ok.any():
             return 0.0, pick[a]
         ratio = np.where(ok, saves / np.maximum(more, 1.0), 0.0)
@@ -196,7 +196,11 @@ def stage_of(
         found.weight[0] = found.weight[0] + instance.edge(i - 1, place)[before, found.keep[0]]
     if j < instance.layers:  # forwards, and backwards by the next stage
         found.weight[-1] = found.weight[-1] + 2 * instance.p2p(j - 1, s)[found.keep[-1]]
-    if instance.offloaded:
-        found.offloaded = [(t.host + n * t.host_saved)[keep] for t, keep in zip(found.tables, found.keep, strict=True)]
-        found.room = instance.layout.host[place]
+    found.outside = [
+        (
+            [t.outside(n)[i][keep] for t, keep in zip(found.tables, found.keep, strict=True)],
+            instance.layout.outside[place][i],
+        )
+        for i in instance.outside
+    ]
     return found

@@ -268,7 +268,7 @@ def _stage(instance: Instance, mode: Mode, i: int, j: int, s: int, before: int |
     full = stage_of(instance, _every(instance), i, j, s, before)
     chosen = stage_of(instance, mode.allowed, i, j, s, before).solve()
     whole = _whole(instance, mode, i, j, instance.regime(s))
-    found = [full.improved(start) for start in (chosen, whole) if start is not None and full.host_fits(start)]
+    found = [full.improved(start) for start in (chosen, whole) if start is not None and full.outside_fits(start)]
     if not instance.segmented:
         return min(found, key=full.seconds) if found else None
     return _in_segments(instance, mode, full, i, s, before, found)
@@ -292,7 +292,7 @@ def _in_segments(
         n, passing, place, limit = instance.regime(s)
         again = stage_of(instance, mode.allowed, i, j, s, before, spare).solve()
         whole = _whole(instance, mode, i, j, (n, passing, place, limit - spare))
-        found = [pick for pick in (again, whole) if pick is not None and full.host_fits(pick)]
+        found = [pick for pick in (again, whole) if pick is not None and full.outside_fits(pick)]
     return min(fit, key=full.seconds) if fit else None
 
 

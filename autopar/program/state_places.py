@@ -1,0 +1,367 @@
+"""Optimizer states outside of the device's memory: in the host's memory, or in a file on the node's NVMe.
+
+Where the plan says so (``states`` of a layer), the master copies and the optimizer's states of its parameters are tensors on the CPU, and
+the processors update them. They are updated chunk by chunk: a chunk's gradients come down from the device, the optimizer updates it, and
+its new values go up. On a GPU each direction has a stream and two buffers in pinned memory: the gradients of the next chunk come down and
+the values of the last one go up while the processors update. What the device keeps is the parameters and the gradients (ZeRO-Offload, Ren
+et al. 2021, arXiv:2101.06840). On a CPU the copies are made as well. The two streams have not run on a GPU yet.
+
+Those on NVMe are memory-mapped (ZeRO-Infinity, Rajbhandari et al. 2021, arXiv:2104.07857, and PatrickStar, Fang et al. 2021,
+arXiv:2108.05818, move them in chunks, too): the kernel reads the next chunk's pages while this one is updated, and writes changed pages
+back while the training goes on. The file has no name, so that nothing is left of it, however the process ends; a checkpoint is what lasts.
+
+This file is copied into every emitted program; it needs torch alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import IO, TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from autopar.program.masters import Master
+
+DEVICE, HOST, NVME = PLACES = ("device", "host", "nvme")
+CHUNK_BYTES = 32 * 2**20  # of masters, at most: the size of a buffer
+FOLDER = "AUTOPAR_NVME"  # the environment's variable with the folder on NVMe
+_FIRST, _LARGEST = 16 * 2**20, 2**30  # bytes by which a file grows
+
+
+class PlaceError(RuntimeError):
+    """Optimizer states that cannot be where the plan has them; ``message`` says why, ``hint`` what to do."""
+
+    def __init__(self, message: str, hint: str) -> None:
+        super().__init__(f"{message}; {hint}")
+        self.message, self.hint = message, hint
+
+
+@dataclass(frozen=True, slots=True)
+class Away:
+    """Of a master that is not on the device: its ``place``, the tensor on the device whose ``grad`` is the master's gradient, and the
+    device's ``values``, which an update replaces."""
+
+    place: str
+    gradient: nn.Parameter
+    values: Tensor
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Places:
+    """Makes a rank's tensors in the host's memory and on NVMe, there in a file in ``folder``, which the first such tensor makes."""
+
+    folder: str = ""
+    _file: _MappedFile | None = field(default=None, init=False)
+
+    def zeros(self, place: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A contiguous tensor of zeros. Raises ``PlaceError`` where the folder cannot have the file."""
+        if place != NVME:
+            return torch.zeros(tuple(shape), dtype=dtype)
+        if self._file is None:
+            self._file = _MappedFile(folder_of(self.folder))
+        return self._file.zeros(shape, dtype)
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether a tensor is in the file."""
+        return self._file is not None and self._file.has(tensor)
+
+    def adopt(self, optimizer: torch.optim.Optimizer, master: Master) -> None:
+        """Move the states that an optimizer made of a master to the master's place."""
+        if master.away is None or master.away.place != NVME:
+            return  # an optimizer makes states where its parameter is: in the host's memory
+        state = optimizer.state.get(master.tensor, {})
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.shape == master.tensor.shape and not self.has(value):
+                state[key] = self.zeros(NVME, value.shape, value.dtype).copy_(value)
+
+    def expect(self, tensors: Iterable[Tensor]) -> None:
+        """Begin to read tensors that are in the file, which are needed next."""
+        if self._file is not None:
+            self._file.advise(tensors, mmap.MADV_WILLNEED)
+
+    def release(self, tensors: Iterable[Tensor]) -> None:
+        """Unmap the pages of tensors that are in the file until they are needed; the kernel writes them when they have changed."""
+        if self._file is not None:
+            self._file.advise(tensors, mmap.MADV_DONTNEED)
+
+
+def folder_of(named: str) -> str:
+    """The folder on NVMe: the one that the plan or the command line has ``named``, or the environment's. Raises ``PlaceError``."""
+    folder = named or os.environ.get(FOLDER, "")
+    if not folder:
+        raise PlaceError(
+            "the plan keeps optimizer states on NVMe, and no folder on it is named",
+            f"name one: nvme_path in the cluster file, train.py --nvme DIR, or the environment's {FOLDER}",
+        )
+    return folder
+
+
+class _MappedFile:
+    """A file without a name, mapped into memory part by part as it grows; tensors begin at pages."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder, self._size, self._used = folder, 0, 0
+        self._parts: list[tuple[int, mmap.mmap, Tensor]] = []  # the address, the mapping, its bytes
+        try:
+            self._file: IO[bytes] = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  it lives as long as the tensors
+        except OSError as error:
+            raise PlaceError(
+                f"optimizer states cannot be kept in {folder}: {error}", "name a folder on the node's NVMe"
+            ) from error
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        size = torch.Size(shape).numel() * dtype.itemsize
+        if not size:
+            return torch.zeros(tuple(shape), dtype=dtype)
+        if not self._parts or self._used + size > self._parts[-1][2].numel():
+            self._grow(size)
+        part = self._parts[-1][2][self._used : self._used + size]
+        self._used += -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        return part.view(dtype).view(tuple(shape))
+
+    def _grow(self, size: int) -> None:
+        least = min(max(_FIRST, self._size), _LARGEST)
+        more = max(-(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY, least)
+        try:
+            os.posix_fallocate(
+                self._file.fileno(), self._size, more
+            )  # a full disk is an error here, and a signal at a write
+        except OSError as error:
+            gb = f"{(self._size + more) / 1e9:.3g} GB"
+            full = "is full" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else str(error)
+            raise PlaceError(
+                f"the optimizer states of this rank need {gb} in {self._folder}: {full}",
+                "make room, or name another folder",
+            ) from error
+        mapping = mmap.mmap(self._file.fileno(), more, offset=self._size)
+        memory = torch.frombuffer(mapping, dtype=torch.uint8)
+        self._parts.append((memory.data_ptr(), mapping, memory))
+        self._size, self._used = self._size + more, 0
+
+    def has(self, tensor: Tensor) -> bool:
+        return self._place(tensor) is not None
+
+    def _place(self, tensor: Tensor) -> tuple[mmap.mmap, int] | None:
+        """The mapping that a tensor is in, and where."""
+        at = tensor.data_ptr()
+        for begin, mapping, memory in self._parts:
+            if begin <= at < begin + memory.numel():
+                return mapping, at - begin
+        return None
+
+    def advise(self, tensors: Iterable[Tensor], what: int) -> None:
+        for tensor in tensors:
+            found = self._place(tensor)
+            if found is not None:
+                mapping, at = found
+                begin = at // mmap.PAGESIZE * mmap.PAGESIZE
+                mapping.madvise(what, begin, at + tensor.nbytes - begin)
+
+
+def pieces_of(elements: int, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
+    """The ranges of so many elements that are masters of their own, none larger than a chunk."""
+    step = CHUNK_BYTES // dtype.itemsize
+    return ((low, min(low + step, elements)) for low in range(0, elements, step))
+
+
+# -- updates ----------------------------------------------------------------------------------------------------------
+
+
+class AwayUpdates:
+    """Updates this rank's masters, those that are not on the device chunk by chunk.
+
+    An optimizer leaves a parameter alone that has no gradient: all masters but a chunk's have none when the chunk is updated. ``at_once``
+    is for optimizers that may count the calls of ``step``: all masters, those on the device too, are then one chunk.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        masters: Sequence[Master],
+        places: Places,
+        device: torch.device,
+        at_once: bool,
+    ) -> None:
+        self._optimizer, self._places, self._at_once = optimizer, places, at_once
+        away = [master for master in masters if master.away is not None]
+        self._here = [] if at_once else [master for master in masters if master.away is None]
+        self._chunks = [away] if at_once else list(_chunks(away))
+        size = max(sum(master.tensor.nbytes for master in chunk) for chunk in self._chunks)
+        self._lanes = [_Lane(size, device) for _ in self._chunks[:2]]
+        self._threads = _threads() if device.type == "cuda" else 0
+        for master in masters:
+            places.adopt(optimizer, master)  # Adagrad makes its states at once
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update all masters by their gradients; the device has the new values when its current stream gets there."""
+        with _many_threads(self._threads):
+            if any(master.tensor.grad is not None for master in self._here):
+                self._optimizer.step()
+            with _hidden(self._here):
+                self._stream()
+
+    def _stream(self) -> None:
+        self._fetch(0)
+        for number, chunk in enumerate(self._chunks):
+            lane = self._lanes[number % 2]
+            if number + 1 < len(self._chunks):
+                self._fetch(number + 1)
+            for master, gradient in zip(chunk, lane.arrived(), strict=True):
+                master.tensor.grad = gradient
+            self._optimizer.step()
+            for master in chunk:
+                master.tensor.grad = None
+                self._places.adopt(self._optimizer, master)
+            lane.send(chunk)
+            self._places.release(self._tensors(chunk))
+        for lane in self._lanes:
+            lane.finish()
+
+    def _fetch(self, number: int) -> None:
+        self._places.expect(self._tensors(self._chunks[number]))
+        self._lanes[number % 2].fetch(self._chunks[number])
+
+    def _tensors(self, chunk: Sequence[Master]) -> Iterator[Tensor]:
+        """The masters of a chunk, and their states."""
+        for master in chunk:
+            yield master.tensor
+            yield from (value for value in self._optimizer.state.get(master.tensor, {}).values() if _on_cpu(value))
+
+
+def _on_cpu(value: object) -> bool:
+    return isinstance(value, Tensor) and value.device.type == "cpu"
+
+
+@contextmanager
+def _hidden(masters: Sequence[Master]) -> Iterator[None]:
+    """A context in which these masters have no gradients."""
+    gradients = [master.tensor.grad for master in masters]
+    for master in masters:
+        master.tensor.grad = None
+    yield
+    for master, gradient in zip(masters, gradients, strict=True):
+        master.tensor.grad = gradient
+
+
+def _threads() -> int:
+    """This process' share of the node's processors: ``torchrun`` lets each process have one thread."""
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+@contextmanager
+def _many_threads(number: int) -> Iterator[None]:
+    """A context in which torch's ops on the CPU have so many threads; 0 leaves them alone."""
+    before = torch.get_num_threads()
+    if number > before:
+        torch.set_num_threads(number)
+    yield
+    if number > before:
+        torch.set_num_threads(before)
+
+
+@torch.no_grad()
+def upload(masters: Sequence[Master]) -> None:
+    """After masters were set by anything but an update: give the device their values."""
+    for master in masters:
+        if master.away is not None:
+            master.away.values.copy_(master.tensor)
+
+
+@torch.no_grad()
+def download(masters: Sequence[Master]) -> None:
+    """After the device's values were set: give them to the masters, which are of the same dtype."""
+    for master in masters:
+        if master.away is not None:
+            master.tensor.copy_(master.away.values)
+
+
+def _chunks(masters: Sequence[Master]) -> Iterator[list[Master]]:
+    chunk: list[Master] = []
+    size = 0
+    for master in masters:
+        if chunk and size + master.tensor.nbytes > CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(master)
+        size += master.tensor.nbytes
+    if chunk:
+        yield chunk
+
+
+class _Lane:
+    """The buffers of a chunk on its way: gradients come down, values go up."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._device, self._cuda = device, device.type == "cuda"
+        self._down, self._up = (torch.empty(size, dtype=torch.uint8, pin_memory=self._cuda) for _ in range(2))
+        self._streams = [torch.cuda.Stream(device) for _ in range(2)] if self._cuda else []
+        self._gradients: list[Tensor] = []
+        self._came: torch.cuda.Event | None = None
+        self._went: torch.cuda.Event | None = None
+
+    def fetch(self, chunk: Sequence[Master]) -> None:
+        """Begin to copy the chunk's gradients; what got none has zeros."""
+        self._gradients = _views(self._down, [master.tensor for master in chunk])
+        if not self._cuda:
+            self._copy_down(chunk)
+            return
+        stream = self._streams[0]
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            self._copy_down(chunk)
+        self._came = stream.record_event()
+
+    def _copy_down(self, chunk: Sequence[Master]) -> None:
+        for master, there in zip(chunk, self._gradients, strict=True):
+            assert master.away is not None
+            gradient = master.away.gradient.grad
+            assert gradient is not None, master.layout.name
+            there.copy_(gradient.view(there.shape), non_blocking=True)
+
+    def arrived(self) -> list[Tensor]:
+        """The gradients, once they are here."""
+        if self._came is not None:
+            self._came.synchronize()
+        return self._gradients
+
+    def send(self, chunk: Sequence[Master]) -> None:
+        """Begin to copy the chunk's new values to the device."""
+        if self._went is not None:
+            self._went.synchronize()  # the last values of this buffer
+        targets = [master.away.values for master in chunk if master.away is not None]
+        for master, there in zip(chunk, staged := _views(self._up, targets), strict=True):
+            there.copy_(master.tensor.view(there.shape))  # here: to the dtype of the computation
+        if self._cuda:
+            self._streams[1].wait_stream(torch.cuda.current_stream(self._device))  # what still reads the old values
+        with torch.cuda.stream(self._streams[1]) if self._cuda else nullcontext():
+            for target, values in zip(targets, staged, strict=True):
+                target.copy_(values, non_blocking=True)
+        self._went = self._streams[1].record_event() if self._cuda else None
+
+    def finish(self) -> None:
+        """Make the device's current stream wait for the values."""
+        if self._went is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._went)
+
+
+def _views(memory: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Parts of a buffer as tensors of these shapes and dtypes, each at a multiple of its elements' size."""
+    found, at = [], 0
+    for tensor in sorted(like, key=lambda tensor: -tensor.element_size()):
+        assert at % tensor.element_size() == 0
+        found.append((tensor, memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)))
+        at += tensor.nbytes
+    places = {id(tensor): view for tensor, view in found}
+    return [places[id(tensor)] for tensor in like]
