@@ -197,7 +197,7 @@ def test_a_signal_to_autopar_run_saves_and_ends_it(number, tmp_path, capsys, mon
                     os.kill(pid, number)
             super().save(program, step, last)
 
-    def run(*argv: str) -> list[str]:
+    def ran(*argv: str) -> list[str]:
         given = ("--devices", "2", "--data", "2", "--every", "2", "--checkpoint", str(tmp_path / "saved"), *argv)
         with pytest.raises(SystemExit) as caught:
             main(["run", f"{tmp_path}/small_model.py:model", *given])
@@ -209,10 +209,10 @@ def test_a_signal_to_autopar_run_saves_and_ends_it(number, tmp_path, capsys, mon
 
     monkeypatch.setattr("autopar.cli.run.Checkpoints", Signalled)
     before = signal.getsignal(number)
-    assert run("--steps", "1000000") == ["step 1", "step 2", "step 3"]
+    assert ran("--steps", "1000000") == ["step 1", "step 2", "step 3"]
     assert signal.getsignal(number) is before
     assert sorted(path.name for path in (tmp_path / "saved").glob("step-*")) == ["step-2", "step-3"]
-    assert run("--steps", "4", "--resume") == ["step 4"]
+    assert ran("--steps", "4", "--resume") == ["step 4"]
 
 
 def test_under_torchrun_every_rank_has_rank_0s_plan(tmp_path):

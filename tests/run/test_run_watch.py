@@ -98,9 +98,9 @@ def test_a_rank_that_hangs_is_named_with_its_layer(server: Server, tmp_path: Pat
     ended(made, lambda workers: None)
     (said,) = made.said()
     assert said.startswith(
-        "step 3 takes longer than 2 s; the others wait for rank 1, in step 3 in layer_0 (Layer), model.py:"
+        "step 3 takes longer than 2 s; the others wait for rank 1, in step 3 in layer_0 (First), model.py:"
     )
-    assert re.search(r"; rank 0 waits in step 3 in (all_reduce|wait_tensor) of layer_0 \(Layer\), model.py:", said)
+    assert re.search(r"; rank 0 waits in step 3 in (all_reduce|wait_tensor) of layer_0 \(First\), model.py:", said)
 
 
 def test_a_killed_launcher_leaves_no_rank(server: Server, tmp_path: Path) -> None:
