@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from autopar.ops.facts import Kind, facts, is_pointwise, is_random, op_of
-from autopar.program import kernels, kernels_experts, kernels_fp8, kernels_random
+from autopar.program import kernels, kernels_experts, kernels_fp8, kernels_random, kernels_vocab
 from passes.collectives import convert
 from passes.localise_layer import scale
 
@@ -19,6 +19,7 @@ MODULES = {
     "kernels_experts": kernels_experts,
     "kernels_fp8": kernels_fp8,
     "kernels_random": kernels_random,
+    "kernels_vocab": kernels_vocab,
 }
 NAMES = [name for kind in Kind for name in kind.value]
 

@@ -167,10 +167,13 @@ ILL_TYPED = tuple(
             r"torch\.ops\.aten\.mse_loss\.default\((.*), 2\)", r"torch.ops.aten.mse_loss.default(\1, 1)",
         ),
         ("statistics over a slice of the batch", "mlp", DATA, r"F\.linear\(x, self", "F.linear(x - x.mean(0), self"),
-        ("labels are taken whole", "llama", {"data": 2, "tensor": 2}, r'"labels": \{"data": 0\}', '"labels": {}'),
+        (
+            "labels are taken whole", "llama", {"data": 2, "tensor": 2},
+            r'("labels": TensorSpec\(.*\{"data": )spmd\.S\(0\)', r"\1spmd.R",
+        ),
         (
             "border declared in another type", "llama", {"pipeline": 2, "data": 2, "microbatches": 2},
-            r'("model\.layers\.1": \{"data": )"S\(0\)"', r'\1"R"',
+            r'("model\.layers\.1": TensorSpec\(.*\{"data": )spmd\.S\(0\)', r"\1spmd.R",
         ),
         (
             "slices of two axes taken in the wrong order", "llama", TWO_AXES, r"( +)for layer in \(",

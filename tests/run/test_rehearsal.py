@@ -101,7 +101,7 @@ def test_the_command(tmp_path: Path):
 
     (line,) = invoke("--json").stdout.splitlines()
     assert json.loads(line)["rank"] == 0 and json.loads(line)["peak_bytes"] > 0
-    assert "alone on cpu" in invoke("--rank", "5").stdout
+    assert "single ranks of 8 on cpu" in invoke("--rank", "5").stdout
     with pytest.raises(UsageError, match="the plan has no rank 9"):
         invoke("--rank", "9")
 
