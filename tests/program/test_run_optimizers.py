@@ -320,7 +320,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "scheduler": (scheduled, "SGD cannot be made again .*was replaced"),
     "hooks": (hooked, "SGD cannot be made again .*it has hooks"),
     "other tensors": (lambda params: torch.optim.SGD([torch.zeros(3)], lr=0.1), "tensors that are no parameters"),
-    "no optimizer": (lambda params: {"sgd": torch.optim.SGD(params, lr=0.1)}, "gave back dict"),
+    "no optimizer": (lambda params: {"sgd": torch.optim.SGD(params, lr=0.1)}, "returned dict"),
     "an empty list": (lambda params: [], "returned an empty list"),
     "one parameter twice": (lambda params: [by_ndim(params), some(params)], "two optimizers have layers.0.0.bias"),
     "needs parameters": (Eager, "Eager cannot be made again .*its class raised StopIteration"),
