@@ -6,7 +6,8 @@ import bisect
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -327,37 +328,25 @@ def joined(name: str, parts: Sequence[Cluster], between: Link | None, across: bo
         host_s=max(part.host_s for part in parts),
         parts=tuple(parts),
         between=between,
-        host=_scarcest([part.host for part in parts]),
+        host=_smallest([part.host for part in parts]),
         nvlink_domain=min(min(part.nvlink_domain, part.count) for part in parts),  # no domain reaches into another part
         nvme=_smallest([part.nvme for part in parts]),
     )
 
 
-def _smallest(nodes: Sequence[Nvme | None]) -> Nvme | None:
-    """Drives with the smallest of each figure; none if some nodes have none."""
-    known = [drives for drives in nodes if drives is not None]
-    if len(known) < len(nodes):
-        return None
-    return Nvme(
-        min(drives.capacity_bytes for drives in known),
-        min(drives.read_bytes_per_s for drives in known),
-        min(drives.write_bytes_per_s for drives in known),
-        next((drives.path for drives in known if drives.path), ""),
-        "; ".join(dict.fromkeys(drives.source for drives in known)),
-    )
+Part = TypeVar("Part", Host, Nvme)
 
 
-def _scarcest(hosts: Sequence[Host | None]) -> Host | None:
-    """A host with the smallest of each figure of ``hosts``."""
-    known = [host for host in hosts if host is not None]
-    if len(known) < len(hosts):
+def _smallest(given: Sequence[Part | None]) -> Part | None:
+    """The smallest of each figure, the first text that is named, and all sources; none if one part has none."""
+    known = [each for each in given if each is not None]
+    if len(known) < len(given):
         return None
-    return Host(
-        min(host.memory_bytes for host in known),
-        min(host.bytes_per_s for host in known),
-        min(host.link_bytes_per_s for host in known),
-        "; ".join(dict.fromkeys(host.source for host in known)),
-    )
+    found: dict[str, Any] = {}
+    for name in (each.name for each in fields(known[0])):
+        values = [getattr(each, name) for each in known]
+        found[name] = next(filter(None, values), "") if isinstance(values[0], str) else min(values)
+    return replace(known[0], **found | {"source": "; ".join(dict.fromkeys(each.source for each in known))})
 
 
 def _slowest(gpus: Sequence[Gpu]) -> Gpu:

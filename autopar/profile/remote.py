@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from autopar.profile.sweep import MOVES
-from autopar.program.collectives import ShardedReduceScatter, all_gather, reduce_scatter
+from autopar.program.collectives import ShardedReduceScatter, all_gather, backend_reduce_scatter, reduce_scatter
 from autopar.run import remote
 
 _BUDGET_S = 0.06  # of one measurement, after a run that is not counted
@@ -231,11 +231,10 @@ def _wire(name: str, members: int, size: int) -> Figures:
     whole = torch.zeros(max(members, size // 4), device=_device)
     whole = whole[: len(whole) // members * members].contiguous()
     part = torch.zeros(len(whole) // members, device=_device)
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     runs: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: dist.all_reduce(whole, group=group),
         "all_gather": lambda: all_gather(whole, part, group=group),
-        "reduce_scatter": lambda: scatter(part, whole, group=group),
+        "reduce_scatter": lambda: backend_reduce_scatter(part, whole, group=group),
         "flat reduce_scatter": lambda: reduce_scatter(part, whole, group=group),
         "p2p": lambda: _send_round(whole, group),
     }

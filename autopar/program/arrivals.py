@@ -1,7 +1,4 @@
-"""When the last gradient of a group of parameters arrives in a step.
-
-This file is copied into every emitted program; it needs no other.
-"""
+"""When the last gradient of a group of parameters arrives in a step."""
 
 from __future__ import annotations
 

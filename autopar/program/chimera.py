@@ -23,11 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopar.program.masters import Group
 from autopar.program.microbatches import Microbatches
-from autopar.program.reductions import Reductions
 from autopar.program.tracing import action
-from autopar.program.world import Program, World
 
 ORDERS = "schedule.csv"
 """The file in a folder with the actions of every pipeline rank."""
@@ -110,19 +107,11 @@ Metas = tuple[Tensor, ...]
 class Chimera(Microbatches):
     """Runs half of the microbatches down the pipeline ranks, and half of them up."""
 
-    def __init__(
-        self,
-        program: Program,
-        world: World,
-        stages: Mapping[int, nn.Module],
-        groups: Mapping[int, Sequence[Group]],
-        reductions: Reductions,
-        **options: Any,
-    ) -> None:
-        super().__init__(program, world, stages, groups, reductions, **options)
+    def _prepare(self) -> None:
+        world = self.world
         group = world.mesh.get_group("pipeline")
         self._schedule = ScheduleChimera(
-            with_transfers(read_orders(program.folder), self.last + 1)[dist.get_rank(group)],
+            with_transfers(read_orders(self.program.folder), self.last + 1)[dist.get_rank(group)],
             self._modules,
             {index: (self.receives(index), self.sends(index)) for index in self._modules},
             last=self.last,

@@ -4,8 +4,6 @@ torch 2.13 renamed two collectives; torch 2.11 has only the old names. gloo redu
 slice, so that each of ``n`` ranks sends ``2 (n - 1) / n`` of the tensor. On gloo ``reduce_scatter`` is an all-to-all of the slices and a
 sum: ``(n - 1) / n`` of the tensor, the least that a reduce-scatter can send (Chan et al., 2007, table 1). Terms are added in the order of
 the ranks.
-
-This file is copied into every emitted program; it needs torch alone.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+backend_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Work(Protocol):
@@ -36,7 +34,7 @@ def reduce_scatter(
     Both are contiguous. With ``async_op``, ``output`` is there after ``wait`` of the result.
     """
     if dist.get_backend(group) != "gloo":
-        work: Work | None = _reduce_scatter(output, input, group=group, async_op=async_op)
+        work: Work | None = backend_reduce_scatter(output, input, group=group, async_op=async_op)
         return work
     exchange = _Exchange(output, input, group)
     if async_op:

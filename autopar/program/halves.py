@@ -10,10 +10,7 @@ Each half computes a piece between two yields. The second half is one piece behi
 travels under B1, and what B1 sends under A3. This is batch splitting as in Domino (Wang et al. 2024, arXiv:2409.15241), called
 two-batch overlap or dual-batch overlap elsewhere.
 
-On GPUs a collective and products run at once, because collectives have a stream of their own.
-
-This file is copied into every emitted program that needs it; it needs torch and spmd-types alone.
-"""
+On GPUs a collective and products run at once, because collectives have a stream of their own."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A mixture of experts in a layer that is computed in two halves: while the rows of one half travel, the other computes.
-
-This file is copied into every emitted program that needs it; it needs torch and spmd-types alone.
-"""
+"""A mixture of experts in a layer that is computed in two halves: while the rows of one half travel, the other computes."""
 
 from __future__ import annotations
 

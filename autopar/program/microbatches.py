@@ -70,6 +70,10 @@ class Microbatches:
         self._modules = {index: Microbatch(index, stage, world, reductions) for index, stage in stages.items()}
         self._specs: list[StageSpec] = [stage.SPEC for stage in program.spec.stages]
         self.last = len(self._specs) - 1
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Make the schedule; without a pipeline there is none."""
 
     def receives(self, stage: int) -> tuple[Tensor, ...]:
         """Tensors on meta like those that a stage gets from the stage before."""

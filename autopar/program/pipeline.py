@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +16,8 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from autopar.program.masters import Group
 from autopar.program.microbatches import Microbatches
-from autopar.program.reductions import Reductions
 from autopar.program.tracing import action
-from autopar.program.world import Program, World
 
 Place = tuple[nn.Module, int, int, torch.device]
 
@@ -70,16 +66,7 @@ _SEVERAL_STAGES: dict[str, Any] = {
 class Pipeline(Microbatches):
     """Runs the microbatches in the plan's order, by torch's schedule of that name."""
 
-    def __init__(
-        self,
-        program: Program,
-        world: World,
-        stages: Mapping[int, nn.Module],
-        groups: Mapping[int, Sequence[Group]],
-        reductions: Reductions,
-        **options: Any,
-    ) -> None:
-        super().__init__(program, world, stages, groups, reductions, **options)
+    def _prepare(self) -> None:
         self._schedule = self._make_schedule()
 
     def step(self, inputs: dict[str, Tensor]) -> None:

@@ -9,8 +9,6 @@ et al. 2021, arXiv:2101.06840). On a CPU the copies are made as well. The two st
 Those on NVMe are memory-mapped (ZeRO-Infinity, Rajbhandari et al. 2021, arXiv:2104.07857, and PatrickStar, Fang et al. 2021,
 arXiv:2108.05818, move them in chunks, too): the kernel reads the next chunk's pages while this one is updated, and writes changed pages
 back while the training goes on. The file has no name, so that nothing is left of it, however the process ends; a checkpoint is what lasts.
-
-This file is copied into every emitted program; it needs torch alone.
 """
 
 from __future__ import annotations
