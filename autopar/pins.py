@@ -28,6 +28,7 @@ from autopar.plan import (
     DEGREES,
     HALVES,
     LOCAL_STEPS,
+    LOGITS,
     OFFLOADS,
     OVERLAPS,
     RECOMPUTATIONS,
@@ -132,6 +133,11 @@ class LayerPins:
         "how saved activations are stored; exact unless `int8_activations` is allowed",
         "saved=int8",
         values=SAVINGS,
+    )
+    logits: str | None = _pin(
+        "how the layer with the loss computes its logits: whole, or a slice of the vocabulary at a time and again in the backward pass",
+        "logits=sliced",
+        values=LOGITS,
     )
     segment: int | None = _pin(
         "how many consecutive layers are recomputed as one; more than one is full recomputation", "segment=4"
@@ -249,6 +255,7 @@ class PinKeywords(TypedDict, total=False):
     offload: str | None
     states: str | None
     saved: str | None
+    logits: str | None
     segment: int | None
     overlap: str | None
     compile: bool | str | None

@@ -100,6 +100,10 @@ SAVINGS = ("exact", "int8")
 """How a layer's saved activations are stored from forward to backward: as they are, or as 8-bit integers (``program.int8``), which is not
 exact. A layer of the latter is not recomputed, and offloads no activations; one that gives the loss stores them as they are in any case."""
 
+LOGITS = ("whole", "sliced")
+"""How a layer computes the logits of its cross entropy: all at once, or in slices of the vocabulary, again in the backward pass
+(``passes.slice_logits``)."""
+
 REDUCTIONS = ("microbatch", "step")
 """How often a layer's gradients are reduced under ZeRO 2 and 3: in the backward pass of every microbatch, or once a step."""
 
@@ -192,6 +196,8 @@ class Strategy:
     ``reduce`` is a choice under ZeRO 2 and 3. Gradients that are reduced once a step add up locally and whole over the microbatches. Under
     ZeRO 0 and 1 they always do.
 
+    With ``logits`` (``LOGITS``) "sliced" a layer that computes a cross entropy has a slice of its logits in memory at a time.
+
     With ``compiled`` the program passes the layer's arithmetic to ``torch.compile``, if the layer's class admits it (``ops.compilation``).
     """
 
@@ -205,6 +211,7 @@ class Strategy:
     compiled: bool = False
     saved: str = "exact"
     states: str = "device"
+    logits: str = "whole"
 
     def __post_init__(self) -> None:
         assert self.zero in (0, 1, 2, 3), self.zero
@@ -215,6 +222,7 @@ class Strategy:
         assert self.states in STATES, self.states
         assert self.recomputation.layers == 1 or not self.offloads_activations, self
         assert self.saved in SAVINGS, self.saved
+        assert self.logits in LOGITS, self.logits
         assert not self.saves_int8 or (self.recomputation is NONE and not self.offloads_activations), self
         assert self.overlap != HALVES or self.recomputation is not SELECTIVE, self
 
@@ -225,6 +233,10 @@ class Strategy:
     @property
     def saves_int8(self) -> bool:
         return self.saved == "int8"
+
+    @property
+    def slices_logits(self) -> bool:
+        return self.logits == "sliced"
 
     def under(self, schedule: Schedule) -> Strategy:
         """The same strategy for a pipeline of this schedule: without overlap and not compiled if the schedule splits the backward pass,
@@ -459,6 +471,7 @@ class Plan:
                     "offload": s.offload,
                     "states": s.states,
                     "saved": s.saved,
+                    "logits": s.logits,
                     "roles": [role.value for role in s.roles],
                 }
             )
@@ -545,6 +558,7 @@ class Plan:
                         layer.get("compiled", False),
                         layer.get("saved", "exact"),
                         layer.get("states", "host" if offload in _ACTIVATIONS else "device"),
+                        layer.get("logits", "whole"),
                     ),
                 )
                 for layer in data["layers"]

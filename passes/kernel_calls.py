@@ -18,7 +18,7 @@ from autopar.ops.facts import is_custom, op_name
 from autopar.ops.meta import meta
 from autopar.ops.operands import arguments, operands, shape_of
 from autopar.plan import Axis
-from autopar.program import custom, kernels, kernels_norm, kernels_ring, kernels_rnn, kernels_vocab
+from autopar.program import custom, kernels, kernels_logits, kernels_norm, kernels_ring, kernels_rnn, kernels_vocab
 from autopar.rules.traffic import OF_MICROBATCHES
 from autopar.sharding import Sharding
 from autopar.types import I, P, R, SpmdType
@@ -101,6 +101,13 @@ def _vocabulary_loss(request: Request) -> KernelCall:
     given = _loss_arguments(request)
     logits, labels = given.pop("logits"), given.pop("labels")
     return kernels_vocab.vocab_parallel_cross_entropy_sum, (logits, labels, _one_or_all(request.axes)), given
+
+
+def _loss_in_slices(request: Request) -> KernelCall:
+    own: dict[str, Any] = {"partial_axes": request.partial} | (
+        {"axis": _one_or_all(request.axes)} if request.axes else {}
+    )
+    return kernels_logits.loss_in_slices, request.node.args, {**request.node.kwargs, **own}
 
 
 def _masked_embedding(request: Request) -> KernelCall:
@@ -191,6 +198,7 @@ BY_KERNEL: dict[str, Entry] = {
     "masked_embedding": _masked_embedding,
     "step_statistics": _statistics,
     "vocab_parallel_cross_entropy_sum": _vocabulary_loss,
+    "vocab_parallel_loss_in_slices": _loss_in_slices,
 }
 BY_OP: dict[str, Entry] = {
     "aten.dropout": _dropout,
@@ -200,5 +208,6 @@ BY_OP: dict[str, Entry] = {
     "kernels_rnn.recurrent": _recurrent,
     "aten.scaled_dot_product_attention": _attention,
     "kernels.cross_entropy_sum": _sum_of_losses,
+    "kernels_logits.loss_in_slices": _loss_in_slices,
     "kernels_experts.experts": _experts,
 }

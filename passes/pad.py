@@ -68,6 +68,10 @@ def _reword(new: fx.Node, old: fx.Node) -> None:
         classes = shape_of(operands(old)[0])[-1]
         if shape_of(operands(new)[0])[-1] != classes:
             new.kwargs = {**new.kwargs, "vocabulary": classes}
+    elif kind is Kind.SLICED_LOSS:
+        classes = shape_of(operands(old)[1])[0]
+        if shape_of(operands(new)[1])[0] != classes:
+            new.kwargs = {**new.kwargs, "vocabulary": classes}
     elif isinstance(meta(new)["val"], torch.Tensor) and shape_of(new) != shape_of(old):
         if kind in (Kind.RESHAPE, Kind.EXPANSION):
             target = with_sizes(name) if kind is Kind.RESHAPE else torch.ops.aten.expand.default

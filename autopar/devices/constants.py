@@ -74,6 +74,26 @@ INT8_KERNELS = Constant(
     "library: program/int8.py, not compiled: a conversion, finite values, the norm, its division and limit, the quotient, its rounding and "
     "limit, codes, two copies",
 )
+SLICE_PASSES = Constant(
+    6.0,
+    "passes over a slice of logits in float32, forward",
+    "library: program/kernels_logits.py: the largest (1), the difference (2), its exponential (2), their sum (1)",
+)
+SLICE_PASSES_BACK = Constant(
+    6.0,
+    "passes over a slice of logits in float32, backward",
+    "library: program/kernels_logits.py: the difference (2), its exponential (2), times the gradient (2)",
+)
+SLICE_KERNELS = Constant(
+    15.0,
+    "kernels for each slice of logits besides its product, forward",
+    "library: program/kernels_logits.py: a conversion, the labels' places and logits (6), largest, exponentials and sums (8)",
+)
+SLICE_KERNELS_BACK = Constant(
+    12.0,
+    "kernels for each slice of logits besides its products, backward",
+    "library: program/kernels_logits.py: conversions (2), the exponential's gradient (3), the labels' (6), the sum of the input's (1)",
+)
 USABLE_MEMORY_CPU = Constant(
     0.7,
     "fraction of the machine's memory",

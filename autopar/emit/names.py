@@ -11,7 +11,7 @@ from torch import nn
 
 # Modules of the folder whose functions an emitted module may call.
 CALLED = frozenset(
-    """custom flattened guards halves halves_experts int8 kernels kernels_ctc kernels_experts kernels_fp8 kernels_norm kernels_overlap
+    """custom flattened guards halves halves_experts int8 kernels kernels_ctc kernels_experts kernels_fp8 kernels_logits kernels_norm kernels_overlap
     kernels_random kernels_ring kernels_rnn kernels_vocab offload opaque segments selective weight_gradients""".split()  # noqa: SIM905  a list of words
 )
 

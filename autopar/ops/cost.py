@@ -155,6 +155,11 @@ def _convolution(node: fx.Node) -> float:
     return 2.0 * val(over).numel() * math.prod(shape_of(weight)[1:])
 
 
+def _sliced_loss(node: fx.Node) -> float:
+    rows, weight = operands(node)[:2]
+    return 2.0 * val(rows).numel() * shape_of(weight)[0]
+
+
 def _einsum(node: fx.Node) -> float:
     sizes: dict[str, int] = {}
     for letters, operand in zip(
@@ -173,4 +178,5 @@ _FLOPS: dict[Kind, Callable[[fx.Node], float]] = {
     Kind.CONVOLUTION: _convolution,
     Kind.TRANSPOSED_CONVOLUTION: _convolution,
     Kind.EINSUM: _einsum,
+    Kind.SLICED_LOSS: _sliced_loss,
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from autopar.devices.measured import ATTENTION, CLASS_LOSS, PRODUCT, PRODUCT8
 from autopar.ops import cost
 from autopar.ops.facts import Kind, facts
 from autopar.ops.operands import operands
-from autopar.price.trace import OUTPUT, Saved, Trace
+from autopar.price.trace import INTERNAL, OUTPUT, Saved, Trace
 
 Size = Callable[[torch.Tensor], int]
 """Bytes of a tensor at the priced precision."""
@@ -60,14 +60,22 @@ class Draft:
     torch_loss: bool = True
 
 
+def priced_ops(nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
+    """The ops that a price counts: a loss in slices twice, for its products and then for its passes over the logits."""
+    return tuple(node for node in nodes for _ in range(2 if facts(node).kind is Kind.SLICED_LOSS else 1))
+
+
 def draft(ops: tuple[fx.Node, ...], run: Trace, size: Size, float8: bool) -> Draft:
     """The costs of ``ops`` as PyTorch runs them eagerly. ``float8``: matrix products convert their operands to 8 bits first."""
-    slots = [slot for i, node in enumerate(ops) for slot in _slots(i, node, run, size)]
+    passes = {i for i, node in enumerate(ops) if i and ops[i - 1] is node}
+    slots = [
+        slot for i, node in enumerate(ops) for slot in (_slice_slots if i in passes else _slots)(i, node, run, size)
+    ]
     _add_forks(ops, run, slots)
     if float8:
         _convert_operands(ops, slots)
     _round_operands(ops, run, slots)
-    flops = [_flops(node, run) for node in ops]
+    flops = [_flops_of_passes(node, run) if i in passes else _flops(node, run) for i, node in enumerate(ops)]
     return Draft(
         ops=ops,
         run=run,
@@ -75,17 +83,43 @@ def draft(ops: tuple[fx.Node, ...], run: Trace, size: Size, float8: bool) -> Dra
         slots=slots,
         forward_flops=[f.forward for f in flops],
         backward_flops=[f.backward for f in flops],
-        forward_kernels=[
-            float(constants.FP8_KERNELS.value if facts(node).in_float8 else node.name not in run.views) for node in ops
-        ],
+        forward_kernels=[_forward_kernels(node, run, i in passes) for i, node in enumerate(ops)],
         backward_kernels=[
             f.backward_kernels * (constants.FP8_KERNELS.value if facts(node).in_float8 else 1.0)
             for node, f in zip(ops, flops, strict=True)
         ],
         model_flops=[f.model for f in flops],
-        kinds=[_kind(node) for node in ops],
+        kinds=[facts(node).short if i in passes else _kind(node) for i, node in enumerate(ops)],
         saved=run.saved,
     )
+
+
+def _forward_kernels(node: fx.Node, run: Trace, passes: bool) -> float:
+    if facts(node).kind is Kind.SLICED_LOSS:
+        return float(node.kwargs["slices"]) * (constants.SLICE_KERNELS.value if passes else 1.0)  # type: ignore[arg-type]
+    return float(constants.FP8_KERNELS.value if facts(node).in_float8 else node.name not in run.views)
+
+
+def _flops_of_passes(node: fx.Node, run: Trace) -> _Flops:
+    kernels = float(node.kwargs["slices"]) * constants.SLICE_KERNELS_BACK.value  # type: ignore[arg-type]
+    return _Flops(0.0, 0.0, kernels * run.requires_grad[node.name], 0.0)
+
+
+def _slice_slots(index: int, node: fx.Node, run: Trace, size: Size) -> list[Slot]:
+    """The passes of ``kernels_logits.loss_in_slices`` over the logits, and what a slice of them takes while it is worked on; and the sum of
+    the input's gradient, in float32 or wider."""
+    rows, weight = operands(node)[:2]
+    x = cost.tensors(rows.meta["val"])[0]
+    narrow, logits = size(x) / x.numel(), x.numel() // x.shape[-1] * cost.tensors(weight.meta["val"])[0].shape[0]
+    wide = max(4.0, narrow)
+    casts, steps = narrow < wide, len(node.kwargs.get("after", ()))  # type: ignore[arg-type]
+    forward = constants.SLICE_PASSES.value * wide + casts * (narrow + wide) + steps * 2 * narrow
+    backward = constants.SLICE_PASSES_BACK.value * wide + casts * 2 * (narrow + wide) + steps * 5 * narrow
+    slices = float(node.kwargs["slices"])  # type: ignore[arg-type]
+    # in the backward pass the product, the wide slice, its gradient, and that in the product's dtype; one of each step
+    live = logits / slices * (2 * wide + casts * 2 * narrow + steps * narrow) + casts * x.numel() * wide
+    moved = (forward * logits, backward * logits * run.requires_grad[node.name])
+    return [Slot(index, INTERNAL, node.name, *moved, live, 0.0)]
 
 
 def _kind(node: fx.Node) -> str:
@@ -186,4 +220,7 @@ def _flops(node: fx.Node, run: Trace) -> _Flops:
     products = cost.gradient_products(node, run.requires_grad) if differentiable else ()
     kernels = float(max(1, len(products))) if differentiable and node.name not in run.views else 0.0
     backward = sum(product.flops for product in products)
+    if facts(node).kind is Kind.SLICED_LOSS:  # each slice is computed once more
+        again, slices = forward * differentiable, float(node.kwargs["slices"])  # type: ignore[arg-type]
+        return _Flops(forward, backward + again, (kernels + differentiable) * slices, model + backward)
     return _Flops(forward, backward, kernels, model + backward)

@@ -43,6 +43,7 @@ from autopar.sharding import AxisTypes, Sharding
 from autopar.types import SpmdType
 from passes.halves import ODD, Turns, is_chained, refusal, turns_of
 from passes.pad import pad_class
+from passes.slice_logits import sliced_graph
 
 Mesh = tuple[Axis, ...]
 Around = tuple[list[tuple[list[Core], list[Core]]], dict[tuple[Recomputation, bool], Neighbours]]
@@ -71,6 +72,7 @@ class Pricer:
         self.compiled = self.trainer.compiles and not self.trainer.cpu
         self.numbers = trainer.precision(precision_name, graph.allow)
         self._pipelined = dataclasses.replace(cluster, pipelined=True)
+        self._solve = solve
         self._types = LayerTypes(graph, solve)
         self._tables: dict[tuple[str, tuple[int, ...]], tuple[tables.ClassTable, tables.Rows]] = {}
         self._sharded: dict[tuple[str, int], frozenset[int]] = {}
@@ -91,7 +93,8 @@ class Pricer:
         self._mirrored: dict[int, Pricer] = {}
         self._compiled: Pricer | None = None
         self._int8: Pricer | None = None
-        self._compiles = False  # whether this prices compiled layers
+        self._sliced: Pricer | None = None
+        self._compiles = self._slices = False  # whether this prices compiled layers, and logits in slices
         self._makers = {name: (i, k) for i, layer in enumerate(graph.layers) for k, name in enumerate(layer.outputs)}
         self._readers = self._find_readers()
         self._adjacent = [self._find_adjacent(1)]
@@ -152,6 +155,15 @@ class Pricer:
             self._int8 = self._of_trainer(dataclasses.replace(self.trainer, int8=True))
         return self._int8
 
+    def _of_sliced_logits(self) -> Pricer:
+        """The pricer of a program that computes the logits of every layer that has some in slices."""
+        if self._sliced is None:
+            self._sliced = self._of_trainer(self.trainer)
+            every = [Strategy((), logits="sliced")] * len(self.graph.layers)
+            self._sliced.graph, self._sliced._slices = sliced_graph(self.graph, every), True
+            self._sliced._types, self._sliced._sharded = LayerTypes(self._sliced.graph, self._solve), {}
+        return self._sliced
+
     def _of_trainer(self, trainer: Trainer) -> Pricer:
         other = self._variant()
         other.trainer = trainer
@@ -163,7 +175,7 @@ class Pricer:
         """A copy of this pricer without prices of layers, and without variants of its own."""
         other = copy.copy(self)
         other._layers, other._elsewhere, other._programs, other._mirrored = {}, {}, {}, {}
-        other._compiled = other._int8 = None
+        other._compiled = other._int8 = other._sliced = None
         return other
 
     def layer(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> LayerPrice | None:
@@ -175,6 +187,8 @@ class Pricer:
             return self._of_compiled_layers().layer(cls_name, mesh, strategy, microbatches)
         if strategy.saves_int8 and not self.trainer.int8:
             return self._of_saved_int8().layer(cls_name, mesh, strategy, microbatches)
+        if strategy.slices_logits and not self._slices:
+            return self._of_sliced_logits().layer(cls_name, mesh, strategy, microbatches)
         key = (cls_name, self._number(mesh), strategy, microbatches)
         if key not in self._layers:
             found = self._place(cls_name, mesh, strategy.roles, microbatches)
@@ -220,6 +234,8 @@ class Pricer:
         self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int
     ) -> tuple[CollectiveCost, ...]:
         """The collectives of a layer class in one step on one device; none if the layer has no price."""
+        if strategy.slices_logits and not self._slices:
+            return self._of_sliced_logits().collectives(cls_name, mesh, strategy, microbatches)
         placed = self._place(cls_name, mesh, strategy.roles, microbatches)
         runs = ((Axis(MICROBATCH, self.graph.parts(microbatches), 0),), *self._runs(mesh, strategy.roles))
         bound = self._bind(cls_name, runs, mesh, strategy.roles)

@@ -20,7 +20,7 @@ from autopar.ops import cost
 from autopar.ops.facts import facts
 from autopar.ops.operands import operands
 from autopar.precision import FLOAT8
-from autopar.price.draft import Draft, draft
+from autopar.price.draft import Draft, draft, priced_ops
 from autopar.price.gradients import gradient_bytes, held_gradients
 from autopar.price.int8 import may_be_int8
 from autopar.price.selective import Flags, Selection
@@ -113,7 +113,7 @@ def build(cls: LayerClass, numbers: Precision, trainer: Trainer = EMITTED) -> tu
     """Build the arrays of ``cls``; runs the class once on the meta device."""
     run = trainer.trace(cls)
     nodes = [node for node in cls.graph.graph.nodes if node.op != "output"]
-    ops = tuple(node for node in nodes if node.op == "call_function" and cost.tensors(node.meta.get("val")))
+    ops = priced_ops(node for node in nodes if node.op == "call_function" and cost.tensors(node.meta.get("val")))
     dtype = model_dtype(cls)
 
     def size(tensor: torch.Tensor) -> int:

@@ -36,6 +36,7 @@ FILES = (
     "kernels_ctc.py",
     "kernels_experts.py",
     "kernels_fp8.py",
+    "kernels_logits.py",
     "kernels_norm.py",
     "kernels_overlap.py",
     "kernels_random.py",

@@ -112,6 +112,8 @@ def _strategy(plan: Plan, layer: LayerPlan) -> dict[str, Any]:
         found["optimizer states"] = {"host": "in the host's memory", "nvme": "on NVMe"}[s.states]
     if s.saves_int8:
         found["saved activations"] = s.saved
+    if s.slices_logits:
+        found["logits"] = "in slices of the vocabulary"
     if s.compiled:
         found["torch.compile"] = "yes"
     found["roles"] = ", ".join(f"{a.name}: {role.value}" for a, role in zip(plan.mesh, s.roles, strict=True))

@@ -219,6 +219,8 @@ def carried(node: fx.Node, beyond: Sequence[bool | None], in_result: bool) -> bo
         return (None if beyond[0] is None else beyond[0]) if in_result else True
     if kind is Kind.CLASS_LOSS:
         return True if beyond[1] is None else None
+    if kind is Kind.SLICED_LOSS:  # of the vocabulary
+        return True if beyond[0] is None and beyond[2] is None else None
     if op.is_attention:
         masked = len(beyond) > 3 and beyond[3] is not None and meta(operands(node)[3])["val"].dtype == torch.bool
         return bool(beyond[2]) if in_result and not masked else None

@@ -58,10 +58,9 @@ def _wide(node: fx.Node) -> int:
     return max(4, int(dtype_of(node).itemsize))
 
 
-def _vocabulary_loss(node: fx.Node) -> tuple[Wire, ...]:
+def _vocabulary_loss(node: fx.Node, place: int = 1) -> tuple[Wire, ...]:
     """Every rank's maxima are gathered, then two sums per label are reduced."""
-    logits, labels = operands(node)[:2]
-    size = _wide(logits)
+    size, labels = _wide(operands(node)[0]), operands(node)[place]
     return (
         Wire(labels, Collective.ALL_GATHER, Collective.NONE, itemsize=size, per_rank=True),
         Wire(labels, Collective.ALL_REDUCE, Collective.NONE, times=2, itemsize=size),
@@ -106,6 +105,7 @@ def _expert_exchange(node: fx.Node) -> tuple[Wire, ...]:
 _TRAFFIC: dict[str, Callable[[fx.Node], tuple[Wire, ...]]] = {
     "expert_exchange": _expert_exchange,
     "vocab_parallel_cross_entropy_sum": _vocabulary_loss,
+    "vocab_parallel_loss_in_slices": lambda node: _vocabulary_loss(node, 2),
     "ring_attention": _ring,
     "batch_statistics": _statistics,
     "step_statistics": _statistics,

@@ -18,6 +18,7 @@ from autopar.pins import ANY, PinKeywords, PlanPins, check_sync, checked
 from autopar.plan import (
     ALL_REDUCE,
     BATCHES,
+    LOGITS,
     OFFLOADS,
     REPLICATING,
     SAVINGS,
@@ -35,7 +36,7 @@ from autopar.plan import (
     given_up,
 )
 from autopar.schedules import Schedule, check_schedule, default_schedule
-from autopar.search.options import check_allowed, check_replicas
+from autopar.search.options import check_allowed, check_logits, check_replicas
 from autopar.segments import shortened
 
 
@@ -113,7 +114,7 @@ def manual_plan(
     schedule = given.schedule or default_schedule(pipeline, microbatches, chunks)
     check_schedule(sized := Schedule(schedule, pipeline, microbatches, chunks))
     own = [chosen[i].under(sized) for i in range(count)]
-    chosen = dict(enumerate(shortened(graph, own, bounds)))
+    chosen = dict(enumerate(shortened(graph, [_with_logits(graph, i, s) for i, s in enumerate(own)], bounds)))
     for index, strategy in chosen.items():
         _check_strategy(graph, mesh, given, index, strategy)
     check_allowed(allow, given.sync, any(s.saves_int8 for s in chosen.values()))
@@ -140,6 +141,14 @@ def manual_plan(
     )
 
 
+def _with_logits(graph: Graph, layer: int, strategy: Strategy) -> Strategy:
+    """The strategy of a layer; with whole logits if it does not give the loss."""
+    if graph.classes[graph.layers[layer].cls].gives_loss:
+        check_logits(graph, strategy.logits)
+        return strategy
+    return replace(strategy, logits=LOGITS[0])
+
+
 def _common(mesh: tuple[Axis, ...], roles: tuple[Role, ...], given: PlanPins) -> Strategy:
     """The strategy of all layers; ZeRO if there are copies of the parameters."""
     for name, values in (("offload", OFFLOADS), ("states", STATES)):
@@ -160,6 +169,7 @@ def _common(mesh: tuple[Axis, ...], roles: tuple[Role, ...], given: PlanPins) ->
         compiled=given.compiles(default=False),
         saved=given.saved or SAVINGS[0],
         states=given.states or STATES[0],
+        logits=given.logits or LOGITS[0],
     )
     if common.degree(mesh, *REPLICATING) == 1 or not given.zero:
         return common

@@ -52,6 +52,12 @@ def notes_of(graph: Graph, choice: Choice, strategies: Sequence[Strategy], mesh:
             f"not exact, as {INT8} allows: {int8} of {len(strategies)} layers store saved activations in 8 bits (one scale for each 64 "
             "numbers), so gradients are computed from rounded numbers; the loss, and the layer that computes it, are not affected"
         )
+    for layer, strategy in zip(graph.layers, strategies, strict=False):
+        if strategy.slices_logits:
+            notes.append(
+                f"{layer.name} computes its logits in slices of the vocabulary, and again in the backward pass: memory has one slice at "
+                "a time"
+            )
     return tuple(notes)
 
 

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.pins import ANY, OF_LAYER, PINS, LayerPins, PlanPins, Value, check_sync, checked
-from autopar.plan import ALLOWED, APART, INT8, SAVINGS, STATES, Role, local_steps
+from autopar.plan import ALLOWED, APART, INT8, LOGITS, SAVINGS, STATES, Role, local_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,10 +174,20 @@ def pins_by_layer(graph: Graph, options: SearchOptions) -> tuple[LayerPins, ...]
         pins.check_saved(layer.name)
         pins.check_overlap(layer.name, options.schedule)
         check_sync(options, layer.name, pins.zero, pins.replicate)
+    check_logits(graph, found[-1].logits)
     if any(pins.expert for pins in found):
         found = [_of_experts(graph, i, pins) for i, pins in enumerate(found)]
     check_replicas(graph, options.sync, [pins.data for pins in found])
     return tuple(found)
+
+
+def check_logits(graph: Graph, pinned: str | None) -> None:
+    """Raise ``UsageError`` if the logits are pinned to be sliced, and the layer with the loss cannot do that."""
+    if pinned == LOGITS[1] and graph.whole_logits:
+        raise UsageError(
+            f"logits=sliced: {graph.layers[-1].name} {graph.whole_logits}",
+            "leave logits out; what can be sliced is a product whose cross entropy alone reads it, at most scaled or capped in between",
+        )
 
 
 def _of_experts(graph: Graph, layer: int, pins: LayerPins) -> LayerPins:

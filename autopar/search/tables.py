@@ -16,7 +16,7 @@ import numpy as np
 from autopar.graph import Graph
 from autopar.layer_price import LayerPrice
 from autopar.pins import LayerPins
-from autopar.plan import OFFLOADS, STATES, Role, Strategy
+from autopar.plan import LOGITS, OFFLOADS, STATES, Role, Strategy
 from autopar.schedules import Schedule
 from autopar.schedules.memory import fullest, passing
 from autopar.search.options import SearchOptions, pins_by_layer
@@ -450,11 +450,11 @@ class Prices:
         pricers = self._line(choice.schedule.pipeline).pricers
         tried = recomputations(self._graph.chains[cls], pins, choice.segments)
         batch, experts = self._graph.batch_size // m, self._graph.classes[cls].experts
-        alike = choice.mesh, batch, pins, experts, tried, choice.schedule.split
+        alike = choice.mesh, batch, pins, experts, tried, choice.schedule.split, self._graph.classes[cls].gives_loss
         if alike not in self._candidates:
             node = self._cluster.gpus_per_node
             found = strategies(choice.mesh, batch, node, self._options, pins, experts, tried, m > 1)
-            found = [strategy.under(choice.schedule) for strategy in found]
+            found = [strategy.under(choice.schedule) for strategy in self._with_logits(cls, pins, found)]
             self._candidates[alike] = self._shared.candidates.setdefault(tuple(found), tuple(found))
         candidates = self._candidates[alike]
         # tied layers agree in roles and ZeRO stage
@@ -473,6 +473,13 @@ class Prices:
                     prices.append(at)
             tables[key] = make_table(kept, prices, tied, choice.schedule.split) if kept else None
         return tables[key]
+
+    def _with_logits(self, cls: str, pins: LayerPins, found: list[Strategy]) -> list[Strategy]:
+        """The candidates with each way to compute the layer's logits, if it has some that may be sliced."""
+        ways = LOGITS if pins.logits is None else (pins.logits,)
+        if not self._graph.classes[cls].gives_loss or self._graph.whole_logits:
+            return found
+        return [replace(strategy, logits=way) for way in ways for strategy in found]
 
     def chain(self, layer: int) -> int:
         """The largest number of layers of this layer's class that may be recomputed as one."""

@@ -22,10 +22,11 @@ from autopar.sharding import AxisTypes
 from autopar.torch_private import without_function_modes
 from autopar.types import SpmdType, legal_in_time
 from passes.clean.nodes import module_path
+from passes.slice_logits import sliced_class
 
 
 def annotate(graph: Graph) -> Graph:
-    """The graph with ``replicated`` (ops that no rule covers, with their layers) and ``unmicrobatchable`` filled."""
+    """The graph with ``replicated`` (ops that no rule covers, with their layers), ``unmicrobatchable`` and ``whole_logits`` filled."""
     with without_function_modes():  # active modes concern the model's own calls
         return _annotated(graph)
 
@@ -44,7 +45,9 @@ def _annotated(graph: Graph) -> Graph:
                 replicated.setdefault(op_name(node), layer.name)
         couples = couples or _couples_batch(graph, index, cls)
     named = tuple(f"{op} (in {layer})" for op, layer in replicated.items())
-    return dataclasses.replace(graph, replicated=named, unmicrobatchable=couples)
+    last = sliced_class(graph.classes[graph.layers[-1].cls])
+    whole = last if isinstance(last, str) else ""
+    return dataclasses.replace(graph, replicated=named, unmicrobatchable=couples, whole_logits=whole)
 
 
 def _couples_batch(graph: Graph, index: int, cls: LayerClass) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from autopar.ops.facts import Kind, facts, is_pointwise, is_random, op_of
-from autopar.program import kernels, kernels_experts, kernels_fp8, kernels_random, kernels_vocab
+from autopar.program import kernels, kernels_experts, kernels_fp8, kernels_logits, kernels_random, kernels_vocab
 from passes.collectives import convert
 from passes.localise_layer import scale
 
@@ -18,6 +18,7 @@ MODULES = {
     "kernels": kernels,
     "kernels_experts": kernels_experts,
     "kernels_fp8": kernels_fp8,
+    "kernels_logits": kernels_logits,
     "kernels_random": kernels_random,
     "kernels_vocab": kernels_vocab,
 }

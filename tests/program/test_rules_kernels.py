@@ -22,7 +22,7 @@ from autopar.emit.expressions import Text, expression
 from autopar.ops.experts import Experts
 from autopar.ops.facts import Kind, facts, op_name
 from autopar.ops.operands import operands, shape_of
-from autopar.program import kernels, kernels_vocab
+from autopar.program import flattened, kernels, kernels_logits, kernels_vocab
 from autopar.program.mesh_axes import on_mesh
 from autopar.rules import candidates
 from passes.localise import apply, localised
@@ -323,7 +323,8 @@ def test_checker_accepts_every_candidate(mesh, tmp_path):
         [
             "import torch",
             "import torch.nn.functional as F",
-            "from autopar.program import kernels, kernels_ctc, kernels_experts, kernels_fp8, kernels_norm, kernels_random, kernels_rnn",
+            "from autopar.program import kernels, kernels_ctc, kernels_experts, kernels_fp8, kernels_logits, kernels_norm, "
+            "kernels_random, kernels_rnn",
             "",
         ],
     )
@@ -370,7 +371,8 @@ def _emitted(name: str, node, candidate) -> list[str]:
     places = {o: graph.placeholder(o.name) for o in operands(node)}
     for o, shape in zip(operands(node), shapes, strict=True):
         places[o].meta["val"] = torch.empty(shape, dtype=o.meta["val"].dtype, device="meta")
-    if (target is kernels.cross_entropy_sum or isinstance(target, Experts)) and candidate.result == types.P:
+    losses = kernels.cross_entropy_sum, kernels_logits.loss_in_slices
+    if (target in losses or isinstance(target, Experts)) and candidate.result == types.P:
         kwargs = {**kwargs, "partial_axes": ("t",)}
     call = graph.call_function(target, fx.map_arg(args, places.get), fx.map_arg(kwargs, places.get))
     call.meta["val"] = node.meta["val"]

@@ -1,0 +1,145 @@
+"""Joins the last product of a layer with its cross entropy, so that the logits are computed in slices of the vocabulary.
+
+    linear = aten.linear(x, weight)                            loss = loss_in_slices(x, weight, labels, slices=16,
+    div = aten.div(linear, 30.0)                                                     after=(("div", 30.0), ("tanh",), ("mul", 30.0)))
+    tanh = aten.tanh(div)                                 ->
+    mul = aten.mul(tanh, 30.0)
+    loss = cross_entropy_sum(aten.to(mul, float32), labels)
+
+The graph proves it: nothing but the loss reads the logits, and what stands between treats each logit alone. The joined call is one op with
+a rule, a price and a kernel (``program.kernels_logits``); a layer class that has it is an ordinary layer class.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.graph import Graph, LayerClass
+from autopar.ops.facts import Kind, facts, op_name
+from autopar.ops.meta import meta
+from autopar.ops.operands import arguments, dtype_of, shape_of
+from autopar.plan import Strategy
+from autopar.program import kernels_logits
+
+COLUMNS = 8192
+"""The most columns of a slice of the whole vocabulary: 64 MB of 4,096 tokens' logits in bfloat16, and products that are still large."""
+
+Steps = tuple[kernels_logits.Step, ...]
+
+
+@lru_cache(maxsize=1024)
+def sliced_class(cls: LayerClass) -> LayerClass | str:
+    """``cls`` with its logits in slices, or why it has none to slice, as the end of a sentence about the layer."""
+    losses = [node for node in cls.graph.graph.nodes if facts(node).kind is Kind.CLASS_LOSS]
+    if len(losses) != 1:
+        return "computes no cross entropy of classes" if not losses else f"computes {len(losses)} cross entropies"
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    for node in cls.graph.graph.nodes:
+        made[node] = graph.node_copy(node, made.__getitem__)
+        made[node].meta = dict(node.meta)
+    if reason := _join(graph, made[losses[0]]):
+        return reason
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    module = fx.GraphModule(cls.graph, graph)
+    module.meta.update(cls.graph.meta)
+    return dataclasses.replace(cls, graph=module)
+
+
+def sliced_graph(graph: Graph, strategies: list[Strategy] | tuple[Strategy, ...]) -> Graph:
+    """``graph`` with the classes of the layers whose strategy slices their logits; ``graph`` itself if there is none."""
+    found = {}
+    for layer, strategy in zip(graph.layers, strategies, strict=True):
+        if strategy.slices_logits and isinstance(cls := sliced_class(graph.classes[layer.cls]), LayerClass):
+            found[layer.cls] = cls
+    return dataclasses.replace(graph, classes=graph.classes | found) if found else graph
+
+
+def _join(graph: fx.Graph, loss: fx.Node) -> str:
+    """Join the loss with the product before it; why not, if it cannot."""
+    given = arguments(loss)
+    logits, labels = given["logits"], given["labels"]
+    if given["weight"] is not None:
+        return "weighs the classes of its cross entropy"
+    steps: list[kernels_logits.Step] = []
+    cuts: list[fx.Node] = []
+    while op_name(logits) != "aten.linear":
+        if reason := _read_elsewhere(logits):
+            return reason
+        step = _step(logits)
+        if step is None:
+            return (
+                f"has {op_name(logits) or 'a value from another layer'} between its last product and its cross entropy"
+            )
+        if isinstance(step, fx.Node):
+            cuts.append(step)
+        elif step and not (step == ("wide",) and not steps):  # the loss is computed in float32 anyway
+            steps.append(step)
+        logits = logits.args[0]
+    if reason := _read_elsewhere(logits):
+        return reason
+    product = arguments(logits)
+    vocabulary = shape_of(product["weight"])[0]
+    with graph.inserting_before(loss):
+        x = product["input"]
+        for cut in reversed(cuts):
+            before, x = x, graph.call_function(cut.target, (x, *cut.args[1:]), cut.kwargs)  # type: ignore[arg-type]
+            x.meta = dict(cut.meta)
+            shape = (*shape_of(cut)[:-1], shape_of(before)[-1])
+            meta(x)["val"] = torch.empty(shape, dtype=dtype_of(before), device="meta")
+        options: dict[str, Any] = {"slices": max(2, math.ceil(vocabulary / COLUMNS))}
+        options |= {"after": tuple(reversed(steps))} if steps else {}
+        options |= {name: given[name] for name in ("ignore_index", "label_smoothing")}
+        operands = (x, product["weight"], labels, *([] if product["bias"] is None else [product["bias"]]))
+        new = graph.call_function(kernels_logits.loss_in_slices, operands, options)
+    new.meta = dict(loss.meta)
+    loss.replace_all_uses_with(new)
+    return ""
+
+
+def _read_elsewhere(logits: fx.Node) -> str:
+    if len(logits.users) == 1:
+        return ""
+    others = ", ".join(sorted({op_name(user) or "a later layer" for user in logits.users}))
+    return f"reads its logits more than once ({others})"
+
+
+def _step(node: fx.Node) -> kernels_logits.Step | fx.Node | tuple[()] | None:
+    """What a node between product and loss does with each logit, or the node if it takes a part of the tokens, which may as well be taken
+    before the product; nothing if it only passes them on; ``None`` if it does anything else."""
+    name, numbers = op_name(node), node.args[1:]
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
+        return None
+    source = node.args[0]
+    if facts(node).kind is Kind.CAST:
+        wide = torch.promote_types(dtype_of(source), torch.float32)
+        return (
+            ("wide",)
+            if dtype_of(node) == wide and wide != dtype_of(source)
+            else ()
+            if dtype_of(node) == dtype_of(source)
+            else None
+        )
+    if facts(node).kind is Kind.IDENTITY:
+        return ()
+    if name == "aten.tanh":
+        return ("tanh",)
+    if (
+        name in ("aten.mul", "aten.div")
+        and not node.kwargs
+        and len(numbers) == 1
+        and isinstance(numbers[0], int | float)
+    ):
+        return (name.removeprefix("aten."), float(numbers[0]))
+    if (
+        name in ("aten.slice", "aten.narrow")
+        and int(arguments(node)["dim"]) % len(shape_of(node)) < len(shape_of(node)) - 1
+    ):
+        return node
+    return None
