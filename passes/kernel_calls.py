@@ -198,7 +198,7 @@ BY_KERNEL: dict[str, Entry] = {
     "masked_embedding": _masked_embedding,
     "step_statistics": _statistics,
     "vocab_parallel_cross_entropy_sum": _vocabulary_loss,
-    "vocab_parallel_loss_in_slices": _loss_in_slices,
+    "loss_in_slices": _loss_in_slices,
 }
 BY_OP: dict[str, Entry] = {
     "aten.dropout": _dropout,

@@ -105,7 +105,7 @@ def _expert_exchange(node: fx.Node) -> tuple[Wire, ...]:
 _TRAFFIC: dict[str, Callable[[fx.Node], tuple[Wire, ...]]] = {
     "expert_exchange": _expert_exchange,
     "vocab_parallel_cross_entropy_sum": _vocabulary_loss,
-    "vocab_parallel_loss_in_slices": lambda node: _vocabulary_loss(node, 2),
+    "loss_in_slices": lambda node: _vocabulary_loss(node, 2),
     "ring_attention": _ring,
     "batch_statistics": _statistics,
     "step_statistics": _statistics,
