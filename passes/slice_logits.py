@@ -69,7 +69,11 @@ def _join(graph: fx.Graph, loss: fx.Node) -> str:
         return "weighs the classes of its cross entropy"
     steps: list[kernels_logits.Step] = []
     cuts: list[fx.Node] = []
+    bias = None
     while op_name(logits) != "aten.linear":
+        if _is_biased(logits):
+            logits, bias = logits.args
+            break
         if reason := _read_elsewhere(logits):
             return reason
         step = _step(logits)
@@ -85,6 +89,7 @@ def _join(graph: fx.Graph, loss: fx.Node) -> str:
     if reason := _read_elsewhere(logits):
         return reason
     product = arguments(logits)
+    bias = product["bias"] if bias is None else bias
     vocabulary = shape_of(product["weight"])[0]
     with graph.inserting_before(loss):
         x = product["input"]
@@ -96,7 +101,7 @@ def _join(graph: fx.Graph, loss: fx.Node) -> str:
         options: dict[str, Any] = {"slices": max(2, math.ceil(vocabulary / COLUMNS))}
         options |= {"after": tuple(reversed(steps))} if steps else {}
         options |= {name: given[name] for name in ("ignore_index", "label_smoothing")}
-        operands = (x, product["weight"], labels, *([] if product["bias"] is None else [product["bias"]]))
+        operands = (x, product["weight"], labels, *([] if bias is None else [bias]))
         new = graph.call_function(kernels_logits.loss_in_slices, operands, options)
     new.meta = dict(loss.meta)
     loss.replace_all_uses_with(new)
@@ -108,6 +113,17 @@ def _read_elsewhere(logits: fx.Node) -> str:
         return ""
     others = ", ".join(sorted({op_name(user) or "a later layer" for user in logits.users}))
     return f"reads its logits more than once ({others})"
+
+
+def _is_biased(node: fx.Node) -> bool:
+    """Whether the node adds one number for each class to a product that nothing else reads."""
+    if op_name(node) != "aten.add" or len(node.args) != 2 or node.kwargs:
+        return False
+    product, bias = node.args
+    if not isinstance(product, fx.Node) or not isinstance(bias, fx.Node) or op_name(product) != "aten.linear":
+        return False
+    alone = len(node.users) == len(product.users) == 1 and arguments(product)["bias"] is None
+    return alone and shape_of(bias) == shape_of(product)[-1:] and dtype_of(bias) == dtype_of(product)
 
 
 def _step(node: fx.Node) -> kernels_logits.Step | fx.Node | tuple[()] | None:

@@ -191,6 +191,7 @@ def test_imports_inside_of_functions_have_a_reason():
 MANY_PARAMETERS = {
     "autopar.program.kernels.attention": "an op of the emitted program: its operands and numbers",
     "autopar.program.kernels_experts.experts": "an op of the emitted program: its operands and numbers",
+    "autopar.program.kernels_logits.loss_in_slices": "an op of the emitted program: its operands and numbers",
     "autopar.program.kernels_ring.forward": "an op of the emitted program: its operands and numbers",
     "autopar.program.kernels_ring.ring_attention": "an op of the emitted program: its operands and numbers",
     "autopar.program.kernels_rnn.recurrent": "an op of the emitted program: its operands and numbers",

@@ -135,6 +135,7 @@ def _single(n: int) -> tuple[Kind, ...]:
         ),
         kind(f"recompute in part, tensor+sequence {n}", tensor=n, sequence=True, recompute="selective"),
         kind(f"logits in slices, tensor+sequence {n}", tensor=n, sequence=True, logits="sliced", microbatches=2),
+        kind(f"logits in slices, pipeline {n}", pipeline=n, logits="sliced", microbatches=4 if n <= 4 else n),
         kind(f"logits in slices, data {n}, zero 3, recompute", data=n, zero=3, recompute=True, logits="sliced"),
     )
 
@@ -189,7 +190,6 @@ def _combined(n: int) -> tuple[Kind, ...]:
             recompute="selective",
             **pipelined,
         ),
-        kind(f"pipeline 2 x tensor {half}, logits in slices", tensor=half, logits="sliced", **pipelined),
         kind(f"pipeline 2 x expert {half}", expert=half, **pipelined),
         kind(f"pipeline 2 x ulysses {half}", ulysses=half, **pipelined),
         kind(f"pipeline 2 x ring {half}, zero 2, recompute", ring=half, zero=2, recompute=True, **pipelined),
