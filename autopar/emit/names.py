@@ -11,8 +11,8 @@ from torch import nn
 
 # Modules of the folder whose functions an emitted module may call.
 CALLED = frozenset(
-    """custom flattened guards halves halves_experts int8 kernels kernels_ctc kernels_experts kernels_fp8 kernels_logits kernels_norm kernels_overlap
-    kernels_random kernels_ring kernels_rnn kernels_vocab offload opaque segments selective weight_gradients""".split()  # noqa: SIM905  a list of words
+    """custom flattened guards halves halves_experts int8 kernels kernels_ctc kernels_experts kernels_fp8 kernels_logits kernels_norm
+    kernels_overlap kernels_random kernels_ring kernels_rnn kernels_vocab offload opaque segments selective weight_gradients""".split()  # noqa: SIM905  a list of words
 )
 
 # Names that an emitted module defines or imports itself.

@@ -118,7 +118,7 @@ def _slice_slots(index: int, node: fx.Node, run: Trace, size: Size) -> list[Slot
     slices = float(node.kwargs["slices"])  # type: ignore[arg-type]
     # in the backward pass the product, the wide slice, its gradient, and that in the product's dtype; one of each step
     live = logits / slices * (2 * wide + casts * 2 * narrow + steps * narrow) + casts * x.numel() * wide
-    adding = slices * x.numel() * 2 * (wide + casts * narrow)  # of each slice's part of the input's gradient
+    adding = slices * x.numel() * 2 * wide * (1 + casts)  # of each slice's part of the input's gradient
     moved = (forward * logits, (backward * logits + adding) * run.requires_grad[node.name])
     return [Slot(index, INTERNAL, node.name, *moved, live, 0.0)]
 

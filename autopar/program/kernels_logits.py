@@ -149,10 +149,9 @@ class _Sums(torch.autograd.Function):
             here, local = _places(target, some)
             own.scatter_add_(1, local, (gradient[2] * how.on * here).unsqueeze(1))
             own = own if z is raw else torch.autograd.grad(z, raw, own)[0]
-            if x_gradient is not None and x.dtype == shift.dtype:
-                x_gradient.addmm_(own, weight[some])
-            elif x_gradient is not None:
-                x_gradient += own @ weight[some]
+            del raw, z  # before the products take memory
+            if x_gradient is not None:
+                _add_product(x_gradient, own, weight[some])
             if weight_gradient is not None:
                 torch.mm(own.t(), x, out=weight_gradient[some])
             if bias_gradient is not None:
@@ -171,6 +170,15 @@ def _slices(width: int, count: int) -> Iterator[slice]:
 
 def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, some: slice) -> Tensor:
     return F.linear(x, weight[some], None if bias is None else bias[some])
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add ``a @ b`` to ``total`` without rounding it to 16 bits. The slices' parts cancel: a part is often larger than the sum of all, and
+    its rounding error, too."""
+    if total.dtype != a.dtype and a.is_cuda:
+        total += torch.mm(a, b, out_dtype=total.dtype)
+    else:  # CPUs have no such product
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
 def _after(z: Tensor, steps: Sequence[Step]) -> Tensor:

@@ -29,7 +29,7 @@ CAP = (("div", 3.0), ("tanh",), ("mul", 3.0))
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_the_kernel_is_the_product_and_its_cross_entropy(dtype: torch.dtype) -> None:
-    """In float64 to rounding; in bfloat16 with the same rounded logits, and at most twice eager PyTorch's errors of gradients."""
+    """In float64 to rounding; in bfloat16 with the same rounded logits, and at most 1.5 times eager PyTorch's errors of gradients."""
     torch.manual_seed(0)
     for biased, after, smoothing, slices, vocabulary in product(
         (False, True), ((), CAP), (0.0, 0.1), (1, 3, 7), (None, 20)
@@ -56,7 +56,7 @@ def test_the_kernel_is_the_product_and_its_cross_entropy(dtype: torch.dtype) -> 
         for exact, theirs, mine in zip(*found, strict=True):
             assert mine.dtype == theirs.dtype
             errors = [float((each.double() - exact).abs().max() / exact.abs().max()) for each in (theirs, mine)]
-            assert errors[1] <= (1e-13 if dtype == torch.float64 else 2 * errors[0] + 1e-6), (errors, slices, after)
+            assert errors[1] <= (1e-13 if dtype == torch.float64 else 1.5 * errors[0] + 1e-6), (errors, slices, after)
 
 
 class Head(nn.Module):

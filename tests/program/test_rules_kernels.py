@@ -22,7 +22,7 @@ from autopar.emit.expressions import Text, expression
 from autopar.ops.experts import Experts
 from autopar.ops.facts import Kind, facts, op_name
 from autopar.ops.operands import operands, shape_of
-from autopar.program import flattened, kernels, kernels_logits, kernels_vocab
+from autopar.program import kernels, kernels_logits, kernels_vocab
 from autopar.program.mesh_axes import on_mesh
 from autopar.rules import candidates
 from passes.localise import apply, localised
