@@ -56,7 +56,11 @@ def held_gradients(costs: Draft, sizes: Floats) -> Floats:
         live[t, internal] = 1
         if not run.requires_grad[ops[t].name]:
             continue
-        result = next(k for k in by_op[t] if slots[k].operand == OUTPUT)
+        result = next((k for k in by_op[t] if slots[k].operand == OUTPUT), None)
+        if result is None:  # a loss in slices, priced twice: its gradients are those of its products
+            for tensor in set(waiting.values()):
+                live[t, tensor.slot] += 1
+            continue
         given = waiting.pop(ops[t].name, None) or _Tensor(result, 1)
         made: dict[str, _Tensor] = {}
         for k in by_op[t]:
