@@ -125,6 +125,7 @@ class _Sums(torch.autograd.Function):
             most = torch.maximum(shift, z.amax(1))
             total = total * (shift - most).exp() + z.sub_(most.unsqueeze(1)).exp_().sum(1)
             shift = most
+            del z  # before the next slice takes memory
         ctx.save_for_backward(x, weight, bias, target, columns, shift)
         ctx.how = how
         return torch.stack((shift, total, how.on * own + how.off * every))
@@ -156,6 +157,7 @@ class _Sums(torch.autograd.Function):
                 torch.mm(own.t(), x, out=weight_gradient[some])
             if bias_gradient is not None:
                 bias_gradient[some] = own.sum(0)
+            del own
         of_x = None if x_gradient is None else x_gradient.to(x.dtype)
         return of_x, weight_gradient, bias_gradient, None, None, None
 
