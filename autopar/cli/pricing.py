@@ -271,7 +271,8 @@ def compared(a: Plan, b: Plan) -> list[tuple[str, Any, Any, str]]:
     found.append(("layers' activations in the host", aside[0], aside[1], ""))
     int8 = [sum(layer.strategy.saves_int8 for layer in plan.layers) for plan in (a, b)]
     found.append(("layers' saved activations in 8 bits", int8[0], int8[1], ""))
-    found.append(("logits", *(plan.layers[-1].strategy.logits for plan in (a, b)), ""))
+    logits = [plan.layers[-1].strategy.logits for plan in (a, b)]
+    found.append(("logits", logits[0], logits[1], ""))
     for name in ("step_time_s", "compute_s", "communication_s", "bubble_s", "optimizer_s"):
         found.append(
             (name.removesuffix("_s").replace("_", " "), getattr(a.prediction, name), getattr(b.prediction, name), "s")
