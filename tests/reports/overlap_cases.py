@@ -215,5 +215,8 @@ MATCHES = (
     Match("deep-gpt", 2, FAST),
     Match("large-vocabulary", 2, FAST),
     Match("llama", 4, FAST),
+    Match("wide-mlp", 4, FAST),
+    Match("long-sequence", 4, SLOW),
+    Match("deep-gpt", 4, FAST),
     Match("large-vocabulary", 4, FAST),
 )
