@@ -100,7 +100,7 @@ SAVINGS = ("exact", "int8")
 """How a layer's saved activations are stored from forward to backward: as they are, or as 8-bit integers (``program.int8``), which is not
 exact. A layer of the latter is not recomputed, and offloads no activations; one that gives the loss stores them as they are in any case."""
 
-LOGITS = ("whole", "sliced")
+WHOLE, SLICED = LOGITS = ("whole", "sliced")
 """How a layer computes the logits of its cross entropy: all at once, or in slices of the vocabulary, again in the backward pass
 (``passes.slice_logits``)."""
 
@@ -211,7 +211,7 @@ class Strategy:
     compiled: bool = False
     saved: str = "exact"
     states: str = "device"
-    logits: str = "whole"
+    logits: str = WHOLE
 
     def __post_init__(self) -> None:
         assert self.zero in (0, 1, 2, 3), self.zero
@@ -236,7 +236,7 @@ class Strategy:
 
     @property
     def slices_logits(self) -> bool:
-        return self.logits == "sliced"
+        return self.logits == SLICED
 
     def under(self, schedule: Schedule) -> Strategy:
         """The same strategy for a pipeline of this schedule: without overlap and not compiled if the schedule splits the backward pass,

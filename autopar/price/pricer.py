@@ -13,7 +13,7 @@ from autopar.flow import gradient_flow
 from autopar.graph import Graph, LayerClass
 from autopar.layer_price import LayerPrice
 from autopar.ops.compilation import stays_eager
-from autopar.plan import ALL_REDUCE, HALVES, TENSOR_OVERLAP, Axis, Recomputation, Role, Strategy, local_steps
+from autopar.plan import ALL_REDUCE, HALVES, SLICED, TENSOR_OVERLAP, Axis, Recomputation, Role, Strategy, local_steps
 from autopar.price import table as tables
 from autopar.price.collective_costs import CollectiveCost, layer_collectives, move_collectives, replica_collectives
 from autopar.price.collectives import p2p_s
@@ -159,7 +159,7 @@ class Pricer:
         """The pricer of a program that computes the logits of every layer that has some in slices."""
         if self._sliced is None:
             self._sliced = self._of_trainer(self.trainer)
-            every = [Strategy((), logits="sliced")] * len(self.graph.layers)
+            every = [Strategy((), logits=SLICED)] * len(self.graph.layers)
             self._sliced.graph, self._sliced._slices = sliced_graph(self.graph, every), True
             self._sliced._types, self._sliced._sharded = LayerTypes(self._sliced.graph, self._solve), {}
         return self._sliced

@@ -18,12 +18,12 @@ from autopar.pins import ANY, PinKeywords, PlanPins, check_sync, checked
 from autopar.plan import (
     ALL_REDUCE,
     BATCHES,
-    LOGITS,
     OFFLOADS,
     REPLICATING,
     SAVINGS,
     STATES,
     TENSOR_OVERLAP,
+    WHOLE,
     Axis,
     LayerPlan,
     Memory,
@@ -146,7 +146,7 @@ def _with_logits(graph: Graph, layer: int, strategy: Strategy) -> Strategy:
     if graph.classes[graph.layers[layer].cls].gives_loss:
         check_logits(graph, strategy.logits)
         return strategy
-    return replace(strategy, logits=LOGITS[0])
+    return replace(strategy, logits=WHOLE)
 
 
 def _common(mesh: tuple[Axis, ...], roles: tuple[Role, ...], given: PlanPins) -> Strategy:
@@ -169,7 +169,7 @@ def _common(mesh: tuple[Axis, ...], roles: tuple[Role, ...], given: PlanPins) ->
         compiled=given.compiles(default=False),
         saved=given.saved or SAVINGS[0],
         states=given.states or STATES[0],
-        logits=given.logits or LOGITS[0],
+        logits=given.logits or WHOLE,
     )
     if common.degree(mesh, *REPLICATING) == 1 or not given.zero:
         return common

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.pins import ANY, OF_LAYER, PINS, LayerPins, PlanPins, Value, check_sync, checked
-from autopar.plan import ALLOWED, APART, INT8, LOGITS, SAVINGS, STATES, Role, local_steps
+from autopar.plan import ALLOWED, APART, INT8, SAVINGS, SLICED, STATES, Role, local_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ def pins_by_layer(graph: Graph, options: SearchOptions) -> tuple[LayerPins, ...]
 
 def check_logits(graph: Graph, pinned: str | None) -> None:
     """Raise ``UsageError`` if the logits are pinned to be sliced, and the layer with the loss cannot do that."""
-    if pinned == LOGITS[1] and graph.whole_logits:
+    if pinned == SLICED and graph.whole_logits:
         raise UsageError(
             f"logits=sliced: {graph.layers[-1].name} {graph.whole_logits}",
             "leave logits out; what can be sliced is a product whose cross entropy alone reads it, at most scaled or capped in between",

@@ -16,7 +16,7 @@ import numpy as np
 from autopar.graph import Graph
 from autopar.layer_price import LayerPrice
 from autopar.pins import LayerPins
-from autopar.plan import LOGITS, OFFLOADS, STATES, Role, Strategy
+from autopar.plan import NONE, OFFLOADS, SLICED, STATES, Role, Strategy
 from autopar.schedules import Schedule
 from autopar.schedules.memory import fullest, passing
 from autopar.search.options import SearchOptions, pins_by_layer
@@ -475,11 +475,17 @@ class Prices:
         return tables[key]
 
     def _with_logits(self, cls: str, pins: LayerPins, found: list[Strategy]) -> list[Strategy]:
-        """The candidates with each way to compute the layer's logits, if it has some that may be sliced."""
-        ways = LOGITS if pins.logits is None else (pins.logits,)
+        """The candidates with each way to compute the layer's logits, if it has some that may be sliced.
+
+        Slices save little else that recomputing or offloading the layer's activations would spare: unless pinned, they are candidates
+        without these only.
+        """
         if not self._graph.classes[cls].gives_loss or self._graph.whole_logits:
             return found
-        return [replace(strategy, logits=way) for way in ways for strategy in found]
+        if pins.logits is not None:
+            return [replace(strategy, logits=pins.logits) for strategy in found]
+        plain = [s for s in found if s.recomputation is NONE and not s.offloads_activations] or found
+        return found + [replace(strategy, logits=SLICED) for strategy in plain]
 
     def chain(self, layer: int) -> int:
         """The largest number of layers of this layer's class that may be recomputed as one."""
