@@ -265,8 +265,8 @@ def compared(a: Plan, b: Plan) -> list[tuple[str, Any, Any, str]]:
     longest = [max(layer.strategy.recomputation.layers for layer in plan.layers) for plan in (a, b)]
     found.append(("layers of a segment", longest[0], longest[1], ""))
     for place, words in (("host", "in the host"), ("nvme", "on NVMe")):
-        away = [sum(layer.strategy.states == place for layer in plan.layers) for plan in (a, b)]
-        found.append((f"layers' optimizer states {words}", away[0], away[1], ""))
+        offloaded = [sum(layer.strategy.states == place for layer in plan.layers) for plan in (a, b)]
+        found.append((f"layers' optimizer states {words}", offloaded[0], offloaded[1], ""))
     aside = [sum(layer.strategy.offloads_activations for layer in plan.layers) for plan in (a, b)]
     found.append(("layers' activations in the host", aside[0], aside[1], ""))
     int8 = [sum(layer.strategy.saves_int8 for layer in plan.layers) for plan in (a, b)]

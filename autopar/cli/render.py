@@ -100,8 +100,8 @@ def _layers(plan: Plan) -> RenderableType:
     if once:
         table.add_column("reduced every")
     table.add_column("recompute")
-    away = any(layer.strategy.states != STATES[0] for layer in plan.layers)
-    if away:
+    offloaded = any(layer.strategy.states != STATES[0] for layer in plan.layers)
+    if offloaded:
         table.add_column("states on")
     offloads = any(layer.strategy.offload != "none" for layer in plan.layers)
     if offloads:
@@ -121,7 +121,7 @@ def _layers(plan: Plan) -> RenderableType:
             f"{s.recomputation.layers} as one"
             if s.recomputation.layers > 1
             else {"none": "-", "selective": "in part", "full": "yes"}[s.recomputation.kind],
-            *([s.states] if away else []),
+            *([s.states] if offloaded else []),
             *([s.offload if s.offload != "none" else "-"] if offloads else []),
             *([s.saved if s.saves_int8 else "-"] if narrow else []),
         )

@@ -41,20 +41,20 @@ class Offloaded:
 
     def in_host(self, elements: int, numbers: Precision) -> int:
         """Bytes of the states of so many elements in host memory, if that is not the device's."""
-        return elements * away_bytes(numbers) if self.states == HOST and self.separate else 0
+        return elements * offloaded_bytes(numbers) if self.states == HOST and self.separate else 0
 
     def on_nvme(self, elements: int, numbers: Precision) -> int:
         """Bytes of the states of so many elements on NVMe."""
-        return elements * away_bytes(numbers) if self.states == NVME else 0
+        return elements * offloaded_bytes(numbers) if self.states == NVME else 0
 
     def here(self, numbers: Precision) -> int | None:
         """Bytes of an element's states in device memory if they are not the device's own, but in the host's memory; else ``None``."""
         if self.states == DEVICE:
             return None
-        return 0 if self.separate or self.states == NVME else away_bytes(numbers)
+        return 0 if self.separate or self.states == NVME else offloaded_bytes(numbers)
 
 
-def away_bytes(numbers: Precision) -> int:
+def offloaded_bytes(numbers: Precision) -> int:
     """Bytes of an element in host memory or on NVMe: its states, and a master copy."""
     return numbers.optimizer + (0 if numbers.master else numbers.shard)
 
@@ -64,12 +64,12 @@ def host_update_s(elements: float, states: str, zero: int, numbers: Precision, c
     wide = numbers.at_rest or numbers.shard
     down, up = numbers.reduced, wide if zero >= 2 else numbers.shard
     # the gradient arrives and is read; states and master copy are read and written; the parameter is read, written in its dtype, and sent
-    moved = elements * (2 * down + 2 * away_bytes(numbers) + wide + 2 * up)
+    moved = elements * (2 * down + 2 * offloaded_bytes(numbers) + wide + 2 * up)
     if cluster.host is None:
         found = moved / cluster.gpu.bytes_per_s
     else:
         found = max(moved / cluster.host_bytes_per_s, elements * max(down, up) / cluster.host_link_bytes_per_s)
-    size = elements * away_bytes(numbers)
+    size = elements * offloaded_bytes(numbers)
     return max(found, cluster.nvme_s(size, size)) if states == NVME else found
 
 

@@ -316,9 +316,9 @@ class Pricer:
         numel = math.ceil(float(table.parameter_numel[k]) / share)
         shards = math.prod(axis.size for axis in strategy.data_axes(mesh)[1])
         zero = strategy.zero if shards > 1 else 0
-        away = Offloaded.of(strategy, self.cluster).here(self.numbers)
+        offloaded = Offloaded.of(strategy, self.cluster).here(self.numbers)
         trainable = numel if table.trainable[k] else 0
-        return state_bytes(numel, trainable, shards, zero, self.numbers, away, strategy.reduces_once)
+        return state_bytes(numel, trainable, shards, zero, self.numbers, offloaded, strategy.reduces_once)
 
     def types(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...]) -> tuple[AxisTypes, ...] | None:
         """The types on the microbatch axis, then on every axis of the mesh; ``None`` if a role is inadmissible."""

@@ -76,7 +76,7 @@ def state_bytes(
     data: int,
     zero: int,
     numbers: Precision,
-    away: int | None = None,
+    offloaded: int | None = None,
     reduces_once: bool = False,
 ) -> tuple[int, int, int]:
     """Bytes of parameters, gradients and optimizer state on one device, at the peak of the step.
@@ -86,17 +86,23 @@ def state_bytes(
         data: the number of data-parallel devices that share them.
         zero: 0 replicates; 1 shards the optimizer; 2 also the gradients; 3 also the parameters. Under stage 2 the parameters are whole
             from forward to backward, and, if the optimizer has no master copy, there is also a shard of them.
-        away: bytes in device memory of an element's states that are not the device's own (in host memory, which may be the device's, or
-            on NVMe); ``None`` if they are. FSDP's shards, under stages 2 and 3, are then besides the master copies, and as wide.
+        offloaded: bytes in device memory of an element's states that are not the device's own (in host memory, which may be the device's,
+            or on NVMe); ``None`` if they are. FSDP's shards, under stages 2 and 3, are then besides the master copies, and as wide.
         reduces_once: gradients are whole until the last microbatch, also under stages 2 and 3.
     """
     state = -(-trainable // data) if zero >= 1 else trainable
     gradients = -(-trainable // data) if zero >= 2 and not reduces_once else trainable
     stored = -(-parameters // data) if zero == 3 else parameters
-    optimizer = state * (numbers.optimizer if away is None else away)
+    optimizer = state * (numbers.optimizer if offloaded is None else offloaded)
     wide = numbers.at_rest or numbers.shard
     if zero == 3:
-        return stored * wide, gradients * numbers.gradient, optimizer - (state * numbers.at_rest if away is None else 0)
-    has_shard = zero == 2 and data > 1 and (not numbers.master or numbers.shard > numbers.width or away is not None)
-    shard = -(-parameters // data) * (numbers.shard if away is None else wide) if has_shard else 0
+        return (
+            stored * wide,
+            gradients * numbers.gradient,
+            optimizer - (state * numbers.at_rest if offloaded is None else 0),
+        )
+    has_shard = (
+        zero == 2 and data > 1 and (not numbers.master or numbers.shard > numbers.width or offloaded is not None)
+    )
+    shard = -(-parameters // data) * (numbers.shard if offloaded is None else wide) if has_shard else 0
     return stored * numbers.width + shard, gradients * numbers.gradient, optimizer

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.program.collectives import ShardedReduceScatter
 from autopar.program.masters import Group, Master, alike, set_parameter
-from autopar.program.state_places import DEVICE, Away, download, pieces_of, upload
+from autopar.program.state_places import DEVICE, Offloaded, download, pieces_of, upload
 from autopar.program.world import Layout, Program, World
 
 
@@ -73,21 +73,21 @@ class ShardedGroup:
             first = rows_of(param, param.shape[0])[0] * param.shape[1:].numel()
             place = program.place(layout) if layout.trainable else DEVICE
             if place != DEVICE:
-                self._add_away(layout, param, place, first)
+                self._add_offloaded(layout, param, place, first)
                 continue
             shard = nn.Parameter(shard_of(param), layout.trainable)
             mine = self.masters if layout.trainable else self.frozen
             mine.append(Master(layout, shard, alike(layout, shards, world), first))
 
-    def _add_away(self, layout: Layout, param: Tensor, place: str, first: int) -> None:
+    def _add_offloaded(self, layout: Layout, param: Tensor, place: str, first: int) -> None:
         """Masters of a parameter that are not on the device, which keeps its shard."""
         values = shard_of(param).view(-1)
         owned = self._world.places.zeros(place, values.shape, values.dtype)
         same = alike(layout, self._shards, self._world)
         for start, stop in pieces_of(values.numel(), values.dtype):
             here = values[start:stop]
-            away = Away(place, nn.Parameter(here), here)
-            self.masters.append(Master(layout, nn.Parameter(owned[start:stop]), same, first + start, away))
+            offloaded = Offloaded(place, nn.Parameter(here), here)
+            self.masters.append(Master(layout, nn.Parameter(owned[start:stop]), same, first + start, offloaded))
 
     def own_gradients(self) -> list[Tensor]:
         """As of ``FlatGroup``."""
@@ -123,7 +123,7 @@ class ShardedGroup:
             whole = gradients[master.layout]
             first = rows_of(param := self._params[master.layout], param.shape[0])[0] * param.shape[1:].numel()
             piece = slice(master.first - first, master.first - first + master.tensor.numel())
-            master.holder.grad = whole if master.away is None else whole.view(-1)[piece]
+            master.holder.grad = whole if master.offloaded is None else whole.view(-1)[piece]
 
     def _gradient(self, layout: Layout, param: Tensor) -> Tensor:
         """This rank's shard of a gradient; zeros if there is none."""

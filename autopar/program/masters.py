@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from autopar.program.state_places import Away
+from autopar.program.state_places import Offloaded
 from autopar.program.world import Layout, World
 
 
@@ -16,20 +16,20 @@ from autopar.program.world import Layout, World
 class Master:
     """A tensor that the optimizer owns: this rank's slice of a parameter, or under ZeRO its piece of that slice.
 
-    ``alike`` are the axes whose ranks all have the same values; ``first`` is the piece's first element in the slice. ``away`` is what the
-    device has of a master that is not there itself.
+    ``alike`` are the axes whose ranks all have the same values; ``first`` is the piece's first element in the slice. ``offloaded`` is
+    what the device has of a master that is not there itself.
     """
 
     layout: Layout
     tensor: nn.Parameter
     alike: tuple[str, ...]
     first: int = 0
-    away: Away | None = None
+    offloaded: Offloaded | None = None
 
     @property
     def holder(self) -> nn.Parameter:
         """The tensor on the device whose ``grad`` is the master's gradient."""
-        return self.tensor if self.away is None else self.away.gradient
+        return self.tensor if self.offloaded is None else self.offloaded.gradient
 
     @property
     def gradient(self) -> Tensor | None:
@@ -74,7 +74,7 @@ class Group(Protocol):
         """Average the masters of replicas that train apart."""
 
     def upload(self) -> None:
-        """Give the device the values of masters that are away, after anything but an update set them."""
+        """Give the device the values of masters that are offloaded, after anything but an update set them."""
 
     def publish(self) -> None:
         """After the optimizer's update: copy the masters into the parameters that the stage reads."""

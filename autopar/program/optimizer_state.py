@@ -159,8 +159,8 @@ class Restored:
                 now = optimizer.state.get(master.tensor, {}).get(key)
                 if isinstance(now, Tensor) and world.places.has(now) and (now.shape, now.dtype) == (shape, dtype):
                     state[key] = now  # a file keeps the room of what is left
-                elif master.away is not None and shape == master.tensor.shape:
-                    state[key] = world.places.zeros(master.away.place, shape, dtype)
+                elif master.offloaded is not None and shape == master.tensor.shape:
+                    state[key] = world.places.zeros(master.offloaded.place, shape, dtype)
                 else:
                     state[key] = torch.zeros(shape, dtype=dtype, device=device)
                 self.pieces += _pieces(master, key, state[key], world)

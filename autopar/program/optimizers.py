@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from autopar.program.masters import Master
-from autopar.program.state_places import DEVICE, AwayUpdates
+from autopar.program.state_places import DEVICE, OffloadedUpdates
 from autopar.program.world import Layout, Program, World
 
 Optimizer = Callable[[Any], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
@@ -65,8 +65,8 @@ class Several(torch.optim.Optimizer):
 class Updates:
     """What updates this rank's master copies: the optimizer over ``masters``, and the scheduler of its learning rates, if there is one.
 
-    ``masters`` are the tensors that the optimizer has: this rank's own, or whole ones that it updates for several ranks. ``away`` updates
-    them where some are not on the device.
+    ``masters`` are the tensors that the optimizer has: this rank's own, or whole ones that it updates for several ranks. ``offloaded``
+    updates them where some are not on the device.
     """
 
     def __init__(
@@ -75,16 +75,16 @@ class Updates:
         scheduler: LRScheduler | None,
         masters: Sequence[Master],
         whole: WholeTensors | None,
-        away: AwayUpdates | None,
+        offloaded: OffloadedUpdates | None,
     ) -> None:
         self.optimizer, self.scheduler, self.masters, self._whole = optimizer, scheduler, masters, whole
-        self._away = away
+        self._offloaded = offloaded
 
     def step(self) -> None:
         """Update by the masters' gradients, then set the next step's learning rates; all ranks call this."""
         if self._whole is not None:
             self._whole.gather_gradients()
-        (self._away or self.optimizer).step()
+        (self._offloaded or self.optimizer).step()
         if self._whole is not None:
             self._whole.scatter_values()
         if self.scheduler is not None:
@@ -130,11 +130,11 @@ def make(
     for master in masters:
         mine.setdefault(master.layout.original, []).append(master.tensor)
     made = _joined([_rebuilt(model, names, mine) for model in models])
-    away = None
-    if any(master.away is not None for master in masters):
+    offloaded = None
+    if any(master.offloaded is not None for master in masters):
         at_once = not all(_of_torch(model) for model in models)
-        away = AwayUpdates(made, masters, world.places, world.device, at_once)
-    return Updates(made, None if scheduler is None else _scheduled(scheduler, made), masters, whole, away)
+        offloaded = OffloadedUpdates(made, masters, world.places, world.device, at_once)
+    return Updates(made, None if scheduler is None else _scheduled(scheduler, made), masters, whole, offloaded)
 
 
 def checked(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from autopar.program.arrivals import Arrivals
 from autopar.program.collectives import Work, all_gather, reduce_scatter
 from autopar.program.masters import Group, Master, alike, set_parameter
-from autopar.program.state_places import DEVICE, Away, pieces_of, upload
+from autopar.program.state_places import DEVICE, Offloaded, pieces_of, upload
 from autopar.program.world import Layout, Program, World
 
 # -- groups of parameters ---------------------------------------------------------------------------------------------
@@ -133,9 +133,9 @@ class FlatGroup:
             there = slice(low + start, low + stop)
             gradient = nn.Parameter(self._grads[there])  # of the master's dtype, and of no memory of its own
             gradient.grad = self._grads[there]
-            away = Away(self._place, gradient, self._values[there])
+            offloaded = Offloaded(self._place, gradient, self._values[there])
             tensor = nn.Parameter(piece[start:stop])
-            self.masters.append(Master(slot.layout, tensor, same, low + start - slot.start, away))
+            self.masters.append(Master(slot.layout, tensor, same, low + start - slot.start, offloaded))
 
     def own_gradients(self) -> list[Tensor]:
         """The gradients that this rank's masters read, after the reduction."""
@@ -230,12 +230,12 @@ class FlatGroup:
     def average(self) -> None:
         """Average the masters of replicas that train apart."""
         if self._replicas is not None:
-            own = self._owned.to(self._world.device)  # itself, unless it is away
+            own = self._owned.to(self._world.device)  # itself, unless it is offloaded
             self._owned.copy_(self._average_(own, self._replicas))
             self.upload()
 
     def upload(self) -> None:
-        """Give the device the values of masters that are away, after anything but an update set them."""
+        """Give the device the values of masters that are offloaded, after anything but an update set them."""
         upload(self.masters)
 
     def _average_(self, tensor: Tensor, replicas: dist.ProcessGroup) -> Tensor:
@@ -348,8 +348,8 @@ def kind_of(layout: Layout, program: Program) -> str:
     wide, compute = program.dtypes(layout)
     if zero >= 2:
         return "fsdp"
-    away = layout.trainable and program.place(layout) != DEVICE
-    return "flat" if axes or layout.shared is not None or wide != compute or away else "local"
+    offloaded = layout.trainable and program.place(layout) != DEVICE
+    return "flat" if axes or layout.shared is not None or wide != compute or offloaded else "local"
 
 
 def _group_of(layout: Layout, program: Program) -> Callable[..., Group]:

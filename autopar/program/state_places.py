@@ -43,9 +43,9 @@ class PlaceError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Away:
-    """Of a master that is not on the device: its ``place``, the tensor on the device whose ``grad`` is the master's gradient, and the
-    device's ``values``, which an update replaces."""
+class Offloaded:
+    """The device's side of an offloaded master: the master's ``place``, the tensor on the device whose ``grad`` is the master's gradient,
+    and the device's ``values``, which an update replaces."""
 
     place: str
     gradient: nn.Parameter
@@ -76,7 +76,7 @@ class Places:
 
     def adopt(self, optimizer: torch.optim.Optimizer, master: Master) -> None:
         """Move the states that an optimizer made of a master to the master's place."""
-        if master.away is None or master.away.place != NVME:
+        if master.offloaded is None or master.offloaded.place != NVME:
             return  # an optimizer makes states where its parameter is: in the host's memory
         state = optimizer.state.get(master.tensor, {})
         for key, value in state.items():
@@ -176,7 +176,7 @@ def pieces_of(elements: int, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
 # -- updates ----------------------------------------------------------------------------------------------------------
 
 
-class AwayUpdates:
+class OffloadedUpdates:
     """Updates this rank's masters, those that are not on the device chunk by chunk.
 
     An optimizer leaves a parameter alone that has no gradient: all masters but a chunk's have none when the chunk is updated. ``at_once``
@@ -192,9 +192,9 @@ class AwayUpdates:
         at_once: bool,
     ) -> None:
         self._optimizer, self._places, self._at_once = optimizer, places, at_once
-        away = [master for master in masters if master.away is not None]
-        self._here = [] if at_once else [master for master in masters if master.away is None]
-        self._chunks = [away] if at_once else list(_chunks(away))
+        offloaded = [master for master in masters if master.offloaded is not None]
+        self._here = [] if at_once else [master for master in masters if master.offloaded is None]
+        self._chunks = [offloaded] if at_once else list(_chunks(offloaded))
         size = max(sum(master.tensor.nbytes for master in chunk) for chunk in self._chunks)
         self._lanes = [_Lane(size, device) for _ in self._chunks[:2]]
         self._threads = _threads() if device.type == "cuda" else 0
@@ -273,16 +273,16 @@ def _many_threads(number: int) -> Iterator[None]:
 def upload(masters: Sequence[Master]) -> None:
     """After masters were set by anything but an update: give the device their values."""
     for master in masters:
-        if master.away is not None:
-            master.away.values.copy_(master.tensor)
+        if master.offloaded is not None:
+            master.offloaded.values.copy_(master.tensor)
 
 
 @torch.no_grad()
 def download(masters: Sequence[Master]) -> None:
     """After the device's values were set: give them to the masters, which are of the same dtype."""
     for master in masters:
-        if master.away is not None:
-            master.tensor.copy_(master.away.values)
+        if master.offloaded is not None:
+            master.tensor.copy_(master.offloaded.values)
 
 
 def _chunks(masters: Sequence[Master]) -> Iterator[list[Master]]:
@@ -323,8 +323,8 @@ class _Lane:
 
     def _copy_down(self, chunk: Sequence[Master]) -> None:
         for master, there in zip(chunk, self._gradients, strict=True):
-            assert master.away is not None
-            gradient = master.away.gradient.grad
+            assert master.offloaded is not None
+            gradient = master.offloaded.gradient.grad
             assert gradient is not None, master.layout.name
             there.copy_(gradient.view(there.shape), non_blocking=True)
 
@@ -338,7 +338,7 @@ class _Lane:
         """Begin to copy the chunk's new values to the device."""
         if self._went is not None:
             self._went.synchronize()  # the last values of this buffer
-        targets = [master.away.values for master in chunk if master.away is not None]
+        targets = [master.offloaded.values for master in chunk if master.offloaded is not None]
         for master, there in zip(chunk, staged := _views(self._up, targets), strict=True):
             there.copy_(master.tensor.view(there.shape))  # here: to the dtype of the computation
         if self._cuda:

@@ -84,14 +84,14 @@ class WholeTensors:
         self.masters = [master for master, own in zip(self._held, mine, strict=True) if own.key not in cut]
         owners = _owners(records, cut)
         layouts = {own.key: master.layout for master, own in zip(self._held, mine, strict=True)}
-        away = {own.key: master.away is not None for master, own in zip(self._held, mine, strict=True)}
+        offloaded = {own.key: master.offloaded is not None for master, own in zip(self._held, mine, strict=True)}
         self._owned: dict[_Key, Master] = {}
         for record in mine:
             if owners.get(record.key) == dist.get_rank() and record.key not in self._owned:
                 layout = replace(
                     layouts[record.key], part=None, shape=record.shape, padded=record.shape, sharded=(), replicated=()
                 )
-                device = torch.device("cpu") if away[record.key] else world.device
+                device = torch.device("cpu") if offloaded[record.key] else world.device
                 tensor = nn.Parameter(torch.empty(record.shape, dtype=getattr(torch, record.dtype), device=device))
                 self._owned[record.key] = Master(layout, tensor, ())
         self.masters += self._owned.values()

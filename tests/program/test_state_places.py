@@ -44,7 +44,7 @@ from autopar.shard import annotate
 SMALL: Fault = ("state_places.py", r"(?m)^CHUNK_BYTES = .*", "CHUNK_BYTES = 1000")  # of 125 elements in float64
 
 
-def away(plan: Plan, states: str, folder: Path, layers: slice = slice(None)) -> Plan:
+def offloaded(plan: Plan, states: str, folder: Path, layers: slice = slice(None)) -> Plan:
     """The plan with the optimizer states of some layers there."""
     there = {layer.name for layer in plan.layers[layers]}
     changed = (
@@ -116,11 +116,11 @@ CHAINS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
 @pytest.mark.parametrize("name", in_short(CHAINS, "zero", "tied and fused", "schedules", "whole tensors"))
 def test_training_is_exact_through_checkpoints(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """Under each plan two steps in small chunks, from the checkpoint of the plan before; the last plan has all states on the device, and
-    of the one before it only some layers' are away."""
+    of the one before it only some layers' are offloaded."""
     model, optimizer, states, kinds = CHAINS[name]
     graph = subject(model).graph
-    plans = [away(KIND[kind].plan(graph), states, tmp_path) for kind in kinds]
-    plans[-1] = away(plans[-1], states, tmp_path, slice(1, None, 2))
+    plans = [offloaded(KIND[kind].plan(graph), states, tmp_path) for kind in kinds]
+    plans[-1] = offloaded(plans[-1], states, tmp_path, slice(1, None, 2))
     plans.append(KIND["data 2, zero 1"].plan(graph))
     pools = lambda count: request.getfixturevalue(f"workers{count}")  # noqa: E731
     errors = chain(model, plans, optimizer, pools, tmp_path, [SMALL])
@@ -136,7 +136,7 @@ FAULTS: dict[str, tuple[str, Fault]] = {
     "states move without their values": ("data 2, zero 1", ("state_places.py", r"\.copy_\(value\)", "")),
     "loaded masters are not uploaded": ("data 2, zero 3", ("checkpoint.py", r"group\.upload\(\)", "pass")),
     "pieces begin where slices begin": (
-        "data 2, zero 1", ("parameters.py", r"low \+ start - slot\.start, away", "low - slot.start, away"),
+        "data 2, zero 1", ("parameters.py", r"low \+ start - slot\.start, offloaded", "low - slot.start, offloaded"),
     ),
     "shards' pieces get the first gradients": (
         "data 2, zero 3", ("fsdp.py", r"whole\.view\(-1\)\[piece\]", "whole.view(-1)[: master.tensor.numel()]"),
@@ -147,7 +147,7 @@ FAULTS: dict[str, tuple[str, Fault]] = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_caught(name: str, workers2: WorkerPool, tmp_path: Path) -> None:
     kind, fault = FAULTS[name]
-    plans = [away(KIND[kind].plan(subject("mlp").graph), NVME, tmp_path)] * 2
+    plans = [offloaded(KIND[kind].plan(subject("mlp").graph), NVME, tmp_path)] * 2
     try:
         errors = chain("mlp", plans, "adamw", {2: workers2}.__getitem__, tmp_path, [SMALL, fault])
     except LaunchError as error:
@@ -158,7 +158,7 @@ def test_a_fault_is_caught(name: str, workers2: WorkerPool, tmp_path: Path) -> N
 
 def test_initial_values_reach_the_masters(workers2: WorkerPool, tmp_path: Path) -> None:
     fault = ("fsdp.py", r"download\(self\.masters\)", "pass")
-    plans = [away(KIND["data 2, zero 3"].plan(subject("mlp").graph), "host", tmp_path)]
+    plans = [offloaded(KIND["data 2, zero 3"].plan(subject("mlp").graph), "host", tmp_path)]
     errors = chain("mlp", plans, "adamw", {2: workers2}.__getitem__, tmp_path, [fault])
     assert max(errors.values()) > 1e-6, errors
 
@@ -248,7 +248,7 @@ def test_every_elementwise_optimizer_is_exact(
     how: dict[str, int], states: str, workers2: WorkerPool, tmp_path: Path
 ) -> None:
     given, names = subject("mlp"), [*OPTIMIZERS, "Counting"]
-    plan = away(manual_plan(given.graph, **how), states, tmp_path)  # type: ignore[arg-type]
+    plan = offloaded(manual_plan(given.graph, **how), states, tmp_path)  # type: ignore[arg-type]
     folder = Path(emitted("mlp", plan, tmp_path / "program"))
     if states == "host":  # in one chunk here, in many there
         file, pattern, text = SMALL
@@ -264,7 +264,7 @@ def test_every_elementwise_optimizer_is_exact(
 
 
 def test_an_optimizer_that_looks_at_all_tensors_is_refused(tmp_path: Path) -> None:
-    plan = away(manual_plan(subject("mlp").graph), "host", tmp_path)
+    plan = offloaded(manual_plan(subject("mlp").graph), "host", tmp_path)
     emitted("mlp", plan, tmp_path / "program")
     with program_modules(tmp_path / "program"), pytest.raises(RefusedOptimizerError) as error:
         checked(lamb, load(tmp_path / "program"))
@@ -278,7 +278,7 @@ def test_half_precision_has_its_masters_there(workers2: WorkerPool, tmp_path: Pa
     values, tensors = [], {"x": batch[0].bfloat16(), "targets": batch[1].bfloat16()}
     for states in ("device", "host", NVME):
         for zero in (1, 2):
-            plan = away(manual_plan(graph, data=2, zero=zero, precision="bfloat16"), states, tmp_path)
+            plan = offloaded(manual_plan(graph, data=2, zero=zero, precision="bfloat16"), states, tmp_path)
             emit(graph, plan, tmp_path / f"{states} {zero}", state=model.state_dict())
             call = str(tmp_path / f"{states} {zero}"), dict(model.state_dict()), tensors, ["Adam"]
             values.append(workers2.run("test_state_places:updated", *call)[0]["Adam"][0])
@@ -296,7 +296,7 @@ def test_a_training_on_nvme_is_killed_and_goes_on(tmp_path: Path) -> None:
     given, drives = subject("mlp"), tmp_path / "nvme"
     drives.mkdir()
     program = tmp_path / "program"
-    emit(given.graph, away(manual_plan(given.graph, data=2, zero=1), NVME, Path()), program, state=given.state)
+    emit(given.graph, offloaded(manual_plan(given.graph, data=2, zero=1), NVME, Path()), program, state=given.state)
     torch.save(given.batch, tmp_path / "data.pt")  # one batch: every epoch has one step
     files = [
         "--data",
@@ -367,7 +367,7 @@ def test_what_fits_only_with_nvme_has_a_plan(tmp_path: Path) -> None:
 def test_a_folder_must_be_named_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AUTOPAR_NVME", raising=False)
     given = subject("mlp")
-    plan = away(manual_plan(given.graph), NVME, Path())
+    plan = offloaded(manual_plan(given.graph), NVME, Path())
     emit(given.graph, replace(plan, nvme_path=""), tmp_path, state=given.state)
     with (
         Program(replace(plan, nvme_path=""), tmp_path, type_check=False) as program,
