@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,15 @@ recomputation. `python tests/reports exactness --mixtures 500 --seed 7` draws ot
 
 {reasons or "None is."}
 
-Made by `make report NAME=exactness` with torch {versions}, gloo, on CPUs, from the lines of [exactness.jsonl](exactness.jsonl).
-Do not edit.
+Made by `make report NAME=exactness` with torch {versions}, gloo, on CPUs, from the lines of [exactness.jsonl](exactness.jsonl), each with a
+fingerprint of the code that it is of: {_codes(lines)}. Do not edit.
 """
+
+
+def _codes(lines: list[Line]) -> str:
+    """The fingerprints of the code, and the number of lines of each, most first."""
+    counts = Counter(line.get("code", "unknown") for line in lines)
+    return ", ".join(f"`{code}` ({count} lines)" for code, count in counts.most_common())
 
 
 def _compiled(ran: list[Line]) -> str:
