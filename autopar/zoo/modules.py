@@ -92,11 +92,11 @@ class TimestepEmbedder(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(frequencies, width), nn.SiLU(), nn.Linear(width, width))
 
     def forward(self, t: Tensor) -> Tensor:
-        half = self.frequencies // 2
-        rates = torch.exp(-math.log(10000) * torch.arange(half, device=t.device) / half)
+        half, dtype = self.frequencies // 2, next(self.mlp.parameters()).dtype
+        wide = torch.promote_types(dtype, torch.float32)  # 16 bits are too few for angles
+        rates = torch.exp(-math.log(10000) * torch.arange(half, device=t.device, dtype=wide) / half)
         angles = t[:, None] * rates[None]
-        waves = torch.cat([torch.cos(angles), torch.sin(angles)], dim=-1)
-        return self.mlp(waves.to(next(self.mlp.parameters()).dtype))
+        return self.mlp(torch.cat([torch.cos(angles), torch.sin(angles)], dim=-1).to(dtype))
 
 
 class SelfAttention(nn.Module):
