@@ -70,8 +70,8 @@ def compile(
 
     Keywords:
         pipeline, chunks, microbatches, prefetch, schedule, sync: the same pins of the plan by name (see ``autopar.pins`` for all pins).
-        data, tensor, expert, ulysses, ring, zero, replicate, reduce, recompute, offload, states, saved, overlap, compile, segment: the
-            same pins of every layer by name.
+        data, tensor, expert, ulysses, ring, zero, replicate, reduce, recompute, offload, states, saved, logits, overlap, compile,
+            segment: the same pins of every layer by name.
         precision: ``"bfloat16"``, ``"float32"`` and so on; the model's own if left out.
         local_batch_norm: whether batch norm takes the statistics of each rank's part of a microbatch.
         allow: what of exactness may be given up (some of ``autopar.plan.ALLOWED``).

@@ -126,15 +126,15 @@ class _Sums(torch.autograd.Function):
             total = total * (shift - most).exp() + z.sub_(most.unsqueeze(1)).exp_().sum(1)
             shift = most
             del z  # before the next slice takes memory
-        ctx.save_for_backward(x, weight, bias, target, columns, shift)
-        ctx.how = how
+        ctx.save_for_backward(x, weight, bias, target, shift)
+        ctx.columns, ctx.how = columns, how  # one number: padded and unpadded, a layer saves the same tensors
         return torch.stack((shift, total, how.on * own + how.off * every))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        x, weight, bias, target, columns, shift = ctx.saved_tensors
-        how, (of_x, of_weight, of_bias) = ctx.how, ctx.needs_input_grad[:3]
+        x, weight, bias, target, shift = ctx.saved_tensors
+        columns, how, (of_x, of_weight, of_bias) = ctx.columns, ctx.how, ctx.needs_input_grad[:3]
         x_gradient = torch.zeros_like(x, dtype=shift.dtype) if of_x else None
         weight_gradient = torch.empty_like(weight) if of_weight else None
         bias_gradient = torch.empty_like(bias) if of_bias else None

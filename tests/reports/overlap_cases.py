@@ -196,12 +196,13 @@ class Match:
     @property
     def choices(self) -> list[Recipe]:
         """DDP with its own and with small buckets, FSDP2 that keeps parameters gathered or not, tensor parallelism, and 1F1B with two and
-        four microbatches for every stage; each on all nodes."""
+        four microbatches for every stage (one, if the batch has no more rows); each on all nodes."""
         chosen = []
-        for recipe in recipes(self.nodes, MODELS[self.model]):
-            if self.nodes not in (recipe.data, recipe.tensor, recipe.pipeline):
-                continue  # a mixture
-            if recipe.microbatches in ((2 * self.nodes, 4 * self.nodes) if recipe.pipeline > 1 else (1,)):
+        own = [r for r in recipes(self.nodes, MODELS[self.model]) if self.nodes in (r.data, r.tensor, r.pipeline)]
+        most = max(recipe.microbatches for recipe in own if recipe.pipeline > 1)
+        filling = (2 * self.nodes, 4 * self.nodes) if most > self.nodes else (self.nodes,)
+        for recipe in own:  # no mixtures
+            if recipe.microbatches in (filling if recipe.pipeline > 1 else (1,)):
                 chosen.append(recipe)
             if recipe == Recipe(data=self.nodes):
                 chosen.append(dataclasses.replace(recipe, bucket_mb=4))
