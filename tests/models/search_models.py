@@ -89,6 +89,14 @@ def chain(
     )  # fmt: skip
 
 
+def with_logits(graph: Graph) -> Graph:
+    """The graph with a last layer of a class of its own, which gives the loss and may compute its logits in slices."""
+    *others, last = graph.layers
+    head = replace(graph.classes[last.cls], name="head", outputs=(Value("loss", (), torch.float32),))
+    layers, classes = (*others, replace(last, cls="head")), graph.classes | {"head": head}
+    return replace(graph, layers=layers, classes=classes, whole_logits="")
+
+
 def _drawn(key: object) -> str:
     """The text by which a price is drawn. A strategy's is that of the seeds in ``docs/evidence``; its segment's layers draw nothing."""
     if not isinstance(key, Strategy):
@@ -99,6 +107,7 @@ def _drawn(key: object) -> str:
     offload = f", offload={name!r}" if name else f", {key.offload} {key.states}" if key.states == "nvme" else ""
     full, part = kind == "full", kind == "selective"
     offload += f", saved={key.saved!r}" if key.saved != "exact" else ""
+    offload += f", logits={key.logits!r}" if key.slices_logits else ""
     return f"Strategy(roles={key.roles!r}, zero={key.zero}, recompute={full}, selective={part}{offload})"
 
 
@@ -378,7 +387,12 @@ def candidates(
                         found += [replace(s, saved="int8") for s in plain if s.recomputation.kind == "none"]
             wanted = pins.get("saved")
             found = [s for s in found if s.roles != roles or wanted in (None, s.saved)]
-    return found
+    if not graph.classes[cls].gives_loss or graph.whole_logits:
+        return found
+    if "logits" in pins:
+        return [replace(s, logits=pins["logits"]) for s in found]
+    plain = [s for s in found if s.recomputation.kind == "none" and s.offload == "none"] or found
+    return found + [replace(s, logits="sliced") for s in plain]
 
 
 def every_plan(

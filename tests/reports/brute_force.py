@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from search_models import Devices, RandomPricer, brute_force, random_problem
+from search_models import Devices, RandomPricer, brute_force, random_problem, with_logits
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph import Graph
@@ -38,6 +38,7 @@ FAMILIES = (
     "int8",
     "pins, little memory",
     "nvme",
+    "logits",
 )
 EXACT = SearchOptions(target_gap=0.0, time_limit_s=120)
 
@@ -133,6 +134,24 @@ def random_int8(seed: int) -> tuple[Graph, Devices, RandomPricer, SearchOptions]
     return graph, Devices(cluster.count, rng.choice([80, 120, 160, 220]), host_limit_bytes=40), pricer, options
 
 
+def random_logits(seed: int) -> tuple[Graph, Devices, RandomPricer, SearchOptions]:
+    """Little memory, and the last layer may compute its logits in slices: or must, or must not, recomputed and offloaded, too."""
+    rng = random.Random(f"logits {seed}")
+    graph, cluster, pricer = random_problem(seed, devices=(1, 2, 2, 4))
+    pricer.graph = graph = with_logits(graph)
+    chosen: list[dict[str, Any]] = [
+        {},
+        {},
+        {},
+        {"logits": "sliced"},
+        {"logits": "whole"},
+        {"recompute": "full"},
+        {"offload": "any", "states": "any"},
+    ]
+    options = SearchOptions(target_gap=0.0, time_limit_s=120, pin=rng.choice(chosen))
+    return graph, Devices(cluster.count, rng.choice([80, 120, 160, 220]), host_limit_bytes=40), pricer, options
+
+
 def problem(family: str, seed: int) -> tuple[Graph, Devices, RandomPricer, SearchOptions]:
     """The problem of a family with that seed."""
     if family in ("chunks", "any chunks", "split"):
@@ -143,6 +162,8 @@ def problem(family: str, seed: int) -> tuple[Graph, Devices, RandomPricer, Searc
         return random_int8(seed)
     if family == "nvme":
         return random_nvme(seed)
+    if family == "logits":
+        return random_logits(seed)
     devices = (3, 3, 1) if family == "odd counts" else (1, 2, 4, 4)
     graph, cluster, pricer = random_problem(seed, devices=devices, skips=family == "skips")
     if family == "memory":
