@@ -102,7 +102,7 @@ MOVES: dict[str, tuple[int, int]] = {
     "cat": (2, 3),
     "cross_entropy_loss": (1, 2),  # of the logits
 }
-WIRE_BYTES = (1 << 8, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)
+WIRE_BYTES = (1 << 8, 1 << 14, 1 << 17, 1 << 19, 1 << 20, 1 << 22, 1 << 24)
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "flat reduce_scatter", "all_to_all")
 PAIR_BYTES = (1 << 17, 1 << 19, 1 << 22)
 SHARDED_WIDTHS = (64, 512, 1536)  # of a square matrix in one FSDP module

@@ -16,7 +16,7 @@ import numpy as np
 from autopar.graph import Graph
 from autopar.layer_price import LayerPrice
 from autopar.pins import LayerPins
-from autopar.plan import NONE, OFFLOADS, SLICED, STATES, Role, Strategy
+from autopar.plan import NONE, OFFLOADS, SLICED, STATES, WHOLE, Role, Strategy
 from autopar.schedules import Schedule
 from autopar.schedules.memory import fullest, passing
 from autopar.search.options import SearchOptions, pins_by_layer
@@ -36,6 +36,11 @@ Roles = tuple[Role, ...]
 
 OUTSIDE = ("host", "nvme")
 """The memories besides the device's, each with a limit: the host's memory, and NVMe."""
+
+
+SLICED_SHARE = 0.1
+"""The share of a device's memory limit from which on slices of logits are candidates: where whole logits take less, a plan gains little by
+slices, and a search of them takes a fifth longer."""
 
 
 @dataclass(frozen=True)
@@ -460,13 +465,19 @@ class Prices:
         # tied layers agree in roles and ZeRO stage
         copies = not tied or pins.replicate is not None
         # the pricers and the candidates live as long as the tables, so ids are unique; pins with equal candidates share one table
-        key = (cls, id(candidates), choice.mesh, m, tied, copies, choice.schedule.split, *map(id, pricers))
+        free = self._graph.classes[cls].gives_loss and pins.logits is None
+        least = SLICED_SHARE * max(self._line(choice.schedule.pipeline).limit) if free else 0.0
+        key = (cls, id(candidates), choice.mesh, m, tied, copies, choice.schedule.split, least, *map(id, pricers))
         tables = self._shared.tables
         if key not in tables:
             kept, prices = [], []
             for strategy in candidates:
                 if strategy.replicate > 1 and not copies:
                     continue
+                if free and strategy.slices_logits:
+                    whole = replace(strategy, logits=WHOLE)
+                    if all(_takes(pricer.layer(cls, choice.mesh, whole, m), least) for pricer in pricers):
+                        continue
                 at = tuple(p for pricer in pricers if (p := pricer.layer(cls, choice.mesh, strategy, m)) is not None)
                 if len(at) == len(pricers):
                     kept.append(strategy)
@@ -477,8 +488,8 @@ class Prices:
     def _with_logits(self, cls: str, pins: LayerPins, found: list[Strategy]) -> list[Strategy]:
         """The candidates with each way to compute the layer's logits, if it has some that may be sliced.
 
-        Slices save little else that recomputing or offloading the layer's activations would spare: unless pinned, they are candidates
-        without these only.
+        Slices leave little that recomputing or offloading the layer's activations would spare: unless pinned, they are candidates without
+        these only, and where the layer with whole logits takes ``SLICED_SHARE`` of a device (``table``).
         """
         if not self._graph.classes[cls].gives_loss or self._graph.whole_logits:
             return found
@@ -542,6 +553,11 @@ class Prices:
             pairs = {(s.roles, s.zero) for s in table.strategies}
             common = pairs if common is None else common & pairs
         return sorted(common or (), key=lambda pair: ([role.value for role in pair[0]], pair[1]))
+
+
+def _takes(price: LayerPrice | None, most: float) -> bool:
+    """Whether a layer has a price, and takes at most so many bytes for what it saves and while it runs."""
+    return price is not None and price.saved_bytes + price.transient_bytes <= most
 
 
 def _only(table: Table, tie: tuple[Roles, int]) -> Table:

@@ -425,6 +425,13 @@ def plans(
             for s in candidates(graph, i, mesh, m, options, choice.segments, cluster.has_nvme)
         ]
         tables.append([(s, p) for s, p in priced if p[0] is not None])
+        if not any("logits" in key for key in options.pin):  # slices where whole logits take a tenth of the memory
+            sizes = {s: max(q.saved_bytes + q.transient_bytes for q in p) for s, p in tables[-1]}
+            tables[-1] = [
+                (s, p)
+                for s, p in tables[-1]
+                if not s.slices_logits or sizes.get(replace(s, logits="whole"), 1e99) > 0.1 * max(limits)
+            ]
     tied = [i for i, layer in enumerate(graph.layers) if "shared" in layer.parameters]
     held = Holding(graph, tables)
     for numbers in itertools.product(*(range(len(table)) for table in tables)):
