@@ -64,27 +64,38 @@ class Step:
     pins: Mapping[str, Any] = field(default_factory=dict)
 
 
-_COPIES, _REDUCE, _OVERLAP, _EAGER = (
-    {"replicate": 1},
-    {"reduce": "microbatch"},
-    {"overlap": "none"},
-    {"compile": "none"},
-)
+_LATER: Mapping[str, Any] = {
+    "replicate": 1,
+    "reduce": "microbatch",
+    "overlap": "none",
+    "compile": "none",
+    "logits": "whole",
+}
+"""Pins that keep every feature off that is a choice of the plan."""
 
-STEPS = (
-    Step("nothing hidden", Waiting(), _COPIES | _REDUCE | _OVERLAP | _EAGER),
-    Step("one FSDP root", Waiting(sharded=False), _COPIES | _REDUCE | _OVERLAP | _EAGER),
-    Step(
-        "reductions under the backward",
-        Waiting(sharded=False, reductions=False),
-        _COPIES | _REDUCE | _OVERLAP | _EAGER,
-    ),
-    Step("gathers under the next forward", EMITTED, _COPIES | _REDUCE | _OVERLAP | _EAGER),
-    Step("hybrid sharding", EMITTED, _REDUCE | _OVERLAP | _EAGER),
-    Step("reductions once a step", EMITTED, _OVERLAP | _EAGER),
-    Step("tensor overlap", EMITTED, _EAGER),
-    Step("compiled layers", EMITTED),
-)
+
+def _steps() -> Iterator[Step]:
+    """A trainer that waits for less and less, then one feature after the other that the plan may choose."""
+    yield Step("nothing hidden", Waiting(), _LATER)
+    yield Step("one FSDP root", Waiting(sharded=False), _LATER)
+    yield Step("reductions under the backward", Waiting(sharded=False, reductions=False), _LATER)
+    yield Step("gathers under the next forward", EMITTED, _LATER)
+    pins = dict(_LATER)
+    for name, key, value in (
+        ("hybrid sharding", "replicate", None),
+        ("reductions once a step", "reduce", None),
+        ("tensor overlap", "overlap", "tensor"),
+        ("compiled layers", "compile", None),
+        ("logits in slices", "logits", None),
+        ("halves of a microbatch", "overlap", None),
+    ):
+        del pins[key]
+        if value is not None:
+            pins[key] = value
+        yield Step(name, EMITTED, dict(pins))
+
+
+STEPS = tuple(_steps())
 
 
 @dataclass(frozen=True)
