@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -16,12 +17,16 @@ from autopar.capture import capture
 from autopar.devices import parse
 from autopar.errors import UsageError
 from autopar.graph import LayerClass
-from autopar.plan import LOGITS, Plan, Role, Strategy
+from autopar.plan import LOGITS, Axis, Plan, Role, Strategy
 from autopar.price import Pricer
+from autopar.price.table import build
+from autopar.price.trainer import EMITTED
 from autopar.program.kernels_logits import loss_in_slices
 from autopar.search import SearchOptions, make_mesh, manual_plan, search
-from autopar.shard import annotate
+from autopar.shard import annotate, solve
+from autopar.sharding import Sharding
 from autopar.verify import check_plan, kind, make_subject
+from passes.pad import pad_class
 from passes.slice_logits import sliced_class
 
 CAP = (("div", 3.0), ("tanh",), ("mul", 3.0))
@@ -142,6 +147,28 @@ def test_padded_vocabularies_caps_and_shifts(workers3: WorkerPool, case: str) ->
     given = make_subject(Head(case), batch(), None, name=case)
     outcome = check_plan(given, kind("sliced", tensor=3, logits="sliced").plan(given.graph), workers3)
     assert outcome.error.value <= 1e-9, outcome
+
+
+@pytest.mark.parametrize("case", ["plain", "capped", "shifted"])
+def test_a_padded_layer_saves_what_the_layer_saves(case: str) -> None:
+    """What an axis divides is kept by position, once for a class at all its sizes: the padded class has the same ops, slots and saved
+    values in the same order, whether it makes all logits or a slice at a time."""
+    graph = annotate(capture(Head(case).double(), batch()))
+    whole = graph.classes[graph.layers[-1].cls]
+    for cls in (whole, sliced_class(whole)):
+        assert isinstance(cls, LayerClass)
+        types = solve(cls, Role.TENSOR, 3)
+        assert types is not None
+        padded = pad_class(cls, Sharding((Axis("axis", 3, 1),), (types,)))
+        assert [p.shape for p in padded.parameters] != [p.shape for p in cls.parameters]
+        for trainer in (EMITTED, replace(EMITTED, fused=True)):
+            kept = []
+            for each in (cls, padded):
+                table, rows = build(each, trainer.precision("float64"), trainer)
+                saved = [(entry.node, entry.operand, entry.dtype) for entry in table.saved]
+                slots = [*zip(table.slot_op.tolist(), table.slot_operand, strict=True)]
+                kept.append((saved, slots, [op.name for op in table.ops], rows.names))
+            assert kept[0] == kept[1]
 
 
 def test_the_price_of_slices_and_the_search() -> None:
