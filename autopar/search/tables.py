@@ -176,7 +176,8 @@ def _one_place(candidates: list[Strategy], prices: list[LayerPrice], split: bool
     parameters, gradients, optimizer = columns("parameters_bytes", "gradients_bytes", "optimizer_bytes")
     saved, transient, border = columns("saved_bytes", "transient_bytes", "border_bytes")
     weight, waiting = columns("weight_s", "waiting_bytes") if split else [nothing] * 2
-    outside = columns("host_bytes", "host_saved_bytes", "nvme_bytes") if elsewhere else [nothing] * 3
+    names = "host_bytes", "host_saved_bytes", "nvme_bytes"
+    host, host_saved, nvme = columns(*names) if elsewhere else [nothing] * 3
     return Table(
         tuple(candidates),
         tuple(prices),
@@ -189,7 +190,9 @@ def _one_place(candidates: list[Strategy], prices: list[LayerPrice], split: bool
         waiting,
         transient,
         border,
-        *outside,
+        host,
+        host_saved,
+        nvme,
         tuple(zip(candidates, prices, strict=True)),
         split=split,
     )
