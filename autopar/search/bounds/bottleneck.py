@@ -48,6 +48,9 @@ GRIDS = (tuple(np.geomspace(1.15, 3.0, 8) - 1), tuple(np.arange(1, 17) * 0.01), 
 FINEST = tuple(np.arange(1, 17) * 0.0001)
 """The same for ``whole_bound``, whose stages are exact enough for it."""
 
+KEPT = 50_000
+"""Up to this many compositions of all stages together, their bounds are kept from one bound of an instance to the next: about 1 MB."""
+
 ROUNDS = 3
 """How many times the stages that a step time allows are narrowed down."""
 
@@ -78,10 +81,11 @@ def _weights(instance: Instance, s: int, send: float) -> tuple[tuple[Weights, fl
 
 
 def _relaxed(instance: Instance) -> _Stages:
-    """The bounds from the ladder of memory prices, computed once for all bounds of an instance."""
-    if instance.layout not in instance.relaxed:
-        instance.relaxed[instance.layout] = _from_ladder(instance)
-    found: _Stages = instance.relaxed[instance.layout]
+    """The bounds from the ladder of memory prices; kept for the next bound of the instance unless they are large."""
+    known: _Stages | None = instance.relaxed.get(instance.layout)
+    found = known or _from_ladder(instance)
+    if sum(map(len, found.time)) <= KEPT:
+        instance.relaxed[instance.layout] = found
     return found
 
 
@@ -113,8 +117,7 @@ def bottleneck_bound(
 
 def whole_bound(instance: Instance, at_least_s: float, cutoff_s: float) -> float:
     """The same bound from stages of whole layers (``knapsacks``); only stages that a step below ``cutoff_s`` may contain are computed."""
-    relaxed = _relaxed(instance)
-    costs = _Stages([t.copy() for t in relaxed.time], [t.copy() for t in relaxed.total], relaxed.round)
+    costs: _Stages = instance.relaxed.pop(instance.layout, None) or _from_ladder(instance)  # changed below
     runs, send = compositions(instance), cheapest_send(instance)
     for s, wanted in enumerate(_wanted(runs, costs, cutoff_s)):
         for (weights, sends), values in zip(_weights(instance, s, send), (costs.time[s], costs.total[s]), strict=False):
