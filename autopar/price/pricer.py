@@ -190,21 +190,27 @@ class Pricer:
         if strategy.slices_logits and not self._slices:
             return self._of_sliced_logits().layer(cls_name, mesh, strategy, microbatches)
         key = (cls_name, self._number(mesh), strategy, microbatches)
-        if key not in self._layers:
-            found = self._place(cls_name, mesh, strategy.roles, microbatches)
-            if found is not None and strategy.overlap == HALVES:
-                half = self._half(cls_name, mesh, strategy, microbatches)
-                if isinstance(half, str):
-                    strategy = dataclasses.replace(strategy, overlap=TENSOR_OVERLAP)
-                else:
-                    setting = found[1], self.numbers, self.trainer
-                    found = in_halves(found[0], *half, is_chained(strategy), setting), found[1]
-            self._layers[key] = None
-            if found is not None:
-                around = self._neighbours(cls_name, mesh, strategy, microbatches)
-                copies = self._copies(cls_name, mesh, strategy, microbatches, *found)
-                self._layers[key] = assemble(found[0], copies, strategy, found[1], self.numbers, self.trainer, around)
-        return self._layers[key]
+        try:  # hashing a strategy takes a part of its price's time
+            return self._layers[key]
+        except KeyError:
+            price = self._layers[key] = self._price(cls_name, mesh, strategy, microbatches)
+            return price
+
+    def _price(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> LayerPrice | None:
+        """``layer``, computed."""
+        found = self._place(cls_name, mesh, strategy.roles, microbatches)
+        if found is None:
+            return None
+        if strategy.overlap == HALVES:
+            half = self._half(cls_name, mesh, strategy, microbatches)
+            if isinstance(half, str):
+                strategy = dataclasses.replace(strategy, overlap=TENSOR_OVERLAP)
+            else:
+                setting = found[1], self.numbers, self.trainer
+                found = in_halves(found[0], *half, is_chained(strategy), setting), found[1]
+        around = self._neighbours(cls_name, mesh, strategy, microbatches)
+        copies = self._copies(cls_name, mesh, strategy, microbatches, *found)
+        return assemble(found[0], copies, strategy, found[1], self.numbers, self.trainer, around)
 
     def why_whole(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> str:
         """Why the microbatches of a layer class are not computed in halves (``passes.halves``); empty if they can be."""

@@ -11,6 +11,7 @@ than it can be.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -144,11 +145,11 @@ class Knapsacks:
     def _levelled(self, layers: Layers) -> list[tuple[float, list[Part]]]:
         """For each level that the transients of such a stage may reach: the remaining memory, and the parts whose transients stay below
         it."""
-        some = [(id(table), number, self._single(table)) for table, number in layers]
-        floor = max(levels[0][0] for _, _, levels in some)
+        some = [(id(table), number, [level for level, _ in self._single(table)]) for table, number in layers]
+        floor = max(levels[0] for _, _, levels in some)
         found = []
-        for level in sorted({floor, *(level for _, _, levels in some for level, _ in levels if level > floor)}):
-            below = [(table, sum(at <= level for at, _ in levels) - 1, number) for table, number, levels in some]
+        for level in sorted({floor, *(level for _, _, levels in some for level in levels if level > floor)}):
+            below = [(table, bisect_right(levels, level) - 1, number) for table, number, levels in some]
             found.append((self.regime[3] - level, sorted(below, key=lambda part: -part[2])))
         return found
 
@@ -156,7 +157,7 @@ class Knapsacks:
         best: tuple[float, tuple[Front, int, Front, int] | None] = np.inf, None
         for room, parts in self._levelled(layers):
             a, b = self._of(tuple(parts[:-1])), self._of(tuple(parts[-1:]))
-            if not len(a) or not len(b):
+            if not len(a) or not len(b) or a.cost[-1] + b.cost[-1] >= best[0]:  # the cheapest ways of both
                 continue
             at = np.searchsorted(a.live, room - b.live, side="right") - 1
             cost = np.where(at >= 0, b.cost + a.cost[at], np.inf)

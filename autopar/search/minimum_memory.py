@@ -52,7 +52,9 @@ def _balanced(instance: Instance) -> Solution:
     """The best of a few solutions that fill all devices equally: first for the moment with the most microbatches in flight, then for the
     moment with the most memory."""
     found = [_least_at(instance, first_moments(instance))]
-    for _ in range(2 if instance.schedule.many_moments else 0):
+    if not instance.schedule.many_moments:
+        return found[0]
+    for _ in range(2):
         found.append(_least_at(instance, fullest_moments(instance, found[-1])))
     return min(found, key=lambda solution: max(shares_of_limits(instance, solution)))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -166,28 +167,32 @@ def make_table(
 
 
 def _one_place(candidates: list[Strategy], prices: list[LayerPrice], split: bool) -> Table:
-    def column(name: str) -> Array:
-        return np.array([float(getattr(p, name)) for p in prices], dtype=np.float64)
+    def columns(*names: str) -> list[Array]:
+        return list(np.array(list(zip(*map(attrgetter(*names), prices), strict=True)), dtype=np.float64))
 
     nothing = np.zeros(len(prices))
     elsewhere = any(s.offload != OFFLOADS[0] or s.states != STATES[0] for s in candidates)
-    weight, waiting = (column("weight_s"), column("waiting_bytes")) if split else (nothing, nothing)
-    weights = column("parameters_bytes") + column("gradients_bytes") + column("optimizer_bytes")
+    forward, backward, step = columns("forward_s", "backward_s", "step_s")
+    parameters, gradients, optimizer = columns("parameters_bytes", "gradients_bytes", "optimizer_bytes")
+    saved, transient, border = columns("saved_bytes", "transient_bytes", "border_bytes")
+    weight, waiting = columns("weight_s", "waiting_bytes") if split else [nothing] * 2
+    names = "host_bytes", "host_saved_bytes", "nvme_bytes"
+    host, host_saved, nvme = columns(*names) if elsewhere else [nothing] * 3
     return Table(
         tuple(candidates),
         tuple(prices),
-        column("forward_s"),
-        column("backward_s") - weight,
+        forward,
+        backward - weight,
         weight,
-        column("step_s"),
-        weights,
-        column("saved_bytes"),
+        step,
+        parameters + gradients + optimizer,
+        saved,
         waiting,
-        column("transient_bytes"),
-        column("border_bytes"),
-        column("host_bytes") if elsewhere else nothing,
-        column("host_saved_bytes") if elsewhere else nothing,
-        column("nvme_bytes") if elsewhere else nothing,
+        transient,
+        border,
+        host,
+        host_saved,
+        nvme,
         tuple(zip(candidates, prices, strict=True)),
         split=split,
     )
@@ -228,6 +233,7 @@ class Instance:
         default_factory=dict, compare=False
     )  # cached results of ``knapsacks`` and of bounds
     shares: list[Array] = field(default_factory=list, compare=False)  # seconds of each stage in the latest relaxation
+    relaxed: dict[Layout, Any] = field(default_factory=dict, compare=False)  # the stages of ``bounds.bottleneck``
 
     @property
     def schedule(self) -> Schedule:

@@ -14,7 +14,7 @@ from search_models import random_problem
 from autopar.schedules import Schedule
 from autopar.schedules.step_time import lower_bound, simulate
 from autopar.search import SearchOptions
-from autopar.search.construct.stages import _cut
+from autopar.search.construct.stages import _band, _cut
 from autopar.search.knapsacks import Weights, knapsacks
 from autopar.search.minimum_memory import _by_layer, _by_segment, least_memory, something_fits
 from autopar.search.problem import choices
@@ -162,7 +162,7 @@ def test_cuts_of_the_least_sum_below_a_cap() -> None:
             besides = max(max(o, n * t + r if n else 0.0) for o, n, t, r in zip(own, twice, spans, after, strict=True))
             if besides <= cap and sum(spans) < least:
                 least, best = sum(spans), (besides, bounds)
-        found = _cut(by_stage, alone, twice, cap)
+        found = _cut([_band(span, layers) for span in by_stage], [_band(span, layers) for span in alone], twice, cap)
         assert (found is None) == (best is None)
         if found is not None and best is not None:
             feasible += 1

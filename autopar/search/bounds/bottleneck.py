@@ -48,6 +48,9 @@ GRIDS = (tuple(np.geomspace(1.15, 3.0, 8) - 1), tuple(np.arange(1, 17) * 0.01), 
 FINEST = tuple(np.arange(1, 17) * 0.0001)
 """The same for ``whole_bound``, whose stages are exact enough for it."""
 
+KEPT = 50_000
+"""Up to this many compositions of all stages together, their bounds are kept from one bound of an instance to the next: about 1 MB."""
+
 ROUNDS = 3
 """How many times the stages that a step time allows are narrowed down."""
 
@@ -78,20 +81,29 @@ def _weights(instance: Instance, s: int, send: float) -> tuple[tuple[Weights, fl
 
 
 def _relaxed(instance: Instance) -> _Stages:
-    """The bounds from the ladder of memory prices."""
+    """The bounds from the ladder of memory prices; kept for the next bound of the instance unless they are large."""
+    known: _Stages | None = instance.relaxed.get(instance.layout)
+    found = known or _from_ladder(instance)
+    if sum(map(len, found.time)) <= KEPT:
+        instance.relaxed[instance.layout] = found
+    return found
+
+
+def _from_ladder(instance: Instance) -> _Stages:
+    """``_relaxed``, computed."""
     stages = instance.schedule.pipeline
     ladder = np.array(LADDER) * (float(instance.least("time").sum()) / stages / instance.limit)
+    regimes: dict[Regime, _Ladder] = {}
     known: dict[tuple[Regime, Weights], Array] = {}
     found, send = _Stages([], [], []), cheapest_send(instance)
     for s in range(stages):
         regime = instance.regime(s)
+        if regime not in regimes:
+            regimes[regime] = _Ladder(instance, regime, ladder)
         columns = (found.time, found.total, found.round)
         for (weights, sends), column in zip(_weights(instance, s, send), columns, strict=True):
             if (regime, weights) not in known:
-                time, forward, step = weights
-                tables = zip(instance.at(regime[2]), instance.kinds, strict=True)
-                costs = [(time * t.time + forward * t.forward + step * t.step)[table.bounding] for t, table in tables]
-                known[regime, weights] = _by_composition(instance, costs, regime, ladder)
+                known[regime, weights] = regimes[regime].costs(weights)
             column.append(known[regime, weights] + sends)
     return found
 
@@ -105,7 +117,7 @@ def bottleneck_bound(
 
 def whole_bound(instance: Instance, at_least_s: float, cutoff_s: float) -> float:
     """The same bound from stages of whole layers (``knapsacks``); only stages that a step below ``cutoff_s`` may contain are computed."""
-    costs = _relaxed(instance)
+    costs: _Stages = instance.relaxed.pop(instance.layout, None) or _from_ladder(instance)  # changed below
     runs, send = compositions(instance), cheapest_send(instance)
     for s, wanted in enumerate(_wanted(runs, costs, cutoff_s)):
         for (weights, sends), values in zip(_weights(instance, s, send), (costs.time[s], costs.total[s]), strict=False):
@@ -220,20 +232,29 @@ class _Paths:
         return found
 
 
-def _by_composition(instance: Instance, costs: list[Array], regime: Regime, ladder: Array) -> Array:
-    """Per composition: a lower bound of the cost of its layers as one stage of that regime; ``inf`` if they never fit.
+class _Ladder:
+    """The stages of one regime at each price of memory; what does not depend on a cost is computed once."""
 
-    ``costs`` are the costs of each table's ``bounding`` candidates.
-    """
-    n, passing, place, limit = regime
-    runs = compositions(instance)
-    best, live, transient = [], [], []
-    for table, first, cost in zip(instance.at(place), instance.kinds, costs, strict=True):
-        memory = (table.weights + n * table.saved)[first.bounding]
-        best.append((cost[None, :] + ladder[:, None] * memory[None, :]).min(axis=1))
-        live.append(float(memory.min()))
-        transient.append(float(table.at_work(passing)[first.bounding].min()))
-    room = limit - runs.most(np.array(transient))
-    price = runs.counts @ np.array(best)
-    price -= ladder * room[:, None]
-    return np.where(runs.counts @ np.array(live) <= room, price.max(axis=1), np.inf)
+    def __init__(self, instance: Instance, regime: Regime, ladder: Array) -> None:
+        n, passing, place, limit = regime
+        self.runs = compositions(instance)
+        self.tables: list[tuple[Array, Array, Array, Array]] = []  # time, forward, step, priced memory
+        live, transient = [], []
+        for table, first in zip(instance.at(place), instance.kinds, strict=True):
+            keep = first.bounding
+            memory = (table.weights + n * table.saved)[keep]
+            priced = ladder[:, None] * memory[None, :]
+            self.tables.append((table.time[keep], table.forward[keep], table.step[keep], priced))
+            live.append(float(memory.min()))
+            transient.append(float(table.at_work(passing)[keep].min()))
+        room = limit - self.runs.most(np.array(transient))
+        self.fits = self.runs.counts @ np.array(live) <= room
+        self.room = ladder * room[:, None]
+
+    def costs(self, weights: Weights) -> Array:
+        """Per composition: a lower bound of that cost of its layers as one stage of the regime; ``inf`` if they never fit."""
+        time, forward, step = weights
+        best = [((time * t + forward * f + step * g)[None, :] + priced).min(axis=1) for t, f, g, priced in self.tables]
+        price = self.runs.counts @ np.array(best)
+        price -= self.room
+        return np.where(self.fits, price.max(axis=1), np.inf)

@@ -61,7 +61,7 @@ class Selection:
         self.live = [t.live(*n)[keep] for (t, keep), n in zip(priced, in_flight, strict=True)]
         self.transient = [t.at_work(passing)[keep] for t, keep in priced]
         self.edges = [
-            instance.edge(i, place)[np.ix_(*keep)] if j == i + 1 else np.zeros([len(k) for k in keep])
+            _part(instance.edge(i, place), *keep) if j == i + 1 else np.zeros([len(k) for k in keep])
             for (i, j), keep in zip(pairwise(layers), pairwise(self.keep), strict=True)
         ]
 
@@ -177,6 +177,11 @@ class Selection:
         ratio = np.where(ok, saves / np.maximum(more, 1.0), 0.0)
         k = int(ratio.argmax())
         return float(ratio[k]), k
+
+
+def _part(matrix: Array, rows: Indices, columns: Indices) -> Array:
+    """These rows and columns, which are distinct and rise; the matrix itself where they are all of it."""
+    return matrix if matrix.shape == (len(rows), len(columns)) else matrix[np.ix_(rows, columns)]
 
 
 def stage_of(

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from autopar.schedules.step_time import repeats, warm_up
 from autopar.search.bounds.cheap import smallest_bottleneck
@@ -72,10 +73,11 @@ def construct_stages(instance: Instance, deadline: float = np.inf) -> tuple[floa
 
     def offer(solution: Solution) -> None:
         nonlocal found
-        if not fits(instance, solution):
+        if found is None:
+            found = (cost(instance, solution).step_time_s, solution) if fits(instance, solution) else None
             return
-        step = cost(instance, solution, np.inf if found is None else found[0]).step_time_s
-        if found is None or step < found[0] * (1 - 1e-9):
+        step = cost(instance, solution, found[0]).step_time_s  # most are slower: their memory need not be counted
+        if step < found[0] * (1 - 1e-9) and fits(instance, solution):
             found = step, solution
 
     drafts: list[_Draft] = []
@@ -180,6 +182,8 @@ def _drafts(instance: Instance, mode: Mode) -> list[_Draft]:
     alone = [
         np.where(np.isfinite(span), (m - 1) * share, 1.0) * span for share, span in zip(burden, by_stage, strict=True)
     ]
+    longest = max(int(np.subtract(*np.nonzero(np.isfinite(span))[::-1]).max()) for span in by_stage)
+    by_stage, alone = [_band(span, longest) for span in by_stage], [_band(span, longest) for span in alone]
     twice = list(repeats(instance.schedule))
     low, high = (m - 1) * least, np.inf
     for _ in range(BISECTIONS if stages > 1 and m > 1 else 0):
@@ -196,15 +200,17 @@ def _cut(
 ) -> tuple[float, tuple[int, ...]] | None:
     """The cuts with the least sum of the stages' times for which no path (``round``, ``twice``) adds more than ``cap`` to that sum.
 
-    Also returns that sum plus the longest of those paths.
+    ``by_stage`` and ``alone`` are in bands (``_band``). Also returns that sum plus the longest of those paths.
     """
-    count = len(by_stage[0]) - 1
+    count, longest = len(by_stage[0]) - 1, by_stage[0].shape[1]
     rest = np.where(np.arange(count + 1) == count, 0.0, np.inf)
     went, most = [], []
     for span, own, more in zip(reversed(by_stage), reversed(alone), reversed(twice), strict=True):
+        # [i, more]: from the end of the stage that starts at i and has more + 1 layers
+        later = sliding_window_view(np.concatenate([rest[1:], np.full(longest, np.inf)]), longest)
         with np.errstate(invalid="ignore"):  # 0 * inf, if no stage is possible
-            besides = np.maximum(own, more * span + rest[None, :]) if more else own
-        through = np.where(besides <= cap, span + rest[None, :], np.inf)
+            besides = np.maximum(own, more * span + later) if more else own
+        through = np.where(besides <= cap, span + later, np.inf)
         went.append(through.argmin(axis=1))
         most.append(besides)
         rest = through.min(axis=1)
@@ -212,9 +218,18 @@ def _cut(
         return None
     bounds = [0]
     for after in reversed(went):
-        bounds.append(int(after[bounds[-1]]))
-    longest = max(float(b[i, j]) for b, (i, j) in zip(reversed(most), pairwise(bounds), strict=True))
-    return float(rest[0]) + longest, tuple(bounds)
+        bounds.append(bounds[-1] + int(after[bounds[-1]]) + 1)
+    slowest = max(float(b[i, j - i - 1]) for b, (i, j) in zip(reversed(most), pairwise(bounds), strict=True))
+    return float(rest[0]) + slowest, tuple(bounds)
+
+
+def _band(spans: Array, longest: int) -> Array:
+    """``[i, more]``: ``spans[i, j]`` of layers i..j-1 by the number of layers, ``more + 1`` of them, up to ``longest``; ``inf`` past the
+    last layer. Most stages that fit have few layers."""
+    count = len(spans) - 1
+    padded = np.concatenate([spans, np.full((count + 1, longest), np.inf)], axis=1)
+    at = np.arange(count + 1)[:, None]
+    return np.asarray(padded[at, at + 1 + np.arange(longest)])
 
 
 def _stage_costs(instance: Instance, mode: Mode, regime: Regime) -> Array:
@@ -266,7 +281,7 @@ def _refined(instance: Instance, draft: _Draft, cache: _Cache) -> tuple[int, ...
 def _stage(instance: Instance, mode: Mode, i: int, j: int, s: int, before: int | None) -> tuple[int, ...] | None:
     """The candidates of a stage's layers, with room for the bytes that segments of several layers keep beyond their layers' shares."""
     full = stage_of(instance, _every(instance), i, j, s, before)
-    chosen = stage_of(instance, mode.allowed, i, j, s, before).solve()
+    chosen = (full if mode.roles is None else stage_of(instance, mode.allowed, i, j, s, before)).solve()
     whole = _whole(instance, mode, i, j, instance.regime(s))
     found = [full.improved(start) for start in (chosen, whole) if start is not None and full.outside_fits(start)]
     if not instance.segmented:
