@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -88,13 +88,18 @@ def in_rounds(layers: Sequence[int], chunks: int, ends: tuple[bool, bool], order
 def moved_by_one(bounds: Sequence[int], own: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     """The cuts with one layer moved: from a stage of the slowest device to any other stage, then over each cut. ``own`` are the stages of
     every device, the slowest device's last. The only layer of a stage stays."""
-    stages, at = len(bounds) - 1, np.array(bounds)
+    stages = len(bounds) - 1
     pairs = [(a, b) for others in own for b in others for a in own[-1] if a != b]
     pairs += [(s, s + 1) for s in range(stages - 1)] + [(s + 1, s) for s in range(stages - 1)]
-    found = []
+    return moved(bounds, pairs)
+
+
+def moved(bounds: Sequence[int], pairs: Iterable[tuple[int, int]]) -> list[tuple[int, ...]]:
+    """The cuts with one layer moved from a stage to another, for each such pair: the stages between them shift by a layer."""
+    found, at = [], np.array(bounds)
     for a, b in dict.fromkeys(pairs):
         if at[a + 1] - at[a] > 1:
-            moved = at.copy()
-            moved[min(a, b) + 1 : max(a, b) + 1] += 1 if b < a else -1
-            found.append(tuple(moved.tolist()))
+            after = at.copy()
+            after[min(a, b) + 1 : max(a, b) + 1] += 1 if b < a else -1
+            found.append(tuple(after.tolist()))
     return found

@@ -16,14 +16,15 @@ import numpy as np
 from autopar.search.bounds.bottleneck import GRIDS, bottleneck_bound, whole_bound
 from autopar.search.bounds.chain import chain_bound, is_chain
 from autopar.search.bounds.cheap import fewest_seconds
-from autopar.search.bounds.columns import columns_bound, even_bound
+from autopar.search.bounds.columns import ROUNDS, columns_bound, even_bound
 from autopar.search.bounds.devices import devices_bound
 from autopar.search.bounds.mixed import mixed_bound
 from autopar.search.bounds.relaxation import relaxation
 from autopar.search.construct.changes import changed
 from autopar.search.construct.devices import construct_devices
+from autopar.search.construct.shifts import several_kinds, shifted
 from autopar.search.construct.stages import construct_stages, tied_cost
-from autopar.search.evaluation import Solution, all_in_turn, fits, leaving_room
+from autopar.search.evaluation import Solution, all_in_turn, cost, fits, leaving_room
 from autopar.search.exact import TooLargeError, solve_labels, solve_scip
 from autopar.search.minimum_memory import least_memory
 from autopar.search.state import Node, State
@@ -40,6 +41,9 @@ CLOSE = 0.03
 
 FEW = 16
 """Up to this many layers of a device, devices of whole layers are mixed rather than layers: with more layers it gains less."""
+
+LONGER = 200
+"""Rounds of ``columns_bound`` if several kinds of layers are frequent: ``mixed_bound`` gives nothing then."""
 
 PRICES = (0.0, 0.03, 0.3)
 """Prices of memory with which tied layers are decided, in units of a stage's least time per device memory."""
@@ -152,7 +156,7 @@ def _mixed(state: State, node: Node) -> None:
         bound = mixed_bound(instance, bound, state.enough_s)
     if bound < state.enough_s:
         state.solvers.add("GLOP")
-        bound = columns_bound(instance, bound, state.enough_s)
+        bound = columns_bound(instance, bound, state.enough_s, LONGER if several_kinds(instance) else ROUNDS)
     _raise_bound(state, node, bound)
 
 
@@ -188,6 +192,8 @@ def _look(state: State, instance: Instance) -> bool:
     step_s, solution = found
     if instance.schedule.interleaved and step_s < (1 + CLOSE) * state.step_s:
         solution = changed(decided, solution, state.deadline)
+        if cost(decided, solution).step_time_s < state.step_s:
+            solution = shifted(decided, solution, state.deadline)
     state.offer(decided, solution)
     return True
 

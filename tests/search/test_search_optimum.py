@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import permutations
 from math import inf
 from unittest import mock
 
 import pytest
 from brute_force import FAMILIES, compare, problem
 from places import EVIDENCE
-from search_models import brute_force, every_plan, random_problem
+from search_models import Devices, RandomPricer, brute_force, chain, every_plan, random_problem
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.plan import Plan
@@ -24,9 +25,11 @@ from autopar.search.bounds.columns import columns_bound, even_bound
 from autopar.search.bounds.devices import devices_bound
 from autopar.search.bounds.mixed import mixed_bound
 from autopar.search.bounds.relaxation import relaxation
+from autopar.search.construct import shifts
 from autopar.search.construct.changes import changed
 from autopar.search.construct.devices import construct_devices
-from autopar.search.evaluation import cost, fits
+from autopar.search.cuts import moved
+from autopar.search.evaluation import Solution, cost, fits, ways
 from autopar.search.exact import solve_labels, solve_scip
 from autopar.search.problem import choices
 from autopar.search.tables import Prices
@@ -188,6 +191,16 @@ def test_every_bound_of_choices_with_several_stages_on_a_device_holds(schedule: 
                     assert best * (1 - 1e-9) <= step <= found[0], (seed, choice)
                     tight.setdefault("constructed", []).append(found[0] / best)
                     tight.setdefault("changed", []).append(step / best)
+                    for cuts in moved(after.bounds, permutations(range(choice.schedule.stages), 2)):
+                        trial = Solution(cuts, after.pick)
+                        seconds, resharding = cost(instance, trial).step_time_s, sum(ways(instance, trial)[0])
+                        assert resharding or shifts._steps(instance, after, [cuts])[0] == pytest.approx(
+                            seconds, rel=1e-9
+                        )
+                    after = shifts.shifted(instance, after)
+                    assert fits(instance, after), (seed, choice)
+                    assert best * (1 - 1e-9) <= cost(instance, after).step_time_s <= step, (seed, choice)
+                    tight.setdefault("shifted", []).append(cost(instance, after).step_time_s / best)
                 for name, bound in bounds.items():
                     assert bound <= best * (1 + 1e-6), (seed, choice, name)
                     if best < inf:
@@ -198,4 +211,23 @@ def test_every_bound_of_choices_with_several_stages_on_a_device_holds(schedule: 
     if schedule == "interleaved-1f1b":
         assert mean["cheap"] < mean["devices"] and mean["mixed devices"] > mean["columns"]
         assert mean["mixed devices, all actions"] > mean["mixed devices"] - 1e-3
-    assert mean["changed"] < mean["constructed"]
+    assert mean["shifted"] <= mean["changed"] < mean["constructed"]
+
+
+def test_layers_of_several_kinds_move_between_stages_while_the_step_gets_shorter() -> None:
+    graph, options = (
+        chain([f"c{i % 4}" for i in range(16)], 4),
+        SearchOptions(schedule="interleaved-1f1b", chunks=2, pipeline=2),
+    )
+    gains = []
+    for seed in range(8):
+        prices = Prices(graph, Devices(2, 1500), RandomPricer(graph, seed, 0.6, 0.3), options)
+        for instance in filter(None, map(prices.instance, choices(graph, 2, options, prices.pins))):
+            found = construct_devices(instance)
+            if found is None:
+                continue
+            before = changed(instance, found[1])
+            after = shifts.shifted(instance, before)
+            assert fits(instance, after), seed
+            gains.append(1 - cost(instance, after).step_time_s / cost(instance, before).step_time_s)
+    assert len(gains) >= 8 and min(gains) >= 0 and max(gains) > 0.005, gains

@@ -181,12 +181,12 @@ class _Tries:
         return True
 
     def cut(self, bounds: tuple[int, ...], allowed: tuple[Indices, ...]) -> None:
-        if self.take(_refined(self.instance, allowed, bounds, self.cache)):
+        if self.take(refined(self.instance, allowed, bounds, self.cache)):
             self.allowed = allowed
 
     def refined(self, bounds: tuple[int, ...]) -> Solution | None:
         """The solution for these cuts, with the candidates of the best one."""
-        return _refined(self.instance, self.allowed, bounds, self.cache)
+        return refined(self.instance, self.allowed, bounds, self.cache)
 
 
 def construct_devices(instance: Instance, deadline: float = np.inf) -> tuple[float, Solution] | None:
@@ -216,7 +216,7 @@ def construct_devices(instance: Instance, deadline: float = np.inf) -> tuple[flo
     return None if tries.solution is None else (tries.step_s, tries.solution)
 
 
-def _refined(
+def refined(
     instance: Instance,
     allowed: tuple[Indices, ...],
     bounds: tuple[int, ...],
