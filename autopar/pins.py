@@ -36,6 +36,7 @@ from autopar.plan import (
     SAVINGS,
     STATES,
     SYNCS,
+    TENSOR_OVERLAP,
     Recomputation,
 )
 from autopar.schedules import CHIMERA, SCHEDULES, SPLIT
@@ -186,6 +187,11 @@ class LayerPins:
                 f"overlap={HALVES} is not written with {' or '.join(found)}, to which {layer} is pinned",
                 "leave one of the two out: halves go with full recomputation, and with schedules of whole backward passes",
             )
+
+    @property
+    def whole_backward(self) -> bool:
+        """Whether a pin wants what a schedule that splits the backward pass leaves out: overlap, compiled layers."""
+        return self.overlap in (TENSOR_OVERLAP, HALVES) or self.compile == COMPILATIONS[1]
 
     def check_segment(self, layer: str) -> None:
         """Raise ``UsageError`` where another pin of ``layer`` contradicts its segment."""
