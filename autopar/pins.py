@@ -189,9 +189,9 @@ class LayerPins:
             )
 
     @property
-    def whole_backward(self) -> bool:
-        """Whether a pin wants what a schedule that splits the backward pass leaves out: overlap, compiled layers."""
-        return self.overlap in (TENSOR_OVERLAP, HALVES) or self.compile == COMPILATIONS[1]
+    def may_split(self) -> bool:
+        """Whether no pin asks for what a schedule that splits the backward pass leaves out: compiled layers, and overlap."""
+        return self.compile != COMPILATIONS[1] and self.overlap not in (TENSOR_OVERLAP, HALVES)
 
     def check_segment(self, layer: str) -> None:
         """Raise ``UsageError`` where another pin of ``layer`` contradicts its segment."""
