@@ -193,7 +193,7 @@ class TestPlans:
     def test_1f1b_has_a_microbatch_for_every_stage(self) -> None:
         graph, cluster = chain(["a", "b", "b", "a"], 8), Devices(4, 10_000)
         pricer = RandomPricer(graph, 3, 1.0, 0.0)
-        few = search(graph, cluster, pricer, SearchOptions(pipeline=4, microbatches=2))
+        few = search(graph, cluster, pricer, SearchOptions(pipeline=4, microbatches=2, chunks=1))
         assert few.schedule == "gpipe"
         pinned = search(graph, cluster, pricer, SearchOptions(pipeline=4, schedule="1f1b"))
         assert pinned.schedule == "1f1b" and pinned.microbatches >= 4
