@@ -190,8 +190,10 @@ class LayerPins:
 
     @property
     def may_split(self) -> bool:
-        """Whether no pin asks for what a schedule that splits the backward pass leaves out: compiled layers, and overlap."""
-        return self.compile != COMPILATIONS[1] and self.overlap not in (TENSOR_OVERLAP, HALVES)
+        """Whether no pin asks for what a schedule that splits the backward pass leaves out (compiled layers, and overlap), or offloads
+        activations, for which such plans have no exact search."""
+        wanted = self.compile == COMPILATIONS[1] or self.overlap in (TENSOR_OVERLAP, HALVES)
+        return not wanted and self.offload in (None, OFFLOADS[0])
 
     def check_segment(self, layer: str) -> None:
         """Raise ``UsageError`` where another pin of ``layer`` contradicts its segment."""

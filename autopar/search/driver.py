@@ -24,7 +24,7 @@ import numpy as np
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph import Graph
 from autopar.pins import ANY
-from autopar.plan import ALL_REDUCE, FP8, PinPrice, Plan
+from autopar.plan import ALL_REDUCE, FP8, STATES, PinPrice, Plan
 from autopar.precision import FLOAT8, TF32
 from autopar.schedules import copies_of
 from autopar.search.bounds.cheap import fewest_seconds
@@ -238,8 +238,8 @@ def _waiting_less(state: State, instances: list[Instance]) -> bool:
     """Try the pipeline of the best plan, and one with half as many devices and microbatches, with the schedules under which devices wait
     less, if no pin decides the schedule or the number of stages.
 
-    Schedules that split backward passes leave layers eager: they are tried where layers are eager in any case, and in models of
-    ``SPLIT_LAYERS``.
+    Schedules that split backward passes leave layers eager: they are tried where layers are eager in any case, and in models of at most
+    ``SPLIT_LAYERS``, if all that a layer keeps is on the device.
     """
     options = state.options
     if state.best is None or state.waited or options.schedule is not None or options.chunks is not None:
@@ -247,7 +247,8 @@ def _waiting_less(state: State, instances: list[Instance]) -> bool:
     state.waited = True
     chosen, idle, pins = state.best[0].schedule, _idle(*state.best), state.prices.pins
     eager = not any(some.compiles(options.compiled) for some in pins)
-    split = all(some.may_split for some in pins) and (eager or len(pins) <= SPLIT_LAYERS)
+    split = all(some.may_split and options.states_of(some) == STATES[:1] for some in pins)
+    split = split and (eager or len(pins) <= SPLIT_LAYERS)
     if (idle.mean() if split else idle.min()) < WAITING:
         return False
     for plain in instances:
