@@ -36,6 +36,7 @@ from autopar.plan import (
     SAVINGS,
     STATES,
     SYNCS,
+    TENSOR_OVERLAP,
     Recomputation,
 )
 from autopar.schedules import CHIMERA, SCHEDULES, SPLIT
@@ -186,6 +187,13 @@ class LayerPins:
                 f"overlap={HALVES} is not written with {' or '.join(found)}, to which {layer} is pinned",
                 "leave one of the two out: halves go with full recomputation, and with schedules of whole backward passes",
             )
+
+    @property
+    def may_split(self) -> bool:
+        """Whether no pin asks for what a schedule that splits the backward pass leaves out (compiled layers, and overlap), or offloads
+        activations, for which such plans have no exact search."""
+        wanted = self.compile == COMPILATIONS[1] or self.overlap in (TENSOR_OVERLAP, HALVES)
+        return not wanted and self.offload in (None, OFFLOADS[0])
 
     def check_segment(self, layer: str) -> None:
         """Raise ``UsageError`` where another pin of ``layer`` contradicts its segment."""

@@ -15,7 +15,7 @@ from autopar.schedules import CHIMERA, DUALPIPE_V, INTERLEAVED, SPLIT, ZERO_BUBB
 Pins = dict[str, Any]
 
 PRICED_S = 5.0
-"""Seconds for the search of a schedule that has a price only: such plans are compared, not run."""
+"""Most seconds for the search of one schedule with two-part backwards or copies of stages: their bounds rise slowly."""
 
 
 @dataclass(frozen=True, slots=True)

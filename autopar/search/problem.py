@@ -68,6 +68,7 @@ from autopar.schedules import (
     INTERLEAVED,
     NO_PIPELINE,
     SEVERAL_STAGES,
+    SPLIT,
     ZERO_BUBBLE,
     Schedule,
     default_schedule,
@@ -82,8 +83,8 @@ TENSOR_ROLES = (Role.TENSOR, Role.TENSOR_SEQUENCE)
 SEQUENCE_ROLES = (Role.ULYSSES, Role.RING)
 MOST_CHUNKS = 8
 """Numbers of chunks of a device that are tried if no pin decides. All pipelines are tried with several chunks if the pinned schedule
-needs several stages on each device; otherwise only the pipeline of the best plan with one stage on each device, and half of it: there are
-many such choices, their bounds are some per cent looser, and interleaving gains only the time that that plan waits."""
+may have several stages on each device; otherwise only the pipeline of the best plan under 1F1B or GPipe, and half of it: there are many
+such choices, their bounds are some per cent looser, and other schedules gain only the time that that plan waits."""
 SEGMENTS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of layers that are tried as one segment of recomputation."""
 
@@ -446,7 +447,7 @@ def choices(
 def schedules(layers: int, pipeline: int, microbatches: int, name: str | None, chunks: int | None) -> list[Schedule]:
     """The schedules of a pipeline of ``pipeline`` devices that the pins ``name`` and ``chunks`` allow, fewest chunks first.
 
-    Without a pin a device has one stage; if only ``name`` is pinned and that schedule admits several, all ``CHUNKS`` are tried.
+    Without a name a device has one stage; if only ``name`` is given and that schedule admits several, all ``CHUNKS`` are tried.
     """
     several = name in SEVERAL_STAGES
     if pipeline == 1 and not several:
@@ -473,8 +474,9 @@ def no_mirror(schedule: str) -> UsageError:
     )
 
 
-def in_chunks(choice: Choice, layers: int) -> list[Choice]:
-    """The choice with several stages on each device, as few as possible first; pins of schedule and chunks are not checked.
+def waiting_less(choice: Choice, layers: int, split: bool) -> list[list[Choice]]:
+    """The choice with schedules under which devices wait less: a list for each schedule, the fewest stages on each device first. Pins of
+    schedule and chunks are not checked; ``split``: whether a backward pass may run in two parts.
 
     All stages must have equally many layers, apart from the first and the last layer (an embedding and a head are no blocks), as in
     Megatron (arXiv:2104.04473, section 2.2): a schedule runs at the pace of its longest stage, and no bound shows how much uneven stages
@@ -483,11 +485,15 @@ def in_chunks(choice: Choice, layers: int) -> list[Choice]:
     line, m = choice.schedule.pipeline, choice.schedule.microbatches
     if line == 1 or m == 1:  # one microbatch passes all stages one after the other, wherever they are placed
         return []
-    return [
-        Choice(choice.mesh, schedule)
-        for schedule in schedules(layers, line, m, INTERLEAVED, None)
-        if abs(layers - round(layers / schedule.stages) * schedule.stages) <= 2
+    found = [
+        [
+            Choice(choice.mesh, schedule)
+            for schedule in schedules(layers, line, m, name, None)
+            if abs(layers - round(layers / schedule.stages) * schedule.stages) <= 2
+        ]
+        for name in (INTERLEAVED, *(SPLIT if split else ()))
     ]
+    return [some for some in found if some]
 
 
 def _no_schedule(layers: int, pipelines: Sequence[int], counts: Sequence[int], options: SearchOptions) -> UsageError:

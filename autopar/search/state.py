@@ -45,8 +45,11 @@ class State:
     rest: list[Choice] = field(default_factory=list)  # priced when the choice with fewer chunks comes up
     tried: set[Choice] = field(default_factory=set)  # whether anything fits in these choices was checked at the end
     widened: Choice | None = None  # the latest best choice in which segments were tried
-    in_chunks: bool = False  # whether several stages on each device were considered
-    chunked: set[int] = field(default_factory=set)  # the pipelines for which they were tried
+    waited: bool = False  # whether schedules under which devices wait less were considered
+    schedules: dict[str, set[int]] = field(
+        default_factory=dict
+    )  # these schedules, and the pipelines for which they were tried
+    too_large: int = 0  # choices with several stages on each device that were too large for the label method
     floor_s: float = 0.0  # the model's arithmetic at the devices' peak; also a bound for choices without a price
 
     @property

@@ -33,6 +33,9 @@ from autopar.search.tables import Instance
 LABEL_LAYERS = 16
 """Up to this many layers the label method is tried before SCIP."""
 
+LABELS_S = 3.0
+"""Seconds for the label method; with several stages on each device, every choice that was too large halves them for the next."""
+
 MARGIN = 0.15
 """How far above a choice's bound a plan is searched for while no plan is known."""
 
@@ -235,10 +238,12 @@ def _close(state: State, node: Node) -> None:
 
 def _labels(state: State, node: Node) -> bool:
     """Run the label method; whether it solved the choice."""
-    instance, deadline = node.instance, time.monotonic() + min(state.left_s(), 3.0)
+    instance, several = node.instance, node.instance.schedule.interleaved
+    deadline = time.monotonic() + min(state.left_s(), LABELS_S / 2 ** (state.too_large * several))
     try:
         value, solution = solve_labels(instance, state.step_s, deadline)
     except TooLargeError:
+        state.too_large += several
         return False
     state.solvers.add("labels")
     if solution is not None:

@@ -209,9 +209,9 @@ def brute_force(graph: Graph, cluster: Devices, pricer: RandomPricer, options: S
     """The step time of the best of all plans, one by one; ``None`` where none fits. Shares no code with the search but ``simulate``.
 
     Layers are recomputed several as one where they are pinned to it, in outer choices of which nothing fits without, and in the best choice
-    if its plan recomputes so many that pairs of them hold less. Where nothing says how many stages a device has, the pipeline of the best
-    plan is tried with several, too, and so is one of half as many devices and microbatches: of one microbatch neither, and none whose
-    stages, but for two, would have different numbers of layers.
+    if its plan recomputes so many that pairs of them hold less. Without a pin of schedule or chunks the pipeline of the best plan, and one
+    of half as many devices and microbatches, have the schedules under which devices wait less, too (with two-part backwards if all is on
+    the device); not with one microbatch, nor with stages that, but for two, differ in size.
     """
     best = _best_pipeline(graph, cluster, pricer, options)
     if best is None or best[1].schedule.pipeline == 1 or options.schedule is not None or options.chunks is not None:
@@ -219,9 +219,11 @@ def brute_force(graph: Graph, cluster: Devices, pricer: RandomPricer, options: S
     step, chosen = best
     line, m = chosen.schedule.pipeline, chosen.schedule.microbatches
     sizes = [(line, m), *([(line // 2, m // 2)] if line % 2 == m % 2 == 0 else [])]
+    aside = cluster.has_nvme or bool({"any", "host", "nvme", "activations"} & set(options.pins.values()))
     asked = [
-        replace(options, pipeline=p, microbatches=n, schedule="interleaved-1f1b")
+        replace(options, pipeline=p, microbatches=n, schedule=schedule)
         for p, n in sizes
+        for schedule in ("interleaved-1f1b", *(() if aside else SPLIT))
         if options.pipeline in (None, p) and options.microbatches in (None, n) and n > 1
     ]
     found = [
@@ -445,10 +447,9 @@ def plans(
             if any(most_held(parts, d, where, orders[d]) > limits[d] for d in range(line)):
                 continue
             runs = [[p[s] for _, p in picked[bounds[s] : bounds[s + 1]]] for s in range(stages)]
-            if any(most_aside(runs, d, line, orders[d]) > cluster.host_limit_bytes for d in range(line)):
-                continue
-            if any(
-                sum(p.nvme_bytes for run in runs[d::line] for p in run) > cluster.nvme_limit_bytes for d in range(line)
+            own = [[run if here == d else [] for run, here in zip(runs, where, strict=True)] for d in range(line)]
+            if any(most_aside(*each) > cluster.host_limit_bytes for each in zip(own, orders, strict=True)) or (
+                max(sum(p.nvme_bytes for run in mine for p in run) for mine in own) > cluster.nvme_limit_bytes
             ):
                 continue
             forward, backward, weight, step = [], [], [], []
@@ -532,13 +533,11 @@ def most_held(parts: list[Held], device: int, where: list[int], order: list[tupl
     return most + sum(part.weights for part, d in zip(parts, where, strict=True) if d == device)
 
 
-def most_aside(runs: list[list[LayerPrice]], device: int, line: int, order: list[tuple[str, int, int]]) -> int:
-    """The same of the host's memory; of one stage for each device."""
-    saved = most = 0
-    for kind, stage, _ in order:
-        saved += sum(p.host_saved_bytes for p in runs[stage]) * (1 if kind == "F" else -1)
-        most = max(most, saved)
-    return sum(p.host_bytes for run in runs[device::line] for p in run) + most
+def most_aside(runs: list[list[LayerPrice]], order: list[tuple[str, int, int]]) -> int:
+    """The same of the host's memory. ``runs`` has the device's own layers by stage, and nothing for other stages."""
+    change = {"F": 1, "B": -1, "I": -1, "W": 0}
+    saved = (change[kind] * sum(p.host_saved_bytes for p in runs[stage]) for kind, stage, _ in order)
+    return sum(p.host_bytes for run in runs for p in run) + max(itertools.accumulate(saved))
 
 
 class TransformerPricer:
@@ -551,7 +550,7 @@ class TransformerPricer:
         self.graph = graph
 
     prefetch, sync = 1, "all-reduce"
-    compiled = False
+    compiled = True
 
     def of_program(self, prefetch: int, sync: str) -> TransformerPricer:
         return self

@@ -192,7 +192,7 @@ def compare(family: str, seed: int) -> dict[str, Any]:
         with mock.patch.object(driver, "WAITING", 0.0):  # however long the best plan waits
             plan = search(graph, cluster, pricer, options)
         found, gap = plan.prediction.step_time_s, plan.gap
-        row |= {"outcome": "optimum", "pipeline": plan.pipeline, "chunks": plan.chunks}
+        row |= {"outcome": "optimum", "pipeline": plan.pipeline, "chunks": plan.chunks, "schedule": plan.schedule}
     except InfeasibleError:
         found, row["outcome"] = None, "infeasible"
     except UsageError:  # pins that contradict each other or the problem: there is nothing to compare

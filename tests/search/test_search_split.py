@@ -104,3 +104,36 @@ def test_pinned_plans(plans: dict[str, Plan]) -> None:
         assert plan.schedule == schedule and Plan.from_json(plan.to_json()) == plan
         assert plan.bound_s <= plan.prediction.step_time_s
     assert len({plan.prediction.step_time_s for plan in plans.values()}) == len(plans)
+
+
+NOTE = "schedules besides 1f1b and gpipe were searched: {} only for pipelines of 4 devices"
+
+
+@pytest.mark.parametrize(
+    ("layers", "pins", "tried"),
+    [
+        (8, {"compile": "none"}, "interleaved-1f1b, zero-bubble, zbv"),
+        (8, {}, "interleaved-1f1b, zero-bubble, zbv"),
+        (8, {"compile": "layers"}, "interleaved-1f1b"),
+        (8, {"overlap": "tensor"}, "interleaved-1f1b"),
+        (24, {}, "interleaved-1f1b"),
+        (24, {"compile": "none"}, "interleaved-1f1b, zero-bubble, zbv"),
+    ],
+)
+def test_a_pipeline_that_waits_is_tried_with_them_where_layers_are_eager_or_few(
+    layers: int, pins: dict[str, str], tried: str
+) -> None:
+    graph, cluster = chain(mlp(32, 512, 2048, 8192), layers), parse("4xH100-80GB")
+    pricer = Pricer(graph, cluster, "bfloat16", solve_mlp)
+
+    def best(**more: object) -> Plan:
+        return search(graph, cluster, pricer, SearchOptions(pipeline=4, microbatches=4, pin=pins | more))
+
+    plan = best()
+    assert any(note.startswith(NOTE.format(tried)) for note in plan.notes)
+    names = tried.split(", ")
+    steps = {name: best(schedule=name).prediction.step_time_s for name in names}
+    assert plan.schedule == min(names, key=steps.__getitem__)
+    assert plan.bound_s <= min(steps.values()) * (1 + 1e-9)
+    assert plan.prediction.step_time_s <= min(steps.values()) * 1.01
+    assert not any("schedules besides" in note for note in best(chunks=1).notes)
