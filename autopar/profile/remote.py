@@ -346,25 +346,6 @@ def _meeting(members: int) -> Figures:
     return [_figure("wait", samples, {"members": float(members), "seconds": statistics.median(segments)})]
 
 
-def _pair(members: int, size: int) -> Figures:
-    """The time of two all-reduces in flight at once, as a share of their time one after the other: 1 where the link is all that they need,
-    less where each also waits for messages to be delivered."""
-    group = _groups[members]
-    first, second = (torch.zeros(size // 4, device=_device) for _ in range(2))
-
-    def together() -> None:
-        works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in (first, second)]
-        for work in works:
-            assert work is not None
-            work.wait()
-
-    alone_s = statistics.median(_seconds(lambda: dist.all_reduce(first, group=group), members))
-    alone_s = _over_all(alone_s) / dist.get_world_size()
-    samples = [min(1.0, max(0.5, s / (2 * alone_s))) for s in _seconds(together, members)]
-    measured = {"members": float(members), "bytes": float(size), "seconds": alone_s}
-    return [_figure("pair", samples, measured, unit="share of the time one after the other")]
-
-
 def _mesh(members: int) -> Any:
     count = dist.get_world_size()
     return init_device_mesh(_device.type, (count // members, members), mesh_dim_names=("outer", "inner"))["inner"]
