@@ -255,14 +255,10 @@ def _ops(figures: Iterable[Figure], launch: Mapping[bool, float]) -> Ops:
 
 def _wires(figures: Iterable[Figure]) -> Wires:
     points: dict[tuple[str, int], list[tuple[float, float]]] = {}
-    pairs: dict[int, list[tuple[float, float]]] = {}
     waits = {}
     for f in figures:
         if f.name == "wire":
             points.setdefault((f.variant, int(f.size["members"])), []).append((f.size["bytes"], f.median))
         elif f.name == "wait":
             waits[int(f.size["members"])] = f.median / math.sqrt(f.size["seconds"])
-        elif f.name == "pair":
-            pairs.setdefault(int(f.size["members"]), []).append((f.size["seconds"], f.median))
-    curves = {key: Curve.through(found, rising=True) for key, found in points.items()}
-    return Wires(curves, waits, {members: Curve.through(found) for members, found in pairs.items()})
+    return Wires({key: Curve.through(found, rising=True) for key, found in points.items()}, waits)

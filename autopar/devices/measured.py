@@ -99,23 +99,16 @@ class Wires:
     Names are the values of ``Collective``, ``"p2p"`` (by the bytes sent), ``"flat reduce_scatter"``: that of ZeRO 1's flat buffers, and
     ``"sharded all_gather"`` and ``"sharded reduce_scatter"``: FSDP's, with the copies into and out of a layer's flat buffers. ``waits``
     are, by group size, the seconds that a collective waits for the slowest member after one second of arithmetic, since no two devices take
-    equally long. ``pairs`` are, by group size, the time of two equal collectives in flight at once as a share of their time one after the
-    other, as curves by the seconds of one: a collective that waits for the delivery of messages leaves time on the link to another.
+    equally long.
     """
 
     curves: Mapping[tuple[str, int], Curve]
     waits: Mapping[int, float] = field(default_factory=dict)
-    pairs: Mapping[int, Curve] = field(default_factory=dict)
 
     def seconds(self, name: str, members: int, size: float) -> float | None:
         """``None`` where that collective was not measured with that group size."""
         curve = self.curves.get((name, members))
         return None if curve is None else curve.beyond(size)
-
-    def pair_share(self, members: int, alone_s: float) -> float:
-        """The time of two collectives of ``alone_s`` in flight at once, as a share of their time one after the other; 1 if not measured."""
-        curve = self.pairs.get(members)
-        return 1.0 if curve is None else float(curve.at(alone_s))
 
     def wait_s(self, meetings: Sequence[int], compute_s: float) -> float:
         """Seconds that groups of these sizes wait for their slowest members, when their collectives divide ``compute_s`` equally.

@@ -9,14 +9,12 @@ piece *j* has these pieces of the other half beside it::
 
 *u* of a collective is the sum of these seconds, each divided among the collectives that it is beside. With *w* seconds of its own, it adds
 
-    share (w - min(u, w)) + slowdown min(u, w)
+    w - min(u, w) + slowdown min(u, w)
 
-to the layer (``Trainer.exposed_early_s``): once the arithmetic beside it has ended, the other half's collective is in flight, too, and two
-together take a *share* of their time one after the other (``Wires.pair_share``; 1 unless it was measured).
-
-Layers that follow each other without meeting in between are a cycle: the piece after the last is the first of the next layer. Where
-something is done around a whole layer (recomputation, FSDP's gathers, copies to the host), the halves meet at its ends: there are no pieces
-beyond, and what is sent there is awaited. There halves are cut and joined, too: copies of the layer's input gradient and of its result.
+to the layer (``price.collectives.beside_s``). Layers that follow each other without meeting in between are a cycle: the piece after the
+last is the first of the next layer. Where something is done around a whole layer (recomputation, FSDP's gathers, copies to the host), the
+halves meet at its ends: there are no pieces beyond, and what is sent there is awaited. There halves are cut and joined, too: copies of the
+layer's input gradient and of its result.
 
 A conversion of a parameter is made once for both halves, and counts as awaited. The gradients of parameters, one of each half, are added
 up; one half's wait for the other's, at most all of the layer's.
@@ -30,23 +28,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from autopar.devices import Cluster
 from autopar.devices.measured import Floats
-from autopar.price.layer import Bound, Core, Sizes, op_seconds, way_of, way_s
+from autopar.price.layer import Bound, Core, Sizes, op_seconds, way_s
 from autopar.price.moves import Move
 from autopar.price.state import Precision
 from autopar.price.trainer import Trainer
 from autopar.types import Collective
 from passes.halves import Turns
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Span:
-    """A collective: the piece in which it is issued, the one before which it is awaited, its seconds, and the share of its time that it
-    takes while the other half's is in flight, too."""
-
-    issued: int
-    awaited: int
-    wire_s: float
-    pair_share: float = 1.0
+Span = tuple[int, int, float]
+"""A collective: the piece in which it is issued, the one before which it is awaited, and its seconds."""
 
 
 def in_halves(
@@ -66,13 +56,11 @@ def in_halves(
     forward_s, backward_s = op_seconds(bound, given, cluster, numbers)
     exposed = []
     for side, arithmetic_s in (("forward", forward_s), ("backward", backward_s)):
-        spans = [_span(bound, move, side, given, cluster, places) for move, places in _in_flight(bound, turns)]
+        spans = [(*span, way_s(bound, move, side, given, cluster)) for move, span in _spans(bound, turns)]
         pieces = _pieces(turns, [node.name for node in bound.table.ops], arithmetic_s, chained)
-        left_s = exposed_s(
-            pieces, spans, chained, lambda w, u, share: trainer.exposed_early_s(w, u, cluster, pair_share=share)
-        )
+        left_s = exposed_s(pieces, spans, chained, lambda w, u: trainer.exposed_early_s(w, u, cluster))
         shared = [move for move in bound.moves if (move.value, move.target) in turns.once]
-        twice_s = 2 * sum(span.wire_s for span in spans)
+        twice_s = 2 * sum(wire_s for _, _, wire_s in spans)
         exposed.append(left_s - twice_s - sum(way_s(bound, move, side, given, cluster) for move in shared))
     copied = 0.0 if chained else 2.0 / cluster.gpu.bytes_per_s
     gradient_bytes = half.trainable * numbers.width
@@ -98,13 +86,7 @@ def in_halves(
     )
 
 
-def _span(bound: Bound, move: Move, side: str, given: Sizes, cluster: Cluster, places: tuple[int, int]) -> Span:
-    alone_s = way_s(bound, move, side, given, cluster)
-    members = way_of(bound, move, given).members.size
-    return Span(*places, alone_s, 1.0 if cluster.wires is None else cluster.wires.pair_share(members, alone_s))
-
-
-def _in_flight(bound: Bound, turns: Turns) -> Iterator[tuple[Move, tuple[int, int]]]:
+def _spans(bound: Bound, turns: Turns) -> Iterator[tuple[Move, tuple[int, int]]]:
     """The collectives that are on their way across a turn, each with the piece in which it is issued and that which awaits it."""
     exchanges: dict[str, Iterator[tuple[int, int]]] = {}
     for move in bound.moves:
@@ -127,18 +109,15 @@ def _pieces(turns: Turns, names: Sequence[str], seconds: Floats, chained: bool) 
 
 
 def exposed_s(
-    pieces: Sequence[float], spans: Iterable[Span], cyclic: bool, left_s: Callable[[float, float, float], float]
+    pieces: Sequence[float], spans: Iterable[Span], cyclic: bool, left_s: Callable[[float, float], float]
 ) -> float:
-    """The seconds that the collectives of both halves add. ``left_s`` gives the seconds that one adds, from its seconds alone, those of
-    the arithmetic beside it, and its ``pair_share``."""
+    """The seconds that the collectives of both halves add; ``left_s`` says what is left of a collective of so many seconds (first) beside
+    so many of arithmetic."""
     found = [
-        (span, [(half, k % len(pieces)) for k in run if cyclic or 0 <= k < len(pieces)])
-        for span in spans
-        if span.wire_s
-        for half, run in enumerate((range(span.issued - 1, span.awaited - 1), range(span.issued + 2, span.awaited + 2)))
+        (wire_s, [(half, k % len(pieces)) for k in run if cyclic or 0 <= k < len(pieces)])
+        for issued, awaited, wire_s in spans
+        if wire_s
+        for half, run in enumerate((range(issued - 1, awaited - 1), range(issued + 2, awaited + 2)))
     ]
     sharing = Counter(place for _, places in found for place in places)
-    return sum(
-        left_s(span.wire_s, sum(pieces[k] / sharing[half, k] for half, k in places), span.pair_share)
-        for span, places in found
-    )
+    return sum(left_s(wire_s, sum(pieces[k] / sharing[half, k] for half, k in places)) for wire_s, places in found)

@@ -368,12 +368,8 @@ def _joined_bytes(bound: Bound, of_results: Floats, of_inputs: Floats) -> Floats
 
 def way_s(bound: Bound, move: Move, side: str, given: Sizes, cluster: Cluster) -> float:
     """Seconds of a move's forward or backward collective, at a bound class's sizes."""
-    return _move_s(move, getattr(move, side), way_of(bound, move, given), cluster)
-
-
-def way_of(bound: Bound, move: Move, given: Sizes) -> Way:
-    """The ranks of a move's collective, at a bound class's sizes."""
-    return given.ways[bound.ways.index((move.axes, move.sharded))]
+    way = given.ways[bound.ways.index((move.axes, move.sharded))]
+    return _move_s(move, getattr(move, side), way, cluster)
 
 
 def move_s(move: Move, collective: Collective, axes: tuple[Axis, ...], cluster: Cluster) -> float:

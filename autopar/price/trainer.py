@@ -98,18 +98,14 @@ class Trainer:
             return 0.0, 0.0
         return 2 * gathered_bytes / cluster.gpu.bytes_per_s, (gradient_bytes + reduced_bytes) / cluster.gpu.bytes_per_s
 
-    def exposed_early_s(
-        self, communication_s: float, arithmetic_s: float, cluster: Cluster, pair_share: float = 1.0
-    ) -> float:
-        """The seconds that a collective of tensor parallelism adds if ``arithmetic_s`` of arithmetic run after its start. What lasts longer
-        than that arithmetic is in flight together with another collective, and takes ``pair_share`` of its time (``Wires.pair_share``).
+    def exposed_early_s(self, communication_s: float, arithmetic_s: float, cluster: Cluster) -> float:
+        """The seconds that a collective of tensor parallelism adds if ``arithmetic_s`` of arithmetic run after its start.
 
         gloo's own arithmetic runs on the processors that compute: on CPUs nothing is hidden, unless it was measured how much is.
         """
         if self.cpu and cluster.wires is None:
             return communication_s
-        together_s = (1.0 - pair_share) * max(communication_s - arithmetic_s, 0.0)
-        return beside_s(arithmetic_s, communication_s, cluster.overlap_slowdown) - together_s
+        return beside_s(arithmetic_s, communication_s, cluster.overlap_slowdown)
 
     def exposed_reduction_s(self, communication_s: float, backward_s: float, slowdown: float) -> float:
         """The seconds that the reduction of a layer's gradients adds to the step under ZeRO 0 and 1, if one microbatch's backward of the

@@ -60,9 +60,11 @@ def measure(function: str, arguments: dict[str, Any]) -> Figures:
     return figures
 
 
-def _seconds(run: Callable[[], Any], together: int = 1, turns: int = 1) -> list[float]:
-    """Seconds of runs one after the other, after ``turns`` that are not counted. Of a collective (``together`` ranks), all ranks must agree
-    on the number of runs."""
+def _seconds(
+    run: Callable[[], Any], together: int = 1, turns: int = 1, clock: Callable[[], float] = time.perf_counter
+) -> list[float]:
+    """Seconds (of ``clock``) of runs one after the other, after ``turns`` that are not counted. Of a collective (``together`` ranks), all
+    ranks must agree on the number of runs."""
     for _ in range(turns):
         run()
     _wait()
@@ -76,11 +78,11 @@ def _seconds(run: Callable[[], Any], together: int = 1, turns: int = 1) -> list[
     least, most = _SAMPLES
     samples = []
     for _ in range(max(least, min(most, int(_BUDGET_S / max(once * inner, 1e-7))))):
-        start = time.perf_counter()
+        start = clock()
         for _ in range(inner):
             run()
         _wait()
-        samples.append((time.perf_counter() - start) / inner)
+        samples.append((clock() - start) / inner)
     return samples
 
 
@@ -346,32 +348,17 @@ def _meeting(members: int) -> Figures:
     return [_figure("wait", samples, {"members": float(members), "seconds": statistics.median(segments)})]
 
 
-def _pair(members: int, size: int) -> Figures:
-    """The time of two all-reduces in flight at once, as a share of their time one after the other: 1 where the link is all that they need,
-    less where each also waits for messages to be delivered."""
-    group = _groups[members]
-    first, second = (torch.zeros(size // 4, device=_device) for _ in range(2))
-
-    def together() -> None:
-        works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in (first, second)]
-        for work in works:
-            assert work is not None
-            work.wait()
-
-    alone_s = statistics.median(_seconds(lambda: dist.all_reduce(first, group=group), members))
-    alone_s = _over_all(alone_s) / dist.get_world_size()
-    samples = [min(1.0, max(0.5, s / (2 * alone_s))) for s in _seconds(together, members)]
-    measured = {"members": float(members), "bytes": float(size), "seconds": alone_s}
-    return [_figure("pair", samples, measured, unit="share of the time one after the other")]
-
-
 def _mesh(members: int) -> Any:
     count = dist.get_world_size()
     return init_device_mesh(_device.type, (count // members, members), mesh_dim_names=("outer", "inner"))["inner"]
 
 
 def _call(members: int) -> Figures:
-    """The cost of a differentiable, typed collective above that of the plain one: Python, and a node of autograd's graph."""
+    """The host's cost of a differentiable, typed collective above that of the plain one: Python, and a node of autograd's graph.
+
+    On CPUs it is this thread's own processor time, without the waits for messages, which are the plain collective's seconds and longer than
+    the cost itself; times the factor by which processes that compute at the same time hold each other up.
+    """
     group = _groups[members]
     x = torch.ones(64, device=_device, requires_grad=True)
     plain = x.detach().clone()
@@ -380,9 +367,16 @@ def _call(members: int) -> Figures:
     def typed() -> None:
         spmd.all_reduce(x, group, src=spmd.P, dst=spmd.R).backward(gradient)
 
-    twice = statistics.median(_seconds(lambda: dist.all_reduce(plain, group=group), members))
-    around = statistics.median(_seconds(lambda: (x * 1.0).backward(gradient)))
-    samples = [max((s - around) / 2 - twice, _LEAST_SHARE * s / 2) for s in _seconds(typed, members)]
+    def alone() -> None:
+        (x * 1.0).backward(gradient)
+
+    clock = time.thread_time if _device.type == "cpu" else time.perf_counter
+    twice = statistics.median(_seconds(lambda: dist.all_reduce(plain, group=group), members, clock=clock))
+    around = statistics.median(_seconds(alone, clock=clock))
+    dist.barrier()
+    shared = statistics.median(_seconds(alone)) / around if _device.type == "cpu" else 1.0
+    typed_s = _seconds(typed, members, clock=clock)
+    samples = [shared * max((s - around) / 2 - twice, _LEAST_SHARE * s / 2) for s in typed_s]
     return [_figure("call", samples, {"members": float(members)})]
 
 

@@ -104,7 +104,6 @@ MOVES: dict[str, tuple[int, int]] = {
 }
 WIRE_BYTES = (1 << 8, 1 << 14, 1 << 17, 1 << 19, 1 << 20, 1 << 22, 1 << 24)
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "flat reduce_scatter", "all_to_all")
-PAIR_BYTES = (1 << 17, 1 << 19, 1 << 22)
 SHARDED_WIDTHS = (64, 512, 1536)  # of a square matrix in one FSDP module
 
 
@@ -146,8 +145,6 @@ def _tasks(processes: int, sizes: Sizes) -> Iterator[Task]:
             for width in SHARDED_WIDTHS:
                 yield Task("sharded", {"members": members, "width": width})
             yield Task("meeting", {"members": members})
-            for size in PAIR_BYTES:
-                yield Task("pair", {"members": members, "size": size})
     if processes > 1:
         for size in WIRE_BYTES:
             yield Task("wire", {"name": "p2p", "members": 2, "size": size})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,8 +24,7 @@ from autopar.emit import emit
 from autopar.errors import UsageError
 from autopar.plan import FULL, NONE, Axis, Recomputation, Role, Strategy
 from autopar.price import Pricer
-from autopar.price.halves import Span, exposed_s
-from autopar.price.trainer import Trainer
+from autopar.price.halves import exposed_s
 from autopar.program import finite, halves
 from autopar.program.mesh_axes import on_mesh
 from autopar.run.folder import program_modules
@@ -171,26 +169,13 @@ def test_a_collective_is_beside_the_pieces_of_the_other_half() -> None:
     """Pieces of 1, 2 and 4 s: what piece 0 sends and piece 1 reads is beside piece 2 of the layer before (for the first half) and beside
     piece 2 (for the second)."""
 
-    def left(wire_s: float, under_s: float, share: float) -> float:
-        return share * max(0.0, wire_s - under_s)
+    def left(wire_s: float, under_s: float) -> float:
+        return max(0.0, wire_s - under_s)
 
-    first, last = Span(0, 1, 5.0), Span(1, 2, 5.0)
-    assert exposed_s([1, 2, 4], [first], True, left) == 2 * (5 - 4)
-    assert exposed_s([1, 2, 4], [first], False, left) == 5 + (5 - 4)  # the halves meet at the layer's ends
-    assert exposed_s([1, 2, 4], [last], True, left) == (5 - 1) + (5 - 1)
-    assert exposed_s([1, 2, 4], [first, first], True, left) == 4 * (5 - 2)  # two share a piece
-    assert exposed_s([1, 2, 4], [Span(0, 1, 5.0, 0.75)], True, left) == 2 * 0.75 * (5 - 4)
-
-
-def test_two_collectives_in_flight_take_the_share_that_was_measured() -> None:
-    """The part of a collective that no arithmetic hides takes ``pair_share`` of its time; the hidden part costs what it cost before."""
-    cluster = dataclasses.replace(NODE, overlap_slowdown=0.5)
-    emitted = Trainer()
-    assert emitted.exposed_early_s(5.0, 2.0, cluster) == 3 + 0.5 * 2
-    assert emitted.exposed_early_s(5.0, 2.0, cluster, pair_share=0.75) == 0.75 * 3 + 0.5 * 2
-    assert (
-        emitted.exposed_early_s(5.0, 9.0, cluster, pair_share=0.75) == 0.5 * 5
-    )  # nothing is left that could share the link
+    assert exposed_s([1, 2, 4], [(0, 1, 5.0)], True, left) == 2 * (5 - 4)
+    assert exposed_s([1, 2, 4], [(0, 1, 5.0)], False, left) == 5 + (5 - 4)  # the halves meet at the layer's ends
+    assert exposed_s([1, 2, 4], [(1, 2, 5.0)], True, left) == (5 - 1) + (5 - 1)
+    assert exposed_s([1, 2, 4], [(0, 1, 5.0), (0, 1, 5.0)], True, left) == 4 * (5 - 2)  # two share a piece
 
 
 NODE = parse("8xH100-80GB")
