@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
+from search_halves import halved, in_halves, overlapped
 from torch import fx, nn
 
 from autopar.graph import Graph, Layer, LayerClass, Value
@@ -108,14 +109,19 @@ def _drawn(key: object) -> str:
     full, part = kind == "full", kind == "selective"
     offload += f", saved={key.saved!r}" if key.saved != "exact" else ""
     offload += f", logits={key.logits!r}" if key.slices_logits else ""
+    offload += f", overlap={key.overlap!r}" if key.overlap == "halves" else ""
     return f"Strategy(roles={key.roles!r}, zero={key.zero}, recompute={full}, selective={part}{offload})"
 
 
 class RandomPricer:
-    """Prices drawn once per question. ``density`` is the share of strategies that have a price at all."""
+    """Prices drawn once per question. ``density`` is the share of strategies that have a price at all; with ``halves`` tensor-parallel
+    layers can be computed in halves."""
 
-    def __init__(self, graph: Graph, seed: int, density: float, edges: float, slower: float = 1.0) -> None:
+    def __init__(
+        self, graph: Graph, seed: int, density: float, edges: float, slower: float = 1.0, halves: bool = False
+    ) -> None:
         self.graph, self.seed, self.density, self.edges, self.slower = graph, seed, density, edges, slower
+        self.halves = halves
         self._layers: dict[tuple[object, ...], LayerPrice | None] = {}
 
     prefetch, sync = 1, "all-reduce"
@@ -128,7 +134,7 @@ class RandomPricer:
         return self
 
     def on(self, cluster: Devices) -> RandomPricer:
-        return type(self)(self.graph, self.seed, self.density, self.edges, cluster.slower)
+        return type(self)(self.graph, self.seed, self.density, self.edges, cluster.slower, self.halves)
 
     def _rng(self, *key: object) -> random.Random:
         return random.Random(f"{self.seed} ({', '.join(map(_drawn, key))})")
@@ -136,8 +142,15 @@ class RandomPricer:
     def layer(self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int) -> LayerPrice | None:
         key = cls, mesh, strategy, microbatches
         if key not in self._layers:
-            self._layers[key] = self._drawn_layer(*key)
+            drawn = self._in_halves if strategy.overlap == "halves" else self._drawn_layer
+            self._layers[key] = drawn(*key)
         return self._layers[key]
+
+    def _in_halves(self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int) -> LayerPrice | None:
+        whole = self.layer(cls, mesh, replace(strategy, overlap="tensor"), microbatches)
+        if whole is None or not self.halves or not strategy.degree(mesh, Role.TENSOR, Role.TENSOR_SEQUENCE) > 1:
+            return whole
+        return halved(whole, self._rng(cls, mesh, strategy, microbatches))
 
     def _drawn_layer(
         self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int
@@ -157,6 +170,8 @@ class RandomPricer:
             found = replace(found, optimizer_bytes=0, nvme_bytes=rng.randint(1, 60), step_s=found.step_s + rng.random())
         if strategy.offloads_activations:
             found = replace(found, saved_bytes=0, host_saved_bytes=int(rng.randint(1, 40) / microbatches))
+        if self.halves:
+            found = replace(found, communication_s=found.forward_s * self._rng("sent", cls, mesh, strategy).random())
         weight_s = found.backward_s * rng.choice([0.0, 0.5, rng.random()])
         found = replace(found, weight_s=weight_s, waiting_bytes=int(rng.randint(0, 40) / microbatches))
         segment = strategy.recomputation.layers
@@ -389,6 +404,8 @@ def candidates(
                         found += [replace(s, saved="int8") for s in plain if s.recomputation.kind == "none"]
             wanted = pins.get("saved")
             found = [s for s in found if s.roles != roles or wanted in (None, s.saved)]
+    if "overlap" in pins:
+        found = overlapped(found, pins["overlap"])
     if not graph.classes[cls].gives_loss or graph.whole_logits:
         return found
     if "logits" in pins:
@@ -427,6 +444,8 @@ def plans(
             for s in candidates(graph, i, mesh, m, options, choice.segments, cluster.has_nvme)
         ]
         tables.append([(s, p) for s, p in priced if p[0] is not None])
+        if pricer.halves and choice.schedule.name not in SPLIT and not any("overlap" in key for key in options.pins):
+            tables[-1] += in_halves(tables[-1], lambda s, cls=layer.cls: [here.layer(cls, mesh, s, m) for here in at])
         if not any("logits" in key for key in options.pin):  # slices where whole logits take a tenth of the memory
             sizes = {s: max(q.saved_bytes + q.transient_bytes for q in p) for s, p in tables[-1]}
             tables[-1] = [
