@@ -22,7 +22,7 @@ from autopar.search.timeline import Counts
 from autopar.units import gigabytes
 
 NOTHING = 1e300
-"""Bytes of a layer that has no candidate: larger than any sum, and finite, so that no layers of it need none."""
+"""Bytes of a layer that has no candidate: larger than any sum, and finite, so that zero times it is zero."""
 
 
 def least_memory(instance: Instance) -> tuple[float, Solution]:
@@ -268,7 +268,7 @@ class _Ways:
 def explain(graph: Graph, instance: Instance, solution: Solution, unpriced: int) -> InfeasibleError:
     """The error for a search that ended without a plan: ``solution`` needs the least memory of all choices that were priced.
 
-    Nothing is proved of the ``unpriced`` choices.
+    Nothing is proved about the ``unpriced`` choices.
     """
     by_stage = memories(instance, solution)
     limits = instance.layout.limit
