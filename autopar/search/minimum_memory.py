@@ -315,11 +315,11 @@ def explain_outside(instance: Instance, solution: Solution) -> InfeasibleError:
     worst, i = max(
         itertools.product(range(len(outside)), range(2)), key=lambda at: outside[at[0]][at[1]] - rooms[at[0]][at[1]]
     )
-    size, limit, what = outside[worst][i], rooms[worst][i], ("its host's memory", "NVMe")[i]
+    size, limit, what = outside[worst][i], rooms[worst][i], ("host memory", "NVMe")[i]
     return InfeasibleError(
-        f"no plan was found that fits {gigabytes(instance.layout.limit[worst])} per device and {gigabytes(limit)} of {what}: the one that "
-        f"needs least of the device ({instance.choice}) puts {gigabytes(size)} there",
-        "take more devices or nodes with more of it, or leave the pins offload and states out",
+        f"no plan was found that fits {gigabytes(instance.layout.limit[worst])} per device and {gigabytes(limit)} of {what}: the plan "
+        f"that needs the least device memory ({instance.choice}) needs {gigabytes(size)} of {what}",
+        f"take more devices or nodes with more {what}, or leave the pins offload and states out",
     )
 
 
