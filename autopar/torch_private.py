@@ -335,12 +335,12 @@ def pipeline_order(
     """The actions of torch's schedule of that name on each of ``line`` pipeline ranks, in order: ("F", "B", "I" or "W", stage,
     microbatch), alone or as the pair that torch calls overlapped.
 
-    ``schedule`` is a name for ``get_schedule_class``, of a schedule with several stages per rank. "B" is a whole backward, "I" that of
-    the inputs and "W" that of the weights. (torch 2.13)
+    ``schedule`` is a name for ``get_schedule_class``. "B" is a whole backward, "I" that of the inputs and "W" that of the weights; the
+    lists of GPipe and 1F1B also have a "REDUCE_GRAD". (torch 2.13)
     """
     from types import SimpleNamespace
 
-    from torch.distributed.pipelining.schedules import get_schedule_class
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
     stages = [
         SimpleNamespace(
@@ -353,7 +353,8 @@ def pipeline_order(
         )
         for _ in range(chunks)
     ]
-    made = get_schedule_class(schedule)(stages, microbatches)
+    kind = get_schedule_class(schedule)
+    made = kind(stages[0] if issubclass(kind, PipelineScheduleSingle) else stages, microbatches)
     return [
         [
             tuple(

@@ -8,6 +8,15 @@ from typing import Any
 from autopar.devices import constants
 from autopar.devices.cluster import Cluster
 from autopar.devices.constants import Constant
+from autopar.precision import FLOAT8, TF32
+
+_RATES = {
+    FLOAT8: ("fp8", ""),
+    "float32": ("fp32", "FP32_OVER_BF16"),
+    TF32: ("fp32", "FP32_OVER_BF16"),
+    "float64": ("", "FP64_OVER_BF16"),
+}
+"""By precision: the key of its rate's source in a kind's file, and the constant that the rate follows from without such a figure."""
 
 
 def cluster_figures(cluster: Cluster) -> list[dict[str, Any]]:
@@ -22,6 +31,12 @@ def cluster_figures(cluster: Cluster) -> list[dict[str, Any]]:
     return found + constant_figures()
 
 
+def _peak_source(dtype: str, sources: dict[str, str]) -> str | None:
+    """The source of a rate other than that of 16 bits: the figure's own, or the constant from which the rate follows."""
+    own, ratio = _RATES.get(dtype, ("", ""))
+    return sources.get(own) or (_of(ratio) if ratio and "bf16" in sources else None)
+
+
 def _devices(cluster: Cluster) -> list[dict[str, Any]]:
     gpu, host, network = cluster.gpu, cluster.host, cluster.network
     sources = dict(gpu.sources)
@@ -32,7 +47,7 @@ def _devices(cluster: Cluster) -> list[dict[str, Any]]:
     known, usual = "bfloat16" in gpu.peak_flops, gpu.matmul_efficiency == constants.MATMUL_EFFICIENCY.value
     rows = [
         ("memory", gpu.memory_bytes, "bytes", memory),
-        *((f"peak {dtype}", flops, "FLOP/s", peak) for dtype, flops in gpu.peak_flops.items()),
+        *((f"peak {t}", flops, "FLOP/s", _peak_source(t, sources) or peak) for t, flops in gpu.peak_flops.items()),
         *(
             [
                 (

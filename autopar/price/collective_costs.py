@@ -63,7 +63,7 @@ def layer_collectives(
 def move_collectives(
     move: Move, runs: Runs, cluster: Cluster, purpose: str, forwards: int, backwards: int
 ) -> Iterator[CollectiveCost]:
-    """The forward and the backward collective of a move that run so often in a step."""
+    """The collectives of a move: the forward one runs ``forwards`` times a step, the backward one ``backwards`` times."""
     way = way_over((move.axes, move.sharded), runs, cluster)
     axes = tuple(axis for i in move.axes for axis in runs[i] if axis.stride)
     size = move.bytes / way.parts * (way.members.size if move.per_rank else 1)

@@ -20,6 +20,20 @@ Size = Callable[[torch.Tensor], int]
 """Bytes of a tensor at the priced precision."""
 
 
+@dataclass(frozen=True, slots=True)
+class PricedOp:
+    """An op as a price counts it: all the work of a node of the layer's graph, or a part of it. A loss in slices is two ops: the products
+    of its slices, and then (``passes``) its passes over their logits."""
+
+    node: fx.Node
+    passes: bool = False
+
+    @property
+    def slices(self) -> float:
+        """The number of slices of a loss in slices."""
+        return float(self.node.kwargs["slices"])  # type: ignore[arg-type]
+
+
 @dataclass(slots=True)
 class Slot:
     """One operand or result of one op: bytes that the op moves in its forward and backward, and the bytes of the gradient that is live
@@ -46,7 +60,7 @@ class Draft:
     backward makes two tensors of the logits' size.
     """
 
-    ops: tuple[fx.Node, ...]
+    ops: tuple[PricedOp, ...]
     run: Trace
     size: Size
     slots: list[Slot]
@@ -59,55 +73,41 @@ class Draft:
     saved: tuple[Saved, ...]
     torch_loss: bool = True
 
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """The node of each op."""
+        return tuple(op.node for op in self.ops)
 
-def priced_ops(nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
-    """The ops that a price counts: a loss in slices twice, for its products and then for its passes over the logits."""
-    return tuple(node for node in nodes for _ in range(2 if facts(node).kind is Kind.SLICED_LOSS else 1))
 
-
-def draft(ops: tuple[fx.Node, ...], run: Trace, size: Size, float8: bool) -> Draft:
-    """The costs of ``ops`` as PyTorch runs them eagerly. ``float8``: matrix products convert their operands to 8 bits first."""
-    passes = {i for i, node in enumerate(ops) if i and ops[i - 1] is node}
-    slots = [
-        slot for i, node in enumerate(ops) for slot in (_slice_slots if i in passes else _slots)(i, node, run, size)
-    ]
-    _add_forks(ops, run, slots)
-    if float8:
-        _convert_operands(ops, slots)
-    _round_operands(ops, run, slots)
-    flops = [_flops_of_passes(node, run) if i in passes else _flops(node, run) for i, node in enumerate(ops)]
-    return Draft(
+def draft(nodes: Iterable[fx.Node], run: Trace, size: Size, float8: bool) -> Draft:
+    """The costs of ``nodes`` as PyTorch runs them eagerly. ``float8``: matrix products convert their operands to 8 bits first."""
+    parts = ((node, facts(node).kind is Kind.SLICED_LOSS) for node in nodes)
+    ops = tuple(PricedOp(node, passes) for node, sliced in parts for passes in ((False, True) if sliced else (False,)))
+    work = [_work(op, run) for op in ops]
+    costs = Draft(
         ops=ops,
         run=run,
         size=size,
-        slots=slots,
-        forward_flops=[f.forward for f in flops],
-        backward_flops=[f.backward for f in flops],
-        forward_kernels=[_forward_kernels(node, run, i in passes) for i, node in enumerate(ops)],
-        backward_kernels=[
-            f.backward_kernels * (constants.FP8_KERNELS.value if facts(node).in_float8 else 1.0)
-            for node, f in zip(ops, flops, strict=True)
-        ],
-        model_flops=[f.model for f in flops],
-        kinds=[facts(node).short if i in passes else _kind(node) for i, node in enumerate(ops)],
+        slots=[slot for i, op in enumerate(ops) for slot in (_slice_slots if op.passes else _slots)(i, op, run, size)],
+        forward_flops=[w.forward_flops for w in work],
+        backward_flops=[w.backward_flops for w in work],
+        forward_kernels=[w.forward_kernels for w in work],
+        backward_kernels=[w.backward_kernels for w in work],
+        model_flops=[w.model_flops for w in work],
+        kinds=[w.kind for w in work],
         saved=run.saved,
     )
+    _add_forks(costs)
+    if float8:
+        _convert_operands(costs)
+    _round_operands(costs)
+    return costs
 
 
-def _forward_kernels(node: fx.Node, run: Trace, passes: bool) -> float:
-    if facts(node).kind is Kind.SLICED_LOSS:
-        return float(node.kwargs["slices"]) * (constants.SLICE_KERNELS.value if passes else 1.0)  # type: ignore[arg-type]
-    return float(constants.FP8_KERNELS.value if facts(node).in_float8 else node.name not in run.views)
-
-
-def _flops_of_passes(node: fx.Node, run: Trace) -> _Flops:
-    kernels = float(node.kwargs["slices"]) * constants.SLICE_KERNELS_BACK.value  # type: ignore[arg-type]
-    return _Flops(0.0, 0.0, kernels * run.requires_grad[node.name], 0.0)
-
-
-def _slice_slots(index: int, node: fx.Node, run: Trace, size: Size) -> list[Slot]:
-    """The passes of ``kernels_logits.loss_in_slices`` over the logits, and what a slice of them takes while it is worked on; and the sum of
+def _slice_slots(index: int, op: PricedOp, run: Trace, size: Size) -> list[Slot]:
+    """The passes of ``kernels_logits.loss_in_slices`` over the logits, the live bytes of a slice while an op works on it, and the sum of
     the input's gradient, in float32 or wider."""
+    node, slices = op.node, op.slices
     rows, weight = operands(node)[:2]
     x = cost.tensors(rows.meta["val"])[0]
     narrow, logits = size(x) / x.numel(), x.numel() // x.shape[-1] * cost.tensors(weight.meta["val"])[0].shape[0]
@@ -115,7 +115,6 @@ def _slice_slots(index: int, node: fx.Node, run: Trace, size: Size) -> list[Slot
     casts, steps = narrow < wide, len(node.kwargs.get("after", ()))  # type: ignore[arg-type]
     forward = constants.SLICE_PASSES.value * wide + casts * (narrow + wide) + steps * 2 * narrow
     backward = constants.SLICE_PASSES_BACK.value * wide + casts * 2 * (narrow + wide) + steps * 5 * narrow
-    slices = float(node.kwargs["slices"])  # type: ignore[arg-type]
     # in the backward pass the product, the wide slice, its gradient, and that in the product's dtype; one of each step
     live = logits / slices * (2 * wide + casts * 2 * narrow + steps * narrow) + casts * x.numel() * wide
     adding = slices * x.numel() * 2 * wide * (1 + casts)  # of each slice's part of the input's gradient
@@ -123,18 +122,9 @@ def _slice_slots(index: int, node: fx.Node, run: Trace, size: Size) -> list[Slot
     return [Slot(index, INTERNAL, node.name, *moved, live, 0.0)]
 
 
-def _kind(node: fx.Node) -> str:
-    if cost.is_attention(node):
-        return ATTENTION
-    if facts(node).in_float8:
-        return PRODUCT8
-    if facts(node).kind is Kind.CLASS_LOSS:
-        return CLASS_LOSS
-    return PRODUCT if cost.model_flops(node) else facts(node).short
-
-
-def _slots(index: int, node: fx.Node, run: Trace, size: Size) -> list[Slot]:
+def _slots(index: int, op: PricedOp, run: Trace, size: Size) -> list[Slot]:
     """One slot per operand, then one for the result."""
+    node = op.node
     made = float(sum(size(t) for t in cost.tensors(node.meta["val"])))
     read = []
     for operand in operands(node):
@@ -162,66 +152,79 @@ def _slots(index: int, node: fx.Node, run: Trace, size: Size) -> list[Slot]:
     return slots
 
 
-def _add_forks(ops: tuple[fx.Node, ...], run: Trace, slots: list[Slot]) -> None:
+def _add_forks(costs: Draft) -> None:
     """Add the sums of gradients of values that several ops read: two reads and a write for each reader after the first."""
     readers: Counter[str] = Counter()
-    for slot in slots:
-        if slot.operand == OUTPUT or not run.requires_grad[slot.value] or not run.requires_grad[ops[slot.op].name]:
+    gradient = costs.run.requires_grad
+    for slot in costs.slots:
+        if slot.operand == OUTPUT or not gradient[slot.value] or not gradient[costs.ops[slot.op].node.name]:
             continue
         readers[slot.value] += 1
         if readers[slot.value] > 1:
             slot.backward += 3 * slot.bytes
 
 
-def _convert_operands(ops: tuple[fx.Node, ...], slots: list[Slot]) -> None:
+def _convert_operands(costs: Draft) -> None:
     """Add the conversions of 8-bit products: they first scale their operands and write them again."""
-    for slot in slots:
-        if slot.operand != OUTPUT and cost.model_flops(ops[slot.op]) and not cost.is_attention(ops[slot.op]):
+    for slot in costs.slots:
+        node = costs.ops[slot.op].node
+        if slot.operand != OUTPUT and cost.model_flops(node) and not cost.is_attention(node):
             slot.forward *= constants.FP8_PASSES.value
             slot.backward *= constants.FP8_PASSES.value
 
 
-def _round_operands(ops: tuple[fx.Node, ...], run: Trace, slots: list[Slot]) -> None:
+def _round_operands(costs: Draft) -> None:
     """Add the rounding of the operands of ``kernels_fp8.linear``, which its backward pass repeats, and of the result's gradient.
 
     The backward pass rounds a tensor, transposes it in 8 bits, and reads it once, the gradient twice; it writes the operands' gradients.
     """
-    for slot in slots:
-        if not facts(ops[slot.op]).in_float8:
+    rounding = constants.FP8_ROUNDING.value
+    once = 0.5  # one pass over 8-bit numbers moves half the bytes of the 16-bit tensor
+    for slot in costs.slots:
+        if not facts(costs.ops[slot.op].node).in_float8:
             continue
-        rounding, once = (
-            constants.FP8_ROUNDING.value,
-            0.5,
-        )  # one pass over 8-bit numbers moves half the bytes of the 16-bit tensor
         if slot.operand != OUTPUT:
             slot.forward = (rounding + once) * slot.bytes
         if slot.backward:
-            reads, writes = (2, 0) if slot.operand == OUTPUT else (1, run.requires_grad[slot.value])
+            reads, writes = (2, 0) if slot.operand == OUTPUT else (1, costs.run.requires_grad[slot.value])
             slot.backward = (rounding + (2 + reads) * once + writes) * slot.bytes
 
 
 @dataclass(frozen=True, slots=True)
-class _Flops:
-    """FLOPs of an op's forward and backward as executed, the number of kernels of its backward, and the model's FLOPs of both passes."""
+class _Work:
+    """One entry of each list of a ``Draft``: the FLOPs and kernels of an op, and its kind."""
 
-    forward: float
-    backward: float
+    forward_flops: float
+    backward_flops: float
+    forward_kernels: float
     backward_kernels: float
-    model: float
+    model_flops: float
+    kind: str
 
 
-def _flops(node: fx.Node, run: Trace) -> _Flops:
-    forward, model = cost.executed_flops(node), cost.model_flops(node)
-    differentiable = run.requires_grad[node.name]
+def _work(op: PricedOp, run: Trace) -> _Work:
+    node, differentiable = op.node, run.requires_grad[op.node.name]
+    if op.passes:
+        forward_kernels = op.slices * constants.SLICE_KERNELS.value
+        backward_kernels = op.slices * constants.SLICE_KERNELS_BACK.value * differentiable
+        return _Work(0.0, 0.0, forward_kernels, backward_kernels, 0.0, facts(node).short)
+    forward, model, launches = cost.executed_flops(node), cost.model_flops(node), node.name not in run.views
     if cost.is_attention(node):
         backward = cost.ATTENTION_BACKWARD * forward * differentiable
         # the model's FLOPs do not count that attention recomputes its scores
-        counted = cost.SAVED_ATTENTION_BACKWARD * model * differentiable
-        return _Flops(forward, backward, float(cost.ATTENTION_BACKWARD_KERNELS * differentiable), model + counted)
+        model += cost.SAVED_ATTENTION_BACKWARD * model * differentiable
+        backward_kernels = float(cost.ATTENTION_BACKWARD_KERNELS * differentiable)
+        return _Work(forward, backward, float(launches), backward_kernels, model, ATTENTION)
     products = cost.gradient_products(node, run.requires_grad) if differentiable else ()
-    kernels = float(max(1, len(products))) if differentiable and node.name not in run.views else 0.0
+    kernels = float(max(1, len(products))) if differentiable and launches else 0.0
     backward = sum(product.flops for product in products)
-    if facts(node).kind is Kind.SLICED_LOSS:  # each slice is computed once more
-        again, slices = forward * differentiable, float(node.kwargs["slices"])  # type: ignore[arg-type]
-        return _Flops(forward, backward + again, (kernels + differentiable) * slices, model + backward)
-    return _Flops(forward, backward, kernels, model + backward)
+    if facts(node).kind is Kind.SLICED_LOSS:  # the backward pass computes the product of each slice once more
+        backward_kernels = (kernels + differentiable) * op.slices
+        return _Work(
+            forward, backward + forward * differentiable, op.slices, backward_kernels, model + backward, PRODUCT
+        )
+    if facts(node).in_float8:
+        each = constants.FP8_KERNELS.value
+        return _Work(forward, backward, each, kernels * each, model + backward, PRODUCT8)
+    kind = CLASS_LOSS if facts(node).kind is Kind.CLASS_LOSS else PRODUCT if model else facts(node).short
+    return _Work(forward, backward, float(launches), kernels, model + backward, kind)

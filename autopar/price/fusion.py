@@ -35,7 +35,7 @@ class Fusion:
 def merge(costs: Draft) -> None:
     """Charge a fused kernel for the values that it reads and writes, not for those that its ops pass to each other, and for one
     launch."""
-    ops, run, slots = costs.ops, costs.run, costs.slots
+    ops, run, slots = costs.nodes, costs.run, costs.slots
     forward, backward = costs.forward_kernels, costs.backward_kernels
     fused = fuse(ops, run, costs.saved)
     started: set[int] = set()

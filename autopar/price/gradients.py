@@ -54,14 +54,14 @@ def held_gradients(costs: Draft, sizes: Floats) -> Floats:
     for t in reversed(range(len(ops))):
         internal = [k for k in by_op[t] if slots[k].operand == INTERNAL]
         live[t, internal] = 1
-        if not run.requires_grad[ops[t].name]:
+        if not run.requires_grad[ops[t].node.name]:
             continue
-        result = next((k for k in by_op[t] if slots[k].operand == OUTPUT), None)
-        if result is None:  # a loss in slices, priced twice: its gradients are those of its products
+        if ops[t].passes:  # the gradients of a loss in slices are made by its products
             for tensor in set(waiting.values()):
                 live[t, tensor.slot] += 1
             continue
-        given = waiting.pop(ops[t].name, None) or _Tensor(result, 1)
+        result = next(k for k in by_op[t] if slots[k].operand == OUTPUT)
+        given = waiting.pop(ops[t].node.name, None) or _Tensor(result, 1)
         made: dict[str, _Tensor] = {}
         for k in by_op[t]:
             if slots[k].operand >= 0 and sizes[k]:
@@ -85,7 +85,7 @@ def held_gradients(costs: Draft, sizes: Floats) -> Floats:
 
 def _given(costs: Draft) -> dict[str, _Tensor]:
     """By value, its gradient before the layer runs backward: those of the layer's results, which later layers made."""
-    results = {o.name for node in costs.ops[:1] for o in node.graph.output_node().all_input_nodes}
+    results = {o.name for node in costs.nodes[:1] for o in node.graph.output_node().all_input_nodes}
     return {
         slot.value: _Tensor(k, 1)
         for k, slot in enumerate(costs.slots)
@@ -95,7 +95,7 @@ def _given(costs: Draft) -> dict[str, _Tensor]:
 
 def _passes_on(costs: Draft, operand: int, result: int) -> bool:
     """Whether the gradient of the operand is the tensor that the gradient of the result is in."""
-    node = costs.ops[costs.slots[operand].op]
+    node = costs.ops[costs.slots[operand].op].node
     same_size = costs.slots[operand].bytes == costs.slots[result].bytes
     return same_size and (facts(node).passes_gradient_on or node.name in costs.run.views)
 
@@ -105,7 +105,7 @@ def _temporaries(costs: Draft, own: list[int], result: int) -> list[tuple[int, i
 
     The gradient of an operand that is broadcast is made in the result's shape, and summed after that.
     """
-    node = costs.ops[costs.slots[result].op]
+    node = costs.ops[costs.slots[result].op].node
     if not costs.slots[result].materialised or not facts(node).pointwise or facts(node).passes_gradient_on:
         return []
     wanted = {o.name for o in operands(node) if costs.run.requires_grad[o.name]}

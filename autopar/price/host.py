@@ -11,8 +11,8 @@ during the arithmetic of other layers; the device waits for copies that take lon
 the saved tensors of the running layer and of one layer that is being copied, assumed to be as large.
 
 A price is that of one microbatch in the steady state, so both directions are assumed busy at once (``Cluster.host_link_bytes_per_s``).
-If the devices' memory is the host's (``Cluster.host`` is ``None``), states in host memory are in the device's, and what is copied only
-costs: memory has the saved tensors, and while a layer runs also the copies of its tensors and of the next layer's.
+If devices and host share one memory (``Cluster.host`` is ``None``), offloading saves no memory. States in host memory then count as the
+device's. The saved tensors stay in memory, and while a layer runs, so do the copies of its tensors and of the next layer's.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class Offloaded:
         return Offloaded(strategy.states, strategy.offloads_activations, cluster.host is not None)
 
     def in_host(self, elements: int, numbers: Precision) -> int:
-        """Bytes of the states of so many elements in host memory, if that is not the device's."""
+        """Bytes of the states of ``elements`` in host memory; 0 if host and device share one memory."""
         return elements * offloaded_bytes(numbers) if self.states == HOST and self.separate else 0
 
     def on_nvme(self, elements: int, numbers: Precision) -> int:
-        """Bytes of the states of so many elements on NVMe."""
+        """Bytes of the states of ``elements`` on NVMe."""
         return elements * offloaded_bytes(numbers) if self.states == NVME else 0
 
     def here(self, numbers: Precision) -> int | None:
-        """Bytes of an element's states in device memory if they are not the device's own, but in the host's memory; else ``None``."""
+        """Bytes in device memory of the states of one element that the host updates; ``None`` if the device updates them."""
         if self.states == DEVICE:
             return None
         return 0 if self.separate or self.states == NVME else offloaded_bytes(numbers)

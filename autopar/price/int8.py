@@ -1,8 +1,7 @@
-"""Saved activations in 8 bits, as ``program.int8`` stores them: which of a layer's saved tensors, their bytes, and the passes over memory.
+"""Saved activations in 8 bits, as ``program.int8`` stores them: the tensors that are rounded, their bytes, and the passes over memory.
 
-While the layer runs its saved tensors exist as they are besides: in the forward until the last op has read each, and, in a compiled
-layer, until its end; in the backward from the first op that reads each. All of them are counted, which is as much as a recomputed
-layer has at work.
+While the layer runs, its saved tensors also exist at full width: in the forward until the last op has read each (in a compiled layer until
+its end), in the backward from the first op that reads each. All of them are counted as live, as they are while a recomputed layer runs.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from autopar.graph import LayerClass
 from autopar.price.trace import Saved, Trace
 
 BLOCK, LEAST, CHUNK = 64, 1024, 2**22
-"""Of ``program.int8``: the numbers of one scale; the elements of the smallest tensor in 8 bits; the most that are rounded at a time."""
+"""As in ``program.int8``: numbers that share a scale; elements of the smallest tensor that is rounded; elements rounded at a time."""
 
 SCALE_BYTES = 4
 TEMPORARY_BYTES = 9
@@ -37,8 +36,8 @@ def may_be_int8(cls: LayerClass, run: Trace, saved: tuple[Saved, ...]) -> NDArra
 
 @dataclass(frozen=True, slots=True)
 class InInt8:
-    """What 8 bits make of a layer's saved tensors on one device: bytes of every entry, bytes of those that are restored, the temporaries
-    of rounding, and of rounding and of restoring the device's seconds, and the host's."""
+    """The cost of saving a layer's tensors in 8 bits on one device: bytes of every entry, bytes of the entries that are restored, bytes of
+    the temporaries of rounding, the device's seconds of rounding and of restoring, and the host's seconds of launching the kernels."""
 
     stored: Floats
     restored_bytes: float = 0.0

@@ -457,12 +457,12 @@ def assemble(
 
 
 def _accumulate_s(spread: Spread, elements: float, numbers: Precision, cluster: Cluster) -> float:
-    """Seconds for which a microbatch adds so many elements to the gradients; the first of a step overwrites them."""
+    """Seconds in which a microbatch adds ``elements`` to the gradients; the first microbatch of a step overwrites them."""
     return (1 - 1 / spread.microbatches) * elements * numbers.accumulated / cluster.gpu.bytes_per_s
 
 
 def _update_s(updated: float, tensors: int, states: str, zero: int, numbers: Precision, cluster: Cluster) -> float:
-    """Seconds of the optimizer for so many elements."""
+    """Seconds of the optimizer for ``updated`` elements."""
     if states != DEVICE:
         return host_update_s(updated, states, zero, numbers, cluster)
     return cluster.gpu.update_s(updated * update_bytes(numbers), tensors)

@@ -116,8 +116,8 @@ class Pricer:
         """The pricer of a program that synchronises its replicas by ``sync`` (``plan.SYNCS``), and that gathers the parameters of
         ``prefetch`` layers ahead of the computation, under ZeRO 2 and 3.
 
-        Gathering ahead needs memory. Seconds do not depend on it: a layer's gather takes no longer than its own computation, or is exposed
-        by the difference. So it is where all layers are alike: one layer ahead keeps the network or the device busy all the time.
+        Gathering ahead needs memory, and changes no seconds: a layer's gather hides under a computation as long as the layer's own, and the
+        rest is exposed. This is exact if all layers are alike: with one layer ahead, the network or the device is busy all the time.
         """
         if (prefetch, sync) == (self.prefetch, self.sync):
             return self
@@ -156,7 +156,7 @@ class Pricer:
         return self._int8
 
     def _of_sliced_logits(self) -> Pricer:
-        """The pricer of a program that computes the logits of every layer that has some in slices."""
+        """The pricer of a program that computes logits in slices, in every layer that has logits."""
         if self._sliced is None:
             self._sliced = self._of_trainer(self.trainer)
             every = [Strategy((), logits=SLICED)] * len(self.graph.layers)
@@ -181,7 +181,8 @@ class Pricer:
     def layer(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> LayerPrice | None:
         """The price of a layer class; ``None`` if a role is inadmissible or a local shape is not whole.
 
-        Equal arguments give the same object: by it the search knows the candidates that layers of one class with different pins share.
+        Equal arguments give the same object: the search compares identities to find the candidates that layers of one class with different
+        pins share.
         """
         if strategy.compiled and not self._compiles:
             return self._of_compiled_layers().layer(cls_name, mesh, strategy, microbatches)

@@ -1,4 +1,4 @@
-"""The devices that have the same parameters: what data parallelism sends between them, and copies, once a step or around each pass of a
+"""Data parallelism between the devices with the same parameters: seconds of collectives and copies, once a step or around each pass of a
 layer."""
 
 from __future__ import annotations

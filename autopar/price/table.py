@@ -20,7 +20,7 @@ from autopar.ops import cost
 from autopar.ops.facts import facts
 from autopar.ops.operands import operands
 from autopar.precision import FLOAT8
-from autopar.price.draft import Draft, draft, priced_ops
+from autopar.price.draft import Draft, draft
 from autopar.price.gradients import gradient_bytes, held_gradients
 from autopar.price.int8 import may_be_int8
 from autopar.price.selective import Flags, Selection
@@ -113,7 +113,7 @@ def build(cls: LayerClass, numbers: Precision, trainer: Trainer = EMITTED) -> tu
     """Build the arrays of ``cls``; runs the class once on the meta device."""
     run = trainer.trace(cls)
     nodes = [node for node in cls.graph.graph.nodes if node.op != "output"]
-    ops = priced_ops(node for node in nodes if node.op == "call_function" and cost.tensors(node.meta.get("val")))
+    called = [node for node in nodes if node.op == "call_function" and cost.tensors(node.meta.get("val"))]
     dtype = model_dtype(cls)
 
     def size(tensor: torch.Tensor) -> int:
@@ -122,9 +122,9 @@ def build(cls: LayerClass, numbers: Precision, trainer: Trainer = EMITTED) -> tu
     values = {n.name: cost.tensors(n.meta.get("val")) for n in nodes}
     names = [n.name for n in nodes if n.op == "placeholder"]
     parameters, activations = tuple(names[len(names) - len(cls.parameters) :]), tuple(names[: len(cls.activations)])
-    costs = draft(ops, run, size, numbers.name == FLOAT8)
+    costs = draft(called, run, size, numbers.name == FLOAT8)
     trainer.adapt(costs)
-    slots = costs.slots
+    ops, slots = costs.nodes, costs.slots
     weight_share = weight_shares(ops, run, parameters)
     waits = waiting(ops, run, weight_share)
     saved, selection = trainer.selection(cls, ops, run, costs.saved)
@@ -191,7 +191,7 @@ class Live:
 
 def live_ranges(costs: Draft, parameters: tuple[str, ...]) -> Live:
     """The lifetime of every value, from the op that computes it to the last that reads it; its gradient lives as long, backwards."""
-    ops, run, slots = costs.ops, costs.run, costs.slots
+    ops, run, slots = costs.nodes, costs.run, costs.slots
     saved = {entry.storage for entry in costs.saved}
     index = {node.name: i for i, node in enumerate(ops)}
     first: dict[int, int] = {}

@@ -425,7 +425,7 @@ def evaluate(
 
     Raises:
         InfeasibleError: a layer has no price under its strategy (an inadmissible role, an indivisible size).
-        UsageError: copies of a stage on unequal devices; layers to be computed in halves, of which none can.
+        UsageError: a schedule with copies of each stage on unequal devices; halves asked for, and no layer admits them.
     """
     strategies = shortened(graph, [strategy.under(schedule) for strategy in strategies], stage_bounds)
     if not mirrors(cluster, schedule):

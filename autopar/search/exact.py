@@ -179,7 +179,7 @@ class _Enumeration:
         self.instance, self.regimes, self.spans, self.deadline = instance, regimes, spans, deadline
         self.parts = len(instance.kinds[0].seconds)
         self.nothing = [0.0] * (self.parts + 1 + 4 * schedule.interleaved)
-        self.columns = [self.nothing] * schedule.stages  # those of the stages so far, then zeros
+        self.columns = [self.nothing] * schedule.stages  # the labels of the stages so far, then zeros
         self.best_s, self.visited = cutoff_s, 0
         self.found: Solution | None = None
         if schedule.interleaved:

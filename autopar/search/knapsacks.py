@@ -62,7 +62,7 @@ NOTHING = Front(np.zeros(1), np.zeros(1), np.zeros(1, dtype=np.int64))
 
 def merged(a: Front, b: Front, limit: float, bound: bool) -> Front:
     """The ways to run the layers of both within a limit. Above ``WAYS`` some are left out, or (``bound``) neighbours are merged into one
-    that is as cheap as the cheaper and keeps as little live as the smaller."""
+    that is as cheap as the cheaper and has as few live bytes as the smaller."""
     live, cost = np.add.outer(a.live, b.live).ravel(), np.add.outer(a.cost, b.cost).ravel()
     keep = falling(live, cost)
     keep = keep[: int(np.searchsorted(live[keep], limit, side="right"))]

@@ -84,10 +84,10 @@ def manual_plan(
     """A plan in which every layer has the same strategy, except those that ``strategies`` gives by index.
 
     ``pins`` are decisions for the plan and for every layer (``autopar.pins``). A degree that is left out is 1, ZeRO is stage 0, and
-    nothing is recomputed or elsewhere; ``zero`` takes effect if a layer has a data axis of more than one device, ``reduce="step"`` under
-    ZeRO 2 and 3 and with several microbatches, ``sync`` if a layer has several replicas; ``allow`` has what it gives up. ``sequence``
-    shards activations between tensor-parallel regions along the sequence. ``cuts`` are the first layers of the stages after the first
-    (default: layers distributed evenly).
+    nothing is recomputed or offloaded; ``zero`` takes effect if a layer has a data axis of more than one device, ``reduce="step"`` under
+    ZeRO 2 and 3 and with several microbatches, ``sync`` if a layer has several replicas. ``allow`` names the exactness that pins give up.
+    ``sequence`` shards activations between tensor-parallel regions along the sequence. ``cuts`` are the first layers of the stages after
+    the first (default: layers distributed evenly).
 
     Without ``mesh`` a stage's mesh is ("data", "expert", "ring", "ulysses", "tensor"), outermost first, and axes of size 1 are left out
     (a single axis ("data", size 1) stands when all are). With ``mesh`` those five degrees are not used: an axis takes the role that its

@@ -22,7 +22,7 @@ from autopar.search.timeline import Counts
 from autopar.units import gigabytes
 
 NOTHING = 1e300
-"""Bytes of a layer that has no candidate: larger than any sum, and finite, so that no layers of it need none."""
+"""Bytes of a layer that has no candidate: larger than any sum, and finite, so that zero times it is zero."""
 
 
 def least_memory(instance: Instance) -> tuple[float, Solution]:
@@ -270,7 +270,7 @@ class _Ways:
 def explain(graph: Graph, instance: Instance, solution: Solution, unpriced: int) -> InfeasibleError:
     """The error for a search that ended without a plan: ``solution`` needs the least memory of all choices that were priced.
 
-    Nothing is proved of the ``unpriced`` choices.
+    Nothing is proved about the ``unpriced`` choices.
     """
     by_stage = memories(instance, solution)
     limits = instance.layout.limit
@@ -317,11 +317,11 @@ def explain_outside(instance: Instance, solution: Solution) -> InfeasibleError:
     worst, i = max(
         itertools.product(range(len(outside)), range(2)), key=lambda at: outside[at[0]][at[1]] - rooms[at[0]][at[1]]
     )
-    size, limit, what = outside[worst][i], rooms[worst][i], ("its host's memory", "NVMe")[i]
+    size, limit, what = outside[worst][i], rooms[worst][i], ("host memory", "NVMe")[i]
     return InfeasibleError(
-        f"no plan was found that fits {gigabytes(instance.layout.limit[worst])} per device and {gigabytes(limit)} of {what}: the one that "
-        f"needs least of the device ({instance.choice}) puts {gigabytes(size)} there",
-        "take more devices or nodes with more of it, or leave the pins offload and states out",
+        f"no plan was found that fits {gigabytes(instance.layout.limit[worst])} per device and {gigabytes(limit)} of {what}: the plan "
+        f"that needs the least device memory ({instance.choice}) needs {gigabytes(size)} of {what}",
+        f"take more devices or nodes with more {what}, or leave the pins offload and states out",
     )
 
 

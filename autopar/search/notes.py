@@ -12,7 +12,7 @@ from autopar.search.problem import Choice, Devices, Mesh, Pricer
 
 
 def notes_of(graph: Graph, choice: Choice, strategies: Sequence[Strategy], mesh: Mesh) -> tuple[str, ...]:
-    """Notes on how the plan runs the model, and on what it could not do."""
+    """Notes on how the plan runs the model, and on the devices or microbatches that it cannot use."""
     notes = []
     idle = [s.degree(mesh, Role.IDLE) for s in strategies]
     if max(idle) > 1:
@@ -73,7 +73,7 @@ def sync_notes(sync: str) -> tuple[str, ...]:
 
 
 def outside_notes(outside: Sequence[tuple[int, int]], stages: Sequence[Devices]) -> tuple[str, ...]:
-    """A note on the bytes that each pipeline rank has in host memory, and one on those on NVMe, against its share of each."""
+    """Notes on the bytes per device in host memory and on NVMe, beside the device's share of either."""
     found = []
     for i, where in enumerate(("in the host's memory", "on NVMe")):
         sizes = [each[i] for each in outside]
@@ -90,7 +90,7 @@ def whole_layers(plan: Plan, pricer: Pricer) -> tuple[str, ...]:
     """A note on the layers whose microbatches are not halved in a plan that halves others.
 
     Raises:
-        UsageError: it is to halve some, and can halve none.
+        UsageError: the plan asks for halves, and no layer admits them.
     """
     wanted = [layer for layer in plan.layers if layer.strategy.overlap == HALVES]
     reasons = {

@@ -102,8 +102,8 @@ class SearchOptions(PlanPins):
 
 
 def check_allowed(allow: Collection[str], sync: str | None = None, int8: bool = False) -> None:
-    """Raise ``UsageError`` if ``allow`` is not a set of names in ``ALLOWED``, or lacks what ``sync``, or ``int8`` (saved activations in 8
-    bits), gives up."""
+    """Raise ``UsageError`` if ``allow`` is not a set of names in ``ALLOWED``, or does not name what ``sync`` or ``int8`` (saved activations
+    in 8 bits) gives up."""
     if isinstance(allow, str) or not set(allow) <= set(ALLOWED):
         raise UsageError(f"allow={allow!r} is not known", f"it is a set of: {', '.join(ALLOWED)}")
     if local_steps(sync) and APART not in allow:
@@ -119,8 +119,8 @@ def check_allowed(allow: Collection[str], sync: str | None = None, int8: bool = 
 
 
 def check_replicas(graph: Graph, sync: str | None, degrees: Sequence[int | None]) -> None:
-    """Raise ``UsageError`` if ``sync`` lets replicas of ``graph`` train apart, and they cannot. ``degrees`` are the layers' pinned degrees
-    of data parallelism: the number of replicas is the user's decision, since it changes what is computed."""
+    """Raise ``UsageError`` if ``sync`` asks that replicas train apart, and ``graph`` does not admit it. ``degrees`` are the layers' pinned
+    degrees of data parallelism: the number of replicas is the user's decision, since it changes what is computed."""
     if not local_steps(sync):
         return
     hint = "leave sync out: other synchronisations compute what one device computes"

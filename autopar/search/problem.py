@@ -83,8 +83,8 @@ TENSOR_ROLES = (Role.TENSOR, Role.TENSOR_SEQUENCE)
 SEQUENCE_ROLES = (Role.ULYSSES, Role.RING)
 MOST_CHUNKS = 8
 """Numbers of chunks of a device that are tried if no pin decides. All pipelines are tried with several chunks if the pinned schedule
-may have several stages on each device; otherwise only the pipeline of the best plan under 1F1B or GPipe, and half of it: there are many
-such choices, their bounds are some per cent looser, and other schedules gain only the time that that plan waits."""
+may have several stages on each device; otherwise only the pipeline of the best plan with one stage on each device, and half of it: there are
+many such choices, their bounds are some per cent looser, and other schedules gain at most the time for which that plan's devices wait."""
 SEGMENTS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of layers that are tried as one segment of recomputation."""
 
@@ -111,11 +111,11 @@ class Pricer(Protocol):
         ...
 
     def of_program(self, prefetch: int, sync: str) -> Pricer:
-        """The prices with that ``prefetch`` and ``sync``."""
+        """The prices of a program with this ``prefetch`` and ``sync``."""
         ...
 
     def mirrored(self, copies: int) -> Pricer:
-        """The prices with that many copies of each stage (``Schedule.copies``)."""
+        """The prices of a program with ``copies`` copies of each stage (``Schedule.copies``)."""
         ...
 
     def layer(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> LayerPrice | None:
@@ -353,7 +353,7 @@ def _suffixes(
 def _wanted(
     role: Role, degrees: dict[Role, int], pins: dict[Role, int | None], roles: tuple[Role, ...], gpus_per_node: int
 ) -> bool:
-    """Whether a role may have its degree beside those of the others."""
+    """Whether a role may have its degree, given the degrees of the other roles."""
     degree, pin = degrees[role], pins[role]
     if pin is not None:
         return degree == pin
@@ -459,7 +459,7 @@ def schedules(layers: int, pipeline: int, microbatches: int, name: str | None, c
 
 
 def mirrors(cluster: Devices, schedule: Schedule) -> bool:
-    """Whether both copies of every stage have equal devices and links; a price is one of both."""
+    """Whether both copies of every stage have equal devices and links: one price stands for both."""
     if schedule.copies == 1:
         return True
     stages, borders = list(cluster.stages(schedule.pipeline)), list(cluster.borders(schedule.pipeline))

@@ -53,7 +53,8 @@ PRICES = (0.0, 0.03, 0.3)
 
 Step = Callable[[State, Node], None]
 Bound = Callable[[Instance, float, float], float]
-"""A bound of a choice, from the bound that is known and the one above which the choice cannot improve the best plan, in seconds."""
+"""Computes a bound of a choice, in seconds. The numbers that it takes are the known bound, and the seconds from which on the choice cannot
+improve the best plan."""
 
 
 @dataclass(frozen=True, slots=True)

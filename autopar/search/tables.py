@@ -129,7 +129,7 @@ class Table:
         return np.array([index[s.roles] for s in self.strategies], dtype=np.int64)
 
     def outside(self, in_flight: float) -> tuple[Array, Array]:
-        """Bytes in host memory and on NVMe (the order of ``Layout.outside``), with so many microbatches in flight."""
+        """Bytes in host memory and on NVMe (the order of ``Layout.outside``), with ``in_flight`` microbatches in flight."""
         return self.host + in_flight * self.host_saved, self.nvme
 
     @cached_property
@@ -596,7 +596,7 @@ def _in_halves(
 
 
 def _takes(price: LayerPrice | None, most: float) -> bool:
-    """Whether a layer has a price, and takes at most so many bytes for what it saves and while it runs."""
+    """Whether a layer has a price, and its saved bytes and transients are at most ``most``."""
     return price is not None and price.saved_bytes + price.transient_bytes <= most
 
 

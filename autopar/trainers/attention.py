@@ -31,7 +31,7 @@ def with_scores(run: Trace, nodes: Sequence[fx.Node]) -> Trace:
 
 def unfuse_attention(costs: Draft) -> None:
     """Charge attention for its products over the full matrix of scores, and for passing the scores from step to step."""
-    for i, node in enumerate(costs.ops):
+    for i, node in enumerate(costs.nodes):
         if cost.is_attention(node):
             differentiable = costs.run.requires_grad[node.name]
             costs.forward_flops[i] = cost.model_flops(node)

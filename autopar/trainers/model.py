@@ -106,7 +106,7 @@ class OtherTrainer(Trainer):
         Trainer.adapt(self, costs)
 
     def _add_loss_copies(self, costs: Draft) -> None:
-        for i, node in enumerate(costs.ops):
+        for i, node in enumerate(costs.nodes):
             if facts(node).is_cross_entropy and costs.run.requires_grad[node.name]:
                 logits = operands(node)[0]
                 made = self.loss_copies * float(sum(costs.size(t) for t in cost.tensors(logits.meta["val"])))

@@ -12,6 +12,7 @@ import torch
 
 from autopar.devices import Cluster, constants, gpu_names, hardware, parse
 from autopar.devices.constants import Constant
+from autopar.devices.figures import cluster_figures
 from autopar.errors import DeviceError
 from autopar.plan import Axis
 from autopar.price.collectives import group, group_time_s, p2p_s
@@ -86,6 +87,23 @@ def test_a_gpu_without_bfloat16_or_nvlink_has_its_own_figures():
 def test_every_gpu_of_the_file_parses_by_its_own_name(name):
     cluster = parse(f"2x4x{name}")
     assert cluster.gpu.name == name and cluster.inter.bytes_per_s > 0 and cluster.gpu.flops_per_s("float64") > 0
+
+
+@pytest.mark.parametrize("name", gpu_names())
+def test_every_figure_of_a_kind_has_its_source(name):
+    entry = hardware.table()[name]
+    keys = {"peak_bf16": "bf16", "peak_fp16": "fp16", "peak_fp8": "fp8", "peak_fp32": "fp32", "peak_tf32": "fp32"}
+    keys |= {key: key for key in ("hbm", "nvlink_domain", "inter_node", "host", "sustained")} | {"nvlink_gb": "nvlink"}
+    wanted = {source for figure in entry for key, source in keys.items() if figure.startswith(key)}
+    assert {"hbm", "host"} < wanted <= set(entry["sources"])
+
+
+def test_each_rate_names_the_figure_or_the_ratio_that_it_comes_from():
+    shown = {row["figure"]: row["source"] for row in cluster_figures(parse("8xH100-80GB"))}
+    sources = hardware.table()["H100-80GB-SXM"]["sources"]
+    assert shown["peak bfloat16"] == sources["bf16"] and shown["peak float8"] == sources["fp8"]
+    assert shown["peak float32"] == shown["peak tf32"] == sources["fp32"]
+    assert shown["peak float64"].startswith("FP64_OVER_BF16: ")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Schedules that give a device several stages: torch's own orders, what is refused, and programs that are exact."""
+"""The actions of every schedule are torch's; sizes that torch refuses are refused; microbatches in flight follow from the actions."""
 
 from __future__ import annotations
 
@@ -40,6 +40,15 @@ def test_orders_are_torchs(name: str) -> None:
     for schedule in sizes(name):
         own = [list(device_groups(schedule, rank)) for rank in range(schedule.pipeline)]
         assert own == torchs(schedule), schedule
+
+
+@pytest.mark.parametrize(("name", "torchs_name"), [("gpipe", "GPipe"), ("1f1b", "1F1B")])
+def test_forwards_and_backwards_of_one_stage_are_in_torchs_order(name: str, torchs_name: str) -> None:
+    """Torch's list for 1F1B numbers the last rank's forwards from 1, so only the order of the actions is compared."""
+    for schedule in [Schedule(name, p, m) for p in (2, 3, 5) for m in (*range(p, 9), 16)]:
+        for rank, groups in enumerate(pipeline_order(torchs_name, schedule.pipeline, 1, schedule.microbatches)):
+            kinds = [kind for ((kind, _, _),) in groups if kind in "FB"]
+            assert kinds == [kind for kind, _, _ in device_order(schedule, rank)], (schedule, rank)
 
 
 @pytest.mark.parametrize("name", [name for name in TORCH if name != "zbv"])
