@@ -280,6 +280,9 @@ def compared(a: Plan, b: Plan) -> list[tuple[str, Any, Any, str]]:
     found.append(("MFU", a.prediction.mfu, b.prediction.mfu, "%"))
     for part in ("total", "parameters", "gradients", "optimizer", "activations", "transients"):
         found.append((f"memory, {part}", largest(a, part), largest(b, part), "B"))
+    for words, name in (("memory in the host", "host_bytes"), ("on NVMe", "nvme_bytes")):
+        outside = [max(getattr(stage, name) for stage in plan.stages) for plan in (a, b)]
+        found += [(words, outside[0], outside[1], "B")] if any(outside) else []
     return found
 
 
