@@ -194,6 +194,11 @@ def write_plan(graph: Graph, cluster: Cluster, request: Mapping[str, Any]) -> Pl
         )
     if expert > 1 and not any(cls.experts for cls in graph.classes.values()):
         raise UsageError(f"expert {expert}: {graph.name} has no mixture of experts", "leave out --expert")
+    if context > 1 and not any(cls.attends for cls in graph.classes.values()):
+        raise UsageError(
+            f"context {context}: {graph.name} has no attention, whose keys and values a ring passes on",
+            "leave out --context",
+        )
     microbatches = request.get("microbatches") or 1
     if size := request.get("microbatch"):
         microbatches, odd = divmod(graph.batch_size, rest * size)
