@@ -486,6 +486,7 @@ command(
             "offload",
             "states",
             "saved",
+            "logits",
             "overlap",
             "compile",
         )

@@ -210,7 +210,18 @@ def write_plan(graph: Graph, cluster: Cluster, request: Mapping[str, Any]) -> Pl
     whole = PlanPins(sync=request.get("sync"), schedule=request.get("schedule"))
     check_sync(whole, "every layer", request.get("zero"), None)
     check_replicas(graph, request.get("sync"), [rest // expert, rest])  # layers with experts, and without
-    of_layers = ("tensor", "expert", "recompute", "segment", "offload", "states", "saved", "overlap", "compile")
+    of_layers = (
+        "tensor",
+        "expert",
+        "recompute",
+        "segment",
+        "offload",
+        "states",
+        "saved",
+        "logits",
+        "overlap",
+        "compile",
+    )
     pins = {name: request.get(name) for name in (*OF_PLAN, *of_layers)}
     pins |= {"data": rest // expert, "ring": context, "microbatches": microbatches}
     pins["compile"] = pins["compile"] or COMPILATIONS[cluster.kind != "cpu"]
