@@ -73,6 +73,6 @@ def check_devices(plan: Plan, cluster: Cluster, may_be_idle: bool = False) -> No
     """Raise ``UsageError`` where the plan is for more devices, or without ``may_be_idle`` for fewer."""
     if plan.device_count > cluster.count or (plan.device_count < cluster.count and not may_be_idle):
         raise UsageError(
-            f"the plan is for {plan.device_count} devices, {cluster.name} has {cluster.count}",
+            f"the plan is for {plan.device_count} devices ({plan.devices}), and there are {cluster.count}",
             f"give {plan.device_count} devices, or make a plan for these",
         )

@@ -46,6 +46,9 @@ class Workload:
             UsageError: an unknown precision, or a loss that is no function.
             CaptureError: the model cannot be exported.
         """
+        if isinstance(self.model, type):
+            name = self.model.__name__
+            raise ModelError(f"the model is the class {name}, not a torch.nn.Module", f"give an instance: {name}(...)")
         if not isinstance(self.model, nn.Module):
             raise ModelError(
                 f"the model is {type(self.model).__name__}, not a torch.nn.Module", "wrap a function in a module"

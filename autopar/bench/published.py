@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, UsageError
 from autopar.plan import FULL, Role
 from autopar.schedules import NO_PIPELINE, ONE_F_ONE_B
 from autopar.search import SearchOptions, search
@@ -82,6 +82,11 @@ def published(
         if result is not None:
             found.append(result)
     progress("done", len(groups), len(groups))
+    if not found:
+        raise UsageError(
+            f"{path} has no cell in which two layouts have a price and a measured step: there is nothing to choose from",
+            "rows of one `group` are a cell: give at least two of them, with `measured`",
+        )
     return found
 
 

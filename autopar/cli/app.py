@@ -12,6 +12,7 @@ import autopar
 from autopar.cli.options import (
     DEVICES_HELP,
     MODEL_HELP,
+    WholeNumber,
     again_options,
     allow_option,
     calibration_option,
@@ -200,7 +201,7 @@ command(
     ),
     click.option(
         "--seed",
-        type=click.IntRange(0, 2**63 - 1),
+        type=WholeNumber(0, 2**63 - 1),
         default=0,
         show_default=True,
         metavar="N",
@@ -296,7 +297,7 @@ command(
     click.argument("model"),
     click.option(
         "--devices",
-        type=click.IntRange(1, 64),
+        type=WholeNumber(1, 64),
         default=2,
         show_default=True,
         metavar="N",
@@ -403,7 +404,7 @@ command(
     click.argument("model", nargs=-1, metavar="[MODEL]..."),
     click.option(
         "--port",
-        type=click.IntRange(0, 65535),
+        type=WholeNumber(0, 65535),
         default=0,
         metavar="N",
         help="TCP port. 0, the default, takes any free port.",
@@ -471,11 +472,9 @@ command(
         is_flag=True,
         help="Shard activations between tensor-parallel regions along the sequence (Megatron-LM's sequence parallelism).",
     ),
-    click.option("--context", type=click.IntRange(1), metavar="N", help="The degree of ring attention."),
+    click.option("--context", type=WholeNumber(1), metavar="N", help="The degree of ring attention."),
     *(pin_option(PINS[name], "{}", (ANY,)) for name in ("expert", "zero", "microbatches")),
-    click.option(
-        "--microbatch", type=click.IntRange(1), metavar="N", help="Sequences in one microbatch on one device."
-    ),
+    click.option("--microbatch", type=WholeNumber(1), metavar="N", help="Sequences in one microbatch on one device."),
     *(
         pin_option(PINS[name], "{}", (ANY,))
         for name in (
@@ -487,6 +486,7 @@ command(
             "offload",
             "states",
             "saved",
+            "logits",
             "overlap",
             "compile",
         )

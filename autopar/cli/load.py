@@ -4,6 +4,7 @@ model, a model of the zoo."""
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib
 import importlib.util
 import inspect
@@ -64,7 +65,8 @@ def load_model(model: str, sizes: Sizes, *, device: str = "meta", default_precis
     if ":" in model:
         return _from_factory(model, sizes, device)
     if model.endswith(".py"):
-        raise ModelError(f"{model} names a file but no factory in it", _factory_hint(Path(model)))
+        check_file(model)
+        raise ModelError(f"{model} names a file but no factory in it", _factory_hint(Path(model), model))
     if model.endswith(".json") or Path(model).is_file() or is_pretrained(model):
         path = Path(model, "config.json") if is_pretrained(model) else Path(model)
         module, batch = build_config(
@@ -104,7 +106,9 @@ def called_factory(model: str, sizes: Sizes) -> tuple[Any, dict[str, int | str]]
     module = _guarded(source, _import_file if source.endswith(".py") else _import_package, source)
     function = getattr(module, factory, None)
     if not callable(function):
-        hint = _factory_hint(Path(module.__file__)) if getattr(module, "__file__", None) else _RETURNS
+        hint = _factory_hint(Path(module.__file__), source, factory) if getattr(module, "__file__", None) else _RETURNS
+        if hasattr(module, factory):
+            raise ModelError(f"{factory} of {source} is of type {type(function).__name__}, not a function", hint)
         raise ModelError(f"{source} has no function {factory!r}", hint)
     arguments = _arguments(function, sizes)
     return _guarded(model, function, **arguments), arguments
@@ -188,7 +192,12 @@ def _unpack(model: str, result: Any) -> Workload:
         module, batch, *rest = result
         loss_fn = rest[0] if rest else None
     if not isinstance(module, nn.Module):
-        raise ModelError(f"{model} returned {type(module).__name__}, not a torch.nn.Module", _RETURNS)
+        what = (
+            f"returned {type(module).__name__}"
+            if module is result
+            else f"returned {type(module).__name__} as its first value"
+        )
+        raise ModelError(f"{model} {what}, not a torch.nn.Module", _RETURNS)
     if loss_fn is not None and not callable(loss_fn):
         raise ModelError(f"{model} returned {type(loss_fn).__name__} as its loss_fn, not a function", _RETURNS)
     return Workload(module, batch, loss_fn, _title(model, module))
@@ -221,11 +230,12 @@ def batch_of(model: str, module: nn.Module, sizes: Sizes, device: str) -> Any:
     return batch_for(type(module).__name__, config, sizes.seq, sizes.global_batch, dtype, device)
 
 
-def _factory_hint(path: Path) -> str:
-    """The functions of a file as a hint, found without running the file."""
+def _factory_hint(path: Path, source: str, wanted: str = "") -> str:
+    """The functions of a file, found without running it, as a hint in the user's spelling of it: those like ``wanted`` first."""
     try:
         body = ast.parse(path.read_text()).body
     except (OSError, SyntaxError, UnicodeDecodeError):
         return _RETURNS
     names = [node.name for node in body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
-    return f"did you mean {' or '.join(f'{path}:{name}' for name in names[:3])}?" if names else _RETURNS
+    names.sort(key=lambda name: -difflib.SequenceMatcher(None, wanted, name).ratio() if wanted else 0.0)
+    return f"did you mean {' or '.join(f'{source}:{name}' for name in names[:3])}?" if names else _RETURNS

@@ -21,6 +21,12 @@ MODEL_HELP = """
     """
 
 
+class WholeNumber(click.IntRange):
+    """``click.IntRange`` that calls itself what it is where a value is refused."""
+
+    name = "whole number"
+
+
 def joined(*options: Callable[[Any], Any]) -> Callable[[F], F]:
     """One decorator for several options."""
 
@@ -72,14 +78,14 @@ def json_option(help: str) -> Callable[[Any], Any]:
 
 def count_option(name: str, default: int, help: str, least: int = 1, metavar: str = "N") -> Callable[[Any], Any]:
     """A whole number that has a default."""
-    kind = click.IntRange(least)
+    kind = WholeNumber(least)
     return click.option(name, type=kind, default=default, show_default=True, metavar=metavar, help=help)
 
 
 def pin_option(pin: Pin, sentence: str, without: tuple[str, ...] = ()) -> Callable[[Any], Any]:
     """The option ``--NAME`` of a pin, with the values that it has in the table except those in ``without``."""
     names = [name for name in pin.names if name not in without]
-    kind: click.ParamType = click.Choice(names) if names else click.IntRange(pin.least, pin.most)
+    kind: click.ParamType = click.Choice(names) if names else WholeNumber(pin.least, pin.most)
     metavar = None if names else "N" if pin.most is None else f"{pin.least}-{pin.most}"
     if pin.counted:  # checked with the other pins
         kind, metavar = click.STRING, f"[{'|'.join(names)}]"

@@ -194,6 +194,11 @@ def write_plan(graph: Graph, cluster: Cluster, request: Mapping[str, Any]) -> Pl
         )
     if expert > 1 and not any(cls.experts for cls in graph.classes.values()):
         raise UsageError(f"expert {expert}: {graph.name} has no mixture of experts", "leave out --expert")
+    if context > 1 and not any(cls.attends for cls in graph.classes.values()):
+        raise UsageError(
+            f"context {context}: {graph.name} has no attention, whose keys and values a ring passes on",
+            "leave out --context",
+        )
     microbatches = request.get("microbatches") or 1
     if size := request.get("microbatch"):
         microbatches, odd = divmod(graph.batch_size, rest * size)
@@ -205,7 +210,18 @@ def write_plan(graph: Graph, cluster: Cluster, request: Mapping[str, Any]) -> Pl
     whole = PlanPins(sync=request.get("sync"), schedule=request.get("schedule"))
     check_sync(whole, "every layer", request.get("zero"), None)
     check_replicas(graph, request.get("sync"), [rest // expert, rest])  # layers with experts, and without
-    of_layers = ("tensor", "expert", "recompute", "segment", "offload", "states", "saved", "overlap", "compile")
+    of_layers = (
+        "tensor",
+        "expert",
+        "recompute",
+        "segment",
+        "offload",
+        "states",
+        "saved",
+        "logits",
+        "overlap",
+        "compile",
+    )
     pins = {name: request.get(name) for name in (*OF_PLAN, *of_layers)}
     pins |= {"data": rest // expert, "ring": context, "microbatches": microbatches}
     pins["compile"] = pins["compile"] or COMPILATIONS[cluster.kind != "cpu"]
@@ -280,6 +296,9 @@ def compared(a: Plan, b: Plan) -> list[tuple[str, Any, Any, str]]:
     found.append(("MFU", a.prediction.mfu, b.prediction.mfu, "%"))
     for part in ("total", "parameters", "gradients", "optimizer", "activations", "transients"):
         found.append((f"memory, {part}", largest(a, part), largest(b, part), "B"))
+    for words, name in (("memory in the host", "host_bytes"), ("on NVMe", "nvme_bytes")):
+        outside = [max(getattr(stage, name) for stage in plan.stages) for plan in (a, b)]
+        found += [(words, outside[0], outside[1], "B")] if any(outside) else []
     return found
 
 

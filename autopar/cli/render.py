@@ -17,6 +17,7 @@ from autopar.units import seconds, size
 
 _BAR = 20  # characters of a full bar
 _PARTS = ("parameters", "gradients", "optimizer", "activations", "transients")
+_OUTSIDE = {"in the host": "host_bytes", "on NVMe": "nvme_bytes"}
 
 
 def print_plan(plan: Plan, console: Console, hint: str = "") -> None:
@@ -130,6 +131,9 @@ def _layers(plan: Plan) -> RenderableType:
 
 def _stages(plan: Plan) -> RenderableType:
     table = plain_table("memory of one device", ("stage",), ("layers", *_PARTS, "total", "limit"))
+    places = [name for name in _OUTSIDE if any(getattr(stage, _OUTSIDE[name]) for stage in plan.stages)]
+    for name in places:
+        table.add_column(name, justify="right")
     table.add_column("", no_wrap=True)
     for first, last, stage in _alike(plan.stages):
         memory, limit = stage.memory, stage.memory_limit_bytes
@@ -139,6 +143,7 @@ def _stages(plan: Plan) -> RenderableType:
             *(size(getattr(memory, part)) for part in _PARTS),
             size(memory.total),
             size(limit),
+            *(size(getattr(stage, _OUTSIDE[name])) for name in places),
             _bar(memory.total / limit if limit else 0.0),
         )
     return table
@@ -147,8 +152,9 @@ def _stages(plan: Plan) -> RenderableType:
 def _alike(stages: tuple[StagePlan, ...]) -> Iterable[tuple[int, int, StagePlan]]:
     """Stages as (first, last, example); consecutive stages with equal numbers of layers and equal memory are one row."""
 
-    def key(item: tuple[int, StagePlan]) -> tuple[int, Memory]:
-        return item[1].stop - item[1].start, item[1].memory
+    def key(item: tuple[int, StagePlan]) -> tuple[int, Memory, int, int]:
+        stage = item[1]
+        return stage.stop - stage.start, stage.memory, stage.host_bytes, stage.nvme_bytes
 
     for _, group in itertools.groupby(enumerate(stages), key=key):
         members = list(group)

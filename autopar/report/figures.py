@@ -81,6 +81,7 @@ _COPIED = (
     "wall_time_s",
     "notes",
     "allow",
+    "nvme_path",
 )
 _PRICED = (
     "forward_s",
@@ -92,6 +93,9 @@ _PRICED = (
     "optimizer_bytes",
     "saved_bytes",
     "transient_bytes",
+    "host_bytes",
+    "nvme_bytes",
+    "host_saved_bytes",
 )
 
 
@@ -136,6 +140,7 @@ def _stage(plan: Plan, s: int, step: PredictedStep | None) -> dict[str, Any]:
         cost = step.cost
         found["forward_s"], found["backward_s"] = cost.forward_s[s], cost.backward_s[s]
         found["communication_s"], found["per_step_s"] = cost.communication_s[s], cost.per_step_s[s]
+        found["host_limit_bytes"], found["nvme_limit_bytes"] = step.outside_limits_bytes[plan.sized_schedule.device[s]]
     return found
 
 

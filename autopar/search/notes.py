@@ -9,6 +9,7 @@ from autopar.pins import nothing_halved
 from autopar.plan import APART, FP8, HALVES, INT8, NARROW_GRADIENTS, NARROW_MOMENTS, Plan, Role, Strategy, local_steps
 from autopar.precision import TF32
 from autopar.search.problem import Choice, Devices, Mesh, Pricer
+from autopar.units import size
 
 
 def notes_of(graph: Graph, choice: Choice, strategies: Sequence[Strategy], mesh: Mesh) -> tuple[str, ...]:
@@ -16,11 +17,11 @@ def notes_of(graph: Graph, choice: Choice, strategies: Sequence[Strategy], mesh:
     notes = []
     idle = [s.degree(mesh, Role.IDLE) for s in strategies]
     if max(idle) > 1:
-        where = idle.index(max(idle))
+        where, rows = idle.index(max(idle)), graph.batch_size // choice.schedule.microbatches
         notes.append(
             f"{sum(d > 1 for d in idle)} of {len(idle)} layers cannot use every device: groups of up to {max(idle)} do the same "
-            f"work (first {graph.layers[where].name}), because a microbatch of {graph.batch_size // choice.schedule.microbatches} "
-            "samples does not divide further"
+            f"work (first {graph.layers[where].name}), because a microbatch of {rows} "
+            f"{'sample' if rows == 1 else 'samples'} does not divide further"
         )
     if shared := graph.shared_parameters:
         notes.append(
@@ -81,7 +82,7 @@ def outside_notes(outside: Sequence[tuple[int, int]], stages: Sequence[Devices])
         if max(sizes):
             d = max(range(len(sizes)), key=lambda d: sizes[d] / max(limits[d], 1))
             full = ", which does not fit" if sizes[d] > limits[d] else ""
-            text = f"{where}: {sizes[d] / 1e9:.3g} GB per device, whose share is {limits[d] / 1e9:.3g} GB{full}"
+            text = f"{where}: {size(sizes[d])} per device, whose share is {size(limits[d])}{full}"
             found.append(text)
     return tuple(found)
 

@@ -58,3 +58,7 @@ def test_the_command(file: Path, capsys: pytest.CaptureFixture[str], tmp_path: P
     assert data["cells"][0]["regret"] == pytest.approx(0.25) and data["summary"]["failed"] == 0
     with pytest.raises(UsageError, match="cannot be read"):
         published(tmp_path / "nothing.jsonl")
+    (tmp_path / "alone.jsonl").write_text(json.dumps(row("one", 4, 1, 1, 4, 9.0)) + "\n{}\n")
+    with pytest.raises(UsageError, match="no cell in which two layouts") as error:
+        published(tmp_path / "alone.jsonl")
+    assert "group" in error.value.hint

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,6 +43,11 @@ def bad_loss():
 
 def _hidden():
     return None
+
+def names():
+    return "a", "b"
+
+WIDTH = 4
 """
 
 
@@ -109,6 +115,8 @@ def test_sizes_reach_the_factory(factories):
         ("broken", ModelError, r"factories_for_test.py:22: .*raised TypeError"),
         ("leaves", ModelError, r"factories_for_test.py:25: .*raised SystemExit: no data"),
         ("bad_loss", ModelError, "returned int as its loss_fn"),
+        ("names", ModelError, "returned str as its first value, not a torch.nn.Module"),
+        ("WIDTH", ModelError, r"WIDTH of .*factories_for_test.py is of type int, not a function"),
         ("missing", ModelError, "has no function 'missing'"),
     ],
 )
@@ -123,6 +131,13 @@ def test_a_file_without_a_factory_names_the_candidates(factories):
     assert f"{factories}:pair" in caught.value.hint and "_hidden" not in caught.value.hint
 
 
+def test_a_misspelt_factory_is_answered_in_the_users_spelling(factories, monkeypatch):
+    monkeypatch.chdir(Path(factories).parent)
+    with pytest.raises(ModelError) as caught:
+        load_model("factories_for_test.py:numbr", Sizes())
+    assert caught.value.hint.startswith("did you mean factories_for_test.py:number or ")
+
+
 def test_a_file_that_does_not_parse(tmp_path):
     path = tmp_path / "wrong.py"
     path.write_text("def f(:\n")
@@ -134,6 +149,7 @@ def test_a_file_that_does_not_parse(tmp_path):
     ("model", "words"),
     [
         ("no_such_file.py:f", "there is no file no_such_file.py"),
+        ("no_such_file.py", "there is no file no_such_file.py"),
         ("no_such_package.models:f", "there is no Python module 'no_such_package'"),
         ("llama3-7b", "no model called 'llama3-7b' in the zoo"),
         ("no_such_config.json", "cannot be read: No such file"),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from places import ROOT
 
 from autopar.cli.app import cli
 from autopar.cli.pricing import read_flags, translated
@@ -52,6 +53,16 @@ def test_a_plan_for_other_devices_or_layers_is_refused(tmp_path: Path, request_o
         with pytest.raises(UsageError, match=words) as error:
             invoke(*command)
         assert error.value.hint
+
+
+def test_a_ring_needs_attention_and_slices_belong_to_the_loss():
+    model = f"{ROOT}/examples/mlp.py:model"
+    with pytest.raises(UsageError, match="context 2: mlp has no attention") as error:
+        invoke("price", model, "--devices", "4xH100-80GB", "--context", "2")
+    assert error.value.hint == "leave out --context"
+    plan = json.loads(invoke("price", *GPT2, "--context", "2", "--logits", "sliced", "--json"))
+    assert {layer["sequence"] for layer in plan["layers"]} == {2}
+    assert {layer["logits"] for layer in plan["layers"][:-1]} == {"whole"} and plan["layers"][-1]["logits"] == "sliced"
 
 
 def test_the_flags_of_other_trainers_mean_the_same():

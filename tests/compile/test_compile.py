@@ -269,6 +269,9 @@ def test_what_is_no_module_and_where_nothing_can_be_written(tmp_path):
     module, batch = small()
     with pytest.raises(ModelError, match="not a torch.nn.Module"):
         autopar.compile(lambda x: x, 1, batch)
+    with pytest.raises(ModelError, match="the class Linear, not a torch.nn.Module") as caught:
+        autopar.compile(nn.Linear, 1, batch)
+    assert caught.value.hint == "give an instance: Linear(...)"
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="cannot be made: .*file is a file"):
         autopar.compile(module, 1, batch, nn.functional.cross_entropy, folder=tmp_path / "file" / "program")

@@ -25,12 +25,13 @@ from autopar.devices import Cluster, parse
 from autopar.devices.figures import cluster_figures
 from autopar.errors import UsageError
 from autopar.graph import Graph
-from autopar.plan import Plan
+from autopar.plan import Plan, Role, Strategy
 from autopar.price import Pricer
 from autopar.report import PredictedStep, Subject, page, predict_step
 from autopar.report.figures import MOST_ACTIONS, figures
 from autopar.search import evaluate, manual_plan
 from autopar.shard import annotate
+from autopar.units import size
 
 WEB = ROOT / "autopar" / "report" / "web"
 MLP = f"{ROOT}/examples/mlp.py:model"
@@ -259,3 +260,37 @@ def test_the_page_in_a_browser(
     assert re.match(r"(forward|bubble).*pipeline rank 0 \(devices 0 to 3\)\. .*", chromium.run(live))
     chromium.keys(["down"])
     assert "pipeline rank 1 (devices 4 to 7)" in chromium.run(live)
+
+
+def test_the_page_shows_every_size_of_memory_that_the_plan_names(
+    chromium: Browser, graph: Graph, tmp_path: Path
+) -> None:
+    """Optimizer states of stage 0 are in the host's memory, those of stage 1 on NVMe; limits are shown where the devices are known."""
+    (tmp_path / "drives.toml").write_text(
+        'gpu = "H100-80GB"\nnvme_gb = 2000\nnvme_read_gb_per_s = 6\nnvme_write_gb_per_s = 3\nnvme_path = "/drives/0"'
+    )
+    cluster = parse(str(tmp_path / "drives.toml"))
+    drives = {i: Strategy((Role.DATA,), states="nvme", offload="activations") for i in range(4, 8)}
+    plan, pricer = priced(graph, cluster, pipeline=2, data=4, microbatches=4, states="host", strategies=drives)
+    assert plan.stages[0].host_bytes > 0 == plan.stages[0].nvme_bytes and plan.stages[1].nvme_bytes > 0
+    both = Subject("file", plan), Subject("step", plan, predict_step(graph, cluster, pricer, plan))
+    limits = {size(cluster.host_limit_bytes), size(cluster.nvme_limit_bytes)}
+    for subject in both:
+        file = tmp_path / "page.html"
+        file.write_text(page([subject]))
+        for width, dark in ((1280, False), (390, True)):
+            chromium.view(width, 900, dark, width < 600)
+            chromium.open(file)
+            assert chromium.run("return document.documentElement.scrollWidth") == width and chromium.complaints() == []
+            tables = "[...document.querySelectorAll('#memory table')].slice(0, 2)"
+            cells = chromium.run(
+                f"return {tables}.flatMap((t) => [...t.querySelectorAll('td')].map((c) => c.textContent))"
+            )
+            for stage in plan.to_json()["stages"]:
+                named = {name: value for name, value in stage.items() if name.endswith("_bytes")}
+                named |= named.pop("memory_by_part_bytes")
+                assert len(named) == 9 and all(size(value) in cells for value in named.values()), (named, cells)
+            assert limits & set(cells) == (limits if subject.step else set()), cells
+            assert "/drives/0" in chromium.run("return document.getElementById('memory').textContent")
+    details = chromium.run("return document.getElementById('layers').textContent")
+    assert all(words in details for words in ("optimizer in the host", "optimizer on NVMe", "saved in the host"))

@@ -16,7 +16,7 @@ export function h(tag, attributes = {}, ...children) {
 export function table(caption, columns, rows) {
   return h('div', { class: 'wide', tabindex: 0, role: 'region', 'aria-label': caption },
     h('table', {},
-      h('caption', {}, caption),
+      h('caption', {}, h('span', {}, caption)),
       h('thead', {}, h('tr', {}, columns.map(([title, kind]) => h('th', { scope: 'col', class: kind || null }, title)))),
       h('tbody', {}, rows.map((row) => h('tr', {}, row.map((cell, i) => {
         if (cell instanceof Element && cell.tagName === 'TD') return cell;

@@ -16,13 +16,28 @@ export function peaks(plan) {
     seen.add(stage.rank);
     const sum = total(Object.values(stage.memory));
     rows.push([`rank ${stage.rank}`, bar(PARTS.map((part) => [part, part, stage.memory[part] / most]), stage.limit_bytes / most),
-      size(sum), size(stage.limit_bytes), percent(sum / stage.limit_bytes, 0), ...PARTS.map((part) => size(stage.memory[part])),
-      ...(plan.stages.some((one) => one.host_bytes) ? [size(stage.host_bytes)] : [])]);
+      size(sum), size(stage.limit_bytes), percent(sum / stage.limit_bytes, 0), ...PARTS.map((part) => size(stage.memory[part]))]);
   });
-  const host = plan.stages.some((one) => one.host_bytes) ? [['in the host', 'number']] : [];
   return h('div', {}, legend([...PARTS.map((part) => [part, part]), ['limit', 'limit']]),
     table('Memory of one device at the peak of the step', [['pipeline rank', ''], ['by part', ''], ['total', 'number'], ['limit', 'number'], ['full', 'number'],
-      ...PARTS.map((part) => [part, 'number']), ...host], rows));
+      ...PARTS.map((part) => [part, 'number'])], rows), outside(plan));
+}
+
+const PLACES = [['host', 'the host\'s memory'], ['nvme', 'NVMe']];
+
+// What a device of each pipeline rank has outside of its own memory, against its share of the node's; null if nothing is there.
+function outside(plan) {
+  const used = PLACES.filter(([place]) => plan.stages.some((stage) => stage[`${place}_bytes`]));
+  if (!used.length) return null;
+  const limited = plan.stages.every((stage) => stage.host_limit_bytes !== undefined);
+  const rows = [...new Map(plan.stages.map((stage) => [stage.rank, stage])).values()].flatMap((stage) => used.map(([place, name]) => {
+    const [bytes, limit] = [stage[`${place}_bytes`], stage[`${place}_limit_bytes`]];
+    return [`rank ${stage.rank}, ${name}`, size(bytes), ...(limited ? [limit ? size(limit) : '-', limit ? percent(bytes / limit, 0) : '-', bar([[name, place, limit ? Math.min(1, bytes / limit) : 0]])] : [])];
+  }));
+  return h('div', {}, table('Of one device, outside of its memory: optimizer states and offloaded activations', [['pipeline rank', ''], ['total', 'number'],
+    ...(limited ? [['limit', 'number'], ['full', 'number'], ['', '']] : [])], rows),
+  limited ? h('p', { class: 'soft' }, 'A limit is one device\'s share of what plans may use of its node.') : null,
+  plan.nvme_path ? h('p', { class: 'soft' }, 'The folder on NVMe is ', h('code', {}, plan.nvme_path), '.') : null);
 }
 
 export function memory(plan) {

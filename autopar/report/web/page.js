@@ -48,7 +48,7 @@ function pins(plan) {
 }
 
 function compared() {
-  const form = { s: seconds, GiB: size, '%': (share) => percent(share) };
+  const form = { s: seconds, B: size, '%': (share) => percent(share) };
   const text = (value, unit) => (form[unit] ? form[unit](value) : `${value}`);
   return table('Both plans', [['', ''], ...plans.map((plan) => [plan.name, 'number']), ['second / first', 'number']],
     comparison.map(([figure, a, b, unit]) => [figure, text(a, unit), text(b, unit), unit && a > 1e-9 ? (b / a).toFixed(2) : '']));
@@ -79,10 +79,11 @@ const chips = (strategy) => h('ul', { class: 'chips' },
 
 function kindTable(kind) {
   if (kind.forward_s === undefined) return null;
-  const bytes = ['parameters', 'gradients', 'optimizer', 'saved', 'transient'];
+  const bytes = [...['parameters', 'gradients', 'optimizer', 'saved', 'transient'].map((name) => [name, name]),
+    ...[['optimizer in the host', 'host'], ['optimizer on NVMe', 'nvme'], ['saved in the host', 'host_saved']].filter(([, name]) => kind[`${name}_bytes`])];
   return table(`One ${kind.class}, a microbatch on one device`, [['', ''], ['', 'number']],
     [['forward', seconds(kind.forward_s)], ['backward', seconds(kind.backward_s)], ['of both, exposed communication', seconds(kind.communication_s)],
-      ['once a step', seconds(kind.step_s)], ...bytes.map((name) => [name, size(kind[`${name}_bytes`])])]);
+      ['once a step', seconds(kind.step_s)], ...bytes.map(([title, name]) => [title, size(kind[`${name}_bytes`])])]);
 }
 
 const cost = (kind) => (kind.forward_s === undefined ? null : kind.forward_s + kind.backward_s);

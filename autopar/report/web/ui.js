@@ -193,9 +193,9 @@ function pinPrices(one) {
     delete asked.pins[key];
     return asked;
   };
-  return [table('What each pin costs', [['pin', ''], ['it costs', 'number'], ['', ''], ['best step without it', 'number']], pins.map((pin) => [
-    `${pin.pin}=${pin.value}`, percent(Math.max(0, 1 - pin.step_time_without_s / step)),
-    h('button', { type: 'button', on: { click: () => { setPins(without(pin.pin).pins); plan(without(pin.pin)); } } }, `Plan without ${pin.pin}`), seconds(pin.step_time_without_s)]))];
+  return [table('What each pin costs', [['pin', ''], ['it costs', 'number'], ['best step without', 'number'], ['', '']], pins.map((pin) => [
+    `${pin.pin}=${pin.value}`, percent(Math.max(0, 1 - pin.step_time_without_s / step)), seconds(pin.step_time_without_s),
+    h('button', { type: 'button', on: { click: () => { setPins(without(pin.pin).pins); plan(without(pin.pin)); } } }, `Plan without ${pin.pin}`)]))];
 }
 
 function tabs(one) {
