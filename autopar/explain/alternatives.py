@@ -16,8 +16,8 @@ from autopar.explain.describe import describe, memory_bytes
 from autopar.explain.study import Study
 from autopar.plan import Plan
 from autopar.search.bounds.cheap import fewest_seconds
+from autopar.search.prices import Prices
 from autopar.search.problem import choices
-from autopar.search.tables import Prices
 
 GAP = 0.02
 """The search for an alternative stops at this gap: alternatives are compared, not run."""

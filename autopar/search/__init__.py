@@ -8,8 +8,8 @@ from autopar.search.driver import price_pins, search, search_faster
 from autopar.search.evaluation import evaluate, memory_timeline, reprice
 from autopar.search.manual import make_mesh, manual_plan
 from autopar.search.options import SearchOptions
+from autopar.search.prices import Shared
 from autopar.search.problem import Pricer
-from autopar.search.tables import Shared
 
 __all__ = [
     "Pricer",

@@ -32,10 +32,11 @@ from autopar.search.evaluation import Proof, Solution, cost, in_segments, make_p
 from autopar.search.minimum_memory import explain, explain_outside, least_memory, something_fits
 from autopar.search.options import SearchOptions
 from autopar.search.pareto import Array
+from autopar.search.prices import Prices, Shared
 from autopar.search.problem import Choice, Devices, Pricer, choices, mirrors, no_mirror, waiting_less
 from autopar.search.state import State
 from autopar.search.steps import ONE_STAGE, advance, decided, engine_of, nothing_fits, segmented
-from autopar.search.tables import Instance, Prices, Shared
+from autopar.search.tables import Instance
 
 WAITING = 0.2
 """If every device of the best plan waits for this share of the step or more, its pipeline is tried with other schedules than 1F1B and

@@ -82,9 +82,10 @@ Mesh = tuple[Axis, ...]
 TENSOR_ROLES = (Role.TENSOR, Role.TENSOR_SEQUENCE)
 SEQUENCE_ROLES = (Role.ULYSSES, Role.RING)
 MOST_CHUNKS = 8
-"""Numbers of chunks of a device that are tried if no pin decides. All pipelines are tried with several chunks if the pinned schedule
-may have several stages on each device; otherwise only the pipeline of the best plan with one stage on each device, and half of it: there are
-many such choices, their bounds are some per cent looser, and other schedules gain at most the time for which that plan's devices wait."""
+"""Numbers of chunks of a device that are tried if no pin decides. All pipelines are tried with several chunks if the pinned schedule may
+have several stages on each device; otherwise only the pipeline of the best plan with one stage on each device, and half of it: there
+are many such choices, their bounds are some per cent looser, and other schedules gain at most the time for which that plan's devices
+wait."""
 SEGMENTS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of layers that are tried as one segment of recomputation."""
 

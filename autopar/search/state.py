@@ -12,8 +12,9 @@ import numpy as np
 from autopar.search.bounds.cheap import fewest_seconds
 from autopar.search.evaluation import Solution, all_in_turn, cost, fits
 from autopar.search.options import SearchOptions
+from autopar.search.prices import Prices
 from autopar.search.problem import Choice, Pricer
-from autopar.search.tables import Instance, Prices
+from autopar.search.tables import Instance
 
 
 @dataclass(order=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from search_halves import halved, in_halves, overlapped
+from search_memory import StageMemories, peak_host_memory, peak_memory
 from torch import fx, nn
 
 from autopar.graph import Graph, Layer, LayerClass, Value
@@ -454,7 +455,7 @@ def plans(
                 if not s.slices_logits or sizes.get(replace(s, logits="whole"), 1e99) > 0.1 * max(limits)
             ]
     tied = [i for i, layer in enumerate(graph.layers) if "shared" in layer.parameters]
-    held = Holding(graph, tables)
+    memories = StageMemories(graph, tables)
     for numbers in itertools.product(*(range(len(table)) for table in tables)):
         picked = [table[number] for table, number in zip(tables, numbers, strict=True)]
         ways = [s for s, _ in picked]
@@ -462,12 +463,12 @@ def plans(
             continue
         for cuts in itertools.combinations(range(1, count), stages - 1):
             bounds = (0, *cuts, count)
-            parts = [held.of(s, bounds[s], numbers[bounds[s] : bounds[s + 1]]) for s in range(stages)]
-            if any(most_held(parts, d, where, orders[d]) > limits[d] for d in range(line)):
+            parts = [memories.of(s, bounds[s], numbers[bounds[s] : bounds[s + 1]]) for s in range(stages)]
+            if any(peak_memory(parts, d, where, orders[d]) > limits[d] for d in range(line)):
                 continue
             runs = [[p[s] for _, p in picked[bounds[s] : bounds[s + 1]]] for s in range(stages)]
             own = [[run if here == d else [] for run, here in zip(runs, where, strict=True)] for d in range(line)]
-            if any(most_aside(*each) > cluster.host_limit_bytes for each in zip(own, orders, strict=True)) or (
+            if any(peak_host_memory(*each) > cluster.host_limit_bytes for each in zip(own, orders, strict=True)) or (
                 max(sum(p.nvme_bytes for run in mine for p in run) for mine in own) > cluster.nvme_limit_bytes
             ):
                 continue
@@ -487,76 +488,6 @@ def plans(
                 step.append(sum(p.step_s for p in inside))
             seconds = simulate(choice.schedule, forward, backward, weight)
             yield seconds + max(sum(step[s] for s in range(stages) if where[s] == d) for d in range(line)), ways, bounds
-
-
-def saved_by(run: list[LayerPrice], names: list[tuple[str, Strategy]]) -> int:
-    """What a stage keeps of a microbatch: of each segment of equal layers its first one's."""
-    total = 0
-    for _, group in itertools.groupby(zip(names, run, strict=True), lambda pair: pair[0]):
-        prices = [price for _, price in group]
-        first = prices[0]
-        total += (
-            sum(p.saved_bytes for p in prices)
-            if first.segment == 1
-            else -(-len(prices) // first.segment) * first.kept_bytes
-        )
-    return total
-
-
-@dataclass(frozen=True)
-class Held:
-    """Bytes that the layers of a stage hold: all along, of each microbatch, of each whose weights' gradients wait, and at work."""
-
-    weights: int
-    saved: int
-    waiting: int
-    transient: int
-
-
-class Holding:
-    """What stages hold, each counted once: the same layers with the same strategies are a stage of very many plans.
-
-    ``tables`` are the strategies of every layer, with their prices in every stage.
-    """
-
-    def __init__(self, graph: Graph, tables: list[list[tuple[Strategy, list[LayerPrice]]]]) -> None:
-        self.graph, self.tables = graph, tables
-        self.known: dict[tuple[int, int, tuple[int, ...]], Held] = {}
-
-    def of(self, stage: int, first: int, numbers: tuple[int, ...]) -> Held:
-        """Of the layers from ``first`` on, whose strategies are those of these numbers in their tables."""
-        key = stage, first, numbers
-        if key not in self.known:
-            layers = range(first, first + len(numbers))
-            picked = [self.tables[layer][number] for layer, number in zip(layers, numbers, strict=True)]
-            run = [prices[stage] for _, prices in picked]
-            names = [(self.graph.layers[layer].cls, way) for layer, (way, _) in zip(layers, picked, strict=True)]
-            self.known[key] = Held(
-                sum(p.parameters_bytes + p.gradients_bytes + p.optimizer_bytes for p in run),
-                saved_by(run, names),
-                sum(p.waiting_bytes for p in run),
-                max(p.transient_bytes for p in run),
-            )
-        return self.known[key]
-
-
-def most_held(parts: list[Held], device: int, where: list[int], order: list[tuple[str, int, int]]) -> int:
-    """The bytes of a device at the moment of its schedule at which it holds most; ``parts`` is what every stage holds. The first part of a
-    backward replaces what is saved by what waits: one of its two ends counts."""
-    live = most = 0
-    for kind, stage, _ in order:
-        part = parts[stage]
-        before = live + (part.saved if kind == "F" else 0)
-        live += {"F": part.saved, "B": -part.saved, "I": part.waiting - part.saved, "W": -part.waiting}[kind]
-        most = max(most, before + part.transient, (live if kind == "I" else 0) + part.transient)
-    return most + sum(part.weights for part, d in zip(parts, where, strict=True) if d == device)
-
-
-def most_aside(runs: list[list[LayerPrice]], order: list[tuple[str, int, int]]) -> int:
-    """The same of the host's memory. ``runs`` has the device's own layers by stage, and nothing for other stages."""
-    change = {"F": 1, "B": -1, "I": -1, "W": 0}
-    saved = (change[kind] * sum(p.host_saved_bytes for p in runs[stage]) for kind, stage, _ in order)
-    return sum(p.host_bytes for run in runs for p in run) + max(itertools.accumulate(saved))
 
 
 class TransformerPricer:

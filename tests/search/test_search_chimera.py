@@ -22,8 +22,8 @@ from autopar.search.construct.devices import construct_devices
 from autopar.search.evaluation import Solution, cost, fits
 from autopar.search.exact import solve_labels
 from autopar.search.manual import make_mesh
+from autopar.search.prices import Prices
 from autopar.search.problem import choices
-from autopar.search.tables import Prices
 
 GRAPH = chain(mlp(32, 512, 2048, 8192), 8)
 

@@ -31,8 +31,8 @@ from autopar.search.construct.devices import construct_devices
 from autopar.search.cuts import moved
 from autopar.search.evaluation import Solution, cost, fits, ways
 from autopar.search.exact import solve_labels, solve_scip
+from autopar.search.prices import Prices
 from autopar.search.problem import choices
-from autopar.search.tables import Prices
 
 EXACT = SearchOptions(target_gap=0.0, time_limit_s=60)
 

@@ -17,9 +17,10 @@ from autopar.search import SearchOptions
 from autopar.search.construct.stages import _band, _cut
 from autopar.search.knapsacks import Weights, knapsacks
 from autopar.search.minimum_memory import _by_layer, _by_segment, least_memory, something_fits
+from autopar.search.prices import Prices
 from autopar.search.problem import choices
 from autopar.search.runs import compositions
-from autopar.search.tables import Instance, Prices, Regime, Table
+from autopar.search.tables import Instance, Regime, Table
 
 OPTIONS = SearchOptions()
 WEIGHTS: Weights = (2.0, -0.5, 0.3)

@@ -1,0 +1,262 @@
+"""The candidates of every layer and their prices, for each outer choice: the search's questions to the pricer, each asked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from autopar.graph import Graph
+from autopar.layer_price import LayerPrice
+from autopar.pins import LayerPins
+from autopar.plan import HALVES, NONE, SELECTIVE, SLICED, WHOLE, Role, Strategy
+from autopar.search.options import SearchOptions, pins_by_layer
+from autopar.search.pareto import Array, Indices
+from autopar.search.problem import Choice, Devices, Pricer, for_sequence, recomputations, strategies, tied_groups
+from autopar.search.tables import Instance, Layout, Roles, Table, Ways, make_table
+
+SLICED_SHARE = 0.1
+"""The share of a device's memory limit from which on slices of logits are candidates: where whole logits take less, a plan gains little by
+slices, and a search of them takes a fifth longer."""
+
+HALVES_SHARE = 0.1
+"""The share of a layer's forward and backward that its microbatch in two halves must spare, and that its collectives must take, for halves
+to be candidates: where they spare less, a plan gains little by them, and measured prices of halves are as far off (``docs/evidence``)."""
+
+
+def _borders(graph: Graph) -> list[int]:
+    """A number per layer's border, equal for borders with equal sides: the classes, and for every value that crosses it, its shape, which
+    output of which class it is, and whether the next layer reads it."""
+    last: dict[str, int] = {}
+    for i, layer in enumerate(graph.layers):
+        for name in layer.activations:
+            last[name] = i
+    numbers: dict[tuple[object, ...], int] = {}
+    borders: list[int] = []
+    alive: dict[str, tuple[str, int]] = {}
+    for i, layer in enumerate(graph.layers):
+        following = graph.layers[i + 1] if i + 1 < len(graph.layers) else None
+        alive |= {name: (layer.cls, k) for k, name in enumerate(layer.outputs)}
+        alive = {name: made for name, made in alive.items() if last.get(name, -1) > i}
+        crossing = tuple(
+            (graph.values[name].shape, graph.values[name].dtype, made, name in following.activations)
+            for name, made in alive.items()
+            if following is not None and name in graph.values
+        )
+        key = (layer.cls, following.cls if following is not None else "", crossing)
+        borders.append(numbers.setdefault(key, len(numbers)))
+    return borders
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Tables and cached results that searches of one graph with different pins share."""
+
+    tables: dict[tuple[object, ...], Table | None] = field(default_factory=dict)
+    candidates: dict[tuple[Strategy, ...], tuple[Strategy, ...]] = field(default_factory=dict)  # one copy of each list
+    known: dict[tuple[object, ...], Any] = field(default_factory=dict)  # ``Instance.known``
+    pricers: list[Pricer] = field(default_factory=list)  # kept alive, so that their ids stay unique
+
+
+class Prices:
+    """Tables and instances for a graph, each class priced once per mesh, number of microbatches and place."""
+
+    def __init__(
+        self, graph: Graph, cluster: Devices, pricer: Pricer, options: SearchOptions, shared: Shared | None = None
+    ) -> None:
+        self._graph, self._cluster, self._pricer = graph, cluster, pricer
+        self._shared = Shared() if shared is None else shared
+        self._options = for_sequence(options, graph.tokens // graph.batch_size)
+        self._border = _borders(graph)
+        self._ways: dict[Devices, Ways] = {}
+        self._lines: dict[int, Layout] = {}
+        self._interleaved: dict[tuple[int, tuple[int, ...]], Layout] = {}
+        self._latest: tuple[tuple[object, ...], tuple[Table, ...], Indices, dict[tuple[object, ...], Array]] | None = (
+            None
+        )
+        self.pins = pins_by_layer(graph, options)
+        self.groups = tied_groups(graph)
+        self._candidates: dict[tuple[object, ...], tuple[Strategy, ...]] = {}
+        self.refused: dict[int, int] = {}  # layer: number of choices in which it had no price
+
+    def layout(self, choice: Choice) -> Layout:
+        """Where the stages of a choice run."""
+        schedule = choice.schedule
+        key = schedule.pipeline, schedule.device
+        if key not in self._interleaved:
+            line = self._line(schedule.pipeline)
+            self._interleaved[key] = replace(
+                line,
+                place=tuple(line.place[d] for d in schedule.device),
+                way=tuple(None if link is None else line.way[link] for link in schedule.links),
+                limit=tuple(line.limit[d] for d in schedule.device),
+            )
+        return self._interleaved[key]
+
+    def _line(self, pipeline: int) -> Layout:
+        """The devices of a pipeline, and the links between them."""
+        if pipeline not in self._lines:
+            stages, borders = self._cluster.stages(pipeline), self._cluster.borders(pipeline)
+            places, ways = list(dict.fromkeys(stages)), list(dict.fromkeys(borders))
+            for view in {*places, *ways}:
+                if view not in self._ways:
+                    self._ways[view] = Ways(self._border, self._pricer.on(view))
+            given = self._options.memory_limit_bytes
+            self._lines[pipeline] = Layout(
+                tuple(places.index(view) for view in stages),
+                tuple(ways.index(view) for view in borders),
+                tuple(float(given or view.memory_limit_bytes) for view in stages),
+                tuple((float(view.host_limit_bytes), float(view.nvme_limit_bytes)) for view in places),
+                tuple(self._pricer.on(view) for view in places),
+                tuple(self._ways[view] for view in places),
+                tuple(self._ways[view] for view in ways),
+            )
+            self._shared.pricers.extend(self._lines[pipeline].pricers)
+        return self._lines[pipeline]
+
+    def table(self, layer: int, choice: Choice, tied: bool) -> Table | None:
+        """The candidates of a layer; ``None`` if none has a price. Layers of one class and equal pins share it."""
+        cls, pins, m = self._graph.layers[layer].cls, self.pins[layer], choice.schedule.microbatches
+        pricers = self._line(choice.schedule.pipeline).pricers
+        tried = recomputations(self._graph.chains[cls], pins, choice.segments)
+        batch, experts = self._graph.batch_size // m, self._graph.classes[cls].experts
+        alike = choice.mesh, batch, pins, experts, tried, choice.schedule.split, self._graph.classes[cls].gives_loss
+        if alike not in self._candidates:
+            node = self._cluster.gpus_per_node
+            found = strategies(choice.mesh, batch, node, self._options, pins, experts, tried, m > 1)
+            found = [strategy.under(choice.schedule) for strategy in self._with_logits(cls, pins, found)]
+            self._candidates[alike] = self._shared.candidates.setdefault(tuple(found), tuple(found))
+        candidates = self._candidates[alike]
+        # tied layers agree in roles and ZeRO stage
+        copies = not tied or pins.replicate is not None
+        # the pricers and the candidates live as long as the tables, so ids are unique; pins with equal candidates share one table
+        free = self._graph.classes[cls].gives_loss and pins.logits is None
+        least = SLICED_SHARE * max(self._line(choice.schedule.pipeline).limit) if free else 0.0
+        halves = pins.overlap is None and not choice.schedule.split and not self._graph.classes[cls].gives_loss
+        key = (
+            cls,
+            id(candidates),
+            choice.mesh,
+            m,
+            tied,
+            copies,
+            choice.schedule.split,
+            least,
+            halves,
+            *map(id, pricers),
+        )
+        tables = self._shared.tables
+        if key not in tables:
+            kept, prices = [], []
+            for strategy in candidates:
+                if strategy.replicate > 1 and not copies:
+                    continue
+                if free and strategy.slices_logits:
+                    whole = replace(strategy, logits=WHOLE)
+                    if all(_takes(pricer.layer(cls, choice.mesh, whole, m), least) for pricer in pricers):
+                        continue
+                at = tuple(p for pricer in pricers if (p := pricer.layer(cls, choice.mesh, strategy, m)) is not None)
+                if len(at) == len(pricers):
+                    kept.append(strategy)
+                    prices.append(at)
+                    if halves and (halved := _in_halves(strategy, at, cls, choice, pricers)):
+                        kept.append(halved[0])
+                        prices.append(halved[1])
+            tables[key] = make_table(kept, prices, tied, choice.schedule.split) if kept else None
+        return tables[key]
+
+    def _with_logits(self, cls: str, pins: LayerPins, found: list[Strategy]) -> list[Strategy]:
+        """The candidates with each way to compute the layer's logits, if it has some that may be sliced.
+
+        Slices leave little that recomputing or offloading the layer's activations would spare: unless pinned, they are candidates without
+        these only, and where the layer with whole logits takes ``SLICED_SHARE`` of a device (``table``).
+        """
+        if not self._graph.classes[cls].gives_loss or self._graph.whole_logits:
+            return found
+        if pins.logits is not None:
+            return [replace(strategy, logits=pins.logits) for strategy in found]
+        plain = [s for s in found if s.recomputation is NONE and not s.offloads_activations] or found
+        return found + [replace(strategy, logits=SLICED) for strategy in plain]
+
+    def chain(self, layer: int) -> int:
+        """The largest number of layers of this layer's class that may be recomputed as one."""
+        return self._graph.chains[self._graph.layers[layer].cls]
+
+    def instance(self, choice: Choice) -> Instance | None:
+        """The choice with its tables; ``None`` if a layer has no candidate left."""
+        layout = self.layout(choice)
+        # consecutive choices differ only in the rest of the schedule, and have equal tables
+        schedule = choice.schedule
+        alike = choice.mesh, schedule.pipeline, schedule.microbatches, schedule.split, choice.ties, choice.segments
+        if self._latest is None or self._latest[0] != alike:
+            found = self._bind(choice)
+            if found is None:
+                return None
+            self._latest = (alike, *found, {})
+        _, kinds, kind, matrices = self._latest
+        return Instance(choice, kinds, kind, layout, matrices, known=self._shared.known)
+
+    def _bind(self, choice: Choice) -> tuple[tuple[Table, ...], Indices] | None:
+        """The tables of a choice, and the index of each layer's table."""
+        fixed = {index: (roles, zero) for index, roles, zero in choice.ties}
+        group_of = {i: g for g, layers in enumerate(self.groups) for i in layers}
+        index: dict[tuple[str, LayerPins, int | None], int] = {}
+        same: dict[tuple[int, int | None], int] = {}  # the kind of a table; tied groups have separate kinds
+        kinds: list[Table] = []
+        kind: list[int] = []
+        for i, layer in enumerate(self._graph.layers):
+            group = group_of.get(i)
+            key = (layer.cls, self.pins[i], group)
+            if key not in index:
+                table = self.table(i, choice, group is not None)
+                if table is None:
+                    self.refused[i] = self.refused.get(i, 0) + 1
+                    return None
+                index[key] = same.setdefault((id(table), group), len(kinds))
+                if group in fixed:
+                    keep = [k for k, s in enumerate(table.strategies) if (s.roles, s.zero) == fixed[group]]
+                    if not keep:
+                        return None
+                    table = _only(table.take(np.array(keep, dtype=np.int64)), fixed[group])
+                if index[key] == len(kinds):
+                    kinds.append(table)
+            kind.append(index[key])
+        return tuple(kinds), np.array(kind, dtype=np.int64)
+
+    def ties(self, choice: Choice, group: int) -> list[tuple[Roles, int]]:
+        """The (roles, ZeRO stage) that every layer of a tied group could take."""
+        common: set[tuple[Roles, int]] | None = None
+        for i in self.groups[group]:
+            table = self.table(i, choice, True)
+            if table is None:
+                return []
+            pairs = {(s.roles, s.zero) for s in table.strategies}
+            common = pairs if common is None else common & pairs
+        return sorted(common or (), key=lambda pair: ([role.value for role in pair[0]], pair[1]))
+
+
+def _in_halves(
+    strategy: Strategy, whole: tuple[LayerPrice, ...], cls: str, choice: Choice, pricers: tuple[Pricer, ...]
+) -> tuple[Strategy, tuple[LayerPrice, ...]] | None:
+    """The candidate in two halves, if that spares ``HALVES_SHARE`` of the ``whole`` one's time at some place; no program is written of
+    halves and selective recomputation."""
+    silent = all(p.communication_s < HALVES_SHARE * (p.forward_s + p.backward_s) for p in whole)
+    if silent or strategy.recomputation is SELECTIVE or {Role.DATA, Role.IDLE}.issuperset(strategy.roles):
+        return None
+    halved, m = replace(strategy, overlap=HALVES), choice.schedule.microbatches
+    found = (pricer.layer(cls, choice.mesh, halved, m) for pricer in pricers)
+    halves = tuple(p for p in found if p is not None)  # all: a layer has a price in halves wherever it has one
+    times = ((p.forward_s + p.backward_s, w.forward_s + w.backward_s) for p, w in zip(halves, whole, strict=True))
+    return (halved, halves) if any(half <= (1 - HALVES_SHARE) * one for half, one in times) else None
+
+
+def _takes(price: LayerPrice | None, most: float) -> bool:
+    """Whether a layer has a price, and its saved bytes and transients are at most ``most``."""
+    return price is not None and price.saved_bytes + price.transient_bytes <= most
+
+
+def _only(table: Table, tie: tuple[Roles, int]) -> Table:
+    """The table reduced to the candidates of one decision for tied layers."""
+    pairs = tuple(c for c in table.everything if (c[0].roles, c[0].zero) == tie)
+    return replace(table, everything=pairs, elsewhere=tuple(_only(t, tie) for t in table.elsewhere))
