@@ -26,7 +26,7 @@ def saved_by(run: list[LayerPrice], names: list[tuple[str, Strategy]]) -> int:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of a stage's layers: throughout the step, of each microbatch, of each microbatch that waits for its weights' gradients, transient."""
+    """Bytes of a stage's layers: throughout the step, of each microbatch, of each microbatch whose weights' gradients wait, transient."""
 
     weights: int
     saved: int

@@ -227,7 +227,7 @@ def brute_force(graph: Graph, cluster: Devices, pricer: RandomPricer, options: S
     Layers are recomputed several as one where they are pinned to it, in outer choices of which nothing fits without, and in the best choice
     if its plan recomputes so many that pairs of them hold less. Without a pin of schedule or chunks the pipeline of the best plan, and one
     of half as many devices and microbatches, have the schedules under which devices wait less, too (with two-part backwards if all is on
-    the device); not with one microbatch, nor with stages that, but for two, differ in size.
+    the device, and no pin asks for overlap); not with one microbatch, nor with stages that, but for two, differ in size.
     """
     best = _best_pipeline(graph, cluster, pricer, options)
     if best is None or best[1].schedule.pipeline == 1 or options.schedule is not None or options.chunks is not None:
@@ -235,11 +235,12 @@ def brute_force(graph: Graph, cluster: Devices, pricer: RandomPricer, options: S
     step, chosen = best
     line, m = chosen.schedule.pipeline, chosen.schedule.microbatches
     sizes = [(line, m), *([(line // 2, m // 2)] if line % 2 == m % 2 == 0 else [])]
-    aside = cluster.has_nvme or bool({"any", "host", "nvme", "activations"} & set(options.pins.values()))
+    apart = {"any", "host", "nvme", "activations", "halves"} | ({"tensor"} if "overlap" in options.pins else set())
+    whole = cluster.has_nvme or bool(apart & set(options.pins.values()))
     asked = [
         replace(options, pipeline=p, microbatches=n, schedule=schedule)
         for p, n in sizes
-        for schedule in ("interleaved-1f1b", *(() if aside else SPLIT))
+        for schedule in ("interleaved-1f1b", *(() if whole else SPLIT))
         if options.pipeline in (None, p) and options.microbatches in (None, n) and n > 1
     ]
     found = [
