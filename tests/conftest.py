@@ -3,6 +3,7 @@ programs' option."""
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -16,6 +17,20 @@ from workers import WorkerPool
 from autopar.run import processes
 
 os.environ["AUTOPAR_CALIBRATION"] = ""  # what somebody measured on this machine is no business of the tests
+
+# What the tests import are hundreds of thousands of objects that stay until the end. Looking for garbage among them took a quarter of the
+# time in which a process collects its tests, and every full collection after that would look through them again.
+gc.disable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Objects are looked through once the imports are done, and those of the imports never."""
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
