@@ -144,7 +144,7 @@ class LayerPins:
         "how many consecutive layers are recomputed as one; more than one is full recomputation", "segment=4"
     )
     overlap: str | None = _pin(
-        "which collectives run under the layer's own arithmetic; tensor where none is pinned, or halves where a search finds that they pay",
+        "which collectives run under the layer's own arithmetic; tensor where none is pinned",
         "overlap=none",
         values=OVERLAPS,
     )

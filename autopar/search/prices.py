@@ -10,7 +10,7 @@ import numpy as np
 from autopar.graph import Graph
 from autopar.layer_price import LayerPrice
 from autopar.pins import LayerPins
-from autopar.plan import HALVES, NONE, SELECTIVE, SLICED, WHOLE, Role, Strategy
+from autopar.plan import NONE, SLICED, WHOLE, Strategy
 from autopar.search.options import SearchOptions, pins_by_layer
 from autopar.search.pareto import Array, Indices
 from autopar.search.problem import Choice, Devices, Pricer, for_sequence, recomputations, strategies, tied_groups
@@ -19,10 +19,6 @@ from autopar.search.tables import Instance, Layout, Roles, Table, Ways, make_tab
 SLICED_SHARE = 0.1
 """The share of a device's memory limit from which on slices of logits are candidates: where whole logits take less, a plan gains little by
 slices, and a search of them takes a fifth longer."""
-
-HALVES_SHARE = 0.1
-"""The share of a layer's forward and backward that its microbatch in two halves must spare, and that its collectives must take, for halves
-to be candidates: where they spare less, a plan gains little by them, and measured prices of halves are as far off (``docs/evidence``)."""
 
 
 def _borders(graph: Graph) -> list[int]:
@@ -133,19 +129,7 @@ class Prices:
         # the pricers and the candidates live as long as the tables, so ids are unique; pins with equal candidates share one table
         free = self._graph.classes[cls].gives_loss and pins.logits is None
         least = SLICED_SHARE * max(self._line(choice.schedule.pipeline).limit) if free else 0.0
-        halves = pins.overlap is None and not choice.schedule.split and not self._graph.classes[cls].gives_loss
-        key = (
-            cls,
-            id(candidates),
-            choice.mesh,
-            m,
-            tied,
-            copies,
-            choice.schedule.split,
-            least,
-            halves,
-            *map(id, pricers),
-        )
+        key = (cls, id(candidates), choice.mesh, m, tied, copies, choice.schedule.split, least, *map(id, pricers))
         tables = self._shared.tables
         if key not in tables:
             kept, prices = [], []
@@ -160,9 +144,6 @@ class Prices:
                 if len(at) == len(pricers):
                     kept.append(strategy)
                     prices.append(at)
-                    if halves and (halved := _in_halves(strategy, at, cls, choice, pricers)):
-                        kept.append(halved[0])
-                        prices.append(halved[1])
             tables[key] = make_table(kept, prices, tied, choice.schedule.split) if kept else None
         return tables[key]
 
@@ -234,21 +215,6 @@ class Prices:
             pairs = {(s.roles, s.zero) for s in table.strategies}
             common = pairs if common is None else common & pairs
         return sorted(common or (), key=lambda pair: ([role.value for role in pair[0]], pair[1]))
-
-
-def _in_halves(
-    strategy: Strategy, whole: tuple[LayerPrice, ...], cls: str, choice: Choice, pricers: tuple[Pricer, ...]
-) -> tuple[Strategy, tuple[LayerPrice, ...]] | None:
-    """The candidate in two halves, if that spares ``HALVES_SHARE`` of the ``whole`` one's time at some place; no program is written of
-    halves and selective recomputation."""
-    silent = all(p.communication_s < HALVES_SHARE * (p.forward_s + p.backward_s) for p in whole)
-    if silent or strategy.recomputation is SELECTIVE or {Role.DATA, Role.IDLE}.issuperset(strategy.roles):
-        return None
-    halved, m = replace(strategy, overlap=HALVES), choice.schedule.microbatches
-    found = (pricer.layer(cls, choice.mesh, halved, m) for pricer in pricers)
-    halves = tuple(p for p in found if p is not None)  # all: a layer has a price in halves wherever it has one
-    times = ((p.forward_s + p.backward_s, w.forward_s + w.backward_s) for p, w in zip(halves, whole, strict=True))
-    return (halved, halves) if any(half <= (1 - HALVES_SHARE) * one for half, one in times) else None
 
 
 def _takes(price: LayerPrice | None, most: float) -> bool:

@@ -16,13 +16,13 @@ import numpy as np
 from autopar.search.bounds.bottleneck import GRIDS, bottleneck_bound, whole_bound
 from autopar.search.bounds.chain import chain_bound, is_chain
 from autopar.search.bounds.cheap import fewest_seconds
-from autopar.search.bounds.columns import ROUNDS, columns_bound, even_bound
+from autopar.search.bounds.columns import columns_bound, even_bound
 from autopar.search.bounds.devices import devices_bound
 from autopar.search.bounds.mixed import mixed_bound
 from autopar.search.bounds.relaxation import relaxation
 from autopar.search.construct.changes import changed
 from autopar.search.construct.devices import construct_devices
-from autopar.search.construct.shifts import several_kinds, shifted
+from autopar.search.construct.shifts import shifted
 from autopar.search.construct.stages import construct_stages, tied_cost
 from autopar.search.evaluation import Solution, all_in_turn, cost, fits, leaving_room
 from autopar.search.exact import TooLargeError, solve_labels, solve_scip
@@ -44,9 +44,6 @@ CLOSE = 0.03
 
 FEW = 16
 """Up to this many layers of a device, devices of whole layers are mixed rather than layers: with more layers it gains less."""
-
-LONGER = 200
-"""Rounds of ``columns_bound`` if several kinds of layers are frequent: ``mixed_bound`` gives nothing then."""
 
 PRICES = (0.0, 0.03, 0.3)
 """Prices of memory with which tied layers are decided, in units of a stage's least time per device memory."""
@@ -160,7 +157,7 @@ def _mixed(state: State, node: Node) -> None:
         bound = mixed_bound(instance, bound, state.enough_s)
     if bound < state.enough_s:
         state.solvers.add("GLOP")
-        bound = columns_bound(instance, bound, state.enough_s, LONGER if several_kinds(instance) else ROUNDS)
+        bound = columns_bound(instance, bound, state.enough_s)
     _raise_bound(state, node, bound)
 
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from search_halves import halved, in_halves, overlapped
 from search_memory import StageMemories, peak_host_memory, peak_memory
 from torch import fx, nn
 
@@ -110,19 +109,14 @@ def _drawn(key: object) -> str:
     full, part = kind == "full", kind == "selective"
     offload += f", saved={key.saved!r}" if key.saved != "exact" else ""
     offload += f", logits={key.logits!r}" if key.slices_logits else ""
-    offload += f", overlap={key.overlap!r}" if key.overlap == "halves" else ""
     return f"Strategy(roles={key.roles!r}, zero={key.zero}, recompute={full}, selective={part}{offload})"
 
 
 class RandomPricer:
-    """Prices drawn once per question. ``density`` is the share of strategies that have a price at all; with ``halves`` tensor-parallel
-    layers can be computed in halves."""
+    """Prices drawn once per question. ``density`` is the share of strategies that have a price at all."""
 
-    def __init__(
-        self, graph: Graph, seed: int, density: float, edges: float, slower: float = 1.0, halves: bool = False
-    ) -> None:
+    def __init__(self, graph: Graph, seed: int, density: float, edges: float, slower: float = 1.0) -> None:
         self.graph, self.seed, self.density, self.edges, self.slower = graph, seed, density, edges, slower
-        self.halves = halves
         self._layers: dict[tuple[object, ...], LayerPrice | None] = {}
 
     prefetch, sync = 1, "all-reduce"
@@ -135,7 +129,7 @@ class RandomPricer:
         return self
 
     def on(self, cluster: Devices) -> RandomPricer:
-        return type(self)(self.graph, self.seed, self.density, self.edges, cluster.slower, self.halves)
+        return type(self)(self.graph, self.seed, self.density, self.edges, cluster.slower)
 
     def _rng(self, *key: object) -> random.Random:
         return random.Random(f"{self.seed} ({', '.join(map(_drawn, key))})")
@@ -143,15 +137,8 @@ class RandomPricer:
     def layer(self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int) -> LayerPrice | None:
         key = cls, mesh, strategy, microbatches
         if key not in self._layers:
-            drawn = self._in_halves if strategy.overlap == "halves" else self._drawn_layer
-            self._layers[key] = drawn(*key)
+            self._layers[key] = self._drawn_layer(*key)
         return self._layers[key]
-
-    def _in_halves(self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int) -> LayerPrice | None:
-        whole = self.layer(cls, mesh, replace(strategy, overlap="tensor"), microbatches)
-        if whole is None or not self.halves or not strategy.degree(mesh, Role.TENSOR, Role.TENSOR_SEQUENCE) > 1:
-            return whole
-        return halved(whole, self._rng(cls, mesh, strategy, microbatches))
 
     def _drawn_layer(
         self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int
@@ -171,8 +158,6 @@ class RandomPricer:
             found = replace(found, optimizer_bytes=0, nvme_bytes=rng.randint(1, 60), step_s=found.step_s + rng.random())
         if strategy.offloads_activations:
             found = replace(found, saved_bytes=0, host_saved_bytes=int(rng.randint(1, 40) / microbatches))
-        if self.halves:
-            found = replace(found, communication_s=found.forward_s * self._rng("sent", cls, mesh, strategy).random())
         weight_s = found.backward_s * rng.choice([0.0, 0.5, rng.random()])
         found = replace(found, weight_s=weight_s, waiting_bytes=int(rng.randint(0, 40) / microbatches))
         segment = strategy.recomputation.layers
@@ -227,7 +212,7 @@ def brute_force(graph: Graph, cluster: Devices, pricer: RandomPricer, options: S
     Layers are recomputed several as one where they are pinned to it, in outer choices of which nothing fits without, and in the best choice
     if its plan recomputes so many that pairs of them hold less. Without a pin of schedule or chunks the pipeline of the best plan, and one
     of half as many devices and microbatches, have the schedules under which devices wait less, too (with two-part backwards if all is on
-    the device, and no pin asks for overlap); not with one microbatch, nor with stages that, but for two, differ in size.
+    the device); not with one microbatch, nor with stages that, but for two, differ in size.
     """
     best = _best_pipeline(graph, cluster, pricer, options)
     if best is None or best[1].schedule.pipeline == 1 or options.schedule is not None or options.chunks is not None:
@@ -235,8 +220,7 @@ def brute_force(graph: Graph, cluster: Devices, pricer: RandomPricer, options: S
     step, chosen = best
     line, m = chosen.schedule.pipeline, chosen.schedule.microbatches
     sizes = [(line, m), *([(line // 2, m // 2)] if line % 2 == m % 2 == 0 else [])]
-    apart = {"any", "host", "nvme", "activations", "halves"} | ({"tensor"} if "overlap" in options.pins else set())
-    whole = cluster.has_nvme or bool(apart & set(options.pins.values()))
+    whole = cluster.has_nvme or bool({"any", "host", "nvme", "activations"} & set(options.pins.values()))
     asked = [
         replace(options, pipeline=p, microbatches=n, schedule=schedule)
         for p, n in sizes
@@ -406,8 +390,6 @@ def candidates(
                         found += [replace(s, saved="int8") for s in plain if s.recomputation.kind == "none"]
             wanted = pins.get("saved")
             found = [s for s in found if s.roles != roles or wanted in (None, s.saved)]
-    if "overlap" in pins:
-        found = overlapped(found, pins["overlap"])
     if not graph.classes[cls].gives_loss or graph.whole_logits:
         return found
     if "logits" in pins:
@@ -446,8 +428,6 @@ def plans(
             for s in candidates(graph, i, mesh, m, options, choice.segments, cluster.has_nvme)
         ]
         tables.append([(s, p) for s, p in priced if p[0] is not None])
-        if pricer.halves and choice.schedule.name not in SPLIT and not any("overlap" in key for key in options.pins):
-            tables[-1] += in_halves(tables[-1], lambda s, cls=layer.cls: [here.layer(cls, mesh, s, m) for here in at])
         if not any("logits" in key for key in options.pin):  # slices where whole logits take a tenth of the memory
             sizes = {s: max(q.saved_bytes + q.transient_bytes for q in p) for s, p in tables[-1]}
             tables[-1] = [

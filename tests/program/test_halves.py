@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from workers import WorkerPool
 
-from autopar.devices import Cluster, parse
+from autopar.devices import parse
 from autopar.emit import emit
 from autopar.errors import UsageError
 from autopar.graph import Graph
@@ -30,7 +30,6 @@ from autopar.price.halves import exposed_s
 from autopar.program import finite, halves
 from autopar.program.mesh_axes import on_mesh
 from autopar.run.folder import program_modules
-from autopar.search import SearchOptions, search
 from autopar.search.manual import manual_plan
 from autopar.verify import remote
 from autopar.verify.kinds import Kind
@@ -212,24 +211,6 @@ def test_an_odd_number_of_rows_has_the_price_of_a_whole_microbatch() -> None:
     assert block_s("halves", role, rows=1) == block_s("tensor", role, rows=1)
 
 
-def test_the_search_takes_halves_where_they_spare_a_tenth() -> None:
-    """Blocks of Llama-3-70B on 8 devices: sums of sequence parallelism take a fifth of their time, and halves hide most of that; on 2
-    devices a fortieth."""
-    graph = chain(llama_block(2, 8192, 8192, 64, 8, 28672), 2)
-    pins = {"pipeline": 1, "microbatches": 1, "recompute": "none", "compile": "none"}
-
-    def step_s(cluster: Cluster, **more: Any) -> tuple[float, set[str]]:
-        options = SearchOptions(precision="bfloat16", target_gap=0.0, pin={**pins, "tensor": cluster.count, **more})
-        plan = search(graph, cluster, Pricer(graph, cluster, "bfloat16"), options)
-        return plan.prediction.step_time_s, {layer.strategy.overlap for layer in plan.layers}
-
-    (found_s, overlaps), (whole_s, _) = step_s(NODE), step_s(NODE, overlap="tensor")
-    assert overlaps == {"halves"} and found_s < 0.9 * whole_s
-    assert step_s(parse("2xH100-80GB"))[1] == {"tensor"}
-    assert step_s(NODE, overlap="halves")[0] == pytest.approx(found_s)
-    assert step_s(NODE, **{"layers.0.overlap": "tensor"})[1] == {"tensor", "halves"}
-
-
 def mixed(graph: Graph) -> Plan:
     """Halves in some blocks, of which one is recomputed, and whole microbatches in between."""
     plan = manual_plan(graph, tensor=2, sequence=True, overlap="halves")
@@ -240,7 +221,7 @@ def mixed(graph: Graph) -> Plan:
 
 
 def test_halves_beside_whole_layers_are_exact(workers2: WorkerPool) -> None:
-    """As searched plans have them: where memory is short, some layers of one class are halved and others are not."""
+    """As pins of named layers ask for."""
     outcome = run_case("llama", Kind("halves beside whole layers", 2, mixed=mixed), workers2, typed=False)
     assert outcome.error.value <= 1e-9
 

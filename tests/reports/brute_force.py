@@ -39,7 +39,6 @@ FAMILIES = (
     "pins, little memory",
     "nvme",
     "logits",
-    "halves",
 )
 EXACT = SearchOptions(target_gap=0.0, time_limit_s=120)
 
@@ -153,18 +152,6 @@ def random_logits(seed: int) -> tuple[Graph, Devices, RandomPricer, SearchOption
     return graph, Devices(cluster.count, rng.choice([80, 120, 160, 220]), host_limit_bytes=40), pricer, options
 
 
-def random_halves(seed: int) -> tuple[Graph, Devices, RandomPricer, SearchOptions]:
-    """Two or four devices, often mixed, and layers with tensor parallelism may be computed in halves: or must, or must not."""
-    rng = random.Random(f"halves {seed}")
-    graph, cluster, pricer = random_problem(seed, devices=(2, 2, 4))
-    limits = [rng.choice([90, 150, 220, 10_000]) for _ in range(2)]
-    kinds = tuple((rng.choice([1.0, 2.0]), limit) for limit in limits) if rng.random() < 0.3 else ()
-    chosen: list[dict[str, Any]] = [{}, {}, {}, {"tensor": 2}, {"overlap": "halves"}, {"overlap": "tensor"}]
-    options = SearchOptions(target_gap=0.0, time_limit_s=120, pin=rng.choice(chosen))
-    pricer.halves = True
-    return graph, Devices(cluster.count, limits[0] if not kinds else min(limits), kinds=kinds), pricer, options
-
-
 def problem(family: str, seed: int) -> tuple[Graph, Devices, RandomPricer, SearchOptions]:
     """The problem of a family with that seed."""
     if family in ("chunks", "any chunks", "split"):
@@ -177,8 +164,6 @@ def problem(family: str, seed: int) -> tuple[Graph, Devices, RandomPricer, Searc
         return random_nvme(seed)
     if family == "logits":
         return random_logits(seed)
-    if family == "halves":
-        return random_halves(seed)
     devices = (3, 3, 1) if family == "odd counts" else (1, 2, 4, 4)
     graph, cluster, pricer = random_problem(seed, devices=devices, skips=family == "skips")
     if family == "memory":

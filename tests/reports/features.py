@@ -81,17 +81,14 @@ def _steps() -> Iterator[Step]:
     yield Step("reductions under the backward", Waiting(sharded=False, reductions=False), _LATER)
     yield Step("gathers under the next forward", EMITTED, _LATER)
     pins = dict(_LATER)
-    for name, key, value in (
-        ("hybrid sharding", "replicate", None),
-        ("reductions once a step", "reduce", None),
-        ("tensor overlap", "overlap", "tensor"),
-        ("compiled layers", "compile", None),
-        ("logits in slices", "logits", None),
-        ("halves of a microbatch", "overlap", None),
+    for name, key in (
+        ("hybrid sharding", "replicate"),
+        ("reductions once a step", "reduce"),
+        ("tensor overlap", "overlap"),
+        ("compiled layers", "compile"),
+        ("logits in slices", "logits"),
     ):
         del pins[key]
-        if value is not None:
-            pins[key] = value
         yield Step(name, EMITTED, dict(pins))
 
 

@@ -39,9 +39,9 @@ def even_bound(instance: Instance, at_least_s: float, enough_s: float) -> float:
     return max(found, _Linear(instance).first()) if found < enough_s else found
 
 
-def columns_bound(instance: Instance, at_least_s: float, enough_s: float, rounds: int = ROUNDS) -> float:
+def columns_bound(instance: Instance, at_least_s: float, enough_s: float) -> float:
     """``linear`` with the weights that make it largest; stops at ``enough_s``, and is never below ``at_least_s``."""
-    return max(at_least_s, _Linear(instance).best(enough_s, rounds))
+    return max(at_least_s, _Linear(instance).best(enough_s))
 
 
 class _Linear:
@@ -115,7 +115,7 @@ class _Linear:
             self.best_s, self.centre = value, (mixture, once, price)
         return used
 
-    def best(self, enough_s: float, rounds: int) -> float:
+    def best(self, enough_s: float) -> float:
         """The bound after column generation."""
         found = self.first()
         if not found < enough_s:
@@ -129,7 +129,7 @@ class _Linear:
             master.add_stages(self.latest, self.once, used)
             used = self._outcome(even, self.pick)
             master.add_stages(self.latest, self.once, used)
-        for _ in range(rounds):
+        for _ in range(ROUNDS):
             solved = master.solve()
             if solved is None:
                 break
