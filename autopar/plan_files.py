@@ -72,7 +72,8 @@ def check_model(plan: Plan, graph: Graph) -> None:
 def check_devices(plan: Plan, cluster: Cluster, may_be_idle: bool = False) -> None:
     """Raise ``UsageError`` where the plan is for more devices, or without ``may_be_idle`` for fewer."""
     if plan.device_count > cluster.count or (plan.device_count < cluster.count and not may_be_idle):
+        made_for = "" if plan.devices == str(plan.device_count) else f" ({plan.devices})"
         raise UsageError(
-            f"the plan is for {plan.device_count} devices ({plan.devices}), and there are {cluster.count}",
+            f"the plan is for {plan.device_count} devices{made_for}, and the cluster has {cluster.count}",
             f"give {plan.device_count} devices, or make a plan for these",
         )

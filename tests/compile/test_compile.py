@@ -130,7 +130,7 @@ def test_a_plan_for_something_else_is_refused():
     with pytest.raises(UsageError, match="global batch of 16, this one has 8"):
         plan_model(Workload(module, batch, loss), parse("2"), SearchOptions(), plan=plan)
     _, plan = make_plan("2", data=2)
-    with pytest.raises(UsageError, match="for 2 devices, 1 has 1"):
+    with pytest.raises(UsageError, match="for 2 devices, and the cluster has 1"):
         plan_model(Workload(module, batch, loss), parse("1"), SearchOptions(), plan=plan)
     deeper = nn.Sequential(module, nn.Linear(4, 4))
     with pytest.raises(UsageError, match="the plan is for a model of"):

@@ -233,7 +233,7 @@ def same(a: Cluster, b: Cluster) -> bool:
 
 
 def test_a_plan_in_one_line() -> None:
-    plan = study().solve(pipeline=2, tensor=2, microbatches=4, zero=1, recompute=True)
+    plan = study().solve(pipeline=2, tensor=2, microbatches=4, zero=1, recompute=True, chunks=1)
     line = describe(plan)
     assert line.startswith("pipeline 2 (1f1b), data 2, tensor 2, ZeRO ") and "4 microbatches" in line
     assert isinstance(plan, Plan) and seconds(plan.prediction.step_time_s)
