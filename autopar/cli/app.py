@@ -12,6 +12,7 @@ import autopar
 from autopar.cli.options import (
     DEVICES_HELP,
     MODEL_HELP,
+    PRICED_PINS,
     WholeNumber,
     again_options,
     allow_option,
@@ -475,22 +476,7 @@ command(
     click.option("--context", type=WholeNumber(1), metavar="N", help="The degree of ring attention."),
     *(pin_option(PINS[name], "{}", (ANY,)) for name in ("expert", "zero", "microbatches")),
     click.option("--microbatch", type=WholeNumber(1), metavar="N", help="Sequences in one microbatch on one device."),
-    *(
-        pin_option(PINS[name], "{}", (ANY,))
-        for name in (
-            "schedule",
-            "chunks",
-            "sync",
-            "recompute",
-            "segment",
-            "offload",
-            "states",
-            "saved",
-            "logits",
-            "overlap",
-            "compile",
-        )
-    ),
+    *(pin_option(PINS[name], "{}", (ANY,)) for name in ("schedule", "chunks", "sync", *PRICED_PINS)),
     click.option(
         "--timeline", is_flag=True, help="Also show the memory of every device through the actions of one step."
     ),

@@ -21,6 +21,10 @@ MODEL_HELP = """
     """
 
 
+PRICED_PINS = ("recompute", "segment", "offload", "states", "saved", "logits", "overlap", "compile")
+"""The pins of layers that `autopar price` takes under their own names, besides the degrees and the ZeRO stage."""
+
+
 class WholeNumber(click.IntRange):
     """``click.IntRange`` that calls itself what it is where a value is refused."""
 

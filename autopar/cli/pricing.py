@@ -14,6 +14,7 @@ from typing import Any
 from autopar.cli.commands import allowed, check_pins, recapture
 from autopar.cli.console import Messages, console, plain_table
 from autopar.cli.load import Sizes, load_model
+from autopar.cli.options import PRICED_PINS
 from autopar.cli.output import output_file
 from autopar.cli.render import print_plan
 from autopar.cli.timeline import print_timeline, timeline_data
@@ -210,19 +211,7 @@ def write_plan(graph: Graph, cluster: Cluster, request: Mapping[str, Any]) -> Pl
     whole = PlanPins(sync=request.get("sync"), schedule=request.get("schedule"))
     check_sync(whole, "every layer", request.get("zero"), None)
     check_replicas(graph, request.get("sync"), [rest // expert, rest])  # layers with experts, and without
-    of_layers = (
-        "tensor",
-        "expert",
-        "recompute",
-        "segment",
-        "offload",
-        "states",
-        "saved",
-        "logits",
-        "overlap",
-        "compile",
-    )
-    pins = {name: request.get(name) for name in (*OF_PLAN, *of_layers)}
+    pins = {name: request.get(name) for name in (*OF_PLAN, "tensor", "expert", *PRICED_PINS)}
     pins |= {"data": rest // expert, "ring": context, "microbatches": microbatches}
     pins["compile"] = pins["compile"] or COMPILATIONS[cluster.kind != "cpu"]
     plan = manual_plan(graph, sequence=bool(request.get("sequence")), allow=allowed(dict(request)), **pins)  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ NEAR = 0.005
 """How far above the best step a solution may be for candidates of single layers to be changed in it."""
 
 
-def several_kinds(instance: Instance) -> bool:
+def _several_kinds(instance: Instance) -> bool:
     """Whether more than one kind of layers is frequent, so that stages of equally many layers are uneven."""
     return int((np.bincount(instance.kind) > 1).sum()) > 1
 
@@ -40,7 +40,7 @@ def shifted(instance: Instance, solution: Solution, deadline: float = np.inf) ->
     """``solution``, or a faster one that fits."""
     schedule = instance.schedule
     actions = len(instance.kinds[0].seconds) * schedule.microbatches * schedule.stages
-    if schedule.copies > 1 or not several_kinds(instance):
+    if schedule.copies > 1 or not _several_kinds(instance):
         return solution
     allowed = _allowed(instance, solution)
     cache: dict[tuple[object, ...], tuple[int, ...] | None] = {}
