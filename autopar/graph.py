@@ -132,11 +132,6 @@ class LayerClass:
         mixtures = [node.target for node in self.graph.graph.nodes if getattr(node.target, "__name__", "") == "experts"]
         return math.gcd(*(mixture.count for mixture in mixtures))
 
-    @property
-    def attends(self) -> bool:
-        """Whether it has attention, torch's or a custom op with attention in its name."""
-        return any("attention" in getattr(node.target, "__name__", "") for node in self.graph.graph.nodes)
-
     def batched(self, value: Value) -> bool:
         """Whether dim 0 of a border value is the batch: a table that a layer computes from parameters alone has none."""
         rows = self.rows or max(

@@ -105,6 +105,7 @@ ALLOWED: dict[str, set[str]] = {
         "devices",
         "doctor",
         "explain",
+        "ops",
         "planning",
         "price",
         "profile",

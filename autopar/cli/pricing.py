@@ -21,6 +21,7 @@ from autopar.cli.timeline import print_timeline, timeline_data
 from autopar.devices import Cluster, parse
 from autopar.errors import BatchError, UsageError
 from autopar.graph import Graph
+from autopar.ops.cost import is_attention
 from autopar.pins import OF_PLAN, PlanPins, check_sync
 from autopar.plan import (
     COMPILATIONS,
@@ -195,7 +196,8 @@ def write_plan(graph: Graph, cluster: Cluster, request: Mapping[str, Any]) -> Pl
         )
     if expert > 1 and not any(cls.experts for cls in graph.classes.values()):
         raise UsageError(f"expert {expert}: {graph.name} has no mixture of experts", "leave out --expert")
-    if context > 1 and not any(cls.attends for cls in graph.classes.values()):
+    called = [node for cls in graph.classes.values() for node in cls.graph.graph.nodes if node.op == "call_function"]
+    if context > 1 and not any(is_attention(node) for node in called):
         raise UsageError(
             f"context {context}: {graph.name} has no attention, whose keys and values a ring passes on",
             "leave out --context",
