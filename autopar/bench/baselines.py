@@ -3,10 +3,10 @@
 
 Everything here runs inside the worker processes. A program is made from a ``Recipe`` and steps on whole global batches.
 
-Torch's zero bubbles (``SPLIT``) compute the gradients of weights apart from those of inputs, by ``torch.autograd.grad``, which runs neither
-DDP's nor FSDP's hooks: on several data-parallel ranks the gradients are wrong, without an error. They are exact on one, and torch refuses
-them for compiled stages. DualPipeV is left out: what it adds to ZBV is a forward and a backward pass at once, and torch runs the two one
-after the other.
+Torch's zero bubbles (``SPLIT``) compute the gradients of weights apart from those of inputs, by ``torch.autograd.grad``, which does not run
+what DDP, and FSDP that gathers parameters anew, attach to the backward pass: the gradients of data-parallel ranks are then wrong, without
+an error. So these schedules are refused together with data parallelism. Without it they are exact; torch refuses them for compiled stages.
+DualPipeV is left out: what it adds to ZBV is a forward and a backward pass at once, and torch runs the two one after the other.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Recipe:
         assert self.schedule in _SCHEDULES, f"{self.schedule!r} is none of {', '.join(_SCHEDULES)}"
         assert self.pipeline > 1 or (self.schedule, self.chunks) == ("1f1b", 1), "no pipeline, so no schedule of one"
         assert self.schedule not in SPLIT or self.data == 1, (
-            f"{self.schedule} runs no hooks, so DDP and FSDP reduce nothing"
+            f"{self.schedule} skips the hooks of DDP and FSDP: gradients are wrong"
         )
 
     @property
@@ -148,11 +148,11 @@ class HandTuned:
         self._schedule = self._pipeline() if recipe.pipeline > 1 else None
 
     def step(self, inputs: Tensor, targets: Tensor) -> float:
-        self.optimizer.zero_grad(set_to_none=True)
         mine = [tensor.chunk(self.recipe.data)[self.place["data"]].to(self.device) for tensor in (inputs, targets)]
         with self._vocabulary_parallel():
             loss = self._accumulate(*mine) if self._schedule is None else self._run_schedule(*mine)
         self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)  # now: a contest has some dozens of these programs in memory
         return loss
 
     def _spread(self, module: nn.Module) -> nn.Module:
