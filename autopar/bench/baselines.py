@@ -1,7 +1,12 @@
 """Hand-written training programs, as an expert builds them with PyTorch's own parts: DDP, FSDP2, tensor parallelism by
-``parallelize_module``, 1F1B pipelines, and two-way mixtures of them.
+``parallelize_module``, pipelines under torch's schedules, and two-way mixtures of them.
 
 Everything here runs inside the worker processes. A program is made from a ``Recipe`` and steps on whole global batches.
+
+Torch's zero bubbles (``SPLIT``) compute the gradients of weights apart from those of inputs, by ``torch.autograd.grad``, which does not run
+what DDP, and FSDP that gathers parameters anew, attach to the backward pass: the gradients of data-parallel ranks are then wrong, without
+an error. So these schedules are refused together with data parallelism. Without it they are exact; torch refuses them for compiled stages.
+DualPipeV is left out: what it adds to ZBV is a forward and a backward pass at once, and torch runs the two one after the other.
 """
 
 from __future__ import annotations
@@ -17,7 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -29,12 +40,24 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autopar.bench.models import Stack, Subject
 
+_SCHEDULES: dict[str, Any] = {
+    "1f1b": Schedule1F1B,
+    "interleaved-1f1b": ScheduleInterleaved1F1B,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+}
+SPLIT = ("zero-bubble", "zbv")
+"""Schedules with backward passes in two parts."""
+PIPELINES = (("1f1b", 1), ("interleaved-1f1b", 2), ("zero-bubble", 1), ("zero-bubble", 2), ("zbv", 2))
+"""What an expert tries for a pipeline alone: a schedule, and the stages of a rank."""
+
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """A hand-tuned choice. ``sharding`` of the data-parallel part: ``ddp``, ``fsdp`` (ZeRO-3) or ``fsdp-keep`` (ZeRO-2). DDP reduces its
     gradients in buckets of ``bucket_mb`` under the backward pass; FSDP gathers a block ahead of the computation. ``compiled``: the whole
-    model by ``torch.compile``; ``autocast``: bfloat16 arithmetic on float32 parameters by ``torch.autocast``."""
+    model by ``torch.compile``; ``autocast``: bfloat16 arithmetic on float32 parameters by ``torch.autocast``. A rank of a pipeline has
+    ``chunks`` stages under torch's ``schedule``: in turn, or in a V (``zbv``)."""
 
     data: int = 1
     tensor: int = 1
@@ -44,21 +67,41 @@ class Recipe:
     bucket_mb: int = 25  # DDP's own default
     compiled: bool = False
     autocast: bool = False
+    schedule: str = "1f1b"
+    chunks: int = 1
+
+    def __post_init__(self) -> None:
+        assert self.schedule in _SCHEDULES, f"{self.schedule!r} is none of {', '.join(_SCHEDULES)}"
+        assert self.pipeline > 1 or (self.schedule, self.chunks) == ("1f1b", 1), "no pipeline, so no schedule of one"
+        assert self.schedule not in SPLIT or self.data == 1, (
+            f"{self.schedule} skips the hooks of DDP and FSDP: gradients are wrong"
+        )
 
     @property
     def name(self) -> str:
         parts = [f"{self.sharding} {self.data}"] if self.data > 1 else []
         parts += [f"{kind} {n}" for kind, n in (("tensor", self.tensor), ("pipeline", self.pipeline)) if n > 1]
-        name = " x ".join(parts or ["one device"]) + (f", {self.microbatches} microbatches" * (self.microbatches > 1))
+        name = " x ".join(parts or ["one device"]) + f", {self.schedule}" * (self.schedule != "1f1b")
+        name += f", {self.chunks} chunks" * (self.chunks > 1)
+        name += f", {self.microbatches} microbatches" * (self.microbatches > 1)
         name += f", {self.bucket_mb} MB buckets" * (self.bucket_mb != 25)
         return name + ", autocast" * self.autocast + ", compiled" * self.compiled
+
+    def stages(self, rank: int) -> list[int]:
+        """The numbers of a pipeline rank's stages, as torch places them."""
+        if self.schedule == "zbv":
+            return [rank, 2 * self.pipeline - 1 - rank]
+        return [rank + self.pipeline * chunk for chunk in range(self.chunks)]
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def recipes(processes: int, subject: Subject) -> list[Recipe]:
-    """The choices that an expert would try on ``processes`` devices: each kind alone, the two-way mixtures, a few microbatch sizes."""
+    """The choices that an expert would try on ``processes`` devices: each kind alone, the two-way mixtures, a few microbatch sizes.
+
+    A pipeline alone is tried under every schedule (``PIPELINES``), one in a mixture under 1F1B. Every stage has a block.
+    """
     found: list[Recipe] = []
     factors = [n for n in range(1, processes + 1) if processes % n == 0]
     for pipeline in factors:
@@ -70,11 +113,13 @@ def recipes(processes: int, subject: Subject) -> list[Recipe]:
             kinds = ["ddp"] if data == 1 else ["ddp", "fsdp"] if pipeline > 1 else ["ddp", "fsdp", "fsdp-keep"]
             if tensor > 1 and data > 1:
                 kinds = kinds[1:]  # FSDP2 composes with tensor parallelism; DDP takes no DTensors
+            schedules = PIPELINES if pipeline == processes > 1 else PIPELINES[:1]
             found += [
-                Recipe(data, tensor, pipeline, kind, m)
+                Recipe(data, tensor, pipeline, kind, m, schedule=schedule, chunks=chunks)
                 for kind in kinds
+                for schedule, chunks in schedules
                 for m in counts
-                if subject.rows // data % m == 0
+                if subject.rows // data % m == 0 and subject.blocks >= pipeline * chunks
             ]
     return found
 
@@ -92,20 +137,22 @@ class HandTuned:
         assert isinstance(module, Stack)
         if recipe.tensor > 1:
             _shard_tensors(module, self.mesh["tensor"])
-        if recipe.pipeline > 1:
-            module = _stage_of(module, self.place["pipeline"], recipe.pipeline)
-        self.module = self._spread(module)
-        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=lr, fused=device == "cuda" or None)
+        self._numbers = recipe.stages(self.place["pipeline"])
+        count = recipe.pipeline * recipe.chunks
+        parts = [_stage_of(module, number, count) for number in self._numbers] if recipe.pipeline > 1 else [module]
+        self.modules = nn.ModuleList(self._spread(part) for part in parts)
+        self.optimizer = torch.optim.AdamW(self.modules.parameters(), lr=lr, fused=device == "cuda" or None)
         if recipe.compiled:
-            self.module.compile()
+            for part in self.modules:
+                part.compile()
         self._schedule = self._pipeline() if recipe.pipeline > 1 else None
 
     def step(self, inputs: Tensor, targets: Tensor) -> float:
-        self.optimizer.zero_grad(set_to_none=True)
         mine = [tensor.chunk(self.recipe.data)[self.place["data"]].to(self.device) for tensor in (inputs, targets)]
         with self._vocabulary_parallel():
             loss = self._accumulate(*mine) if self._schedule is None else self._run_schedule(*mine)
         self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)  # now: a contest has some dozens of these programs in memory
         return loss
 
     def _spread(self, module: nn.Module) -> nn.Module:
@@ -128,7 +175,7 @@ class HandTuned:
         for i, (x, y) in enumerate(zip(inputs.chunk(count), targets.chunk(count), strict=True)):
             with self._sync(i == count - 1):
                 with torch.autocast(self.device, torch.bfloat16, enabled=self.recipe.autocast):
-                    loss = self.subject.loss_fn(self.module(x), y) / count
+                    loss = self.subject.loss_fn(self.modules[0](x), y) / count
                 loss.backward()
                 total += float(loss.detach())
         return total
@@ -136,33 +183,33 @@ class HandTuned:
     @contextlib.contextmanager
     def _sync(self, last: bool) -> Iterator[None]:
         """Gradients are reduced with the last microbatch only."""
-        if isinstance(self.module, DistributedDataParallel) and not last:
-            with self.module.no_sync():
+        module = self.modules[0]
+        if isinstance(module, DistributedDataParallel) and not last:
+            with module.no_sync():
                 yield
             return
         if self.recipe.data > 1 and self.recipe.sharding != "ddp":
-            self.module.set_requires_gradient_sync(last)  # type: ignore[operator]  # FSDP2 adds it
+            module.set_requires_gradient_sync(last)  # type: ignore[operator]  # FSDP2 adds it
         yield
 
     def _vocabulary_parallel(self) -> Any:
         return loss_parallel() if self.recipe.tensor > 1 else contextlib.nullcontext()
 
-    def _pipeline(self) -> Schedule1F1B:
-        group = self.mesh.get_group("pipeline")
-        stage = PipelineStage(
-            self.module, self.place["pipeline"], self.recipe.pipeline, torch.device(self.device), group=group
-        )
-        return Schedule1F1B(stage, self.recipe.microbatches, loss_fn=self.subject.loss_fn)
+    def _pipeline(self) -> Any:
+        recipe, group = self.recipe, self.mesh.get_group("pipeline")
+        count, device = recipe.pipeline * recipe.chunks, torch.device(self.device)
+        stages: list[Any] = [
+            PipelineStage(module, number, count, device, group=group)
+            for number, module in zip(self._numbers, self.modules, strict=True)
+        ]
+        given = stages[0] if recipe.schedule == "1f1b" else stages
+        return _SCHEDULES[recipe.schedule](given, recipe.microbatches, loss_fn=self.subject.loss_fn)
 
     def _run_schedule(self, inputs: Tensor, targets: Tensor) -> float:
         assert self._schedule is not None
-        first, last = self.place["pipeline"] == 0, self.place["pipeline"] == self.recipe.pipeline - 1
-        losses: list[Tensor] = []
-        given = (inputs,) if first else ()
-        if last:
-            self._schedule.step(*given, target=targets, losses=losses)
-        else:
-            self._schedule.step(*given)
+        losses: list[Tensor] = []  # of the microbatches, on the rank of the last stage
+        given = (inputs,) if self.place["pipeline"] == 0 else ()
+        self._schedule.step(*given, target=targets, losses=losses, return_outputs=False)
         return sum(float(loss.detach()) for loss in losses) / len(losses) if losses else float("nan")
 
 
@@ -198,12 +245,14 @@ class _Stage(nn.Module):
 
 
 def _stage_of(module: Stack, index: int, count: int) -> _Stage:
-    """Blocks distributed evenly, the embedding in the first stage and the head in the last."""
+    """Blocks distributed evenly, the embedding in the first stage and the head in the last. Earlier stages have the odd blocks: the head is
+    more work than the embedding, and ranks with several stages then differ by one block at most."""
     blocks = [(f"block{i}", block) for i, block in enumerate(module.blocks)]
-    ends = [round(i * len(blocks) / count) for i in range(count + 1)]
+    share, odd = divmod(len(blocks), count)
+    start, end = (share * i + min(i, odd) for i in (index, index + 1))
     first: list[tuple[str, nn.Module]] = [("embedding", module.embedding)] if index == 0 else []
     last: list[tuple[str, nn.Module]] = [("head", module.head)] if index == count - 1 else []
-    return _Stage([*first, *blocks[ends[index] : ends[index + 1]], *last])
+    return _Stage([*first, *blocks[start:end], *last])
 
 
 Step = Callable[[Tensor, Tensor], float]

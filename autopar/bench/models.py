@@ -17,7 +17,7 @@ from torch import Tensor, nn
 @dataclass(frozen=True, slots=True)
 class Subject:
     """A model with its data: ``build()`` makes the module (its values from torch's generator), ``batch(seed)`` one global batch of
-    inputs and targets, dim 0 the batch, of ``tokens`` tokens."""
+    inputs and targets, dim 0 the batch, of ``tokens`` tokens. ``blocks`` is the number of the module's."""
 
     name: str
     build: Callable[[], Stack]
@@ -25,6 +25,7 @@ class Subject:
     loss_fn: Callable[[Tensor, Tensor], Tensor]
     rows: int
     tokens: int
+    blocks: int
 
 
 class Stack(nn.Module):
@@ -139,7 +140,7 @@ def _decoder(
         ids = torch.randint(0, vocabulary, (rows, length + 1), generator=torch.Generator().manual_seed(seed))
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
-    return Subject(name, build, batch, token_loss, rows, rows * length)
+    return Subject(name, build, batch, token_loss, rows, rows * length, layers)
 
 
 def _wide(name: str, width: int, inner: int, layers: int, rows: int) -> Subject:
@@ -151,7 +152,7 @@ def _wide(name: str, width: int, inner: int, layers: int, rows: int) -> Subject:
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(rows, 64, generator=generator), torch.randn(rows, 16, generator=generator)
 
-    return Subject(name, build, batch, F.mse_loss, rows, rows)
+    return Subject(name, build, batch, F.mse_loss, rows, rows, layers)
 
 
 MODELS: dict[str, Subject] = {

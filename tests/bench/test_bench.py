@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import bench_page
 import pytest
 import torch
 from bench_page import markdown
 from workers import WorkerPool
 
-from autopar.bench.baselines import HandTuned, Recipe, recipes
+from autopar.bench.baselines import PIPELINES, HandTuned, Recipe, _stage_of, recipes
 from autopar.bench.contest import AUTOMATIC, Arena, Contender, Result, paired_ratio
 from autopar.bench.models import MODELS, Subject, _decoder, _wide
 from autopar.bench.report import failures, table, verdict
 from autopar.cli.console import plain_table
+from autopar.measure import EXACT, compare
 
 SMALL: dict[str, Subject] = {
-    "llama": _decoder("llama", width=128, layers=2, length=8, rows=8, vocabulary=64),
-    "gpt": _decoder("gpt", width=128, layers=2, length=8, rows=8, vocabulary=64, gpt=True),
-    "wide-mlp": _wide("wide-mlp", width=16, inner=32, layers=2, rows=8),
+    subject.name: subject
+    for subject in (
+        _decoder("llama-5", width=128, layers=5, length=8, rows=8, vocabulary=64),
+        _decoder("gpt-6", width=128, layers=6, length=8, rows=8, vocabulary=64, gpt=True),
+        _wide("mlp-4", width=16, inner=32, layers=4, rows=8),
+    )
 }
 
 
@@ -28,37 +35,140 @@ def losses(model: str, recipe: dict[str, int | str], steps: int) -> list[float]:
     return [contender.step(*batch) for _ in range(steps)]
 
 
-def one_device(model: str, steps: int) -> list[float]:
+def one_device(subject: Subject, steps: int) -> tuple[list[float], torch.nn.Module]:
+    """The losses, and the module after the last step, with that step's gradients."""
     torch.manual_seed(0)
-    module, batch = SMALL[model].build(), SMALL[model].batch(0)
+    module, batch = subject.build(), subject.batch(0)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     found = []
     for _ in range(steps):
         optimizer.zero_grad()
-        loss = SMALL[model].loss_fn(module(batch[0]), batch[1])
+        loss = subject.loss_fn(module(batch[0]), batch[1])
         loss.backward()
         optimizer.step()
         found.append(float(loss.detach()))
-    return found
+    return found, module
 
 
-CASES = [(model, recipe) for model in SMALL for recipe in recipes(2, SMALL[model]) if recipe.microbatches <= 2]
-CASES.append(("llama", Recipe(data=2, bucket_mb=1)))
+def in_float64(subject: Subject) -> Subject:
+    def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = subject.batch(seed)
+        return (x.double(), y.double()) if x.is_floating_point() else (x, y)
+
+    return dataclasses.replace(subject, build=lambda: subject.build().double(), batch=batch)
+
+
+def trained(model: str, recipes: list[dict[str, Any]], steps: int) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
+    """In a worker: the losses in float64, and this rank's parameters after the last step and gradients in it, of every recipe."""
+    subject, answers = in_float64((SMALL | MODELS)[model]), []
+    for recipe in recipes:
+        contender = HandTuned(subject, Recipe(**recipe), lr=1e-2)
+        found: dict[str, torch.Tensor] = {}
+        for stage in contender.modules:
+            named = {
+                f"blocks.{name[5:]}" if name.startswith("block") else name: p for name, p in stage.named_parameters()
+            }
+            found |= {name: p.detach() for name, p in named.items()}
+
+            def keep(*_: object, found: Any = found, named: Any = named) -> None:
+                found.update({f"gradient of {name}": p.grad for name, p in named.items()})
+
+            contender.optimizer.register_step_pre_hook(keep)
+        answers.append(([contender.step(*subject.batch(0)) for _ in range(steps)], found))
+    return answers
+
+
+CASES = [(m, r) for m in SMALL for r in recipes(2, SMALL[m]) if r.pipeline == 1 and r.microbatches <= 2]
+CASES.append(("llama-5", Recipe(data=2, bucket_mb=1)))
 
 
 @pytest.mark.parametrize(("model", "recipe"), CASES, ids=lambda case: case if isinstance(case, str) else case.name)
 def test_hand_tuned_programs_train_as_one_device_does(workers2: WorkerPool, model: str, recipe: Recipe):
     ranks = workers2.run("test_bench:losses", model, recipe.to_dict(), 3)
     found = [sum(values) / len(values) for values in zip(*ranks, strict=True)]
-    if recipe.pipeline > 1:
-        found = ranks[-1]
-    assert found == pytest.approx(one_device(model, 3), rel=1e-4)
+    assert found == pytest.approx(one_device(SMALL[model], 3)[0], rel=1e-4)
+
+
+def are_exact(workers: WorkerPool, processes: int, model: str, steps: int, most: int) -> set[tuple[str, int]]:
+    """Compare every pipeline of up to ``most`` microbatches that is tried for a model with one device; the schedules."""
+    subject = (SMALL | MODELS)[model]
+    tried = [r for r in recipes(processes, subject) if r.pipeline == processes and r.microbatches <= most]
+    losses0, module = one_device(in_float64(subject), steps)
+    named = dict(module.named_parameters())
+    expected = {n: p.detach() for n, p in named.items()} | {f"gradient of {n}": p.grad for n, p in named.items()}
+    of_ranks = workers.run("test_bench:trained", model, [recipe.to_dict() for recipe in tried], steps, timeout_s=600)
+    for recipe, answers in zip(tried, zip(*of_ranks, strict=True), strict=True):
+        losses = next(losses for losses, _ in answers if losses[0] == losses[0])  # the last stage's
+        assert losses == pytest.approx(losses0, rel=EXACT), recipe.name
+        found = {name: value for _, values in answers for name, value in values.items()}
+        error = compare(losses[-1], found, losses0[-1], expected)
+        assert error.exact, (recipe.name, error)
+    return {(recipe.schedule, recipe.chunks) for recipe in tried}
+
+
+@pytest.mark.parametrize("model", SMALL)
+def test_pipelines_are_exact(workers2: WorkerPool, model: str):
+    """Losses, gradients and parameters of two steps in float64, under every schedule, in one round of microbatches and in two."""
+    assert are_exact(workers2, 2, model, steps=2, most=4) == set(PIPELINES)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("model", MODELS)
+def test_pipelines_of_the_benchmark_are_exact(workers2: WorkerPool, workers4: WorkerPool, model: str):
+    assert are_exact(workers2, 2, model, steps=1, most=2) == set(PIPELINES)
+    assert {("1f1b", 1), ("zero-bubble", 1)} <= are_exact(workers4, 4, model, steps=1, most=4)
+
+
+def test_zero_bubble_is_refused_where_torch_reduces_nothing():
+    for schedule, chunks in (("zero-bubble", 1), ("zero-bubble", 2), ("zbv", 2)):
+        with pytest.raises(AssertionError, match="skips the hooks of DDP and FSDP"):
+            Recipe(data=2, pipeline=2, microbatches=2, schedule=schedule, chunks=chunks)
+    with pytest.raises(AssertionError, match="'zerobubble' is none of 1f1b"):
+        Recipe(pipeline=2, schedule="zerobubble")
+    with pytest.raises(AssertionError, match="no pipeline"):
+        Recipe(data=2, schedule="interleaved-1f1b", chunks=2)
+
+
+def replica(schedule: str) -> float:
+    """In a worker: a parameter's norm after a step of DDP over two pipelines, although the recipe refuses that."""
+    recipe = Recipe(pipeline=2, microbatches=2, schedule=schedule)
+    object.__setattr__(recipe, "data", 2)
+    contender = HandTuned(SMALL["mlp-4"], recipe, lr=1e-2)
+    contender.step(*SMALL["mlp-4"].batch(0))
+    return float(next(contender.modules.parameters()).detach().norm())
+
+
+@pytest.mark.slow
+def test_torch_reduces_nothing_under_zero_bubble(workers4: WorkerPool):
+    """The reason of the refusal; when torch reduces, it can go."""
+    for schedule, reduces in (("1f1b", True), ("zero-bubble", False)):
+        a, b, c, d = workers4.run("test_bench:replica", schedule)
+        assert ((a == b) and (c == d)) is reduces and a != c
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), PIPELINES)
+def test_ranks_of_a_pipeline_have_all_blocks_and_equal_shares(schedule: str, chunks: int):
+    """But for one block, where they do not divide."""
+    for blocks in range(8, 20):
+        recipe, module = Recipe(pipeline=4, schedule=schedule, chunks=chunks), _wide("w", 2, 2, blocks, 8).build()
+        stages = {number: rank for rank in range(4) for number in recipe.stages(rank)}
+        names = [list(dict(_stage_of(module, i, len(stages)).named_children())) for i in range(len(stages))]
+        assert sum(names, []) == ["embedding", *(f"block{i}" for i in range(blocks)), "head"]
+        counts = [sum(name.startswith("block") for name in of_stage) for of_stage in names]
+        shares = [sum(counts[number] for number in recipe.stages(rank)) for rank in range(4)]
+        assert max(shares) - min(shares) <= 1 and min(counts) > 0
 
 
 def test_four_processes_get_mixtures():
     names = [recipe.name for recipe in recipes(4, MODELS["llama"])]
     assert "fsdp 2 x tensor 2" in names and "ddp 2 x pipeline 2, 2 microbatches" in names
     assert len(names) == len(set(names)) and not any(name.count(" x ") > 1 for name in names)
+    assert "pipeline 4, zero-bubble, 4 microbatches" in names
+    assert not any(
+        "chunks" in name or ("zero-bubble" in name and " x " in name) for name in names
+    )  # 6 blocks, no 8 stages
+    assert "pipeline 4, zbv, 2 chunks, 8 microbatches" in [recipe.name for recipe in recipes(4, MODELS["deep-gpt"])]
 
 
 def test_ratio_is_paired():

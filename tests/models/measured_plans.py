@@ -38,7 +38,7 @@ def _classifier() -> Subject:
         return ids, torch.randint(0, 16, (rows,), generator=generator)
 
     build: Any = lambda: Classifier(128, 4, length, vocabulary)  # noqa: E731  a Subject wants a function
-    return Subject("encoder", build, batch, F.cross_entropy, rows, rows * length)
+    return Subject("encoder", build, batch, F.cross_entropy, rows, rows * length, 4)
 
 
 SMALL: dict[str, Subject] = {

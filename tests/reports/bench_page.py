@@ -22,12 +22,19 @@ PROCESSES = [count for count in (2, 4) if (EVIDENCE / f"bench-{count}.jsonl").is
 HEAD = """# Automatic programs against hand-tuned ones, measured
 
 Every model is trained by the program that autopar chose and by programs written by hand with PyTorch's own parts (DDP, FSDP2,
-`parallelize_module`, 1F1B, mixtures of two on four processes, each with several microbatch sizes), in the same gloo processes on the
-same batches, float32 and AdamW, one thread a process. They take turns: a round visits each once in an order drawn anew. Times are
-medians over rounds; the ratio is the median over rounds of the automatic program's time over that of the best by hand, with a
-bootstrap's 95 % interval. The best by hand is picked after the fact, by its measured times. Programs twice slower than the best are
-left out of the rounds that follow. Two processes on two cores are what the verdict is about; four share the same two cores.
+`parallelize_module`, pipelines under torch's {schedules}, mixtures of two on four processes, each with several microbatch
+sizes), in the same gloo processes on the same batches, float32 and AdamW, one thread a process. They take turns: a round visits each once
+in an order drawn anew. Times are medians over rounds; the ratio is the median over rounds of the automatic program's time over that of the
+best by hand, with a bootstrap's 95 % interval. The best by hand is picked after the fact, by its measured times. Programs twice slower than
+the best are left out of the rounds that follow. Two processes on two cores are what the verdict is about; four share the same two cores.
 """
+
+SCHEDULES = {
+    "1f1b": "1F1B",
+    "interleaved-1f1b": "interleaved 1F1B",
+    "zero-bubble": "zero bubble",
+    "zbv": "ZBV",
+}
 
 
 def lines(processes: int) -> list[dict[str, Any]]:
@@ -40,6 +47,13 @@ def verdict(found: list[dict[str, Any]]) -> str:
     ratios = [line["ratio"] for line in found]
     middle, worst = statistics.median(ratios), max(ratios)
     return f"Automatic over best by hand: {middle:.2f} in the median of {len(ratios)} models, {worst:.2f} at worst."
+
+
+def schedules(found: Iterable[dict[str, Any]]) -> str:
+    """The schedules of the pipelines by hand that were measured; a recipe that names none is one of 1F1B."""
+    measured = {c["recipe"].get("schedule", "1f1b") for line in found for c in line["contenders"] if c["recipe"]}
+    words = [text for name, text in SCHEDULES.items() if name in measured]
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
 def contenders(line: dict[str, Any]) -> str:
@@ -70,7 +84,7 @@ def markdown(lines: Iterable[dict[str, Any]]) -> str:
 
 def page() -> str:
     """``docs/evidence/bench.md``."""
-    text = HEAD
+    text = HEAD.format(schedules=schedules(line for processes in PROCESSES for line in lines(processes)))
     for processes in PROCESSES:
         found = lines(processes)
         text += f"\n## {processes} processes\n\n{verdict(found)}\n\n{markdown(found)}\n![measured step times](bench-{processes}.svg)\n"

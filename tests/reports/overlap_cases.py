@@ -170,7 +170,7 @@ def features(nodes: int) -> tuple[Feature, ...]:
             "long-sequence",
             SLOW,
             {"pipeline": nodes, "microbatches": 4, "schedule": "zero-bubble"},
-            Recipe(pipeline=nodes, microbatches=4),
+            Recipe(pipeline=nodes, microbatches=4, schedule="zero-bubble"),
             "Two cores run all nodes, so that the bubbles of 4 nodes cost other nodes' time and not a processor's.",
             pins_without={"schedule": "1f1b"},
             nodes=nodes,
@@ -195,14 +195,12 @@ class Match:
 
     @property
     def choices(self) -> list[Recipe]:
-        """DDP with its own and with small buckets, FSDP2 that keeps parameters gathered or not, tensor parallelism, and 1F1B with two and
-        four microbatches for every stage (one, if the batch has no more rows); each on all nodes."""
+        """DDP with its own and with small buckets, FSDP2 that keeps parameters gathered or not, tensor parallelism, and pipelines under all
+        of torch's schedules that ``recipes`` knows, with one, two and four microbatches for every node; each on all nodes."""
         chosen = []
         own = [r for r in recipes(self.nodes, MODELS[self.model]) if self.nodes in (r.data, r.tensor, r.pipeline)]
-        most = max(recipe.microbatches for recipe in own if recipe.pipeline > 1)
-        filling = (2 * self.nodes, 4 * self.nodes) if most > self.nodes else (self.nodes,)
         for recipe in own:  # no mixtures
-            if recipe.microbatches in (filling if recipe.pipeline > 1 else (1,)):
+            if recipe.pipeline > 1 or recipe.microbatches == 1:
                 chosen.append(recipe)
             if recipe == Recipe(data=self.nodes):
                 chosen.append(dataclasses.replace(recipe, bucket_mb=4))

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from bench_page import contenders, verdict
+from bench_page import contenders, schedules, verdict
 from overlap_cases import FEATURES, Feature
 from overlap_trace import communication_share, draw, hidden_share
 from places import EVIDENCE
@@ -138,7 +138,7 @@ def _feature(feature: Feature, line: Line) -> str:
 - {line["rounds"]} rounds of {steps}, at a load of {line["load"]}.
 - The price of a step is {1e3 * priced[WITH]:.0f} ms with and {1e3 * priced[WITHOUT]:.0f} ms without the overlap.
 - The losses of {losses["steps"]} steps {_differ(losses["without_difference"])} without,
-  and {_differ(losses["by_hand_difference"])} by hand.
+  and {_differ(losses["by_hand_difference"])} by hand ({line["by_hand"]}).
 {_change(feature)}"""
 
 
@@ -189,13 +189,14 @@ def _contests(lines: Sequence[Line]) -> str:
     found = of_part(lines, CONTEST)
     if not found:
         return ""
-    text = """
+    text = f"""
 ## Automatic programs against hand-written ones with the same overlap
 
 The automatic program is that of the plan for these nodes. By hand, on all nodes: DDP with buckets of 25 MB, its default, and of 4 MB; FSDP2
-nested, a block gathered ahead, with parameters kept after the forward pass or not; tensor parallelism by `parallelize_module`; torch's
-1F1B with two and four microbatches for every stage. The best by hand is picked after the fact. Programs twice slower than the best are
-left out of the rounds that follow.
+nested, a block gathered ahead, with parameters kept after the forward pass or not; tensor parallelism by `parallelize_module`;
+pipelines under torch's {schedules([line["result"] for line in found])}, with up to four microbatches for every
+node and a block or more in every stage. The best by hand is picked after the fact. Programs twice slower than the best are left out of the
+rounds that follow.
 """
     for nodes in sorted({line["nodes"] for line in found}):
         chosen = [line for line in found if line["nodes"] == nodes]

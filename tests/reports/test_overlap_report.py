@@ -141,6 +141,7 @@ def test_every_case_comes_after_its_link_and_has_programs_to_compare_with():
         kinds = {(r.data, r.tensor, r.pipeline) for r in match.choices}
         n = match.nodes
         assert {(n, 1, 1), (1, 1, n)} <= kinds <= {(n, 1, 1), (1, n, 1), (1, 1, n)}
+        assert {("1f1b", 1), ("zero-bubble", 1)} <= {(r.schedule, r.chunks) for r in match.choices}
         assert {r.bucket_mb for r in match.choices if r.sharding == "ddp" and r.data == n} == {4, 25}
 
 
