@@ -20,14 +20,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from autopar.devices import Cluster
 from autopar.devices.measured import Floats
 from autopar.layer_price import LayerPrice
-from autopar.plan import SELECTIVE, TENSOR_OVERLAP, Axis, Strategy
+from autopar.plan import NONE, SELECTIVE, TENSOR_OVERLAP, Axis, Strategy
 from autopar.price.collectives import Group, beside_s, group, group_time_s
 from autopar.price.host import DEVICE, Offloaded, host_update_s, waited_s
 from autopar.price.int8 import in_int8
@@ -454,6 +454,15 @@ def assemble(
         nvme_bytes=offloaded.on_nvme(math.ceil(updated), numbers),
         host_saved_bytes=math.ceil(segment_bytes) if on_host else 0,
     )
+
+
+def least_time_s(c: Core, strategy: Strategy, trainer: Trainer, cluster: Cluster) -> float:
+    """Seconds of one microbatch, forward plus backward, that ``assemble`` never undercuts, whatever the strategy's ZeRO stage,
+    recomputation, offload and data-parallel groups: they add work and exposed communication to the layer's own."""
+    plain = replace(strategy, recomputation=NONE)
+    forward_wire_s, backward_wire_s = _wires_s(c, plain, trainer, cluster)
+    forward_s = max(c.forward_compute_s + forward_wire_s, c.forward_host_s)
+    return forward_s + max(c.backward_compute_s + backward_wire_s, c.backward_host_s)
 
 
 def _accumulate_s(spread: Spread, elements: float, numbers: Precision, cluster: Cluster) -> float:

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from autopar.devices import Cluster
 from autopar.flow import gradient_flow
@@ -28,6 +28,7 @@ from autopar.price.layer import (
     bind,
     core,
     divisible,
+    least_time_s,
     measure,
     move_s,
     saved_bytes,
@@ -184,34 +185,64 @@ class Pricer:
         Equal arguments give the same object: the search compares identities to find the candidates that layers of one class with different
         pins share.
         """
-        if strategy.compiled and not self._compiles:
-            return self._of_compiled_layers().layer(cls_name, mesh, strategy, microbatches)
-        if strategy.saves_int8 and not self.trainer.int8:
-            return self._of_saved_int8().layer(cls_name, mesh, strategy, microbatches)
-        if strategy.slices_logits and not self._slices:
-            return self._of_sliced_logits().layer(cls_name, mesh, strategy, microbatches)
-        key = (cls_name, self._number(mesh), strategy, microbatches)
+        pricer = self._variant_for(strategy)
+        key = (cls_name, pricer._number(mesh), strategy, microbatches)
         try:  # hashing a strategy takes a part of its price's time
-            return self._layers[key]
+            return pricer._layers[key]
         except KeyError:
-            price = self._layers[key] = self._price(cls_name, mesh, strategy, microbatches)
+            price = pricer._layers[key] = pricer._price(cls_name, mesh, strategy, microbatches)
             return price
+
+    def least_time_s(self, cls_name: str, mesh: Mesh, strategies: Sequence[Strategy], microbatches: int) -> float:
+        """A lower bound of the seconds of one microbatch, forward plus backward, under any of ``strategies``; infinite if none has a price.
+
+        Strategies that differ in ZeRO, recomputation or offload alone share the bound, and it takes a small part of their prices' time.
+        """
+        different = {
+            (s.roles, s.overlap, s.overlap == HALVES and is_chained(s), s.compiled, s.saved, s.logits): s
+            for s in strategies
+        }
+        least = math.inf
+        for strategy in different.values():
+            pricer = self._variant_for(strategy)
+            found = pricer._overlapped(cls_name, mesh, strategy, microbatches)
+            if found is not None:
+                least = min(least, least_time_s(found[0], found[2], pricer.trainer, found[1]))
+        return least
+
+    def _variant_for(self, strategy: Strategy) -> Pricer:
+        """The pricer of programs with the strategy's kernels."""
+        if strategy.compiled and not self._compiles:
+            return self._of_compiled_layers()._variant_for(strategy)
+        if strategy.saves_int8 and not self.trainer.int8:
+            return self._of_saved_int8()._variant_for(strategy)
+        if strategy.slices_logits and not self._slices:
+            return self._of_sliced_logits()._variant_for(strategy)
+        return self
 
     def _price(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> LayerPrice | None:
         """``layer``, computed."""
-        found = self._place(cls_name, mesh, strategy.roles, microbatches)
+        found = self._overlapped(cls_name, mesh, strategy, microbatches)
         if found is None:
             return None
-        if strategy.overlap == HALVES:
-            half = self._half(cls_name, mesh, strategy, microbatches)
-            if isinstance(half, str):
-                strategy = dataclasses.replace(strategy, overlap=TENSOR_OVERLAP)
-            else:
-                setting = found[1], self.numbers, self.trainer
-                found = in_halves(found[0], *half, is_chained(strategy), setting), found[1]
+        c, cluster, strategy = found
         around = self._neighbours(cls_name, mesh, strategy, microbatches)
-        copies = self._copies(cls_name, mesh, strategy, microbatches, *found)
-        return assemble(found[0], copies, strategy, found[1], self.numbers, self.trainer, around)
+        copies = self._copies(cls_name, mesh, strategy, microbatches, c, cluster)
+        return assemble(c, copies, strategy, cluster, self.numbers, self.trainer, around)
+
+    def _overlapped(
+        self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int
+    ) -> tuple[Core, Cluster, Strategy] | None:
+        """A price before ZeRO and recomputation, the cluster as the mesh sees it, and the strategy with the overlap that the layer admits;
+        ``None`` if there is no price."""
+        found = self._place(cls_name, mesh, strategy.roles, microbatches)
+        if found is None or strategy.overlap != HALVES:
+            return found and (*found, strategy)
+        half = self._half(cls_name, mesh, strategy, microbatches)
+        if isinstance(half, str):
+            return *found, dataclasses.replace(strategy, overlap=TENSOR_OVERLAP)
+        setting = found[1], self.numbers, self.trainer
+        return in_halves(found[0], *half, is_chained(strategy), setting), found[1], strategy
 
     def why_whole(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> str:
         """Why the microbatches of a layer class are not computed in halves (``passes.halves``); empty if they can be."""

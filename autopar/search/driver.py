@@ -1,7 +1,8 @@
 """Best-first search over the outer choices: prices and a cluster in, a plan with its proved bound out.
 
-Every choice starts with a cheap bound (``fewest_seconds``). The choice with the lowest bound takes the next step (``steps``): a more
-expensive bound, a solution, a proof. A step is worth its time only while no other choice looks better, so each step runs when the choice
+Every choice starts with a bound from the layers' own work (``Prices.least_time_s``), which needs no prices. The choice with the lowest
+bound takes the next step: its prices and a cheap bound (``fewest_seconds``), then those of ``steps``: a more expensive bound, a solution, a
+proof. A step is worth its time only while no other choice looks better, so each step runs when the choice
 has the lowest bound again. The search ends when no choice, open or closed, has a bound further than the target gap below the incumbent,
 or when the time limit is reached. The reported bound is the smallest of the open choices' bounds, the closed choices' bounds, and the
 incumbent's time.
@@ -125,46 +126,53 @@ def explore(
     pricer = pricer.of_program(options.prefetch or 1, options.sync or ALL_REDUCE).mirrored(copies_of(options.schedule))
     options = replace(options, compiled=pricer.compiled, nvme=cluster.has_nvme)
     state = State(options, Prices(graph, cluster, pricer, options, shared), pricer, deadline, step_s=known_s)
-    instances = _open_all(graph, cluster, state)
+    opened = _open_all(graph, cluster, state)
     while state.left_s() > 0:
         if not state.waited and state.left_s() < options.time_limit_s / 2:
-            _waiting_less(state, instances)
+            _waiting_less(state, opened)
         if (node := state.pop()) is not None:
             advance(state, node)
-        elif not (_in_segments(state) or _where_nothing_fits(state) or _waiting_less(state, instances)):
+        elif not (_in_segments(state) or _where_nothing_fits(state) or _waiting_less(state, opened)):
             break
     if state.best is None and not np.isfinite(known_s):
-        _last_resort(graph, state, instances + [i for choice in state.rest if (i := state.prices.instance(choice))])
+        while state.to_price and (state.left_s() > 0 or not state.priced):
+            state.price()
+        state.unpriced += sum(len(some.choices) for some in state.to_price)
+        if not state.priced:
+            raise _no_price(graph, state)
+        _last_resort(graph, state, state.priced)
     return state
 
 
-def _open_all(graph: Graph, cluster: Devices, state: State) -> list[Instance]:
-    """Price every outer choice and give it its cheap bound."""
-    instances: list[Instance] = []
+def _open_all(graph: Graph, cluster: Devices, state: State) -> list[Choice]:
+    """Give every outer choice its first bound; of choices that differ only in the number of chunks, those with the fewest are returned."""
+    opened: list[Choice] = []
     found = choices(graph, cluster.count, state.options, state.prices.pins)
     todo = _by_mesh([choice for choice in found if mirrors(cluster, choice.schedule)])
     if not todo:
         raise no_mirror(found[0].schedule.name)
     for number, (choice, more) in enumerate(todo):
-        if instances and state.left_s() < state.options.time_limit_s / 3:
+        if opened and state.left_s() < state.options.time_limit_s / 3:
             state.unpriced = sum(1 + len(rest) for _, rest in todo[number:])
+            state.floor_s = _arithmetic_s(graph, cluster, state, opened[0])
             break
-        state.rest += more
-        instance = state.prices.instance(choice)
-        if instance is not None:
-            instances.append(instance)
-            state.push(instance, fewest_seconds(instance), more=more)
-    if not instances:
+        if state.open(choice, more):
+            opened.append(choice)
+    if not opened:
         raise _no_price(graph, state)
+    state.say(f"{len(opened)} outer choices, none below {state.bound_s:.6g} s")
+    return opened
+
+
+def _arithmetic_s(graph: Graph, cluster: Devices, state: State, choice: Choice) -> float:
+    """The model's arithmetic at the devices' peak: a bound for choices without any other. ``choice`` is one that has a price."""
     numbers = [state.options.precision]
     numbers += [kind for name, kind in ((FP8, FLOAT8), (TF32, TF32)) if name in graph.allow]
-    peak = max(cluster.peak_flops(name) for name in numbers)  # the floor holds for products of both kinds
-    if peak:
-        first = instances[0]
-        flops = sum(first.table(i).prices[0].flops for i in range(first.layers))
-        state.floor_s = first.schedule.microbatches * flops / peak
-    state.say(f"{len(instances)} outer choices, none below {state.bound_s:.6g} s")
-    return instances
+    peak = max(cluster.peak_flops(name) for name in numbers)  # the bound holds for products of both kinds
+    instance = state.prices.instance(choice)
+    if not peak or instance is None:
+        return 0.0
+    return choice.schedule.microbatches * sum(instance.table(i).prices[0].flops for i in range(instance.layers)) / peak
 
 
 def _by_mesh(found: list[Choice]) -> list[tuple[Choice, tuple[Choice, ...]]]:
@@ -235,7 +243,7 @@ def _where_nothing_fits(state: State) -> bool:
     return bool(state.heap) and state.heap[0].bound_s < state.enough_s
 
 
-def _waiting_less(state: State, instances: list[Instance]) -> bool:
+def _waiting_less(state: State, opened: list[Choice]) -> bool:
     """Try the pipeline of the best plan, and one with half as many devices and microbatches, with the schedules under which devices wait
     less, if no pin decides the schedule or the number of stages.
 
@@ -252,16 +260,14 @@ def _waiting_less(state: State, instances: list[Instance]) -> bool:
     split = split and (eager or len(pins) <= SPLIT_LAYERS)
     if (idle.mean() if split else idle.min()) < WAITING:
         return False
-    for plain in instances:
-        line, m = plain.schedule.pipeline, plain.schedule.microbatches
-        if (line, m) not in ((chosen.pipeline, chosen.microbatches), (chosen.pipeline / 2, chosen.microbatches / 2)):
-            continue
-        for first, *more in waiting_less(plain.choice, plain.layers, split):
-            instance = state.prices.instance(first)
-            if instance is not None:
-                state.schedules.setdefault(first.schedule.name, set()).add(line)
-                state.push(instance, fewest_seconds(instance), more=tuple(more))
-    return bool(state.heap) and state.heap[0].bound_s < state.enough_s
+    sizes = (chosen.pipeline, chosen.microbatches), (chosen.pipeline / 2, chosen.microbatches / 2)
+    for plain in opened:
+        line = plain.schedule.pipeline
+        if (line, plain.schedule.microbatches) in sizes:
+            for first, *more in waiting_less(plain, len(pins), split):
+                if state.open(first, more):
+                    state.schedules.setdefault(first.schedule.name, set()).add(line)
+    return bool(state.to_price) and state.to_price[0].bound_s < state.enough_s
 
 
 def _idle(instance: Instance, solution: Solution) -> Array:

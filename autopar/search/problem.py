@@ -123,6 +123,11 @@ class Pricer(Protocol):
         """The layer's price; ``None`` if a role is inadmissible or a size indivisible."""
         ...
 
+    def least_time_s(self, cls_name: str, mesh: Mesh, strategies: Sequence[Strategy], microbatches: int) -> float:
+        """A lower bound of the seconds of one microbatch, forward plus backward, under any of ``strategies``; infinite if none has a
+        price. It takes a small part of the time that the prices take."""
+        ...
+
     def edge(self, layer_index: int, mesh: Mesh, left: Strategy, right: Strategy, microbatches: int) -> float:
         """Seconds of resharding between layer ``layer_index`` and the next, forward plus backward, one microbatch."""
         ...

@@ -5,11 +5,12 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.search.bounds.cheap import fewest_seconds
+from autopar.search.bounds.cheap import fewest_seconds, least_pipelined_s
 from autopar.search.evaluation import Solution, all_in_turn, cost, fits
 from autopar.search.options import SearchOptions
 from autopar.search.prices import Prices
@@ -22,8 +23,17 @@ class Node:
     bound_s: float
     number: int
     instance: Instance = field(compare=False)
-    more: tuple[Choice, ...] = field(default=(), compare=False)  # with more chunks; their bounds are no lower
     done: int = field(default=0, compare=False)  # how many steps of its engine have run
+
+
+@dataclass(order=True)
+class Unpriced:
+    """Outer choices without prices so far: the first of them, and those that differ from it only in having more chunks, whose bounds are
+    no lower."""
+
+    bound_s: float
+    number: int
+    choices: tuple[Choice, ...] = field(compare=False)
 
 
 @dataclass
@@ -35,6 +45,7 @@ class State:
     pricer: Pricer
     deadline: float
     heap: list[Node] = field(default_factory=list)
+    to_price: list[Unpriced] = field(default_factory=list)  # a heap, too
     later: list[Node] = field(default_factory=list)  # choices with an expensive next step, while others remain
     closed_s: float = np.inf
     step_s: float = np.inf
@@ -42,8 +53,8 @@ class State:
     counter: itertools.count[int] = field(default_factory=itertools.count)
     opened: int = 0
     solvers: set[str] = field(default_factory=set)
-    unpriced: int = 0
-    rest: list[Choice] = field(default_factory=list)  # priced when the choice with fewer chunks comes up
+    unpriced: int = 0  # choices that the time did not suffice for
+    priced: list[Instance] = field(default_factory=list)
     tried: set[Choice] = field(default_factory=set)  # whether anything fits in these choices was checked at the end
     widened: Choice | None = None  # the latest best choice in which segments were tried
     waited: bool = False  # whether schedules under which devices wait less were considered
@@ -57,8 +68,9 @@ class State:
     def bound_s(self) -> float:
         if self.unpriced:
             return min(self.floor_s, self.step_s)
-        waiting = min((node.bound_s for node in self.later), default=np.inf)
-        return min(self.closed_s, self.heap[0].bound_s if self.heap else np.inf, waiting, self.step_s)
+        later = min((node.bound_s for node in self.later), default=np.inf)
+        unpriced = self.to_price[0].bound_s if self.to_price else np.inf
+        return min(self.closed_s, self.step_s, self._lowest_s(), later, unpriced)
 
     @property
     def enough_s(self) -> float:
@@ -66,22 +78,42 @@ class State:
         rounded = 1 + 1e-12  # so that the gap to such a bound is at most the target
         return self.step_s * (1 - max(self.options.target_gap, 1e-9)) * rounded
 
-    def push(self, instance: Instance, bound_s: float, done: int = 0, more: tuple[Choice, ...] = ()) -> None:
-        heapq.heappush(self.heap, Node(bound_s, next(self.counter), instance, more, done))
+    def push(self, instance: Instance, bound_s: float, done: int = 0) -> None:
+        heapq.heappush(self.heap, Node(bound_s, next(self.counter), instance, done))
+
+    def open(self, choice: Choice, more: Iterable[Choice] = ()) -> bool:
+        """Give an outer choice its first bound, and those that differ from it only in having ``more`` chunks; whether it has a price."""
+        least = self.prices.least_time_s(choice)
+        if least is None:
+            return False
+        bound_s = least_pipelined_s(choice.schedule, least)
+        heapq.heappush(self.to_price, Unpriced(bound_s, next(self.counter), (choice, *more)))
+        return True
+
+    def price(self) -> None:
+        """Price the choice with the lowest bound of those that have no prices."""
+        following = heapq.heappop(self.to_price)
+        choice, *more = following.choices
+        instance = self.prices.instance(choice)
+        if instance is None:  # a layer has no candidate, whatever the number of chunks
+            return
+        self.priced.append(instance)
+        bound_s = max(following.bound_s, fewest_seconds(instance))
+        self.push(instance, bound_s)
+        if more:
+            heapq.heappush(self.to_price, Unpriced(bound_s, next(self.counter), tuple(more)))
 
     def pop(self) -> Node | None:
         """The choice with the lowest bound; ``None`` if no bound is low enough to continue."""
-        if self.later and (not self.heap or self.heap[0].bound_s >= self.enough_s):
+        while self.to_price and self.to_price[0].bound_s < min(self.enough_s, self._lowest_s()):
+            self.price()
+        if self.later and self._lowest_s() >= self.enough_s:
             self.heap, self.later = self.heap + self.later, []
             heapq.heapify(self.heap)
-        if not self.heap or self.heap[0].bound_s >= self.enough_s:
-            return None
-        node = heapq.heappop(self.heap)
-        if node.more:
-            following = self.prices.instance(node.more[0])
-            if following is not None:  # otherwise a layer has no candidate, whatever the number of chunks
-                self.push(following, max(node.bound_s, fewest_seconds(following)), more=node.more[1:])
-        return node
+        return heapq.heappop(self.heap) if self._lowest_s() < self.enough_s else None
+
+    def _lowest_s(self) -> float:
+        return self.heap[0].bound_s if self.heap else np.inf
 
     def offer(self, instance: Instance, solution: Solution) -> None:
         """Take a solution as incumbent, if it fits and its true cost is the best so far."""

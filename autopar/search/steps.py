@@ -130,7 +130,7 @@ def _coarse(state: State, node: Node) -> None:
     """Coarse bounds first: most choices are far from the best."""
     bound = bottleneck_bound(node.instance, node.bound_s, state.enough_s, GRIDS[:1])
     if np.isfinite(bound) and state.best is None and state.left_s() < 0.5 * state.options.time_limit_s:
-        _construct(state, replace(node, bound_s=bound, more=()))  # find a plan first
+        _construct(state, replace(node, bound_s=bound))  # find a plan first
     else:
         _raise_bound(state, node, bound)
 
@@ -174,7 +174,7 @@ def _first(state: State, node: Node) -> None:
     if node.bound_s < state.enough_s:
         state.opened += 1
         _look(state, node.instance)
-    state.later.append(Node(node.bound_s, node.number, node.instance, (), node.done + 1))
+    state.later.append(replace(node, done=node.done + 1))
 
 
 def _second(state: State, node: Node) -> None:

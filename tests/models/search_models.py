@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -139,6 +140,13 @@ class RandomPricer:
         if key not in self._layers:
             self._layers[key] = self._drawn_layer(*key)
         return self._layers[key]
+
+    def least_time_s(
+        self, cls: str, mesh: tuple[Axis, ...], strategies: Sequence[Strategy], microbatches: int
+    ) -> float:
+        found = [self.layer(cls, mesh, strategy, microbatches) for strategy in strategies]
+        least = min((p.forward_s + p.backward_s for p in found if p is not None), default=math.inf)
+        return least * self._rng("least", cls, mesh, microbatches).choice([0.1, 0.8, 1.0])
 
     def _drawn_layer(
         self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int
@@ -514,6 +522,12 @@ class TransformerPricer:
             int(12 * p / tensor / (data if zero else 1)), int(saved), int(held if full else 0.3 * held),
             3 * flops * data,
         )  # fmt: skip
+
+    def least_time_s(
+        self, cls: str, mesh: tuple[Axis, ...], strategies: Sequence[Strategy], microbatches: int
+    ) -> float:
+        prices = [self.layer(cls, mesh, Strategy(roles), microbatches) for roles in {s.roles for s in strategies}]
+        return min((p.forward_s + p.backward_s for p in prices if p is not None), default=math.inf)
 
     def edge(self, i: int, mesh: tuple[Axis, ...], left: Strategy, right: Strategy, microbatches: int) -> float:
         return 0.0 if left.roles == right.roles else 0.02 / microbatches

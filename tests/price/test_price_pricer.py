@@ -20,6 +20,7 @@ from autopar.price.live_memory import Neighbours
 from autopar.price.moves import wire
 from autopar.schedules import Schedule
 from autopar.search import SearchOptions, evaluate, search
+from autopar.search.problem import strategies
 from autopar.sharding import Sharding
 from autopar.types import Collective, I, P, R, S, SpmdType
 
@@ -195,3 +196,26 @@ def test_a_pinned_prefetch_is_planned_and_priced():
     assert (one.prefetch, two.prefetch) == (1, 2)
     assert two.prediction.step_time_s == one.prediction.step_time_s
     assert two.stages[0].memory.total - one.stages[0].memory.total == 2 * _numel(graph.classes["mlp"])
+
+
+@pytest.mark.parametrize("where", ["2x8xH100-80GB", "8"])
+@pytest.mark.parametrize("overlap", ["tensor", "none", "halves"])
+def test_no_strategy_is_faster_than_the_bound_without_zero_and_recomputation(where, overlap):
+    cluster = parse(where)
+    pricer = Pricer(chain(llama_block(8, 128, 256, 8, 4, 512), 3), cluster, "bfloat16")
+    mesh = MESH if cluster.count == 16 else (Axis("a", 2, 4), Axis("b", 2, 2), Axis("c", 2, 1))
+    tightest = dict.fromkeys((1, 2), 0.0)
+    for compiled in (False, True):
+        pin = {"overlap": overlap, "compile": compiled, "offload": "any"}
+        options = SearchOptions(allow=("int8_activations",), pin=pin)
+        for m in tightest:
+            found = strategies(mesh, 8 // m, cluster.gpus_per_node, options, several=m > 1)
+            for roles in {s.roles for s in found}:
+                some = [s for s in found if s.roles == roles]
+                least_s = pricer.least_time_s("block", mesh, some, m)
+                priced = [p for s in some if (p := pricer.layer("block", mesh, s, m)) is not None]
+                assert bool(priced) == math.isfinite(least_s)
+                for price in priced:
+                    assert 0 < least_s <= (price.forward_s + price.backward_s) * (1 + 1e-12)
+                    tightest[m] = max(tightest[m], least_s / (price.forward_s + price.backward_s))
+    assert min(tightest.values()) > 0.95

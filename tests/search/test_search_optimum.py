@@ -20,7 +20,7 @@ from autopar.search import SearchOptions, search, steps
 from autopar.search.bounds import mixed
 from autopar.search.bounds.bottleneck import bottleneck_bound, whole_bound
 from autopar.search.bounds.chain import chain_bound, is_chain
-from autopar.search.bounds.cheap import fewest_seconds
+from autopar.search.bounds.cheap import fewest_seconds, least_pipelined_s
 from autopar.search.bounds.columns import columns_bound, even_bound
 from autopar.search.bounds.devices import devices_bound
 from autopar.search.bounds.mixed import mixed_bound
@@ -32,7 +32,7 @@ from autopar.search.cuts import moved
 from autopar.search.evaluation import Solution, cost, fits, ways
 from autopar.search.exact import solve_labels, solve_scip
 from autopar.search.prices import Prices
-from autopar.search.problem import choices
+from autopar.search.problem import Choice, choices
 
 EXACT = SearchOptions(target_gap=0.0, time_limit_s=60)
 
@@ -118,6 +118,13 @@ def test_more_memory_is_never_slower() -> None:
             before = step
 
 
+def _first_bound(prices: Prices, choice: Choice) -> float:
+    """The bound without prices; it is no higher than the cheap bound is with them."""
+    least = prices.least_time_s(choice)
+    assert least is not None
+    return least_pipelined_s(choice.schedule, least)
+
+
 def test_every_bound_of_every_outer_choice_holds() -> None:
     tight: dict[str, list[float]] = {}
     for seed in range(4000, 4018):
@@ -130,8 +137,9 @@ def test_every_bound_of_every_outer_choice_holds() -> None:
             if instance is None:
                 assert best == float("inf")
                 continue
-            cheap = fewest_seconds(instance)
+            first, cheap = _first_bound(prices, choice), fewest_seconds(instance)
             bounds = {
+                "first": first,
                 "cheap": cheap,
                 "bottleneck": bottleneck_bound(instance),
                 "whole": whole_bound(instance, cheap, float("inf")),
@@ -145,6 +153,7 @@ def test_every_bound_of_every_outer_choice_holds() -> None:
                 if best < float("inf"):
                     tight.setdefault(name, []).append(bound / best)
     mean = {name: sum(values) / len(values) for name, values in tight.items()}
+    assert 0 < mean["first"] < mean["cheap"]
     assert mean["cheap"] < mean["linear"] < mean["integer"] and mean["cheap"] < mean["bottleneck"] < mean["whole"]
     assert mean["integer"] > 0.85
     assert mean["chain"] > 0.92 and max(tight["chain"]) > 1 - 1e-6
@@ -170,8 +179,9 @@ def test_every_bound_of_choices_with_several_stages_on_a_device_holds(schedule: 
                     continue
                 best, solution = solve_labels(instance, inf, inf)
                 assert solution is None or cost(instance, solution).step_time_s == pytest.approx(best, rel=1e-12)
-                cheap = fewest_seconds(instance)
+                first, cheap = _first_bound(prices, choice), fewest_seconds(instance)
                 bounds = {
+                    "first": first,
                     "cheap": cheap,
                     "packed or mixed": even_bound(instance, cheap, inf),
                     "columns": columns_bound(instance, cheap, inf),

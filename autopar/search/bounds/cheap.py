@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.schedules import GPIPE
+from autopar.schedules import GPIPE, Schedule
+from autopar.schedules.orders import warm_forwards
 from autopar.search.pareto import Array
 from autopar.search.tables import Instance
 
@@ -15,44 +16,52 @@ TOLERANCE = 1e-7  # the solvers' feasibility tolerance, relative: every bound is
 
 def fewest_seconds(instance: Instance) -> float:
     """A lower bound of the step time of any choice, in seconds."""
-    return _several_stages(instance) if instance.schedule.interleaved else _one_stage(instance)
+    schedule = instance.schedule
+    if schedule.stages == 1:
+        tables = [float((schedule.microbatches * t.time + t.step).min()) for t in instance.kinds]
+        return float(np.array(tables)[instance.kind].sum())
+    time, once = instance.least("time"), schedule.copies * float(instance.least("step").sum()) / schedule.pipeline
+    if not schedule.interleaved:
+        return least_pipelined_s(schedule, time) + once
+    return least_pipelined_s(schedule, time, outside(instance), float(sends(instance).sum())) + once
 
 
-def _one_stage(instance: Instance) -> float:
-    """For one stage on each device: the time of the textbook paths with the least possible slowest stage."""
-    schedule, kind = instance.schedule, instance.kind
-    m, stages = schedule.microbatches, schedule.pipeline
-    if stages == 1:
-        return float(sum(np.array([float((m * t.time + t.step).min()) for t in instance.kinds])[kind]))
-    least = instance.least("time")
-    step = float(instance.least("step").sum()) / stages
-    before = np.concatenate([[0.0], np.cumsum(least)])
-    spans = np.where(np.tri(len(before), dtype=bool), np.inf, before[None, :] - before[:, None])
-    bottleneck = smallest_bottleneck([spans] * stages)
-    total = float(least.sum())
-    if schedule.name == GPIPE:
-        return total + (m - 1) * bottleneck + step
-    tables = [t for table in instance.kinds for t in table.places]
-    share = max(float((t.forward / np.maximum(t.time, 1e-300)).max()) for t in tables)
-    warm = min(m, stages)
-    return max(total, total + ((m - 1) - (warm - 1) * min(share, 1.0)) * bottleneck) + step
+def least_pipelined_s(schedule: Schedule, time: Array, outside: Array | None = None, sent_s: float = 0.0) -> float:
+    """A lower bound of the seconds from the first forward to the last backward, from each layer's least seconds of one microbatch.
 
-
-def _several_stages(instance: Instance) -> float:
-    """For several stages on each device: the mean over devices of the path ``upto``."""
-    line, m, copies = instance.schedule.pipeline, instance.schedule.microbatches, instance.schedule.copies
-    time = instance.least("time")
-    work = max((float(time.sum()) + float(sends(instance).sum())) / line, float(time.max()) / copies)
+    With several stages on each device, ``outside`` is the function of that name, by default 0, and ``sent_s`` the seconds that all stages
+    spend on sends.
+    """
+    if not schedule.interleaved:
+        return _one_stage(schedule, time)
+    line, m, copies = schedule.pipeline, schedule.microbatches, schedule.copies
+    work = max((float(time.sum()) + sent_s) / line, float(time.max()) / copies)
+    if outside is None:
+        return m * work
     # a device whose first stage is s begins after at least s layers: each stage has at least one
-    begins = np.array([instance.schedule.own(d)[0] for d in range(line)])
+    begins = np.array([schedule.own(d)[0] for d in range(line)])
     later = (begins[:, None] > np.arange(line - 1)).sum(axis=0)
-    fill = float((later * outside(instance)[: line - 1]).sum()) / line
-    return m * work + fill + copies * float(instance.least("step").sum()) / line
+    return m * work + float((later * outside[: line - 1]).sum()) / line
+
+
+def _one_stage(schedule: Schedule, time: Array) -> float:
+    """For one stage on each device: the longest of the paths ``upto`` and ``twice`` of ``textbook_paths``, for the best cuts; GPipe's step
+    is given by its slowest stage."""
+    m, stages = schedule.microbatches, schedule.stages
+    before = np.concatenate([[0.0], np.cumsum(time)])
+    total = float(before[-1])
+    spans = np.where(np.tri(len(before), dtype=bool), np.inf, before[None, :] - before[:, None])
+    if schedule.name == GPIPE:
+        return total + (m - 1) * smallest_bottleneck([spans] * stages)
+    upto, later = before[:, None] + m * spans, total - before[None, :]
+    more = [m - warm_forwards(schedule, s) for s in range(stages)]
+    paths = [np.maximum(upto, total + n * spans + later) if n else upto for n in more]
+    return max(total, smallest_bottleneck(paths))
 
 
 def smallest_bottleneck(spans: Sequence[Array]) -> float:
-    """The least possible time of the slowest stage; ``spans[stage][i, j]`` are the seconds of layers i..j-1 as that stage (dynamic
-    programming over the cuts)."""
+    """The least possible value of the worst stage; ``spans[stage][i, j]`` is the value of layers i..j-1 as that stage, such as their
+    seconds (dynamic programming over the cuts)."""
     slowest = np.where(np.arange(len(spans[0])) == 0, 0.0, np.inf)
     for span in spans:
         slowest = np.maximum(slowest[:, None], span).min(axis=0)
