@@ -80,12 +80,7 @@ def construct_stages(instance: Instance, deadline: float = np.inf) -> tuple[floa
         if step < found[0] * (1 - 1e-9) and fits(instance, solution):
             found = step, solution
 
-    drafts: list[_Draft] = []
-    for mode in modes_of(instance):
-        drafts += _drafts(instance, mode)
-        if time.monotonic() > deadline:
-            break
-    drafts.sort(key=lambda d: d.estimate_s)
+    drafts = _drafts(instance, deadline)
     cache: _Cache = {}
 
     def tried(draft: _Draft) -> bool:
@@ -95,7 +90,7 @@ def construct_stages(instance: Instance, deadline: float = np.inf) -> tuple[floa
             offer(Solution(draft.bounds, pick))
         return found is not None and found[0] < best_s
 
-    for draft in _distinct(drafts)[:REFINED]:
+    for draft in drafts:
         if tried(draft):
             best = draft
     for _ in range(MOVES if found is not None else 0):
@@ -142,23 +137,6 @@ def modes_of(instance: Instance) -> list[Mode]:
     return modes
 
 
-def _distinct(drafts: list[_Draft]) -> list[_Draft]:
-    """The best drafts without repeated cuts of a mode; where possible about half of them are from different modes."""
-    seen: set[tuple[object, ...]] = set()
-    first: list[_Draft] = []
-    rest: list[_Draft] = []
-    modes: set[Roles | None] = set()
-    for draft in drafts:
-        key = draft.bounds, draft.mode.roles
-        if key in seen:
-            continue
-        seen.add(key)
-        (rest if draft.mode.roles in modes else first).append(draft)
-        modes.add(draft.mode.roles)
-    mixed = first[: REFINED // 2] + rest[: REFINED - REFINED // 2] + first[REFINED // 2 :]
-    return sorted(mixed[:REFINED], key=lambda d: d.estimate_s)
-
-
 def tied_cost(instance: Instance, layers: Sequence[int], price: float) -> float:
     """The cost of the cheapest candidates of some layers: their time, and their live bytes at a price in units of ``memory_scale``."""
     n, total = float(instance.in_flight.max()), 0.0
@@ -169,30 +147,83 @@ def tied_cost(instance: Instance, layers: Sequence[int], price: float) -> float:
     return total
 
 
-def _drafts(instance: Instance, mode: Mode) -> list[_Draft]:
-    """Cuts for a mode, one for each cap."""
+@dataclass(frozen=True)
+class _Spans:
+    """Of one mode, by stage: the seconds of the stage of any run of layers, and the seconds that it adds to a step alone (in bands,
+    ``_band``)."""
+
+    mode: Mode
+    by_stage: list[Array]
+    alone: list[Array]
+    cap_s: float  # the smallest possible cap
+    bound_s: float  # no draft's estimate is lower
+
+
+def _drafts(instance: Instance, deadline: float) -> list[_Draft]:
+    """The ``REFINED`` best cuts of all modes, the best first; where possible about half of them are from different modes.
+
+    Modes of which no draft can be among them are left out; after ``deadline`` no further mode is tried.
+    """
+    different, further = REFINED // 2, REFINED - REFINED // 2
+    first: list[_Draft] = []  # the best of each mode
+    rest: list[_Draft] = []
+    for spans in sorted(filter(None, (_spans(instance, mode) for mode in modes_of(instance))), key=lambda s: s.bound_s):
+        known = len(first) >= different and len(rest) >= further
+        if known and spans.bound_s > max(first[different - 1].estimate_s, rest[further - 1].estimate_s):
+            break
+        distinct = {draft.bounds: draft for draft in sorted(_cuts(instance, spans), key=_estimate, reverse=True)}
+        drafts = sorted(distinct.values(), key=_estimate)
+        first, rest = sorted(first + drafts[:1], key=_estimate), sorted(rest + drafts[1:], key=_estimate)
+        if time.monotonic() > deadline:
+            break
+    mixed = first[:different] + rest[:further] + first[different:]
+    return sorted(mixed[:REFINED], key=_estimate)
+
+
+def _estimate(draft: _Draft) -> float:
+    return draft.estimate_s
+
+
+def _spans(instance: Instance, mode: Mode) -> _Spans | None:
+    """The stages that a mode may have; ``None`` if no cut fits."""
     stages, m = instance.schedule.pipeline, instance.schedule.microbatches
-    spans = {regime: _stage_costs(instance, mode, regime) for regime in instance.regimes}
-    by_stage = [spans[instance.regime(s)] for s in range(stages)]
+    regimes = {regime: _stage_costs(instance, mode, regime) for regime in instance.regimes}
+    by_stage = [regimes[instance.regime(s)] for s in range(stages)]
     # 1F1B hides part of an early stage's forwards in the warm-up; a forward is a third of the time
     burden = [1 - (n - 1) / (3 * max(m - 1, 1)) for n in warm_up(instance.schedule)]
     least = smallest_bottleneck([share * span for share, span in zip(burden, by_stage, strict=True)])
     if not np.isfinite(least):
-        return []
+        return None
     alone = [
         np.where(np.isfinite(span), (m - 1) * share, 1.0) * span for share, span in zip(burden, by_stage, strict=True)
     ]
     longest = max(int(np.subtract(*np.nonzero(np.isfinite(span))[::-1]).max()) for span in by_stage)
-    by_stage, alone = [_band(span, longest) for span in by_stage], [_band(span, longest) for span in alone]
-    twice = list(repeats(instance.schedule))
-    low, high = (m - 1) * least, np.inf
+    places = {instance.regime(s)[2] for s in range(stages)}
+    times = [
+        min(float(seconds_of(instance, t.at(place))[keep].min()) for place in places)
+        for t, keep in zip(instance.kinds, mode.allowed, strict=True)
+    ]
+    cap_s = (m - 1) * least
+    return _Spans(
+        mode,
+        [_band(span, longest) for span in by_stage],
+        [_band(span, longest) for span in alone],
+        cap_s,
+        (float(np.array(times)[instance.kind].sum()) + cap_s) * (1 - 1e-9),
+    )
+
+
+def _cuts(instance: Instance, spans: _Spans) -> list[_Draft]:
+    """Cuts for a mode, one for each cap."""
+    stages, m, twice = instance.schedule.pipeline, instance.schedule.microbatches, list(repeats(instance.schedule))
+    low, high = spans.cap_s, np.inf
     for _ in range(BISECTIONS if stages > 1 and m > 1 else 0):
         cap = low * 1.1 if np.isinf(high) else (low * high) ** 0.5
-        found = _cut(by_stage, alone, twice, cap)
+        found = _cut(spans.by_stage, spans.alone, twice, cap)
         low, high = (cap, high) if found is None else (low, cap)
     caps = [cap * high * (1 + 1e-9) for cap in CAPS] if np.isfinite(high) else [np.inf]
-    cuts = [_cut(by_stage, alone, twice, cap) for cap in caps]
-    return [_Draft(seconds, bounds, mode) for seconds, bounds in filter(None, cuts)]
+    cuts = [_cut(spans.by_stage, spans.alone, twice, cap) for cap in caps]
+    return [_Draft(seconds, bounds, spans.mode) for seconds, bounds in filter(None, cuts)]
 
 
 def _cut(
