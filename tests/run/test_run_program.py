@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from autopar.devices import parse
 from autopar.errors import BatchError, LaunchError, UsageError
+from autopar.program import train as train_script
 from autopar.run import Program
 from autopar.run.folder import program_modules
 
@@ -92,6 +93,10 @@ def test_errors_before_anything_starts(tmp_path: Path) -> None:
         mlp(tmp_path, Shape(data=2), optimizer=lambda params: torch.optim.SGD(params, lr=0.1)).step(mlp_batch())
     with pytest.raises(BatchError, match="the batches ended after 0 of 2"):
         program.train([], steps=2)
+    for nonsense in (-1, 1.5, True, "3"):
+        with pytest.raises(UsageError, match=f"steps is {nonsense!r}, but a number of steps") as refused:
+            program.train([mlp_batch()], steps=nonsense)  # type: ignore[arg-type]
+        assert refused.value.hint
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -104,6 +109,16 @@ def test_errors_before_anything_starts(tmp_path: Path) -> None:
     for run in (lambda: far.step(mlp_batch()), far.launch):
         with pytest.raises(LaunchError, match="which are not here: this machine has"):
             run()
+
+
+@pytest.mark.parametrize("steps", ["0", "-1"])
+def test_the_folder_refuses_fewer_steps_than_one(
+    steps: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py", "--steps", steps])
+    with pytest.raises(SystemExit):
+        train_script.arguments()
+    assert f"--steps: {steps} is too small: it must be at least 1" in capsys.readouterr().err
 
 
 def test_the_folder_runs_under_torchrun_and_knows_nothing_of_autopar(
