@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar import devices
-from autopar.capture.batch import BatchStructure, flatten_batch
+from autopar.capture.batch import BatchStructure, check_tensors, flatten_batch
 from autopar.checks.types import check_program
 from autopar.devices import Cluster
 from autopar.errors import AutoparError, BatchError, CheckpointError, LaunchError, NonFiniteLossError, UsageError
@@ -410,6 +410,7 @@ class Program:
     def _inputs(self, batch: Any) -> dict[str, Tensor]:
         inputs = dict(batch) if self._structure is None else flatten_batch(self._structure, batch)
         for name, tensor in inputs.items():
+            check_tensors(f"{name!r} of the batch", tensor)
             if tensor.is_meta:
                 raise BatchError(
                     f"{name!r} is on meta and has no values",
