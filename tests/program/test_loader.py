@@ -23,6 +23,7 @@ from autopar.program.loader import Synthetic
 from autopar.program.metrics import Meter
 from autopar.program.runtime import in_training_alone
 from autopar.program.spec import StageSpec, TensorSpec
+from autopar.program.weights import write_file
 from autopar.run import Program
 from autopar.shard import annotate
 
@@ -82,17 +83,17 @@ def test_a_loss_that_nobody_reads_costs_no_wait_and_no_collective(
 
 
 def test_training_goes_on_at_the_next_row_under_another_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, workers1: WorkerPool, workers2: WorkerPool
 ) -> None:
     """Batches of 8 rows, then of 12 under another plan: rows 8 to 19 follow, then the next epoch's."""
-    monkeypatch.chdir(tmp_path)
-    torch.save(made(), "data.pt")
-    options = ["--data", "data.pt", "--shuffle", "--seed", "3", "--lr", "0.01", "--checkpoint", "saved"]
-    for steps, shape in (("1", Shape()), ("3", Shape(data=2, microbatches=2, batch=12))):
+    torch.save(made(), tmp_path / "data.pt")
+    files = ["--data", f"{tmp_path}/data.pt", "--checkpoint", f"{tmp_path}/saved", "--resume"]
+    found: dict[int, float] = {}
+    for pool, steps, shape in ((workers1, "1", Shape()), (workers2, "3", Shape(data=2, microbatches=2, batch=12))):
         folder = write_mlp(tmp_path / f"to{steps}", shape)
-        program = Program(mlp_plan(shape), folder, state=state(), type_check=False)
-        program.launch(*options, "--resume", "--steps", steps)
-    records = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+        write_file(folder / "initial.safetensors", state())
+        options = ["--shuffle", "--seed", "3", "--lr", "0.01", "--steps", steps]
+        found |= pool.run("programs:ran", str(folder), *files, *options)[0][0]
 
     model, wanted = mlp_model(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -103,7 +104,7 @@ def test_training_goes_on_at_the_next_row_under_another_batch(
         loss.backward()
         optimizer.step()
         wanted.append((step, pytest.approx(loss.item(), rel=1e-10)))
-    assert [(record["step"], record["loss"]) for record in records] == wanted
+    assert list(found.items()) == wanted
 
 
 def test_records_and_the_comparison_with_the_prediction(tmp_path: Path) -> None:
