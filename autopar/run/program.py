@@ -177,7 +177,7 @@ class Program:
         Args:
             batches: global batches, which start again when they end, or a data set from ``loader``, which goes on after its last step.
             steps: by default one for each batch, or as many as the epoch has left.
-            on_step: called with the number of the step (from 0), its loss and its record: ``step`` (of the whole training), ``loss``,
+            on_step: called with the number of the step (from 1), its loss and its record: ``step`` (of the whole training), ``loss``,
                 ``step_time_s`` (its data included), ``rows_per_s``, ``tokens_per_s``, ``peak_memory_bytes`` (of the fullest process; on
                 CPUs with Python and torch in it), ``mfu`` where the plan has one, ``gradient_norm`` with ``max_norm``, and in float16
                 ``loss_scale``.

@@ -10,7 +10,7 @@ from autopar.errors import BatchError, UsageError
 from autopar.run.data import Data
 
 OnStep = Callable[[int, float, dict[str, Any]], None]
-"""Called after each step with its number (from 0), its loss and its record."""
+"""Called after each step with its number (from 1), its loss and its record."""
 
 
 def train(
@@ -39,7 +39,7 @@ def train(
         record, ends = step(batch)
         losses.append(record["loss"])
         if on_step is not None:
-            on_step(len(losses) - 1, losses[-1], record)
+            on_step(len(losses), losses[-1], record)
         if ends and steps is None:
             break
     if steps is not None and len(losses) < steps:

@@ -73,7 +73,7 @@ def test_train_resumes_where_it_ended(workers1: WorkerPool, workers2: WorkerPool
     assert sorted(path.name for path in Path(saved).glob("step-*")) == ["step-2", "step-3"]
     ends = ("--save-weights", f"{tmp_path}/weights", "--trace", f"{tmp_path}/trace.json")
     second, talk = train(workers1, "--steps", "5", *ends, *options)
-    assert "goes on at step 3" in talk
+    assert "goes on after step 3" in talk
     actions = [e["name"] for e in read_trace(tmp_path / "trace.json") if e["ph"] == "X" and e["tid"] == COMPUTATION]
     assert actions == [action_name("F", 0, 0), action_name("B", 0, 0)]  # of one step
     assert list(first | second) == list(straight)
@@ -82,7 +82,7 @@ def test_train_resumes_where_it_ended(workers1: WorkerPool, workers2: WorkerPool
     trained = mlp_model()
     trained.load_state_dict(load_file(tmp_path / "weights" / "model.safetensors"), strict=False)  # tied
     third, _ = train(workers2, "--steps", "1", "--init", f"{tmp_path}/weights")
-    assert third[0] == pytest.approx(trained(**batches[0]).item(), rel=1e-12) != straight[0]
+    assert third[1] == pytest.approx(trained(**batches[0]).item(), rel=1e-12) != straight[1]
     for refused, why in (
         (("--checkpoint", saved), "has checkpoints of another training"),
         (("--save-weights", f"{tmp_path}/weights"), "it exists; use --save, or the name of a new folder"),
@@ -104,13 +104,13 @@ def test_train_reads_the_losses_that_it_prints(workers2: WorkerPool, tmp_path: P
 
     every, _ = train("--steps", "8")
     some, _ = train("--steps", "8", "--log-every", "3")
-    assert list(some) == [0, 2, 5, 7] and all(every[step] == loss for step, loss in some.items())
+    assert list(some) == [1, 3, 6, 8] and all(every[step] == loss for step, loss in some.items())
     saved = ("--checkpoint", f"{tmp_path}/saved", "--every", "2")
     lost, talk = train("--steps", "5", "--log-every", "5", "--lr", "1e200", *saved)
-    assert list(lost) == [0] and "exit NonFiniteLossError: the loss of step 1 is nan; of the values" in talk, talk
+    assert list(lost) == [1] and "exit NonFiniteLossError: the loss of step 2 is nan; of the values" in talk, talk
     assert [path.name for path in (tmp_path / "saved").glob("step-*")] == ["step-1"]  # of before it
     lost, talk = train("--steps", "5", "--log-every", "5", "--lr", "1e200")
-    assert "the loss of step 1 is nan, which was not read before 4 steps were done" in talk, talk
+    assert "the loss of step 2 is nan, which was not read before 4 steps were done" in talk, talk
     assert "go on from a checkpoint before that step" in talk
 
 
@@ -126,7 +126,7 @@ def test_train_goes_on_where_a_checkpoint_cannot_be_written(workers1: WorkerPool
     (tmp_path / "file").touch()
     args = ("--draw-init", "--steps", "2", "--every", "1", "--checkpoint", str(tmp_path / "file" / "saved"))
     losses, talk = workers1.run("programs:ran", str(program), *args)[0]
-    assert list(losses) == [0, 1]
+    assert list(losses) == [1, 2]
     assert talk.count("no checkpoint: the checkpoint could not be written to") == 2 and talk.endswith("exit 1\n")
     for option in (("--resume",), ("--every", "5"), ("--keep", "3"), ("--async-save",)):
         talk = workers1.run("programs:ran", str(program), "--draw-init", *option)[0][1]
@@ -144,7 +144,7 @@ def test_a_second_training_is_refused_until_the_first_one_ends(workers1: WorkerP
     assert not losses and f"another training writes checkpoints into {saved} (process {os.getpid()} on " in talk
     claim.close()
     losses, talk = workers1.run("programs:ran", str(program), *args)[0]
-    assert list(losses) == [0] and "step-1" in talk
+    assert list(losses) == [1] and "step-1" in talk
 
 
 def test_a_checkpoint_that_is_being_removed_has_no_final_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

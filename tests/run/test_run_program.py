@@ -56,7 +56,7 @@ def check_training(program: Program) -> None:
     seen: list[tuple[int, float]] = []
     found = program.train([mlp_batch(0), mlp_batch(1)], steps=3, on_step=lambda *step: seen.append(step[:2]))
     assert found == pytest.approx(losses, rel=1e-12)
-    assert seen == list(enumerate(found))
+    assert seen == list(enumerate(found, 1))
     trained = program.state_dict()
     assert all((trained[name] - value).abs().max() < 1e-12 for name, value in model.state_dict().items())
     program.load_state_dict(state())
@@ -147,7 +147,7 @@ def test_the_folder_runs_under_torchrun_and_knows_nothing_of_autopar(
         optimizer.step()
         losses.append(loss.item())
     assert [json.loads(line)["loss"] for line in out.splitlines()] == pytest.approx(losses, rel=1e-10)
-    assert "step    2  loss" in err
+    assert "step    3  loss" in err
     saved = torch.load("out.pt", weights_only=True)
     assert all((saved[name] - value).abs().max() < 1e-10 for name, value in model.state_dict().items())
 
