@@ -54,9 +54,7 @@ FOLDER = Path(__file__).resolve().parent
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--steps", type=count, default=10, help="the steps of the whole training, resumed ones included"
-    )
+    parser.add_argument("--steps", type=count, default=10, help="steps of the whole training, resumed ones included")
     parser.add_argument("--epochs", type=count, metavar="N", help="instead of --steps: as often as all data are read")
     parser.add_argument(
         "--data",
