@@ -43,14 +43,15 @@ def plan_model(
     its own statistics.
     """
     start_s = time.perf_counter()
-    _check_schedule(options)
+    check_schedule(options)
     given = plan if isinstance(plan, Plan | None) else read_plan(plan)
     graph = compared_graph(workload, capture_check, progress)
     again = recapture or workload.resized
     return plan_graph(graph, cluster, options, again, plan=given, progress=progress, start_s=start_s)
 
 
-def _check_schedule(options: SearchOptions) -> None:
+def check_schedule(options: SearchOptions) -> None:
+    """Raise ``UsageError`` if a pinned schedule has no pipeline: before the model is captured, which may take minutes."""
     if options.schedule is not None and options.pipeline == 1 and (options.chunks or 1) == 1:
         raise UsageError(
             f"schedule={options.schedule} orders the microbatches of a pipeline, but pipeline=1 has no pipeline",
@@ -68,9 +69,11 @@ def plan_graph(
     progress: Progress | None = None,
     start_s: float | None = None,
 ) -> tuple[Graph, Plan]:
-    """The second stage of ``plan_model`` for a graph that is at hand; the plan's ``wall_time_s`` counts from ``start_s``."""
+    """The second stage of ``plan_model`` for a graph that is at hand, after ``check_schedule``.
+
+    The plan's ``wall_time_s`` counts from ``start_s``.
+    """
     begun_s = time.perf_counter() if start_s is None else start_s
-    _check_schedule(options)
     again = functools.cache(recapture)
 
     def find() -> Plan:

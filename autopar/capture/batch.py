@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -88,6 +89,15 @@ def describe_batch(
     return structure
 
 
+def check_tensors(where: str, value: Any) -> None:
+    """Raise ``BatchError`` if ``value`` is an array of numpy."""
+    if isinstance(value, np.ndarray):
+        raise BatchError(
+            f"{where} is an array of numpy, {value.dtype}{list(value.shape)}, not a tensor",
+            hint="torch.from_numpy(array) makes a tensor of it, without a copy",
+        )
+
+
 def takes_targets(loss_fn: Callable[..., Any]) -> bool:
     """Whether ``loss_fn`` is called with ``(output, targets)``; if it requires a single argument, it is called with the output alone."""
     try:
@@ -153,6 +163,7 @@ def _flatten(tree: Any, batch: Any, where: str, out: dict[str, torch.Tensor]) ->
     else:
         if isinstance(batch, torch.Tensor) and len(tree) == 1:
             batch = (batch,)
+        check_tensors(where, batch)
         if not isinstance(batch, tuple | list) or len(batch) != len(tree):
             raise BatchError(
                 f"{where} must be a tuple of {len(tree)}, but is {_kind(batch)}",
@@ -163,6 +174,7 @@ def _flatten(tree: Any, batch: Any, where: str, out: dict[str, torch.Tensor]) ->
 
 
 def _checked(leaf: Leaf, tensor: Any, where: str) -> torch.Tensor:
+    check_tensors(where, tensor)
     if not isinstance(tensor, torch.Tensor):
         raise BatchError(
             f"{where} must be the tensor {leaf}, but is {_kind(tensor)}", hint="give what the model was captured with"
@@ -208,6 +220,7 @@ class _Names:
             return {key: self.walk(f"{name}_{key}", item) for key, item in value.items()}
         if isinstance(value, tuple | list):
             return tuple(self.walk(f"{name}_{index}", item) for index, item in enumerate(value))
+        check_tensors(f"{name!r} of the batch", value)
         return Static(value)
 
     def unique(self, name: str) -> str:

@@ -31,7 +31,7 @@ from autopar.errors import AutoparError
 from autopar.graph import Graph
 from autopar.plan import Plan
 from autopar.plan_files import read_plan
-from autopar.planning import compared_graph, plan_graph
+from autopar.planning import check_schedule, compared_graph, plan_graph
 from autopar.precision import name_of
 from autopar.price import Pricer
 from autopar.report import Subject, page, predict_step
@@ -71,7 +71,8 @@ class Planner:
 
     def _captured(self, arguments: list[str]) -> tuple[dict[str, Any], Cluster, Graph]:
         request = cli.commands["plan"].make_context("plan", list(arguments)).params
-        cluster, _ = asked(request)
+        cluster, options = asked(request)
+        check_schedule(options)
         sizes = [request[name] for name in ("seq", "global_batch", "precision", "local_batch_norm")]
         model = Path(request["model"])
         key = (model.read_text("utf-8") if model.suffix == ".json" else model, *sizes, cluster.kind)

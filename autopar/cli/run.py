@@ -86,7 +86,7 @@ def _train(
 
         def after(step: int, loss: float, _: object) -> None:
             nonlocal done
-            done = begun + step + 1
+            done = begun + step
             line = json.dumps({"step": done, "loss": loss}) if as_json else f"step {done} loss {loss:.6f}"
             print(line, flush=True)
             checkpoints.save(program, done, steps)

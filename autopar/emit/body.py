@@ -10,6 +10,7 @@ from torch import fx
 from autopar.emit.expressions import Text, expression, joined_call, literal
 from autopar.emit.names import Names
 from autopar.ops.meta import meta
+from passes.clean.nodes import module_path
 from passes.collectives import convert
 from passes.overlap import JOINED, converted_types, passed_on, results_of, weights_of
 
@@ -100,7 +101,7 @@ def _with_deletions(lines: list[str], named: list[str], ends: list[int]) -> list
     last = dict.fromkeys(named, 0)
     for index, line in enumerate(lines):
         if not line.lstrip().startswith("#"):
-            last.update((word, index) for word in re.findall(r"\w+", line) if word in last)
+            last.update((word, index) for word in re.findall(r"(?<![\w.])\w+", line) if word in last)
     found: list[str] = []
     start = 0
     for end in ends:
@@ -112,11 +113,12 @@ def _with_deletions(lines: list[str], named: list[str], ends: list[int]) -> list
 
 
 def value_name(node: fx.Node) -> str:
-    """The node's name; a conversion is named after its value and its new type: ``linear_3_i``."""
+    """The node's name; a conversion is named after its value and its new type (``linear_3_i``), a product with its bias after the
+    product."""
     if (before := passed_on(node)) is not None:
         return f"{value_name(before)}_r"
     if node.target is not convert:
-        return node.name
+        return meta(node).get("product", node.name)
     value, _, _, target = node.args
     assert isinstance(value, fx.Node) and isinstance(target, str)
     return f"{value_name(value)}_{target[0].lower()}"
@@ -143,11 +145,13 @@ def _inline(node: fx.Node, text: Text) -> bool:
 
 
 def _scope(node: fx.Node) -> str:
-    """The innermost module of the user's model that the node came from, relative to its layer."""
+    """The innermost module of the user's model that the node came from, relative to its layer; the class of the model where that is the
+    model itself."""
     stack = meta(node).get("nn_module_stack") or {}
-    if not stack:
-        return ""
-    path = str(list(stack.values())[-1][0])
+    path = module_path(node)
+    if not path:
+        entries = list(stack.values())
+        return str(entries[-1][1]).rpartition(".")[2] if len(entries) > 1 else "loss_fn" if entries else ""
     parts = path.split(".")
     numbered = [i for i, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[numbered[0] + 1 :]) if numbered else path

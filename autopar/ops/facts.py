@@ -72,8 +72,18 @@ _LINEAR = frozenset(
     (*aten_names("rsub neg sum mean cat stack"), "_operator.getitem", "kernels.reshape", "kernels.expand")
     + ("collectives.convert", "collectives.share", "localise_layer.scale")
 )
-# Pointwise ops that torch does not tag as pointwise.
-_ALSO_POINTWISE = frozenset(aten_names("where to clamp clip logical_and logical_or"))
+# Pointwise ops that torch does not tag as pointwise, or not all overloads of them; the tests prove each by execution. Views are none of
+# them, nor is an op with an operand of another shape than the result's (``prelu``), a copy (``type_as``) or a choice of rows (``renorm``).
+ALSO_POINTWISE = frozenset(
+    aten_names(
+        """where to _to_copy clamp clip masked_fill fill zero zeros_like ones_like full_like
+        hardswish log_sigmoid special_expit special_ndtr special_xlogy special_logit
+        logical_and logical_or __and__ __or__ __xor__ isclose greater greater_equal less less_equal not_equal
+        rsub subtract multiply divide true_divide floor_divide absolute negative fix
+        arccos arcsin arctan arctan2 arccosh arcsinh arctanh"""
+    )
+)
+NOT_POINTWISE = frozenset(("aten::where",))  # the places of what is true
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +186,7 @@ def op_of(target: Any) -> Op:
         name,
         _KINDS.get(name, Kind.OTHER),
         seeded=torch.Tag.nondeterministic_seeded in tags,
-        pointwise=torch.Tag.pointwise in tags or name in _ALSO_POINTWISE,
+        pointwise=torch.Tag.pointwise in tags or (name in ALSO_POINTWISE and overload not in NOT_POINTWISE),
     )
 
 

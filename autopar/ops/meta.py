@@ -64,7 +64,7 @@ class NodeMeta(TypedDict, total=False):
     global_shape: tuple[int, ...]
     """The global shape, which ``passes.localise_layer`` replaced by one rank's."""
     product: str
-    """The name of the product that a bias was joined to. Written by ``passes.fuse_bias``, read by ``passes.overlap``."""
+    """The name of the product that a bias was joined to. Written by ``passes.fuse_bias``, read by ``passes`` and ``emit``."""
     kept: bool
     """Whether selective recomputation keeps the result. Written by ``passes.selective``, read by ``emit``."""
     turn: bool

@@ -213,7 +213,7 @@ class Trainer:
         """Raise ``NonFiniteLossError`` if one of the losses of the last steps is NaN or infinite."""
         first = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
         if first is not None:
-            step = self.steps - len(losses) + first
+            step = self.steps - len(losses) + first + 1
             raise NonFiniteLossError(
                 f"the loss of step {step} is {losses[first]}, which was not read before {self.steps} steps were done",
                 late=True,
@@ -234,7 +234,7 @@ class Trainer:
             why = first_non_finite(self._schedule, self._groups, batch, self._key())
             self._forget_buffers()
             raise NonFiniteLossError(
-                f"the loss of step {self.steps} is {loss}; of the values that are not finite, {why}"
+                f"the loss of step {self.steps + 1} is {loss}; of the values that are not finite, {why}"
             )
         self._update(skipped=True)
 

@@ -5,7 +5,8 @@ Yours to edit. Training starts from ``initial.safetensors``, the values of the m
 function that returns a map-style data set of dicts by these names. A step takes the next ``global_batch`` rows; each rank reads
 its own. ``--data synthetic`` makes rows up, of the right shapes.
 ``--checkpoint DIR --every 100`` writes checkpoints, and ``--resume`` goes on from the newest one, under this plan or any other.
-Standard output has one JSON object a step, standard error says the same to people. In float16 it has the loss scale of the next step.
+Standard output has one JSON object a step, standard error says the same to people. Steps count from 1, and go on counting after a resume.
+In float16 a record has the loss scale of the next step.
 With ``--log-every N`` every N-th step has one. The losses between are not added up over the ranks, and the host does not wait for the GPU:
 it queues the work of the next step, and looks at all of these losses when it reads the N-th, and before every checkpoint.
 """
@@ -53,7 +54,7 @@ FOLDER = Path(__file__).resolve().parent
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=10, help="the steps of the whole training, resumed ones included")
+    parser.add_argument("--steps", type=count, default=10, help="steps of the whole training, resumed ones included")
     parser.add_argument("--epochs", type=count, metavar="N", help="instead of --steps: as often as all data are read")
     parser.add_argument(
         "--data",
@@ -230,7 +231,7 @@ def open_trainer(args: argparse.Namespace, watch: Watch) -> tuple[Trainer, objec
         resume=resume,
     )
     if resume is not None:
-        say(f"goes on at step {trainer.steps}, with the optimizer's options from the checkpoint")
+        say(f"goes on after step {trainer.steps}, with the optimizer's options from the checkpoint")
     return trainer, claimed
 
 
@@ -300,7 +301,7 @@ def run_steps(args: argparse.Namespace, trainer: Trainer, loader: Loader, watch:
     traced_step = second if args.trace else None
     stop, logged = None, begun
     while not stop and not is_over(args, trainer, loader):
-        watch.enter("set-up" if trainer.steps == begun else "step", f"step {trainer.steps}")
+        watch.enter("set-up" if trainer.steps == begun else "step", f"step {trainer.steps + 1}")
         if trainer.steps == logged:
             meter.begin()
         read = is_read(args, trainer.steps, begun)
@@ -339,7 +340,7 @@ def log(trainer: Trainer, meter: Meter, loss: float, steps: int) -> None:
     """Print the record of the last step, with the mean time of the ``steps`` since the record before."""
     norm, scale = trainer.gradient_norm, trainer.loss_scale
     more = {"gradient_norm": None if norm is None else float(norm), "loss_scale": scale.scale if scale else None}
-    record = meter.end(trainer.steps - 1, loss, peak_memory_bytes(), more, steps)
+    record = meter.end(trainer.steps, loss, peak_memory_bytes(), more, steps)
     if dist.get_rank() == 0:
         print(json.dumps(record), flush=True)
     say(f"step {record['step']:4d}  loss {loss:.4f}  {record['step_time_s']:.3f} s")

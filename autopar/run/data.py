@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from autopar.capture.batch import BatchStructure, Leaf
+from autopar.capture.batch import BatchStructure, Leaf, check_tensors
 from autopar.errors import BatchError, UsageError
 from autopar.run.worker import resolve
 
@@ -58,6 +58,8 @@ def sent(dataset: Any, names: Any, path: Path) -> dict[str, str]:
                 "give a dict of tensors by the names of the model's inputs",
             )
         dataset = dict(zip(flat, dataset.tensors, strict=True))
+    for name, value in dataset.items() if isinstance(dataset, Mapping) else ():
+        check_tensors(f"{name!r} of the data set", value)
     if isinstance(dataset, Mapping) and all(isinstance(tensor, Tensor) for tensor in dataset.values()):
         torch.save(dict(dataset), path)
         return {"file": str(path)}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar import devices
-from autopar.capture.batch import BatchStructure, flatten_batch
+from autopar.capture.batch import BatchStructure, check_tensors, flatten_batch
 from autopar.checks.types import check_program
 from autopar.devices import Cluster
 from autopar.errors import AutoparError, BatchError, CheckpointError, LaunchError, NonFiniteLossError, UsageError
@@ -177,7 +177,7 @@ class Program:
         Args:
             batches: global batches, which start again when they end, or a data set from ``loader``, which goes on after its last step.
             steps: by default one for each batch, or as many as the epoch has left.
-            on_step: called with the number of the step (from 0), its loss and its record: ``step`` (of the whole training), ``loss``,
+            on_step: called with the number of the step (from 1), its loss and its record: ``step`` (of the whole training), ``loss``,
                 ``step_time_s`` (its data included), ``rows_per_s``, ``tokens_per_s``, ``peak_memory_bytes`` (of the fullest process; on
                 CPUs with Python and torch in it), ``mfu`` where the plan has one, ``gradient_norm`` with ``max_norm``, and in float16
                 ``loss_scale``.
@@ -410,6 +410,7 @@ class Program:
     def _inputs(self, batch: Any) -> dict[str, Tensor]:
         inputs = dict(batch) if self._structure is None else flatten_batch(self._structure, batch)
         for name, tensor in inputs.items():
+            check_tensors(f"{name!r} of the batch", tensor)
             if tensor.is_meta:
                 raise BatchError(
                     f"{name!r} is on meta and has no values",

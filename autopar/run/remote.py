@@ -119,7 +119,7 @@ def _train_step(trainer: Any, batch: Any, on_nan: str) -> dict[str, Any]:
         loss, ends = trainer.step(batch, on_nan), False
     norm, scale = trainer.gradient_norm, trainer.loss_scale
     return {
-        "step": trainer.steps - 1,
+        "step": trainer.steps,
         "loss": loss,
         "ends": ends,
         "gradient_norm": None if norm is None else float(norm),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from numbers import Integral
 from typing import Any
 
-from autopar.errors import BatchError
+from autopar.errors import BatchError, UsageError
 from autopar.run.data import Data
 
 OnStep = Callable[[int, float, dict[str, Any]], None]
-"""Called after each step with its number (from 0), its loss and its record."""
+"""Called after each step with its number (from 1), its loss and its record."""
 
 
 def train(
@@ -19,7 +20,17 @@ def train(
     on_step: OnStep | None,
 ) -> list[float]:
     """The losses of ``steps`` steps. ``step`` takes a batch, or the data set whose next one is meant; its record, and whether an epoch
-    ends."""
+    ends.
+
+    Raises:
+        BatchError: the batches ended before.
+        UsageError: ``steps`` is no number of steps.
+    """
+    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 0):
+        raise UsageError(
+            f"steps is {steps!r}, but a number of steps must be a whole number from 0 up",
+            "steps=100 trains 100 steps; without steps the training takes one for each batch",
+        )
     losses: list[float] = []
     given = _without_end(batches) if isinstance(batches, Data) or steps is not None else batches
     for batch in given:
@@ -28,7 +39,7 @@ def train(
         record, ends = step(batch)
         losses.append(record["loss"])
         if on_step is not None:
-            on_step(len(losses) - 1, losses[-1], record)
+            on_step(len(losses), losses[-1], record)
         if ends and steps is None:
             break
     if steps is not None and len(losses) < steps:

@@ -103,7 +103,7 @@ def copy_origin(source: fx.Node, target: fx.Node) -> None:
 def module_path(node: fx.Node) -> str:
     """The dotted name of the user's module that the node comes from; empty for the model itself."""
     modules = list((meta(node).get("nn_module_stack") or {}).values())
-    return str(modules[-1][0]).removeprefix("module").lstrip(".") if modules else ""
+    return str(modules[-1][0]).removeprefix("module").lstrip(".").split("@")[0] if modules else ""
 
 
 def replace(node: fx.Node, new: fx.Node) -> None:

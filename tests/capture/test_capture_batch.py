@@ -133,6 +133,10 @@ def test_unknown_precision() -> None:
         ((X, X.long()), r"this is targets: int64\[6, 4\]"),
         ((X,), "must be a tuple of 2, but is a tuple of 1"),
         ((X, None), "but is a NoneType"),
+        (
+            (X, X.numpy()),
+            r"the batch\[1\] is an array of numpy, float32\[6, 4\], not a tensor\n.*hint: torch.from_numpy",
+        ),
     ],
 )
 def test_later_batches_must_fit(batch: Any, message: str) -> None:

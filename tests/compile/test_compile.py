@@ -7,11 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from places import ROOT
 from torch import nn
+from workers import WorkerPool
 
 import autopar
 from autopar.cli import main
@@ -215,16 +218,32 @@ def test_a_signal_to_autopar_run_saves_and_ends_it(number, tmp_path, capsys, mon
     assert ran("--steps", "4", "--resume") == ["step 4"]
 
 
+SCRIPT = (
+    MODEL + "import os, autopar\n"
+    "module, batch, loss_fn = model()\n"
+    "program = autopar.compile(module, 2, batch, loss_fn, lr=0.1)\n"
+    "losses = program.train([batch], steps=2)\n"
+    "text = f\"learned {losses[1] < losses[0]}\\n\" + program.plan.dumps().replace('\\n', '') + '\\n'\n"
+)
+
+
+def as_under_torchrun() -> str:
+    """In a worker: the script, where the launcher's store is at hand as it is under torchrun."""
+    names: dict[str, Any] = {}
+    with mock.patch.dict(os.environ, TORCHELASTIC_USE_AGENT_STORE="True"):
+        exec(compile(SCRIPT, "script.py", "exec"), names)
+    return str(names["text"])
+
+
+def test_every_rank_has_rank_0s_plan(workers2: WorkerPool) -> None:
+    first, second = workers2.run("test_compile:as_under_torchrun")
+    assert first == second and first.startswith("learned True")
+
+
+@pytest.mark.slow
 def test_under_torchrun_every_rank_has_rank_0s_plan(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text(
-        MODEL + "import os, autopar\n"
-        "module, batch, loss_fn = model()\n"
-        "program = autopar.compile(module, 2, batch, loss_fn, lr=0.1)\n"
-        "losses = program.train([batch], steps=2)\n"
-        "text = f\"learned {losses[1] < losses[0]}\\n\" + program.plan.dumps().replace('\\n', '') + '\\n'\n"
-        "os.write(1, text.encode())  # one write, so that the ranks' lines do not mix\n"
-    )
+    script.write_text(SCRIPT + "os.write(1, text.encode())  # one write, so that the ranks' lines do not mix\n")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(launch, capture_output=True, text=True, cwd=tmp_path, env=env)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,11 @@ import autopar
 from autopar.cli.app import cli
 from autopar.devices import parse
 from autopar.errors import UsageError
+from autopar.graph import Graph
 from autopar.measure import EXACT, compare
 from autopar.plan import MICROBATCH_STATISTICS, Plan
-from autopar.planning import plan_model
+from autopar.plan_files import read_plan
+from autopar.planning import compared_graph, plan_graph
 from autopar.search import SearchOptions
 from autopar.search.manual import manual_plan
 from autopar.shard import plan_shardings
@@ -101,13 +104,23 @@ def test_a_model_that_couples_nothing_stays_exact(workers2: WorkerPool) -> None:
     assert check_plan(given, plan, workers2).error.exact
 
 
+@functools.cache
+def workload() -> Workload:
+    torch.manual_seed(0)
+    model, batch, loss_fn = resnet()
+    return Workload(model.double(), batch, loss_fn)
+
+
+@functools.cache
+def captured(**sizes: Any) -> Graph:
+    return workload().resized(**sizes) if sizes else compared_graph(workload())
+
+
 class TestPlanning:
     def planned(self, **options: Any) -> tuple[Any, Plan]:
-        torch.manual_seed(0)
-        model, batch, loss_fn = resnet()
-        plan = options.pop("plan", None)
-        workload = Workload(model.double(), batch, loss_fn)
-        return plan_model(workload, parse("2"), SearchOptions(time_limit_s=4, **options), plan=plan)
+        """As ``plan_model`` plans, with one capture for all tests."""
+        plan = read_plan(options.pop("plan")) if "plan" in options else None
+        return plan_graph(captured(), parse("2"), SearchOptions(time_limit_s=4, **options), captured, plan=plan)
 
     def test_off_by_default(self) -> None:
         graph, plan = self.planned()

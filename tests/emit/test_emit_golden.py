@@ -9,6 +9,7 @@ import ast
 import builtins
 import difflib
 import keyword
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,35 @@ class TestNames:
         given = [names.fresh(text) for text in ["a", "a", "a.b", "a_b", "a_2", "a", "class", "class", "class_"]]
         assert len(set(given)) == len(given) and given[:2] == ["a", "a_2"]
         assert all(name.isidentifier() and not keyword.iskeyword(name) for name in given)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 16), nn.Linear(16, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.body(x)
+        gate = torch.tanh(x)
+        return self.head(x * gate + gate)
+
+
+def test_comments_and_names_are_those_of_the_users_model() -> None:
+    """No module of capture's own, which calls the model and the loss; a product with a bias is no addition."""
+    batch = (torch.ones(4, 8), torch.zeros(4, dtype=torch.int64))
+    for loss_fn in (nn.CrossEntropyLoss(), lambda output, targets: nn.functional.cross_entropy(output, targets)):
+        graph = capture(Scaled(), batch, loss_fn)
+        text = model_source(local(graph, manual_plan(graph, data=2)))
+        forward = [line.strip() for line in text.partition("def forward")[2].partition("return")[0].splitlines()]
+        assert [line for line in forward if re.fullmatch(r"# [\w.]+", line)] == [
+            "# body",
+            "# Scaled",
+            "# head",
+            "# loss_fn",
+        ], forward
+        assert "linear = F.linear(x, self.body.weight, self.body.bias)" in forward
+        assert "linear_1 = F.linear(linear * tanh + tanh, self.head.weight, self.head.bias)" in forward
+        assert "del linear, tanh" in forward  # at once: F.linear below reads neither
 
 
 class Hostile(nn.Module):

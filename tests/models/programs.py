@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import io
 import json
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,7 @@ from torch import Tensor, nn
 
 from autopar.plan import Axis, LayerPlan, Memory, Plan, Prediction, Role, StagePlan, Strategy
 from autopar.program import copy_runtime
+from autopar.run.folder import program_modules
 
 FIXTURE = Path(__file__).parent / "program_mlp" / "model.py"
 BATCH, LENGTH, VOCABULARY, WIDTH, HIDDEN = 8, 3, 11, 6, 8
@@ -173,3 +178,18 @@ def write_mlp(folder: Path, shape: Shape) -> Path:
     torch.save({"scale": torch.tensor(SCALE, dtype=getattr(torch, shape.precision))}, folder / "constants.pt")
     copy_runtime(folder, ("fsdp", "local_group", "microbatches", "pipeline", "publications", "spec", "whole_tensors"))
     return folder
+
+
+def ran(folder: str, *args: str) -> tuple[dict[int, float], str]:
+    """In a worker: ``train.py`` with these arguments; the losses by step, and what it says to people."""
+    out, talk = io.StringIO(), io.StringIO()
+    with program_modules(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(talk):
+        before, sys.argv = sys.argv, [f"{folder}/train.py", "--device", "cpu", *args]
+        try:
+            importlib.import_module("train").main()
+        except SystemExit as end:
+            talk.write(f"exit {end.code}\n")
+        finally:
+            sys.argv = before
+    lines = map(json.loads, out.getvalue().splitlines())
+    return {line["step"]: line["loss"] for line in lines}, talk.getvalue()

@@ -23,6 +23,7 @@ from autopar.program.loader import Synthetic
 from autopar.program.metrics import Meter
 from autopar.program.runtime import in_training_alone
 from autopar.program.spec import StageSpec, TensorSpec
+from autopar.program.weights import write_file
 from autopar.run import Program
 from autopar.shard import annotate
 
@@ -46,7 +47,7 @@ def test_own_rows_are_the_whole_batch(workers2: WorkerPool, tmp_path: Path, shap
     for found in ranks:
         assert all(found["same"]) and all(found["evaluated"]) and len(found["evaluated"]) == 6, found
         assert re.search(
-            rf"the loss of step 0 is (nan|inf|-inf); .* a result of the layer layer_1 \(stage {shape.pipeline - 1}, microbatch 0\)",
+            rf"the loss of step 1 is (nan|inf|-inf); .* a result of the layer layer_1 \(stage {shape.pipeline - 1}, microbatch 0\)",
             found["stopped"],
         ), found["stopped"]
     loss, gradients = ranks[0]["padded"]
@@ -77,33 +78,33 @@ def test_a_loss_that_nobody_reads_costs_no_wait_and_no_collective(
         )  # three losses at once; the pipeline broadcasts them
         assert (3 in of_step) == (shape.data > 1) and 3 not in of_advance
         assert re.fullmatch(
-            r"the loss of step 4 is (nan|inf|-inf), which was not read before 5 steps were done; True", found["late"]
+            r"the loss of step 5 is (nan|inf|-inf), which was not read before 5 steps were done; True", found["late"]
         )
 
 
 def test_training_goes_on_at_the_next_row_under_another_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, workers1: WorkerPool, workers2: WorkerPool
 ) -> None:
     """Batches of 8 rows, then of 12 under another plan: rows 8 to 19 follow, then the next epoch's."""
-    monkeypatch.chdir(tmp_path)
-    torch.save(made(), "data.pt")
-    options = ["--data", "data.pt", "--shuffle", "--seed", "3", "--lr", "0.01", "--checkpoint", "saved"]
-    for steps, shape in (("1", Shape()), ("3", Shape(data=2, microbatches=2, batch=12))):
+    torch.save(made(), tmp_path / "data.pt")
+    files = ["--data", f"{tmp_path}/data.pt", "--checkpoint", f"{tmp_path}/saved", "--resume"]
+    found: dict[int, float] = {}
+    for pool, steps, shape in ((workers1, "1", Shape()), (workers2, "3", Shape(data=2, microbatches=2, batch=12))):
         folder = write_mlp(tmp_path / f"to{steps}", shape)
-        program = Program(mlp_plan(shape), folder, state=state(), type_check=False)
-        program.launch(*options, "--resume", "--steps", steps)
-    records = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+        write_file(folder / "initial.safetensors", state())
+        options = ["--shuffle", "--seed", "3", "--lr", "0.01", "--steps", steps]
+        found |= pool.run("programs:ran", str(folder), *files, *options)[0][0]
 
     model, wanted = mlp_model(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     first, second = order(30, True, 3, 0), order(30, True, 3, 1)
-    for step, rows in enumerate((first[:8], first[8:20], second[:12])):
+    for step, rows in enumerate((first[:8], first[8:20], second[:12]), 1):
         optimizer.zero_grad()
         loss = model(**{name: tensor[rows] for name, tensor in made().items()})
         loss.backward()
         optimizer.step()
         wanted.append((step, pytest.approx(loss.item(), rel=1e-10)))
-    assert [(record["step"], record["loss"]) for record in records] == wanted
+    assert list(found.items()) == wanted
 
 
 def test_records_and_the_comparison_with_the_prediction(tmp_path: Path) -> None:
@@ -219,7 +220,7 @@ def test_a_program_trains_from_a_data_set(tmp_path: Path) -> None:
         program.load(tmp_path / "saved")
         assert program.train(file) == rest  # the same rows in the same order
         assert records == [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
-        assert [record["step"] for record in records] == [0, 1, 2, 3]
+        assert [record["step"] for record in records] == [1, 2, 3, 4]
         assert [record["loss"] for record in records] == losses
         assert all(record["gradient_norm"] > 0 for record in records)
 
@@ -250,7 +251,7 @@ def test_a_program_trains_from_a_data_set(tmp_path: Path) -> None:
         ids = program.state_dict()
         ids["layers.1.down.bias"][2] = float("nan")
         program.load_state_dict(ids)
-        with pytest.raises(NonFiniteLossError, match=r"the loss of step 8 is nan; .* the parameter layers.1.down.bias"):
+        with pytest.raises(NonFiniteLossError, match=r"the loss of step 9 is nan; .* the parameter layers.1.down.bias"):
             program.train(again, steps=1)
         assert len(program.train(again, steps=1, on_nan="skip")) == 1
 

@@ -113,7 +113,7 @@ class Chain:
         assert self.run is not None
         losses, begun = self.run.losses(), self.run.begun()
         found = []
-        if list(losses) != list(range(begun, begun + len(losses))):
+        if list(losses) != list(range(begun + 1, begun + 1 + len(losses))):
             found.append(f"steps {list(losses)[:3]}... after {begun}")
         different = [step for step, loss in losses.items() if self.straight[step] != loss]
         if different:
@@ -175,7 +175,7 @@ def case(chain: Chain, kind: str, rng: random.Random, cut: tuple[str, ...] = (),
     if not line["said"] and kind != SETUP:
         problems.append("nobody said why")
     line["partial"] = any(chain.saved.glob("*.partial"))
-    line["steps"], completed = max(run.losses(), default=run.begun() - 1) + 1, chain.completed()
+    line["steps"], completed = max(run.losses(), default=run.begun()), chain.completed()
     problems += chain.wrong()
     line |= went_on(chain, problems, line["steps"], completed)
     if problems:
@@ -200,7 +200,7 @@ def went_on(chain: Chain, problems: list[str], steps: int, completed: int) -> Li
     if "SIGUSR1: the training stops after" not in run.talk():
         problems.append("SIGUSR1 was not answered")
     problems += chain.wrong()
-    if chain.completed() != max(run.losses(), default=-1) + 1:
+    if chain.completed() != max(run.losses(), default=0):
         problems.append("SIGUSR1 did not save")
     return {"went on at": begun, "lost": max(0, steps - begun), "compared": len(run.losses())}
 
@@ -280,7 +280,7 @@ def elastic(number: int, seed: int, local: Server, folder: Path) -> Line:
     least = rng.randrange(10, 200)
     problems = [] if run.wait(lambda: len(run.losses()) >= least, 120) else ["it did not start"]
     agent = rng.choice(run.agents[1:])
-    reached = max(run.losses(), default=-1) + 1
+    reached = max(run.losses(), default=0)
     for pid in (*children(agent), agent):
         os.kill(pid, signal.SIGKILL)
     struck = time.monotonic()
@@ -295,7 +295,7 @@ def elastic(number: int, seed: int, local: Server, folder: Path) -> Line:
     if f"training on {NODES - 1} devices" not in run.talk():
         problems.append("no plan for the nodes that were left")
     losses = run.losses()
-    error = max(abs(losses.get(step, 0.0) - loss) / abs(loss) for step, loss in enumerate(one_device()))
+    error = max(abs(losses.get(step, 0.0) - loss) / abs(loss) for step, loss in enumerate(one_device(), 1))
     if error > EXACT:
         problems.append(f"losses differ from those of one device by {error:.1e}")
     line: Line = {"plan": "", "kind": ELASTIC, "started by": "a fork of it", "said": run.said(), "steps": reached}

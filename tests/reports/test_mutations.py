@@ -52,6 +52,7 @@ def test_a_fault_is_caught(mutation: Mutation, pools: dict[int, WorkerPool]) -> 
 
 def test_all_that_was_tried_is_there() -> None:
     names = [mutation.name for mutation in MUTATIONS]
+    assert {fault.name for fault in FAULTS} > ALIKE
     assert set(TRIED) <= set(names) and len(set(names)) == len(names) >= 40
     assert {mutation.breaks for mutation in MUTATIONS} == {"rule", "pass", "program", "runtime"}
 
@@ -75,7 +76,26 @@ REFUSED = {"a Python counter is baked in", "a number drawn by Python is baked in
 """Of the faults in capture, those that break a refusal: without the fault there is no graph."""
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+# Of several faults of one sort, whose damage the same comparison sees, those that the slow tests try.
+ALIKE = {
+    "a buffer becomes zeros",
+    "a running sum along the batch is worked out of one row",
+    "eval mode is ignored: dropout",
+    "blocks with other numbers are taken for equal",
+    "a buffer's update is dropped",
+    "a region under no_grad gets a gradient",
+    "a number of the batch is computed of its first row",
+    "a number drawn by Python is baked in",
+    "a norm's epsilon is another",
+    "a cast to integers is lost",
+    "what is put together comes in another order",
+}
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(each, marks=pytest.mark.slow if each.name in ALIKE else (), id=each.name) for each in FAULTS],
+)
 def test_a_fault_in_capture_is_found(fault: Fault) -> None:
     said = found(fault)
     assert said

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import io
-import json
 import os
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +21,6 @@ from autopar.program.checkpoint_files import claimed
 from autopar.program.tracing import COMPUTATION, action_name
 from autopar.program.weights import write_file
 from autopar.report.trace import read_trace
-from autopar.run.folder import program_modules
 
 
 def test_another_program_goes_on(tmp_path: Path) -> None:
@@ -60,21 +54,6 @@ def test_weights_go_from_one_program_to_another(tmp_path: Path) -> None:
     assert all(torch.equal(loaded[name], value) for name, value in state().items())
 
 
-def ran(folder: str, *args: str) -> tuple[dict[int, float], str]:
-    """In a worker: ``train.py`` with these arguments; the losses by step, and what it says to people."""
-    out, talk = io.StringIO(), io.StringIO()
-    with program_modules(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(talk):
-        before, sys.argv = sys.argv, [f"{folder}/train.py", "--device", "cpu", *args]
-        try:
-            importlib.import_module("train").main()
-        except SystemExit as end:
-            talk.write(f"exit {end.code}\n")
-        finally:
-            sys.argv = before
-    lines = map(json.loads, out.getvalue().splitlines())
-    return {line["step"]: line["loss"] for line in lines}, talk.getvalue()
-
-
 def test_train_resumes_where_it_ended(workers1: WorkerPool, workers2: WorkerPool, tmp_path: Path) -> None:
     """Of three batches in the file, the fifth step reads the second one again."""
     programs = {1: write_mlp(tmp_path / "one", Shape()), 2: write_mlp(tmp_path / "two", Shape(data=2, zero=(1, 3)))}
@@ -85,7 +64,7 @@ def test_train_resumes_where_it_ended(workers1: WorkerPool, workers2: WorkerPool
     torch.save({name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}, data)
 
     def train(pool: WorkerPool, *args: str) -> Any:
-        return pool.run("test_run_checkpoint:ran", str(programs[pool.count]), "--data", data, "--lr", "0.01", *args)[0]
+        return pool.run("programs:ran", str(programs[pool.count]), "--data", data, "--lr", "0.01", *args)[0]
 
     straight, _ = train(workers1, "--steps", "5")
     options = ("--checkpoint", saved, "--every", "2", "--keep", "2", "--resume")
@@ -94,7 +73,7 @@ def test_train_resumes_where_it_ended(workers1: WorkerPool, workers2: WorkerPool
     assert sorted(path.name for path in Path(saved).glob("step-*")) == ["step-2", "step-3"]
     ends = ("--save-weights", f"{tmp_path}/weights", "--trace", f"{tmp_path}/trace.json")
     second, talk = train(workers1, "--steps", "5", *ends, *options)
-    assert "goes on at step 3" in talk
+    assert "goes on after step 3" in talk
     actions = [e["name"] for e in read_trace(tmp_path / "trace.json") if e["ph"] == "X" and e["tid"] == COMPUTATION]
     assert actions == [action_name("F", 0, 0), action_name("B", 0, 0)]  # of one step
     assert list(first | second) == list(straight)
@@ -103,7 +82,7 @@ def test_train_resumes_where_it_ended(workers1: WorkerPool, workers2: WorkerPool
     trained = mlp_model()
     trained.load_state_dict(load_file(tmp_path / "weights" / "model.safetensors"), strict=False)  # tied
     third, _ = train(workers2, "--steps", "1", "--init", f"{tmp_path}/weights")
-    assert third[0] == pytest.approx(trained(**batches[0]).item(), rel=1e-12) != straight[0]
+    assert third[1] == pytest.approx(trained(**batches[0]).item(), rel=1e-12) != straight[1]
     for refused, why in (
         (("--checkpoint", saved), "has checkpoints of another training"),
         (("--save-weights", f"{tmp_path}/weights"), "it exists; use --save, or the name of a new folder"),
@@ -121,17 +100,17 @@ def test_train_reads_the_losses_that_it_prints(workers2: WorkerPool, tmp_path: P
 
     def train(*args: str) -> Any:
         options = ("--data", f"{tmp_path}/data.pt", "--lr", "0.01", "--log", f"{tmp_path}/log", *args)
-        return workers2.run("test_run_checkpoint:ran", str(program), *options)[0]
+        return workers2.run("programs:ran", str(program), *options)[0]
 
     every, _ = train("--steps", "8")
     some, _ = train("--steps", "8", "--log-every", "3")
-    assert list(some) == [0, 2, 5, 7] and all(every[step] == loss for step, loss in some.items())
+    assert list(some) == [1, 3, 6, 8] and all(every[step] == loss for step, loss in some.items())
     saved = ("--checkpoint", f"{tmp_path}/saved", "--every", "2")
     lost, talk = train("--steps", "5", "--log-every", "5", "--lr", "1e200", *saved)
-    assert list(lost) == [0] and "exit NonFiniteLossError: the loss of step 1 is nan; of the values" in talk, talk
+    assert list(lost) == [1] and "exit NonFiniteLossError: the loss of step 2 is nan; of the values" in talk, talk
     assert [path.name for path in (tmp_path / "saved").glob("step-*")] == ["step-1"]  # of before it
     lost, talk = train("--steps", "5", "--log-every", "5", "--lr", "1e200")
-    assert "the loss of step 1 is nan, which was not read before 4 steps were done" in talk, talk
+    assert "the loss of step 2 is nan, which was not read before 4 steps were done" in talk, talk
     assert "go on from a checkpoint before that step" in talk
 
 
@@ -146,11 +125,11 @@ def test_train_goes_on_where_a_checkpoint_cannot_be_written(workers1: WorkerPool
     program = write_mlp(tmp_path / "one", Shape())
     (tmp_path / "file").touch()
     args = ("--draw-init", "--steps", "2", "--every", "1", "--checkpoint", str(tmp_path / "file" / "saved"))
-    losses, talk = workers1.run("test_run_checkpoint:ran", str(program), *args)[0]
-    assert list(losses) == [0, 1]
+    losses, talk = workers1.run("programs:ran", str(program), *args)[0]
+    assert list(losses) == [1, 2]
     assert talk.count("no checkpoint: the checkpoint could not be written to") == 2 and talk.endswith("exit 1\n")
     for option in (("--resume",), ("--every", "5"), ("--keep", "3"), ("--async-save",)):
-        talk = workers1.run("test_run_checkpoint:ran", str(program), "--draw-init", *option)[0][1]
+        talk = workers1.run("programs:ran", str(program), "--draw-init", *option)[0][1]
         assert f"{option[0]} takes --checkpoint DIR" in talk and talk.endswith("exit 2\n")
 
 
@@ -159,13 +138,13 @@ def test_a_second_training_is_refused_until_the_first_one_ends(workers1: WorkerP
     claim = claimed(saved, 0.0)
     assert claim is not None
     args = ("--draw-init", "--steps", "1", "--checkpoint", str(saved), "--lost-after", "0.3")
-    losses, talk = workers1.run("test_run_checkpoint:ran", str(program), *args)[0]
+    losses, talk = workers1.run("programs:ran", str(program), *args)[0]
     with pytest.raises(UsageError, match="another training writes checkpoints into"):
         Checkpoints(str(saved), every=1, keep=2, resume=False).claim()
     assert not losses and f"another training writes checkpoints into {saved} (process {os.getpid()} on " in talk
     claim.close()
-    losses, talk = workers1.run("test_run_checkpoint:ran", str(program), *args)[0]
-    assert list(losses) == [0] and "step-1" in talk
+    losses, talk = workers1.run("programs:ran", str(program), *args)[0]
+    assert list(losses) == [1] and "step-1" in talk
 
 
 def test_a_checkpoint_that_is_being_removed_has_no_final_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

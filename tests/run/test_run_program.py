@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from autopar.devices import parse
 from autopar.errors import BatchError, LaunchError, UsageError
+from autopar.program import train as train_script
 from autopar.run import Program
 from autopar.run.folder import program_modules
 
@@ -55,7 +56,7 @@ def check_training(program: Program) -> None:
     seen: list[tuple[int, float]] = []
     found = program.train([mlp_batch(0), mlp_batch(1)], steps=3, on_step=lambda *step: seen.append(step[:2]))
     assert found == pytest.approx(losses, rel=1e-12)
-    assert seen == list(enumerate(found))
+    assert seen == list(enumerate(found, 1))
     trained = program.state_dict()
     assert all((trained[name] - value).abs().max() < 1e-12 for name, value in model.state_dict().items())
     program.load_state_dict(state())
@@ -88,10 +89,18 @@ def test_errors_before_anything_starts(tmp_path: Path) -> None:
     program = mlp(tmp_path, Shape(data=2))
     with pytest.raises(BatchError, match=r"'labels' has shape \(6, 3\).*global batch of 8"):
         program.step({name: tensor[:6] for name, tensor in reversed(mlp_batch().items())})
+    for give in (program.step, program.loader):
+        with pytest.raises(BatchError, match=r"'labels' of the (batch|data set) is an array of numpy") as arrays:
+            give({name: tensor.numpy() for name, tensor in reversed(mlp_batch().items())})
+        assert "torch.from_numpy" in str(arrays.value.hint)
     with pytest.raises(UsageError, match="cannot import the optimizer"):
         mlp(tmp_path, Shape(data=2), optimizer=lambda params: torch.optim.SGD(params, lr=0.1)).step(mlp_batch())
     with pytest.raises(BatchError, match="the batches ended after 0 of 2"):
         program.train([], steps=2)
+    for nonsense in (-1, 1.5, True, "3"):
+        with pytest.raises(UsageError, match=f"steps is {nonsense!r}, but a number of steps") as refused:
+            program.train([mlp_batch()], steps=nonsense)  # type: ignore[arg-type]
+        assert refused.value.hint
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -104,6 +113,16 @@ def test_errors_before_anything_starts(tmp_path: Path) -> None:
     for run in (lambda: far.step(mlp_batch()), far.launch):
         with pytest.raises(LaunchError, match="which are not here: this machine has"):
             run()
+
+
+@pytest.mark.parametrize("steps", ["0", "-1"])
+def test_the_folder_refuses_fewer_steps_than_one(
+    steps: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py", "--steps", steps])
+    with pytest.raises(SystemExit):
+        train_script.arguments()
+    assert f"--steps: {steps} is too small: it must be at least 1" in capsys.readouterr().err
 
 
 def test_the_folder_runs_under_torchrun_and_knows_nothing_of_autopar(
@@ -128,7 +147,7 @@ def test_the_folder_runs_under_torchrun_and_knows_nothing_of_autopar(
         optimizer.step()
         losses.append(loss.item())
     assert [json.loads(line)["loss"] for line in out.splitlines()] == pytest.approx(losses, rel=1e-10)
-    assert "step    2  loss" in err
+    assert "step    3  loss" in err
     saved = torch.load("out.pt", weights_only=True)
     assert all((saved[name] - value).abs().max() < 1e-10 for name, value in model.state_dict().items())
 

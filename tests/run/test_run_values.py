@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from workers import WorkerPool
 
 import autopar
 from autopar.cli import main
-from autopar.errors import LaunchError, UsageError
+from autopar.errors import UsageError
 from autopar.program.state import NO_VALUES, initial, wrong_state
 from autopar.program.weights import Weights, write_file
 from autopar.run import Program
@@ -70,25 +68,20 @@ def batch_of(program: Program, folder: Path) -> str:
     return str(folder / "batch.pt")
 
 
-def torchrun(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    """``train.py`` in one process of its own."""
-    command = [sys.executable, str(folder / "train.py"), "--steps", "1", "--device", "cpu", *args]
-    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+def one_step(pool: WorkerPool, folder: Path, *args: str) -> tuple[dict[int, float], str]:
+    """``train.py`` for one step: the losses by step, and what it says to people."""
+    answer: tuple[dict[int, float], str] = pool.run("programs:ran", str(folder), "--steps", "1", *args)[0]
+    return answer
 
 
-def loss_of(done: subprocess.CompletedProcess[str]) -> float:
-    assert done.returncode == 0, done.stderr
-    return float(json.loads(done.stdout.splitlines()[0])["loss"])
-
-
-def test_the_folder_starts_from_the_models_values(tmp_path: Path) -> None:
+def test_the_folder_starts_from_the_models_values(tmp_path: Path, workers1: WorkerPool) -> None:
     program = compiled(tmp_path / "a")
     model, batch = given()
     data = batch_of(program, tmp_path)
-    assert loss_of(torchrun(tmp_path / "a", "--data", data)) == pytest.approx(first_loss(), rel=1e-10)
-    drawn = torchrun(tmp_path / "a", "--data", data, "--draw-init")
-    assert abs(loss_of(drawn) - first_loss()) > 0.1 and "starts from drawn values" in drawn.stderr
+    (loss,) = one_step(workers1, tmp_path / "a", "--data", data)[0].values()
+    assert loss == pytest.approx(first_loss(), rel=1e-10)
+    drawn, talk = one_step(workers1, tmp_path / "a", "--data", data, "--draw-init")
+    assert abs(drawn[1] - first_loss()) > 0.1 and "starts from drawn values" in talk
     held = values(tmp_path / "a")
     assert set(held) == set(model.state_dict())
     assert all(torch.equal(held[name], value) for name, value in model.state_dict().items())
@@ -104,15 +97,15 @@ def test_the_folder_starts_from_the_models_values(tmp_path: Path) -> None:
         assert torch.equal(trained["spare.weight"], model.state_dict()["spare.weight"])
 
 
-def test_a_folder_without_values_says_so_and_does_not_start_by_itself(tmp_path: Path) -> None:
+def test_a_folder_without_values_says_so_and_does_not_start_by_itself(tmp_path: Path, workers1: WorkerPool) -> None:
     model, batch = given()
     table = model.offsets
     model.to("meta").offsets = table  # what the model computes with has values, or no program is written
     program = compiled(tmp_path / "a", model)
     data = batch_of(program, tmp_path)
     assert NO_VALUES in json.loads((tmp_path / "a" / "plan.json").read_text())["notes"]
-    done = torchrun(tmp_path / "a", "--data", data)
-    assert done.returncode == 1 and "has no initial.safetensors" in done.stderr and "--draw-init" in done.stderr
+    losses, talk = one_step(workers1, tmp_path / "a", "--data", data)
+    assert not losses and "exit" in talk and "has no initial.safetensors" in talk and "--draw-init" in talk
     with pytest.raises(UsageError, match="no values to start from") as error:
         program.step(batch)
     assert error.value.hint and "draw_init=True" in error.value.hint
@@ -136,7 +129,9 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_state_dict_that_is_not_the_models_is_refused_before_anything_starts(case: str, tmp_path: Path) -> None:
+def test_a_state_dict_that_is_not_the_models_is_refused_before_anything_starts(
+    case: str, tmp_path: Path, workers1: WorkerPool
+) -> None:
     program = compiled(tmp_path / "a")
     spoil, message = WRONG[case]
     state = dict(given()[0].state_dict())
@@ -150,10 +145,8 @@ def test_a_state_dict_that_is_not_the_models_is_refused_before_anything_starts(c
         Program(program.plan, tmp_path / "a", state=state)
     if case == "extra":
         torch.save(state, tmp_path / "state.pt")
-        done = torchrun(tmp_path / "a", "--init", str(tmp_path / "state.pt"))
-        assert done.returncode == 1 and "the model has no lora" in done.stderr
-        with pytest.raises(LaunchError, match="SystemExit|status 1"):
-            program.launch("--init", str(tmp_path / "state.pt"))
+        losses, talk = one_step(workers1, tmp_path / "a", "--init", str(tmp_path / "state.pt"))
+        assert not losses and "exit" in talk and "the model has no lora" in talk
 
 
 def test_what_the_program_does_not_use_is_that_of_the_last_weights(tmp_path: Path) -> None:

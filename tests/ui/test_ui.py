@@ -20,6 +20,7 @@ from click.testing import CliRunner
 from places import ROOT
 
 from autopar.cli.app import cli
+from autopar.cli.planner import Planner
 from autopar.cli.ui import WORKER, choices
 from autopar.errors import UsageError
 from autopar.ui import Server
@@ -189,6 +190,14 @@ def test_what_is_wrong_is_said_with_a_hint(server: Server):
         assert job["state"] == "failed" and words in job["error"]["message"] and job["error"]["hint"]
     with pytest.raises(UsageError, match="cannot listen on port"):
         Server(choices(), WORKER, server.port)
+
+
+def test_pins_that_contradict_each_other_are_refused_before_the_model_is_captured(tmp_path: Path):
+    told: list[str] = []
+    planner = Planner(lambda stage, text: told.append(stage))
+    with pytest.raises(UsageError, match="pipeline=1 has no pipeline"):
+        planner.plan([MLP, "--devices", "8xH100-80GB", "--schedule", "1f1b", "--pipeline", "1"], tmp_path)
+    assert told == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -55,13 +55,13 @@ class BertEmbeddings(nn.Module):
         # constant_1 (1, 16): R on data
         # constant_0 (1, 16): R on data
         # word_embeddings_weight (96, 32): R on data
-        # module.bert.embeddings.word_embeddings
+        # bert.embeddings.word_embeddings
         embedding = F.embedding(input_ids, word_embeddings_weight, padding_idx=0)
-        # module.bert.embeddings.token_type_embeddings
+        # bert.embeddings.token_type_embeddings
         embedding_1 = F.embedding(constant_1, self.token_type_embeddings.weight)
-        # module.bert.embeddings.position_embeddings
+        # bert.embeddings.position_embeddings
         embedding_2 = F.embedding(constant_0, self.position_embeddings.weight)
-        # module.bert.embeddings.LayerNorm
+        # bert.embeddings.LayerNorm
         layer_norm = F.layer_norm(embedding + embedding_1 + embedding_2, [32], self.LayerNorm.weight, self.LayerNorm.bias, eps=1e-12)
         return layer_norm
 
@@ -111,35 +111,35 @@ class BertLayer(nn.Module):
         # x (2, 16, 32): S(0) on data
         # attention_mask (2, 16): S(0) on data
         # attention.self.query
-        add = F.linear(x, self.attention.self_.query.weight, self.attention.self_.query.bias)
+        linear = F.linear(x, self.attention.self_.query.weight, self.attention.self_.query.bias)
         # attention.self
-        view = kernels.reshape(add, [2, 16, 4, 8], ("data", None, None, None))
-        del add
+        view = kernels.reshape(linear, [2, 16, 4, 8], ("data", None, None, None))
+        del linear
         # attention.self.key
-        add_1 = F.linear(x, self.attention.self_.key_.weight, self.attention.self_.key_.bias)
+        linear_1 = F.linear(x, self.attention.self_.key_.weight, self.attention.self_.key_.bias)
         # attention.self
-        view_1 = kernels.reshape(add_1, [2, 16, 4, 8], ("data", None, None, None))
-        del add_1
+        view_1 = kernels.reshape(linear_1, [2, 16, 4, 8], ("data", None, None, None))
+        del linear_1
         # attention.self.value
-        add_2 = F.linear(x, self.attention.self_.value.weight, self.attention.self_.value.bias)
+        linear_2 = F.linear(x, self.attention.self_.value.weight, self.attention.self_.value.bias)
         # attention.self
-        view_2 = kernels.reshape(add_2, [2, 16, 4, 8], ("data", None, None, None))
+        view_2 = kernels.reshape(linear_2, [2, 16, 4, 8], ("data", None, None, None))
         scaled_dot_product_attention = F.scaled_dot_product_attention(view.transpose(1, 2), view_1.transpose(1, 2), view_2.transpose(1, 2), attention_mask.to(torch.bool).unsqueeze(1).unsqueeze(2), scale=0.3535533905932738)
         reshape = scaled_dot_product_attention.transpose(1, 2).reshape(2, 16, 32)
-        del view, view_1, add_2, view_2, scaled_dot_product_attention
+        del view, view_1, linear_2, view_2, scaled_dot_product_attention
         # attention.output.dense
-        add_3 = F.linear(reshape, self.attention.output.dense.weight, self.attention.output.dense.bias)
+        linear_3 = F.linear(reshape, self.attention.output.dense.weight, self.attention.output.dense.bias)
         del reshape
         # attention.output.LayerNorm
-        layer_norm = F.layer_norm(add_3 + x, [32], self.attention.output.LayerNorm.weight, self.attention.output.LayerNorm.bias, eps=1e-12)
-        del add_3
+        layer_norm = F.layer_norm(linear_3 + x, [32], self.attention.output.LayerNorm.weight, self.attention.output.LayerNorm.bias, eps=1e-12)
+        del linear_3
         # intermediate.dense
-        add_5 = F.linear(layer_norm, self.intermediate.dense.weight, self.intermediate.dense.bias)
+        linear_4 = F.linear(layer_norm, self.intermediate.dense.weight, self.intermediate.dense.bias)
         # output.dense
-        add_6 = F.linear(F.gelu(add_5), self.output.dense.weight, self.output.dense.bias)
-        del add_5
+        linear_5 = F.linear(F.gelu(linear_4), self.output.dense.weight, self.output.dense.bias)
+        del linear_4
         # output.LayerNorm
-        layer_norm_1 = F.layer_norm(add_6 + layer_norm, [32], self.output.LayerNorm.weight, self.output.LayerNorm.bias, eps=1e-12)
+        layer_norm_1 = F.layer_norm(linear_5 + layer_norm, [32], self.output.LayerNorm.weight, self.output.LayerNorm.bias, eps=1e-12)
         return layer_norm_1
 
 
@@ -170,16 +170,16 @@ class BertLMPredictionHead(nn.Module):
         # labels (2, 16): S(0) on data
         # valid_labels (): R on data
         # bert_embeddings_word_embeddings_weight (96, 32): R on data
-        # module.cls.predictions.transform.dense
-        add = F.linear(x, self.cls.predictions.transform.dense.weight, self.cls.predictions.transform.dense.bias)
-        # module.cls.predictions.transform.LayerNorm
-        layer_norm = F.layer_norm(F.gelu(add), [32], self.cls.predictions.transform.LayerNorm.weight, self.cls.predictions.transform.LayerNorm.bias, eps=1e-12)
-        del add
-        # module.cls.predictions.decoder
-        add_1 = F.linear(layer_norm, bert_embeddings_word_embeddings_weight, self.cls.predictions.bias)
+        # cls.predictions.transform.dense
+        linear = F.linear(x, self.cls.predictions.transform.dense.weight, self.cls.predictions.transform.dense.bias)
+        # cls.predictions.transform.LayerNorm
+        layer_norm = F.layer_norm(F.gelu(linear), [32], self.cls.predictions.transform.LayerNorm.weight, self.cls.predictions.transform.LayerNorm.bias, eps=1e-12)
+        del linear
+        # cls.predictions.decoder
+        linear_1 = F.linear(layer_norm, bert_embeddings_word_embeddings_weight, self.cls.predictions.bias)
         del layer_norm
-        # module
-        cross_entropy_sum = kernels.cross_entropy_sum(add_1, labels, ignore_index=-100, label_smoothing=0.0, partial_axes=("data",))
+        # BertForMaskedLM
+        cross_entropy_sum = kernels.cross_entropy_sum(linear_1, labels, ignore_index=-100, label_smoothing=0.0, partial_axes=("data",))
         div = cross_entropy_sum / valid_labels
         return div
 

@@ -46,11 +46,11 @@ class GPT2LMHeadModelEmbeddings(nn.Module):
         # input_ids (8, 16): R on tensor
         # constant_0 (1, 16): R on tensor
         # transformer_wte_weight (48, 32): S(0) on tensor
-        # module.transformer.wte
+        # transformer.wte
         embedding = kernels_vocab.masked_embedding(input_ids, transformer_wte_weight, axis="tensor")
-        # module.transformer.wpe
+        # transformer.wpe
         embedding_1 = kernels_vocab.masked_embedding(constant_0, self.transformer.wpe.weight, axis="tensor")
-        # module.transformer
+        # transformer
         add_i = spmd.all_reduce(embedding + embedding_1, "tensor", src=spmd.P, dst=spmd.I)
         return add_i
 
@@ -95,18 +95,19 @@ class GPT2Block(nn.Module):
         layer_norm = F.layer_norm(x, [32], self.ln_1.weight, self.ln_1.bias)
         # attn.c_attn
         # backward: the all-reduce of the input's gradient runs while the weights' gradients are computed
-        add, add_1, add_2 = kernels_overlap.linears(
+        linear, linear_1, linear_2 = kernels_overlap.linears(
             layer_norm,
             [self.attn.c_attn.weight.part0.t(), self.attn.c_attn.weight.part1.t(), self.attn.c_attn.weight.part2.t()],
             [self.attn.c_attn.bias.part0, self.attn.c_attn.bias.part1, self.attn.c_attn.bias.part2],
             axis="tensor", src=spmd.I,
         )
+        del layer_norm
         # attn
-        view = kernels.reshape(add_1, [8, 16, 2, 8], (None, None, "tensor", None))
-        view_1 = kernels.reshape(add_2, [8, 16, 2, 8], (None, None, "tensor", None))
-        view_2 = kernels.reshape(add, [8, 16, 2, 8], (None, None, "tensor", None))
+        view = kernels.reshape(linear_1, [8, 16, 2, 8], (None, None, "tensor", None))
+        view_1 = kernels.reshape(linear_2, [8, 16, 2, 8], (None, None, "tensor", None))
+        view_2 = kernels.reshape(linear, [8, 16, 2, 8], (None, None, "tensor", None))
         scaled_dot_product_attention = kernels.attention(view_2.transpose(1, 2), view.transpose(1, 2), view_1.transpose(1, 2), scale=0.3535533905932738, is_causal=True)
-        del add, add_1, add_2, view, view_1, view_2
+        del linear, linear_1, linear_2, view, view_1, view_2
         # attn.c_proj
         reshape = scaled_dot_product_attention.transpose(1, 2).reshape(8, 16, 16)
         linear_3_i = spmd.all_reduce(F.linear(reshape, self.attn.c_proj.weight.t()), "tensor", src=spmd.P, dst=spmd.I)
@@ -114,10 +115,9 @@ class GPT2Block(nn.Module):
         del scaled_dot_product_attention, reshape, linear_3_i
         # ln_2
         layer_norm_1 = F.layer_norm(add_4, [32], self.ln_2.weight, self.ln_2.bias)
-        del layer_norm
         # mlp.c_fc
         # backward: the all-reduce of the input's gradient runs while the weight's gradient is computed
-        add_5 = kernels_overlap.linear(
+        linear_4 = kernels_overlap.linear(
             layer_norm_1,
             self.mlp.c_fc.weight.t(),
             self.mlp.c_fc.bias,
@@ -125,9 +125,9 @@ class GPT2Block(nn.Module):
         )
         del layer_norm_1
         # mlp.act
-        mul_2 = (add_5 + torch.pow(add_5, 3.0) * 0.044715) * 0.7978845608028654
+        mul_2 = (linear_4 + torch.pow(linear_4, 3.0) * 0.044715) * 0.7978845608028654
         # mlp.c_proj
-        linear_5 = F.linear(add_5 * 0.5 * (torch.tanh(mul_2) + 1.0), self.mlp.c_proj.weight.t())
+        linear_5 = F.linear(linear_4 * 0.5 * (torch.tanh(mul_2) + 1.0), self.mlp.c_proj.weight.t())
         linear_5_i = spmd.all_reduce(linear_5, "tensor", src=spmd.P, dst=spmd.I)
         add_9 = add_4 + (linear_5_i + self.mlp.c_proj.bias)
         return add_9
@@ -150,13 +150,13 @@ class GPT2LMHeadModelHead(nn.Module):
         # labels (8, 16): R on tensor
         # valid_labels (): I on tensor
         # transformer_wte_weight (48, 32): S(0) on tensor
-        # module.transformer.ln_f
+        # transformer.ln_f
         layer_norm = F.layer_norm(x, [32], self.transformer.ln_f.weight, self.transformer.ln_f.bias)
-        # module.lm_head
+        # lm_head
         # backward: the all-reduce of the input's gradient runs while the weight's gradient is computed
         linear = kernels_overlap.linear(layer_norm, transformer_wte_weight, axis="tensor", src=spmd.I)
         del layer_norm
-        # module
+        # GPT2LMHeadModel
         cross_entropy_sum = kernels_vocab.vocab_parallel_cross_entropy_sum(linear, F.pad(labels, [0, 1], value=-100.0)[..., 1:17], "tensor", ignore_index=-100, label_smoothing=0.0, partial_axes=())
         div = cross_entropy_sum / valid_labels
         return div

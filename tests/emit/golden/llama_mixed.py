@@ -45,7 +45,7 @@ class Embedding(nn.Module):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         # input_ids (2, 16): S(0) on outer, S(0) on inner
-        # module.model.embed_tokens
+        # model.embed_tokens
         embedding = F.embedding(input_ids, self.weight)
         return embedding
 
@@ -89,6 +89,7 @@ class LlamaDecoderLayer(nn.Module):
         # input_layernorm
         rsqrt = torch.rsqrt(torch.pow(x, 2).mean([-1], keepdim=True) + 1e-06)
         mul_1 = self.input_layernorm.weight * (x * rsqrt)
+        del rsqrt
         # self_attn
         # backward: the all-reduce of the input's gradient runs while the weights' gradients are computed
         linear, linear_1, linear_2 = kernels_overlap.linears(
@@ -105,7 +106,7 @@ class LlamaDecoderLayer(nn.Module):
         cat_1 = torch.cat([-transpose_1[..., 2:4], transpose_1[..., :2]], -1)
         scaled_dot_product_attention = kernels.attention(transpose * constant_0 + cat * constant_1, transpose_1 * constant_0 + cat_1 * constant_1, view_2.transpose(1, 2), scale=0.5, enable_gqa=True, is_causal=True)
         reshape = scaled_dot_product_attention.transpose(1, 2).reshape(4, 16, 16)
-        del mul_1, linear_1, linear_2, view, transpose, view_1, transpose_1, view_2, cat, cat_1, scaled_dot_product_attention
+        del mul_1, linear, linear_1, linear_2, view, transpose, view_1, transpose_1, view_2, cat, cat_1, scaled_dot_product_attention
         # self_attn.o_proj
         linear_3_i = spmd.all_reduce(F.linear(reshape, self.self_attn.o_proj.weight), "inner", src=spmd.P, dst=spmd.I)
         add_3 = x + linear_3_i
@@ -113,7 +114,7 @@ class LlamaDecoderLayer(nn.Module):
         # post_attention_layernorm
         rsqrt_1 = torch.rsqrt(torch.pow(add_3, 2).mean([-1], keepdim=True) + 1e-06)
         mul_7 = self.post_attention_layernorm.weight * (add_3 * rsqrt_1)
-        del rsqrt, rsqrt_1
+        del rsqrt_1
         # mlp
         # backward: the all-reduce of the input's gradient runs while the weights' gradients are computed
         linear_4, linear_5 = kernels_overlap.linears(
@@ -164,6 +165,7 @@ class LlamaDecoderLayer_2(nn.Module):
         # input_layernorm
         rsqrt = torch.rsqrt(torch.pow(x, 2).mean([-1], keepdim=True) + 1e-06)
         mul_1 = self.input_layernorm.weight * (x * rsqrt)
+        del rsqrt
         # self_attn
         # backward: the all-reduce of the input's gradient runs while the weights' gradients are computed
         linear, linear_1, linear_2 = kernels_overlap.linears(
@@ -180,7 +182,7 @@ class LlamaDecoderLayer_2(nn.Module):
         cat_1 = torch.cat([-transpose_1[..., 2:4], transpose_1[..., :2]], -1)
         scaled_dot_product_attention = kernels.attention(transpose * constant_0 + cat * constant_1, transpose_1 * constant_0 + cat_1 * constant_1, view_2.transpose(1, 2), scale=0.5, enable_gqa=True, is_causal=True)
         reshape = scaled_dot_product_attention.transpose(1, 2).reshape(8, 16, 8)
-        del mul_1, linear_1, linear_2, view, transpose, view_1, transpose_1, view_2, cat, cat_1, scaled_dot_product_attention
+        del mul_1, linear, linear_1, linear_2, view, transpose, view_1, transpose_1, view_2, cat, cat_1, scaled_dot_product_attention
         # self_attn.o_proj
         linear_3_i = flattened.all_reduce(F.linear(reshape, self.self_attn.o_proj.weight), ("outer", "inner"), src=spmd.P, dst=spmd.I)
         add_3 = x + linear_3_i
@@ -188,7 +190,7 @@ class LlamaDecoderLayer_2(nn.Module):
         # post_attention_layernorm
         rsqrt_1 = torch.rsqrt(torch.pow(add_3, 2).mean([-1], keepdim=True) + 1e-06)
         mul_7 = self.post_attention_layernorm.weight * (add_3 * rsqrt_1)
-        del rsqrt, rsqrt_1
+        del rsqrt_1
         # mlp
         # backward: the all-reduce of the input's gradient runs while the weights' gradients are computed
         linear_4, linear_5 = kernels_overlap.linears(
@@ -240,7 +242,7 @@ class LlamaDecoderLayer_3(nn.Module):
         rsqrt = torch.rsqrt(torch.pow(x, 2).mean([-1], keepdim=True) + 1e-06)
         input_layernorm_weight_r = kernels.dense_gradient(spmd.convert(self.input_layernorm.weight, "inner", src=spmd.I, dst=spmd.R))
         mul_1 = input_layernorm_weight_r * (x * rsqrt)
-        del input_layernorm_weight_r
+        del rsqrt, input_layernorm_weight_r
         # self_attn
         # backward: the reduce-scatter of the input's gradient runs while the weights' gradients are computed
         linear, linear_1, linear_2 = kernels_overlap.linears(
@@ -257,7 +259,7 @@ class LlamaDecoderLayer_3(nn.Module):
         cat_1 = torch.cat([-transpose_1[..., 2:4], transpose_1[..., :2]], -1)
         scaled_dot_product_attention = kernels.attention(transpose * constant_0 + cat * constant_1, transpose_1 * constant_0 + cat_1 * constant_1, view_2.transpose(1, 2), scale=0.5, enable_gqa=True, is_causal=True)
         reshape = scaled_dot_product_attention.transpose(1, 2).reshape(4, 16, 16)
-        del mul_1, linear_1, linear_2, view, transpose, view_1, transpose_1, view_2, cat, cat_1, scaled_dot_product_attention
+        del mul_1, linear, linear_1, linear_2, view, transpose, view_1, transpose_1, view_2, cat, cat_1, scaled_dot_product_attention
         # self_attn.o_proj
         linear_3_s = spmd.reduce_scatter(F.linear(reshape, self.self_attn.o_proj.weight), "inner", src=spmd.P, dst=spmd.S(1))
         add_3 = x + linear_3_s
@@ -266,7 +268,7 @@ class LlamaDecoderLayer_3(nn.Module):
         rsqrt_1 = torch.rsqrt(torch.pow(add_3, 2).mean([-1], keepdim=True) + 1e-06)
         post_attention_layernorm_weight_r = kernels.dense_gradient(spmd.convert(self.post_attention_layernorm.weight, "inner", src=spmd.I, dst=spmd.R))
         mul_7 = post_attention_layernorm_weight_r * (add_3 * rsqrt_1)
-        del rsqrt, rsqrt_1, post_attention_layernorm_weight_r
+        del rsqrt_1, post_attention_layernorm_weight_r
         # mlp
         # backward: the reduce-scatter of the input's gradient runs while the weights' gradients are computed
         linear_4, linear_5 = kernels_overlap.linears(
@@ -317,6 +319,7 @@ class LlamaDecoderLayer_4(nn.Module):
         # input_layernorm
         rsqrt = torch.rsqrt(torch.pow(x, 2).mean([-1], keepdim=True) + 1e-06)
         mul_1 = self.input_layernorm.weight * (x * rsqrt)
+        del rsqrt
         # self_attn
         view = kernels.reshape(F.linear(mul_1, self.self_attn.q_proj.weight), [2, 16, 8, 4], (("outer", "inner"), None, None, None))
         transpose = view.transpose(1, 2)
@@ -332,7 +335,7 @@ class LlamaDecoderLayer_4(nn.Module):
         # post_attention_layernorm
         rsqrt_1 = torch.rsqrt(torch.pow(add_3, 2).mean([-1], keepdim=True) + 1e-06)
         mul_7 = self.post_attention_layernorm.weight * (add_3 * rsqrt_1)
-        del rsqrt, rsqrt_1
+        del rsqrt_1
         # mlp
         mul_8 = F.silu(F.linear(mul_7, self.mlp.gate_proj.weight)) * F.linear(mul_7, self.mlp.up_proj.weight)
         add_5 = add_3 + F.linear(mul_8, self.mlp.down_proj.weight)
@@ -356,12 +359,12 @@ class LlamaForCausalLMHead(nn.Module):
         # x (2, 16, 32): S(0) on outer, S(0) on inner
         # labels (2, 16): S(0) on outer, S(0) on inner
         # valid_labels (): R on outer, R on inner
-        # module.model.norm
+        # model.norm
         rsqrt = torch.rsqrt(torch.pow(x, 2).mean([-1], keepdim=True) + 1e-06)
-        # module.lm_head
+        # lm_head
         linear = F.linear(self.model.norm.weight * (x * rsqrt), self.lm_head.weight)
         del rsqrt
-        # module
+        # LlamaForCausalLM
         cross_entropy_sum = kernels.cross_entropy_sum(linear, F.pad(labels, [0, 1], value=-100.0)[..., 1:17], ignore_index=-100, label_smoothing=0.0, partial_axes=("outer", "inner"))
         div = cross_entropy_sum / valid_labels
         return div

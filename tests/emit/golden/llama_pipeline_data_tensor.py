@@ -41,7 +41,7 @@ class Embedding(nn.Module):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         # input_ids (2, 16): S(0) on data, R on tensor
-        # module.model.embed_tokens
+        # model.embed_tokens
         embedding_i = spmd.all_gather(F.embedding(input_ids, self.weight), "tensor", src=spmd.S(2), dst=spmd.I)
         return embedding_i
 
@@ -81,6 +81,7 @@ class LlamaDecoderLayer(nn.Module):
         # input_layernorm
         rsqrt = torch.rsqrt(torch.pow(x, 2).mean([-1], keepdim=True) + 1e-06)
         mul_1 = self.input_layernorm.weight * (x * rsqrt)
+        del rsqrt
         # self_attn
         # backward: the all-reduce of the input's gradient runs while the weights' gradients are computed
         linear, linear_1, linear_2 = kernels_overlap.linears(
@@ -97,7 +98,7 @@ class LlamaDecoderLayer(nn.Module):
         cat_1 = torch.cat([-transpose_1[..., 2:4], transpose_1[..., :2]], -1)
         scaled_dot_product_attention = kernels.attention(transpose * constant_0 + cat * constant_1, transpose_1 * constant_0 + cat_1 * constant_1, view_2.transpose(1, 2), scale=0.5, enable_gqa=True, is_causal=True)
         reshape = scaled_dot_product_attention.transpose(1, 2).reshape(2, 16, 16)
-        del mul_1, linear_1, linear_2, view, transpose, view_1, transpose_1, view_2, cat, cat_1, scaled_dot_product_attention
+        del mul_1, linear, linear_1, linear_2, view, transpose, view_1, transpose_1, view_2, cat, cat_1, scaled_dot_product_attention
         # self_attn.o_proj
         linear_3_i = spmd.all_reduce(F.linear(reshape, self.self_attn.o_proj.weight), "tensor", src=spmd.P, dst=spmd.I)
         add_3 = x + linear_3_i
@@ -105,7 +106,7 @@ class LlamaDecoderLayer(nn.Module):
         # post_attention_layernorm
         rsqrt_1 = torch.rsqrt(torch.pow(add_3, 2).mean([-1], keepdim=True) + 1e-06)
         mul_7 = self.post_attention_layernorm.weight * (add_3 * rsqrt_1)
-        del rsqrt, rsqrt_1
+        del rsqrt_1
         # mlp
         # backward: the all-reduce of the input's gradient runs while the weights' gradients are computed
         linear_4, linear_5 = kernels_overlap.linears(
@@ -138,15 +139,15 @@ class LlamaForCausalLMHead(nn.Module):
         # x (2, 16, 32): S(0) on data, I on tensor
         # labels (2, 16): S(0) on data, R on tensor
         # valid_labels (): R on data, I on tensor
-        # module.model.norm
+        # model.norm
         rsqrt = torch.rsqrt(torch.pow(x, 2).mean([-1], keepdim=True) + 1e-06)
         mul_1 = self.model.norm.weight * (x * rsqrt)
         del rsqrt
-        # module.lm_head
+        # lm_head
         # backward: the all-reduce of the input's gradient runs while the weight's gradient is computed
         linear = kernels_overlap.linear(mul_1, self.lm_head.weight, axis="tensor", src=spmd.I)
         del mul_1
-        # module
+        # LlamaForCausalLM
         cross_entropy_sum = kernels_vocab.vocab_parallel_cross_entropy_sum(linear, F.pad(labels, [0, 1], value=-100.0)[..., 1:17], "tensor", ignore_index=-100, label_smoothing=0.0, partial_axes=("data",))
         div = cross_entropy_sum / valid_labels
         return div

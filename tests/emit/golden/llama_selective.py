@@ -47,7 +47,7 @@ class Embedding(nn.Module):
 
     def compute(self, input_ids: torch.Tensor) -> torch.Tensor:
         # input_ids (8, 16): R on tensor
-        # module.model.embed_tokens
+        # model.embed_tokens
         embedding_s = spmd.all_to_all(F.embedding(input_ids, self.weight), "tensor", src=spmd.S(2), dst=spmd.S(1))
         return embedding_s
 
@@ -92,7 +92,7 @@ class LlamaDecoderLayer(nn.Module):
         rsqrt = torch.rsqrt(torch.pow(x, 2).mean([-1], keepdim=True) + 1e-06)
         input_layernorm_weight_r = kernels.dense_gradient(spmd.convert(self.input_layernorm.weight, "tensor", src=spmd.I, dst=spmd.R))
         mul_1 = input_layernorm_weight_r * (x * rsqrt)
-        del input_layernorm_weight_r
+        del rsqrt, input_layernorm_weight_r
         # self_attn
         # backward: the reduce-scatter of the input's gradient runs while the weights' gradients are computed
         linear, linear_1, linear_2 = selective.keep(
@@ -110,7 +110,7 @@ class LlamaDecoderLayer(nn.Module):
         cat_1 = torch.cat([-transpose_1[..., 2:4], transpose_1[..., :2]], -1)
         scaled_dot_product_attention = selective.keep(kernels.attention, transpose * constant_0 + cat * constant_1, transpose_1 * constant_0 + cat_1 * constant_1, view_2.transpose(1, 2), scale=0.5, enable_gqa=True, is_causal=True)
         reshape = scaled_dot_product_attention.transpose(1, 2).reshape(8, 16, 16)
-        del mul_1, linear_1, linear_2, view, transpose, view_1, transpose_1, view_2, cat, cat_1, scaled_dot_product_attention
+        del mul_1, linear, linear_1, linear_2, view, transpose, view_1, transpose_1, view_2, cat, cat_1, scaled_dot_product_attention
         # self_attn.o_proj
         linear_3_s = selective.keep(spmd.reduce_scatter, F.linear(reshape, self.self_attn.o_proj.weight), "tensor", src=spmd.P, dst=spmd.S(1))
         add_3 = x + linear_3_s
@@ -119,7 +119,7 @@ class LlamaDecoderLayer(nn.Module):
         rsqrt_1 = torch.rsqrt(torch.pow(add_3, 2).mean([-1], keepdim=True) + 1e-06)
         post_attention_layernorm_weight_r = kernels.dense_gradient(spmd.convert(self.post_attention_layernorm.weight, "tensor", src=spmd.I, dst=spmd.R))
         mul_7 = post_attention_layernorm_weight_r * (add_3 * rsqrt_1)
-        del rsqrt, rsqrt_1, post_attention_layernorm_weight_r
+        del rsqrt_1, post_attention_layernorm_weight_r
         # mlp
         # backward: the reduce-scatter of the input's gradient runs while the weights' gradients are computed
         linear_4, linear_5 = selective.keep(
@@ -157,12 +157,12 @@ class LlamaForCausalLMHead(nn.Module):
         # x (8, 8, 32): S(1) on tensor
         # labels (8, 16): R on tensor
         # valid_labels (): I on tensor
-        # module.model.norm
+        # model.norm
         rsqrt = torch.rsqrt(torch.pow(x, 2).mean([-1], keepdim=True) + 1e-06)
         model_norm_weight_r = kernels.dense_gradient(spmd.convert(self.model.norm.weight, "tensor", src=spmd.I, dst=spmd.R))
         mul_1 = model_norm_weight_r * (x * rsqrt)
         del rsqrt, model_norm_weight_r
-        # module.lm_head
+        # lm_head
         # backward: the reduce-scatter of the input's gradient runs while the weight's gradient is computed
         linear = selective.keep(
             kernels_overlap.linear,
@@ -171,7 +171,7 @@ class LlamaForCausalLMHead(nn.Module):
             axis="tensor", src=spmd.S(1),
         )
         del mul_1
-        # module
+        # LlamaForCausalLM
         cross_entropy_sum = kernels_vocab.vocab_parallel_cross_entropy_sum(linear, F.pad(labels, [0, 1], value=-100.0)[..., 1:17], "tensor", ignore_index=-100, label_smoothing=0.0, partial_axes=())
         div = cross_entropy_sum / valid_labels
         return div

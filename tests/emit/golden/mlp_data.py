@@ -41,8 +41,8 @@ class LinearPair(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # x (4, 8, 16): S(0) on data
         # 2
-        add_1 = F.linear(F.gelu(F.linear(x, self._0.weight, self._0.bias)), self._2.weight, self._2.bias)
-        return add_1
+        linear_1 = F.linear(F.gelu(F.linear(x, self._0.weight, self._0.bias)), self._2.weight, self._2.bias)
+        return linear_1
 
 
 class LinearPair2(nn.Module):
@@ -62,8 +62,8 @@ class LinearPair2(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # x (4, 8, 16): S(0) on data
         # 2
-        add_1 = F.linear(F.gelu(F.linear(x, self._0.weight, self._0.bias)), self._2.weight, self._2.bias)
-        return add_1
+        linear_1 = F.linear(F.gelu(F.linear(x, self._0.weight, self._0.bias)), self._2.weight, self._2.bias)
+        return linear_1
 
 
 class Linear(nn.Module):
@@ -79,6 +79,7 @@ class Linear(nn.Module):
     def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         # x (4, 8, 16): S(0) on data
         # targets (4, 8, 8): S(0) on data
+        # loss_fn
         mse_loss = torch.ops.aten.mse_loss.default(F.linear(x, self.weight, self.bias), targets, 2)
         mul = mse_loss * 0.001953125
         return mul
