@@ -167,8 +167,10 @@ def _add_forks(costs: Draft) -> None:
 def _convert_operands(costs: Draft) -> None:
     """Add the conversions of 8-bit products: they first scale their operands and write them again."""
     for slot in costs.slots:
-        node = costs.ops[slot.op].node
-        if slot.operand != OUTPUT and cost.model_flops(node) and not cost.is_attention(node):
+        op = costs.ops[slot.op]
+        if op.passes or slot.operand == OUTPUT:  # the passes over the logits of a loss in slices are no operands
+            continue
+        if cost.model_flops(op.node) and not cost.is_attention(op.node):
             slot.forward *= constants.FP8_PASSES.value
             slot.backward *= constants.FP8_PASSES.value
 
