@@ -171,6 +171,27 @@ def test_precision_casts_floating_tensors() -> None:
     assert flatten_batch(graph.structure, (X, X))["x"].dtype == torch.bfloat16
 
 
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 4).bfloat16()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.last(self.first(x).bfloat16()).double() * self.scale).square().mean()
+
+
+def test_parameters_of_several_dtypes_keep_them_and_the_most_elements_name_the_precision() -> None:
+    graph = capture(Mixed(), torch.randn(2, 4))
+    assert graph.dtype == torch.float32
+    assert {p.original: p.dtype for p in graph.parameters.values()} == {
+        n: p.dtype for n, p in Mixed().named_parameters()
+    }
+    (note,) = (note for note in graph.notes if "several dtypes" in note)
+    assert "40 of float32, 36 of bfloat16, 1 of float64" in note
+    assert not any("several dtypes" in note for note in capture(Mixed(), torch.randn(2, 4), precision="float64").notes)
+
+
 def test_a_loss_fn_of_one_argument_takes_the_output_alone() -> None:
     model = nn.Linear(3, 2)
     graph = capture(model, (torch.randn(4, 3),), lambda output: output.square().mean())
