@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.errors import UsageError
 from autopar.plan import Plan, Prediction
+from autopar.precision import PRECISIONS
+from autopar.schedules import SCHEDULES
 
 if TYPE_CHECKING:
     from autopar.devices import Cluster
     from autopar.graph import Graph
 
 _WRITTEN_BY = "`autopar plan MODEL --devices ... -o FILE` writes one"
+
+_COUNTS = ("microbatches", "global_batch", "chunks", "prefetch")
 
 
 def read_plan(path: str | Path) -> Plan:
@@ -46,6 +50,13 @@ def _checked(data: Any) -> dict[str, Any]:
     for field in dataclasses.fields(Prediction):
         if isinstance(data[field.name], bool) or not isinstance(data[field.name], int | float):
             raise _PlanError(f"{field.name} is {data[field.name]!r}, no number")
+    sizes = [(f"axis {axis['name']}", axis["size"]) for axis in data["mesh"]]
+    for name, count in [*sizes, *((name, data.get(name, 1)) for name in _COUNTS)]:
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise _PlanError(f"{name} is {count!r}, no whole number from 1 up")
+    for name, known in (("schedule", SCHEDULES), ("precision", PRECISIONS)):
+        if data[name] not in known:
+            raise _PlanError(f"{name} is {data[name]!r}, not one of {', '.join(known)}")
     return data
 
 

@@ -284,7 +284,7 @@ def _compared(mine: Step, theirs: Step, written: set[str]) -> tuple[Error, str]:
     return _compare(0.0, {n: mine.buffers[n] for n in moved}, 0.0, moved), "a buffer"
 
 
-def _compare(loss: float, mine: dict[str, Tensor], loss0: float, theirs: dict[str, Tensor], **how: float) -> Error:
+def _compare(loss: float, mine: dict[str, Tensor], loss0: float, theirs: dict[str, Tensor], **how: Any) -> Error:
     """``compare``, except that a NaN or an infinity at the same position in both is no difference: a buffer may hold a mask of them."""
     ours, others = dict(mine), dict(theirs)
     for name in mine.keys() & theirs.keys():

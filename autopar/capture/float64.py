@@ -12,14 +12,18 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+_NARROW = (torch.float32, torch.bfloat16, torch.float16)
+_CASTS = (torch.Tensor.float, torch.Tensor.bfloat16, torch.Tensor.half)
+
 
 class WholeFloat64(TorchFunctionMode):
-    """A context in which every request for float32 gets float64: around ``capture(..., precision="float64")`` and around eager alike."""
+    """A context in which every request for a narrower floating dtype gets float64: around ``capture(..., precision="float64")`` and around
+    eager alike."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.Tensor.float:
+        if func in _CASTS:
             func = torch.Tensor.double
         if func is torch.empty_strided:  # torch creates fake copies of tensors with it, whose dtype must stay
             return func(*args, **(kwargs or {}))
@@ -27,7 +31,7 @@ class WholeFloat64(TorchFunctionMode):
 
 
 def _widened(value: Any) -> Any:
-    if value is torch.float32:
+    if isinstance(value, torch.dtype) and value in _NARROW:
         return torch.float64
     if type(value) in (tuple, list):
         return type(value)(_widened(item) for item in value)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from autopar.capture.segment import mark_main, segment, updates
 from autopar.errors import CaptureError
 from autopar.graph import Buffer, Graph, Parameter, StateTensor, Value
 from autopar.ops.meta import graph_meta, meta
-from autopar.precision import PRECISIONS, torch_dtype
+from autopar.precision import PRECISIONS, name_of, torch_dtype
 from autopar.torch_private import without_function_modes
 from passes.clean import FINAL_STEPS, STEPS
 from passes.clean.nodes import gradients_pass
@@ -119,7 +121,12 @@ def _assemble(
         )
     held = {name for layer in layers for name in layer.buffers}
     notes += [f"the update of buffer {name} is left out" for name in written if name not in held]
-    floating = [p.dtype for p in parameters.values() if p.dtype.is_floating_point]
+    dtypes = _dtypes(parameters)
+    if len(dtypes) > 1:
+        kinds = ", ".join(f"{count:,} of {name_of(dtype)}" for dtype, count in dtypes)
+        notes.append(
+            f"parameters of several dtypes keep them: {kinds} (precision=NAME, or --precision NAME, casts all)"
+        )
     return Graph(
         name=name,
         inputs=inputs,
@@ -132,7 +139,7 @@ def _assemble(
         classes={key: dataclasses.replace(cls, rows=rows) for key, cls in library.items()},
         values=values,
         loss=layers[-1].outputs[0],
-        dtype=floating[0],
+        dtype=dtypes[0][0],
         tokens=_tokens(inputs),
         notes=tuple(notes),
         unmicrobatchable=graph_meta(gm).get("unmicrobatchable", ""),
@@ -167,6 +174,15 @@ def _buffers(gm: fx.GraphModule, values: dict[str, torch.Tensor], model: nn.Modu
         initial = before.detach().to("cpu", value.dtype, copy=True) if before is not None else None
         found[name] = Buffer(name, tuple(value.shape), value.dtype, initial, name in kept)
     return found
+
+
+def _dtypes(parameters: Mapping[str, Parameter]) -> list[tuple[torch.dtype, int]]:
+    """The floating dtypes of the parameters, each with its number of elements, the most frequent one first."""
+    found = Counter[torch.dtype]()
+    for parameter in parameters.values():
+        if parameter.dtype.is_floating_point:
+            found[parameter.dtype] += math.prod(parameter.shape)
+    return found.most_common()
 
 
 def _parameters(gm: fx.GraphModule, model: nn.Module) -> dict[str, Parameter]:

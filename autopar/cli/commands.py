@@ -71,7 +71,8 @@ def emit_command(output: str, as_json: bool, **request: Any) -> None:
         nodes, each = -(-plan.device_count // cluster.gpus_per_node), min(plan.device_count, cluster.gpus_per_node)
         start = f"torchrun --nnodes {nodes} --nproc-per-node {each} {folder / 'train.py'}"
         start += f" --init {init}" if is_path(init) else ""
-        words = f"{len(plan.layers)} layers for {plan.device_count} devices; start it on every node with {start}"
+        devices = f"{plan.device_count} device{'s' if plan.device_count != 1 else ''}"
+        words = f"{len(plan.layers)} layers for {devices}; start it on every node with {start}"
         messages.console.print(words, highlight=False, soft_wrap=True)  # to be copied
         has_values = (folder / INITIAL).is_file() or bool(init)
         if not has_values:

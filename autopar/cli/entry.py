@@ -37,6 +37,13 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         # nobody reads our output any more; python would complain once more when it flushes stdout at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
+    except (PermissionError, IsADirectoryError, NotADirectoryError, FileNotFoundError) as error:
+        if os.environ.get("AUTOPAR_TRACEBACK"):
+            raise
+        status = 1
+        _complain(
+            f"{error.filename}: {error.strerror}", "give a file or folder that can be read, and written for results"
+        )
     except Exception as error:
         if os.environ.get("AUTOPAR_TRACEBACK"):
             raise

@@ -67,7 +67,18 @@ class Tensors(Dataset[Mapping[str, Tensor]]):
     @staticmethod
     def read(path: str | os.PathLike[str]) -> Tensors:
         """The tensors of a file of ``torch.save({"input_ids": tensor, ...})``."""
-        return Tensors(torch.load(path, weights_only=True, mmap=True))
+        how = 'a file of torch.save({"NAME": tensor, ...}) has the rows of each input of the program'
+        if not os.path.isfile(path):
+            raise DataError(f"there is no file {path}", how)
+        try:
+            found = torch.load(path, weights_only=True, mmap=True)
+        except Exception as error:  # of many kinds, by what the file is
+            raise DataError(f"{path} cannot be read ({type(error).__name__})", how) from error
+        if not isinstance(found, Mapping) or not found:
+            raise DataError(f"{path} holds no tensors by name, but a {type(found).__name__}", how)
+        if wrong := [name for name, each in found.items() if not isinstance(each, Tensor) or not each.dim()]:
+            raise DataError(f"{path} has entries that are no tensors with rows: {', '.join(map(str, wrong[:5]))}", how)
+        return Tensors(found)
 
     def __len__(self) -> int:
         return len(next(iter(self.tensors.values())))

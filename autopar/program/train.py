@@ -47,9 +47,10 @@ from autopar.program.runtime import (
 from autopar.program.state_places import PlaceError
 from autopar.program.watch import Watch, run
 from autopar.program.weights import is_weights
-from autopar.program.world import Program
+from autopar.program.world import Program, WorldSizeError
 
 FOLDER = Path(__file__).resolve().parent
+MADE_UP = "normal numbers and integers that are 0 or 1"
 
 
 def arguments() -> argparse.Namespace:
@@ -113,7 +114,7 @@ def arguments() -> argparse.Namespace:
     if args.data is None:
         args.data = "synthetic"
         if os.environ.get("RANK", "0") == "0":
-            print("trains on rows that are made up: --data FILE has yours", file=sys.stderr, flush=True)
+            print(f"trains on rows that are made up ({MADE_UP}): --data FILE has yours", file=sys.stderr, flush=True)
     for option in ("resume", "every", "keep", "async_save"):
         if getattr(args, option) and not args.checkpoint:
             parser.error(f"--{option.replace('_', '-')} takes --checkpoint DIR, the folder of the checkpoints")
@@ -158,7 +159,13 @@ def dataset(args: argparse.Namespace, program: Program) -> Any:
         return Synthetic(program.inputs, args.seed)
     module, _, name = args.data.partition(":")
     if name.isidentifier() and not Path(args.data).exists():
-        return getattr(importlib.import_module(module), name)()
+        try:
+            make = getattr(importlib.import_module(module), name)
+        except (ModuleNotFoundError, AttributeError) as error:
+            raise DataError(
+                f"--data {args.data}: {error}", "it takes a file, or MODULE:FUNCTION that Python can import"
+            ) from error
+        return make()
     return Tensors.read(args.data)
 
 
@@ -271,6 +278,8 @@ def train(args: argparse.Namespace, watch: Watch) -> None:
         NonFiniteLossError,
     ) as error:  # on every rank; the state is that before the step, unless it is late
         late = isinstance(error, NonFiniteLossError) and error.late
+        if isinstance(error, NonFiniteLossError) and args.data == "synthetic":
+            say(f"the rows are made up, {MADE_UP}, which may be no lengths or weights: --data FILE has yours")
         if args.checkpoint and not late and not (Path(args.checkpoint) / f"step-{trainer.steps}").exists():
             watch.enter("save", f"the checkpoint after {trainer.steps} steps")
             save(trainer, args, over=True)
@@ -361,8 +370,8 @@ def main() -> None:
     with Watch(limits_s, args.lost_after) as watch, out_of_memory.explained(FOLDER):
         try:
             train(args, watch)
-        except PlaceError as error:
-            raise SystemExit(f"PlaceError: {error}") from error
+        except (PlaceError, WorldSizeError) as error:
+            raise SystemExit(f"{type(error).__name__}: {error}") from error
     dist.destroy_process_group()
 
 

@@ -412,11 +412,20 @@ def mirror_grid(ranks: Tensor, directions: int) -> Tensor:
     return torch.stack((ranks[:half], ranks[half:].flip(0)), 1)
 
 
+class WorldSizeError(RuntimeError):
+    """A program that was started with another number of processes than its plan has devices."""
+
+
 def _check_world(size: int, axes: Mapping[str, int], shape: Sequence[int]) -> None:
     wanted = torch.Size(shape).numel()
     if size != wanted:
         mesh = " x ".join(f"{axis} {n}" for axis, n in {"pipeline": shape[0], **axes}.items())
-        raise RuntimeError(f"the program is for {wanted} devices ({mesh}) and was started with {size} processes")
+        devices = f"{wanted} device{'s' if wanted != 1 else ''}"
+        started = f"{size} process{'es' if size != 1 else ''}"
+        raise WorldSizeError(
+            f"the program is for {devices} ({mesh}) and was started with {started}; torchrun --nnodes N --nproc-per-node M starts N x M, "
+            f"and a program that is emitted for {size} continues from the same checkpoints"
+        )
 
 
 def _subgroups(ranks: Tensor) -> dist.ProcessGroup | None:

@@ -143,7 +143,7 @@ def hold(subject: Subject) -> Error:
     """Compare the captured graph with the subject: the loss, every gradient, every written buffer."""
     written: dict[str, Tensor] = {}
     loss, gradients = _graph_step(subject.graph, subject.state, subject.batch, written)
-    error = compare(loss, gradients, subject.loss, subject.gradients)
+    error = compare(loss, gradients, subject.loss, subject.gradients, rounding=subject.rounding)
     if not error.exact or subject.graph.accumulated > 1:
         return error
     after = compare(loss, {n: written[n] for n in subject.buffers if n in written}, loss, subject.buffers)
@@ -187,7 +187,7 @@ def _two_steps(model: nn.Module, loss_fn: Callable[..., Any] | None, subject: Su
     with WholeFloat64(), WithoutDropout():
         *_, theirs = [alone.step(tensors) for _ in range(2)]
         *_, mine = graph_steps(graph, copied, tensors, 2)
-    step = compare(mine.loss, mine.gradients, theirs.loss, theirs.gradients)
+    step = compare(mine.loss, mine.gradients, theirs.loss, theirs.gradients, rounding=subject.rounding)
     after = {n: p.detach() for n, p in alone.parameters.items()}
     kept = compare(0.0, before | mine.buffers, 0.0, after | theirs.buffers)
     errors = (

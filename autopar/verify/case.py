@@ -63,7 +63,7 @@ def check_plan(
         both = (subject.batch, attack.batch)
         first, second = pool.run("autopar.verify.remote:gradients_twice", *files, *both, timeout_s=limit_s)[0]
     loss, gradients = second
-    return Outcome(compare_step(subject, *first), stages, compare(loss, gradients, attack.loss, attack.gradients))
+    return Outcome(compare_step(subject, *first), stages, _compare(attack, loss, gradients))
 
 
 def compare_step(subject: Subject, loss: float, gradients: dict[str, Tensor], after: dict[str, Tensor]) -> Error:
@@ -71,12 +71,16 @@ def compare_step(subject: Subject, loss: float, gradients: dict[str, Tensor], af
 
     The update is of plain SGD, so it gives the gradient again, after the optimizer and ZeRO's sharding and gathering.
     """
-    error = compare(loss, gradients, subject.loss, subject.gradients)
+    error = _compare(subject, loss, gradients)
     moved = {n: _update(subject.state[n], after[n], g) for n, g in subject.gradients.items() if n in after}
-    update = compare(loss, moved, subject.loss, subject.gradients)
+    update = _compare(subject, loss, moved)
     written = compare(loss, {n: after[n] for n in subject.buffers}, loss, subject.buffers)
     errors = (error, Error(update.value, f"the update of {update.where}"), written)
     return next((e for e in errors if not e.value <= EXACT), max(errors, key=lambda e: e.value))
+
+
+def _compare(subject: Subject, loss: float, gradients: dict[str, Tensor]) -> Error:
+    return compare(loss, gradients, subject.loss, subject.gradients, rounding=subject.rounding)
 
 
 def _update(before: Tensor, after: Tensor, gradient: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from autopar.plan import INT8, MICROBATCH_STATISTICS, SAVINGS, Plan, local_steps
 from autopar.plan_files import check_model, read_plan
 from autopar.run.pool import WorkerPool
 from autopar.search.options import check_allowed
+from autopar.units import size
 from autopar.verify.attacks import Attacks, attack
 from autopar.verify.case import check_plan
 from autopar.verify.kinds import kinds
@@ -164,8 +165,8 @@ def check_size(model: nn.Module, devices: int, memory_limit_bytes: int) -> None:
     needed = elements * 8 * (2 + 2 + 2 * devices)
     if needed > memory_limit_bytes:
         raise UsageError(
-            f"verifying {elements / 1e6:,.0f} M parameters in float64 on {devices} processes takes about {needed / 1e9:,.1f} GB, "
-            f"and {memory_limit_bytes / 1e9:,.1f} GB are allowed",
+            f"verifying {elements:,} parameters in float64 on {devices} processes takes about {size(needed)}, "
+            f"and {size(memory_limit_bytes)} are allowed",
             "give a smaller one: fewer layers and narrower ones have the same structure; or allow more (--memory-limit)",
         )
 

@@ -23,7 +23,8 @@ from autopar.shard import annotate
 class Subject:
     """The captured graph, the state dict, the batch by input name, and eager PyTorch's loss and gradients by parameter name.
 
-    ``dropout``: whether the model has dropout, which is off here. ``buffers`` are the written ones, after the forward pass.
+    ``dropout``: whether the model has dropout, which is off here. ``buffers`` are the written ones, after the forward pass. ``rounding``
+    is the rounding error of each parameter's gradient.
     """
 
     graph: Graph
@@ -33,6 +34,7 @@ class Subject:
     gradients: dict[str, Tensor]
     dropout: bool = False
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    rounding: dict[str, float] = field(default_factory=dict)
 
 
 def make_subject(
@@ -75,7 +77,9 @@ def make_subject(
         tensors = {n: tensor.detach().cpu() for n, tensor in tensors.items()}
         state = {n: tensor.detach().clone() for n, tensor in model.state_dict().items()}  # before statistics change
         loss, gradients, after = _eager(model, graph, loss_fn, tensors, state)
-    return Subject(graph, state, tensors, loss, gradients, off.seen or copied.dropout or switched_off, after)
+        rounding = _rounding(model, graph, loss_fn, tensors, state, gradients)
+    dropout = off.seen or copied.dropout or switched_off
+    return Subject(graph, state, tensors, loss, gradients, dropout, after, rounding)
 
 
 def with_batch(
@@ -84,8 +88,10 @@ def with_batch(
     """The subject of ``model`` with another batch of the same shapes, by input name. Raises any error that the model raises."""
     copied = prepared(model, loss_fn)
     with WholeFloat64(), WithoutDropout():
-        loss, gradients, after = _eager(copied.model, subject.graph, copied.loss_fn, tensors, subject.state)
-    return dataclasses.replace(subject, batch=tensors, loss=loss, gradients=gradients, buffers=after)
+        given = copied.model, subject.graph, copied.loss_fn, tensors, subject.state
+        loss, gradients, after = _eager(*given)
+        rounding = _rounding(*given, gradients)
+    return dataclasses.replace(subject, batch=tensors, loss=loss, gradients=gradients, buffers=after, rounding=rounding)
 
 
 def _without_dropout(model: nn.Module) -> bool:
@@ -106,23 +112,49 @@ def _eager(
     loss_fn: Callable[..., Any] | None,
     tensors: dict[str, Tensor],
     state: dict[str, Tensor],
+    factor: float = 1.0,
 ) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
-    """The loss, the existing gradients of parameters, and the persistent buffers that the graph writes, after a step."""
+    """The loss, the existing gradients of parameters, and the persistent buffers that the graph writes, after a step. The gradients are
+    those of the loss times ``factor``."""
     structure = graph.structure
     assert isinstance(structure, BatchStructure)
     parts = list(zip(*(tensor.chunk(graph.accumulated) for tensor in tensors.values()), strict=True))
     loss, written = 0.0, []
+    model.zero_grad()
     for part in parts:
         with torch.no_grad():
             for name, tensor in model.state_dict().items():
                 tensor.copy_(state[name])  # each microbatch starts with the buffers from the start of the step
         term = call_model(model, structure, loss_fn, part) / len(parts)
-        term.backward()
+        (term if factor == 1.0 else factor * term).backward()
         loss += float(term.detach())
         written.append({n: t.detach().clone() for n, t in model.state_dict().items() if n in graph.buffers})
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     kept = [buffer.name for buffer in graph.buffers.values() if buffer.persistent]
     return loss, gradients, {n: _mean([buffers[n] for buffers in written]) for n in kept}
+
+
+_FACTORS = (1 / 3, 0.7)
+"""Of the loss, to see how gradients round: no powers of two, under which every product rounds as before."""
+
+
+def _rounding(
+    model: nn.Module,
+    graph: Graph,
+    loss_fn: Callable[..., Any] | None,
+    tensors: dict[str, Tensor],
+    state: dict[str, Tensor],
+    gradients: dict[str, Tensor],
+) -> dict[str, float]:
+    """The rounding error of every gradient of eager PyTorch: its largest change if the loss is multiplied by a factor and the gradient
+    divided by it, which changes nothing but the roundings."""
+    found = dict.fromkeys(gradients, 0.0)
+    for factor in _FACTORS:
+        _, scaled, _ = _eager(model, graph, loss_fn, tensors, state, factor)
+        for name, gradient in gradients.items():
+            if gradient.numel():
+                found[name] = max(found[name], float((scaled[name] / factor - gradient).abs().max()))
+    return found
 
 
 def _mean(values: list[Tensor]) -> Tensor:

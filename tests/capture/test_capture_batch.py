@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autopar.capture import capture, flatten_batch, reference
+from autopar.capture import WholeFloat64, capture, flatten_batch, reference
 from autopar.errors import BatchError, CaptureError
 
 
@@ -169,6 +169,30 @@ def test_precision_casts_floating_tensors() -> None:
     assert dtypes.pop(graph.loss) == torch.float32  # what is added up over the batch
     assert set(dtypes.values()) <= {torch.bfloat16}
     assert flatten_batch(graph.structure, (X, X))["x"].dtype == torch.bfloat16
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 4).bfloat16()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.last(self.first(x).bfloat16()).double() * self.scale).square().mean()
+
+
+def test_parameters_of_several_dtypes_keep_them_and_the_most_elements_name_the_precision() -> None:
+    graph = capture(Mixed(), torch.randn(2, 4))
+    assert graph.dtype == torch.float32
+    assert {p.original: p.dtype for p in graph.parameters.values()} == {
+        n: p.dtype for n, p in Mixed().named_parameters()
+    }
+    (note,) = (note for note in graph.notes if "several dtypes" in note)
+    assert "40 of float32, 36 of bfloat16, 1 of float64" in note
+    with WholeFloat64():  # the cast to bfloat16 is widened, too
+        whole = capture(Mixed(), torch.randn(2, 4), precision="float64")
+    assert not any("several dtypes" in note for note in whole.notes)
+    assert {value.dtype for value in whole.values.values()} == {torch.float64}
 
 
 def test_a_loss_fn_of_one_argument_takes_the_output_alone() -> None:

@@ -150,6 +150,23 @@ def test_files_that_hold_no_plan(tmp_path, text):
         read_plan(tmp_path / "nothing.json")
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("microbatches", -2, "microbatches is -2, no whole number from 1 up"),
+        ("global_batch", "8", "global_batch is '8', no whole number"),
+        ("schedule", "nope", "schedule is 'nope', not one of none, gpipe"),
+        ("precision", "floaty", "precision is 'floaty', not one of"),
+        ("mesh", [{"name": "data", "size": 0, "stride": 1}], "axis data is 0, no whole number"),
+    ],
+)
+def test_a_plan_with_a_value_that_no_plan_has_is_refused(tmp_path, name, value, words):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(make_plan("1")[1].to_json() | {name: value}))
+    with pytest.raises(UsageError, match=words):
+        read_plan(path)
+
+
 def test_a_plan_with_the_former_fields_of_recomputation_is_refused(tmp_path):
     data = make_plan("1")[1].to_json()
     for layer in data["layers"]:

@@ -19,9 +19,9 @@ from autopar.capture import capture
 from autopar.emit.ignored import ignored_labels
 from autopar.emit.prelude import row_sums
 from autopar.errors import BatchError, NonFiniteLossError, UsageError
-from autopar.program.loader import Synthetic
+from autopar.program.loader import Synthetic, Tensors
 from autopar.program.metrics import Meter
-from autopar.program.runtime import in_training_alone
+from autopar.program.runtime import DataError, in_training_alone
 from autopar.program.spec import StageSpec, TensorSpec
 from autopar.program.weights import write_file
 from autopar.run import Program
@@ -270,3 +270,27 @@ def test_rows_are_made_up_of_every_shape() -> None:
         "weight": (2,),
     }
     assert rows["labels"].dtype == torch.int64 and rows["weight"].dtype == torch.float32
+
+
+UNREADABLE = {
+    "there is no file": None,
+    "cannot be read": "no tensors",
+    "holds no tensors by name, but a list": [1, 2],
+    "has entries that are no tensors with rows: inputs, loss": {
+        "x": torch.ones(2),
+        "inputs": {"x": torch.ones(2)},
+        "loss": torch.ones(()),
+    },
+    "different numbers of rows": {"x": torch.ones(2), "y": torch.ones(3)},
+}
+
+
+@pytest.mark.parametrize("message", UNREADABLE)
+def test_a_file_without_rows_is_refused(message: str, tmp_path: Path) -> None:
+    path = tmp_path / "data.pt"
+    if isinstance(UNREADABLE[message], str):
+        path.write_text(UNREADABLE[message])
+    elif UNREADABLE[message]:
+        torch.save(UNREADABLE[message], path)
+    with pytest.raises(DataError, match=message):
+        Tensors.read(path)

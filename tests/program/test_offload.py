@@ -176,7 +176,7 @@ def test_host_memory_is_kept_to_where_the_exact_solver_is_scip(monkeypatch: pyte
             plan = search(graph, cluster, pricer, options)
         except InfeasibleError as error:
             assert best is None, seed
-            outcomes.append("host" if "host's memory" in error.message else "device")
+            outcomes.append("host" if "of host memory" in error.message else "device")
             continue
         assert best is not None, seed
         assert plan.bound_s <= best * (1 + 1e-6) and best <= plan.prediction.step_time_s * (1 + 1e-9), seed

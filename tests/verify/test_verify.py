@@ -23,6 +23,7 @@ from autopar.capture import capture, reference
 from autopar.cli.app import cli
 from autopar.cli.verify import verdict
 from autopar.errors import BatchError, LaunchError, ModelError, UsageError
+from autopar.measure import compare
 from autopar.plan import FULL, Role
 from autopar.program import copy_runtime
 from autopar.search.manual import make_mesh, manual_plan
@@ -153,6 +154,34 @@ def test_what_makes_eager_pytorch_answer_nan_is_skipped() -> None:
 
     found = attack(model := Rooted(3, 2), None, make_subject(model, torch.rand(4, 3) + 1.0))
     assert found.skipped["extreme values"] == "eager PyTorch's loss or gradients are not finite"
+
+
+class BiasBeforeNorm(nn.Module):
+    """Batch norm takes a constant away, so that the gradient of the convolution's bias is zero: what is left of it is rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.Linear(16, 4)
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.head(nn.functional.relu(self.norm(self.conv(image))).mean((2, 3))).square().mean()
+
+
+def test_a_gradient_that_is_rounding_alone_is_known_as_such() -> None:
+    torch.manual_seed(0)
+    model = BiasBeforeNorm()
+    given = make_subject(model, torch.rand(16, 3, 24, 24) * 255)
+    zero, gradient = given.rounding["conv.bias"], given.gradients["conv.bias"]
+    assert 0 < float(gradient.abs().max()) < 100 * zero
+    assert max(given.rounding[n] / float(g.abs().max()) for n, g in given.gradients.items() if n != "conv.bias") < 1e-12
+    assert all(error.exact for error in attack(model, None, given).tried.values())
+    noisy = given.gradients | {"conv.bias": gradient + 8 * zero}
+    wrong = given.gradients | {"conv.bias": gradient + 32 * zero}
+    how: Any = {"floor": 0.0, "rounding": given.rounding}
+    assert compare(given.loss, noisy, given.loss, given.gradients, **how).exact
+    assert compare(given.loss, wrong, given.loss, given.gradients, **how).where == "conv.bias"
+    assert not compare(given.loss, wrong, given.loss, given.gradients, **how).exact
+    assert not compare(given.loss, noisy, given.loss, given.gradients, floor=0.0).exact
 
 
 def test_a_graph_that_is_not_the_model_is_said_to_be_inexact(monkeypatch: pytest.MonkeyPatch) -> None:
