@@ -19,7 +19,7 @@ from autopar.errors import UsageError
 from autopar.graph import LayerClass
 from autopar.plan import LOGITS, Axis, Plan, Role, Strategy
 from autopar.price import Pricer
-from autopar.price.table import build
+from autopar.price.table import ClassTable, build
 from autopar.price.trainer import EMITTED
 from autopar.program.kernels_logits import loss_in_slices
 from autopar.search import SearchOptions, make_mesh, manual_plan, search
@@ -169,6 +169,24 @@ def test_a_padded_layer_saves_what_the_layer_saves(case: str) -> None:
                 slots = [*zip(table.slot_op.tolist(), table.slot_operand, strict=True)]
                 kept.append((saved, slots, [op.name for op in table.ops], rows.names))
             assert kept[0] == kept[1]
+
+
+def test_products_in_8_bits_convert_operands_and_no_logits() -> None:
+    graph = annotate(capture(Head("plain").bfloat16(), batch()))
+    cls = sliced_class(graph.classes[graph.layers[-1].cls])
+    assert isinstance(cls, LayerClass)
+    tables = [build(cls, EMITTED.precision(name))[0] for name in ("bfloat16", "float8")]
+    names = [op.name for op in tables[0].ops]
+    (loss,) = {name for name in names if names.count(name) == 2}
+    products, passes = (op for op, name in enumerate(names) if name == loss)
+    assert _moved(tables[0], products) != _moved(tables[1], products)
+    assert _moved(tables[0], passes) == _moved(tables[1], passes)
+
+
+def _moved(table: ClassTable, op: int) -> list[tuple[float, float]]:
+    """Bytes that each operand of an op moves, forward and backward."""
+    chosen = table.slot_op == op
+    return list(zip(table.slot_forward[chosen].tolist(), table.slot_backward[chosen].tolist(), strict=True))
 
 
 def test_the_price_of_slices_and_the_search() -> None:
