@@ -212,6 +212,7 @@ class _Handler(BaseHTTPRequestHandler):
         size = self.headers.get("Content-Length", "")
         if not size.isdigit() or int(size) > MOST_BYTES:
             self.close_connection = True
+            self._discard(int(size) if size.isdigit() else 0)
             raise UsageError(f"a request must have a Content-Length of at most {MOST_BYTES:,} bytes", "send less")
         content = self.rfile.read(int(size))
         if self.headers.get_content_type() != _JSON:
@@ -220,6 +221,13 @@ class _Handler(BaseHTTPRequestHandler):
             return json.loads(content or b"null")
         except (ValueError, RecursionError) as error:
             raise UsageError(f"the request is not JSON: {error}", "send a JSON object") from error
+
+    def _discard(self, size: int) -> None:
+        """Read a body that is too large and drop it, up to ten times what a request may have: most clients read no answer while they still
+        send."""
+        left = min(size, 10 * MOST_BYTES)
+        while left > 0 and (part := self.rfile.read(min(left, 1 << 16))):
+            left -= len(part)
 
     def _send(self, status: int, kind: str, content: bytes) -> None:
         report = kind == _HTML and self.path.endswith("/report")
