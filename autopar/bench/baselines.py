@@ -39,16 +39,15 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from autopar.bench.models import Stack, Subject
+from autopar.schedules import INTERLEAVED, ONE_F_ONE_B, SPLIT, ZERO_BUBBLE, ZERO_BUBBLE_V, Schedule
 
 _SCHEDULES: dict[str, Any] = {
-    "1f1b": Schedule1F1B,
-    "interleaved-1f1b": ScheduleInterleaved1F1B,
-    "zero-bubble": ScheduleInterleavedZeroBubble,
-    "zbv": ScheduleZBVZeroBubble,
+    ONE_F_ONE_B: Schedule1F1B,
+    INTERLEAVED: ScheduleInterleaved1F1B,
+    ZERO_BUBBLE: ScheduleInterleavedZeroBubble,
+    ZERO_BUBBLE_V: ScheduleZBVZeroBubble,
 }
-SPLIT = ("zero-bubble", "zbv")
-"""Schedules with backward passes in two parts."""
-PIPELINES = (("1f1b", 1), ("interleaved-1f1b", 2), ("zero-bubble", 1), ("zero-bubble", 2), ("zbv", 2))
+PIPELINES = ((ONE_F_ONE_B, 1), (INTERLEAVED, 2), (ZERO_BUBBLE, 1), (ZERO_BUBBLE, 2), (ZERO_BUBBLE_V, 2))
 """What an expert tries for a pipeline alone: a schedule, and the stages of a rank."""
 
 
@@ -67,12 +66,14 @@ class Recipe:
     bucket_mb: int = 25  # DDP's own default
     compiled: bool = False
     autocast: bool = False
-    schedule: str = "1f1b"
+    schedule: str = ONE_F_ONE_B
     chunks: int = 1
 
     def __post_init__(self) -> None:
         assert self.schedule in _SCHEDULES, f"{self.schedule!r} is none of {', '.join(_SCHEDULES)}"
-        assert self.pipeline > 1 or (self.schedule, self.chunks) == ("1f1b", 1), "no pipeline, so no schedule of one"
+        assert self.pipeline > 1 or (self.schedule, self.chunks) == (ONE_F_ONE_B, 1), (
+            "no pipeline, so no schedule of one"
+        )
         assert self.schedule not in SPLIT or self.data == 1, (
             f"{self.schedule} skips the hooks of DDP and FSDP: gradients are wrong"
         )
@@ -81,7 +82,7 @@ class Recipe:
     def name(self) -> str:
         parts = [f"{self.sharding} {self.data}"] if self.data > 1 else []
         parts += [f"{kind} {n}" for kind, n in (("tensor", self.tensor), ("pipeline", self.pipeline)) if n > 1]
-        name = " x ".join(parts or ["one device"]) + f", {self.schedule}" * (self.schedule != "1f1b")
+        name = " x ".join(parts or ["one device"]) + f", {self.schedule}" * (self.schedule != ONE_F_ONE_B)
         name += f", {self.chunks} chunks" * (self.chunks > 1)
         name += f", {self.microbatches} microbatches" * (self.microbatches > 1)
         name += f", {self.bucket_mb} MB buckets" * (self.bucket_mb != 25)
@@ -89,9 +90,7 @@ class Recipe:
 
     def stages(self, rank: int) -> list[int]:
         """The numbers of a pipeline rank's stages, as torch places them."""
-        if self.schedule == "zbv":
-            return [rank, 2 * self.pipeline - 1 - rank]
-        return [rank + self.pipeline * chunk for chunk in range(self.chunks)]
+        return list(Schedule(self.schedule, self.pipeline, self.microbatches, self.chunks).own(rank))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -202,7 +201,7 @@ class HandTuned:
             PipelineStage(module, number, count, device, group=group)
             for number, module in zip(self._numbers, self.modules, strict=True)
         ]
-        given = stages[0] if recipe.schedule == "1f1b" else stages
+        given = stages[0] if recipe.schedule == ONE_F_ONE_B else stages
         return _SCHEDULES[recipe.schedule](given, recipe.microbatches, loss_fn=self.subject.loss_fn)
 
     def _run_schedule(self, inputs: Tensor, targets: Tensor) -> float:
