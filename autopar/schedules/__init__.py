@@ -20,7 +20,7 @@ goes up. So ranks ``r`` and ``P - 1 - r`` have the same two stages, and the sum 
 
 This module has the names, the device of each stage, and the sizes that a schedule admits. ``orders`` has the list of actions of every
 device, ``memory`` the microbatches in flight and the live memory of a device, ``step_time`` the seconds of a step. Emitted programs
-read the name in ``plan.json`` and run torch's own schedule of that name (``autopar.program.runtime``).
+read the name in ``plan.json`` and run torch's own schedule of that name (``autopar.program.pipeline``).
 """
 
 from __future__ import annotations

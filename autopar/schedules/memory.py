@@ -109,7 +109,7 @@ def _most_of_each(schedule: Schedule) -> tuple[int, ...]:
 @functools.lru_cache(maxsize=512)
 def passing(schedule: Schedule) -> tuple[int, ...]:
     """Tensors of a border's size that the pipeline keeps at each stage besides the layers' saved activations: outputs until their
-    backward, receive buffers for gradients and later inputs (see ``program.runtime`` for 1F1B), the last gradient that was sent. Between
+    backward, receive buffers for gradients and later inputs (see ``program.pipeline`` for 1F1B), the last gradient that was sent. Between
     two stages of one device nothing is sent or received."""
     m, found, links = schedule.microbatches, [], (None, *schedule.links, None)
     for s, n in enumerate(_most_of_each(schedule)):
