@@ -23,13 +23,17 @@ from autopar.profile.sweep import MOVES
 from autopar.program.collectives import ShardedReduceScatter, all_gather, backend_reduce_scatter, reduce_scatter
 from autopar.run import remote
 
-_BUDGET_S = 0.06  # of one measurement, after a run that is not counted
+_BUDGET_S = {"cpu": 0.1, "cuda": 0.06}  # of one measurement, after a run that is not counted
 _SAMPLES = (3, 40)
 _LEAST_SHARE = 0.1  # the least fraction of a time that a difference between two noisy times may be
-_BACK_TO_BACK_S = 2e-4  # runs shorter than this are timed together
+# Runs shorter than this are timed together. Processes that share a processor take turns of some milliseconds: a sample within one turn
+# would have the speed of a process alone, which no program has.
+_BACK_TO_BACK_S = {"cpu": 2e-2, "cuda": 2e-4}
+_MOST_BACK_TO_BACK = {"cpu": 10_000, "cuda": 1000}
 _BEYOND_CACHES = 1 << 26  # bytes of the ops and modules that take turns: more than a core's caches have
 _COPIES = 64  # of one op at most
 _SEGMENT_S, _SEGMENTS, _BLOCKS = 5e-3, 10, 8  # arithmetic before a collective; collectives timed together; samples
+_OVERLAPS = 4  # measurements of overlap, whose samples differ most
 _device = torch.device("cpu")
 _groups: dict[int, dist.ProcessGroup] = {}  # by members: this rank's
 
@@ -74,10 +78,11 @@ def _seconds(
     once = time.perf_counter() - start
     if together > 1:
         once = _over_all(once, dist.ReduceOp.MAX)
-    inner = max(1, min(1000, round(_BACK_TO_BACK_S / max(once, 1e-7))))
+    kind = _device.type
+    inner = max(1, min(_MOST_BACK_TO_BACK[kind], round(_BACK_TO_BACK_S[kind] / max(once, 1e-7))))
     least, most = _SAMPLES
     samples = []
-    for _ in range(max(least, min(most, int(_BUDGET_S / max(once * inner, 1e-7))))):
+    for _ in range(max(least, min(most, int(_BUDGET_S[kind] / max(once * inner, 1e-7))))):
         start = clock()
         for _ in range(inner):
             run()
@@ -402,6 +407,6 @@ def _overlap(members: int) -> Figures:
         work.wait()
 
     compute_s = statistics.median(_seconds(arithmetic))
-    together = _seconds(both, members)
+    together = [second for _ in range(_OVERLAPS) for second in _seconds(both, members)]
     samples = [min(1.0, max(0.01, (s - max(compute_s, wire_s)) / min(compute_s, wire_s))) for s in together]
     return [_figure("overlap", samples, {"members": float(members)}, unit="share of the hidden time")]

@@ -250,3 +250,18 @@ def test_all_numbers_of_processes_have_tasks():
     assert "wire" not in names and "product" in names
     members = {task.arguments["members"] for task in tasks(4, "cpu") if task.function == "wire"}
     assert members == {2, 4}
+
+
+def test_a_sample_spans_the_turns_of_processes_that_share_a_processor():
+    calls = 0
+
+    def run() -> None:
+        nonlocal calls
+        calls += 1
+        time.sleep(1e-3)
+
+    start = time.perf_counter()
+    samples = remote._seconds(run)
+    took_s = time.perf_counter() - start
+    assert all(sample >= 1e-3 for sample in samples)
+    assert took_s / len(samples) > 1e-2 and calls > 5 * len(samples)
