@@ -57,7 +57,13 @@ def test_h100_figures_are_the_files():
 
 
 def test_rates_in_8_bits_are_the_files_or_those_in_16(tmp_path):
-    for name, tflops in (("H100-80GB", 1979), ("B200-180GB", 4500), ("B300", 4500), ("A100-80GB", 312), ("V100-32GB", 125 / 8)):
+    for name, tflops in (
+        ("H100-80GB", 1979),
+        ("B200-180GB", 4500),
+        ("B300", 4500),
+        ("A100-80GB", 312),
+        ("V100-32GB", 125 / 8),
+    ):
         assert parse(f"8x{name}").gpu.peak_flops["float8"] == tflops * 1e12
     path = tmp_path / "cluster.toml"
     path.write_text('gpu = "A100-80GB"\npeak_fp8_tflops = 700\n')
