@@ -1,4 +1,5 @@
-"""Nodes inside of one machine, with links of a given rate: network namespaces on a bridge, each of which sends no faster than the rate.
+"""Nodes inside of one machine, with links of a given rate: network namespaces on a bridge, each of which sends no faster than the rate,
+and, where asked, processors of their own (``limited_processors``).
 
 A transfer then takes its time on the link and costs almost no processor time, as between machines. Communication that runs under
 computation is measurably faster than one after the other, on two cores and without a GPU::
@@ -6,8 +7,8 @@ computation is measurably faster than one after the other, on two cores and with
     with limited_nodes(2, "200mbit") as places:
         workers = Processes(2, places=places)
 
-It needs Linux, root, and ``ip`` and ``tc`` (iproute2). Namespaces carry the number of the process that made them. They are removed when
-the context ends, however it ends; those of a process that was killed are removed by the next one.
+It needs Linux, root, ``ip`` and ``tc`` (iproute2), and cgroup v1 for processors. Namespaces carry the number of the process that made
+them. They are removed when the context ends, however it ends; those of a process that was killed are removed by the next one.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import limited_processors
+
 from autopar.errors import LaunchError, UsageError
 from autopar.run.processes import Places
 
@@ -32,27 +35,30 @@ INTERFACE = "eth0"
 _NAME = re.compile(r"autopar(\d+)-\w+")
 
 
-def missing() -> str:
+def missing(own_processors: bool = False) -> str:
     """What this machine lacks for limited nodes; empty if nothing."""
     if not sys.platform.startswith("linux"):
         return "network namespaces are Linux's"
     absent = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if absent:
         return f"{' and '.join(absent)} not found"
-    return "" if os.geteuid() == 0 else "only root may make network namespaces"
+    if os.geteuid() != 0:
+        return "only root may make network namespaces"
+    return limited_processors.missing() if own_processors else ""
 
 
 @contextlib.contextmanager
-def limited_nodes(count: int, rate: str) -> Iterator[Places]:
+def limited_nodes(count: int, rate: str, own_processors: bool = False) -> Iterator[Places]:
     """``count`` nodes whose links send at ``rate`` in each direction, written as in tc(8): ``200mbit``, ``1gbit``.
 
-    Processes that still run on the nodes at the end are killed.
+    ``own_processors``: each node computes with its own part of the machine's processors, whether other nodes are busy or idle. Processes
+    that still run on the nodes at the end are killed.
 
     Raises:
         UsageError: this machine lacks what it takes.
         LaunchError: ``ip`` or ``tc`` fails.
     """
-    if reason := missing():
+    if reason := missing(own_processors):
         raise UsageError(
             f"limited nodes cannot be made: {reason}", "run as root on Linux after `apt-get install iproute2`"
         )
@@ -62,8 +68,10 @@ def limited_nodes(count: int, rate: str) -> Iterator[Places]:
     switch, nodes = f"{me}-switch", [f"{me}-{i}" for i in range(count)]
     network = f"10.77.{os.getpid() % 256}"
     parent = f"ap{os.getpid()}"
-    with _terminated_as_interrupted():
+    with _terminated_as_interrupted(), contextlib.ExitStack() as stack:
         try:
+            processors = limited_processors.limited_processors(nodes) if own_processors else None
+            own = stack.enter_context(processors) if processors else [()] * count
             _run("ip", "netns", "add", switch)
             _inside(switch, "ip", "link", "add", "bridge", "type", "bridge")
             _inside(switch, "ip", "link", "set", "bridge", "up")
@@ -79,7 +87,7 @@ def limited_nodes(count: int, rate: str) -> Iterator[Places]:
             _plug(switch, "parent", "ip", "link", "add", parent)
             _run("ip", "addr", "add", f"{network}.254/24", "dev", parent)
             _run("ip", "link", "set", parent, "up")
-            prefixes = tuple(("ip", "netns", "exec", node) for node in nodes)
+            prefixes = tuple((*words, "ip", "netns", "exec", node) for words, node in zip(own, nodes, strict=True))
             yield Places(prefixes, {"MASTER_ADDR": f"{network}.254", "GLOO_SOCKET_IFNAME": INTERFACE})
         finally:
             # the kernel removes a namespace's links some time after the namespace, and the next nodes need this link's name
@@ -122,6 +130,7 @@ def _remove_stale() -> None:
     for match in _NAME.finditer(listed):
         if not Path("/proc", match[1]).exists():
             _remove(match[0])
+            limited_processors.remove(match[0])
 
 
 @contextlib.contextmanager

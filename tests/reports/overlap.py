@@ -80,7 +80,7 @@ def _is_needed(task: Task) -> bool:
 
 def measure_link(nodes: int, rate: str) -> Line:
     """The calibration of processes on such nodes: ``autopar profile`` there."""
-    with limited_nodes(nodes, rate) as places:
+    with limited_nodes(nodes, rate, own_processors=True) as places:
         workers = Processes(nodes, places=places)
         try:
             found = measured(workers, "cpu", [task for task in tasks(nodes, "cpu") if _is_needed(task)])
@@ -111,7 +111,7 @@ def measure_feature(feature: Feature, cluster: Cluster, how: How) -> Line:
     """
     subject, by_hand = MODELS[feature.model], feature.by_hand.name
     with (
-        limited_nodes(feature.nodes, feature.rate) as places,
+        limited_nodes(feature.nodes, feature.rate, own_processors=True) as places,
         tempfile.TemporaryDirectory() as folder,
         Arena(subject, feature.nodes, how.steps, Path(folder), places) as arena,
     ):
@@ -200,7 +200,7 @@ def measure_clock(gather_s: float) -> Line:
 
 def measure_match(match: Match, cluster: Cluster, how: How) -> Line:
     """A contest on limited nodes."""
-    with limited_nodes(match.nodes, match.rate) as places:
+    with limited_nodes(match.nodes, match.rate, own_processors=True) as places:
         result = contest(
             match.model,
             cluster,

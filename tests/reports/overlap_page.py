@@ -26,8 +26,9 @@ HEAD = """# Communication under computation, measured without a GPU
 
 Between processes of one machine communication is work of the processors that compute, so little is gained by hiding it. Here every process
 runs on a *limited node*: a network namespace of the machine with a link of a given rate (`tc`, a token bucket). A transfer then takes its
-time on the link and costs almost no processor time, as between machines. There is one process of one thread on each node; programs use
-gloo, float32 and AdamW.
+time on the link and costs almost no processor time, as between machines. There is one process with one computing thread on each node.
+The thread gets an equal part of three quarters of the machine's processors, and no more (`cpu.cfs_quota_us`): a node that waits makes no
+other node faster. gloo's threads use the rest, and are not limited. Programs use gloo, float32 and AdamW.
 
 Programs take turns on the same nodes: a round visits each once, in an order drawn anew, and times some steps after one that is not
 timed. Times are medians over rounds; ratios are medians over rounds of the ratio within the round, with a bootstrap's 95 % interval.

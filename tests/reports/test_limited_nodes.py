@@ -7,12 +7,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from limited_nodes import limited_nodes, missing
+from limited_processors import COMPUTING, GROUPS
 
 from autopar.errors import LaunchError, UsageError
 from autopar.run.processes import Processes
@@ -51,6 +54,46 @@ def test_a_link_has_its_rate(processes_of_their_own: None):
     on_the_link_s = MEBIBYTES * 2**20 * 8 / 200e6
     assert seconds > 0.9 * on_the_link_s  # a busy machine may take longer, and nothing makes the link faster
     assert not namespaces(os.getpid())
+
+
+def part_of_a_processor(seconds: float) -> tuple[float, str, str]:
+    """In a worker: the part of the time that the main thread runs if it never waits, and the groups of it and of another thread."""
+    asked, found = threading.Event(), []
+
+    def other() -> None:
+        asked.wait()
+        found.append(group())
+
+    def group() -> str:
+        lines = Path(f"/proc/self/task/{threading.get_native_id()}/cgroup").read_text().splitlines()
+        return next(line.split(":")[2] for line in lines if line.split(":")[1] == "cpu")
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    start, used = time.perf_counter(), time.thread_time()
+    while time.perf_counter() < start + seconds:
+        pass
+    used = time.thread_time() - used
+    asked.set()
+    thread.join()
+    return used / seconds, group(), found[0]
+
+
+@pytest.mark.skipif(bool(missing(own_processors=True)), reason=missing(own_processors=True) or "nothing is missing")
+def test_a_node_computes_with_its_own_part_of_the_processors(processes_of_their_own: None):
+    nodes = 2 * (os.cpu_count() or 1)
+    with limited_nodes(nodes, "1gbit", own_processors=True) as places:
+        workers = Processes(nodes, places=places)
+        try:
+            found = workers.call("test_limited_nodes:part_of_a_processor", 1.0, timeout_s=60)
+        finally:
+            workers.close()
+        groups = [GROUPS / f"autopar{os.getpid()}-{i}" for i in range(nodes)]
+        assert all(group.is_dir() for group in groups)
+    for (used, main, other), group in zip(found, groups, strict=True):
+        assert used < 1.1 * COMPUTING / 2  # less on a busy machine
+        assert (main, other) == (f"/{group.name}", "/")
+    assert not any(group.exists() for group in groups)
 
 
 @here

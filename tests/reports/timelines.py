@@ -46,7 +46,10 @@ def measure(feature: Feature, cluster: Cluster) -> dict[str, Any]:
     plan = feature.plan(graph)
     step = predict_step(graph, cluster, Pricer(graph, cluster, "float32"), plan)
     batch = dict(zip([value.name for value in graph.inputs], subject.batch(0), strict=True))
-    with limited_nodes(feature.nodes, feature.rate) as places, tempfile.TemporaryDirectory() as temporary:
+    with (
+        limited_nodes(feature.nodes, feature.rate, own_processors=True) as places,
+        tempfile.TemporaryDirectory() as temporary,
+    ):
         folder, state = Path(temporary) / "program", Path(temporary) / "state.pt"
         emit_program(graph, plan, folder)
         torch.save(workload.model.state_dict(), state)
