@@ -87,6 +87,8 @@ Schedule1F1B = Waiting
 
 def features(nodes: int) -> tuple[Feature, ...]:
     """The kinds of overlap on so many nodes."""
+    # of long-sequence, as by hand: an equal number of blocks for every stage, the embedding with the first, the loss with the last
+    cuts = tuple(1 + stage * MODELS["long-sequence"].blocks // nodes for stage in range(1, nodes))
     return (
         Feature(
             "zero0",
@@ -157,7 +159,7 @@ def features(nodes: int) -> tuple[Feature, ...]:
             "a stage waits for all that it sends",
             "long-sequence",
             SLOW,
-            {"pipeline": nodes, "microbatches": 4, "schedule": "1f1b"},
+            {"pipeline": nodes, "microbatches": 4, "schedule": "1f1b", "cuts": cuts},
             Recipe(pipeline=nodes, microbatches=4),
             "Both programs run torch's schedule, which in its steady state waits for what it sends and receives in pairs.",
             patch=WAITING,
@@ -169,7 +171,7 @@ def features(nodes: int) -> tuple[Feature, ...]:
             "1F1B, which computes both kinds of gradients at once",
             "long-sequence",
             SLOW,
-            {"pipeline": nodes, "microbatches": 4, "schedule": "zero-bubble"},
+            {"pipeline": nodes, "microbatches": 4, "schedule": "zero-bubble", "cuts": cuts},
             Recipe(pipeline=nodes, microbatches=4, schedule="zero-bubble"),
             "By hand it is torch's own zero-bubble schedule on the stages of torch's pipeline.",
             pins_without={"schedule": "1f1b"},
