@@ -29,7 +29,7 @@ _LEAST_SHARE = 0.1  # the least fraction of a time that a difference between two
 # Runs shorter than this are timed together. Processes that share a processor take turns of some milliseconds: a sample within one turn
 # would have the speed of a process alone, which no program has.
 _BACK_TO_BACK_S = {"cpu": 2e-2, "cuda": 2e-4}
-_MOST_BACK_TO_BACK = {"cpu": 10_000, "cuda": 1000}
+_MOST_BACK_TO_BACK = 10_000
 _BEYOND_CACHES = 1 << 26  # bytes of the ops and modules that take turns: more than a core's caches have
 _COPIES = 64  # of one op at most
 _SEGMENT_S, _SEGMENTS, _BLOCKS = 5e-3, 10, 8  # arithmetic before a collective; collectives timed together; samples
@@ -79,7 +79,7 @@ def _seconds(
     if together > 1:
         once = _over_all(once, dist.ReduceOp.MAX)
     kind = _device.type
-    inner = max(1, min(_MOST_BACK_TO_BACK[kind], round(_BACK_TO_BACK_S[kind] / max(once, 1e-7))))
+    inner = max(1, min(_MOST_BACK_TO_BACK, round(_BACK_TO_BACK_S[kind] / max(once, 1e-7))))
     least, most = _SAMPLES
     samples = []
     for _ in range(max(least, min(most, int(_BUDGET_S[kind] / max(once * inner, 1e-7))))):

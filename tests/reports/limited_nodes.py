@@ -60,7 +60,8 @@ def limited_nodes(count: int, rate: str, own_processors: bool = False) -> Iterat
     """
     if reason := missing(own_processors):
         raise UsageError(
-            f"limited nodes cannot be made: {reason}", "run as root on Linux after `apt-get install iproute2`"
+            f"limited nodes cannot be made: {reason}",
+            "run as root on Linux with iproute2 (`apt-get install iproute2`) and, for processors, cgroup v1",
         )
     assert 0 < count < 254, count
     _remove_stale()
@@ -70,8 +71,9 @@ def limited_nodes(count: int, rate: str, own_processors: bool = False) -> Iterat
     parent = f"ap{os.getpid()}"
     with _terminated_as_interrupted(), contextlib.ExitStack() as stack:
         try:
-            processors = limited_processors.limited_processors(nodes) if own_processors else None
-            own = stack.enter_context(processors) if processors else [()] * count
+            own: list[tuple[str, ...]] = [()] * count
+            if own_processors:
+                own = stack.enter_context(limited_processors.limited_processors(nodes))
             _run("ip", "netns", "add", switch)
             _inside(switch, "ip", "link", "add", "bridge", "type", "bridge")
             _inside(switch, "ip", "link", "set", "bridge", "up")

@@ -44,11 +44,17 @@ class Feature:
 
     def plan(self, graph: Any) -> Any:
         """The plan of the program with overlap."""
-        return manual_plan(graph, precision="float32", **self.pins)
+        return self._plan(graph, self.pins)
 
     def plan_without(self, graph: Any) -> Any:
         """The plan of the program without."""
-        return manual_plan(graph, precision="float32", **{**self.pins, **self.pins_without})
+        return self._plan(graph, {**self.pins, **self.pins_without})
+
+    def _plan(self, graph: Any, pins: Mapping[str, Any]) -> Any:
+        """The stages are those of the program by hand: an equal number of blocks each, the embedding in the first, the loss in the last."""
+        stages, blocks = pins.get("pipeline", 1), len(graph.layers) - 2
+        cuts = tuple(1 + stage * blocks // stages for stage in range(1, stages))
+        return manual_plan(graph, precision="float32", cuts=cuts or None, **pins)
 
     def change(self, folder: Path) -> None:
         """Take the overlap out of an emitted program."""
@@ -87,8 +93,6 @@ Schedule1F1B = Waiting
 
 def features(nodes: int) -> tuple[Feature, ...]:
     """The kinds of overlap on so many nodes."""
-    # of long-sequence, as by hand: an equal number of blocks for every stage, the embedding with the first, the loss with the last
-    cuts = tuple(1 + stage * MODELS["long-sequence"].blocks // nodes for stage in range(1, nodes))
     return (
         Feature(
             "zero0",
@@ -159,7 +163,7 @@ def features(nodes: int) -> tuple[Feature, ...]:
             "a stage waits for all that it sends",
             "long-sequence",
             SLOW,
-            {"pipeline": nodes, "microbatches": 4, "schedule": "1f1b", "cuts": cuts},
+            {"pipeline": nodes, "microbatches": 4, "schedule": "1f1b"},
             Recipe(pipeline=nodes, microbatches=4),
             "Both programs run torch's schedule, which in its steady state waits for what it sends and receives in pairs.",
             patch=WAITING,
@@ -171,7 +175,7 @@ def features(nodes: int) -> tuple[Feature, ...]:
             "1F1B, which computes both kinds of gradients at once",
             "long-sequence",
             SLOW,
-            {"pipeline": nodes, "microbatches": 4, "schedule": "zero-bubble", "cuts": cuts},
+            {"pipeline": nodes, "microbatches": 4, "schedule": "zero-bubble"},
             Recipe(pipeline=nodes, microbatches=4, schedule="zero-bubble"),
             "By hand it is torch's own zero-bubble schedule on the stages of torch's pipeline.",
             pins_without={"schedule": "1f1b"},
