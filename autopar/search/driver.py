@@ -7,8 +7,8 @@ has the lowest bound again. The search ends when no choice, open or closed, has 
 or when the time limit is reached. The reported bound is the smallest of the open choices' bounds, the closed choices' bounds, and the
 incumbent's time.
 
-Once the choices under 1F1B and GPipe are settled, or half of the time is spent, and the best plan's pipeline waits long, the same pipeline
-is tried with other schedules (``_waiting_less``). For such choices, pinned or not, the next number of chunks is priced only when the
+Once the choices under 1F1B and GPipe are settled, or half of the time is spent, other schedules are tried (``_waiting_less``): in small
+models for every pipeline, in others for that of the best plan, if it waits long. For such choices, pinned or not, the next number of chunks is priced only when the
 previous one has the lowest bound: the cheap bound rises with the number of chunks.
 """
 
@@ -41,11 +41,13 @@ from autopar.search.tables import Instance
 
 WAITING = 0.2
 """If every device of the best plan waits for this share of the step or more, its pipeline is tried with other schedules than 1F1B and
-GPipe; where schedules with two-part backwards are among them, the mean of the devices counts."""
+GPipe; where schedules with two-part backwards are among them, the mean of the devices counts. Models of at most ``SPLIT_LAYERS`` layers
+are tried in any case."""
 
 SPLIT_LAYERS = 16
-"""The largest number of compiled layers for which schedules with two-part backwards are tried: with more of them each such choice takes
-seconds, its bound stays several per cent below its plan, and on Llama-3-8B and 405B interleaving is faster by a fifth or more."""
+"""The largest number of layers for which every pipeline is tried with every schedule, and of compiled layers for which schedules with
+two-part backwards are tried: with more of them each such choice takes seconds, its bound stays several per cent below its plan, and on
+Llama-3-8B and 405B interleaving is faster by a fifth or more."""
 
 
 def search(
@@ -245,7 +247,8 @@ def _where_nothing_fits(state: State) -> bool:
 
 def _waiting_less(state: State, opened: list[Choice]) -> bool:
     """Try the pipeline of the best plan, and one with half as many devices and microbatches, with the schedules under which devices wait
-    less, if no pin decides the schedule or the number of stages.
+    less, if no pin decides the schedule or the number of stages. In models of at most ``SPLIT_LAYERS`` layers every pipeline is tried,
+    whatever the best plan is.
 
     Schedules that split backward passes leave layers eager: they are tried where layers are eager in any case, and in models of at most
     ``SPLIT_LAYERS``, if all that a layer keeps is on the device.
@@ -255,15 +258,14 @@ def _waiting_less(state: State, opened: list[Choice]) -> bool:
         return False
     state.waited = True
     chosen, idle, pins = state.best[0].schedule, _idle(*state.best), state.prices.pins
-    eager = not any(some.compiles(options.compiled) for some in pins)
-    split = all(some.may_split and options.states_of(some) == STATES[:1] for some in pins)
-    split = split and (eager or len(pins) <= SPLIT_LAYERS)
-    if (idle.mean() if split else idle.min()) < WAITING:
+    eager, small = not any(some.compiles(options.compiled) for some in pins), len(pins) <= SPLIT_LAYERS
+    split = (eager or small) and all(some.may_split and options.states_of(some) == STATES[:1] for some in pins)
+    if not small and (idle.mean() if split else idle.min()) < WAITING:
         return False
     sizes = (chosen.pipeline, chosen.microbatches), (chosen.pipeline / 2, chosen.microbatches / 2)
     for plain in opened:
         line = plain.schedule.pipeline
-        if (line, plain.schedule.microbatches) in sizes:
+        if small or (line, plain.schedule.microbatches) in sizes:
             for first, *more in waiting_less(plain, len(pins), split):
                 if state.open(first, more):
                     state.schedules.setdefault(first.schedule.name, set()).add(line)
