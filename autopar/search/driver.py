@@ -8,8 +8,8 @@ or when the time limit is reached. The reported bound is the smallest of the ope
 incumbent's time.
 
 Once the choices under 1F1B and GPipe are settled, or half of the time is spent, other schedules are tried (``_waiting_less``): in small
-models for every pipeline, in others for that of the best plan, if it waits long. For such choices, pinned or not, the next number of chunks is priced only when the
-previous one has the lowest bound: the cheap bound rises with the number of chunks.
+models for every pipeline, in others for that of the best plan, if it waits long. For such choices, pinned or not, the next number of
+chunks is priced only when the previous one has the lowest bound: the cheap bound rises with the number of chunks.
 """
 
 from __future__ import annotations
