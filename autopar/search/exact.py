@@ -58,8 +58,9 @@ def solve_labels(instance: Instance, cutoff_s: float, deadline: float) -> tuple[
         for i in [0] if s == 0 else range(s, count - (stages - s) + 1):
             wanted[i, regime] = max(stop, wanted.get((i, regime), 0))
     spans: _Spans = {}
+    ample = instance.schedule.interleaved and _always_fits(instance)
     for (i, regime), stop in wanted.items():
-        spans |= _Labels(instance, i, regime).ways(stop, deadline)
+        spans |= _Labels(instance, i, regime, ample).ways(stop, deadline)
     return _Enumeration(instance, regimes, spans, cutoff_s, deadline).solve()
 
 
@@ -72,15 +73,30 @@ def _regimes(instance: Instance) -> list[Regime]:
     return [(0, passing_by(schedule, d), place[s], 0.0) for s, d in enumerate(schedule.device)]
 
 
+def _always_fits(instance: Instance) -> bool:
+    """Whether every device has memory for all layers of the model at once, each with the candidate that needs most, in as many microbatches
+    as any stage ever keeps: then memory excludes no solution."""
+    schedule, limit = instance.schedule, min(instance.layout.limit)
+    most = max(float(moments(schedule, d)[0].max()) for d in range(schedule.pipeline))
+    for place, s in {place: s for s, place in enumerate(instance.layout.place)}.items():
+        passing = passing_by(schedule, int(instance.device[s]))
+        tables = instance.at(place)
+        kept = np.array([float((t.weights + most * (t.saved + t.waiting)).max()) for t in tables])
+        at_work = max(float(t.at_work(passing).max()) for t in tables)
+        if float(kept[instance.kind].sum()) + at_work > limit:
+            return False
+    return True
+
+
 class _Labels:
     """The stages that begin with layer ``first``. A label is the seconds of each part, the once-per-step seconds, and
 
     - for a device of one stage: live bytes, the transient, and bytes in host memory and on NVMe if any candidate has some,
-    - otherwise: bytes of weights, saved, waiting, the transient.
+    - otherwise: bytes of weights, saved, waiting, the transient; zeros if memory is ``ample``.
     """
 
-    def __init__(self, instance: Instance, first: int, regime: Regime) -> None:
-        self.instance, self.first, self.regime = instance, first, regime
+    def __init__(self, instance: Instance, first: int, regime: Regime, ample: bool) -> None:
+        self.instance, self.first, self.regime, self.ample = instance, first, regime, ample
         self.in_flight, self.passing, self.place, self.limit = regime
         self.alone = not instance.schedule.interleaved
         self.single = instance.schedule.pipeline == 1  # seconds add up to one number, and fewer labels are undominated
@@ -92,6 +108,8 @@ class _Labels:
         t, m = self.instance.table(layer, self.place), self.instance.schedule.microbatches
         zero = np.zeros(len(t))
         seconds = [t.time + t.step / m, zero, zero] if self.single else [*t.seconds, t.step]
+        if self.ample:
+            return np.stack([*seconds, zero, zero, zero, zero], axis=1)
         if not self.alone:
             return np.stack([*seconds, t.weights, t.saved, t.waiting, t.at_work(passing)], axis=1)
         outside = [t.outside(n)[i] for i in self.instance.outside]

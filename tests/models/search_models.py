@@ -19,6 +19,7 @@ from autopar.schedules import SPLIT, Schedule
 from autopar.schedules.memory import fullest
 from autopar.schedules.orders import device_order
 from autopar.schedules.step_time import simulate
+from autopar.search.driver import SPLIT_LAYERS
 from autopar.search.manual import make_mesh
 from autopar.search.options import SearchOptions
 from autopar.search.problem import Choice
@@ -218,37 +219,27 @@ def brute_force(graph: Graph, cluster: Devices, pricer: RandomPricer, options: S
     """The step time of the best of all plans, one by one; ``None`` where none fits. Shares no code with the search but ``simulate``.
 
     Layers are recomputed several as one where they are pinned to it, in outer choices of which nothing fits without, and in the best choice
-    if its plan recomputes so many that pairs of them hold less. Without a pin of schedule or chunks the pipeline of the best plan, and one
-    of half as many devices and microbatches, have the schedules under which devices wait less, too (with two-part backwards if all is on
-    the device); not with one microbatch, nor with stages that, but for two, differ in size.
+    if its plan recomputes so many that pairs of them hold less. Without a pin of schedule or chunks all pipelines have the schedules under
+    which devices wait less, too (with two-part backwards if all is on the device); not with one microbatch, nor with stages that, but for
+    two, differ in size. That holds for models of few layers (``driver.SPLIT_LAYERS``), which all these problems have.
     """
-    best = _best_pipeline(graph, cluster, pricer, options)
-    if best is None or best[1].schedule.pipeline == 1 or options.schedule is not None or options.chunks is not None:
-        return best and best[0]
-    step, chosen = best
-    line, m = chosen.schedule.pipeline, chosen.schedule.microbatches
-    sizes = [(line, m), *([(line // 2, m // 2)] if line % 2 == m % 2 == 0 else [])]
+    assert len(graph.layers) <= SPLIT_LAYERS
+    best = _best_plain(graph, cluster, pricer, options)
+    if best is None or options.schedule is not None or options.chunks is not None:
+        return best
     whole = cluster.has_nvme or bool({"any", "host", "nvme", "activations"} & set(options.pins.values()))
-    asked = [
-        replace(options, pipeline=p, microbatches=n, schedule=schedule)
-        for p, n in sizes
-        for schedule in ("interleaved-1f1b", *(() if whole else SPLIT))
-        if options.pipeline in (None, p) and options.microbatches in (None, n) and n > 1
-    ]
     found = [
-        min(every_plan(graph, cluster, pricer, options, choice), default=step)
-        for several in asked
-        for choice in outer_choices(graph, cluster, several)
+        min(every_plan(graph, cluster, pricer, options, choice), default=best)
+        for schedule in ("interleaved-1f1b", *(() if whole else SPLIT))
+        for choice in outer_choices(graph, cluster, replace(options, schedule=schedule))
         for stages in [choice.schedule.stages]
-        if min(len(graph.layers) % stages, -len(graph.layers) % stages) <= 2
+        if min(len(graph.layers) % stages, -len(graph.layers) % stages) <= 2 and choice.schedule.microbatches > 1
     ]
-    return min([step, *found])
+    return min([best, *found])
 
 
-def _best_pipeline(
-    graph: Graph, cluster: Devices, pricer: RandomPricer, options: SearchOptions
-) -> tuple[float, Choice] | None:
-    """The best step time, and the outer choice that has it, as far as chunks are pinned."""
+def _best_plain(graph: Graph, cluster: Devices, pricer: RandomPricer, options: SearchOptions) -> float | None:
+    """The best step time, as far as chunks are pinned."""
 
     def best_of(choice: Choice) -> tuple[float, bool, Choice] | None:
         every = (
@@ -266,7 +257,7 @@ def _best_pipeline(
     while found:
         step, recomputed, choice = min(found, key=lambda plan: plan[0])
         if choice.segments or not recomputed or choice.schedule.name not in ("none", "gpipe", "1f1b"):
-            return step, choice
+            return step
         several = best_of(replace(choice, segments=True))
         assert several is not None and several[0] <= step
         found.append((several[0], False, several[2]))
