@@ -41,10 +41,10 @@ from autopar.search.tables import Instance
 
 WAITING = 0.2
 """If every device of the best plan waits for this share of the step or more, its pipeline is tried with other schedules than 1F1B and
-GPipe; where schedules with two-part backwards are among them, the mean of the devices counts. Models of at most ``SPLIT_LAYERS`` layers
+GPipe; where schedules with two-part backwards are among them, the mean of the devices counts. Models of at most ``SMALL_LAYERS`` layers
 are tried in any case."""
 
-SPLIT_LAYERS = 16
+SMALL_LAYERS = 16
 """The largest number of layers for which every pipeline is tried with every schedule, and of compiled layers for which schedules with
 two-part backwards are tried: with more of them each such choice takes seconds, its bound stays several per cent below its plan, and on
 Llama-3-8B and 405B interleaving is faster by a fifth or more."""
@@ -247,21 +247,23 @@ def _where_nothing_fits(state: State) -> bool:
 
 def _waiting_less(state: State, opened: list[Choice]) -> bool:
     """Try the pipeline of the best plan, and one with half as many devices and microbatches, with the schedules under which devices wait
-    less, if no pin decides the schedule or the number of stages. In models of at most ``SPLIT_LAYERS`` layers every pipeline is tried,
+    less, if no pin decides the schedule or the number of stages. In models of at most ``SMALL_LAYERS`` layers every pipeline is tried,
     whatever the best plan is.
 
     Schedules that split backward passes leave layers eager: they are tried where layers are eager in any case, and in models of at most
-    ``SPLIT_LAYERS``, if all that a layer keeps is on the device.
+    ``SMALL_LAYERS``, if all that a layer keeps is on the device.
     """
     options = state.options
     if state.best is None or state.waited or options.schedule is not None or options.chunks is not None:
         return False
     state.waited = True
-    chosen, idle, pins = state.best[0].schedule, _idle(*state.best), state.prices.pins
-    eager, small = not any(some.compiles(options.compiled) for some in pins), len(pins) <= SPLIT_LAYERS
+    chosen, pins = state.best[0].schedule, state.prices.pins
+    eager, small = not any(some.compiles(options.compiled) for some in pins), len(pins) <= SMALL_LAYERS
     split = (eager or small) and all(some.may_split and options.states_of(some) == STATES[:1] for some in pins)
-    if not small and (idle.mean() if split else idle.min()) < WAITING:
-        return False
+    if not small:
+        idle = _idle(*state.best)
+        if (idle.mean() if split else idle.min()) < WAITING:
+            return False
     sizes = (chosen.pipeline, chosen.microbatches), (chosen.pipeline / 2, chosen.microbatches / 2)
     for plain in opened:
         line = plain.schedule.pipeline

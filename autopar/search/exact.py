@@ -75,15 +75,14 @@ def _regimes(instance: Instance) -> list[Regime]:
 
 def _always_fits(instance: Instance) -> bool:
     """Whether every device has memory for all layers of the model at once, each with the candidate that needs most, in as many microbatches
-    as any stage ever keeps: then memory excludes no solution."""
-    schedule, limit = instance.schedule, min(instance.layout.limit)
-    most = max(float(moments(schedule, d)[0].max()) for d in range(schedule.pipeline))
-    for place, s in {place: s for s, place in enumerate(instance.layout.place)}.items():
-        passing = passing_by(schedule, int(instance.device[s]))
-        tables = instance.at(place)
+    as any stage ever keeps, and with as many tensors of the pipeline as any device keeps: then memory excludes no solution."""
+    schedule, devices = instance.schedule, range(instance.schedule.pipeline)
+    most = max(float(moments(schedule, d)[0].max()) for d in devices)
+    passing = max(passing_by(schedule, d) for d in devices)
+    for tables in map(instance.at, set(instance.layout.place)):
         kept = np.array([float((t.weights + most * (t.saved + t.waiting)).max()) for t in tables])
         at_work = max(float(t.at_work(passing).max()) for t in tables)
-        if float(kept[instance.kind].sum()) + at_work > limit:
+        if float(kept[instance.kind].sum()) + at_work > min(instance.layout.limit):
             return False
     return True
 

@@ -19,7 +19,7 @@ from autopar.schedules import SPLIT, Schedule
 from autopar.schedules.memory import fullest
 from autopar.schedules.orders import device_order
 from autopar.schedules.step_time import simulate
-from autopar.search.driver import SPLIT_LAYERS
+from autopar.search.driver import SMALL_LAYERS
 from autopar.search.manual import make_mesh
 from autopar.search.options import SearchOptions
 from autopar.search.problem import Choice
@@ -216,14 +216,15 @@ def random_problem(
 
 
 def brute_force(graph: Graph, cluster: Devices, pricer: RandomPricer, options: SearchOptions) -> float | None:
-    """The step time of the best of all plans, one by one; ``None`` where none fits. Shares no code with the search but ``simulate``.
+    """The step time of the best of all plans, one by one; ``None`` where none fits. Shares no code with the search but ``simulate``;
+    which schedules are searched is the search's own rule for models of at most ``driver.SMALL_LAYERS`` layers, as all these problems are.
 
     Layers are recomputed several as one where they are pinned to it, in outer choices of which nothing fits without, and in the best choice
     if its plan recomputes so many that pairs of them hold less. Without a pin of schedule or chunks all pipelines have the schedules under
     which devices wait less, too (with two-part backwards if all is on the device); not with one microbatch, nor with stages that, but for
-    two, differ in size. That holds for models of few layers (``driver.SPLIT_LAYERS``), which all these problems have.
+    two, differ in size.
     """
-    assert len(graph.layers) <= SPLIT_LAYERS
+    assert len(graph.layers) <= SMALL_LAYERS
     best = _best_plain(graph, cluster, pricer, options)
     if best is None or options.schedule is not None or options.chunks is not None:
         return best

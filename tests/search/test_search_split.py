@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from math import inf
+from typing import Any
 
 import numpy as np
 import pytest
+from brute_force import compare, problem
 from price_models import chain, mlp, solve_mlp
+from search_models import Devices, TransformerPricer
+from search_models import chain as blocks
 
 from autopar.devices import parse
+from autopar.errors import UsageError
+from autopar.graph import Graph
 from autopar.plan import Plan
 from autopar.price import Pricer
 from autopar.schedules import SPLIT, Schedule, refusal
 from autopar.schedules.orders import device_groups
 from autopar.schedules.step_time import longest_path, parts_of, simulate, simulate_many, textbook_paths, timeline
-from autopar.search import SearchOptions, search
+from autopar.search import SearchOptions, exact, search
+from autopar.search.prices import Prices
+from autopar.search.problem import choices
+from autopar.search.tables import Instance
 
 EVERY = [Schedule(s, p, m, v) for s in SPLIT for p in (2, 3, 4) for v in (1, 2, 3) for m in (1, 2, 4, 6, 8, 12)]
 SIZES = [schedule for schedule in EVERY if refusal(schedule) is None]
@@ -137,3 +148,48 @@ def test_a_pipeline_that_waits_is_tried_with_them_where_layers_are_eager_or_few(
     assert plan.bound_s <= min(steps.values()) * (1 + 1e-9)
     assert plan.prediction.step_time_s <= min(steps.values()) * 1.01
     assert not any("schedules besides" in note for note in best(chunks=1).notes)
+
+
+@pytest.mark.parametrize(("family", "seed"), [("plain", 24_110_692), ("mixed devices", 24_110_648)])
+def test_every_pipeline_of_a_small_model_is_tried_with_them(family: str, seed: int) -> None:
+    """The best plan under 1F1B and GPipe has no such pipeline, or one that hardly waits; one under zero bubble is faster."""
+    row = compare(family, seed)
+    assert row["agrees"] and row["schedule"] == "zero-bubble"
+
+
+def test_bytes_are_left_out_where_they_exclude_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimum is the same with and without bytes in the labels."""
+    ample, tight = 0, 0
+    for seed in range(7000, 7060):
+        graph, cluster, pricer, options = problem("split", seed)
+        for limit in (cluster.memory_limit_bytes, 500, 1_000, 2_000):
+            devices = replace(cluster, memory_limit_bytes=limit)
+            for instance in instances(graph, devices, pricer, options):
+                fits = exact._always_fits(instance)
+                ample, tight = ample + fits, tight + (not fits)
+                found = exact.solve_labels(instance, inf, inf)[0]
+                with monkeypatch.context() as patch:
+                    patch.setattr(exact, "_always_fits", lambda _: False)
+                    assert found == pytest.approx(exact.solve_labels(instance, inf, inf)[0], rel=1e-12)
+    assert ample > 10 and tight > 10
+
+
+def test_a_small_model_with_ample_memory_is_solved_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, cluster = blocks(["embed", *["block"] * 12, "head"], 8, seq=TransformerPricer.seq), Devices(4, 10**15)
+    options = SearchOptions(schedule="zero-bubble", pipeline=4, microbatches=8, chunks=2)
+    (instance,) = instances(graph, cluster, TransformerPricer(graph), options)
+    monkeypatch.setattr(exact, "NODES", 20_000)  # gives up sooner
+    assert np.isfinite(exact.solve_labels(instance, inf, inf)[0])
+    monkeypatch.setattr(exact, "_always_fits", lambda _: False)
+    with pytest.raises(exact.TooLargeError):
+        exact.solve_labels(instance, inf, inf)
+
+
+def instances(graph: Graph, cluster: Devices, pricer: Any, options: SearchOptions) -> list[Instance]:
+    """Every outer choice that has a price."""
+    prices = Prices(graph, cluster, pricer, options)
+    try:
+        found = choices(graph, cluster.count, options, prices.pins)
+    except UsageError:  # too few layers, or rows of the batch
+        return []
+    return [instance for choice in found if (instance := prices.instance(choice)) is not None]
