@@ -366,3 +366,18 @@ def pipeline_order(
         ]
         for rank in range(line)
     ]
+
+
+def object_tensor(value: Any) -> torch.Tensor:
+    """A Python object as torch's collectives of objects send it: bytes. (torch 2.11, 2.13)"""
+    from torch.distributed.distributed_c10d import _object_to_tensor
+
+    data, _ = _object_to_tensor(value, torch.device("cpu"), None)
+    return torch.as_tensor(data)
+
+
+def tensor_object(data: torch.Tensor) -> Any:
+    """The object of ``object_tensor``. It is pickled: only for bytes from processes of the same call. (torch 2.11, 2.13)"""
+    from torch.distributed.distributed_c10d import _tensor_to_object
+
+    return _tensor_to_object(data, data.numel(), None)
