@@ -268,9 +268,7 @@ def _record_rank(
     with program_modules(program):
         runtime = import_runtime(program)
         loaded = runtime.load(program)
-        # the drives of the plan are not here; ranks of the two runs do not share files
-        place = shared / "nvme"
-        joined = runtime.start(loaded, device="cpu", nvme=str(place))
+        joined = runtime.start(loaded, device="cpu", nvme=str(shared))  # the plan's drives are not here
         if recipe.warm_up:
             resolve(recipe.warm_up)(joined)
         trainer = runtime.Trainer(

@@ -49,6 +49,9 @@ REPORTS = {
     "checkpoints": Report(
         "training that goes on under another plan, pairs of plans drawn at random", (program("checkpoints"),)
     ),
+    "collectives": Report(
+        "every plan kind's ranks recorded, and checked under NCCL's rules (half an hour)", (program("collectives"),)
+    ),
     "concepts": Report("docs/concepts: their tables and pictures", (program("concepts"),)),
     "dtensor-check": Report(
         "our rules against DTensor's, and which is wrong where they differ",

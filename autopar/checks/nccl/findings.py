@@ -265,9 +265,16 @@ def late_results(late: Trace, at_once: Trace) -> Iterator[Finding]:
             "result before it",
             (late.rank,),
         )
-    ours, theirs = ([agreed(operation) for operation in trace.operations] for trace in (late, at_once))
-    if ours != theirs:
+    if _by_thread(late) != _by_thread(at_once):
         yield Finding(LATE, f"rank {late.rank} issues other operations when results arrive late", (late.rank,))
+
+
+def _by_thread(trace: Trace) -> dict[int, list[Any]]:
+    """What each thread issues, in order; the order between threads is nobody's."""
+    found: dict[int, list[Any]] = defaultdict(list)
+    for operation in trace.operations:
+        found[operation.thread].append((operation.group, agreed(operation)))
+    return found
 
 
 def summary(traces: Mapping[int, Trace]) -> str:
