@@ -257,6 +257,19 @@ def results_of_ops(found: Callable[[torch.Tensor], None]) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def dispatched(run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
+    """Inside, ``run`` is called with every ATen op and its arguments, and returns its result. (torch 2.11, 2.13)"""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return run(func, args, kwargs or {})
+
+    with Mode():
+        yield
+
+
 def fake_store() -> Any:
     """The store of the fake process group, whose collectives only compute shapes (private through torch 2.13)."""
     from torch.testing._internal.distributed.fake_pg import FakeStore

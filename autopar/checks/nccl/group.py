@@ -10,6 +10,7 @@ from torch import Tensor
 
 from autopar.checks.nccl.records import Communicator
 from autopar.checks.nccl.works import LateWork, Values
+from autopar.torch_private import memory
 
 if TYPE_CHECKING:
     from autopar.checks.nccl.recorder import Recorder
@@ -23,7 +24,7 @@ def _reduce_op(options: Any) -> str:
 
 
 def _shares(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    return memory(a) == memory(b)
 
 
 _Group: Any = dist.ProcessGroup  # whose methods have two signatures each, of which torch calls one
@@ -82,7 +83,9 @@ class RecordingGroup(_Group):
         return self._in_place("reduce", tensors, root=opts.rootRank, detail=_reduce_op(opts))
 
     def _in_place(self, kind: str, tensors: list[Tensor], **more: Any) -> LateWork:
-        values = [tensor.detach().clone() for tensor in tensors]
+        def values() -> list[Tensor]:
+            return [tensor.detach().clone() for tensor in tensors]
+
         return self._recorder.issue(self, kind, tensors, results=tensors, values=values, **more)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> LateWork:
@@ -91,10 +94,12 @@ class RecordingGroup(_Group):
     _allgather_base = all_gather_single
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> LateWork:
-        values = [
-            own.detach().reshape(-1).repeat(self._count).view(whole.shape)
-            for whole, own in zip(outputs, inputs, strict=True)
-        ]
+        def values() -> list[Tensor]:
+            return [
+                own.detach().reshape(-1).repeat(self._count).view(whole.shape)
+                for whole, own in zip(outputs, inputs, strict=True)
+            ]
+
         operands = [own for whole, own in zip(outputs, inputs, strict=True) if not _shares(whole, own)]
         return self._recorder.issue(self, "all_gather", inputs, operands=operands, results=outputs, values=values)
 
@@ -102,7 +107,10 @@ class RecordingGroup(_Group):
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> LateWork:
         results = [tensor for several in outputs for tensor in several]
-        values = [own.detach().clone() for several, own in zip(outputs, inputs, strict=True) for _ in several]
+
+        def values() -> list[Tensor]:
+            return [own.detach().clone() for several, own in zip(outputs, inputs, strict=True) for _ in several]
+
         return self._recorder.issue(self, "all_gather", inputs, operands=inputs, results=results, values=values)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> LateWork:
@@ -113,10 +121,12 @@ class RecordingGroup(_Group):
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> LateWork:
-        values = [
-            whole.detach().reshape(self._count, -1)[self._rank].clone().view(own.shape)
-            for own, whole in zip(outputs, inputs, strict=True)
-        ]
+        def values() -> list[Tensor]:
+            return [
+                whole.detach().reshape(self._count, -1)[self._rank].clone().view(own.shape)
+                for own, whole in zip(outputs, inputs, strict=True)
+            ]
+
         operands = [whole for own, whole in zip(outputs, inputs, strict=True) if not _shares(whole, own)]
         detail = _reduce_op(opts)
         return self._recorder.issue(
@@ -126,7 +136,9 @@ class RecordingGroup(_Group):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> LateWork:
-        values = [parts[self._rank].detach().clone() for parts in inputs]
+        def values() -> list[Tensor]:
+            return [parts[self._rank].detach().clone() for parts in inputs]
+
         operands = [part for parts in inputs for part in parts]
         detail = _reduce_op(opts)
         return self._recorder.issue(
@@ -136,14 +148,20 @@ class RecordingGroup(_Group):
     def all_to_all_single(
         self, output: Tensor, input: Tensor, taken: Any = None, sent: Any = None, opts: Any = None
     ) -> LateWork:
-        values: Values = [_prefix(output, input)]
         splits = (tuple(sent or ()), tuple(taken or ())) if sent or taken else None
-        if not input.is_floating_point() and self._recorder.objects.exchanges:
-            values = self._exchanged(input, sent)
+        exchanged = not input.is_floating_point() and self._recorder.objects.exchanges
         agreed = [input] if splits is None else []
         detail = "" if splits is None else f"rows of {str(input.dtype).removeprefix('torch.')}{list(input.shape[1:])}"
         return self._recorder.issue(
-            self, "all_to_all", agreed, operands=[input], results=[output], values=values, detail=detail, splits=splits
+            self,
+            "all_to_all",
+            agreed,
+            operands=[input],
+            results=[output],
+            values=lambda: [_prefix(output, input)],
+            collected=self._exchanged(input, sent) if exchanged else None,
+            detail=detail,
+            splits=splits,
         )
 
     def _exchanged(self, input: Tensor, sent: Any) -> Values:
@@ -155,7 +173,9 @@ class RecordingGroup(_Group):
     alltoall_base = all_to_all_single
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> LateWork:
-        values = [_prefix(whole, own) for whole, own in zip(outputs, inputs, strict=True)]
+        def values() -> list[Tensor]:
+            return [_prefix(whole, own) for whole, own in zip(outputs, inputs, strict=True)]
+
         sizes = tuple(own.numel() for own in inputs), tuple(whole.numel() for whole in outputs)
         detail = f"parts of {str(inputs[0].dtype).removeprefix('torch.')}"
         return self._recorder.issue(
@@ -164,13 +184,18 @@ class RecordingGroup(_Group):
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> LateWork:
         results = [tensor for several in outputs for tensor in several]
-        values = [own.detach().clone() for several, own in zip(outputs, inputs, strict=False) for _ in several]
+
+        def values() -> list[Tensor]:
+            return [own.detach().clone() for several, own in zip(outputs, inputs, strict=False) for _ in several]
+
         return self._recorder.issue(
             self, "gather", inputs, operands=inputs, results=results, values=values, root=opts.rootRank
         )
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> LateWork:
-        values = [parts[self._rank].detach().clone() for parts in inputs] or [own.detach().clone() for own in outputs]
+        def values() -> list[Tensor]:
+            return [parts[self._rank].detach().clone() for parts in inputs] or [own.detach().clone() for own in outputs]
+
         operands = [part for parts in inputs for part in parts]
         return self._recorder.issue(
             self, "scatter", outputs, operands=operands, results=outputs, values=values, root=opts.rootRank
@@ -185,7 +210,9 @@ class RecordingGroup(_Group):
         return self._recorder.issue(self, "send", tensors, operands=tensors, root=dst)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> LateWork:
-        values = [self._recorder.drawn(tensor) for tensor in tensors]
+        def values() -> list[Tensor]:
+            return [self._recorder.drawn(tensor) for tensor in tensors]
+
         return self._recorder.issue(self, "recv", tensors, results=tensors, values=values, root=src)
 
 

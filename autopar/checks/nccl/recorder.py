@@ -50,8 +50,10 @@ def operand(tensor: Tensor) -> Operand:
 class Recorder:
     """Records this process's rank. A process has one, for good: torch's functions stay replaced."""
 
-    def __init__(self, rank: int, world: int, *, late: bool = True, objects: Objects | None = None) -> None:
-        self.rank, self.world, self.late = rank, world, late
+    def __init__(
+        self, rank: int, world: int, *, late: bool = True, values: bool = True, objects: Objects | None = None
+    ) -> None:
+        self.rank, self.world, self.values, self.late = rank, world, values, late and values
         self.objects = objects or Objects(None)
         self.events: list[Event] = []
         self.races: list[str] = []
@@ -103,13 +105,14 @@ class Recorder:
         *,
         operands: Sequence[Tensor] = (),
         results: Sequence[Tensor] = (),
-        values: Values = (),
+        values: Values | None = None,
+        collected: Values | None = None,
         detail: str = "",
         root: int = -1,
         splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
     ) -> LateWork:
-        """An operation of ``group``: it reads ``operands`` and gives ``results`` the ``values``; ``agreed`` is what the members must agree
-        about."""
+        """An operation of ``group``: it reads ``operands`` and gives ``results`` the ``values``, which are computed at the issue
+        (``collected``: when they are delivered); ``agreed`` is what the members must agree about."""
         where = place()
         thread = self.thread()
         if thread:
@@ -132,7 +135,12 @@ class Recorder:
                     where,
                 )
             )
-        return LateWork(self, index, f"{kind} at {where}", operands, results, values)
+        if not self.values:
+            return LateWork(self, index, f"{kind} at {where}", (), (), list)
+        if collected is None:
+            found = values() if values is not None else []
+            collected = lambda: found  # noqa: E731
+        return LateWork(self, index, f"{kind} at {where}", operands, results, collected)
 
     def drawn(self, like: Tensor) -> Tensor:
         """What is received into ``like``."""

@@ -15,8 +15,8 @@ from autopar.checks.nccl.records import Wait
 if TYPE_CHECKING:
     from autopar.checks.nccl.recorder import Recorder
 
-Values = Sequence[Tensor] | Callable[[], Sequence[Tensor]]
-"""Values of results, or a call that waits for them."""
+Values = Callable[[], Sequence[Tensor]]
+"""Computes the values of results."""
 
 _equal = torch.equal  # not the one that records
 
@@ -85,8 +85,7 @@ class LateWork(dist.Work):
                 self._recorder.races.append(f"{what} of {self._name} is written before the wait at {place()}")
 
     def _deliver(self) -> None:
-        values = self._values() if callable(self._values) else self._values
-        for result, value in zip(self._results, values, strict=True):
+        for result, value in zip(self._results, self._values(), strict=True):
             if result.numel():
                 result.copy_(value)
 
