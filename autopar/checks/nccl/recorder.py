@@ -35,6 +35,7 @@ from autopar.checks.nccl.records import (
 )
 from autopar.checks.nccl.streams import Stream, StreamEvent
 from autopar.checks.nccl.works import LateWork, Values
+from autopar.torch_private import is_fake
 
 _SYNCS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__")
 
@@ -50,10 +51,8 @@ def operand(tensor: Tensor) -> Operand:
 class Recorder:
     """Records this process's rank. A process has one, for good: torch's functions stay replaced."""
 
-    def __init__(
-        self, rank: int, world: int, *, late: bool = True, values: bool = True, objects: Objects | None = None
-    ) -> None:
-        self.rank, self.world, self.values, self.late = rank, world, values, late and values
+    def __init__(self, rank: int, world: int, *, late: bool = True, objects: Objects | None = None) -> None:
+        self.rank, self.world, self.late = rank, world, late
         self.objects = objects or Objects(None)
         self.events: list[Event] = []
         self.races: list[str] = []
@@ -135,7 +134,7 @@ class Recorder:
                     where,
                 )
             )
-        if not self.values:
+        if any(map(is_fake, results)) or any(map(is_fake, operands)):
             return LateWork(self, index, f"{kind} at {where}", (), (), list)
         if collected is None:
             found = values() if values is not None else []

@@ -40,7 +40,7 @@ def sizes_only() -> Iterator[None]:
 def _is_large(op: Any, tensors: list[Tensor], args: tuple[Any, ...], options: dict[str, Any]) -> bool:
     """Whether the op makes a tensor that has no memory here."""
     device = options.get("device")
-    if device is not None and torch.device(device).type == "meta" or any(tensor.is_meta for tensor in tensors):
+    if any(tensor.is_meta for tensor in tensors) if device is None else torch.device(device).type == "meta":
         return False
     if tensors:
         name = op.overloadpacket.__name__
