@@ -36,6 +36,7 @@ from autopar.checks.nccl.graph import MODES, Mode
 from autopar.checks.nccl.objects import Objects
 from autopar.checks.nccl.recorder import Recorder
 from autopar.checks.nccl.records import Trace
+from autopar.checks.nccl.sizes import sizes_only
 from autopar.emit import emit
 from autopar.graph import Graph
 from autopar.plan import Plan
@@ -57,15 +58,13 @@ PRELOADED = (
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """What the ranks do: ``steps`` of the trainer with ``optimizer`` (``"module:function"`` of the parameters) and, if ``save`` is
-    ``"wait"`` or ``"async"``, a checkpoint after the first. ``backend`` compiles the layers of plans that compile them. ``warm_up`` is
-    called with the program's ``World`` after the start, if it names a function."""
+    ``"wait"`` or ``"async"``, a checkpoint after the first. ``backend`` compiles the layers of plans that compile them."""
 
     steps: int = 2
     optimizer: str = "autopar.verify.recording:adamw"
     max_norm: float | None = None
     save: str = ""
     backend: str = "eager"
-    warm_up: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +152,25 @@ def record_folder(
                 if file.exists():
                     traces[rank] = Trace.read(file)
         return Recorded(found["late"], found["at once"], failures)
+
+
+def record_sizes(
+    program: Path, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], ranks: Sequence[int], workers: Workers
+) -> Recorded:
+    """Record some ranks of an emitted folder at their real sizes, without values; ``shapes`` are those of the batch's inputs."""
+    with tempfile.TemporaryDirectory(prefix="autopar-traces-") as name:
+        failures: dict[int, str] = {}
+        given = {key: (list(shape), str(dtype).removeprefix("torch.")) for key, (shape, dtype) in shapes.items()}
+        limit_s = LIMIT_S * (1 + len(ranks))
+        failures = workers.call(
+            "autopar.verify.recording:record_ranks_sizes", str(program), given, list(ranks), name, timeout_s=limit_s
+        )
+        traces = {}
+        for rank in ranks:
+            file = _trace_file(Path(name), "sizes", rank)
+            if file.exists():
+                traces[rank] = Trace.read(file)
+        return Recorded(traces, {}, failures)
 
 
 # -- in the worker -----------------------------------------------------------------------------------------------------
@@ -269,8 +287,6 @@ def _record_rank(
         runtime = import_runtime(program)
         loaded = runtime.load(program)
         joined = runtime.start(loaded, device="cpu", nvme=str(shared))  # the plan's drives are not here
-        if recipe.warm_up:
-            resolve(recipe.warm_up)(joined)
         trainer = runtime.Trainer(
             loaded, joined, state=state, optimizer=resolve(recipe.optimizer), max_norm=recipe.max_norm
         )
@@ -283,6 +299,63 @@ def _record_rank(
         trainer.finish_update()
         values, finite = _digests(trainer, losses)
     recorder.trace(values, finite).write(_trace_file(out, timing, rank))
+
+
+def record_ranks_sizes(
+    program: str, shapes: dict[str, tuple[list[int], str]], ranks: list[int], out: str
+) -> dict[int, str]:
+    """Record ranks without values, one on each processor at a time; why ranks failed."""
+    torch.set_num_threads(1)
+    for module in PRELOADED:
+        importlib.import_module(module)
+    compile_sources(program)
+    tasks = {rank: functools.partial(_record_sizes, Path(program), shapes, rank, Path(out)) for rank in ranks}
+    return in_forks(tasks, Path(out), LIMIT_S, os.cpu_count() or 1)
+
+
+def _record_sizes(program: Path, shapes: dict[str, tuple[list[int], str]], rank: int, out: Path) -> None:
+    warnings.filterwarnings("ignore")
+    torch.compile = _uncompiled  # type: ignore[assignment]
+    with program_modules(program):
+        runtime = import_runtime(program)
+        loaded = runtime.load(program)
+        recorder = Recorder(rank, _world_size(loaded), late=False)
+        recorder.start()
+        joined = runtime.start(loaded, device="cpu", nvme=str(out))
+        _replace_values(program)
+        with sizes_only():
+            trainer = runtime.Trainer(
+                loaded, joined, values=lambda layout: torch.empty(layout.original_shape, dtype=layout.dtype)
+            )
+            batch = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in shapes.items()}
+            for _ in range(Recipe().steps):
+                trainer.step(batch)
+    recorder.trace().write(_trace_file(out, "sizes", rank))
+
+
+def _uncompiled(function: Any = None, **_: Any) -> Any:
+    return function if function is not None else lambda found: found
+
+
+def _world_size(program: Any) -> int:
+    return max(int(stage["devices"][0]) + int(stage["devices"][1]) for stage in program.plan["stages"])
+
+
+def _replace_values(program: Path) -> None:
+    """Functions of the program's modules that read values: digests are equal, and experts have equal shares of the rows."""
+
+    def digest(tensor: Tensor, whole: bool = True) -> int:
+        return 0
+
+    def sizes(counts: Tensor, total: int) -> list[int]:
+        base, rest = divmod(total, len(counts))
+        return [base + (index < rest) for index in range(len(counts))]
+
+    for source in program.glob("*.py"):
+        module = sys.modules.get(source.stem)
+        for function in (digest, sizes):
+            if callable(getattr(module, function.__name__, None)):
+                setattr(module, function.__name__, function)
 
 
 def _digests(trainer: Any, losses: Iterable[float]) -> tuple[dict[str, str], bool]:

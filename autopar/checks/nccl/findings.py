@@ -172,14 +172,15 @@ def _splits(group: Communicator, of_ranks: Mapping[int, Sequence[Operation]]) ->
 
 
 def _transfers(traces: Mapping[int, Trace]) -> Iterator[Finding]:
-    sides: dict[tuple[Communicator, int, int], dict[str, list[Operation]]] = {}
+    sides: dict[tuple[Communicator, int, int, str], dict[str, list[Operation]]] = {}
     for rank, trace in traces.items():
         for operation in trace.operations:
             if operation.is_transfer:
                 peer = operation.group.members[operation.root]
                 way = (rank, peer) if operation.kind == "send" else (peer, rank)
-                sides.setdefault((operation.group, *way), {"send": [], "recv": []})[operation.kind].append(operation)
-    for (group, sender, receiver), found in sides.items():
+                key = (operation.group, *way, operation.detail)
+                sides.setdefault(key, {"send": [], "recv": []})[operation.kind].append(operation)
+    for (group, sender, receiver, _), found in sides.items():
         if sender not in traces or receiver not in traces:
             continue
         sends, receipts = found["send"], found["recv"]

@@ -106,9 +106,9 @@ class Graph:
             return
         peer = operation.group.members[operation.root]
         if operation.kind == "send":
-            self._sends[(*key, rank, peer)].append(issued)
+            self._sends[(*key, operation.detail, rank, peer)].append(issued)
         else:
-            self._receipts[(*key, peer, rank)].append(issued)
+            self._receipts[(*key, operation.detail, peer, rank)].append(issued)
 
     def _join(self) -> None:
         for (key, number), found in self._collectives.items():

@@ -92,7 +92,9 @@ class Recorder:
         return self._events
 
     def host_sync(self) -> None:
-        self.events.append(HostSync(self.streams[-1], place()))
+        """The host waits for the current stream; before the first operation there is nothing to wait for."""
+        if self._issued:
+            self.events.append(HostSync(self.streams[-1], place()))
 
     # -- operations ----------------------------------------------------------------------------------------------------
 

@@ -60,9 +60,9 @@ class Operation:
     """A collective or a transfer, when it is issued.
 
     ``operands`` are what all members must agree about (of a reduce-scatter the result, of an all-gather the operand); ``detail`` is the
-    reduce op. ``root`` is a rank of the group (of a transfer: the peer). ``splits`` are the rows sent and taken by an all-to-all of
-    uneven parts. ``batch`` is the number of the ``batch_isend_irecv`` that it belongs to, 0 if it belongs to none; ``thread`` is 0 for the
-    main thread.
+    reduce op, or of a transfer in terms of the mesh, how far apart the two ranks are on its axes. ``root`` is a rank of the group (of a
+    transfer: the peer). ``splits`` are the rows sent and taken by an all-to-all of uneven parts. ``batch`` is the number of the
+    ``batch_isend_irecv`` that it belongs to, 0 if it belongs to none; ``thread`` is 0 for the main thread.
     """
 
     index: int
