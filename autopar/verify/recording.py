@@ -145,13 +145,25 @@ def record_folder(
     with tempfile.TemporaryDirectory(prefix="autopar-traces-") as name:
         args = (str(program), str(state), dict(batch), world, name, asdict(recipe or Recipe()))
         failures = workers.call("autopar.verify.recording:record_ranks", *args, timeout_s=2 * LIMIT_S + 60)
-        found: dict[str, dict[int, Trace]] = {"late": {}, "at once": {}}
-        for timing, traces in found.items():
-            for rank in range(world):
-                file = _trace_file(Path(name), timing, rank)
-                if file.exists():
-                    traces[rank] = Trace.read(file)
-        return Recorded(found["late"], found["at once"], failures)
+        return _read(Path(name), world, failures)
+
+
+def record_call(target: str, world: int, workers: Workers) -> Recorded:
+    """Record ``"module:function"``, called on each of ``world`` ranks without arguments: code of a user's own."""
+    with tempfile.TemporaryDirectory(prefix="autopar-traces-") as name:
+        failures = workers.call("autopar.verify.recording:record_calls", target, world, name, timeout_s=LIMIT_S)
+        return _read(Path(name), world, failures)
+
+
+def _read(folder: Path, world: int, failures: Mapping[int, str]) -> Recorded:
+    """The traces of all ranks, late and at once."""
+    found: dict[str, dict[int, Trace]] = {"late": {}, "at once": {}}
+    for timing, traces in found.items():
+        for rank in range(world):
+            file = _trace_file(folder, timing, rank)
+            if file.exists():
+                traces[rank] = Trace.read(file)
+    return Recorded(found["late"], found["at once"], failures)
 
 
 def record_sizes(
@@ -184,31 +196,50 @@ def record_ranks(
     program: str, state: str, batch: dict[str, Tensor], world: int, out: str, recipe: dict[str, Any]
 ) -> dict[int, str]:
     """Record all ranks at the same time, late and then at once; why ranks failed."""
+    _preload()
+    compile_sources(program)
+    return _both(
+        world,
+        out,
+        lambda rank, timing, shared: functools.partial(
+            _record_rank, Path(program), state, batch, rank, world, timing, shared, Path(out), Recipe(**recipe)
+        ),
+    )
+
+
+def record_calls(target: str, world: int, out: str) -> dict[int, str]:
+    """Record a function on all ranks, late and then at once; why ranks failed."""
+    _preload()
+    function = resolve(target)
+    return _both(
+        world,
+        out,
+        lambda rank, timing, shared: functools.partial(_record_call, function, rank, world, timing, shared, Path(out)),
+    )
+
+
+def _preload() -> None:
     torch.set_num_threads(1)
     for module in PRELOADED:
         importlib.import_module(module)
-    compile_sources(program)
+
+
+def _both(world: int, out: str, task: Callable[[int, str, Path], Callable[[], None]]) -> dict[int, str]:
+    """Run all ranks at the same time, with late results and then with results at once; ``task`` gives what a rank runs."""
     failures: dict[int, str] = {}
     for timing in ("late", "at once"):
         with tempfile.TemporaryDirectory(prefix="autopar-objects-") as shared:
-            tasks = {
-                rank: functools.partial(
-                    _record_rank,
-                    Path(program),
-                    state,
-                    batch,
-                    rank,
-                    world,
-                    timing,
-                    Path(shared),
-                    Path(out),
-                    Recipe(**recipe),
-                )
-                for rank in range(world)
-            }
+            tasks = {rank: task(rank, timing, Path(shared)) for rank in range(world)}
             failed = in_forks(tasks, Path(out), LIMIT_S)
         failures = {rank: f"{text} (results {timing})" for rank, text in failed.items()} | failures
     return failures
+
+
+def _record_call(function: Callable[[], Any], rank: int, world: int, timing: str, shared: Path, out: Path) -> None:
+    recorder = Recorder(rank, world, late=timing == "late", objects=Objects(shared))
+    recorder.start()
+    function()
+    recorder.trace().write(_trace_file(out, timing, rank))
 
 
 def in_forks(
@@ -305,9 +336,7 @@ def record_ranks_sizes(
     program: str, shapes: dict[str, tuple[list[int], str]], ranks: list[int], out: str
 ) -> dict[int, str]:
     """Record ranks without values, one on each processor at a time; why ranks failed."""
-    torch.set_num_threads(1)
-    for module in PRELOADED:
-        importlib.import_module(module)
+    _preload()
     compile_sources(program)
     tasks = {rank: functools.partial(_record_sizes, Path(program), shapes, rank, Path(out)) for rank in ranks}
     return in_forks(tasks, Path(out), LIMIT_S, os.cpu_count() or 1)
