@@ -135,6 +135,9 @@ REPORTS = {
     "validation": Report("the cost model against published measurements", (program("validation_page"),)),
     "volumes": Report("bytes per layer as emitted beside the published formulas", (program("volumes"),), options=False),
     "versions": Report("a part of the tests under versions of Python and torch", (program("versions"),)),
+    "watch-load": Report(
+        "requests and connections that the watch costs the ranks' store", (program("watch_load"),), options=False
+    ),
 }
 
 
