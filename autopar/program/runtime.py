@@ -36,7 +36,7 @@ from autopar.program.reductions import Reductions
 from autopar.program.share import Batch, DataError
 from autopar.program.state import initial, read_state, wrong_state
 from autopar.program.tracing import traced
-from autopar.program.values import given, seeded
+from autopar.program.values import draw, given
 from autopar.program.world import Layout, Program, World, load, start
 
 T = TypeVar("T")
@@ -120,8 +120,10 @@ class Trainer:
             self.load_weights(state)
         elif state is not None:
             self.load_state_dict(read_state(state) if isinstance(state, str | os.PathLike) else state)
+        elif values is not None:
+            self._load(values)
         elif resume is None:
-            self._load(values or seeded(seed))
+            draw(self._training(), seed)
         self.loss_scale = spec.loss_scale and spec.loss_scale(world.device)
         scaled = self.loss_scale and self.loss_scale.scaled
         self._schedule = spec.schedule(program, world, self.stages, self._by_stage, self._reductions, scaled=scaled)

@@ -75,7 +75,7 @@ class Program:
         cluster: the devices that were planned for; if left out, those that ``plan.devices`` describes.
         state: the state dict to start from, or the path of safetensors or of a ``torch.save`` of it; if left out, or on meta, the
             folder's ``initial.safetensors``.
-        draw_init: where neither exists, draw values from ``seed`` (``autopar.program.values.seeded``).
+        draw_init: where neither exists, draw values from ``seed`` (``autopar.program.values.draw``).
         optimizer: makes an optimizer of the list of the model's parameters, or of pairs with their names where its argument is called
             ``named_parameters``; AdamW with ``lr`` if left out. It may make a list of optimizers, each with parameters of its own. It is
             called with stand-ins of the same shapes and without values. A class of your own says with ``per_tensor = True`` that it looks

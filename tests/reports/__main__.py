@@ -50,6 +50,7 @@ REPORTS = {
         "training that goes on under another plan, pairs of plans drawn at random", (program("checkpoints"),)
     ),
     "concepts": Report("docs/concepts: their tables and pictures", (program("concepts"),)),
+    "draws": Report("seconds in which a rank draws its initial values", (program("draws"),), options=False),
     "dtensor-check": Report(
         "our rules against DTensor's, and which is wrong where they differ",
         (("-m", "autopar.checks", "--dtensor", "docs/evidence/dtensor-check.md"),),
