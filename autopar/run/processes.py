@@ -36,7 +36,7 @@ _GRACE_S = (
 
 
 _HERE = "127.0.0.1"
-_LOOPBACK = {"GLOO_SOCKET_IFNAME": name for _, name in socket.if_nameindex() if name in ("lo", "lo0")}
+_LOOPBACK = dict([("GLOO_SOCKET_IFNAME", name) for _, name in socket.if_nameindex() if name in ("lo", "lo0")][:1])
 _BACKLOG = 2048
 
 PROCESSES_PER_CORE = 8
