@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ import torch.nn.functional as F
 from test_passes_clean import Build, apply, ops
 from torch import Tensor, fx
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.checks.sample_experts import gated_experts
+from autopar.checks.sample_experts import gated_experts, plain_experts
 from autopar.ops.experts import Experts
 from autopar.program import kernels_experts
 from autopar.program.mesh_axes import on_mesh
@@ -124,6 +126,80 @@ def test_grouped_linear_is_a_loop_over_experts() -> None:
     assert not torch.autograd.grad(kernels_experts.grouped_linear(rows, weight, counts).sum(), weight)[0][1].any()
 
 
+class Syncs(TorchDispatchMode):
+    """Counts the calls for which the host would wait for a GPU: values as Python numbers, and results whose shapes depend on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        name = function.overloadpacket.__name__
+        shaped = name == "repeat_interleave" and given.get("output_size") is None
+        masked = name in ("index", "index_put") and any(t is not None and t.dtype == torch.bool for t in args[1])
+        self.count += shaped or masked or name in ("_local_scalar_dense", "nonzero", "masked_select", "unique")
+        return function(*args, **given)
+
+    def __enter__(self) -> Syncs:
+        self._tolist = mock.patch.object(Tensor, "tolist", self._counted(Tensor.tolist))
+        self._tolist.start()
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        self._tolist.stop()
+        super().__exit__(*raised)
+
+    def _counted(self, tolist: Any) -> Any:
+        def counted(tensor: Tensor) -> Any:
+            self.count += 1
+            with torch._C._DisableTorchDispatch():
+                return tolist(tensor)
+
+        return counted
+
+
+def test_a_mixture_whose_rows_stay_waits_once_for_all_its_products() -> None:
+    op = plain_experts(24, 8, 4, inner=6)
+    x, index, weights = values(12, 8), torch.arange(24).view(12, 2) % 3, values(12, 2)
+    parameters = [values(*shape, seed=i) for i, shape in enumerate([(4, 6, 8), (4, 6), (4, 6, 8), (4, 8)])]
+    with Syncs() as syncs:
+        op(x, index, weights, *parameters)
+    assert syncs.count == 1  # of the loop over experts, which stands for the grouped product of GPUs
+
+
+def wrong_for_empty_groups(product: Any) -> Any:
+    """torch's grouped product, which leaves NaN in matrices of groups without rows, as on Blackwell."""
+
+    def grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
+        result = product(a, b, offs=offs)
+        if result.dim() == 3:
+            result[torch.diff(offs, prepend=offs.new_zeros(1)) == 0] = torch.nan
+        return result
+
+    return grouped_mm
+
+
+@pytest.mark.parametrize("fills", [True, False])
+def test_experts_without_rows_have_gradients_of_zero(fills: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device whose grouped product leaves NaN there."""
+    monkeypatch.setattr(F, "grouped_mm", wrong_for_empty_groups(F.grouped_mm))
+    monkeypatch.setattr(kernels_experts, "fills_empty_groups", lambda _: fills)
+    rows, weight = (values(*shape, seed=i).bfloat16() for i, shape in enumerate([(9, 8), (4, 16, 8)]))
+    counts, g = torch.tensor([5, 0, 1, 3]), values(1, 1, seed=2).bfloat16().expand(9, 16)
+    found = []
+    for product in (kernels_experts.GroupedProduct.apply, kernels_experts.looped_linear):
+        own = [t.clone().requires_grad_() for t in (rows, weight)]
+        out = product(*own, counts)
+        found.append((out, *torch.autograd.grad(out, own, g)))
+    if not fills:
+        assert found[0][2][1].isnan().all()
+        return
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2**-7, atol=2**-7)
+    assert not found[0][2][1].any()
+
+
 def shared_out(exchange: bool) -> None:
     """Half the experts per rank, with other tokens or the same ones, against one process that has all; expert 1 gets nothing, and
     rank 0 owns nearly every row."""
@@ -152,8 +228,11 @@ def shared_out(exchange: bool) -> None:
     axes: dict[str, Any] = {"owners": ("e",), **({"exchange": ("e",)} if exchange else {"partial_axes": ("e",)})}
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("e",))
     with on_mesh(mesh):
-        out = op(own[0], index, *own[1:], **axes)
-        found = list(torch.autograd.grad(out, own, g))
+        with Syncs() as forward:
+            out = op(own[0], index, *own[1:], **axes)
+        with Syncs() as backward:
+            found = list(torch.autograd.grad(out, own, g))
+    assert (forward.count, backward.count) == (1, 0)
     total = out.detach().clone()
     if exchange:
         close(total, mine(expected.detach()))
