@@ -88,7 +88,7 @@ spmd.register_local_autograd_function(GroupedProduct)
 
 def fills_empty_groups(device: torch.device) -> bool:
     """Whether the device's grouped product writes something else than zeros for groups without rows."""
-    return torch.cuda.get_device_capability(device)[0] >= 10
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
 
 
 def of_rows(values: Tensor, rows: Tensor, counts: Tensor) -> Tensor:

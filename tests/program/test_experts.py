@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import expert_models
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,9 +19,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.checks.sample_experts import gated_experts, plain_experts
-from autopar.ops.experts import Experts
+from autopar.devices import parse
+from autopar.emit import emit
+from autopar.ops.experts import MULTIPLE, Experts
+from autopar.planning import plan_model
 from autopar.program import kernels_experts
 from autopar.program.mesh_axes import on_mesh
+from autopar.search import SearchOptions
+from autopar.search.manual import manual_plan
+from autopar.workload import Workload
 from passes import clean
 
 aten = torch.ops.aten
@@ -252,3 +261,38 @@ def _expert(row: Tensor, parameters: list[Tensor], e: int) -> Tensor:
 @pytest.mark.parametrize("exchange", [False, True], ids=["share", "exchange"])
 def test_experts_on_two_ranks(workers2: Any, exchange: bool) -> None:
     workers2.run("test_experts:shared_out", exchange)
+
+
+# -- widths that grouped products refuse ------------------------------------------------------------------------------
+
+
+def test_the_widths_that_grouped_products_take_are_those_of_torch() -> None:
+    """On meta torch checks what CUDA needs: here for all products of both passes."""
+    for k, m in itertools.product((4, 8, 12, 20, 24, 44), repeat=2):
+        rows, weight = (torch.empty(*shape, dtype=torch.bfloat16, device="meta") for shape in ((30, k), (4, m, k)))
+        own = [t.requires_grad_() for t in (rows, weight)]
+        try:
+            out = kernels_experts.GroupedProduct.apply(*own, torch.empty(4, dtype=torch.int64, device="meta"))
+            torch.autograd.grad(out, own, torch.empty_like(out))
+            fits = True
+        except RuntimeError as error:
+            assert "16 bytes" in str(error)
+            fits = False
+        assert fits == (not k % MULTIPLE and not m % MULTIPLE), (k, m)
+
+
+@pytest.mark.parametrize(
+    ("precision", "tensor", "odd"), [("bfloat16", 4, True), ("bfloat16", 2, False), ("float32", 4, False)]
+)
+def test_experts_of_odd_local_widths_are_computed_one_after_the_other(
+    precision: str, tensor: int, odd: bool, tmp_path: Path
+) -> None:
+    """48 columns are 12 on each of 4 devices, and 24 on each of 2; 3 experts are on all of them."""
+    model, batch, loss = expert_models.mixtral(num_local_experts=3, num_hidden_layers=1)
+    workload = Workload(model, batch, loss, precision=precision)
+    given = manual_plan(workload.capture(), precision=precision, tensor=tensor)
+    graph, plan = plan_model(workload, parse(f"{tensor}xH100"), SearchOptions(), plan=given, capture_check=False)
+    emit(graph, plan, tmp_path)
+    text = (tmp_path / "model.py").read_text()
+    assert ("experts.looped_linear(" in text, "experts.grouped_linear(" in text) == (odd, not odd)
+    assert any("multiples of 8" in note and "has widths 32 and 12" in note for note in plan.notes) == odd
