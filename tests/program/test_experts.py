@@ -26,7 +26,6 @@ from autopar.planning import plan_model
 from autopar.program import kernels_experts
 from autopar.program.mesh_axes import on_mesh
 from autopar.search import SearchOptions
-from autopar.search.manual import manual_plan
 from autopar.workload import Workload
 from passes import clean
 
@@ -290,8 +289,8 @@ def test_experts_of_odd_local_widths_are_computed_one_after_the_other(
     """48 columns are 12 on each of 4 devices, and 24 on each of 2; 3 experts are on all of them."""
     model, batch, loss = expert_models.mixtral(num_local_experts=3, num_hidden_layers=1)
     workload = Workload(model, batch, loss, precision=precision)
-    given = manual_plan(workload.capture(), precision=precision, tensor=tensor)
-    graph, plan = plan_model(workload, parse(f"{tensor}xH100"), SearchOptions(), plan=given, capture_check=False)
+    options = SearchOptions(tensor=tensor, microbatches=1)
+    graph, plan = plan_model(workload, parse(f"{tensor}xH100"), options, capture_check=False)
     emit(graph, plan, tmp_path)
     text = (tmp_path / "model.py").read_text()
     assert ("experts.looped_linear(" in text, "experts.grouped_linear(" in text) == (odd, not odd)
