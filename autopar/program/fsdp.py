@@ -310,7 +310,7 @@ class LastBackward:
         self._waits_each_time = any(group.mesh.ndim > 1 for group in groups)
         self._followed = followed_by_forward(index, program)
         first, *others = _layers(index, groups[0].root, program)
-        first.module.register_forward_hook(lambda *_: self._release())
+        cast(nn.Module, first.module).register_forward_hook(lambda *_: self._release())
         if first.backward and self._followed:
             self._kept = [first.module, *(layer.module for layer in others[: first.ahead])]
 
@@ -320,8 +320,8 @@ class LastBackward:
         if self._root is not None:
             self._event = recorded_event(self._groups[0].device)
             self._root.set_post_optim_event(self._event)
-        for layer in self._kept:
-            layer.reshard()  # left gathered by a step that did not end
+        for kept in self._kept:
+            kept.reshard()  # left gathered by a step that did not end
 
     def watch(self, outputs: Sequence[Tensor]) -> None:
         """Expect the backward pass of a microbatch from its ``outputs``: it begins at one of them."""
@@ -347,8 +347,8 @@ class LastBackward:
         if self._root is not None:
             self._root.set_is_last_backward(self._begun == self._microbatches or self._waits_each_time)
         self._release()
-        for layer in self._kept:
-            layer.set_reshard_after_backward(self._begun > self._followed, recurse=False)
+        for kept in self._kept:
+            kept.set_reshard_after_backward(self._begun > self._followed, recurse=False)
 
     def _release(self) -> None:
         if self._groups:
