@@ -65,6 +65,13 @@ def adamw(params: list[nn.Parameter], lr: float, world: World) -> torch.optim.Op
     return torch.optim.AdamW(params, lr=lr, fused=world.device.type == "cuda" or None)
 
 
+def set_tf32(allowed: bool) -> None:
+    """Let this process round the operands of float32 products to TF32, or not. Without this, cuDNN's convolutions and recurrent layers do,
+    and matrix products don't."""
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    torch.backends.cudnn.allow_tf32 = allowed
+
+
 class ModeError(RuntimeError):
     """An evaluation of a model that does something in training mode alone."""
 
@@ -106,8 +113,7 @@ class Trainer:
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm is {max_norm}: gradients are scaled to a norm above 0, or left alone (None)")
         self.program, self.world, self.max_norm = program, world, max_norm
-        if "tf32" in program.plan.get("allow", ()):
-            torch.set_float32_matmul_precision("high")  # of this process
+        set_tf32("tf32" in program.plan.get("allow", ()))
         self._half_read = False  # whether only some values were replaced by those of files
         same_options({"the seed": seed, "max_norm": max_norm}, world.device)
         self.stages, self._by_stage, self._buffers = build_stages(program, world)
