@@ -385,7 +385,7 @@ class Trainer:
         }
         if wait:
             return checkpoint.save(self._training(), folder, counters, keep)
-        self._background = self._background or checkpoint.Background()
+        self._background = self._background or checkpoint.Background(self.world.timeout_s)
         return self._background.save(self._training(), folder, counters, keep)
 
     def finish_saving(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import resource
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -194,7 +195,12 @@ def in_background(folder: str, batches: list[dict[str, Tensor]], state: str, sav
         why = str(error)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    gate = threading.Event()
+    trainer._background._thread.submit(gate.wait)
+    trainer.positions["rows"] = (0, 8)
     trainer.save(saved, wait=False, keep=1)
+    trainer.positions["rows"] = (0, 16)
+    gate.set()
     trainer.finish_saving()
     return {"losses": losses, "path": str(path), "begun": begun, "why": why}
 
