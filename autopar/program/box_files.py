@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -169,7 +169,7 @@ class _Writer:
     def _written(self, values: Tensor) -> Region:
         begin = self._file.seek(0, os.SEEK_END)
         stream = _Summed(self._file)
-        torch.save(values, stream)  # type: ignore[arg-type]  all that it needs is to write
+        torch.save(values, cast(IO[bytes], stream))  # all that it needs is to write
         data = _place_of_values(self._file, values.nbytes) - begin
         assert data % 64 == 0 or not values.nbytes, data
         return Region(begin, stream.length, data, stream.sums())

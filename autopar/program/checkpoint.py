@@ -165,13 +165,12 @@ class _Job:
         """Write this rank's file, and on rank 0 all else; the checkpoint's folder."""
         try:
             on_every_rank(lambda: self._write_file(own), self.partial, writing=True, group=group)
-            return Path(on_every_rank(self._finish, self.partial, writing=True, group=group))
+            path = Path(on_every_rank(self._finish, self.partial, writing=True, group=group))
         except CheckpointError:
             self.discard()
             raise
-        finally:
-            if self.claim is not None:
-                self.claim.close(remove=True)
+        self._release()
+        return path
 
     def _write_file(self, own: Iterable[Piece]) -> None:
         box_files.write(own, self.partial, dist.get_rank(), self.save, {"keys": self.keys})
@@ -190,6 +189,11 @@ class _Job:
         """Remove what was written."""
         if dist.get_rank() == 0:
             discard(self.partial)
+        self._release()
+
+    def _release(self) -> None:
+        if self.claim is not None:
+            self.claim.close(remove=True)
 
 
 def _prepared(
@@ -213,7 +217,15 @@ def _prepared(
         begin(partial)
         return secrets.token_hex(16)
 
-    save = on_every_rank(prepare, partial, writing=True)
+    try:
+        save = on_every_rank(prepare, partial, writing=True)
+    except CheckpointError:
+        if claims:  # rank 0 was ready
+            discard(partial)
+        for taken in claims:
+            if taken is not None:
+                taken.close(remove=True)
+        raise
     held, others, keys = states[0]
     alike = tuple(training.world.coordinates)
     written = [p for p in buffers(training, every_copy=False) if writes(p, alike, training.program, training.world)]

@@ -57,7 +57,7 @@ def metadata_of(tables: Sequence[Table]) -> Metadata:
     for name, tensor in tensors.items():
         if wrong := _not_filled(tensor):
             raise _wrong(name, wrong)
-    return Metadata(tensors, paths, places, StorageMeta(), CURRENT_DCP_VERSION)
+    return Metadata(dict(tensors), paths, places, StorageMeta(), CURRENT_DCP_VERSION)
 
 
 def write_metadata(metadata: Metadata, folder: Path) -> None:
