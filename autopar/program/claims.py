@@ -13,6 +13,7 @@ import platform
 import secrets
 import stat
 import time
+import weakref
 from pathlib import Path
 
 from autopar.program.checkpoint_files import CheckpointError
@@ -25,11 +26,11 @@ _ANOTHER = "give another folder, or end that training"
 
 
 class Claim:
-    """The right to write checkpoints into ``folder``, until ``close`` or the process's end. ``token`` tells it from others."""
+    """The right to write checkpoints into ``folder``, for as long as this object is there and open. ``token`` tells it from others."""
 
     def __init__(self, folder: Path, descriptor: int) -> None:
         self.folder, self.token = folder, secrets.token_hex(8)
-        self._descriptor = descriptor
+        self._file = os.fdopen(descriptor, "r+b")
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {platform.node()}\n{self.token}\n".encode(), 0)
         _held[folder.resolve()] = self
@@ -41,18 +42,18 @@ class Claim:
 
     def check(self) -> None:
         """Raise ``CheckpointError`` if the lock is no longer on the file that other programs would find."""
-        if not _is_at(self._descriptor, self.folder / LOCK):
+        if not _is_at(self._file.fileno(), self.folder / LOCK):
             raise _lost(self.folder)
 
     def close(self, remove: bool = False) -> None:
         """Give the right back; ``remove`` also removes the file."""
-        if remove and _is_at(self._descriptor, self.folder / LOCK):
+        if remove and _is_at(self._file.fileno(), self.folder / LOCK):
             (self.folder / LOCK).unlink()
         _held.pop(self.folder.resolve(), None)
-        os.close(self._descriptor)
+        self._file.close()
 
 
-_held: dict[Path, Claim] = {}
+_held: weakref.WeakValueDictionary[Path, Claim] = weakref.WeakValueDictionary()
 """The claims of this process."""
 
 

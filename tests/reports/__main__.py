@@ -49,6 +49,10 @@ REPORTS = {
     "checkpoints": Report(
         "training that goes on under another plan, pairs of plans drawn at random", (program("checkpoints"),)
     ),
+    "checkpoint-scale": Report(
+        "checkpoints of 16,384 ranks from layouts alone, damaged ones, and what checksums cost (minutes)",
+        (program("checkpoint_scale"),),
+    ),
     "concepts": Report("docs/concepts: their tables and pictures", (program("concepts"),)),
     "dtensor-check": Report(
         "our rules against DTensor's, and which is wrong where they differ",
