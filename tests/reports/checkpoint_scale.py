@@ -213,20 +213,23 @@ def measure_plans(data: int = DATA, tensors: int = TENSOR, layers: int = LAYERS,
 # -- files, time ------------------------------------------------------------------------------------------------------
 
 
-def descriptors(lazy: bool) -> int:
-    """In a worker: how many descriptors the group of a thread that saves opens, once it has done what a save does."""
+def descriptors(lazy: bool) -> tuple[int, int, float]:
+    """In a worker: how many descriptors the group of a thread that saves opens when it is made, and when it has done what a save does; and
+    the seconds that it waits."""
     count = len(os.listdir("/proc/self/fd"))
-    group: Any = Background(60.0)._group if lazy else dist.new_group(backend="gloo")
+    group: Any = Background(77.0)._group if lazy else dist.new_group(backend="gloo")
+    made = len(os.listdir("/proc/self/fd")) - count
     for source in (0, dist.get_world_size() - 1):
         dist.all_reduce(torch.tensor(1), dist.ReduceOp.MIN, group=group)
         dist.broadcast_object_list(["x" * 1000], source, group=group)
-    return len(os.listdir("/proc/self/fd")) - count
+    waits = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    return made, len(os.listdir("/proc/self/fd")) - count, waits
 
 
 def measure_files(processes: int) -> dict[str, Any]:
     pool = WorkerPool(processes)
     try:
-        counts = [max(pool.run("checkpoint_scale:descriptors", lazy)) for lazy in (False, True)]
+        counts = [max(used for _, used, _ in pool.run("checkpoint_scale:descriptors", lazy)) for lazy in (False, True)]
     finally:
         pool.close()
     return {"what": "files", "processes": processes, "before": counts[0], "after": counts[1]}
