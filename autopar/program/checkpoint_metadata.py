@@ -6,8 +6,6 @@ Rank 0 makes the metadata from the tables in the shared folder: no rank sends it
 from __future__ import annotations
 
 import math
-import os
-import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo  # what the format names
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -25,11 +24,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.storage import WriteResult
 
 from autopar.program import box_files
 from autopar.program.box_files import DamageError, Entry, Table
 from autopar.program.boxes import Box, Piece
-from autopar.program.checkpoint_files import METADATA, CheckpointError, Found, sync
+from autopar.program.checkpoint_files import METADATA, CheckpointError, Found
 
 # -- writing ----------------------------------------------------------------------------------------------------------
 
@@ -60,13 +60,15 @@ def metadata_of(tables: Sequence[Table]) -> Metadata:
     return Metadata(dict(tensors), paths, places, StorageMeta(), CURRENT_DCP_VERSION)
 
 
+class _Writer(dcp.FileSystemWriter):
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta()  # else the folder's path, which is going to change
+
+
 def write_metadata(metadata: Metadata, folder: Path) -> None:
     """Write torch's file of the metadata, and wait until it is on the disk."""
-    with (folder / METADATA).open("wb") as file:
-        pickle.dump(metadata, file)
-        file.flush()
-        os.fsync(file.fileno())
-    sync(folder)
+    places = [WriteResult(index, place.length, place) for index, place in metadata.storage_data.items()]
+    _Writer(folder).finish(metadata, [places])
 
 
 def _wrong(name: str, why: str) -> CheckpointError:

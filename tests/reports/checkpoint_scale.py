@@ -219,6 +219,7 @@ def descriptors(lazy: bool) -> tuple[int, int, float]:
     count = len(os.listdir("/proc/self/fd"))
     group: Any = Background(77.0)._group if lazy else dist.new_group(backend="gloo")
     made = len(os.listdir("/proc/self/fd")) - count
+    dist.barrier()  # a rank that goes on connects to others
     for source in (0, dist.get_world_size() - 1):
         dist.all_reduce(torch.tensor(1), dist.ReduceOp.MIN, group=group)
         dist.broadcast_object_list(["x" * 1000], source, group=group)
