@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -142,6 +143,7 @@ class Trainer:
         self.loaders: dict[int, Loader] = {}  # that stay open between the calls of a ``Program``
         # by data set and order: the epoch and the row after the last step
         self.positions: dict[str, tuple[int, int]] = {}
+        self._from_checkpoint: tuple[str, ...] = ()  # the data sets of the checkpoint that was loaded
         self.gradient_norm: Tensor | None = None  # of the last step, before clipping, where gradients are clipped
         self._unread: list[Tensor] = []  # this rank's terms of the losses of ``advance``
         self._background: checkpoint.Background | None = None
@@ -155,19 +157,34 @@ class Trainer:
         order = Order(**order) if isinstance(order, Mapping) else order
         return Loader(self.program, self.world, dataset, order, collate=collate)
 
+    def position(self, loader: Loader) -> tuple[int, int]:
+        """Where the training is in a data set: an epoch and a row; all ranks call this."""
+        if loader.key not in self.positions:
+            if loader.order in self.positions:  # a checkpoint of before data sets had checksums
+                self.positions[loader.key] = self.positions.pop(loader.order)
+            elif self._from_checkpoint and dist.get_rank() == 0:
+                before = ", ".join(self._from_checkpoint)
+                print(
+                    f"the checkpoint was trained with {before}, and these data are {loader.key}: they are read from their first row",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            self._from_checkpoint = ()
+        return self.positions.get(loader.key, (0, 0))
+
     def step_from(self, loader: Loader, on_nan: str = "") -> tuple[float, bool]:
         """One update on the next global batch; the loss before the update, and whether the epoch ends with this batch.
 
         Raises ``DataError`` on every rank if rows cannot be read: nothing has changed, and the training can go on.
         """
-        rows, after = loader.read(self.positions.get(loader.key, (0, 0)))
+        rows, after = loader.read(self.position(loader))
         loss = self.step(rows, on_nan)
         self.positions[loader.key] = after
         return loss, loader.ends(after)
 
     def advance_from(self, loader: Loader) -> None:
         """``advance`` on the next global batch; the one after it is read too."""
-        rows, after = loader.read(self.positions.get(loader.key, (0, 0)), ahead=True)
+        rows, after = loader.read(self.position(loader), ahead=True)
         self.advance(rows)
         self.positions[loader.key] = after
 
@@ -393,7 +410,7 @@ class Trainer:
         }
         if wait:
             return checkpoint.save(self._training(), folder, counters, keep)
-        self._background = self._background or checkpoint.Background()
+        self._background = self._background or checkpoint.Background(self.world.timeout_s)
         return self._background.save(self._training(), folder, counters, keep)
 
     def finish_saving(self) -> None:
@@ -411,6 +428,7 @@ class Trainer:
             counters = checkpoint.load(self._training(), folder)
         self.steps, self.rows, self._seed = counters["steps"], counters["rows"], counters["seed"]
         self.positions = {key: (epoch, row) for key, (epoch, row) in counters["data"].items()}
+        self._from_checkpoint = tuple(self.positions)
         if self.loss_scale is not None and counters["loss_scale"] is not None:
             self.loss_scale.load_state_dict(counters["loss_scale"])
         return self.steps

@@ -176,7 +176,7 @@ def open_loader(args: argparse.Namespace, trainer: Trainer) -> Loader:
         loader = trainer.loader(dataset(args, trainer.program), order)
     except (DataError, OSError) as error:
         raise SystemExit(f"{type(error).__name__}: {error}") from error
-    if trainer.positions and loader.key not in trainer.positions:
+    if trainer.positions and not {loader.key, loader.order} & trainer.positions.keys():
         raise SystemExit(
             f"the checkpoint was trained with {', '.join(trainer.positions)}, and these data are {loader.key}: resume with the same "
             "--data, --shuffle and --seed"
@@ -361,7 +361,7 @@ def is_over(args: argparse.Namespace, trainer: Trainer, loader: Loader) -> bool:
     """Whether all steps, or with ``--epochs`` all epochs, are done."""
     if args.epochs is None:
         return trainer.steps >= int(args.steps)
-    return loader.epoch_of(trainer.positions.get(loader.key, (0, 0))) >= int(args.epochs)
+    return loader.epoch_of(trainer.position(loader)) >= int(args.epochs)
 
 
 def main() -> None:

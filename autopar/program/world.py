@@ -316,6 +316,7 @@ class World:
     shared: Mapping[str, dist.ProcessGroup]
     replica: dist.ProcessGroup | None = None  # this rank's replica, if replicas train apart
     places: Places = field(default_factory=Places)  # of optimizer states that are not on the device
+    timeout_s: float = 600  # of groups that are made later
 
     @property
     def pipeline(self) -> int:
@@ -400,6 +401,7 @@ def start(program: Program, *, device: str | None = None, timeout_s: float = 600
         shared=_stage_groups(program, grid, placed),
         replica=_replica_group(program, mesh.mesh),
         places=Places(nvme or str(program.plan.get("nvme_path", ""))),
+        timeout_s=timeout_s,
     )
 
 

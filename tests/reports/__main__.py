@@ -49,6 +49,10 @@ REPORTS = {
     "checkpoints": Report(
         "training that goes on under another plan, pairs of plans drawn at random", (program("checkpoints"),)
     ),
+    "checkpoint-scale": Report(
+        "checkpoints of 16,384 ranks from layouts alone, damaged ones, and what checksums cost (minutes)",
+        (program("checkpoint_scale"),),
+    ),
     "concepts": Report("docs/concepts: their tables and pictures", (program("concepts"),)),
     "draws": Report("seconds in which a rank draws its initial values", (program("draws"),), options=False),
     "dtensor-check": Report(

@@ -17,7 +17,7 @@ from workers import WorkerPool
 from autopar.cli.run import Checkpoints
 from autopar.errors import CheckpointError, UsageError
 from autopar.program import checkpoint_files
-from autopar.program.checkpoint_files import claimed
+from autopar.program.claims import claimed
 from autopar.program.tracing import COMPUTATION, action_name
 from autopar.program.weights import write_file
 from autopar.report.trace import read_trace
@@ -122,12 +122,18 @@ def test_a_new_run_does_not_replace_the_checkpoints_of_another(tmp_path: Path) -
 
 
 def test_train_goes_on_where_a_checkpoint_cannot_be_written(workers1: WorkerPool, tmp_path: Path) -> None:
-    program = write_mlp(tmp_path / "one", Shape())
-    (tmp_path / "file").touch()
-    args = ("--draw-init", "--steps", "2", "--every", "1", "--checkpoint", str(tmp_path / "file" / "saved"))
+    program, saved = write_mlp(tmp_path / "one", Shape()), tmp_path / "saved"
+    saved.mkdir()
+    for step in (1, 2):
+        (saved / f"step-{step}.partial").touch()  # a file where a save makes its folder
+    args = ("--draw-init", "--steps", "2", "--every", "1", "--checkpoint", str(saved))
     losses, talk = workers1.run("programs:ran", str(program), *args)[0]
     assert list(losses) == [1, 2]
     assert talk.count("no checkpoint: the checkpoint could not be written to") == 2 and talk.endswith("exit 1\n")
+    (tmp_path / "file").touch()
+    losses, talk = workers1.run("programs:ran", str(program), *args[:-1], str(tmp_path / "file" / "saved"))[0]
+    assert not losses and "Traceback" not in talk
+    assert f"exit checkpoints cannot be written to {tmp_path}/file/saved: Not a directory; give a folder" in talk
     for option in (("--resume",), ("--every", "5"), ("--keep", "3"), ("--async-save",)):
         talk = workers1.run("programs:ran", str(program), "--draw-init", *option)[0][1]
         assert f"{option[0]} takes --checkpoint DIR" in talk and talk.endswith("exit 2\n")
