@@ -39,8 +39,8 @@ class Step:
     """One step of a rank: an action (``peer`` is ``None``), or a transfer with the pipeline rank ``peer``.
 
     The action ``REDUCE`` starts the sum of both copies' gradients of a stage; its microbatch is 0. A transfer after a forward has the
-    outputs of ``stage - 1`` for ``stage``; one after a backward has the gradients from ``stage + 1`` for ``stage``. ``send`` says which side
-    this rank is on.
+    outputs of ``stage - 1`` for ``stage``; one after a backward has the gradients from ``stage + 1`` for ``stage``. ``send`` says which
+    side this rank is on.
     """
 
     kind: str

@@ -188,11 +188,9 @@ class Program:
 
     @property
     def has_links(self) -> bool:
-        """Whether any two pipeline ranks exchange tensors over a group of their own.
-
-        GPipe and 1F1B wait for each transfer before the next action, and 1F1B sends and receives in one batch, which must stay one.
-        """
-        return self.plan["schedule"] not in ("none", "gpipe", "1f1b")
+        """Whether any two pipeline ranks exchange tensors over a group of their own. 1F1B sends and receives in one batch, which must stay
+        one."""
+        return self.plan["schedule"] not in ("none", "1f1b")
 
     @property
     def passes(self) -> int:
