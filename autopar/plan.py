@@ -398,6 +398,7 @@ class Plan:
     pins: tuple[PinPrice, ...] = ()
     allow: tuple[str, ...] = ()
     nvme_path: str = ""  # the folder for optimizer states on NVMe, if the cluster names one
+    gpus_per_node: int = 0  # 0: the nodes differ, or the plan names none
     request: dict[str, Any] = field(default_factory=dict, hash=False)  # the command line's options, to repeat it
 
     def __post_init__(self) -> None:
@@ -513,6 +514,7 @@ class Plan:
             "pins": [dataclasses.asdict(pin) for pin in self.pins],
             "allow": list(self.allow),
             "nvme_path": self.nvme_path,
+            "gpus_per_node": self.gpus_per_node,
             "wall_time_s": self.wall_time_s,
             "planning_memory_bytes": self.planning_memory_bytes,
             "request": self.request,
@@ -577,6 +579,7 @@ class Plan:
             pins=tuple(PinPrice(**pin) for pin in data.get("pins", ())),
             allow=tuple(data.get("allow", ())),
             nvme_path=data.get("nvme_path", ""),
+            gpus_per_node=data.get("gpus_per_node", 0),
             request=data.get("request", {}),
         )
 

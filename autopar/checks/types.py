@@ -10,6 +10,7 @@ the other layers have the same result.
 
 from __future__ import annotations
 
+import datetime
 import importlib
 import json
 import os
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.errors import ProgramError
-from autopar.program.world import flat_groups
+from autopar.program.groups import ProcessGroups
 from autopar.torch_private import fake_store
 
 Progress = Callable[[str], None]
@@ -271,7 +272,8 @@ def _flattened(model: ModuleType, mesh: Any) -> AbstractContextManager[None]:
         return nullcontext()
     names, ranks = list(model.PROGRAM.mesh), mesh.mesh.unsqueeze(0)
     on_mesh = importlib.import_module("mesh_axes").on_mesh
-    here: AbstractContextManager[None] = on_mesh(mesh, flat_groups(axes, names, ranks))
+    groups = ProcessGroups(datetime.timedelta(minutes=1)).flattened(axes, names, ranks)
+    here: AbstractContextManager[None] = on_mesh(mesh, groups)
     return here
 
 

@@ -174,6 +174,12 @@ class Cluster:
         return sum(part.count for part in self.parts) if self.parts else self.nodes * self.gpus_per_node
 
     @property
+    def node_size(self) -> int:
+        """The devices of every node; 0 if the nodes differ."""
+        sizes = {part.gpus_per_node for part in self.parts} or {self.gpus_per_node}
+        return self.gpus_per_node if len(sizes) == 1 else 0
+
+    @property
     def linked_gpus(self) -> int:
         """The number of devices that the ``intra`` link connects: a node's, or those of an NVLink domain."""
         return max(self.gpus_per_node, min(self.nvlink_domain, self.count))

@@ -421,13 +421,16 @@ def assemble(
     step_s = _update_s(updated, c.tensors, offloaded.states, zero, numbers, cluster)
     if zero < 2:
         reduction_s, published_s = (reduce, gather) if zero else (spread.average_s, spread.publish_s)
-        step_s += trainer.exposed_reduction_s(reduction_s, backward_compute_s, cluster.overlap_slowdown)
+        under_s = 0.0 if spread.mirrored else backward_compute_s
+        step_s += trainer.exposed_reduction_s(reduction_s, under_s, cluster.overlap_slowdown)
         step_s += trainer.exposed_gather_s(published_s, forward_compute_s, cluster.overlap_slowdown) + spread.mean_s
     elif not each_time:
         last_s = exposed(
             back_s + reduce, backward_compute_s + copies_s[2]
         )  # of a backward that is longer by the copies
         step_s += copies_s[2] + last_s - exposed(back_s, backward_compute_s) + waits_s[2]
+    if zero >= 2:
+        step_s += spread.mirror_s
     parameters, gradients, optimizer, saved, transient = _bytes(
         c, spread, strategy, data, zero, numbers, trainer, offloaded, neighbours
     )

@@ -288,7 +288,14 @@ class Pricer:
             return ()
         (c, cluster), mine = placed, microbatches // self.copies
         own = replica_collectives(
-            _tensors(c), self._replicas(mesh, strategy), mine, cluster, self.numbers, strategy, self.sync
+            _tensors(c),
+            self._replicas(mesh, strategy),
+            mine,
+            cluster,
+            self.numbers,
+            strategy,
+            self.sync,
+            self.copies > 1,
         )
         return (*layer_collectives(bound, runs, cluster, strategy, mine), *own)
 
@@ -395,7 +402,9 @@ class Pricer:
             # if each microbatch is treated as a whole batch, the graph's flops are those of one microbatch
             flops = self._table(cls_name)[0].model_flops / self.graph.parts(microbatches)
             mine, axes = microbatches // self.copies, self._replicas(mesh, strategy)
-            self._spread[key] = spread(_tensors(c), axes, mine, flops, cluster, self.numbers, self.trainer, self.sync)
+            self._spread[key] = spread(
+                _tensors(c), axes, mine, flops, cluster, self.numbers, self.trainer, self.sync, self.copies > 1
+            )
         return self._spread[key]
 
     def _replicas(self, mesh: Mesh, strategy: Strategy) -> tuple[Mesh, Mesh]:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from autopar.program.collectives import ShardedReduceScatter, Work
 from autopar.program.masters import Group, Master, alike, set_parameter
 from autopar.program.state_places import DEVICE, Offloaded, download, pieces_of, upload
-from autopar.program.world import Layout, Program, World
+from autopar.program.world import MIRROR, Layout, Program, World
 
 
 class ShardedGroup:
@@ -38,6 +38,9 @@ class ShardedGroup:
         copies, shards = program.copies(layouts[0])
         self._world, self._stage, self._shards = world, stage, shards
         self.reduce_scatter = HeldReduceScatter()  # until ``join_stages`` gives all groups of the rank the same
+        copies = tuple(axis for axis in copies if axis != MIRROR)  # summed once a step: ``start_copies``
+        self._mirror = world.group((MIRROR,)) if program.directions == 2 else None
+        self._sums: list[dist.Work | None] = []  # over the copies of the stage, while they run
         wide, compute = program.dtypes(layouts[0])
         module = stage.get_submodule(child)
         ignored = {param for param in module.parameters() if not param.is_meta}  # these belong to a flat group
@@ -126,6 +129,10 @@ class ShardedGroup:
 
     def finish_reduction(self) -> None:
         """FSDP2 has reduced the gradients that autograd computed; the optimizer gets views of them. Padding has no gradient."""
+        for work in self._sums:
+            if work is not None:
+                work.wait()
+        self._sums.clear()
         gradients = {
             layout: self._gradient(layout, param) for layout, param in self._params.items() if layout.trainable
         }
@@ -182,6 +189,17 @@ class ShardedGroup:
         for layer in (layer for stage in stages for layer in stage.modules()):
             if isinstance(layer, FSDPModule):
                 layer.reshard()
+
+    @staticmethod
+    def start_copies(groups: Sequence[Group]) -> None:
+        """Start to sum the gradients of a stage over its copies, where it has two (Chimera), once FSDP2 has reduced them inside of each."""
+        for group in groups:
+            if isinstance(group, ShardedGroup):
+                for layout, param in group._params.items():
+                    if layout.trainable:
+                        param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+                        work = dist.all_reduce(shard_of(param.grad), group=group._mirror, async_op=True)
+                        group._sums.append(work)
 
     @staticmethod
     def last_backward(groups: Sequence[Group], program: Program) -> LastBackward:

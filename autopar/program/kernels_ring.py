@@ -156,27 +156,46 @@ class Ring:
     def rearrange(
         self, parts: Sequence[Tensor], held: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]]
     ) -> list[Tensor]:
-        """Exchange equal parts: rank i of the ring has the parts ``held[i]``, in that order, and gets the parts ``wanted[i]``."""
+        """Exchange equal parts: rank i of the ring has the parts ``held[i]``, in that order, and gets the parts ``wanted[i]``.
+
+        Along one axis after the other, by an all-to-all of all ranks of a group: in a batch of transfers that some of them take no part in
+        NCCL would wait for the others.
+        """
         me = self.index(self.place)
-        mine = dict(zip(held[me], (part.contiguous() for part in parts), strict=True))
+        mine = dict(zip(held[me], parts, strict=True))
         where = {part: self.at(i) for i, numbers in enumerate(held) for part in numbers}
         goal = {part: self.at(i) for i, numbers in enumerate(wanted) for part in numbers}
         for axis, group in enumerate(self.groups):
-            operations, arrived = [], {}
-            for part in sorted(where):
-                source = where[part]
-                target = (*source[:axis], goal[part][axis], *source[axis + 1 :])
-                where[part] = target
-                if source == target:
-                    continue
-                if source == self.place:
-                    operations.append(dist.P2POp(dist.isend, mine.pop(part), group=group, group_peer=target[axis]))
-                elif target == self.place:
-                    arrived[part] = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
-                    operations.append(dist.P2POp(dist.irecv, arrived[part], group=group, group_peer=source[axis]))
-            _wait(dist.batch_isend_irecv(operations) if operations else [])
-            mine |= arrived
+            moves: dict[int, tuple[int, int]] = {}  # of the group's ranks: from, to
+            for part, source in where.items():
+                where[part] = (*source[:axis], goal[part][axis], *source[axis + 1 :])
+                if self._beside(source, axis) and source != where[part]:
+                    moves[part] = source[axis], goal[part][axis]
+            here = self.place[axis]
+            leaving = sorted(
+                (part for part, (start, _) in moves.items() if start == here), key=lambda p: (moves[p][1], p)
+            )
+            coming = sorted((part for part, (_, end) in moves.items() if end == here), key=lambda p: (moves[p][0], p))
+            if not moves:
+                continue
+            sent = (
+                torch.stack([mine.pop(part) for part in leaving]) if leaving else parts[0].new_empty(0, *parts[0].shape)
+            )
+            got = sent.new_empty(len(coming), *parts[0].shape)
+            ranks = range(self.sizes[axis])
+            dist.all_to_all_single(
+                got,
+                sent,
+                [sum(moves[part][0] == rank for part in coming) for rank in ranks],
+                [sum(moves[part][1] == rank for part in leaving) for rank in ranks],
+                group=group,
+            )
+            mine |= dict(zip(coming, got.unbind(), strict=True))
         return [mine[part] for part in wanted[me]]
+
+    def _beside(self, place: Sequence[int], axis: int) -> bool:
+        """Whether a rank is in this rank's group on an axis."""
+        return all(a == b for i, (a, b) in enumerate(zip(place, self.place, strict=True)) if i != axis)
 
 
 def _wait(works: Sequence[dist.Work]) -> None:

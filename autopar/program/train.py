@@ -30,6 +30,7 @@ from torch import Tensor
 from autopar.program import out_of_memory
 from autopar.program.loader import Loader, Order, Synthetic, Tensors
 from autopar.program.metrics import Meter, peak_memory_bytes
+from autopar.program.processes import StartError
 from autopar.program.runtime import (
     CheckpointError,
     DataError,
@@ -47,7 +48,7 @@ from autopar.program.runtime import (
 from autopar.program.state_places import PlaceError
 from autopar.program.watch import Watch, run
 from autopar.program.weights import is_weights
-from autopar.program.world import Program, WorldSizeError
+from autopar.program.world import Program
 
 FOLDER = Path(__file__).resolve().parent
 MADE_UP = "normal numbers and integers that are 0 or 1"
@@ -101,7 +102,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--async-save", action="store_true", help="write checkpoints while the training goes on")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
     parser.add_argument("--trace", metavar="FILE", help="write what the second step did, a trace for ui.perfetto.dev")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: GPUs if there is one for every process")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: GPUs if the node has any")
     parser.add_argument("--timeout", type=positive, default=600, metavar="S", help="seconds that a step may take")
     parser.add_argument(
         "--setup-timeout", type=positive, default=1800, metavar="S", help="... and the set-up with the first step"
@@ -370,7 +371,7 @@ def main() -> None:
     with Watch(limits_s, args.lost_after) as watch, out_of_memory.explained(FOLDER):
         try:
             train(args, watch)
-        except (PlaceError, WorldSizeError) as error:
+        except (PlaceError, StartError) as error:
             raise SystemExit(f"{type(error).__name__}: {error}") from error
     dist.destroy_process_group()
 

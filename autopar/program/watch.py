@@ -360,6 +360,8 @@ class Watch:
         if sentence:
             print(f"the training ends: {sentence}", file=sys.stderr, flush=True)
         sys.stdout.flush()
+        if self._store is not None and dump_collectives(dist.get_rank()):
+            time.sleep(DUMP_S)
         os._exit(1)
 
 
@@ -429,6 +431,25 @@ def _key(node: int) -> str:
 
 def _address() -> str:
     return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+
+
+DUMP_S = 3.0
+"""Seconds for the file of a flight recorder: torch looks once a second whether it is wanted."""
+
+
+def dump_collectives(rank: int) -> bool:
+    """Let NCCL's flight recorder write its file, which torch does by itself only when its own time limit, a longer one, has passed; whether
+    there is a recorder that listens."""
+    stem = os.environ.get("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "")
+    if not stem or dist.get_backend() != "nccl":
+        return False
+    try:
+        pipe = os.open(f"{stem}{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return False
+    with open(pipe, "wb") as file:
+        file.write(b"1\n")
+    return True
 
 
 def _first(error: BaseException) -> str:

@@ -319,6 +319,7 @@ def make_plan(
         sync=sync,
         allow=(*graph.allow, *given_up(sync, strategies)),
         nvme_path=cluster.nvme_path if any(s.states == STATES[2] for s in strategies) else "",
+        gpus_per_node=cluster.node_size,
     )
     return (
         replace(plan, notes=(*plan.notes, f"this plan has a price only: {plan.unwritten}")) if plan.unwritten else plan

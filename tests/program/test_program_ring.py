@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from math import prod
 from typing import Any
 from unittest import mock
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.program import kernels_ring
-from autopar.program.kernels_ring import ring_attention
+from autopar.program.kernels_ring import Ring, _Order, ring_attention
 from autopar.program.mesh_axes import on_mesh
 from autopar.torch_private import fake_store
 
@@ -249,3 +250,33 @@ def test_types(fake_mesh):
             ring_attention(*(typed((2, 4, 16, 6), "data", None, None, None) for _ in range(3)), "ring")
         with pytest.raises(spmd.SpmdTypeError, match="the mask is sharded"):
             ring_attention(q, k, v, "ring", typed((2, 1, 16, 8), "data", None, None, "ring"))
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 2), (4, 2), (4, 4), (4, 8), (16, 2), (2, 2, 2)], ids=str)
+def test_all_ranks_of_a_group_exchange_chunks_together(sizes: tuple[int, ...]) -> None:
+    """NCCL makes a communicator when all ranks of its group use it, and an exchange without some of them would wait for these forever."""
+    places = list(itertools.product(*map(range, sizes)))
+    exchanges: dict[Any, dict[int, list[Any]]] = {}
+
+    def noted(got: Tensor, sent: Tensor, coming: list[int], leaving: list[int], *, group: Any) -> None:
+        assert (len(got), len(sent)) == (sum(coming), sum(leaving))
+        axis, others, here = group
+        exchanges.setdefault((axis, others), {}).setdefault(here, []).append((coming, leaving))
+
+    with (
+        mock.patch.object(dist, "all_to_all_single", noted),
+        mock.patch.object(dist, "batch_isend_irecv", side_effect=AssertionError("some ranks take no part")),
+    ):
+        for place in places:
+            groups = tuple((axis, (*place[:axis], *place[axis + 1 :]), place[axis]) for axis in range(len(sizes)))
+            ring = Ring(groups)  # type: ignore[arg-type]
+            ring.__dict__.update(sizes=sizes, place=place)
+            order = _Order.of(ring, 2, causal=True)
+            order.enter(torch.zeros(2, 1))
+            order.leave(torch.zeros(2, 1))
+    assert exchanges
+    for (axis, _), by in exchanges.items():
+        assert sorted(by) == list(range(sizes[axis])) and len({len(calls) for calls in by.values()}) == 1
+        for i in range(len(by[0])):
+            for a, b in itertools.product(by, repeat=2):
+                assert by[a][i][1][b] == by[b][i][0][a]
