@@ -29,9 +29,10 @@ from autopar.capture.derivative import refuse_derivatives
 from autopar.capture.functions import Functions, functions_kept, observed
 from autopar.capture.guard import assigned_buffers_written, guarded
 from autopar.capture.loops import ShortLoops
+from autopar.capture.opaque import observe
 from autopar.capture.questions import Answering, Answers, keep_guards, listen
 from autopar.capture.repeat import Lifted, Repeats, expand, members, record, traced_once
-from autopar.capture.state import State, check_again, state
+from autopar.capture.state import State, buffers, buffers_kept, check_again, state
 from autopar.capture.whole import find as find_whole
 from autopar.capture.whole import keep as keep_whole
 from autopar.capture.whole import paths_of
@@ -75,12 +76,14 @@ class _Captured(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         if self.answers is not None:
             self.answers.asked.clear()
+        given = buffers(self.module)
         try:
             with assigned_buffers_written(self.module, self.registered):
                 loss = call_model(self.module, self.structure, self.loss_fn, tensors)
         except Exception as error:
             raise _RefusedError(error) from error
-        _LEFT[:] = [state(self.module)]  # not an attribute: torch.export restores attributes
+        replaced = {key: b for key, b in buffers(self.module).items() if b is not given.get(key)}
+        _LEFT[:] = [state(self.module) | replaced]  # not an attribute: torch.export restores attributes
         return loss if self.answers is None else (loss, *self.answers.asked)
 
 
@@ -177,6 +180,9 @@ def export(
         with masks_as_given(), plain_averages():
             run(copied)
 
+    valued = batch is not None and not any(map(is_fake, flatten_batch(structure, batch).values()))
+    if valued:
+        observe(model, run)
     kept: dict[str, str] = {}
     functions: Functions = {}
     notes: list[str] = []
@@ -187,7 +193,7 @@ def export(
                 gm, values = _exported(model, structure, loss_fn, dtype, kept, answers)
             break
         except KeptWholeError as error:
-            if batch is None or any(is_fake(tensor) for tensor in flatten_batch(structure, batch).values()):
+            if not valued:
                 raise
             if (function := error.function) is not None and (found := observed(function, model, run)) is not None:
                 functions[function] = found
@@ -227,8 +233,9 @@ def _exported(
     def run(repeats: Repeats | None = repeats) -> tuple[Any, State]:
         return _export(model, copied, structure, repeats, answers), _LEFT.pop()
 
-    program, left = run()
-    notes = check_again(program, before, left, copied, run)
+    with buffers_kept(copied.module):
+        program, left = run()
+        notes = check_again(program, before, left, copied, run)
     lifted = _lifted(program)
     found = expand(program.graph_module, lifted, repeats, model) if repeats is not None else lifted
     if found is None:
@@ -378,10 +385,10 @@ def _label(
             meta(node)["val"] = _plain(meta(node)["val"], node)
     names = _parameter_names(model)
     shapes = dict(model.named_parameters())
-    buffers = dict(copied.module.named_buffers(remove_duplicate=False))
-    sharing = _sharing(buffers, model)
+    registered = dict(copied.module.named_buffers(remove_duplicate=False))
+    sharing = _sharing(registered, model)
     names_of: dict[int, str] = {}
-    for name, tensor in buffers.items():
+    for name, tensor in registered.items():
         names_of.setdefault(id(tensor), name)
     first: dict[str, fx.Node] = {}
     values: dict[str, torch.Tensor] = {}
@@ -406,10 +413,10 @@ def _label(
             if name in sharing:
                 meta(node)["shares"] = sharing[name]
         else:
-            if target in buffers:
-                target = names_of[id(buffers[target])]  # the first of a buffer's several names, as for parameters
+            if target in registered:
+                target = names_of[id(registered[target])]  # the first of a buffer's several names, as for parameters
             meta(node)["buffer"] = target
-            meta(node)["lifted"] = target not in buffers
+            meta(node)["lifted"] = target not in registered
             if target in sharing:
                 meta(node)["shares"] = sharing[target]
             real = constants.get(lifted_as)
