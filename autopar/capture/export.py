@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ from autopar.capture.backward import (
 )
 from autopar.capture.batch import BatchStructure, flatten_batch, rebuild_batch
 from autopar.capture.blocks import stack
+from autopar.capture.boundary import HINT, user_line
 from autopar.capture.clone import LOSS, Twin, twin
 from autopar.capture.derivative import refuse_derivatives
 from autopar.capture.functions import Functions, functions_kept, observed
@@ -349,9 +348,6 @@ def _complete_users(gm: fx.GraphModule) -> None:
 
 def _explain(error: Exception, module: nn.Module) -> CaptureError:
     """An error with the user's source line and the reason."""
-    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))  # a mode's frames are autopar's
-    frames: Sequence[traceback.FrameSummary] = traceback.extract_tb(error.__traceback__)
-    user = [f for f in frames if not f.filename.startswith((*ours, "<")) and not f.filename.endswith("contextlib.py")]
     kind, text = type(error).__name__, str(error).strip().split("\n")[0]
     dependent = (
         "DataDependent" in kind
@@ -360,14 +356,10 @@ def _explain(error: Exception, module: nn.Module) -> CaptureError:
         or "_local_scalar_dense" in str(error)
     )
     what = "its control flow or a shape depends on the data" if dependent else f"{kind}: {text}"
-    hint = OPAQUE_HINT if dependent else f"the model must run on this batch by itself first; if it does, {OPAQUE_HINT}"
-    if not user:
-        return CaptureError(f"torch.export refused the model: {what}", hint=hint)
-    frame = user[-1]
-    line = f" `{frame.line}`" if frame.line else ""
-    text = f"torch.export refused {frame.filename}:{frame.lineno}{line}: {what}"
-    if not dependent:
-        return CaptureError(text, hint=hint)
+    line = user_line(error)
+    text = f"torch.export refused {line or 'the model'}: {what}"
+    if not dependent or not line:
+        return CaptureError(text, hint=OPAQUE_HINT if dependent else HINT)
     return KeptWholeError(text, OPAQUE_HINT, paths_of(error.__traceback__, module))
 
 

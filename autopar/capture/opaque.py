@@ -95,8 +95,13 @@ def call(name: str, module: nn.Module, *inputs: Tensor) -> Any:
         return result
     result = kept.result(*operands)
     if isinstance(result, Tensor):
-        return _op(name)(operands, tensors)
-    return _rebuilt(result, iter(_op(name + _SEVERAL)(operands, tensors)))
+        return target_of(name)(operands, tensors)
+    return _rebuilt(result, iter(target_of(name, several=True)(operands, tensors)))
+
+
+def target_of(name: str, *, several: bool = False) -> Any:
+    """The operator of the op: it takes the inputs and the module's tensors, and returns a tensor or, with ``several``, a list of them."""
+    return _op(name + _SEVERAL if several else name)
 
 
 def opaque_modules(graph: fx.Graph) -> dict[str, nn.Module]:
