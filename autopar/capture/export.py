@@ -16,6 +16,7 @@ from autopar.capture.backward import (
     KeptWholeError,
     refuse_hooks,
     refuse_nodes,
+    refuse_scripts,
     refuse_stray,
     refuse_strays,
     source,
@@ -165,6 +166,7 @@ def export(
     """
     refuse_hooks(model)
     refuse_strays(model)
+    refuse_scripts(model)
     if isinstance(loss_fn, nn.Module) and next(loss_fn.parameters(), None) is not None:
         raise CaptureError(
             "loss_fn has parameters of its own", hint="make it part of the model, and return the loss from there"
@@ -327,7 +329,7 @@ def _export(
     except _RefusedError as refused:
         if isinstance(refused.error, KeptWholeError):
             refused.error.paths = paths_of(refused.error.__traceback__, copied.module)
-        if isinstance(refused.error, CaptureError):
+        if isinstance(refused.error, CaptureError | MemoryError):
             raise refused.error from None
         raise _explain(refused.error, copied.module) from refused.error
     except Exception as error:

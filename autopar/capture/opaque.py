@@ -172,7 +172,7 @@ def _op(name: str) -> Any:
         ctx.save_for_backward(*inputs[0], *inputs[1])
 
     def backward(ctx: Any, gradient: Any) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        floating = [t.detach().requires_grad_(t.is_floating_point()) for t in ctx.saved_tensors]
+        floating = [t.detach().requires_grad_(t.is_floating_point() or t.is_complex()) for t in ctx.saved_tensors]
         with torch.enable_grad():
             results = tensors_in(kept.compute(floating[: ctx.split], floating[ctx.split :]))
         given = gradient if several else [gradient]

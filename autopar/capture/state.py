@@ -28,13 +28,14 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 def buffers(module: nn.Module) -> State:
     """The buffers of a module and of all modules inside it, those among them that are ``None``."""
-    return {(path, name): b for path, each in module.named_modules() for name, b in each._buffers.items()}
+    owners = [(path, each) for path, each in module.named_modules() if not isinstance(each, torch.jit.ScriptModule)]
+    return {(path, name): buffer for path, each in owners for name, buffer in each._buffers.items()}
 
 
 @contextmanager
 def buffers_kept(module: nn.Module) -> Iterator[None]:
     """The buffers that a forward registers, fills or replaces inside are afterwards what they were before."""
-    before = [(each, dict(each._buffers)) for each in module.modules()]
+    before = [(m, dict(m._buffers)) for m in module.modules() if not isinstance(m, torch.jit.ScriptModule)]
     yield
     for each, own in before:
         each._buffers.clear()

@@ -86,7 +86,7 @@ def _on_one_device(subject: Subject) -> dict[str, Any]:
     loss = reference.run(subject.graph, state, subject.batch)
     loss.backward()
     found = {n: t.grad for n, t in state.items() if n in subject.gradients and t.grad is not None}
-    error = compare(float(loss.detach()), found, subject.loss, subject.gradients)
+    error = compare(float(loss.detach()), found, subject.loss, subject.gradients, rounding=subject.rounding)
     return {"error": error.value, "where": error.where}
 
 
