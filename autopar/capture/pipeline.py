@@ -12,9 +12,11 @@ import torch
 from torch import fx, nn
 
 from autopar.capture.batch import BatchStructure, describe_batch, flatten_batch
+from autopar.capture.boundary import foreign_errors_explained
 from autopar.capture.constants import fold_constants, share_constants, simplify_constants, unused_constants
 from autopar.capture.evaluate import Evaluator
 from autopar.capture.export import export
+from autopar.capture.kernels import keep_ops_without_shapes
 from autopar.capture.layers import borders, build_layers, build_prelude, loss_node
 from autopar.capture.masks import recognise_masks
 from autopar.capture.opaque import opaque_modules
@@ -61,17 +63,18 @@ def capture(
         raise CaptureError(f"precision {precision!r} is not known", hint=f"one of {', '.join(PRECISIONS)}")
     dtype = torch_dtype(precision) if precision is not None else None
     report = progress or (lambda stage: None)
-    structure = describe_batch(model, batch, loss_fn, dtype)
-    report("export")
-    gm, buffers, classes = export(model, structure, loss_fn, dtype, batch)
-    with without_function_modes():  # active modes concern the model's own calls
-        report("clean")
-        graph_meta(gm)["local_batch_norm"] = local_batch_norm
-        gm, constants = clean(gm, buffers)
-        report("segment")
-        written = _buffers(gm, buffers, model)
-        graph = _assemble(gm, constants, structure, classes, model, name or type(model).__name__, written)
-    return check_guards(graph, list(flatten_batch(structure, batch).values()))
+    with foreign_errors_explained(model):
+        structure = describe_batch(model, batch, loss_fn, dtype)
+        report("export")
+        gm, buffers, classes = export(model, structure, loss_fn, dtype, batch)
+        with without_function_modes():  # active modes concern the model's own calls
+            report("clean")
+            graph_meta(gm)["local_batch_norm"] = local_batch_norm
+            gm, constants = clean(gm, buffers)
+            report("segment")
+            written = _buffers(gm, buffers, model)
+            graph = _assemble(gm, constants, structure, classes, model, name or type(model).__name__, written)
+        return check_guards(graph, list(flatten_batch(structure, batch).values()))
 
 
 def clean(gm: fx.GraphModule, buffers: dict[str, torch.Tensor]) -> tuple[fx.GraphModule, dict[str, torch.Tensor]]:
@@ -82,6 +85,7 @@ def clean(gm: fx.GraphModule, buffers: dict[str, torch.Tensor]) -> tuple[fx.Grap
     gm = run_passes(gm, STEPS[-1:])
     constants = fold_constants(gm, Evaluator(gm, buffers))
     simplify_constants(gm, constants)
+    keep_ops_without_shapes(gm)
     gm = run_passes(gm, FINAL_STEPS)
     return gm, unused_constants(gm, constants)
 

@@ -188,10 +188,13 @@ def _call_arguments(node: fx.Node, texts: Texts) -> str:
 
 
 def _opaque(node: fx.Node, name: str, texts: Texts) -> str:
-    """A module that runs as written: nothing in it is sharded, so its result has the captured shape."""
+    """A module that runs as written: nothing in it is sharded, so its results have the captured shapes."""
     inputs, tensors = (literal(arg, texts) for arg in node.args)
     value = meta(node)["val"]
-    return f"opaque.call({quoted(name)}, {inputs}, {tensors}, {tuple(value.shape)}, {value.dtype})"
+    if isinstance(value, torch.Tensor):
+        return f"opaque.call({quoted(name)}, {inputs}, {tensors}, {tuple(value.shape)}, {value.dtype})"
+    results = ", ".join(f"({tuple(each.shape)}, {each.dtype})" for each in value)
+    return f"opaque.call_all({quoted(name)}, {inputs}, {tensors}, [{results}])"
 
 
 def _conversion(node: fx.Node, texts: Texts) -> str:

@@ -16,6 +16,7 @@ REPORTS_FOLDER = Path(__file__).resolve().parent
 TESTS = REPORTS_FOLDER.parent
 ROOT = TESTS.parent
 PIP = ("-m", "pip", "install", "-qq", "--disable-pip-version-check", "--constraint", str(ROOT / "constraints.txt"))
+FURTHER = str(Path(sys.prefix, "survey-further"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +129,23 @@ REPORTS = {
             (*PIP, "--editable", f"{ROOT}[hf,dev,survey]"),
             (*PIP, "--upgrade", "--no-deps", "--target", str(Path(sys.prefix, "survey")), "timm", "torchvision"),
             program("survey"),
+        ),
+    ),
+    "survey-further": Report(
+        "models of packages that the survey lacks, vit-pytorch to torchdiffeq (an hour)",
+        (
+            (*PIP, "--editable", f"{ROOT}[hf,dev]"),
+            # some of them ask for another torch
+            (
+                *PIP[:-2],
+                "--upgrade",
+                "--no-deps",
+                "--target",
+                FURTHER,
+                "--requirement",
+                f"{TESTS}/models/survey_further.txt",
+            ),
+            (*program("survey"), "--models-of", "survey_further"),
         ),
     ),
     "timelines": Report(
