@@ -72,6 +72,7 @@ FILES = (
     "state_places.py",
     "tracing.py",
     "train.py",
+    "type_check.py",
     "values.py",
     "watch.py",
     "weight_gradients.py",

@@ -15,6 +15,7 @@ import contextlib
 import datetime
 import json
 import os
+import re
 import secrets
 import signal
 import socket
@@ -33,8 +34,11 @@ from torch import Tensor, nn
 
 from autopar.program.host import Later
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""A scheduler sends SIGTERM or SIGUSR1 before it takes the machine away, a user SIGINT with Ctrl-C."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+"""A scheduler sends SIGTERM or SIGUSR1 before it takes the machine away, a user SIGINT with Ctrl-C, a terminal SIGHUP when it closes."""
+
+_RANK_0_SPEAKS_S = 1.0  # an error that all ranks have is printed by rank 0 alone, after which torchrun ends the others
+_NAMED = re.compile(r"\w+(Error|Exit): ")
 
 _CONSEQUENCES = (
     "Connection closed by peer",
@@ -54,6 +58,11 @@ def is_consequence(error: str) -> bool:
     return any(sign in error for sign in _CONSEQUENCES)
 
 
+def heeded() -> tuple[signal.Signals, ...]:
+    """``SIGNALS`` without a SIGHUP that is ignored, as ``nohup`` asks for."""
+    return tuple(n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN)
+
+
 class Watch:
     """A context for the whole training of one rank; its main thread calls the methods.
 
@@ -65,7 +74,7 @@ class Watch:
     def __init__(self, limits_s: Mapping[str, float], lost_after_s: float) -> None:
         self._limits_s, self._lost_after_s = limits_s, lost_after_s
         self._interval_s = min(1.0, lost_after_s / 6)
-        self._signals = SIGNALS if threading.current_thread() is threading.main_thread() else ()
+        self._signals = heeded() if threading.current_thread() is threading.main_thread() else ()
         self._main = threading.current_thread().ident
         self._received = 0
         self._now = "set-up", "the set-up", time.monotonic()  # one object, because several threads read it
@@ -323,10 +332,13 @@ def run(main: Callable[[], None]) -> None:
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
         if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
+            if os.environ.get("RANK", "0") != "0":
+                time.sleep(_RANK_0_SPEAKS_S)
+            print(end.code if _NAMED.match(end.code) else f"error: {end.code}", file=sys.stderr)
     except BaseException:  # noqa: BLE001  whatever it was, the process ends with it
         traceback.print_exc()
         status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            stream.flush()
     os._exit(status)

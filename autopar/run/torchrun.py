@@ -58,7 +58,7 @@ def _stream(command: Sequence[str], env: Mapping[str, str]) -> tuple[int, str]:
             assert process.stderr is not None
             for line in process.stderr:
                 sys.stderr.write(line)
-                found = re.match(r"(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception|Exit)\b.*)", line)
+                found = re.match(r"(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception|Exit)\b.*|error: .*)", line)
                 if found:
                     errors.append(found[1].strip())
             status = process.wait()
