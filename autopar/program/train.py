@@ -98,7 +98,15 @@ make_scheduler: Scheduler | None = None
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """The options of the command line."""
+    made = parser()
+    return completed(made, made.parse_args())
+
+
+def parser() -> argparse.ArgumentParser:
+    """Options have no short forms: torchrun, which reads them first, refuses one that begins several of its own."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
     parser.add_argument("--steps", type=count, default=10, help="steps of the whole training, resumed ones included")
     parser.add_argument("--epochs", type=count, metavar="N", help="instead of --steps: as often as all data are read")
     parser.add_argument(
@@ -158,7 +166,7 @@ def arguments() -> argparse.Namespace:
         "--lost-after", type=positive, default=60, metavar="S", help="silence after which a rank counts as lost"
     )
     parser.add_argument("--no-check", action="store_true", help="do not type-check a program whose modules were edited")
-    return completed(parser, parser.parse_args())
+    return parser
 
 
 def completed(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argparse.Namespace:
