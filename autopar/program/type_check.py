@@ -42,7 +42,7 @@ from autopar.program.world import flat_groups
 Progress = Callable[[str], None]
 
 DIGESTS = "checked.json"
-"""The file in a folder with the digests of its modules."""
+"""The file in a folder with the digests of the others."""
 
 _FILES = ("plan.json", "layouts.json", "model.py")
 _ILL_TYPED = (spmd.SpmdTypeError, AssertionError, ValueError, RuntimeError)
@@ -62,20 +62,20 @@ class IllTypedError(RuntimeError):
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """The digest of every module of a program's folder except ``train.py``, which has no part in what a step computes."""
-    modules = sorted(path for path in folder.glob("*.py") if path.name != "train.py")
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in modules}
+    """The digests of ``layouts.json`` and of every module of a program's folder except ``train.py``, which has no collectives."""
+    files = sorted(path for path in (*folder.glob("*.py"), folder / "layouts.json") if path.name != "train.py")
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def write_digests(folder: Path) -> None:
-    """Note the modules of the folder as they are now."""
+    """Note the files of the folder as they are now."""
     part = folder / f"{DIGESTS}.{os.getpid()}.partial"
     part.write_text(json.dumps(digests(folder), indent=1) + "\n")
     part.replace(folder / DIGESTS)
 
 
 def edited(folder: Path) -> list[str]:
-    """The modules that were emitted and have changed since; ``model.py`` if it is not known what was emitted."""
+    """The files that were emitted and have changed since; ``model.py`` if it is not known what was emitted."""
     try:
         known: dict[str, str] = json.loads((folder / DIGESTS).read_text())
     except (OSError, ValueError):
