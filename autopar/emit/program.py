@@ -29,6 +29,7 @@ from autopar.precision import FLOAT16, name_of
 from autopar.program import FILES, copy_runtime
 from autopar.program.chimera import ORDERS
 from autopar.program.state import write_initial
+from autopar.program.type_check import write_digests
 from autopar.schedules.orders import device_order
 from autopar.shard import plan_shardings
 from passes.stages import LocalProgram, cut_stages
@@ -42,7 +43,7 @@ terms of the gradient; I the same values and the same gradient; P a term of the 
 
 model.py is the model, from its layers to PROGRAM at the end; train.py trains it:
 
-    torchrun --nproc-per-node {processes} train.py --data FILE
+    torchrun --nproc-per-node {processes} train.py --dataset FILE
 
 runtime.py is the trainer, plan.json the plan with its prices, layouts.json says what of the original parameters each device holds.
 Written by autopar; yours to edit.
@@ -126,6 +127,7 @@ def emit(
     else:
         constants.unlink(missing_ok=True)
     copy_runtime(path, _imported(source), _is_compiled(local))
+    write_digests(path)
     return local
 
 

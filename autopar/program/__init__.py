@@ -78,6 +78,7 @@ FILES = (
     "state_places.py",
     "tracing.py",
     "train.py",
+    "type_check.py",
     "values.py",
     "watch.py",
     "weight_gradients.py",

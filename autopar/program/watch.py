@@ -17,6 +17,7 @@ import contextlib
 import datetime
 import json
 import os
+import re
 import secrets
 import signal
 import socket
@@ -35,8 +36,11 @@ from torch import Tensor, nn
 
 from autopar.program.host import Later
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""A scheduler sends SIGTERM or SIGUSR1 before it takes the machine away, a user SIGINT with Ctrl-C."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+"""A scheduler sends SIGTERM or SIGUSR1 before it takes the machine away, a user SIGINT with Ctrl-C, a terminal SIGHUP when it closes."""
+
+_RANK_0_SPEAKS_S = 1.0  # an error that all ranks have is printed by rank 0 alone, after which torchrun ends the others
+_NAMED = re.compile(r"\w+(Error|Exit): ")
 
 BEATS_PER_S = 2000
 """The most beats that all nodes together send to the store in a second: three requests each, of 11 microseconds, or 7 % of a processor."""
@@ -123,6 +127,11 @@ class Node:
         return next(rank for rank in self.ranks if rank not in silent)
 
 
+def heeded() -> tuple[signal.Signals, ...]:
+    """``SIGNALS`` without a SIGHUP that is ignored, as ``nohup`` asks for."""
+    return tuple(n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN)
+
+
 class Watch:
     """A context for the whole training of one rank; its main thread calls the methods.
 
@@ -135,7 +144,7 @@ class Watch:
         self._limits_s, self._lost_after_s = limits_s, lost_after_s
         self._interval_s = interval_s(1, lost_after_s)
         self._beats = 0
-        self._signals = SIGNALS if threading.current_thread() is threading.main_thread() else ()
+        self._signals = heeded() if threading.current_thread() is threading.main_thread() else ()
         self._main = threading.current_thread().ident
         self._received = 0
         self._now = "set-up", "the set-up", time.monotonic()  # one object, because several threads read it
@@ -465,10 +474,13 @@ def run(main: Callable[[], None]) -> None:
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
         if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
+            if os.environ.get("RANK", "0") != "0":
+                time.sleep(_RANK_0_SPEAKS_S)
+            print(end.code if _NAMED.match(end.code) else f"error: {end.code}", file=sys.stderr)
     except BaseException:  # noqa: BLE001  whatever it was, the process ends with it
         traceback.print_exc()
         status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            stream.flush()
     os._exit(status)

@@ -82,9 +82,9 @@ def test_the_folder_starts_from_the_models_values(tmp_path: Path, workers1: Work
     program = compiled(tmp_path / "a")
     model, batch = given()
     data = batch_of(program, tmp_path)
-    (loss,) = one_step(workers1, tmp_path / "a", "--data", data)[0].values()
+    (loss,) = one_step(workers1, tmp_path / "a", "--dataset", data)[0].values()
     assert loss == pytest.approx(first_loss(), rel=1e-10)
-    drawn, talk = one_step(workers1, tmp_path / "a", "--data", data, "--draw-init")
+    drawn, talk = one_step(workers1, tmp_path / "a", "--dataset", data, "--draw-init")
     assert abs(drawn[1] - first_loss()) > 0.1 and "starts from drawn values" in talk
     held = values(tmp_path / "a")
     assert set(held) == set(model.state_dict())
@@ -108,7 +108,7 @@ def test_a_folder_without_values_says_so_and_does_not_start_by_itself(tmp_path: 
     program = compiled(tmp_path / "a", model)
     data = batch_of(program, tmp_path)
     assert NO_VALUES in json.loads((tmp_path / "a" / "plan.json").read_text())["notes"]
-    losses, talk = one_step(workers1, tmp_path / "a", "--data", data)
+    losses, talk = one_step(workers1, tmp_path / "a", "--dataset", data)
     assert not losses and "exit" in talk and "has no initial.safetensors" in talk and "--draw-init" in talk
     with pytest.raises(UsageError, match="no values to start from") as error:
         program.step(batch)

@@ -56,7 +56,7 @@ def started(server: Server, folder: Path, shape: Shape, *options: str, change: t
         text = (program / "model.py").read_text()
         assert text.count(old) == 1
         (program / "model.py").write_text(text.replace(old, new))
-    made = Run(program, shape.devices, ["--device", "cpu", *options], [server], folder / "run")
+    made = Run(program, shape.devices, ["--device", "cpu", "--no-check", *options], [server], folder / "run")
     return made.start()
 
 
