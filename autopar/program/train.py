@@ -36,6 +36,7 @@ from autopar.program.guards import GuardError
 from autopar.program.loader import Loader, Order, Synthetic, Tensors
 from autopar.program.metrics import Meter, peak_memory_bytes
 from autopar.program.optimizers import RefusedOptimizerError, Scheduler, select  # noqa: F401  recipes select
+from autopar.program.processes import StartError
 from autopar.program.runtime import (
     CheckpointError,
     DataError,

@@ -54,6 +54,9 @@ REPORTS = {
         "checkpoints of 16,384 ranks from layouts alone, damaged ones, and what checksums cost (minutes)",
         (program("checkpoint_scale"),),
     ),
+    "collectives": Report(
+        "every plan kind's ranks recorded, and checked under NCCL's rules (half an hour)", (program("collectives"),)
+    ),
     "concepts": Report("docs/concepts: their tables and pictures", (program("concepts"),)),
     "draws": Report("seconds in which a rank draws its initial values", (program("draws"),), options=False),
     "dtensor-check": Report(
