@@ -8,8 +8,13 @@ from __future__ import annotations
 import copy
 import json
 import random
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from autopar.errors import UsageError
+from autopar.plan_files import read_plan
 
 MARK = "AUTOPAR_ATTACKED"
 _RUN = f"__import__('pathlib').Path(__import__('os').environ['{MARK}']).touch()"
@@ -241,3 +246,24 @@ def draw(seed: int, plan: dict[str, Any]) -> tuple[str, str]:
     rng = random.Random(seed)
     kind = list(KINDS)[seed % len(KINDS)]
     return kind, KINDS[kind](rng, copy.deepcopy(plan))
+
+
+def read_attacks(base: Path, count: int) -> dict[str, int]:
+    """How many of the first ``count`` attacks on the plan in a file are refused and read, beside the file. Raises ``RuntimeError`` for
+    anything but a sentence with a hint, and for what takes longer than two processor seconds."""
+    plan, file = json.loads(base.read_text()), base.with_name("attack.json")
+    found = {"refused": 0, "read": 0}
+    for seed in range(count):
+        file.write_text(draw(seed, plan)[1], "utf-8", errors="surrogatepass")
+        started = time.process_time()
+        try:
+            read_plan(file)
+            found["read"] += 1
+        except UsageError as error:
+            error.message.encode("utf-8")
+            if not (error.hint and len(error.message) < 2000 and error.message.isprintable()):
+                raise RuntimeError(f"{seed}: {error.message}") from error
+            found["refused"] += 1
+        if time.process_time() - started > 2:
+            raise RuntimeError(f"{seed} takes {time.process_time() - started:.1f} s")
+    return found

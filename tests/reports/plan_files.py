@@ -2,8 +2,8 @@
 
 The file of each seed (``plan_attacks.draw``) is given to every command that reads plans, as one would give it a plan that was sent by
 mail. A command may refuse it with a sentence, or use it, where what was drawn is a plan after all. It may not run anything of it
-(``executed``), end with a fault of autopar's own (``fault``), or go on for more than a minute (``hang``); a refusal takes at most two
-processor seconds (``late``). All is done twice, with assertions and without (``python -O``).
+(``executed``), end with a fault of autopar's own (``fault``), or go on for more than five minutes of a busy machine (``hang``); a
+refusal takes at most two processor seconds (``late``). All is done twice, with assertions and without (``python -O``).
 
 The results have a line for each kind of file and each command, with counts. Ends with status 1 if anything else than ``refused`` and
 ``used`` is among them.
@@ -34,7 +34,7 @@ from places import EVIDENCE, TESTS
 
 RESULTS = EVIDENCE / "plan_files.jsonl"
 SOON_S = 2.0  # processor seconds
-HANG_S = 60
+HANG_S = 300
 GOOD = ("refused", "used")
 
 COMMANDS: dict[str, tuple[str, ...]] = {
@@ -76,7 +76,8 @@ def folder() -> Iterator[Path]:
         os.chdir(here)
         try:
             status, said = invoke(("plan", "victim.py:model", "--devices", "2", "--time-limit", "5", "-o", "base.json"))
-            assert status == 0, said
+            if status != 0:
+                raise RuntimeError(f"there is no plan to attack: {status} {said}")
             yield here
         finally:
             os.chdir(before)
@@ -133,7 +134,7 @@ def attack(seeds: range, commands: dict[str, tuple[str, ...]]) -> Iterator[dict[
             (here / "folder").mkdir(exist_ok=True)
             (here / "folder" / "plan.json").write_bytes(file.read_bytes())
             for name, words in commands.items():
-                faulthandler.dump_traceback_later(5 * HANG_S, exit=True)
+                faulthandler.dump_traceback_later(2 * HANG_S, exit=True)
                 what, said = outcome(tuple(file.name if word == "FILE" else word for word in words), here / "attacked")
                 faulthandler.cancel_dump_traceback_later()
                 yield {"seed": seed, "kind": kind, "command": name, "outcome": what, "said": said[-600:]}
