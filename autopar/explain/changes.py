@@ -8,6 +8,7 @@ that is proposed is feasible, and the one below it in the bisection is not.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from autopar.plan import Plan
 
 MOST_DEVICES = 65_536
 MOST_PROCESSES = 64  # of this machine
+ENOUGH_S = 60.0  # for one search; it stops with the first plan that fits, long before
 LIMIT_S = 4.0  # processor seconds for all searches together: an impossible request is answered soon
 SEQ_STEP = 128
 FIRST = 1.0 - 1e-9  # the gap at which a search stops with the first plan that fits
@@ -72,13 +74,13 @@ def suggest(
     return InfeasibleError(error.message, error.hint, found)
 
 
-def feasible(study: Study, deadline: float, **changes: Any) -> Plan | None:
+def feasible(study: Study, deadline: float = math.inf, **changes: Any) -> Plan | None:
     """Any plan that fits under the changes (as for ``Study.solve``), ``None`` where the search finds none until ``deadline``."""
     left_s = deadline - time.process_time()
     if left_s <= 0:
         return None
     try:
-        return study.solve(target_gap=FIRST, time_limit_s=left_s, explained=False, **changes)
+        return study.solve(target_gap=FIRST, time_limit_s=min(left_s, ENOUGH_S), explained=False, **changes)
     except (InfeasibleError, UsageError):
         return None
 

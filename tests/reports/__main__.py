@@ -110,6 +110,7 @@ REPORTS = {
     "published": Report(
         "the automatic layout on every cell of the published sweep", (program("published"),), options=False
     ),
+    "plan-files": Report("plan files that attack the commands that read them (half an hour)", (program("plan_files"),)),
     "random-models": Report(
         "5,000 models drawn at random against eager PyTorch (an hour)",
         (program("random_models", "--count", "5000", "--seed", "0", "--results", "docs/evidence/random_models.jsonl"),),
