@@ -9,6 +9,9 @@ from autopar.errors import UsageError
 from autopar.plan import NARROW_GRADIENTS, NARROW_MOMENTS
 from autopar.precision import ELEMENT_BYTES, FLOAT8, FLOAT16, TF32
 
+ALIGNMENT_BYTES = 128
+"""Parameters in the flat buffers of emitted programs begin at multiples of this (``program.parameters``)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Precision:

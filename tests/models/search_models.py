@@ -131,6 +131,9 @@ class RandomPricer:
     def mirrored(self, copies: int) -> RandomPricer:
         return self
 
+    def odd_experts(self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy) -> None:
+        """No layer has experts."""
+
     def on(self, cluster: Devices) -> RandomPricer:
         return type(self)(self.graph, self.seed, self.density, self.edges, cluster.slower)
 
@@ -489,6 +492,9 @@ class TransformerPricer:
 
     def mirrored(self, copies: int) -> TransformerPricer:
         return self
+
+    def odd_experts(self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy) -> None:
+        """No layer has experts."""
 
     def on(self, cluster: Devices) -> TransformerPricer:
         return self
