@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -24,7 +25,7 @@ from autopar.errors import LaunchError, UsageError
 from autopar.keywords import Request, Training
 from autopar.program.checkpoint_files import CheckpointError, has_any
 from autopar.program.claims import PARENT, Claim, claimed
-from autopar.program.watch import SIGNALS
+from autopar.program.watch import heeded
 from autopar.run.elastic import Nodes
 from autopar.run.folder import folder_for_program
 from autopar.run.processes import check_count
@@ -88,7 +89,8 @@ def _train(
             nonlocal done
             done = begun + step
             line = json.dumps({"step": done, "loss": loss}) if as_json else f"step {done} loss {loss:.6f}"
-            print(line, flush=True)
+            with contextlib.suppress(OSError) if stop.asked else contextlib.nullcontext():  # the terminal may be gone
+                print(line, flush=True)
             checkpoints.save(program, done, steps)
 
         program.train(batches(), on_step=after)
@@ -96,14 +98,18 @@ def _train(
             if done > begun and done % checkpoints.every:
                 checkpoints.save(program, done, done)
             said = f"{stop.asked}: the training stops after {done} of {steps} steps; --resume goes on from there"
-            print(said, file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):
+                print(said, file=sys.stderr, flush=True)
     if claim is not None:
         os.environ.pop(PARENT, None)
         claim.close()
 
 
 class Stop:
-    """A context in which ``SIGNALS`` do not end this process: ``asked`` is the name of the last one. A second Ctrl-C ends it at once."""
+    """A context in which signals that ask for an end do not end this process: ``asked`` is the name of the last one.
+
+    A second Ctrl-C ends it at once.
+    """
 
     def __init__(self, heeds: bool) -> None:
         self.asked = ""
@@ -112,7 +118,7 @@ class Stop:
 
     def __enter__(self) -> Stop:
         if self._heeds:
-            self._handlers = {number: signal.signal(number, self._receive) for number in SIGNALS}
+            self._handlers = {number: signal.signal(number, self._receive) for number in heeded()}
         return self
 
     def __exit__(self, *_: object) -> None:

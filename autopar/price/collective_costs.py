@@ -81,6 +81,7 @@ def replica_collectives(
     numbers: Precision,
     strategy: Strategy,
     sync: str,
+    mirrored: bool,
 ) -> Iterator[CollectiveCost]:
     """The collectives of data parallelism, with the arguments of ``replicas.spread``."""
     copies, shards = axes
@@ -111,4 +112,8 @@ def replica_collectives(
     each = microbatches if zero >= 2 and not strategy.reduces_once else 1
     yield from over("gradients", Collective.REDUCE_SCATTER, trainable * numbers.reduced, shards, each)
     shard = -(-trainable // group(shards, cluster).size) * numbers.averaged
-    yield from over("gradients", Collective.ALL_REDUCE, shard, copies, each)
+    if mirrored and zero >= 2:
+        yield from over("gradients", Collective.ALL_REDUCE, shard, copies[1:], each)
+        yield from over("gradients", Collective.ALL_REDUCE, shard, copies[:1], 1)
+    else:
+        yield from over("gradients", Collective.ALL_REDUCE, shard, copies, each)

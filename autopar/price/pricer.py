@@ -17,6 +17,7 @@ from autopar.plan import ALL_REDUCE, HALVES, SLICED, TENSOR_OVERLAP, Axis, Recom
 from autopar.price import table as tables
 from autopar.price.collective_costs import CollectiveCost, layer_collectives, move_collectives, replica_collectives
 from autopar.price.collectives import p2p_s
+from autopar.price.experts import odd_widths
 from autopar.price.halves import in_halves
 from autopar.price.host import Offloaded
 from autopar.price.layer import (
@@ -249,6 +250,12 @@ class Pricer:
         found = self._half(cls_name, mesh, strategy, microbatches)
         return found if isinstance(found, str) else ""
 
+    def odd_experts(self, cls_name: str, mesh: Mesh, strategy: Strategy) -> tuple[int, int] | None:
+        """The widths of a product of a layer class's experts that its program computes expert by expert (``ops.experts.odd_products``)."""
+        by_role = None if self.trainer.cpu else self._types.by_role(cls_name, mesh, strategy.roles)
+        types = [by_role[role] for role in strategy.roles] if by_role else []
+        return odd_widths(self.graph.classes[cls_name], mesh, types) if by_role else None
+
     def _half(
         self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int
     ) -> tuple[Core, Bound, Sizes, Turns] | str:
@@ -281,7 +288,14 @@ class Pricer:
             return ()
         (c, cluster), mine = placed, microbatches // self.copies
         own = replica_collectives(
-            _tensors(c), self._replicas(mesh, strategy), mine, cluster, self.numbers, strategy, self.sync
+            _tensors(c),
+            self._replicas(mesh, strategy),
+            mine,
+            cluster,
+            self.numbers,
+            strategy,
+            self.sync,
+            self.copies > 1,
         )
         return (*layer_collectives(bound, runs, cluster, strategy, mine), *own)
 
@@ -388,7 +402,9 @@ class Pricer:
             # if each microbatch is treated as a whole batch, the graph's flops are those of one microbatch
             flops = self._table(cls_name)[0].model_flops / self.graph.parts(microbatches)
             mine, axes = microbatches // self.copies, self._replicas(mesh, strategy)
-            self._spread[key] = spread(_tensors(c), axes, mine, flops, cluster, self.numbers, self.trainer, self.sync)
+            self._spread[key] = spread(
+                _tensors(c), axes, mine, flops, cluster, self.numbers, self.trainer, self.sync, self.copies > 1
+            )
         return self._spread[key]
 
     def _replicas(self, mesh: Mesh, strategy: Strategy) -> tuple[Mesh, Mesh]:

@@ -18,7 +18,9 @@ class Spread:
     """The devices with the same parameters over which ZeRO shards them, with seconds of collectives over them.
 
     ``gather_s`` and ``reduce_s`` have two values: once per step (ZeRO 0 and 1), and around each pass of a layer (ZeRO 2 and 3). If there
-    are several copies of the shards, ``reduce_s`` includes the sum over the copies. ``copies_s`` are those of ZeRO 2 and 3, between flat
+    are several copies of the shards, ``reduce_s`` includes the sum over the copies. If a stage has copies on other pipeline ranks,
+    ``mirrored`` is set: the sum over them starts after the stage's last backward, and ZeRO 2 and 3 make it once a step, in ``mirror_s``;
+    otherwise it is part of the reduction. ``copies_s`` are those of ZeRO 2 and 3, between flat
     buffers and parameters: around a gather, and around a reduction. ``average_s`` is the reduction without ZeRO, once per
     step. ``publish_s`` is a parameter server's broadcast of the updated parameters. ``mean_s`` is the average of the parameters of
     replicas that train apart, which nothing hides. ``flops`` are those of one microbatch, see ``LayerPrice``.
@@ -33,6 +35,8 @@ class Spread:
     average_s: float
     publish_s: float
     mean_s: float
+    mirrored: bool = False
+    mirror_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +57,13 @@ def spread(
     numbers: Precision,
     trainer: Trainer,
     sync: str,
+    mirrored: bool = False,
 ) -> Spread:
     """The data-parallel groups of ``axes`` and their collectives, for ``microbatches`` per step of ``flops`` each, synchronised by ``sync``
-    (``plan.SYNCS``). ``axes`` are ``Strategy.data_axes`` and the axis of a stage's copies, or for replicas that train apart
-    ``Strategy.replicas``."""
+    (``plan.SYNCS``). ``axes`` are ``Strategy.data_axes``, preceded by the axis of a stage's copies if it is ``mirrored``, or for replicas
+    that train apart ``Strategy.replicas``."""
     copies, members = (group(each, cluster) for each in axes)
+    inside, mirror = group(axes[0][mirrored:], cluster), group(axes[0][: int(mirrored)], cluster)
     everyone = group((*axes[0], *axes[1]), cluster)
     parameters, trainable = tensors.parameters, tensors.trainable
 
@@ -66,12 +72,15 @@ def spread(
             return 0.0
         return trainer.data_collective_s(collective, size, tensors.count, ranks, cluster, around_layer)
 
+    shard = -(-trainable // members.size) * numbers.averaged
+
     def reduced(around_layer: bool) -> float:
-        shard = -(-trainable // members.size) * numbers.averaged
-        found = over(Collective.REDUCE_SCATTER, trainable * numbers.reduced, around_layer)
-        if not shard or copies.size == 1:
+        found, ranks = over(Collective.REDUCE_SCATTER, trainable * numbers.reduced, around_layer), copies
+        if around_layer:
+            ranks = inside
+        if not shard or ranks.size == 1:
             return found
-        return found + over(Collective.ALL_REDUCE, shard, around_layer, copies)
+        return found + over(Collective.ALL_REDUCE, shard, around_layer, ranks)
 
     def averaged() -> float:
         if not (steps := local_steps(sync)) or copies.size == 1:
@@ -95,4 +104,6 @@ def spread(
         average_s=over(average, trainable * numbers.averaged, False, members if local_steps(sync) else everyone),
         publish_s=over(Collective.BROADCAST, trainable * numbers.width, False) if sync == PARAMETER_SERVER else 0.0,
         mean_s=averaged(),
+        mirrored=mirrored,
+        mirror_s=over(Collective.ALL_REDUCE, shard, False, mirror) if mirrored else 0.0,
     )

@@ -194,6 +194,23 @@ class FlatGroup:
         """Whether gradients are summed over a process group."""
         return self._group is not None
 
+    @property
+    def stage(self) -> int:
+        """The stage whose parameters these are."""
+        return self.layouts[0].stage
+
+    @property
+    def device(self) -> torch.device:
+        return self._grads.device
+
+    @property
+    def reduction_bytes(self) -> int:
+        """What a reduction keeps while it runs: its result, and on CPUs a copy of its input."""
+        if not self._scattered:
+            return 0
+        copied = self._grads.numel() if self.device.type == "cpu" else 0
+        return (self._own.stop - self._own.start + copied) * self._grads.itemsize
+
     def start_reduction(self) -> None:
         """Start to sum the gradients over the data axes; a parameter server alone gets the sum. Padding has no gradient."""
         self.settle()

@@ -37,7 +37,7 @@ from autopar.program.reductions import Reductions
 from autopar.program.share import Batch, DataError
 from autopar.program.state import initial, read_state, wrong_state
 from autopar.program.tracing import traced
-from autopar.program.values import given, seeded
+from autopar.program.values import draw, given
 from autopar.program.world import Layout, Program, World, load, start
 
 T = TypeVar("T")
@@ -64,6 +64,13 @@ __all__ = [
 def adamw(params: list[nn.Parameter], lr: float, world: World) -> torch.optim.Optimizer:
     """The default optimizer; on GPUs one kernel updates many tensors."""
     return torch.optim.AdamW(params, lr=lr, fused=world.device.type == "cuda" or None)
+
+
+def set_tf32(allowed: bool) -> None:
+    """Let this process round the operands of float32 products to TF32, or not. Without this, cuDNN's convolutions and recurrent layers do,
+    and matrix products don't."""
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    torch.backends.cudnn.allow_tf32 = allowed
 
 
 class ModeError(RuntimeError):
@@ -107,8 +114,7 @@ class Trainer:
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm is {max_norm}: gradients are scaled to a norm above 0, or left alone (None)")
         self.program, self.world, self.max_norm = program, world, max_norm
-        if "tf32" in program.plan.get("allow", ()):
-            torch.set_float32_matmul_precision("high")  # of this process
+        set_tf32("tf32" in program.plan.get("allow", ()))
         self._half_read = False  # whether only some values were replaced by those of files
         same_options({"the seed": seed, "max_norm": max_norm}, world.device)
         self.stages, self._by_stage, self._buffers = build_stages(program, world)
@@ -121,8 +127,10 @@ class Trainer:
             self.load_weights(state)
         elif state is not None:
             self.load_state_dict(read_state(state) if isinstance(state, str | os.PathLike) else state)
+        elif values is not None:
+            self._load(values)
         elif resume is None:
-            self._load(values or seeded(seed))
+            draw(self._training(), seed)
         self.loss_scale = spec.loss_scale and spec.loss_scale(world.device)
         scaled = self.loss_scale and self.loss_scale.scaled
         self._schedule = spec.schedule(program, world, self.stages, self._by_stage, self._reductions, scaled=scaled)

@@ -22,7 +22,8 @@ if [ "$1" = show ]; then echo 127.0.0.1; else echo "$@" > "$FAKE/requeued"; fi
 """
 SRUN = """#!{python}
 import os, signal, subprocess, sys
-step = subprocess.Popen(sys.argv[2:], start_new_session=True)
+command = [word for i, word in enumerate(sys.argv[1:]) if not all(w.startswith("--") for w in sys.argv[1 : i + 2])]
+step = subprocess.Popen(command, start_new_session=True)
 
 
 def members(pid):

@@ -35,6 +35,7 @@ class Devices:
     count: int
     memory_limit_bytes: int
     gpus_per_node: int = 8
+    node_size: int = 0
     kinds: tuple[tuple[float, int], ...] = ()
     slower: float = 1.0
     host_limit_bytes: int = 0

@@ -88,7 +88,7 @@ def test_training_goes_on_at_the_next_row_under_another_batch(
 ) -> None:
     """Batches of 8 rows, then of 12 under another plan: rows 8 to 19 follow, then the next epoch's."""
     torch.save(made(), tmp_path / "data.pt")
-    files = ["--data", f"{tmp_path}/data.pt", "--checkpoint", f"{tmp_path}/saved", "--resume"]
+    files = ["--dataset", f"{tmp_path}/data.pt", "--checkpoint", f"{tmp_path}/saved", "--resume"]
     found: dict[int, float] = {}
     for pool, steps, shape in ((workers1, "1", Shape()), (workers2, "3", Shape(data=2, microbatches=2, batch=12))):
         folder = write_mlp(tmp_path / f"to{steps}", shape)

@@ -299,7 +299,7 @@ RUNTIME = tuple(
          r"index \* \(extent // size\)", "0 * (extent // size)"),
         ("world.py", "a parameter's slices are nested in the wrong order", "pairs",
          GRID, r"for axis, dim in self\.sharded:", "for axis, dim in reversed(self.sharded):"),
-        ("world.py", "gradients are reduced over the wrong group of ranks", "llama", TWO_AXES,
+        ("groups.py", "gradients are reduced over the wrong group of ranks", "llama", TWO_AXES,
          r"ranks\.permute\(\*outer, \*inner\)", "ranks.permute(*inner, *outer)"),
         ("world.py", "the gradients of a stage's copies are not summed", "llama", BOTH_WAYS,
          r"for axis in \(MIRROR, \*layout\.replicated\)", "for axis in layout.replicated"),

@@ -64,7 +64,7 @@ def test_train_resumes_where_it_ended(workers1: WorkerPool, workers2: WorkerPool
     torch.save({name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}, data)
 
     def train(pool: WorkerPool, *args: str) -> Any:
-        return pool.run("programs:ran", str(programs[pool.count]), "--data", data, "--lr", "0.01", *args)[0]
+        return pool.run("programs:ran", str(programs[pool.count]), "--dataset", data, "--lr", "0.01", *args)[0]
 
     straight, _ = train(workers1, "--steps", "5")
     options = ("--checkpoint", saved, "--every", "2", "--keep", "2", "--resume")
@@ -99,7 +99,7 @@ def test_train_reads_the_losses_that_it_prints(workers2: WorkerPool, tmp_path: P
     torch.save({name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}, tmp_path / "data.pt")
 
     def train(*args: str) -> Any:
-        options = ("--data", f"{tmp_path}/data.pt", "--lr", "0.01", "--log", f"{tmp_path}/log", *args)
+        options = ("--dataset", f"{tmp_path}/data.pt", "--lr", "0.01", "--log-file", f"{tmp_path}/log", *args)
         return workers2.run("programs:ran", str(program), *options)[0]
 
     every, _ = train("--steps", "8")
