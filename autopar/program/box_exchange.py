@@ -85,7 +85,13 @@ def _zero_axes(program: Program, world: World) -> set[tuple[str, ...]]:
     """The axes of the ZeRO groups of this rank's stages; the same for every rank of the stages. Replicas that train apart have none."""
     if program.local_steps:
         return set()
-    own = {program.copies(layout)[1] for layout in program.layouts if layout.stage in world.stages}
+    own = {
+        program.copies(layout)[1]
+        for layout in program.layouts
+        if layout.stage in world.stages
+        and program.group(layout)[1]
+        and program.copies(layout)[1] in program.reduced_over(layout)
+    }
     return {axes for axes in own if math.prod(world.coordinates[axis][1] for axis in axes) > 1}
 
 

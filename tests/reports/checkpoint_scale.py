@@ -318,13 +318,15 @@ def page(lines: list[dict[str, Any]]) -> str:
     hurt = [line for line in lines if line["what"] == "damage"]
     silent = sum("silent" in line["outcomes"] for line in hurt)
     refused = sum(set(line["outcomes"]) == {"refused"} for line in hurt)
+    harmless = ", ".join(line["done"] for line in hurt if "read" in line["outcomes"])
+    same = f" Read with the values that were saved, because the bytes are the same: {harmless}." if harmless else ""
     before, after = plans["before"], plans["after"]
     wall = times["wall_and_processor_s"]
     rows = "".join(
-        f"| {title} | {before.get(key, '')} | {after[key]} |\n"
+        f"| {title} | {_number(before.get(key))} | {_number(after[key])} |\n"
         for key, title in (
-            ("bytes_of_a_rank", "bytes that a rank sends rank 0 (before) or writes at its file's end"),
-            ("bytes_on_rank_0", "bytes that rank 0 has to read"),
+            ("bytes_of_a_rank", "bytes that a rank sent rank 0, or now writes at its file's end, at most"),
+            ("bytes_on_rank_0", "bytes of all ranks that rank 0 reads; before, on its GPU"),
             ("boxes", "boxes in the metadata"),
             ("seconds_of_rank_0", "processor seconds of rank 0"),
             ("seconds_of_a_rank", "processor seconds of any rank, for its own part of the plan"),
@@ -367,7 +369,7 @@ Seconds, and seconds of a processor, for {times["mebibytes"]} MiB in boxes of 64
 ## Damage
 
 {len(hurt)} damaged checkpoints, each loaded under the plan that saved it and on one device: {refused} refused under both, {silent} read
-with values that were not saved.
+with values that were not saved.{same}
 
 | damage | cases | refused | for example | said |
 |---|---|---|---|---|
@@ -375,6 +377,10 @@ with values that were not saved.
 Made by `make report NAME=checkpoint-scale` with torch {torch.__version__}, from the lines of
 [checkpoint-scale.jsonl](checkpoint-scale.jsonl). Do not edit.
 """
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:,}"
 
 
 def arguments() -> argparse.Namespace:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from damage import damaged
 from programs import Shape, mlp_batch, mlp_model, write_mlp
 from safetensors.torch import load_file
 from test_run_program import mlp, one_process, state
@@ -92,6 +93,16 @@ def test_train_resumes_where_it_ended(workers1: WorkerPool, workers2: WorkerPool
     assert sorted(path.name for path in Path(saved).glob("step-*")) == ["step-4", "step-5"]
 
 
+def test_train_refuses_a_damaged_checkpoint_by_a_sentence(workers1: WorkerPool, tmp_path: Path) -> None:
+    program, saved = write_mlp(tmp_path / "one", Shape()), tmp_path / "saved"
+    options = ("--draw-init", "--checkpoint", str(saved), "--resume", "--keep", "1")
+    assert list(workers1.run("programs:ran", str(program), "--steps", "1", *options)[0][0]) == [1]
+    for kind, why in (("a bit of values", "do not have their checksum"), ("truncated", "has no whole checkpoint")):
+        damaged(saved / "step-1", saved / "step-1", kind, 0)
+        losses, talk = workers1.run("programs:ran", str(program), "--steps", "2", *options)[0]
+        assert not losses and why in talk and "Traceback" not in talk, talk
+
+
 def test_train_reads_the_losses_that_it_prints(workers2: WorkerPool, tmp_path: Path) -> None:
     program = write_mlp(tmp_path / "two", Shape(data=2, zero=(1, 3)))
     write_file(program / "initial.safetensors", state())
@@ -133,7 +144,7 @@ def test_train_goes_on_where_a_checkpoint_cannot_be_written(workers1: WorkerPool
     (tmp_path / "file").touch()
     losses, talk = workers1.run("programs:ran", str(program), *args[:-1], str(tmp_path / "file" / "saved"))[0]
     assert not losses and "Traceback" not in talk
-    assert f"exit checkpoints cannot be written to {tmp_path}/file/saved: Not a directory; give a folder" in talk
+    assert f"checkpoints cannot be written to {tmp_path}/file/saved: Not a directory; give a folder" in talk
     for option in (("--resume",), ("--every", "5"), ("--keep", "3"), ("--async-save",)):
         talk = workers1.run("programs:ran", str(program), "--draw-init", *option)[0][1]
         assert f"{option[0]} takes --checkpoint DIR" in talk and talk.endswith("exit 2\n")
