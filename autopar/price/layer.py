@@ -420,10 +420,7 @@ def assemble(
     updated = trainable / (data if zero else 1)
     step_s = _update_s(updated, c.tensors, offloaded.states, zero, numbers, cluster)
     if zero < 2:
-        reduction_s, published_s = (reduce, gather) if zero else (spread.average_s, spread.publish_s)
-        under_s = 0.0 if spread.mirrored else backward_compute_s
-        step_s += trainer.exposed_reduction_s(reduction_s, under_s, cluster.overlap_slowdown)
-        step_s += trainer.exposed_gather_s(published_s, forward_compute_s, cluster.overlap_slowdown) + spread.mean_s
+        step_s += spread.once_s(zero, forward_compute_s, backward_compute_s, trainer, cluster.overlap_slowdown)
     elif not each_time:
         last_s = exposed(
             back_s + reduce, backward_compute_s + copies_s[2]
