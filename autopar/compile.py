@@ -12,6 +12,7 @@ Each stage takes values and returns values. The names are those that the command
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
 import tempfile
@@ -166,6 +167,11 @@ def start_program(
     report(progress, "run")
     # the program was type-checked when it was emitted
     program = Program(plan, home, graph, cluster=cluster, state=first, type_check=False, **as_keywords(training))
-    if not lasting:
+    if lasting:
+        with contextlib.suppress(
+            UsageError
+        ):  # processes under torchrun train with it all the same; train.py says that it cannot
+            program.write_recipe(home)
+    else:
         weakref.finalize(program, shutil.rmtree, home, ignore_errors=True)
     return program

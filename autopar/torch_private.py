@@ -70,6 +70,18 @@ def memory(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has one memory with strides: not a sparse one, nor one without a shape yet (lazy modules). (torch 2.11, 2.13)"""
+    from torch.nn.parameter import is_lazy
+
+    if tensor.layout is not torch.strided or is_lazy(tensor):
+        return False
+    try:
+        return tensor.untyped_storage() is not None
+    except (NotImplementedError, RuntimeError):  # a subclass that wraps other tensors
+        return False
+
+
 def custom_op_module(target: Any) -> str | None:
     """The name of the Python module that defines an operator: with ``torch.library.custom_op``, or else the module that registers its
     fake implementation; ``None`` if neither is known. (torch 2.11, 2.13)"""
@@ -257,6 +269,19 @@ def results_of_ops(found: Callable[[torch.Tensor], None]) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def dispatched(run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
+    """Inside, ``run`` is called with every ATen op and its arguments, and returns its result. (torch 2.11, 2.13)"""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return run(func, args, kwargs or {})
+
+    with Mode():
+        yield
+
+
 def fake_store() -> Any:
     """The store of the fake process group, whose collectives only compute shapes (private through torch 2.13)."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -366,3 +391,18 @@ def pipeline_order(
         ]
         for rank in range(line)
     ]
+
+
+def object_tensor(value: Any) -> torch.Tensor:
+    """A Python object as torch's collectives of objects send it: bytes. (torch 2.11, 2.13)"""
+    from torch.distributed.distributed_c10d import _object_to_tensor
+
+    data, _ = _object_to_tensor(value, torch.device("cpu"), None)
+    return torch.as_tensor(data)
+
+
+def tensor_object(data: torch.Tensor) -> Any:
+    """The object of ``object_tensor``. It is pickled: only for bytes from processes of the same call. (torch 2.11, 2.13)"""
+    from torch.distributed.distributed_c10d import _tensor_to_object
+
+    return _tensor_to_object(data, data.numel(), None)

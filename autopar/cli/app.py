@@ -241,7 +241,7 @@ command(
     "Write a batch file for sbatch that starts the program in FOLDER (written by `autopar emit`) on the nodes of its plan. Before the "
     "time limit, the ranks save a checkpoint, the job is queued again, and training continues. OPTIONS, after --, are options of the "
     "program's train.py and must include --checkpoint DIR.",
-    ("autopar launch program --slurm train.sbatch -- --checkpoint saved --data data.pt",),
+    ("autopar launch program --slurm train.sbatch -- --checkpoint saved --dataset data.pt",),
     click.argument("folder"),
     click.argument("options", nargs=-1, type=click.UNPROCESSED),
     click.option("--slurm", required=True, metavar="FILE", help="The batch file to write."),
@@ -294,7 +294,11 @@ command(
     "Compare MODEL's distributed programs with PyTorch on one device: the loss and every gradient, in float64, in local "
     "processes. A model of the zoo or of a config.json is shrunk first; a factory's model is used as it is. The exit status is 0 only "
     "if every program is exact." + MODEL_HELP,
-    ("autopar verify model.py:factory", "autopar verify llama3-8b --plan plan.json --devices 4"),
+    (
+        "autopar verify model.py:factory",
+        "autopar verify llama3-8b --plan plan.json --devices 4",
+        "autopar verify llama3-405b --plan plan.json --collectives",
+    ),
     click.argument("model"),
     click.option(
         "--devices",
@@ -308,7 +312,8 @@ command(
         "--plan",
         "plan_file",
         metavar="FILE",
-        help="Check this plan only. A plan for more than N devices is shrunk to N, and type-checked at its full size.",
+        help="Check this plan only. A plan for more than N devices is shrunk to N, and type-checked at its full size; with "
+        "--collectives it is checked as it is.",
     ),
     click.option("--seq", type=int, metavar="N", help="Tokens in a sequence of the batch."),
     click.option("--global-batch", type=int, metavar="N", help="Sequences (or images) in a batch of one step."),
@@ -318,6 +323,13 @@ command(
         show_default=True,
         metavar="SIZE",
         help="How much of this machine's memory the comparison may use.",
+    ),
+    click.option(
+        "--collectives",
+        is_flag=True,
+        help="Check what NCCL would do instead: record every rank without communication, and look for ranks that issue different "
+        "collectives, deadlocks, results that are read too early, and buffers that are written while they are sent. Of a large plan the "
+        "distinct ranks are recorded at the plan's own sizes.",
     ),
     allow_option,
     json_option("Print the result as one JSON object."),

@@ -11,17 +11,19 @@ from typing import Any
 
 import torch
 
+from autopar.cli.collectives import print_collectives
 from autopar.cli.commands import allowed
 from autopar.cli.console import console, plain_table, progress_bar
-from autopar.cli.load import Sizes, load_model, read_config
+from autopar.cli.load import Sizes, load_model, names_code, read_config
 from autopar.graph import Graph
 from autopar.measure import EXACT
 from autopar.plan import Plan
-from autopar.plan_files import read_plan
+from autopar.plan_files import check_model, read_plan
 from autopar.run.processes import check_count
 from autopar.search.concessions import Concession
 from autopar.units import parse_size
 from autopar.verify import Report, shrink_config
+from autopar.verify.collectives import verify_collectives, verify_plan_collectives
 from autopar.verify.run import verify_workload
 from autopar.workload import Workload, with_concession
 from autopar.zoo import find
@@ -35,15 +37,16 @@ def verify_command(
     model: str,
     devices: int,
     plan_file: str | None,
-    seq: int | None,
-    global_batch: int | None,
-    memory_limit: str,
-    allow: tuple[str, ...],
+    collectives: bool,
     as_json: bool,
+    **request: Any,
 ) -> None:
     """Ends the process with status 1 unless the model is exact under all plans that were checked, or, where a plan gives up exactness,
-    agrees with what it is compared with."""
-    limit = parse_size(memory_limit)
+    agrees with what it is compared with; with ``collectives``, unless nothing is found."""
+    if collectives:
+        _collectives(model, devices, plan_file, request, as_json)
+        return
+    limit, seq, global_batch = parse_size(request["memory_limit"]), request["seq"], request["global_batch"]
     check_count(devices)
     plan = read_plan(plan_file) if plan_file else None
     torch.manual_seed(0)
@@ -54,7 +57,7 @@ def verify_command(
         sizes = Sizes(
             seq, global_batch
         )  # with a plan and a shrunken model, the sizes of the model that the plan is for
-        workload, notes = _load(model, devices, Sizes() if plan_file and not _is_factory(model) else sizes)
+        workload, notes = _load(model, devices, Sizes() if plan_file and not names_code(model) else sizes)
         real = _real(model, plan, seq) if plan is not None and notes else None
         report = verify_workload(
             workload,
@@ -62,7 +65,7 @@ def verify_command(
             plan=plan,
             real=real,
             memory_limit_bytes=limit,
-            allow=allowed({"allow": allow}),
+            allow=allowed(request),
             progress=show,
         )
     if as_json:
@@ -74,9 +77,29 @@ def verify_command(
         sys.exit(1)
 
 
+def _collectives(model: str, devices: int, plan_file: str | None, request: dict[str, Any], as_json: bool) -> None:
+    plan = read_plan(plan_file) if plan_file else None
+    torch.manual_seed(0)
+    with redirect_stdout(sys.stderr), progress_bar("verify", lines=True) as show:
+        if plan is None:
+            check_count(devices)
+            workload, notes = _load(model, devices, Sizes(request["seq"], request["global_batch"]))
+            report = verify_collectives(workload, devices, allow=allowed(request), progress=show)
+        else:
+            graph, notes = _real(model, plan, request["seq"]), []
+            check_model(plan, graph)
+            report = verify_plan_collectives(graph, plan, progress=show)
+    if as_json:
+        print(json.dumps(report.to_json() | {"notes": notes}, indent=1))
+    else:
+        print_collectives(report, notes)
+    if not report.clean:
+        sys.exit(1)
+
+
 def _load(model: str, devices: int, sizes: Sizes) -> tuple[Workload, list[str]]:
     """The model with its batch, on the CPU, and notes about the sizes that were made smaller."""
-    if _is_factory(model):
+    if names_code(model):
         return load_model(model, sizes, device="cpu", default_precision="float32"), []
     is_file = model.endswith(".json") or Path(model).is_file()
     config = read_config(Path(model)) if is_file else find(model).config
@@ -88,10 +111,6 @@ def _load(model: str, devices: int, sizes: Sizes) -> tuple[Workload, list[str]]:
     return Workload(module, batch, name=name), [
         f"shrunk: {changed}; batch of {rows}" + (f" x {seq}" if "input_ids" in batch else "")
     ]
-
-
-def _is_factory(model: str) -> bool:
-    return ":" in model or model.endswith(".py")
 
 
 def _real(model: str, plan: Plan, seq: int | None) -> Graph:

@@ -421,10 +421,8 @@ def assemble(
     step_s = _update_s(updated, c.tensors, offloaded.states, zero, numbers, cluster)
     if zero < 2:
         step_s += spread.once_s(zero, forward_compute_s, backward_compute_s, trainer, cluster.overlap_slowdown)
-    elif not each_time:
-        last_s = exposed(
-            back_s + reduce, backward_compute_s + copies_s[2]
-        )  # of a backward that is longer by the copies
+    elif not each_time:  # the last backward is longer by the copies
+        last_s = exposed(back_s + reduce, backward_compute_s + copies_s[2])
         step_s += copies_s[2] + last_s - exposed(back_s, backward_compute_s) + waits_s[2]
     if zero >= 2:
         step_s += spread.mirror_s

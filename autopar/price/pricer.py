@@ -17,6 +17,7 @@ from autopar.plan import ALL_REDUCE, HALVES, SLICED, TENSOR_OVERLAP, Axis, Recom
 from autopar.price import table as tables
 from autopar.price.collective_costs import CollectiveCost, layer_collectives, move_collectives, replica_collectives
 from autopar.price.collectives import p2p_s
+from autopar.price.experts import odd_widths
 from autopar.price.halves import in_halves
 from autopar.price.host import Offloaded
 from autopar.price.layer import (
@@ -248,6 +249,12 @@ class Pricer:
         """Why the microbatches of a layer class are not computed in halves (``passes.halves``); empty if they can be."""
         found = self._half(cls_name, mesh, strategy, microbatches)
         return found if isinstance(found, str) else ""
+
+    def odd_experts(self, cls_name: str, mesh: Mesh, strategy: Strategy) -> tuple[int, int] | None:
+        """The widths of a product of a layer class's experts that its program computes expert by expert (``ops.experts.odd_products``)."""
+        by_role = None if self.trainer.cpu else self._types.by_role(cls_name, mesh, strategy.roles)
+        types = [by_role[role] for role in strategy.roles] if by_role else []
+        return odd_widths(self.graph.classes[cls_name], mesh, types) if by_role else None
 
     def _half(
         self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int

@@ -339,6 +339,7 @@ class World:
         default_factory=dict
     )  # by rank: this rank and one that it exchanges tensors with
     places: Places = field(default_factory=Places)  # of optimizer states that are not on the device
+    timeout_s: float = 600  # of groups that are made later
 
     @property
     def pipeline(self) -> int:
@@ -430,6 +431,7 @@ def start(program: Program, *, device: str | None = None, timeout_s: float = 600
         replica=_replica_group(groups, program, mesh.mesh),
         links=groups.links(mesh.mesh, pairs, mesh.get_group("pipeline")) if program.has_links else {},
         places=Places(nvme or str(program.plan.get("nvme_path", ""))),
+        timeout_s=timeout_s,
     )
     _warm_up(groups, here)
     return world

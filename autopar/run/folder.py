@@ -85,6 +85,12 @@ def _compiled(source: bytes) -> CodeType:
     return code
 
 
+def compile_sources(folder: str | os.PathLike[str]) -> None:
+    """Compile the folder's modules, so that forks of this process import them sooner."""
+    for source in Path(folder).glob("*.py"):
+        _compiled(source.read_bytes())
+
+
 def _at(path: str, code: CodeType) -> CodeType:
     """The code as that of the file ``path``, which tracebacks name."""
     inner = tuple(_at(path, each) if isinstance(each, CodeType) else each for each in code.co_consts)

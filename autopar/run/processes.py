@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import json
 import os
 import selectors
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -32,6 +34,10 @@ _GRACE_S = (
     0.5  # after the first failure: how long other ranks may still report, to tell the cause from its consequences
 )
 
+
+_HERE = "127.0.0.1"
+_LOOPBACK = dict([("GLOO_SOCKET_IFNAME", name) for _, name in socket.if_nameindex() if name in ("lo", "lo0")][:1])
+_BACKLOG = 2048
 
 PROCESSES_PER_CORE = 8
 """More would mostly wait for each other, and each takes some hundred MB."""
@@ -76,17 +82,19 @@ class Processes:
         assert count == len(places.prefixes) > 0
         check_count(count)
         self.count = count
-        self.store = _listen(port, count)
+        address = {**(env or {}), **places.env}.get("MASTER_ADDR", _HERE)
+        self.store = _listen(address, port, count)
         self.folder = Path(tempfile.mkdtemp(prefix="autopar-"))
         self._calls = 0
         self._workers: list[subprocess.Popen[str]] = []
         common = {
+            **_LOOPBACK,
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
             "WORLD_SIZE": str(count),
             "LOCAL_WORLD_SIZE": str(count),
-            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_ADDR": address,
             "MASTER_PORT": str(self.store.port),
             **(env or {}),
             **places.env,
@@ -188,12 +196,22 @@ class Processes:
         return error
 
 
-def _listen(port: int, count: int) -> dist.TCPStore:
+def _listen(address: str, port: int, count: int) -> dist.TCPStore:
+    """A store that listens on that address alone: on its own, torch's store listens on all interfaces, and it asks nobody who they are."""
+    listener = socket.socket()
     try:
-        return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    except dist.DistNetworkError as error:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(_BACKLOG)
+        port = listener.getsockname()[1]
+        # the store closes the listener
+        return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    except (OSError, OverflowError, dist.DistNetworkError) as error:
+        listener.close()
+        is_taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        why = "is already taken" if is_taken else f"cannot be used ({getattr(error, 'strerror', None) or error})"
         raise LaunchError(
-            f"port {port} on 127.0.0.1 is already taken, so {count} processes have nowhere to meet",
+            f"port {port} on {address} {why}, so {count} processes have nowhere to meet",
             "choose another port, or 0 for any that is free",
         ) from error
 

@@ -34,7 +34,7 @@ from autopar.precision import TF32
 from autopar.schedules import Schedule
 from autopar.schedules.memory import most_in_flight
 from autopar.schedules.step_time import lower_bound, simulate
-from autopar.search.notes import notes_of, outside_notes, sync_notes, whole_layers
+from autopar.search.notes import notes_of, odd_experts, outside_notes, sync_notes, whole_layers
 from autopar.search.problem import Choice, Devices, Mesh, Pricer, mirrors, no_mirror
 from autopar.search.tables import Instance
 from autopar.search.timeline import Counts, Device, Moment
@@ -448,7 +448,12 @@ def evaluate(
         f"stage {i} needs {size(plan.stages[i].memory.total)} of {size(plan.stages[i].memory_limit_bytes)}"
         for i in plan.too_full
     ]
-    notes = (*plan.notes, *whole_layers(plan, pricer), *([f"the plan does not fit: {', '.join(over)}"] if over else []))
+    notes = (
+        *plan.notes,
+        *whole_layers(plan, pricer),
+        *odd_experts(plan, pricer),
+        *([f"the plan does not fit: {', '.join(over)}"] if over else []),
+    )
     return replace(plan, notes=notes)
 
 

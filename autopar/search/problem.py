@@ -107,6 +107,10 @@ class Pricer(Protocol):
         """Why the microbatches of a layer class are not computed in halves; empty if they can be."""
         ...
 
+    def odd_experts(self, cls_name: str, mesh: Mesh, strategy: Strategy) -> tuple[int, int] | None:
+        """The widths of a product of a layer class's experts that a program on GPUs computes expert by expert; ``None`` without one."""
+        ...
+
     def on(self, cluster: Any) -> Pricer:
         """The prices on other devices, such as those of one stage."""
         ...

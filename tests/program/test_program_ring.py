@@ -44,14 +44,24 @@ def axes_of(mesh: DeviceMesh) -> Any:
 
 
 def against_one_device(
-    shape: tuple[int, ...], heads: int, key_heads: int, length: int, mask: Tensor | None, causal: bool, scores: int
+    shape: tuple[int, ...],
+    heads: int,
+    key_heads: int,
+    length: int,
+    mask: Tensor | None,
+    causal: bool,
+    scores: int,
+    size: int = 4,
 ) -> None:
-    """Result and gradients (the mask's too, if it has one) of every slice."""
+    """Result and gradients (the mask's too, if it has one) of every slice. Heads of the value have ``size`` numbers, the others' 6: with 6,
+    and no mask, the device's kernel computes the steps."""
     mesh, n = mesh_of(shape), prod(shape)
     if mesh is None:
         return
     kernels_ring.SCORES = scores
-    whole = [values(2, h, length, e, seed=i) for i, (h, e) in enumerate([(heads, 6), (key_heads, 6), (key_heads, 4)])]
+    whole = [
+        values(2, h, length, e, seed=i) for i, (h, e) in enumerate([(heads, 6), (key_heads, 6), (key_heads, size)])
+    ]
     whole = [x.requires_grad_() for x in whole]
     floating = mask is not None and mask.is_floating_point()
     if floating:
@@ -65,6 +75,7 @@ def against_one_device(
     if mask is not None:
         rows = slices(mask.detach(), n) if mask.shape[-2] > 1 else mask.detach().clone()
         rows.requires_grad_(floating)
+    assert kernels_ring.has_kernel(*mine, rows, 0.0, causal) == (size == 6 and mask is None)
     with on_mesh(mesh):
         out = ring_attention(*mine, axes_of(mesh), rows, **given)
         out.backward(slices(g, n))
@@ -142,12 +153,14 @@ def kept_for_the_backward() -> set[tuple[int, ...]]:
 @pytest.mark.parametrize("causal", [False, True])
 def test_as_on_one_device(shape, causal, workers4):
     n = prod(shape)
-    workers4.run("test_program_ring:against_one_device", shape, 4, 4, 4 * n, None, causal, 2**26)
-    workers4.run("test_program_ring:against_one_device", shape, 6, 2, 4 * n, None, causal, 2**26)
+    for size in (4, 6):
+        workers4.run("test_program_ring:against_one_device", shape, 4, 4, 4 * n, None, causal, 2**26, size)
+        workers4.run("test_program_ring:against_one_device", shape, 6, 2, 4 * n, None, causal, 2**26, size)
 
 
 def test_lengths_that_do_not_halve_and_few_rows_at_once(workers4):
-    workers4.run("test_program_ring:against_one_device", (3,), 2, 1, 15, None, True, 2**26)
+    for size in (4, 6):
+        workers4.run("test_program_ring:against_one_device", (3,), 2, 1, 15, None, True, 2**26, size)
     workers4.run("test_program_ring:against_one_device", (2,), 4, 2, 24, None, True, 100)
 
 
@@ -182,6 +195,28 @@ def test_16_bits(workers2):
 def test_no_scores_are_kept(workers2):
     tensor, rows = (2, 2, 8, 4), (2, 2, 8)
     assert sorted(workers2.run("test_program_ring:kept_for_the_backward")[0]) == sorted([tensor] * 4 + [rows])
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
+def test_every_step_of_a_causal_ring_is_one_call_of_the_kernel_and_as_much_work(n: int) -> None:
+    chunk = 5
+    for rank in range(n):
+        ring = mock.Mock(size=n, place=(rank,), index=lambda place: place[0])
+        order = kernels_ring._Order.of(ring, 2 * chunk, True)
+        for origin in range(n):
+            (part,) = kernels_ring._parts(order, origin, True, 2 * chunk)
+            rows, keys = (s.stop - s.start for s in (part.rows, part.keys))
+            assert part.causal == (origin == rank)
+            assert rows * keys == (2 if origin != rank else 4) * chunk**2
+
+
+def test_the_calls_of_a_gpus_kernel_fit_torch() -> None:
+    """On meta, whose kernels check arguments and give shapes."""
+    q, k, v = (torch.empty(2, 4, length, 64, dtype=torch.bfloat16, device="meta") for length in (8, 16, 16))
+    out, lse = kernels_ring._attention(q, k, v, False, 0.1)
+    assert out.shape == q.shape and lse.shape == q.shape[:-1] and lse.dtype == torch.float32
+    found = kernels_ring._attention_backward((out, q, k, v, out, lse), False, 0.1)
+    assert [t.shape for t in found] == [t.shape for t in (q, k, v)]
 
 
 # -- types ------------------------------------------------------------------------------------------------------------

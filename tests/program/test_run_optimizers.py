@@ -435,7 +435,7 @@ def test_a_learning_rate_that_is_a_tensor_has_a_schedule(tmp_path: Path) -> None
     """The check makes a scheduler too, which writes into its own learning rate alone."""
     folder = emitted(tmp_path, data=2)
     with program_modules(folder):
-        (model,), _ = checked(with_tensor, load(folder), warm_cosine)
+        (model,) = checked(with_tensor, load(folder), warm_cosine).models
     assert float(model.param_groups[0]["lr"]) == 0.5
 
 

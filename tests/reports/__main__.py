@@ -16,6 +16,7 @@ REPORTS_FOLDER = Path(__file__).resolve().parent
 TESTS = REPORTS_FOLDER.parent
 ROOT = TESTS.parent
 PIP = ("-m", "pip", "install", "-qq", "--disable-pip-version-check", "--constraint", str(ROOT / "constraints.txt"))
+FURTHER = str(Path(sys.prefix, "survey-further"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,15 @@ REPORTS = {
     "checkpoints": Report(
         "training that goes on under another plan, pairs of plans drawn at random", (program("checkpoints"),)
     ),
+    "checkpoint-scale": Report(
+        "checkpoints of 16,384 ranks from layouts alone, damaged ones, and what checksums cost (minutes)",
+        (program("checkpoint_scale"),),
+    ),
+    "collectives": Report(
+        "every plan kind's ranks recorded, and checked under NCCL's rules (half an hour)", (program("collectives"),)
+    ),
     "concepts": Report("docs/concepts: their tables and pictures", (program("concepts"),)),
+    "draws": Report("seconds in which a rank draws its initial values", (program("draws"),), options=False),
     "dtensor-check": Report(
         "our rules against DTensor's, and which is wrong where they differ",
         (("-m", "autopar.checks", "--dtensor", "docs/evidence/dtensor-check.md"),),
@@ -125,6 +134,23 @@ REPORTS = {
             program("survey"),
         ),
     ),
+    "survey-further": Report(
+        "models of packages that the survey lacks, vit-pytorch to torchdiffeq (an hour)",
+        (
+            (*PIP, "--editable", f"{ROOT}[hf,dev]"),
+            # some of them ask for another torch
+            (
+                *PIP[:-2],
+                "--upgrade",
+                "--no-deps",
+                "--target",
+                FURTHER,
+                "--requirement",
+                f"{TESTS}/models/survey_further.txt",
+            ),
+            (*program("survey"), "--models-of", "survey_further"),
+        ),
+    ),
     "timelines": Report(
         "predicted against measured timelines on limited nodes (root, a quiet machine, 15 minutes)",
         (program("timelines"),),
@@ -135,6 +161,9 @@ REPORTS = {
     "validation": Report("the cost model against published measurements", (program("validation_page"),)),
     "volumes": Report("bytes per layer as emitted beside the published formulas", (program("volumes"),), options=False),
     "versions": Report("a part of the tests under versions of Python and torch", (program("versions"),)),
+    "watch-load": Report(
+        "requests and connections that the watch costs the ranks' store", (program("watch_load"),), options=False
+    ),
 }
 
 

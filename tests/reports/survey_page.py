@@ -8,7 +8,7 @@ from typing import Any
 from autopar.measure import EXACT
 
 Line = dict[str, Any]
-OUTCOMES = ("exact", "refused", "failed", "wrong")
+OUTCOMES = ("exact", "refused", "failed", "traceback", "dead", "wrong")
 
 
 def write_page(lines: list[Line], path: Path, known: int) -> None:

@@ -17,7 +17,7 @@ from workers import WorkerPool
 from autopar.cli.run import Checkpoints
 from autopar.errors import CheckpointError, UsageError
 from autopar.program import checkpoint_files
-from autopar.program.checkpoint_files import claimed
+from autopar.program.claims import claimed
 from autopar.program.tracing import COMPUTATION, action_name
 from autopar.program.weights import write_file
 from autopar.report.trace import read_trace
@@ -64,7 +64,7 @@ def test_train_resumes_where_it_ended(workers1: WorkerPool, workers2: WorkerPool
     torch.save({name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}, data)
 
     def train(pool: WorkerPool, *args: str) -> Any:
-        return pool.run("programs:ran", str(programs[pool.count]), "--data", data, "--lr", "0.01", *args)[0]
+        return pool.run("programs:ran", str(programs[pool.count]), "--dataset", data, "--lr", "0.01", *args)[0]
 
     straight, _ = train(workers1, "--steps", "5")
     options = ("--checkpoint", saved, "--every", "2", "--keep", "2", "--resume")
@@ -99,7 +99,7 @@ def test_train_reads_the_losses_that_it_prints(workers2: WorkerPool, tmp_path: P
     torch.save({name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}, tmp_path / "data.pt")
 
     def train(*args: str) -> Any:
-        options = ("--data", f"{tmp_path}/data.pt", "--lr", "0.01", "--log", f"{tmp_path}/log", *args)
+        options = ("--dataset", f"{tmp_path}/data.pt", "--lr", "0.01", "--log-file", f"{tmp_path}/log", *args)
         return workers2.run("programs:ran", str(program), *options)[0]
 
     every, _ = train("--steps", "8")
@@ -122,12 +122,18 @@ def test_a_new_run_does_not_replace_the_checkpoints_of_another(tmp_path: Path) -
 
 
 def test_train_goes_on_where_a_checkpoint_cannot_be_written(workers1: WorkerPool, tmp_path: Path) -> None:
-    program = write_mlp(tmp_path / "one", Shape())
-    (tmp_path / "file").touch()
-    args = ("--draw-init", "--steps", "2", "--every", "1", "--checkpoint", str(tmp_path / "file" / "saved"))
+    program, saved = write_mlp(tmp_path / "one", Shape()), tmp_path / "saved"
+    saved.mkdir()
+    for step in (1, 2):
+        (saved / f"step-{step}.partial").touch()  # a file where a save makes its folder
+    args = ("--draw-init", "--steps", "2", "--every", "1", "--checkpoint", str(saved))
     losses, talk = workers1.run("programs:ran", str(program), *args)[0]
     assert list(losses) == [1, 2]
     assert talk.count("no checkpoint: the checkpoint could not be written to") == 2 and talk.endswith("exit 1\n")
+    (tmp_path / "file").touch()
+    losses, talk = workers1.run("programs:ran", str(program), *args[:-1], str(tmp_path / "file" / "saved"))[0]
+    assert not losses and "Traceback" not in talk
+    assert f"exit checkpoints cannot be written to {tmp_path}/file/saved: Not a directory; give a folder" in talk
     for option in (("--resume",), ("--every", "5"), ("--keep", "3"), ("--async-save",)):
         talk = workers1.run("programs:ran", str(program), "--draw-init", *option)[0][1]
         assert f"{option[0]} takes --checkpoint DIR" in talk and talk.endswith("exit 2\n")

@@ -1,0 +1,174 @@
+"""Large plans by their distinct ranks: ranks of one pipeline position do the same, each in groups of its own.
+
+A rank's trace is rewritten in terms of the mesh: a communicator becomes the axes that it runs over and the pipeline positions that it has
+ranks of, a peer its distance. Ranks of one position whose rewritten traces are equal do the same. Then one rank of each position stands for
+all of it: members of a communicator at one position agree because they are equal, those at several positions are compared, and every cycle
+in the order of all ranks' events is one in the order of the positions' events. What is free of deadlock among positions is so among ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from autopar.checks.nccl.findings import Finding, deadlocks, of_rank, sequences
+from autopar.checks.nccl.graph import MODES
+from autopar.checks.nccl.records import Communicator, Event, GroupMade, Operation, Trace, Wait, spans
+
+DIFFERENT = "different ranks"
+"""Ranks of one pipeline position whose traces differ, so that one of them does not stand for the others."""
+
+Coordinates = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """All ranks: ``positions`` of the pipeline, then the axes of a stage's mesh, outermost first."""
+
+    positions: int
+    axes: tuple[tuple[str, int], ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.positions, *(size for _, size in self.axes)
+
+    @property
+    def per_position(self) -> int:
+        return math.prod(size for _, size in self.axes)
+
+    def coordinates(self, rank: int) -> Coordinates:
+        found = []
+        for size in reversed(self.sizes):
+            rank, index = divmod(rank, size)
+            found.append(index)
+        return tuple(reversed(found))
+
+    def rank(self, coordinates: Iterable[int]) -> int:
+        found = 0
+        for index, size in zip(coordinates, self.sizes, strict=True):
+            found = found * size + index
+        return found
+
+    def samples(self) -> list[int]:
+        """The first rank of every position; at the first, a middle and the last position also the ranks at the ends of every axis, of all
+        axes, and one in between."""
+        zeros = (0,) * len(self.axes)
+        inner = {zeros}
+        for number, (_, size) in enumerate(self.axes):
+            inner |= {(*zeros[:number], index, *zeros[number + 1 :]) for index in (1, size - 1)}
+        inner.add(tuple(size - 1 for _, size in self.axes))
+        inner.add(tuple(size // 2 for _, size in self.axes))
+        several = {0, self.positions // 2, self.positions - 1}
+        found = {self.rank((position, *zeros)) for position in range(self.positions)}
+        return sorted(found | {self.rank((position, *place)) for position in several for place in inner})
+
+
+def by_position(trace: Trace, grid: Grid) -> Trace:
+    """The trace in terms of the mesh: its rank is the pipeline position.
+
+    Raises ``ValueError`` for a communicator whose ranks are no product of axes.
+    """
+    groups = _roles(trace, grid)
+    here = trace.rank
+    events: list[Event] = []
+    for event in trace.events:
+        if isinstance(event, GroupMade):
+            events.append(GroupMade(groups[event.group]))
+        elif isinstance(event, Operation):
+            events.append(_rewritten(event, groups[event.group], here, grid))
+        else:
+            events.append(event)
+    return Trace(grid.coordinates(here)[0], grid.positions, tuple(events), trace.races, side_threads=trace.side_threads)
+
+
+def _roles(trace: Trace, grid: Grid) -> dict[Communicator, Communicator]:
+    """Each communicator by the axes and positions that it has ranks of; several with the same are numbered in the order of their making."""
+    found: dict[Communicator, Communicator] = {}
+    count: Counter[str] = Counter()
+    for event in trace.events:
+        if isinstance(event, GroupMade | Operation) and event.group not in found:
+            name, positions = _role(event.group, grid)
+            count[name] += 1
+            found[event.group] = Communicator(f"{name} #{count[name]}", positions, event.group.backend)
+    return found
+
+
+def _role(group: Communicator, grid: Grid) -> tuple[str, tuple[int, ...]]:
+    places = [grid.coordinates(rank) for rank in group.members]
+    values = [sorted({place[dim] for place in places}) for dim in range(len(grid.sizes))]
+    if math.prod(map(len, values)) != len(places):
+        raise ValueError(f"{group} is no product of axes")
+    axes = [name for (name, size), used in zip(grid.axes, values[1:], strict=True) if len(used) == size > 1]
+    partly = [
+        f"{name} {spans(tuple(used))}"
+        for (name, size), used in zip(grid.axes, values[1:], strict=True)
+        if 1 < len(used) < size
+    ]
+    positions = tuple(values[0])
+    over = " x ".join([*axes, *partly]) or "one rank"
+    return f"{over} at {spans(positions)}", positions
+
+
+def _rewritten(operation: Operation, group: Communicator, here: int, grid: Grid) -> Operation:
+    root, detail = operation.root, operation.detail
+    if operation.is_transfer:
+        peer = operation.group.members[operation.root]
+        mine, theirs = grid.coordinates(here), grid.coordinates(peer)
+        way = [b - a for a, b in zip(mine[1:], theirs[1:], strict=True)]
+        way = way if operation.kind == "send" else [-distance for distance in way]
+        apart = tuple(distance % size for distance, (_, size) in zip(way, grid.axes, strict=True))
+        root, detail = group.members.index(theirs[0]), f"by {apart}" if any(apart) else ""
+    return dataclasses.replace(operation, group=group, root=root, detail=detail, splits=None)
+
+
+def check(traces: Mapping[int, Trace], grid: Grid) -> list[Finding]:
+    """Findings of a plan whose ``grid.samples()`` were recorded."""
+    rewritten = {rank: by_position(trace, grid) for rank, trace in traces.items()}
+    found, first = [], dict[int, int]()
+    for rank, trace in sorted(rewritten.items()):
+        if trace.rank not in first:
+            first[trace.rank] = rank
+        elif (finding := _difference(first[trace.rank], rewritten[first[trace.rank]], rank, trace)) is not None:
+            found.append(finding)
+    standing = {position: rewritten[rank] for position, rank in first.items()}
+    found += sequences(standing)
+    found += deadlocks(standing, MODES)
+    for trace in standing.values():
+        found += of_rank(trace)
+    return [_named(finding, first) for finding in found]
+
+
+def _named(finding: Finding, first: Mapping[int, int]) -> Finding:
+    """A finding about positions, whose sentences speak of ranks of the positions."""
+    if finding.kind == DIFFERENT:
+        return finding
+    text = finding.sentence.replace("rank ", "a rank of pipeline position ")
+    ranks = tuple(first[position] for position in finding.ranks)
+    return dataclasses.replace(finding, sentence=text, ranks=ranks)
+
+
+def _difference(first: int, ours: Trace, rank: int, theirs: Trace) -> Finding | None:
+    """Where two ranks of one position differ."""
+    for a, b in zip(ours.events, theirs.events, strict=False):
+        if a != b:
+            return Finding(
+                DIFFERENT,
+                f"ranks {first} and {rank} of one pipeline position differ: {_told(a)} and {_told(b)}",
+                (first, rank),
+                place=getattr(b, "place", ""),
+            )
+    if len(ours.events) != len(theirs.events):
+        sentence = (
+            f"ranks {first} and {rank} of one pipeline position have {len(ours.events)} and {len(theirs.events)} events"
+        )
+        return Finding(DIFFERENT, sentence, (first, rank))
+    return None
+
+
+def _told(event: Event) -> str:
+    if isinstance(event, Operation):
+        return f"{event} of {event.group.name} at {event.place}"
+    return f"a wait at {event.place}" if isinstance(event, Wait) else str(event)

@@ -1,0 +1,284 @@
+"""What is wrong with recorded ranks: sequences that differ, deadlocks, missing waits, tensors that are written too early, operands that
+NCCL does not take."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from autopar.checks.nccl.graph import MODES, Graph, Mode
+from autopar.checks.nccl.records import Communicator, Operation, Trace, Wait, spans
+
+DTYPES = frozenset(
+    (
+        "int8",
+        "uint8",
+        "int32",
+        "int64",
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+        "bool",
+        "float8_e4m3fn",
+        "float8_e5m2",
+    )
+)
+"""Dtypes of torch that its NCCL backend sends; complex ones are sent as their real parts."""
+_SENT_AS_PARTS = ("complex64", "complex128")
+_LIMIT = 3  # sentences of one sort about one communicator
+
+SEQUENCE = "sequence"
+DEADLOCK = "deadlock"
+LATE = "late result"
+IN_FLIGHT = "written in flight"
+NEVER_WAITED = "never waited for"
+NOT_CONTIGUOUS = "not contiguous"
+DTYPE = "dtype"
+THREAD = "thread"
+UNALIGNED = "unaligned"
+FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """``kind`` is one of the constants above, ``modes`` are the names of the modes in which a deadlock happens."""
+
+    kind: str
+    sentence: str
+    ranks: tuple[int, ...]
+    communicator: str = ""
+    place: str = ""
+    modes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        modes = f" ({'; '.join(self.modes)})" if self.modes else ""
+        return f"{self.kind}{modes}: {self.sentence}"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def findings(
+    late: Mapping[int, Trace], at_once: Mapping[int, Trace] | None = None, modes: Sequence[Mode] = MODES
+) -> tuple[Finding, ...]:
+    """All findings of a program whose ranks were all recorded: with late results, and with results at once."""
+    found = [*sequences(late), *deadlocks(late, modes)]
+    for trace in late.values():
+        found += of_rank(trace)
+    for rank, trace in (at_once or {}).items():
+        found += late_results(late[rank], trace)
+    return tuple(found)
+
+
+def unaligned(traces: Mapping[int, Trace]) -> tuple[Finding, ...]:
+    """Operands at addresses that 16 does not divide: NCCL sends them, more slowly."""
+    found: dict[tuple[str, str], Finding] = {}
+    for rank, trace in traces.items():
+        for operation in trace.operations:
+            if any(operand.offset for operand in operation.operands):
+                sentence = f"{operation} at {operation.place} begins {operation.operands[0].offset} bytes after an aligned address"
+                where = str(operation.group), operation.place
+                found.setdefault(where, Finding(UNALIGNED, sentence, (rank,), *where))
+    return tuple(found.values())
+
+
+# -- each communicator's sequence --------------------------------------------------------------------------------------
+
+
+def agreed(operation: Operation) -> tuple[Any, ...]:
+    """What all members of a communicator must have in common."""
+    sizes = tuple((math.prod(operand.shape), operand.dtype) for operand in operation.operands)
+    return operation.kind, sizes, operation.detail, operation.root
+
+
+def by_communicator(traces: Mapping[int, Trace]) -> dict[Communicator, dict[int, list[Operation]]]:
+    """The collectives of each communicator, by rank, in their order."""
+    found: dict[Communicator, dict[int, list[Operation]]] = defaultdict(dict)
+    for rank, trace in traces.items():
+        for operation in trace.operations:
+            if not operation.is_transfer:
+                found[operation.group].setdefault(rank, []).append(operation)
+    return found
+
+
+def sequences(traces: Mapping[int, Trace]) -> list[Finding]:
+    """Members of a communicator that do not issue the same collectives, and transfers whose two sides differ."""
+    found = []
+    for group, of_ranks in by_communicator(traces).items():
+        recorded = [rank for rank in group.members if rank in traces]
+        first, *others = recorded
+        for rank in others:
+            finding = _difference(group, first, of_ranks.get(first, []), rank, of_ranks.get(rank, []))
+            if finding is not None:
+                found.append(finding)
+        if len(recorded) == len(group.members):
+            found += _splits(group, of_ranks)
+    return [*found, *_transfers(traces)]
+
+
+def _difference(
+    group: Communicator, first: int, ours: Sequence[Operation], rank: int, theirs: Sequence[Operation]
+) -> Finding | None:
+    for number, (a, b) in enumerate(zip(ours, theirs, strict=False), 1):
+        if agreed(a) != agreed(b):
+            return Finding(
+                SEQUENCE,
+                f"collective {number} of {group} is {_told(a)} on rank {first} and {_told(b)} on rank {rank}",
+                (first, rank),
+                str(group),
+                b.place,
+            )
+    if len(ours) == len(theirs):
+        return None
+    longer, shorter = (first, rank) if len(ours) > len(theirs) else (rank, first)
+    more, less = max(ours, theirs, key=len), min(ours, theirs, key=len)
+    return Finding(
+        SEQUENCE,
+        f"rank {longer} issues {len(more)} collectives of {group} and rank {shorter} {len(less)}: the first without a partner is "
+        f"{_told(more[len(less)])}",
+        (longer, shorter),
+        str(group),
+        more[len(less)].place,
+    )
+
+
+def _told(operation: Operation) -> str:
+    root = f", root {operation.root}" if operation.root >= 0 else ""
+    return f"{operation}{root} at {operation.place}"
+
+
+def _splits(group: Communicator, of_ranks: Mapping[int, Sequence[Operation]]) -> Iterator[Finding]:
+    """All-to-alls in which a rank takes another number of rows than its peer sends."""
+    for number in range(min(map(len, of_ranks.values()), default=0)):
+        sizes = [of_ranks[rank][number].splits for rank in group.members]
+        for i, mine in enumerate(sizes):
+            for j, other in enumerate(sizes):
+                if mine is not None and other is not None and mine[0][j] != other[1][i]:
+                    ranks = group.members[i], group.members[j]
+                    operation = of_ranks[ranks[1]][number]
+                    yield Finding(
+                        SEQUENCE,
+                        f"collective {number + 1} of {group}, {_told(operation)}: rank {ranks[0]} sends {mine[0][j]} rows to rank "
+                        f"{ranks[1]}, which takes {other[1][i]}",
+                        ranks,
+                        str(group),
+                        operation.place,
+                    )
+                    return
+
+
+def _transfers(traces: Mapping[int, Trace]) -> Iterator[Finding]:
+    sides: dict[tuple[Communicator, int, int, str], dict[str, list[Operation]]] = {}
+    for rank, trace in traces.items():
+        for operation in trace.operations:
+            if operation.is_transfer:
+                peer = operation.group.members[operation.root]
+                way = (rank, peer) if operation.kind == "send" else (peer, rank)
+                key = (operation.group, *way, operation.detail)
+                sides.setdefault(key, {"send": [], "recv": []})[operation.kind].append(operation)
+    for (group, sender, receiver, _), found in sides.items():
+        if sender not in traces or receiver not in traces:
+            continue
+        sends, receipts = found["send"], found["recv"]
+        for number, (sent, taken) in enumerate(zip(sends, receipts, strict=False), 1):
+            if agreed(sent)[1] != agreed(taken)[1]:
+                yield Finding(
+                    SEQUENCE,
+                    f"transfer {number} from rank {sender} to rank {receiver} over {group} is {_told(sent)} and {_told(taken)}",
+                    (sender, receiver),
+                    str(group),
+                    taken.place,
+                )
+                break
+        else:
+            if len(sends) != len(receipts):
+                alone = (sends if len(sends) > len(receipts) else receipts)[min(len(sends), len(receipts))]
+                yield Finding(
+                    SEQUENCE,
+                    f"{len(sends)} sends from rank {sender} to rank {receiver} over {group} meet {len(receipts)} receives: the first "
+                    f"without a partner is {_told(alone)}",
+                    (sender, receiver),
+                    str(group),
+                    alone.place,
+                )
+
+
+# -- deadlock ----------------------------------------------------------------------------------------------------------
+
+
+def deadlocks(traces: Mapping[int, Trace], modes: Sequence[Mode] = MODES) -> list[Finding]:
+    """The modes in which ranks wait for each other, each with a short cycle; modes with the same cycle are one finding."""
+    found: dict[str, tuple[list[str], tuple[int, ...]]] = {}
+    for mode in modes:
+        graph = Graph(traces, mode)
+        stuck = graph.stuck()
+        if stuck:
+            cycle = graph.cycle(stuck)
+            ranks = tuple(sorted({graph.nodes[node].rank for node in cycle} - {-1}))
+            found.setdefault(graph.sentence(cycle), ([], ranks))[0].append(mode.name)
+    return [Finding(DEADLOCK, sentence, ranks, modes=tuple(names)) for sentence, (names, ranks) in found.items()]
+
+
+# -- one rank ----------------------------------------------------------------------------------------------------------
+
+
+def of_rank(trace: Trace) -> Iterator[Finding]:
+    """Findings that one rank's trace shows by itself."""
+    for race in trace.races:
+        yield Finding(IN_FLIGHT, f"on rank {trace.rank}, {race}", (trace.rank,))
+    for text in trace.side_threads:
+        if "gloo" not in text:
+            yield Finding(
+                THREAD, f"rank {trace.rank} issues {text} from another thread than the main one", (trace.rank,)
+            )
+    waited = {event.index for event in trace.events if isinstance(event, Wait)}
+    seen: Counter[tuple[str, str]] = Counter()
+    for operation in trace.operations:
+        for kind, why in _faults(operation, operation.index in waited):
+            seen[kind, operation.place] += 1
+            if seen[kind, operation.place] == 1:
+                sentence = f"rank {trace.rank}: {_told(operation)} of {operation.group} {why}"
+                yield Finding(kind, sentence, (trace.rank,), str(operation.group), operation.place)
+
+
+def _faults(operation: Operation, waited: bool) -> Iterator[tuple[str, str]]:
+    if not waited and operation.kind != "send":
+        yield NEVER_WAITED, "is never waited for"
+    if not all(operand.contiguous for operand in operation.operands):
+        yield NOT_CONTIGUOUS, "has an operand that is not contiguous"
+    for operand in operation.operands:
+        if operand.dtype not in DTYPES and operand.dtype not in _SENT_AS_PARTS:
+            yield DTYPE, f"has an operand of {operand.dtype}, which NCCL does not send"
+
+
+def late_results(late: Trace, at_once: Trace) -> Iterator[Finding]:
+    """Values that depend on when results arrive, and operations that do."""
+    wrong = [name for name, digest in at_once.values.items() if late.values.get(name) != digest]
+    if wrong:
+        more = f" and {len(wrong) - _LIMIT} more" if len(wrong) > _LIMIT else ""
+        yield Finding(
+            LATE,
+            f"on rank {late.rank}, {', '.join(wrong[:_LIMIT])}{more} differ when results arrive at the wait alone: something reads a "
+            "result before it",
+            (late.rank,),
+        )
+    if _by_thread(late) != _by_thread(at_once):
+        yield Finding(LATE, f"rank {late.rank} issues other operations when results arrive late", (late.rank,))
+
+
+def _by_thread(trace: Trace) -> dict[int, list[Any]]:
+    """What each thread issues, in order; the order between threads is nobody's."""
+    found: dict[int, list[Any]] = defaultdict(list)
+    for operation in trace.operations:
+        found[operation.thread].append((operation.group, agreed(operation)))
+    return found
+
+
+def summary(traces: Mapping[int, Trace]) -> str:
+    """How much was recorded."""
+    count = sum(len(trace.operations) for trace in traces.values())
+    return f"{count:,} operations on ranks {spans(tuple(sorted(traces)))}"

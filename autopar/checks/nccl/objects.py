@@ -1,0 +1,119 @@
+"""Collectives of Python objects, which ranks that are recorded really exchange, through files.
+
+What a program does next may depend on the other ranks' objects (Muon's owners of parameters, a checkpoint's plan), so a rank's own one
+cannot stand for all of them. Ranks that are recorded at the same time find each other's in a private folder of the call that started them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.torch_private import object_tensor, tensor_object
+
+if TYPE_CHECKING:
+    from autopar.checks.nccl.recorder import Recorder, RecordingGroup
+
+PATIENCE_S = 30.0
+
+
+class MissingObjectError(RuntimeError):
+    """A rank whose object does not come: it is not recorded, or it does not call the collective."""
+
+
+class Objects:
+    """This rank's side of the exchange in ``folder``; without a folder every rank has this rank's object."""
+
+    def __init__(self, folder: Path | None, patience_s: float = PATIENCE_S) -> None:
+        self._folder, self._patience_s = folder, patience_s
+        self._calls: Counter[str] = Counter()
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether other ranks' objects come."""
+        return self._folder is not None
+
+    def sent(self, group: RecordingGroup, kind: str, value: Any) -> Callable[[], list[Any]]:
+        """Send this rank's object; the call that it gives waits for all members' objects, in the group's order."""
+        members, name = group.communicator.members, group.communicator.name
+        self._calls[name] += 1
+        if self._folder is None:
+            return lambda: [value] * len(members)
+        files = [self._folder / f"{name}.{self._calls[name]}.{kind}.{rank}" for rank in members]
+        own = files[group.rank()]
+        draft = own.with_suffix(own.suffix + ".draft")
+        draft.write_bytes(bytes(object_tensor(value).numpy()))
+        draft.rename(own)
+
+        def collected() -> list[Any]:
+            end = time.monotonic() + self._patience_s
+            while missing := [rank for rank, file in zip(members, files, strict=True) if not file.exists()]:
+                if time.monotonic() > end:
+                    raise MissingObjectError(
+                        f"{kind} of {group.communicator}: rank {missing[0]} sends no object within {self._patience_s:g} s"
+                    )
+                time.sleep(0.002)
+            return [tensor_object(torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8)) for file in files]
+
+        return collected
+
+    def functions(self, recorder: Recorder) -> dict[str, Callable[..., Any]]:
+        """What replaces torch's functions of these names."""
+
+        def meet(kind: str, value: Any, group: Any, root: int = -1) -> tuple[list[Any], RecordingGroup]:
+            ours: Any = group or dist.group.WORLD
+            work = recorder.issue(ours, kind, root=root)
+            found = self.sent(ours, kind, value)()
+            work.wait()
+            if recorder.thread() == 0:
+                recorder.host_sync()
+            return found, ours
+
+        def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
+            object_list[:] = meet("all_gather_object", obj, group)[0]
+
+        def gather_object(
+            obj: Any, object_gather_list: Any = None, dst: Any = None, group: Any = None, group_dst: Any = None
+        ) -> None:
+            root = _root(dst, group_dst, group)
+            found, ours = meet("gather_object", obj, group, root)
+            if ours.rank() == root:
+                object_gather_list[:] = found
+
+        def broadcast_object_list(
+            object_list: list[Any], src: Any = None, group: Any = None, device: Any = None, group_src: Any = None
+        ) -> None:
+            root = _root(src, group_src, group)
+            found, ours = meet("broadcast_object_list", list(object_list), group, root)
+            if ours.rank() != root:
+                object_list[:] = found[root]
+
+        def scatter_object_list(
+            scatter_object_output_list: list[Any],
+            scatter_object_input_list: Any = None,
+            src: Any = None,
+            group: Any = None,
+            group_src: Any = None,
+        ) -> None:
+            root = _root(src, group_src, group)
+            found, ours = meet("scatter_object_list", scatter_object_input_list, group, root)
+            scatter_object_output_list[0] = found[root][ours.rank()]
+
+        return {
+            function.__name__: function
+            for function in (all_gather_object, gather_object, broadcast_object_list, scatter_object_list)
+        }
+
+
+def _root(rank: int | None, group_rank: int | None, group: Any) -> int:
+    """The root as a rank of the group, from its rank in the world or in the group (0 if neither is given)."""
+    if group_rank is not None:
+        return group_rank
+    ours: Any = group or dist.group.WORLD
+    return dist.get_group_rank(ours, 0 if rank is None else rank)

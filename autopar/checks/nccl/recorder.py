@@ -1,0 +1,236 @@
+"""A process group that records: one process is any rank of a world of any size, on CPUs, and nothing is sent.
+
+``Recorder(rank, world).start()`` makes it the process's default group and replaces ``torch.cpu``'s streams and events, which do nothing, by
+ones that record. Every collective then becomes an event of the rank's trace, whoever issues it: the program, FSDP2, DTensor, functional
+collectives, pipelines. Results are what this rank's own operands give; what it receives is drawn at random.
+
+Asynchronous results are *late*: the results hold NaN from the issue to ``wait``, where they are compared with what was filled in, and the
+operands with what they were. With ``late=False`` results are there at once, so that two runs give the same values unless the program reads
+a result that it did not wait for.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.checks.nccl.group import BACKEND, RecordingGroup
+from autopar.checks.nccl.objects import Objects
+from autopar.checks.nccl.places import place
+from autopar.checks.nccl.records import (
+    Communicator,
+    Event,
+    GroupMade,
+    HostSync,
+    Operand,
+    Operation,
+    Trace,
+)
+from autopar.checks.nccl.streams import Stream, StreamEvent
+from autopar.checks.nccl.works import LateWork, Values
+from autopar.torch_private import is_fake
+
+_SYNCS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__")
+
+
+ALIGNED = 16  # NCCL's fast paths load 16 bytes at a time
+
+
+def operand(tensor: Tensor) -> Operand:
+    offset = int(tensor.storage_offset()) * tensor.element_size() % ALIGNED if tensor.numel() else 0
+    return Operand(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.is_contiguous(), offset)
+
+
+class Recorder:
+    """Records this process's rank. A process has one, for good: torch's functions stay replaced."""
+
+    def __init__(self, rank: int, world: int, *, late: bool = True, objects: Objects | None = None) -> None:
+        self.rank, self.world, self.late = rank, world, late
+        self.objects = objects or Objects(None)
+        self.events: list[Event] = []
+        self.races: list[str] = []
+        self.side_threads: set[str] = set()
+        self.groups: list[RecordingGroup] = []
+        self._issued = self._received = self._batches = self._events = 0
+        self._batch = 0
+        self._threads: dict[int, int] = {threading.get_ident(): 0}
+        self._lock = threading.Lock()
+        self.streams = [0]  # the current one is the last
+
+    def start(self) -> None:
+        """Become rank ``rank`` of ``world``."""
+        if BACKEND not in dist.Backend.backend_list:
+            dist.Backend.register_backend(BACKEND, self._make_group, extended_api=True, devices=["cpu"])
+        self._replace_streams()
+        self._replace_syncs()
+        self._replace_functions()
+        dist.init_process_group(BACKEND, store=dist.HashStore(), rank=self.rank, world_size=self.world)
+
+    def trace(self, values: dict[str, str] | None = None, finite: bool = True) -> Trace:
+        return Trace(
+            self.rank,
+            self.world,
+            tuple(self.events),
+            tuple(dict.fromkeys(self.races)),
+            values or {},
+            finite,
+            tuple(sorted(self.side_threads)),
+        )
+
+    def thread(self) -> int:
+        return self._threads.setdefault(threading.get_ident(), len(self._threads))
+
+    def new_event(self) -> int:
+        self._events += 1
+        return self._events
+
+    def host_sync(self) -> None:
+        """The host waits for the current stream; before the first operation there is nothing to wait for."""
+        if self._issued:
+            self.events.append(HostSync(self.streams[-1], place()))
+
+    # -- operations ----------------------------------------------------------------------------------------------------
+
+    def issue(
+        self,
+        group: RecordingGroup,
+        kind: str,
+        agreed: Sequence[Tensor] = (),
+        *,
+        operands: Sequence[Tensor] = (),
+        results: Sequence[Tensor] = (),
+        values: Values | None = None,
+        collected: Values | None = None,
+        detail: str = "",
+        root: int = -1,
+        splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
+    ) -> LateWork:
+        """An operation of ``group``: it reads ``operands`` and gives ``results`` the ``values``, which are computed at the issue
+        (``collected``: when they are delivered); ``agreed`` is what the members must agree about."""
+        where = place()
+        thread = self.thread()
+        if thread:
+            self.side_threads.add(f"{kind} of {group.communicator} at {where}")
+        with self._lock:
+            self._issued += 1
+            index = self._issued
+            self.events.append(
+                Operation(
+                    index,
+                    group.communicator,
+                    kind,
+                    tuple(map(operand, agreed)),
+                    detail,
+                    root,
+                    splits,
+                    self.streams[-1],
+                    self._batch,
+                    thread,
+                    where,
+                )
+            )
+        if any(map(is_fake, results)) or any(map(is_fake, operands)):
+            return LateWork(self, index, f"{kind} at {where}", (), (), list)
+        if collected is None:
+            found = values() if values is not None else []
+            collected = lambda: found  # noqa: E731
+        return LateWork(self, index, f"{kind} at {where}", operands, results, collected)
+
+    def drawn(self, like: Tensor) -> Tensor:
+        """What is received into ``like``."""
+        self._received += 1
+        if not like.is_floating_point():
+            return torch.ones_like(like)
+        generator = torch.Generator().manual_seed(self._received)
+        return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.dtype)
+
+    def batch(self, transfers: Sequence[dist.P2POp]) -> list[dist.Work]:
+        """``batch_isend_irecv``: one operation of NCCL on the group's communicator."""
+        self._batches += 1
+        self._batch = self._batches
+        try:
+            works = []
+            for each in transfers:
+                peer = {"group_dst" if each.op is dist.isend else "group_src": each.group_peer}
+                works.append(each.op(each.tensor, group=each.group, tag=each.tag, **peer))
+            return [work for work in works if work is not None]
+        finally:
+            self._batch = 0
+
+    def _make_group(self, options: Any, _: Any = None) -> RecordingGroup:
+        members = tuple(options.global_ranks_in_group or range(options.group_size))
+        group = RecordingGroup(self, options.group_rank, Communicator(str(options.group_id), members, self._asked))
+        self.groups.append(group)
+        self.events.append(GroupMade(group.communicator))
+        return group
+
+    # -- what is replaced ----------------------------------------------------------------------------------------------
+
+    _asked = "nccl"  # the backend of the group that is being made
+
+    def _replace_functions(self) -> None:
+        new_group = dist.new_group
+
+        def recorded_group(
+            ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **options: Any
+        ) -> Any:
+            self._asked = "gloo" if backend == "gloo" else "nccl"
+            try:
+                return new_group(ranks, timeout, None, *args, **options)
+            finally:
+                self._asked = "nccl"
+
+        replaced: dict[str, Callable[..., Any]] = {"new_group": recorded_group, "batch_isend_irecv": self.batch}
+        replaced |= self.objects.functions(self)
+        for name, function in replaced.items():
+            for module in (dist, dist.distributed_c10d):
+                setattr(module, name, function)
+
+    def _replace_syncs(self) -> None:
+        for name in _SYNCS:
+            setattr(Tensor, name, self._syncing(getattr(Tensor, name)))
+        torch.equal = self._syncing(torch.equal)
+
+    def _syncing(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def wrapped(*args: Any, **options: Any) -> Any:
+            if self.thread() == 0:
+                self.host_sync()
+            return function(*args, **options)
+
+        return wrapped
+
+    def _replace_streams(self) -> None:
+        recorder = self
+        default = Stream(recorder, 0)
+        streams = [default]
+        count = itertools.count(1)
+
+        class Current:
+            def __init__(self, stream: Stream | None) -> None:
+                self.stream = stream or streams[-1]
+
+            def __enter__(self) -> None:
+                streams.append(self.stream)
+                recorder.streams.append(self.stream.number)
+
+            def __exit__(self, *_: object) -> None:
+                streams.pop()
+                recorder.streams.pop()
+
+        replaced: dict[str, Any] = {
+            "Stream": lambda *_, **__: Stream(recorder, next(count)),
+            "Event": lambda *_, **__: StreamEvent(recorder, recorder.new_event()),
+            "current_stream": lambda *_: streams[-1],
+            "default_stream": lambda *_: default,
+            "stream": Current,
+        }
+        for name, value in replaced.items():
+            setattr(torch.cpu, name, value)

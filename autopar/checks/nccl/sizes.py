@@ -1,0 +1,91 @@
+"""Tensors without values: a rank of a large plan runs at its real sizes on a laptop.
+
+Inside ``sizes_only`` floating-point tensors have no memory (torch's fake tensors), and neither have large tensors of integers; small
+ones of integers are real, because programs compute with them which rows a rank reads. What the host reads of a tensor without values is a
+constant that changes nothing: a loss is 1, a condition is false, tensors are equal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.torch_private import dispatched, fake_tensors, is_fake, tree_flatten
+
+REAL_ELEMENTS = 2**16
+"""The most integers of a tensor that is real."""
+
+
+@contextlib.contextmanager
+def sizes_only() -> Iterator[None]:
+    fake = fake_tensors()
+
+    def run(op: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        tensors = [leaf for leaf in tree_flatten((args, options))[0] if isinstance(leaf, Tensor)]
+        if any(is_fake(tensor) and not tensor.is_meta for tensor in tensors) or _is_large(op, tensors, args, options):
+            with fake:
+                return op(*args, **options)
+        return op(*args, **options)
+
+    with dispatched(run), _constants():
+        yield
+
+
+def _is_large(op: Any, tensors: list[Tensor], args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    """Whether the op makes a tensor that has no memory here."""
+    device = options.get("device")
+    if any(tensor.is_meta for tensor in tensors) if device is None else torch.device(device).type == "meta":
+        return False
+    if tensors:
+        name = op.overloadpacket.__name__
+        made = name.startswith(("new_", "empty_like", "zeros_like", "ones_like", "full_like", "rand"))
+        return made and any(tensor.is_floating_point() for tensor in tensors)
+    dtype = options.get("dtype") or torch.get_default_dtype()
+    if "dtype" not in options and op.overloadpacket.__name__ in ("arange", "randperm", "randint"):
+        dtype = torch.int64
+    sizes = args[0] if args and isinstance(args[0], list | tuple) else ()
+    if dtype.is_floating_point or dtype.is_complex:
+        return True
+    return math.prod(sizes) > REAL_ELEMENTS
+
+
+@contextlib.contextmanager
+def _constants() -> Iterator[None]:
+    """Inside, the host reads constants of tensors without values."""
+    read: dict[str, Callable[[Tensor], Any]] = {
+        "item": lambda tensor: 1.0 if tensor.is_floating_point() else 1,
+        "tolist": lambda tensor: _nested(tuple(tensor.shape), 1.0 if tensor.is_floating_point() else 1),
+        "__bool__": lambda tensor: False,
+        "__float__": lambda tensor: 1.0,
+        "__int__": lambda tensor: 1,
+        "__index__": lambda tensor: 1,
+    }
+    before = {name: getattr(Tensor, name) for name in read}
+    equal = torch.equal
+    for name, constant in read.items():
+        setattr(Tensor, name, _reading(before[name], constant))
+    torch.equal = lambda input, other: is_fake(input) or is_fake(other) or equal(input, other)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(Tensor, name, function)
+        torch.equal = equal
+
+
+def _nested(shape: tuple[int, ...], value: Any) -> Any:
+    return value if not shape else [_nested(shape[1:], value) for _ in range(shape[0])]
+
+
+def _reading(function: Callable[..., Any], constant: Callable[[Tensor], Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def read(tensor: Tensor, *args: Any) -> Any:
+        return constant(tensor) if is_fake(tensor) else function(tensor, *args)
+
+    return read

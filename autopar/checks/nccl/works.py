@@ -1,0 +1,114 @@
+"""Operations that run until somebody waits for them: results hold NaN until then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.checks.nccl.places import place
+from autopar.checks.nccl.records import Wait
+
+if TYPE_CHECKING:
+    from autopar.checks.nccl.recorder import Recorder
+
+Values = Callable[[], Sequence[Tensor]]
+"""Computes the values of results."""
+
+_equal = torch.equal  # not the one that records
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """A tensor's bytes, which NaN does not make unequal."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _fill(tensor: Tensor) -> None:
+    """Fill in what no result is."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.fill_(float("nan"))
+    elif tensor.dtype == torch.bool:
+        tensor.logical_not_()
+    else:
+        tensor.fill_(torch.iinfo(tensor.dtype).max // 3)
+
+
+class LateWork(dist.Work):
+    """An operation that runs until somebody waits for it."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        index: int,
+        name: str,
+        operands: Sequence[Tensor],
+        results: Sequence[Tensor],
+        values: Values,
+    ) -> None:
+        super().__init__()
+        self._recorder, self._index, self._name = recorder, index, name
+        self._results, self._values = [result.detach() for result in results], values
+        self._operands: list[tuple[Tensor, Tensor]] = []
+        self._filled: list[Tensor] = []
+        self._done = False
+        with torch.no_grad():
+            if not recorder.late:
+                self._deliver()
+                return
+            self._operands = [(tensor.detach(), tensor.detach().clone()) for tensor in operands if tensor.numel()]
+            for result in self._results:
+                if result.numel():
+                    _fill(result)
+            self._filled = [result.clone() for result in self._results]
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._recorder.events.append(Wait(self._index, self._recorder.streams[-1], place()))
+        if not self._done:
+            self._done = True
+            if self._recorder.late:
+                with torch.no_grad():
+                    self._compare()
+                    self._deliver()
+            self._operands, self._filled = [], []
+        return True
+
+    def _compare(self) -> None:
+        changed = [
+            *(("an operand", *pair) for pair in self._operands),
+            *(("a result", *pair) for pair in zip(self._results, self._filled, strict=True)),
+        ]
+        for what, now, before in changed:
+            if now.numel() and not _equal(_bytes(now), _bytes(before)):
+                self._recorder.races.append(f"{what} of {self._name} is written before the wait at {place()}")
+
+    def _deliver(self) -> None:
+        for result, value in zip(self._results, self._values(), strict=True):
+            if result.numel():
+                result.copy_(value)
+
+    def is_completed(self) -> bool:
+        return self._done or not self._recorder.late
+
+    def is_success(self) -> bool:
+        return True
+
+    def exception(self) -> None:
+        return None
+
+    def result(self) -> list[Tensor]:
+        return self._results
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        self.wait()
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self._results)
+        return future

@@ -1,0 +1,134 @@
+"""``autopar verify --collectives``: whether a model's programs can hang or send wrong bytes under NCCL, without a GPU.
+
+Every rank of every kind of plan is recorded (``autopar.verify.recording``) and checked under NCCL's rules (``autopar.checks.nccl``). Of a
+plan with many devices the distinct ranks are, at the plan's own sizes and without values.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autopar.checks.nccl.distinct import Grid, check
+from autopar.checks.nccl.findings import FAILED, Finding, unaligned
+from autopar.emit import emit
+from autopar.errors import AutoparError, UsageError
+from autopar.graph import Graph
+from autopar.plan import Plan
+from autopar.verify.kinds import kinds
+from autopar.verify.mixtures import describe
+from autopar.verify.recording import Recorded, Workers, record, record_sizes
+from autopar.verify.run import MICROBATCHES, Progress
+from autopar.verify.subject import make_subject
+from autopar.workload import Workload
+
+ALL_RANKS = 16
+"""Plans for up to so many devices have all their ranks recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedPlan:
+    """One plan: the ranks that were recorded of its ``devices``, their operations, and what was found."""
+
+    kind: str
+    plan: str
+    devices: int
+    ranks: tuple[int, ...]
+    operations: int
+    seconds: float
+    findings: tuple[Finding, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CollectivesReport:
+    """``skipped`` are the kinds that the model does not admit, with the reason."""
+
+    model: str
+    plans: tuple[RecordedPlan, ...]
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def clean(self) -> bool:
+        """Whether something was recorded, and nothing found."""
+        return bool(self.plans) and not any(plan.findings for plan in self.plans)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"clean": self.clean, **asdict(self)}
+
+
+def verify_collectives(
+    workload: Workload, devices: int, *, allow: Collection[str] = (), progress: Progress | None = None
+) -> CollectivesReport:
+    """Record all ranks of one plan of every kind that the model admits, with values in float64.
+
+    Raises:
+        UsageError: no values.
+        CaptureError: the model cannot be exported.
+    """
+    tell = progress or (lambda what, done, total: None)
+    tell("capture", 0, 1)
+    several = MICROBATCHES if "microbatch_statistics" in allow else 1
+    subject = make_subject(workload.model, workload.batch, workload.loss_fn, name=workload.name, microbatches=several)
+    found, skipped, every = [], dict[str, str](), kinds(devices)
+    with Workers() as workers:
+        for number, kind in enumerate(every):
+            tell(kind.name, number, len(every))
+            start_s = time.perf_counter()
+            try:
+                plan = kind.plan(subject.graph)
+            except UsageError as error:
+                skipped[kind.name] = error.message
+                continue
+            try:
+                recorded = record(subject.graph, plan, subject.state, subject.batch, workers)
+            except AutoparError as error:
+                finding = Finding(FAILED, error.message, ())
+                found.append(RecordedPlan(kind.name, describe(plan), devices, (), 0, _since(start_s), (finding,)))
+                continue
+            found.append(_recorded(kind.name, plan, recorded, recorded.findings(), recorded.notes(), start_s))
+    tell("", len(every), len(every))
+    return CollectivesReport(subject.graph.name, tuple(found), skipped)
+
+
+def verify_plan_collectives(graph: Graph, plan: Plan, progress: Progress | None = None) -> CollectivesReport:
+    """Record the distinct ranks of a plan at its own sizes, all of up to ``ALL_RANKS``; ``graph`` is the model that it was made for.
+
+    Without values nothing is known of results that are read too early: plans of every kind with values show that.
+    """
+    tell = progress or (lambda what, done, total: None)
+    start_s = time.perf_counter()
+    grid = Grid(plan.pipeline, tuple((axis.name, axis.size) for axis in plan.mesh))
+    ranks = list(range(plan.device_count)) if plan.device_count <= ALL_RANKS else grid.samples()
+    with tempfile.TemporaryDirectory(prefix="autopar-verify-") as folder, Workers() as workers:
+        tell("emit", 0, 1)
+        emit(graph, plan, folder)
+        tell(f"{len(ranks)} ranks", 0, 1)
+        shapes = {value.name: (tuple(value.shape), value.dtype) for value in graph.inputs}
+        recorded = record_sizes(Path(folder), shapes, ranks, workers)
+    whole = len(ranks) == plan.device_count
+    findings = recorded.findings() if whole or recorded.failures else tuple(check(recorded.late, grid))
+    notes = (
+        "recorded without values: whether a result is read too early was not checked",
+        *(() if whole else (f"{len(ranks)} of {plan.device_count:,} ranks stand for the others",)),
+        *map(str, unaligned(recorded.late)),
+    )
+    tell("", 1, 1)
+    found = _recorded("the given plan", plan, recorded, findings, notes, start_s)
+    return CollectivesReport(graph.name, (found,))
+
+
+def _recorded(
+    kind: str, plan: Plan, recorded: Recorded, findings: tuple[Finding, ...], notes: tuple[str, ...], start_s: float
+) -> RecordedPlan:
+    operations = sum(len(trace.operations) for trace in recorded.late.values())
+    ranks = tuple(sorted(recorded.late))
+    return RecordedPlan(kind, describe(plan), plan.device_count, ranks, operations, _since(start_s), findings, notes)
+
+
+def _since(start_s: float) -> float:
+    return round(time.perf_counter() - start_s, 2)

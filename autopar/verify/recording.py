@@ -1,0 +1,403 @@
+"""Recording a program's ranks without communication: each is a fork of one worker process, which has imported what they import.
+
+``record`` emits a plan's program, runs some steps of every rank on a recording process group (``autopar.checks.nccl.recorder``) and returns
+the traces; ``Recorded.findings`` are what is wrong. From a Python prompt::
+
+    from autopar.verify.recording import Recipe, Workers, record
+    with Workers() as workers:
+        recorded = record(subject.graph, plan, subject.state, subject.batch, workers)
+    for finding in recorded.findings():
+        print(finding)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib
+import os
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from autopar.checks.nccl.findings import FAILED, Finding, findings, unaligned
+from autopar.checks.nccl.graph import MODES, Mode
+from autopar.checks.nccl.objects import Objects
+from autopar.checks.nccl.recorder import Recorder
+from autopar.checks.nccl.records import Trace
+from autopar.checks.nccl.sizes import sizes_only
+from autopar.emit import emit
+from autopar.graph import Graph
+from autopar.plan import Plan
+from autopar.run.folder import compile_sources, import_runtime, program_modules
+from autopar.run.processes import Processes
+from autopar.run.worker import resolve
+
+LIMIT_S = 300.0
+"""Seconds after which a rank that is recorded is taken to hang: it waits for nobody, so it computes or loops."""
+PRELOADED = (
+    "autopar.program.runtime",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What the ranks do: ``steps`` of the trainer with ``optimizer`` (``"module:function"`` of the parameters) and, if ``save`` is
+    ``"wait"`` or ``"async"``, a checkpoint after the first. ``backend`` compiles the layers of plans that compile them."""
+
+    steps: int = 2
+    optimizer: str = "autopar.verify.recording:adamw"
+    max_norm: float | None = None
+    save: str = ""
+    backend: str = "eager"
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """Traces by rank, with late results and with results at once, and the sentences of ranks that failed."""
+
+    late: Mapping[int, Trace]
+    at_once: Mapping[int, Trace]
+    failures: Mapping[int, str] = field(default_factory=dict)
+
+    def findings(self, modes: Sequence[Mode] = MODES) -> tuple[Finding, ...]:
+        failed = tuple(Finding(FAILED, f"rank {rank}: {text}", (rank,)) for rank, text in self.failures.items())
+        whole = {rank: trace for rank, trace in self.late.items() if rank not in self.failures}
+        return failed + findings(whole, {rank: t for rank, t in self.at_once.items() if rank in whole}, modes)
+
+    def notes(self) -> tuple[str, ...]:
+        """What is slower than it need be, and what was not compared."""
+        found = [str(each) for each in unaligned(self.late)]
+        if not all(trace.finite for trace in self.at_once.values()):
+            found.append("values are not finite, so results that are read too early may not show in them")
+        return tuple(found)
+
+
+class Workers:
+    """The process that the ranks are forks of: it starts at the first use."""
+
+    def __init__(self) -> None:
+        self._processes: Processes | None = None
+
+    def call(self, target: str, *args: Any, timeout_s: float) -> Any:
+        if self._processes is None or not self._processes.alive:
+            self._processes = Processes(1)
+        return self._processes.call(target, *args, timeout_s=timeout_s)[0]
+
+    def close(self) -> None:
+        if self._processes is not None:
+            self._processes.close()
+            self._processes = None
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def record(
+    graph: Graph,
+    plan: Plan,
+    state: Mapping[str, Tensor],
+    batch: Mapping[str, Tensor],
+    workers: Workers,
+    recipe: Recipe | None = None,
+    change: Callable[[Path], None] | None = None,
+) -> Recorded:
+    """Record every rank of the plan's program; ``change`` may change the emitted folder before.
+
+    Raises ``UsageError`` if the model does not admit the plan.
+    """
+    with tempfile.TemporaryDirectory(prefix="autopar-record-") as name:
+        folder = Path(name)
+        emit(graph, dataclasses.replace(plan, nvme_path=name), folder / "program")
+        if change is not None:
+            change(folder / "program")
+        torch.save(dict(state), folder / "initial.pt")
+        return record_folder(folder / "program", folder / "initial.pt", batch, plan.device_count, workers, recipe)
+
+
+def record_folder(
+    program: Path,
+    state: Path,
+    batch: Mapping[str, Tensor],
+    world: int,
+    workers: Workers,
+    recipe: Recipe | None = None,
+) -> Recorded:
+    """Record all ``world`` ranks of an emitted folder from the values of ``state`` (a ``torch.save`` of a state dict)."""
+    with tempfile.TemporaryDirectory(prefix="autopar-traces-") as name:
+        args = (str(program), str(state), dict(batch), world, name, asdict(recipe or Recipe()))
+        failures = workers.call("autopar.verify.recording:record_ranks", *args, timeout_s=2 * LIMIT_S + 60)
+        return _read(Path(name), world, failures)
+
+
+def record_call(target: str, world: int, workers: Workers) -> Recorded:
+    """Record ``"module:function"``, called on each of ``world`` ranks without arguments: code of a user's own."""
+    with tempfile.TemporaryDirectory(prefix="autopar-traces-") as name:
+        failures = workers.call("autopar.verify.recording:record_calls", target, world, name, timeout_s=LIMIT_S)
+        return _read(Path(name), world, failures)
+
+
+def _read(folder: Path, world: int, failures: Mapping[int, str]) -> Recorded:
+    """The traces of all ranks, late and at once."""
+    found: dict[str, dict[int, Trace]] = {"late": {}, "at once": {}}
+    for timing, traces in found.items():
+        for rank in range(world):
+            file = _trace_file(folder, timing, rank)
+            if file.exists():
+                traces[rank] = Trace.read(file)
+    return Recorded(found["late"], found["at once"], failures)
+
+
+def record_sizes(
+    program: Path, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], ranks: Sequence[int], workers: Workers
+) -> Recorded:
+    """Record some ranks of an emitted folder at their real sizes, without values; ``shapes`` are those of the batch's inputs."""
+    with tempfile.TemporaryDirectory(prefix="autopar-traces-") as name:
+        failures: dict[int, str] = {}
+        given = {key: (list(shape), str(dtype).removeprefix("torch.")) for key, (shape, dtype) in shapes.items()}
+        limit_s = LIMIT_S * (1 + len(ranks))
+        failures = workers.call(
+            "autopar.verify.recording:record_ranks_sizes", str(program), given, list(ranks), name, timeout_s=limit_s
+        )
+        traces = {}
+        for rank in ranks:
+            file = _trace_file(Path(name), "sizes", rank)
+            if file.exists():
+                traces[rank] = Trace.read(file)
+        return Recorded(traces, {}, failures)
+
+
+# -- in the worker -----------------------------------------------------------------------------------------------------
+
+
+def adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def record_ranks(
+    program: str, state: str, batch: dict[str, Tensor], world: int, out: str, recipe: dict[str, Any]
+) -> dict[int, str]:
+    """Record all ranks at the same time, late and then at once; why ranks failed."""
+    _preload()
+    compile_sources(program)
+    return _both(
+        world,
+        out,
+        lambda rank, timing, shared: functools.partial(
+            _record_rank, Path(program), state, batch, rank, world, timing, shared, Path(out), Recipe(**recipe)
+        ),
+    )
+
+
+def record_calls(target: str, world: int, out: str) -> dict[int, str]:
+    """Record a function on all ranks, late and then at once; why ranks failed."""
+    _preload()
+    function = resolve(target)
+    return _both(
+        world,
+        out,
+        lambda rank, timing, shared: functools.partial(_record_call, function, rank, world, timing, shared, Path(out)),
+    )
+
+
+def _preload() -> None:
+    torch.set_num_threads(1)
+    for module in PRELOADED:
+        importlib.import_module(module)
+
+
+def _both(world: int, out: str, task: Callable[[int, str, Path], Callable[[], None]]) -> dict[int, str]:
+    """Run all ranks at the same time, with late results and then with results at once; ``task`` gives what a rank runs."""
+    failures: dict[int, str] = {}
+    for timing in ("late", "at once"):
+        with tempfile.TemporaryDirectory(prefix="autopar-objects-") as shared:
+            tasks = {rank: task(rank, timing, Path(shared)) for rank in range(world)}
+            failed = in_forks(tasks, Path(out), LIMIT_S)
+        failures = {rank: f"{text} (results {timing})" for rank, text in failed.items()} | failures
+    return failures
+
+
+def _record_call(function: Callable[[], Any], rank: int, world: int, timing: str, shared: Path, out: Path) -> None:
+    recorder = Recorder(rank, world, late=timing == "late", objects=Objects(shared))
+    recorder.start()
+    function()
+    recorder.trace().write(_trace_file(out, timing, rank))
+
+
+def in_forks(
+    tasks: Mapping[int, Callable[[], None]], logs: Path, limit_s: float, at_a_time: int = 64
+) -> dict[int, str]:
+    """Run every task in a fork of this process; the last line of what a failed one printed, by its number."""
+    failed: dict[int, str] = {}
+    left, running = list(tasks), dict[int, tuple[int, float]]()
+    while left or running:
+        while left and len(running) < at_a_time:
+            number = left.pop(0)
+            running[_fork(tasks[number], logs / f"{number}.log")] = number, time.monotonic() + limit_s
+        time.sleep(0.003)
+        for process, (number, end) in list(running.items()):
+            done, status = os.waitpid(process, os.WNOHANG)
+            if not done and time.monotonic() < end:
+                continue
+            del running[process]
+            if not done:
+                os.kill(process, 9)
+                os.waitpid(process, 0)
+                failed[number] = f"no end after {limit_s:g} s"
+            elif os.waitstatus_to_exitcode(status):
+                lines = (logs / f"{number}.log").read_text(errors="replace").strip().splitlines()
+                failed[number] = lines[-1] if lines else f"ended with status {os.waitstatus_to_exitcode(status)}"
+    return failed
+
+
+def _fork(task: Callable[[], None], log: Path) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # the other thread of this process waits for its parent's calls
+        process = os.fork()
+    if process:
+        return process
+    code = 1
+    try:
+        with log.open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        task()
+        code = 0
+    except BaseException:  # noqa: BLE001  the parent reads the last line
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _trace_file(folder: Path, timing: str, rank: int) -> Path:
+    return folder / f"{timing} {rank}.json"
+
+
+def _record_rank(
+    program: Path,
+    state: str,
+    batch: dict[str, Tensor],
+    rank: int,
+    world: int,
+    timing: str,
+    shared: Path,
+    out: Path,
+    recipe: Recipe,
+) -> None:
+    """Be one rank: some steps, and the trace into ``out``."""
+    warnings.filterwarnings("ignore")
+    torch.manual_seed(0)
+    torch.compile = functools.partial(torch.compile, backend=recipe.backend)
+    recorder = Recorder(rank, world, late=timing == "late", objects=Objects(shared))
+    recorder.start()
+    with program_modules(program):
+        runtime = import_runtime(program)
+        loaded = runtime.load(program)
+        joined = runtime.start(loaded, device="cpu", nvme=str(shared))  # the plan's drives are not here
+        trainer = runtime.Trainer(
+            loaded, joined, state=state, optimizer=resolve(recipe.optimizer), max_norm=recipe.max_norm
+        )
+        losses = []
+        for step in range(recipe.steps):
+            losses.append(trainer.step(batch))
+            if recipe.save and step == 0:
+                trainer.save(shared / "checkpoints", wait=recipe.save == "wait")
+        trainer.finish_saving()
+        trainer.finish_update()
+        values, finite = _digests(trainer, losses)
+    recorder.trace(values, finite).write(_trace_file(out, timing, rank))
+
+
+def record_ranks_sizes(
+    program: str, shapes: dict[str, tuple[list[int], str]], ranks: list[int], out: str
+) -> dict[int, str]:
+    """Record ranks without values, one on each processor at a time; why ranks failed."""
+    _preload()
+    compile_sources(program)
+    tasks = {rank: functools.partial(_record_sizes, Path(program), shapes, rank, Path(out)) for rank in ranks}
+    return in_forks(tasks, Path(out), LIMIT_S, os.cpu_count() or 1)
+
+
+def _record_sizes(program: Path, shapes: dict[str, tuple[list[int], str]], rank: int, out: Path) -> None:
+    warnings.filterwarnings("ignore")
+    torch.compile = _uncompiled  # type: ignore[assignment]
+    with program_modules(program):
+        runtime = import_runtime(program)
+        loaded = runtime.load(program)
+        recorder = Recorder(rank, _world_size(loaded), late=False)
+        recorder.start()
+        joined = runtime.start(loaded, device="cpu", nvme=str(out))
+        _replace_values(program)
+        with sizes_only():
+            trainer = runtime.Trainer(
+                loaded, joined, values=lambda layout: torch.empty(layout.original_shape, dtype=layout.dtype)
+            )
+            batch = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in shapes.items()}
+            for _ in range(Recipe().steps):
+                trainer.step(batch)
+    recorder.trace().write(_trace_file(out, "sizes", rank))
+
+
+def _uncompiled(function: Any = None, **_: Any) -> Any:
+    return function if function is not None else lambda found: found
+
+
+def _world_size(program: Any) -> int:
+    return max(int(stage["devices"][0]) + int(stage["devices"][1]) for stage in program.plan["stages"])
+
+
+def _replace_values(program: Path) -> None:
+    """Functions of the program's modules that read values: digests are equal, and experts have equal shares of the rows."""
+
+    def digest(tensor: Tensor, whole: bool = True) -> int:
+        return 0
+
+    def sizes(counts: Tensor, total: int) -> list[int]:
+        base, rest = divmod(total, len(counts))
+        return [base + (index < rest) for index in range(len(counts))]
+
+    for source in program.glob("*.py"):
+        module = sys.modules.get(source.stem)
+        for function in (digest, sizes):
+            if callable(getattr(module, function.__name__, None)):
+                setattr(module, function.__name__, function)
+
+
+def _digests(trainer: Any, losses: Iterable[float]) -> tuple[dict[str, str], bool]:
+    """Digests of losses and parameters, and whether all values are finite."""
+    tensors = {f"the loss of step {step + 1}": torch.tensor(loss).double() for step, loss in enumerate(losses)}
+    for stage in trainer.stages.values():
+        for name, parameter in stage.named_parameters():
+            value = parameter.detach()
+            tensors[name] = value.to_local() if isinstance(value, DTensor) else value
+    finite = all(bool(value.isfinite().all()) for value in tensors.values() if value.is_floating_point())
+    return {name: _digest(value) for name, value in tensors.items()}, finite
+
+
+def _digest(value: Tensor) -> str:
+    data = value.contiguous().view(-1).view(torch.uint8)
+    return hashlib.sha256(data.numpy().tobytes()).hexdigest()[:16]
