@@ -279,6 +279,7 @@ _PLAN = Fields(
         "pins": Items(_PIN, 0, MOST_LAYERS),
         "allow": Items(Word(ALLOWED), 0, len(ALLOWED)),
         "nvme_path": Text(4096),
+        "gpus_per_node": Whole(0, MOST_DEVICES),
         "wall_time_s": _SECONDS,
         "planning_memory_bytes": _SIZE,
         "request": _REQUEST,
@@ -287,7 +288,7 @@ _PLAN = Fields(
     frozenset(
         {"feasible", "pipeline", "chunks", "prefetch", "sync", "imports", "pins", "allow", "nvme_path", "request"}
     )
-    | {"timeline"},
+    | {"gpus_per_node", "timeline"},
 )
 
 

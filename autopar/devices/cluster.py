@@ -175,9 +175,9 @@ class Cluster:
 
     @property
     def node_size(self) -> int:
-        """The devices of every node; 0 if the nodes differ."""
-        sizes = {part.gpus_per_node for part in self.parts} or {self.gpus_per_node}
-        return self.gpus_per_node if len(sizes) == 1 else 0
+        """The GPUs of every node; 0 if the nodes differ, or the devices are processes on CPUs."""
+        sizes = {part.gpus_per_node for part in self.parts or (self,)}
+        return self.gpus_per_node if len(sizes) == 1 and self.kind == "cuda" else 0
 
     @property
     def linked_gpus(self) -> int:

@@ -423,7 +423,7 @@ def assemble(
     updated = trainable / (data if zero else 1)
     step_s = _update_s(updated, c.tensors, offloaded.states, zero, numbers, cluster)
     if zero < 2:
-        step_s += _flat_s(spread, zero, (forward_compute_s, backward_compute_s), trainer, cluster)
+        step_s += spread.once_s(zero, forward_compute_s, backward_compute_s, trainer, cluster.overlap_slowdown)
     elif not each_time:  # the last backward is longer by the copies
         last_s = exposed(back_s + reduce, backward_compute_s + copies_s[2])
         step_s += copies_s[2] + last_s - exposed(back_s, backward_compute_s) + waits_s[2]
@@ -455,16 +455,6 @@ def assemble(
         nvme_bytes=offloaded.on_nvme(math.ceil(updated), numbers),
         host_saved_bytes=math.ceil(segment_bytes) if on_host else 0,
     )
-
-
-def _flat_s(spread: Spread, zero: int, compute_s: tuple[float, float], trainer: Trainer, cluster: Cluster) -> float:
-    """Seconds a step of the collectives of flat buffers (ZeRO 0 and 1) that the forward and the backward pass do not hide."""
-    slowdown = cluster.overlap_slowdown
-    reduction_s, published_s = (
-        (spread.reduce_s[False], spread.gather_s[False]) if zero else (spread.average_s, spread.publish_s)
-    )
-    exposed_s = trainer.exposed_reduction_s(reduction_s, 0.0 if spread.mirrored else compute_s[1], slowdown)
-    return exposed_s + trainer.exposed_gather_s(published_s, compute_s[0], slowdown) + spread.mean_s
 
 
 def least_time_s(c: Core, strategy: Strategy, trainer: Trainer, cluster: Cluster) -> float:

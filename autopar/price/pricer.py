@@ -288,14 +288,7 @@ class Pricer:
             return ()
         (c, cluster), mine = placed, microbatches // self.copies
         own = replica_collectives(
-            _tensors(c),
-            self._replicas(mesh, strategy),
-            mine,
-            cluster,
-            self.numbers,
-            strategy,
-            self.sync,
-            self.copies > 1,
+            _tensors(c), self._replicas(mesh, strategy), mine, cluster, self.numbers, strategy, self.sync
         )
         return (*layer_collectives(bound, runs, cluster, strategy, mine), *own)
 
@@ -402,18 +395,16 @@ class Pricer:
             # if each microbatch is treated as a whole batch, the graph's flops are those of one microbatch
             flops = self._table(cls_name)[0].model_flops / self.graph.parts(microbatches)
             mine, axes = microbatches // self.copies, self._replicas(mesh, strategy)
-            self._spread[key] = spread(
-                _tensors(c), axes, mine, flops, cluster, self.numbers, self.trainer, self.sync, self.copies > 1
-            )
+            self._spread[key] = spread(_tensors(c), axes, mine, flops, cluster, self.numbers, self.trainer, self.sync)
         return self._spread[key]
 
-    def _replicas(self, mesh: Mesh, strategy: Strategy) -> tuple[Mesh, Mesh]:
-        """The axes of the copies of ZeRO's shards, and those over which it shards."""
-        copies, shards = strategy.replicas(mesh) if local_steps(self.sync) else strategy.data_axes(mesh)
-        if self.copies > 1:
-            far = max(math.prod(axis.size for axis in mesh), self.cluster.count // 2)
-            copies = (Axis("mirror", self.copies, far), *copies)
-        return copies, shards
+    def _replicas(self, mesh: Mesh, strategy: Strategy) -> tuple[Mesh, ...]:
+        """The axes of the copies of ZeRO's shards, those over which it shards, and that of a stage's copies if it has any."""
+        axes = strategy.replicas(mesh) if local_steps(self.sync) else strategy.data_axes(mesh)
+        if self.copies == 1:
+            return axes
+        far = max(math.prod(axis.size for axis in mesh), self.cluster.count // 2)
+        return (*axes, (Axis("mirror", self.copies, far),))
 
     def _neighbours(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> Neighbours:
         """The parameters of the layers that may run directly before and after a layer of the class in the same roles, and of those whose

@@ -38,6 +38,13 @@ class Spread:
     mirrored: bool = False
     mirror_s: float = 0.0
 
+    def once_s(self, zero: int, forward_s: float, backward_s: float, trainer: Trainer, slowdown: float) -> float:
+        """What collectives once a step add to it under ZeRO 0 and 1, if a forward and a backward of the layer compute for these seconds."""
+        reduction_s, published_s = (self.reduce_s[0], self.gather_s[0]) if zero else (self.average_s, self.publish_s)
+        under_s = 0.0 if self.mirrored else backward_s
+        reduced_s = trainer.exposed_reduction_s(reduction_s, under_s, slowdown)
+        return reduced_s + trainer.exposed_gather_s(published_s, forward_s, slowdown) + self.mean_s
+
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
@@ -50,21 +57,20 @@ class Tensors:
 
 def spread(
     tensors: Tensors,
-    axes: tuple[tuple[Axis, ...], tuple[Axis, ...]],
+    axes: tuple[tuple[Axis, ...], ...],
     microbatches: int,
     flops: float,
     cluster: Cluster,
     numbers: Precision,
     trainer: Trainer,
     sync: str,
-    mirrored: bool = False,
 ) -> Spread:
     """The data-parallel groups of ``axes`` and their collectives, for ``microbatches`` per step of ``flops`` each, synchronised by ``sync``
-    (``plan.SYNCS``). ``axes`` are ``Strategy.data_axes``, preceded by the axis of a stage's copies if it is ``mirrored``, or for replicas
-    that train apart ``Strategy.replicas``."""
-    copies, members = (group(each, cluster) for each in axes)
-    inside, mirror = group(axes[0][mirrored:], cluster), group(axes[0][: int(mirrored)], cluster)
-    everyone = group((*axes[0], *axes[1]), cluster)
+    (``plan.SYNCS``). ``axes`` are ``Strategy.data_axes``, or for replicas that train apart ``Strategy.replicas``; and, if stages have
+    copies on other pipeline ranks, a third tuple with the axis of these."""
+    inside, members, *mirrors = (group(each, cluster) for each in axes)
+    copies = group((*axes[0], *(axis for mirror in axes[2:] for axis in mirror)), cluster)
+    everyone = group(tuple(axis for each in axes for axis in each), cluster)
     parameters, trainable = tensors.parameters, tensors.trainable
 
     def over(collective: Collective, size: int, around_layer: bool, ranks: Group = members) -> float:
@@ -75,9 +81,8 @@ def spread(
     shard = -(-trainable // members.size) * numbers.averaged
 
     def reduced(around_layer: bool) -> float:
-        found, ranks = over(Collective.REDUCE_SCATTER, trainable * numbers.reduced, around_layer), copies
-        if around_layer:
-            ranks = inside
+        found = over(Collective.REDUCE_SCATTER, trainable * numbers.reduced, around_layer)
+        ranks = inside if around_layer else copies
         if not shard or ranks.size == 1:
             return found
         return found + over(Collective.ALL_REDUCE, shard, around_layer, ranks)
@@ -104,6 +109,6 @@ def spread(
         average_s=over(average, trainable * numbers.averaged, False, members if local_steps(sync) else everyone),
         publish_s=over(Collective.BROADCAST, trainable * numbers.width, False) if sync == PARAMETER_SERVER else 0.0,
         mean_s=averaged(),
-        mirrored=mirrored,
-        mirror_s=over(Collective.ALL_REDUCE, shard, False, mirror) if mirrored else 0.0,
+        mirrored=mirrors != [],
+        mirror_s=sum(over(Collective.ALL_REDUCE, shard, False, mirror) for mirror in mirrors),
     )

@@ -140,9 +140,10 @@ def check_node(place: Place, plan: Mapping[str, Any], axes: Mapping[str, int]) -
     if gpus_per_node in (0, place.local_size) or place.local_size is None:
         return
     mesh = " x ".join(f"{axis} {size}" for axis, size in axes.items())
+    wanted, found = (f"{count} GPU{'s' if count != 1 else ''}" for count in (gpus_per_node, place.local_size))
     raise StartError(
-        f"the plan is for nodes of {gpus_per_node} GPUs ({devices}: {mesh}), and this node has {place.local_size} of the program's "
-        f"{place.size} processes: other groups of ranks would be inside of a node than those that the plan has priced",
-        f"start {gpus_per_node} processes on every node, or plan for nodes of {place.local_size} GPUs and emit again; a program of any "
-        "plan goes on from the same checkpoints",
+        f"the plan is for nodes of {wanted} ({devices}: {mesh}), and this node has {place.local_size} of the program's {place.size} "
+        "processes: other groups of ranks would be inside of a node than those that the plan has priced",
+        f"start {gpus_per_node} on every node, or plan for nodes of {found} and emit again; a program of any plan goes on from the same "
+        "checkpoints",
     )

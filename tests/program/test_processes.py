@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from programs import Shape, write_mlp
 
-from autopar.program import processes
+from autopar.program import processes, world
 from autopar.program.processes import Place, StartError, check_node, device_of, meet, place_of
 from autopar.program.watch import dump_collectives
+from autopar.run.folder import program_modules
 
 TORCHRUN = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}
 STEP = {
@@ -142,3 +146,52 @@ def test_the_flight_recorder_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path:
         assert not dump_collectives(3)
     finally:
         os.close(reader)
+
+
+class ReachedError(Exception):
+    """The processes are about to meet."""
+
+
+def test_processes_with_gpus_meet_on_nccl_without_a_bound_device(
+    gpus: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With ``device_id`` NCCL would run all transfers of a pipeline on one communicator. A node is held against the plan before that."""
+    met: list[tuple[Any, dict[str, Any]]] = []
+
+    def init(*args: Any, **options: Any) -> None:
+        met.append((args, options))
+        raise ReachedError
+
+    gpus(1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(world.dist, "init_process_group", init)
+    monkeypatch.setattr(world.dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(os, "environ", TORCHRUN | {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_WORLD_SIZE": "2"})
+    folder = write_mlp(tmp_path, Shape(data=2))
+    with program_modules(str(folder)):
+        program = world.load(folder)
+        with pytest.raises(ReachedError):
+            world.start(program, timeout_s=77)
+        assert met == [(("nccl",), {"timeout": datetime.timedelta(seconds=77)})]
+        program = replace(program, plan={**program.plan, "gpus_per_node": 1, "devices": "2x1xH100-80GB"})
+        with pytest.raises(StartError, match="nodes of 1 GPU "):
+            world.start(program)
+        with pytest.raises(ReachedError):
+            world.start(program, device="cpu")  # the plan's nodes are those of GPUs
+        assert len(met) == 2 and met[1][0] == ("gloo",)
+
+
+def test_processes_that_share_a_gpu_are_told_so() -> None:
+    class Shared:
+        error = "NCCL error\nLast error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 50"
+
+        def warm_up(self, device: torch.device) -> None:
+            raise RuntimeError(self.error)
+
+    shared: Any = Shared()
+    with pytest.raises(StartError, match="use the same GPU: Duplicate GPU detected : rank 1 and rank 0") as caught:
+        world._warm_up(shared, torch.device("cuda", 0))
+    assert "--device cpu" in caught.value.hint
+    shared.error = "unhandled system error"
+    with pytest.raises(RuntimeError, match="unhandled system error"):
+        world._warm_up(shared, torch.device("cuda", 0))
