@@ -271,9 +271,9 @@ def _familiar(node: fx.Node, name: str, texts: Texts) -> Text | None:
 
 
 def _flat_sizes(name: str, args: tuple[Any, ...]) -> list[Any]:
-    """The sizes as separate arguments: ``view(a, [2, 3])`` is written ``a.view(2, 3)``."""
+    """The sizes as separate arguments: ``view(a, [2, 3])`` is written ``a.view(2, 3)``, and ``view(a, [])`` as ``a.view([])``."""
     if name in ("view", "reshape", "expand", "permute") and len(args) == 1 and isinstance(args[0], (list, tuple)):
-        return list(args[0])
+        return list(args[0]) or list(args)
     return list(args)
 
 
