@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.capture.storage import tied_first
 from autopar.errors import CaptureError
 from autopar.torch_private import fake_tensors
 
@@ -65,10 +66,14 @@ def twin(
         with mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=cast(tensor), device=device)
 
-    left_out = set(without)
+    left_out, first = set(without), tied_first(model)
     for name, parameter in model.named_parameters():
-        made = None if name in left_out else nn.Parameter(fake(parameter), requires_grad=parameter.requires_grad)
-        memo[id(parameter)] = made
+        known = first[id(parameter)]
+        if known is not parameter:
+            memo[id(parameter)] = memo[id(known)]
+        else:
+            made = None if name in left_out else nn.Parameter(fake(parameter), requires_grad=parameter.requires_grad)
+            memo[id(parameter)] = made
     whole = nn.ModuleDict({"model": model})
     if isinstance(loss_fn, nn.Module):
         whole[_LOSS_KEY] = loss_fn

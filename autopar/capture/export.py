@@ -33,6 +33,7 @@ from autopar.capture.opaque import observe
 from autopar.capture.questions import Answering, Answers, keep_guards, listen
 from autopar.capture.repeat import Lifted, Repeats, expand, members, record, traced_once
 from autopar.capture.state import State, buffers, buffers_kept, check_again, state
+from autopar.capture.storage import identity, refuse_overlaps
 from autopar.capture.whole import find as find_whole
 from autopar.capture.whole import keep as keep_whole
 from autopar.capture.whole import paths_of
@@ -167,6 +168,7 @@ def export(
     refuse_hooks(model)
     refuse_strays(model)
     refuse_scripts(model)
+    refuse_overlaps(model, loss_fn)
     if isinstance(loss_fn, nn.Module) and next(loss_fn.parameters(), None) is not None:
         raise CaptureError(
             "loss_fn has parameters of its own", hint="make it part of the model, and return the loss from there"
@@ -386,6 +388,7 @@ def _label(
         names_of.setdefault(id(tensor), name)
     first: dict[str, fx.Node] = {}
     values: dict[str, torch.Tensor] = {}
+    read: set[str] = set()
     leaves = iter(structure.leaves)
     for kind, lifted_as, node in lifted:
         target = lifted_as.removeprefix("module.")
@@ -422,6 +425,9 @@ def _label(
                     values[target] = real
             elif isinstance(real, torch.Tensor) and not is_fake(real):
                 values[target] = real
+            if node.users:
+                read.add(target)
+    refuse_overlaps(model, None, read)
     return values
 
 
@@ -485,7 +491,7 @@ def _dependent(text: str, node: fx.Node) -> KeptWholeError:
 
 def _parameter_names(model: nn.Module) -> dict[str, tuple[str, tuple[str, ...]]]:
     """For every name of every parameter: the parameter's first name, and its other names."""
-    by_identity: dict[int, list[str]] = {}
+    by_identity: dict[Any, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        by_identity.setdefault(id(parameter), []).append(name)
+        by_identity.setdefault(identity(parameter), []).append(name)
     return {name: (group[0], tuple(group[1:])) for group in by_identity.values() for name in group}

@@ -23,6 +23,7 @@ from autopar.capture.opaque import opaque_modules
 from autopar.capture.questions import check_guards, settle_guards
 from autopar.capture.reach import freeze_unreached
 from autopar.capture.segment import mark_main, segment, updates
+from autopar.capture.storage import identity, ties
 from autopar.errors import CaptureError
 from autopar.graph import Buffer, Graph, Parameter, StateTensor, Value
 from autopar.ops.meta import graph_meta, meta
@@ -113,7 +114,13 @@ def _assemble(
     layers, library, values = build_layers(groups, found, classes, type(model).__name__)
     parameters = _parameters(gm, model)
     notes = list(graph_meta(gm).get("notes", ()))
-    used = {parameter.original for parameter in parameters.values()}
+    tied = ties(model)
+    if tied:
+        some = ", ".join(f"{name} is {first}" for name, first in list(tied.items())[:3])
+        notes.append(
+            f"{some}, in the same memory: one parameter, which the optimizer updates once, with the sum of both gradients"
+        )
+    used = {parameter.original for parameter in parameters.values()} | tied.keys()
     if unused := [n for n, p in model.named_parameters() if p.requires_grad and n not in used]:
         notes.append(f"the loss does not depend on {len(unused)} parameters: {', '.join(unused[:5])}")
     if (still := [name for name, module in model.named_modules() if not module.training]) and model.training:
@@ -157,12 +164,12 @@ def _assemble(
 
 def _state(model: nn.Module) -> tuple[StateTensor, ...]:
     """The model's parameters, then the buffers of its state dict, by each of their names."""
-    found, first = [], dict[int, str]()
+    found, first = [], dict[Any, str]()
     kept = model.state_dict(keep_vars=True)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = {name: tensor for name, tensor in model.named_buffers(remove_duplicate=False) if name in kept}
     for name, tensor in (*parameters.items(), *buffers.items()):
-        alias = first.setdefault(id(tensor), name)
+        alias = first.setdefault(identity(tensor), name)
         alias_of = None if alias == name else alias
         found.append(StateTensor(name, tuple(tensor.shape), name in parameters, tensor.requires_grad, alias_of))
     return tuple(found)

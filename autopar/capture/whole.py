@@ -22,6 +22,7 @@ from autopar.capture.backward import KeptWholeError
 from autopar.capture.functions import OTHERS
 from autopar.capture.opaque import Opaque, Shapes, call, described, register, shapes, without_values
 from autopar.capture.state import describe, equal, state
+from autopar.capture.storage import identity
 from autopar.errors import CaptureError
 from autopar.program.opaque import tensors_in
 
@@ -111,9 +112,9 @@ def _alike(one: nn.Module, other: nn.Module) -> bool:
 
 def _ties(module: nn.Module) -> list[tuple[Any, ...]]:
     """Every tensor by its name: the first of its names, its shape, dtype and whether it is trained."""
-    first: dict[int, str] = {}
+    first: dict[Any, str] = {}
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    return [(name, first.setdefault(id(t), name), t.shape, t.dtype, t.requires_grad) for name, t in tensors]
+    return [(name, first.setdefault(identity(t), name), t.shape, t.dtype, t.requires_grad) for name, t in tensors]
 
 
 def _observed(model: nn.Module, paths: list[str], run: Callable[[nn.Module], object]) -> dict[str, _Calls]:

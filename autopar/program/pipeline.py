@@ -34,10 +34,22 @@ class TracedStage(PipelineStage):
     ) -> None:
         with action("B" if full_backward else "I", self.stage_index, bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if bwd_chunk_id == 0:
+            self._copy_received_gradients()
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         with action("W", self.stage_index, bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    def _copy_received_gradients(self) -> None:
+        """Give gradients of parameters memory of their own: of a parameter whose view the stage sends on, autograd keeps a view of the
+        receive buffer, which a later microbatch overwrites."""
+        infos = self.grad_recv_info.get(0, ())
+        buffers = [info.buffer for info in infos if isinstance(getattr(info, "buffer", None), Tensor)]
+        received = {buffer.untyped_storage().data_ptr() for buffer in buffers}
+        for parameter in self.submod.parameters() if received else ():
+            if parameter.grad is not None and parameter.grad.untyped_storage().data_ptr() in received:
+                parameter.grad = parameter.grad.clone()
 
 
 class _Received(dict[int, Any]):
