@@ -211,10 +211,11 @@ def _conversion(node: fx.Node, texts: Texts) -> str:
 
 
 def _strided(value: fx.Node) -> bool:
-    """Whether the value may be non-contiguous when the program runs: a view, or a value laid out like its operand, whose layout on a rank
+    """Whether the value may be non-contiguous when the program runs: a view, or a value laid out like its operands, whose layout on a rank
     may differ from the captured one."""
     op = facts(value)
-    return op.is_strided or op.kind in (Kind.CONVOLUTION, Kind.TRANSPOSED_CONVOLUTION)
+    laid_out_like_operands = op.kind in (Kind.CONVOLUTION, Kind.TRANSPOSED_CONVOLUTION, Kind.EINSUM)
+    return op.is_strided or laid_out_like_operands or not meta(value)["val"].is_contiguous()
 
 
 _REDUCES_BACKWARD = frozenset(("IR", "SR", "PR"))
