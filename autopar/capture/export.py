@@ -167,8 +167,8 @@ def export(
     """
     refuse_hooks(model)
     refuse_strays(model)
-    refuse_overlaps(model, loss_fn)
     refuse_scripts(model)
+    refuse_overlaps(model, loss_fn)
     if isinstance(loss_fn, nn.Module) and next(loss_fn.parameters(), None) is not None:
         raise CaptureError(
             "loss_fn has parameters of its own", hint="make it part of the model, and return the loss from there"

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopar.capture.clone import Twin
+from autopar.capture.storage import items
 from autopar.errors import CaptureError
 
 State = dict[tuple[str, str], Any]
@@ -123,24 +124,16 @@ def _set(module: nn.Module, values: State) -> None:
         (owner._buffers if name in owner._buffers else vars(owner))[name] = value
 
 
-def _items(value: Any) -> list[Any] | None:
-    """The items of a list, tuple or set, read past what a subclass makes of its iteration and length; ``None`` for anything else."""
-    kind: Any = next((kind for kind in (list, tuple, set) if isinstance(value, kind)), None)
-    return None if kind is None else list(kind.__iter__(value))
-
-
 def _is_plain(value: Any) -> bool:
     if isinstance(value, dict):
-        return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
+        return all(map(_is_plain, dict.keys(value))) and all(map(_is_plain, items(value)))
     if isinstance(value, list | tuple | set) and not isinstance(value, torch.Size):
-        return all(map(_is_plain, _items(value) or ()))
+        return all(map(_is_plain, items(value)))
     return isinstance(value, _PLAIN) and not isinstance(value, nn.Parameter)  # export replaces parameters while it runs
 
 
 def _holds_tensors(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(_holds_tensors(item) for item in value.values())
-    return isinstance(value, Tensor) or any(map(_holds_tensors, _items(value) or ()))
+    return isinstance(value, Tensor) or any(map(_holds_tensors, items(value)))
 
 
 def _copied(value: Any, tensor: Callable[[Tensor], Tensor]) -> Any:
@@ -161,7 +154,7 @@ def equal(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, list | tuple):
-        ours, theirs = _items(a) or [], _items(b) or []
+        ours, theirs = items(a), items(b)
         return len(ours) == len(theirs) and all(map(equal, ours, theirs))
     if isinstance(a, dict):
         return list(a) == list(b) and all(equal(a[key], b[key]) for key in a)

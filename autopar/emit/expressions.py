@@ -210,10 +210,11 @@ def _conversion(node: fx.Node, texts: Texts) -> str:
 
 
 def _strided(value: fx.Node) -> bool:
-    """Whether the value may be non-contiguous when the program runs: a view, or a value laid out like its operand, whose layout on a rank
+    """Whether the value may be non-contiguous when the program runs: a view, or a value laid out like its operands, whose layout on a rank
     may differ from the captured one."""
     op = facts(value)
-    return op.is_strided or op.kind in (Kind.CONVOLUTION, Kind.TRANSPOSED_CONVOLUTION)
+    laid_out_like_operands = op.kind in (Kind.CONVOLUTION, Kind.TRANSPOSED_CONVOLUTION, Kind.EINSUM)
+    return op.is_strided or laid_out_like_operands or not meta(value)["val"].is_contiguous()
 
 
 _REDUCES_BACKWARD = frozenset(("IR", "SR", "PR"))
@@ -270,9 +271,9 @@ def _familiar(node: fx.Node, name: str, texts: Texts) -> Text | None:
 
 
 def _flat_sizes(name: str, args: tuple[Any, ...]) -> list[Any]:
-    """The sizes as separate arguments: ``view(a, [2, 3])`` is written ``a.view(2, 3)``."""
+    """The sizes as separate arguments: ``view(a, [2, 3])`` is written ``a.view(2, 3)``, and ``view(a, [])`` as ``a.view([])``."""
     if name in ("view", "reshape", "expand", "permute") and len(args) == 1 and isinstance(args[0], (list, tuple)):
-        return list(args[0])
+        return list(args[0]) or list(args)
     return list(args)
 
 

@@ -24,6 +24,7 @@ from opaque_modules import (
     Model,
     Quantized,
     Restored,
+    Scalars,
 )
 from torch import Tensor, nn
 from workers import WorkerPool
@@ -116,6 +117,7 @@ SEVERAL: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
     "no meta kernel": (Restored, 16, "opaque.call("),
     "einsum": (lambda: Contracted(None), 8, "torch.einsum("),
     "einsum with a path": (lambda: Contracted([0, 1, 0, 1]), 8, "torch.einsum("),
+    "scalars and vectors": (Scalars, 8, ".view([])"),
     "einsum with another path": (lambda: Contracted([1, 2, 0, 1]), 8, "torch.einsum("),
 }
 

@@ -168,3 +168,19 @@ class Contracted(nn.Module):
         else:
             found = torch.ops.aten.einsum("...i, ...j, kj -> ...k", operands, path=self.path)
         return F.mse_loss(torch.einsum("bk,bk,okj,bj->bk", found, found, self.c, x), y)
+
+
+class Scalars(nn.Module):
+    """Products of tensors with vectors, a view without dims, a stack of one scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.vector, self.scale = nn.Parameter(torch.linspace(-1, 1, 4)), nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        parts = self.a(x).reshape(-1, 1, 2, 4)
+        weights = torch.matmul(parts, self.vector).softmax(-1)
+        found = self.b(x)[:, :2] * weights.sum(1)
+        scales = torch.stack([self.scale.view([]) * found.mean()])
+        return F.mse_loss(self.b(x) * scales, y) + (weights**2).mean()

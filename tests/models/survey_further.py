@@ -187,7 +187,9 @@ DIFFUSION: dict[str, Factory] = {
 }
 
 LONG: dict[str, Factory] = {
-    "performer": language("performer_pytorch:PerformerLM", max_seq_len=16, dim_head=8, nb_features=16, **SMALL),
+    "performer": language(
+        "performer_pytorch:PerformerLM", auto_check_redraw=False, max_seq_len=16, dim_head=8, nb_features=16, **SMALL
+    ),
     "performer_generalized": language(
         "performer_pytorch:PerformerLM", max_seq_len=16, dim_head=8, generalized_attention=True, nb_features=16, **SMALL
     ),
@@ -418,7 +420,7 @@ SOUND: dict[str, Factory] = {
                 sr=800, n_fft=64, n_mels=8, hop_length=16, trainable_mel=True, trainable_STFT=True, verbose=False
             ),
             nn.Flatten(),
-            nn.LazyLinear(5),
+            nn.Linear(168, 5),
         ),
         lambda: (floats(320), classes(5)),
         F.cross_entropy,
