@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx
 
-from autopar.graph import LayerClass, Value
+from autopar.graph import LayerClass, Value, forgotten_with_graphs
 from autopar.ops.cost import is_attention, tensors
 from autopar.ops.facts import Kind, facts
 from autopar.ops.operands import operands
@@ -150,6 +150,7 @@ class _Tracer(fx.Interpreter):
 
 _Run = tuple[tuple[Value, ...], bool]
 _traces: WeakKeyDictionary[fx.GraphModule, dict[_Run, Trace]] = WeakKeyDictionary()
+forgotten_with_graphs(_traces.clear)  # a trace contains its graph
 
 
 def trace(cls: LayerClass, cpu: bool = False) -> Trace:

@@ -20,6 +20,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -125,6 +126,7 @@ def check(path: Path, progress: Progress) -> int:
     records = json.loads((path / "layouts.json").read_text())["parameters"]
     plan = json.loads((path / "plan.json").read_text())
     with (
+        IMPORTING,
         warnings.catch_warnings(),
         _imported(path) as model,
         _fake_world(model.PROGRAM.mesh) as mesh,
@@ -342,6 +344,10 @@ def _assert(tensor: torch.Tensor, types: Mapping[str, Any]) -> torch.Tensor:
 _declare = _assert  # asserting sets the types of a tensor that has none
 
 
+IMPORTING = threading.RLock()
+"""Held while modules of a folder stand in for those of the process, which all threads share."""
+
+
 @contextmanager
 def _imported(path: Path) -> Iterator[ModuleType]:
     """The folder's ``model`` module, and no trace of it afterwards."""
@@ -381,11 +387,13 @@ def _fake_world(axes: Mapping[str, int]) -> Iterator[Any]:
     size = 1
     for n in axes.values():
         size *= n
+    hook = sys.excepthook  # torch replaces it by one that calls it and puts the rank before each line
     dist.init_process_group("fake", rank=0, world_size=size)
     try:
         yield init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     finally:
         dist.destroy_process_group()
+        sys.excepthook = hook
 
 
 if __name__ == "__main__":
