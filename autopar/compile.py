@@ -39,6 +39,7 @@ from autopar.run.folder import folder_for_program
 from autopar.run.initialise import given_values, with_tables
 from autopar.run.processes import when_gone
 from autopar.search import SearchOptions
+from autopar.torch_private import without_kept_sources
 from autopar.workload import Workload, without_inference
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def compile(
         CaptureError, InfeasibleError: the model cannot be exported; no plan fits.
     """
     # modules of folders, the fake process group and torch's tracing belong to the process: threads compile one after the other
-    with _COMPILING, torch.inference_mode(False), torch.enable_grad():
+    with _COMPILING, torch.inference_mode(False), torch.enable_grad(), without_kept_sources():
         request, training, pins = read_keywords(keywords)
         if folder is not None and ranks.is_first_of_machine():
             folder_for_program(folder)

@@ -106,7 +106,8 @@ class _Tracer(fx.Interpreter):
             if all(self.number(t) in read for t in made):
                 self.views.add(n.name)
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+    def pack(self, tensor: torch.Tensor) -> None:
+        """Note a saved tensor. Autograd keeps nothing: a node that kept its own result would be a cycle that Python does not see."""
         storage = self.number(tensor)
         node = self.current
         assert node is not None
@@ -117,7 +118,6 @@ class _Tracer(fx.Interpreter):
                     which = index
                     break
             self.save(storage, node, which, tensor)
-        return tensor
 
     def save(self, storage: int, node: fx.Node, operand: int, tensor: torch.Tensor) -> None:
         numel = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
@@ -186,6 +186,7 @@ def _trace(cls: LayerClass, borders: tuple[Value, ...], cpu: bool) -> Trace:
         for tensor in tensors(value)[:1]:
             storage[node.name] = number = tracer.number(tensor)
             extent[number] = (tensor.untyped_storage().nbytes() // tensor.dtype.itemsize, tensor.dtype)
+    tracer.env.clear()  # autograd's nodes keep the hook, and with it the tracer
     return Trace(
         tuple(saved), frozenset(tracer.views), tracer.requires_grad, storage, extent, frozenset(tracer.excluded)
     )

@@ -176,7 +176,7 @@ def _check_prelude(program: Any, constants: Mapping[str, Tensor], path: Path) ->
     prelude: Prelude = program.prelude
     if not prelude.by_rows:
         return
-    line = f"model.py:{inspect.getsourcelines(prelude.compute)[1]}"
+    line = f"model.py:{prelude.compute.__code__.co_firstlineno}"
     inputs = {name: spec for stage in program.stages for name, spec in stage.SPEC.inputs.items()}
     for seed in range(4):
         rows = Synthetic({name: inputs[name] for name in prelude.reads}, seed)
@@ -354,6 +354,7 @@ def _imported(path: Path) -> Iterator[ModuleType]:
     names = [source.stem for source in path.glob("*.py")]
     hidden = {name: sys.modules.pop(name) for name in names if name in sys.modules}
     sys.path.insert(0, str(path))
+    before = [set(kept) for kept in _kept_by_spmd_types()]
     try:
         importlib.invalidate_caches()
         try:
@@ -364,9 +365,21 @@ def _imported(path: Path) -> Iterator[ModuleType]:
         yield model
     finally:
         sys.path.remove(str(path))
+        sys.path_importer_cache.pop(str(path), None)
         for name in names:
             sys.modules.pop(name, None)
         sys.modules.update(hidden)
+        for kept, old in zip(_kept_by_spmd_types(), before, strict=True):
+            kept.intersection_update(old)
+
+
+def _kept_by_spmd_types() -> list[set[Any]]:
+    """The sets of what modules have registered with spmd-types, which would keep the modules (0.3; another version may keep none)."""
+    names = {"_local_registration": ("_LOCAL_AUTOGRAD_FUNCTIONS", "_LOCAL_BACKWARD_HOOKS")}
+    names["runtime"] = ("_TYPECHECK_AUTOGRAD_FUNCTIONS",)
+    homes = ((sys.modules.get(f"spmd_types.{home}"), own) for home, own in names.items())
+    found = [getattr(home, name, None) for home, own in homes for name in own]
+    return [kept for kept in found if isinstance(kept, set)]
 
 
 def _flattened(model: ModuleType, mesh: Any) -> AbstractContextManager[None]:

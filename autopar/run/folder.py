@@ -64,6 +64,7 @@ def _program_modules(folder: str | os.PathLike[str]) -> Iterator[None]:
     finally:
         sys.meta_path.remove(finder)
         sys.path.remove(path)
+        sys.path_importer_cache.pop(path, None)
         ours = {name: module for name in names if (module := sys.modules.pop(name, None)) is not None}
         if "compiled" in ours:
             _rename(ours, path)
