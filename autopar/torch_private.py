@@ -289,6 +289,23 @@ def fake_store() -> Any:
     return FakeStore()
 
 
+@contextmanager
+def without_kept_sources() -> Iterator[None]:
+    """Afterwards the texts of graph modules that were made inside are gone, which torch keeps for tracebacks. (torch 2.11, 2.13)"""
+    import linecache
+
+    from torch.fx import graph_module
+
+    texts = graph_module._loader.eval_cache
+    before = set(texts)
+    try:
+        yield
+    finally:
+        for name in set(texts) - before:
+            texts.pop(name, None)
+            linecache.cache.pop(name, None)
+
+
 def forget_meshes() -> None:
     """Clear DTensor's caches of its ops' results, which contain device meshes.
 

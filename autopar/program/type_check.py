@@ -21,6 +21,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -126,6 +127,7 @@ def check(path: Path, progress: Progress) -> int:
     records = json.loads((path / "layouts.json").read_text())["parameters"]
     plan = json.loads((path / "plan.json").read_text())
     with (
+        IMPORTING,
         warnings.catch_warnings(),
         _imported(path) as model,
         _fake_world(model.PROGRAM.mesh) as mesh,
@@ -175,7 +177,7 @@ def _check_prelude(program: Any, constants: Mapping[str, Tensor], path: Path) ->
     prelude: Prelude = program.prelude
     if not prelude.by_rows:
         return
-    line = f"model.py:{inspect.getsourcelines(prelude.compute)[1]}"
+    line = f"model.py:{prelude.compute.__code__.co_firstlineno}"
     inputs = {name: spec for stage in program.stages for name, spec in stage.SPEC.inputs.items()}
     for seed in range(4):
         rows = Synthetic({name: inputs[name] for name in prelude.reads}, seed)
@@ -343,12 +345,17 @@ def _assert(tensor: torch.Tensor, types: Mapping[str, Any]) -> torch.Tensor:
 _declare = _assert  # asserting sets the types of a tensor that has none
 
 
+IMPORTING = threading.RLock()
+"""Held while modules of a folder stand in for those of the process, which all threads share."""
+
+
 @contextmanager
 def _imported(path: Path) -> Iterator[ModuleType]:
     """The folder's ``model`` module, and no trace of it afterwards."""
     names = [source.stem for source in path.glob("*.py")]
     hidden = {name: sys.modules.pop(name) for name in names if name in sys.modules}
     sys.path.insert(0, str(path))
+    before = [set(kept) for kept in _kept_by_spmd_types()]
     try:
         importlib.invalidate_caches()
         try:
@@ -359,9 +366,21 @@ def _imported(path: Path) -> Iterator[ModuleType]:
         yield model
     finally:
         sys.path.remove(str(path))
+        sys.path_importer_cache.pop(str(path), None)
         for name in names:
             sys.modules.pop(name, None)
         sys.modules.update(hidden)
+        for kept, old in zip(_kept_by_spmd_types(), before, strict=True):
+            kept.intersection_update(old)
+
+
+def _kept_by_spmd_types() -> list[set[Any]]:
+    """The sets of what modules have registered with spmd-types, which would keep the modules (0.3; another version may keep none)."""
+    names = {"_local_registration": ("_LOCAL_AUTOGRAD_FUNCTIONS", "_LOCAL_BACKWARD_HOOKS")}
+    names["runtime"] = ("_TYPECHECK_AUTOGRAD_FUNCTIONS",)
+    homes = ((sys.modules.get(f"spmd_types.{home}"), own) for home, own in names.items())
+    found = [getattr(home, name, None) for home, own in homes for name in own]
+    return [kept for kept in found if isinstance(kept, set)]
 
 
 def _flattened(model: ModuleType, mesh: Any) -> AbstractContextManager[None]:
@@ -383,11 +402,13 @@ def _fake_world(axes: Mapping[str, int]) -> Iterator[Any]:
     size = 1
     for n in axes.values():
         size *= n
+    hook = sys.excepthook  # torch replaces it by one that calls it and puts the rank before each line
     dist.init_process_group("fake", rank=0, world_size=size)
     try:
         yield init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     finally:
         dist.destroy_process_group()
+        sys.excepthook = hook
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ As soon as one rank fails, all are ended and the error names the rank and its ca
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import errno
 import json
@@ -20,7 +19,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,6 +67,33 @@ class Places:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
+def when_gone(owner: Any, work: Callable[..., object], *args: Any, **kwargs: Any) -> weakref.finalize[Any, Any]:
+    """Do ``work`` when ``owner`` is garbage or this process ends; never in a fork of it, which has a copy of ``owner``."""
+    return weakref.finalize(owner, _unless_forked, os.getpid(), work, *args, **kwargs)
+
+
+def _unless_forked(process: int, work: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+    if os.getpid() == process:
+        work(*args, **kwargs)
+
+
+_alive: weakref.WeakSet[Processes] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    """In a fork: close its copies of the pipes, so that the workers end with their parent however long the fork lives."""
+    for processes in list(_alive):
+        for worker in processes._workers:
+            for stream in (worker.stdin, worker.stdout):
+                if stream is not None:
+                    with contextlib.suppress(OSError):
+                        stream.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)
+
+
 class Processes:
     """``count`` processes of this Python on this machine, with ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and
     ``MASTER_PORT`` set as ``torchrun`` sets them, and one thread for each.
@@ -111,19 +137,30 @@ class Processes:
                         env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                     )
                 )
-        self._finalizer = weakref.finalize(self, _end, self._workers, self.folder)
-        atexit.register(self._finalizer)
+        self._parent = os.getpid()
+        self._finalizer = when_gone(self, _end, self._workers, self.folder)
+        _alive.add(self)
 
     @property
     def alive(self) -> bool:
         return self._finalizer.alive and all(worker.poll() is None for worker in self._workers)
 
+    @property
+    def are_mine(self) -> bool:
+        """Whether this process started them, and not one that it is a fork of."""
+        return os.getpid() == self._parent
+
     def call(self, target: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
         """Call ``"module:function"`` on every rank with the same arguments and return the results by rank.
 
         Arguments and results are what ``torch.load(weights_only=True)`` reads. Raises ``LaunchError`` when a rank raises,
-        dies, or does not answer within ``timeout_s`` seconds; then all ranks are ended.
+        dies, or does not answer within ``timeout_s`` seconds; then all ranks are ended. A fork of this process may not call them.
         """
+        if not self.are_mine:
+            raise LaunchError(
+                "this process is a fork, and the worker processes are those of its parent",
+                "call the program in the process that started it, or compile another one here",
+            )
         self._calls += 1
         path = self.folder / f"call{self._calls}.pt"
         results = [self.folder / f"call{self._calls}.rank{rank}.pt" for rank in range(self.count)]

@@ -7,7 +7,6 @@ import os
 import shutil
 import sys
 import tempfile
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -42,7 +41,7 @@ from autopar.program.weights import Weights, is_weights, write_file
 from autopar.run import remote
 from autopar.run.data import Data, importable, names_of, sent
 from autopar.run.folder import folder_for_program
-from autopar.run.processes import Processes
+from autopar.run.processes import Processes, when_gone
 from autopar.run.recipe import Optimizer, Recipe
 from autopar.run.torchrun import torchrun
 from autopar.run.training import OnStep, train
@@ -137,6 +136,7 @@ class Program:
         self._trainer: Any = None
         self._processes: Processes | None = None
         self._failure: LaunchError | None = None
+        self._closed = False
         self._opened = 0  # data sets so far
         self._seconds: list[float] = []  # of the steps of ``train``
 
@@ -253,7 +253,7 @@ class Program:
         if not _is_rank() or isinstance(dataset, str | Path):
             with tempfile.NamedTemporaryFile(prefix="autopar-", suffix=".pt", delete=False) as file:
                 path = Path(file.name)
-            weakref.finalize(self, path.unlink, missing_ok=True)
+            when_gone(self, path.unlink, missing_ok=True)
             source = sent(dataset, names, path)
         if not _is_rank() and collate is not None:
             by = importable(collate, "collate function", "a function")
@@ -409,8 +409,9 @@ class Program:
             torchrun(folder, self.plan.device_count, options, port=self._port, env=self._visible())
 
     def close(self) -> None:
-        """End the worker processes; the state of the training is lost with them."""
+        """End the worker processes; the state of the training is lost with them, and the program does not train again. Idempotent."""
         if self._processes is not None:
+            self._closed = True
             self._processes.close()
             self._processes = None
 
@@ -449,6 +450,11 @@ class Program:
                 f"a rank failed before, and its training state is gone: {self._failure.message}",
                 "compile the program again",
             )
+        if self._closed:
+            raise UsageError(
+                "the program is closed, and the state of its training is gone",
+                "save() before close() or the end of a with block; a program that is compiled or opened again can load() the checkpoint",
+            )
         if _is_rank():
             return [self._call_here(name, *args)]
         try:
@@ -459,7 +465,7 @@ class Program:
                 self._open_remotely(self._processes)
             return self._processes.call("autopar.run.remote:call", name, *args)
         except LaunchError as error:
-            if self._processes is not None:
+            if self._processes is not None and self._processes.are_mine:
                 self._failure = error
             raise
 
@@ -493,7 +499,8 @@ class Program:
             self._trainer = remote.open_trainer(
                 str(self.folder), options, device=self._cluster.kind, timeout_s=self._timeout_s
             )
-        return remote.perform(self._trainer, name, *args)
+        with torch.inference_mode(False), torch.enable_grad():  # whatever the caller's mode is
+            return remote.perform(self._trainer, name, *args)
 
     def _check_state(self, state: Mapping[str, Tensor]) -> None:
         if wrong := wrong_state(self._records, state):
