@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar.checks.nccl.findings import FAILED, Finding, findings, unaligned
+from autopar.checks.nccl.findings import FAILED, LATE, Finding, findings, unaligned
 from autopar.checks.nccl.graph import MODES, Mode
 from autopar.checks.nccl.objects import Objects
 from autopar.checks.nccl.recorder import Recorder
@@ -76,7 +76,10 @@ class Recorded:
     failures: Mapping[int, str] = field(default_factory=dict)
 
     def findings(self, modes: Sequence[Mode] = MODES) -> tuple[Finding, ...]:
-        failed = tuple(Finding(FAILED, f"rank {rank}: {text}", (rank,)) for rank, text in self.failures.items())
+        failed = tuple(
+            Finding(LATE if rank in self.at_once else FAILED, f"rank {rank}: {text}", (rank,))
+            for rank, text in self.failures.items()
+        )
         whole = {rank: trace for rank, trace in self.late.items() if rank not in self.failures}
         return failed + findings(whole, {rank: t for rank, t in self.at_once.items() if rank in whole}, modes)
 
@@ -231,7 +234,8 @@ def _both(world: int, out: str, task: Callable[[int, str, Path], Callable[[], No
         with tempfile.TemporaryDirectory(prefix="autopar-objects-") as shared:
             tasks = {rank: task(rank, timing, Path(shared)) for rank in range(world)}
             failed = in_forks(tasks, Path(out), LIMIT_S)
-        failures = {rank: f"{text} (results {timing})" for rank, text in failed.items()} | failures
+        arrive = "arrive late" if timing == "late" else "are there at once"
+        failures = {rank: f"{text}, if results {arrive}" for rank, text in failed.items()} | failures
     return failures
 
 
@@ -285,8 +289,9 @@ def _fork(task: Callable[[], None], log: Path) -> int:
             os.dup2(file.fileno(), 2)
         task()
         code = 0
-    except BaseException:  # noqa: BLE001  the parent reads the last line
+    except BaseException as error:  # noqa: BLE001  the parent reads the last line
         traceback.print_exc()
+        print(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", file=sys.stderr)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

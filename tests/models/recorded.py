@@ -212,7 +212,7 @@ def other_cases() -> list[Case]:
 
 def cases() -> list[Case]:
     """All cases, each once."""
-    return list({case.key: case for case in (*matrix_cases(), *other_cases())}.values())
+    return list({case.key: case for case in (*other_cases(), *matrix_cases())}.values())
 
 
 # -- optimizers, called in the ranks ------------------------------------------------------------------------------------
