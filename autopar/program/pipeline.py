@@ -17,6 +17,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
+from torch.distributed.tensor import DTensor
 
 from autopar.program.microbatches import Microbatches
 from autopar.program.tracing import action
@@ -76,8 +77,11 @@ class TracedStage(PipelineStage):
         buffers = [info.buffer for info in infos if isinstance(getattr(info, "buffer", None), Tensor)]
         received = {buffer.untyped_storage().data_ptr() for buffer in buffers}
         for parameter in self.submod.parameters() if received else ():
-            if parameter.grad is not None and parameter.grad.untyped_storage().data_ptr() in received:
-                parameter.grad = parameter.grad.clone()
+            gradient = parameter.grad  # a shard (DTensor) is in memory of its own: FSDP2 has reduced it
+            if gradient is None or isinstance(gradient, DTensor):
+                continue
+            if gradient.untyped_storage().data_ptr() in received:
+                parameter.grad = gradient.clone()
 
 
 class _Received(dict[int, Any]):
