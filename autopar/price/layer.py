@@ -35,7 +35,7 @@ from autopar.price.live_memory import Alive, Neighbours, Share
 from autopar.price.moves import Move, layer_moves
 from autopar.price.replicas import Spread
 from autopar.price.selective import Flags, Selected
-from autopar.price.state import ALIGNMENT_BYTES, Precision, state_bytes
+from autopar.price.state import ALIGNMENT_BYTES, Precision, padded, state_bytes
 from autopar.price.table import AxisFlags, ClassTable, Rows
 from autopar.price.trace import OUTPUT
 from autopar.price.trainer import Trainer
@@ -551,8 +551,9 @@ def _bytes(
     """Bytes of parameters, gradients, optimizer state, saved activations of one microbatch, and transients."""
     parameters, trainable = math.ceil(c.parameters), math.ceil(c.trainable)
     flat = zero < 2 and (data > 1 or numbers.master or offloaded.states != DEVICE)
-    between, between_trainable = c.padding if flat else (0, 0)
-    elements = parameters + between, trainable + between_trainable
+    elements = parameters, trainable
+    if flat:
+        elements = padded(elements, c.padding, data if zero else 1, numbers.width)
     stored, gradients, optimizer = state_bytes(
         *elements, data, zero, numbers, offloaded.here(numbers), strategy.reduces_once
     )

@@ -75,7 +75,10 @@ def test_parameters_begin_at_128_bytes_in_flat_buffers_and_are_priced_so(
     for found in workers3.run("test_odd_sizes:starts", str(tmp_path)):
         assert len(found) >= 8 and not any(first % 128 for first in found)
     width = {"float32": 4, "bfloat16": 2}[precision]
-    elements = [-(-n * width // 128) * 128 // width for n in (35, 7, 21, 3)]
+    unit = 128 // width
+    layers = [[35, 7], [21, 3]]
+    elements = [sum(-(-n // unit) * unit for n in sizes) for sizes in layers]
+    elements = [-(-n // (3 * unit)) * 3 * unit for n in elements]  # three equal pieces
     pricer = Pricer(annotate(graph), parse(3), precision)
     prices = [pricer.layer(layer.cls, plan.mesh, layer.strategy, 1) for layer in plan.layers]
     assert sum(price.parameters_bytes for price in prices if price) == sum(elements) * width
