@@ -15,7 +15,7 @@ import pytest
 
 from autopar.cli import ui
 from autopar.ui import Server
-from autopar.ui.jobs import DONE, MOST_WAITING
+from autopar.ui.jobs import DONE, MOST_WAITING, RUNNING
 from autopar.ui.server import MOST_CONNECTIONS, Choices, _shown
 
 SILENT = (sys.executable, "-c", "import sys; sys.stdin.read()")
@@ -103,6 +103,8 @@ def test_a_length_that_is_no_number_is_refused(server: Server, capfd, length: st
 def test_each_thing_has_one_spelling_and_a_report_its_sandbox(server: Server):
     job = server.jobs.submit("plan", ["gpt2"], server.jobs.new_folder())
     (job.folder / "report.html").write_text("<p>report</p>")
+    while job.state != RUNNING:  # the worker never answers
+        time.sleep(0.01)
     job.state = DONE
     report = f"api/plans/{job.number}/report"
     status, headers, _ = send(server, "GET", f"/{server.token}/{report}")
