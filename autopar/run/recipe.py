@@ -232,7 +232,8 @@ def _recorded(*bases: type) -> Iterator[_Calls]:
 
         return note
 
-    classes, waiting = set(), list(bases)
+    classes: set[type] = set()
+    waiting = list(bases)
     while waiting:
         classes.add(waiting.pop())
         waiting += [sub for cls in classes for sub in cls.__subclasses__() if sub not in classes]
