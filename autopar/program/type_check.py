@@ -376,10 +376,12 @@ def _imported(path: Path) -> Iterator[ModuleType]:
 
 def _kept_by_spmd_types() -> list[set[Any]]:
     """The sets of what modules have registered with spmd-types, which would keep the modules (0.3; another version may keep none)."""
-    names = {"_local_registration": ("_LOCAL_AUTOGRAD_FUNCTIONS", "_LOCAL_BACKWARD_HOOKS")}
-    names["runtime"] = ("_TYPECHECK_AUTOGRAD_FUNCTIONS",)
-    homes = ((sys.modules.get(f"spmd_types.{home}"), own) for home, own in names.items())
-    found = [getattr(home, name, None) for home, own in homes for name in own]
+    places = (
+        ("_local_registration", "_LOCAL_AUTOGRAD_FUNCTIONS"),
+        ("_local_registration", "_LOCAL_BACKWARD_HOOKS"),
+        ("runtime", "_TYPECHECK_AUTOGRAD_FUNCTIONS"),
+    )
+    found = [getattr(sys.modules.get(f"spmd_types.{module}"), name, None) for module, name in places]
     return [kept for kept in found if isinstance(kept, set)]
 
 

@@ -232,10 +232,12 @@ def _recorded(*bases: type) -> Iterator[_Calls]:
 
         return note
 
-    classes, waiting = set(), list(bases)
+    classes: set[type] = set()
+    waiting: list[Any] = list(bases)
     while waiting:
-        classes.add(waiting.pop())
-        waiting += [sub for cls in classes for sub in cls.__subclasses__() if sub not in classes]
+        found = waiting.pop()
+        classes.add(found)
+        waiting += found.__subclasses__()
     own = {cls: vars(cls)["__init__"] for cls in classes if "__init__" in vars(cls)}
     try:
         for cls, init in own.items():
