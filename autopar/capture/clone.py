@@ -100,13 +100,18 @@ def twin(
         delattr(owner, name)
         owner.register_buffer(name, tensor, persistent=False)
     module = copied["model"]
+    _configure(module)
+    return Twin(module, copied[_LOSS_KEY] if isinstance(loss_fn, nn.Module) else loss_fn, values, mode)
+
+
+def _configure(module: nn.Module) -> None:
+    """Choose what can be captured where a model of transformers has the choice."""
     for child in module.modules():
         config: Any = getattr(child, "config", None)
         if getattr(config, "use_cache", False):
             config.use_cache = False
         if getattr(config, "_experts_implementation", None) is not None:
             config._experts_implementation = _EXPERTS
-    return Twin(module, copied[_LOSS_KEY] if isinstance(loss_fn, nn.Module) else loss_fn, values, mode)
 
 
 def stored_tensors(whole: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
