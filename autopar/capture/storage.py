@@ -103,8 +103,8 @@ def tensors_in(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Ten
 def _range(tensor: Tensor) -> tuple[int, int]:
     """The first byte of a tensor in its storage, and the first after its last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    first = tensor.storage_offset()
-    return first * tensor.element_size(), (first + last + 1) * tensor.element_size()
+    first = int(tensor.storage_offset())
+    return first * tensor.element_size(), (first + int(last) + 1) * tensor.element_size()
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
