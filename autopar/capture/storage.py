@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import types
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from autopar.errors import CaptureError
 from autopar.torch_private import has_storage, memory
 
-_CONTAINERS = (list, tuple, set, frozenset)
+_CONTAINERS = (list, tuple, set, frozenset, deque)
 _OPAQUE = (nn.Module, type, types.FunctionType, types.ModuleType, types.MethodType)
 
 
@@ -85,26 +85,35 @@ def tensors_in(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Ten
     if isinstance(value, Tensor):
         yield name, value
         return
-    inside = value if isinstance(value, (dict, *_CONTAINERS)) else getattr(value, "__dict__", None)
+    inside = isinstance(value, (dict, *_CONTAINERS)) or getattr(value, "__dict__", None)
     if not inside or isinstance(value, _OPAQUE) or id(value) in seen:
         return
     seen.add(id(value))
     if isinstance(value, dict):
-        for key, item in list(value.items()):
+        for key, item in list(dict.items(value)):
             yield from tensors_in(item, f"{name}[{key!r}]", seen)
     elif isinstance(value, _CONTAINERS):
-        for index, item in enumerate(value):
+        for index, item in enumerate(items(value)):
             yield from tensors_in(item, f"{name}[{index}]", seen)
     else:
         for key, item in list(vars(value).items()):
             yield from tensors_in(item, f"{name}.{key}", seen)
 
 
+def items(value: Any) -> list[Any]:
+    """The items of a list, tuple, set or deque, and the values of a dict, past what a subclass makes of iteration and length; of anything
+    else none."""
+    if isinstance(value, dict):
+        return list(dict.values(value))
+    kind: Any = next((kind for kind in _CONTAINERS if isinstance(value, kind)), None)
+    return [] if kind is None else list(kind.__iter__(value))
+
+
 def _range(tensor: Tensor) -> tuple[int, int]:
     """The first byte of a tensor in its storage, and the first after its last."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    last = sum(int((size - 1) * stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     first = int(tensor.storage_offset())
-    return first * tensor.element_size(), (first + int(last) + 1) * tensor.element_size()
+    return first * tensor.element_size(), (first + last + 1) * tensor.element_size()
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
