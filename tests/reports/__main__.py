@@ -73,7 +73,8 @@ REPORTS = {
     "growth": Report("planning time against layers and devices", (program("growth"),)),
     "house": Report("figures of the sources: lines, imports inside functions, cycles", (program("house_figures"),)),
     "infeasible": Report(
-        "requests that cannot be met, and what is suggested (long)", (program("infeasible"),), options=False
+        "requests that cannot be met, and what is suggested (long); --seconds: how soon that is said",
+        (program("infeasible"),),
     ),
     "int8-activations": Report("loss curves with saved activations in 8 bits (minutes)", (program("int8_curves"),)),
     "loader": Report("data sets: who reads which rows, under plans of every kind", (program("loader"),)),
