@@ -66,14 +66,10 @@ def twin(
         with mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=cast(tensor), device=device)
 
-    left_out, first = set(without), tied_first(model)
+    first = tied_first(model)
     for name, parameter in model.named_parameters():
-        known = first[id(parameter)]
-        if known is not parameter:
-            memo[id(parameter)] = memo[id(known)]
-        else:
-            made = None if name in left_out else nn.Parameter(fake(parameter), requires_grad=parameter.requires_grad)
-            memo[id(parameter)] = made
+        made = None if name in without else nn.Parameter(fake(parameter), requires_grad=parameter.requires_grad)
+        memo[id(parameter)] = memo.get(id(first[id(parameter)]), made)
     whole = nn.ModuleDict({"model": model})
     if isinstance(loss_fn, nn.Module):
         whole[_LOSS_KEY] = loss_fn

@@ -112,8 +112,8 @@ def items(value: Any) -> list[Any]:
 def _range(tensor: Tensor) -> tuple[int, int]:
     """The first byte of a tensor in its storage, and the first after its last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    first = tensor.storage_offset()
-    return first * tensor.element_size(), (first + last + 1) * tensor.element_size()
+    first = int(tensor.storage_offset())
+    return first * tensor.element_size(), (first + int(last) + 1) * tensor.element_size()
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
