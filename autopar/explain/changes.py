@@ -24,7 +24,7 @@ from autopar.plan import Plan
 MOST_DEVICES = 65_536
 MOST_PROCESSES = 64  # of this machine
 ENOUGH_S = 60.0  # for one search; it stops with the first plan that fits, long before
-LIMIT_S = 4.0  # processor seconds for all searches together: an impossible request is answered soon
+LIMIT_S = 2.5  # processor seconds for all searches together: an impossible request is answered soon
 SEQ_STEP = 128
 FIRST = 1.0 - 1e-9  # the gap at which a search stops with the first plan that fits
 

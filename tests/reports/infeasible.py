@@ -68,7 +68,7 @@ REQUESTS: tuple[dict[str, Any], ...] = (
 )
 SIZES = ("seq", "global_batch", "precision")
 LIMIT_S = 900.0
-"""For all suggestions of a request: the command line gives them 60, here none is left out on a busy machine."""
+"""For all suggestions of a request: the command line gives them 2.5 processor seconds, here none is left out on a busy machine."""
 
 
 def loaded(request: dict[str, Any]) -> Workload:
