@@ -251,7 +251,7 @@ def anywhere(line: dict[str, Any]) -> dict[str, Any]:
     """A line that says which file is meant and not where this machine keeps it."""
     if "reason" not in line:
         return line
-    return line | {"reason": re.sub(r"/\S*/(?:site-packages/|(?=tests/))", "", line["reason"])}
+    return line | {"reason": re.sub(r"/\S*/(?:site-packages/|survey-further/|(?=tests/))", "", line["reason"])}
 
 
 def finish(args: argparse.Namespace, names: list[str], models: dict[str, Entry]) -> int:
