@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.checks.nccl.graph import MODES
 from autopar.cli.console import console, plain_table
 from autopar.verify.collectives import CollectivesReport
 
@@ -39,6 +38,6 @@ def verdict(report: CollectivesReport) -> str:
     several = f"{len(report.plans)} plans" if len(report.plans) > 1 else "1 plan"
     what = f"{operations:,} operations on {ranks} ranks of {several} of {report.model}"
     if report.clean:
-        return f"clean: {what}, in {len(MODES)} modes of NCCL: no deadlock, and the same collectives on all ranks of every group"
+        return f"clean: {what}, in {report.modes} modes of NCCL: no deadlock, and the same collectives on all ranks of every group"
     count = sum(len(plan.findings) for plan in report.plans)
     return f"not clean: {count} finding{'s' if count != 1 else ''} in {what}"

@@ -15,6 +15,7 @@ from typing import Any
 
 from autopar.checks.nccl.distinct import Grid, check
 from autopar.checks.nccl.findings import FAILED, Finding, unaligned
+from autopar.checks.nccl.graph import MODES
 from autopar.emit import emit
 from autopar.errors import AutoparError, UsageError
 from autopar.graph import Graph
@@ -46,11 +47,12 @@ class RecordedPlan:
 
 @dataclass(frozen=True, slots=True)
 class CollectivesReport:
-    """``skipped`` are the kinds that the model does not admit, with the reason."""
+    """``skipped`` are the kinds that the model does not admit, with the reason; ``modes`` are the ways of NCCL that were checked."""
 
     model: str
     plans: tuple[RecordedPlan, ...]
     skipped: dict[str, str] = field(default_factory=dict)
+    modes: int = len(MODES)
 
     @property
     def clean(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.checks.nccl.records import Communicator
-from autopar.checks.nccl.works import LateWork, Values
+from autopar.checks.nccl.works import LateWork, Request, Values
 from autopar.torch_private import memory
 
 if TYPE_CHECKING:
@@ -69,6 +70,9 @@ class RecordingGroup(_Group):
     def __eq__(self, other: object) -> bool:
         return self is other
 
+    def _issue(self, kind: str, agreed: Sequence[Tensor] = (), **more: Any) -> LateWork:
+        return self._recorder.issue(self, Request(kind, agreed, **more))
+
     # -- collectives ---------------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> LateWork:
@@ -86,7 +90,7 @@ class RecordingGroup(_Group):
         def values() -> list[Tensor]:
             return [tensor.detach().clone() for tensor in tensors]
 
-        return self._recorder.issue(self, kind, tensors, results=tensors, values=values, **more)
+        return self._issue(kind, tensors, results=tensors, values=values, **more)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> LateWork:
         return self.all_gather_single_coalesced([output], [input], opts)
@@ -101,7 +105,7 @@ class RecordingGroup(_Group):
             ]
 
         operands = [own for whole, own in zip(outputs, inputs, strict=True) if not _shares(whole, own)]
-        return self._recorder.issue(self, "all_gather", inputs, operands=operands, results=outputs, values=values)
+        return self._issue("all_gather", inputs, operands=operands, results=outputs, values=values)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -111,7 +115,7 @@ class RecordingGroup(_Group):
         def values() -> list[Tensor]:
             return [own.detach().clone() for several, own in zip(outputs, inputs, strict=True) for _ in several]
 
-        return self._recorder.issue(self, "all_gather", inputs, operands=inputs, results=results, values=values)
+        return self._issue("all_gather", inputs, operands=inputs, results=results, values=values)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> LateWork:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
@@ -129,9 +133,7 @@ class RecordingGroup(_Group):
 
         operands = [whole for own, whole in zip(outputs, inputs, strict=True) if not _shares(whole, own)]
         detail = _reduce_op(opts)
-        return self._recorder.issue(
-            self, "reduce_scatter", outputs, operands=operands, results=outputs, values=values, detail=detail
-        )
+        return self._issue("reduce_scatter", outputs, operands=operands, results=outputs, values=values, detail=detail)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -141,9 +143,7 @@ class RecordingGroup(_Group):
 
         operands = [part for parts in inputs for part in parts]
         detail = _reduce_op(opts)
-        return self._recorder.issue(
-            self, "reduce_scatter", outputs, operands=operands, results=outputs, values=values, detail=detail
-        )
+        return self._issue("reduce_scatter", outputs, operands=operands, results=outputs, values=values, detail=detail)
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, taken: Any = None, sent: Any = None, opts: Any = None
@@ -152,8 +152,7 @@ class RecordingGroup(_Group):
         exchanged = not input.is_floating_point() and self._recorder.objects.exchanges
         agreed = [input] if splits is None else []
         detail = "" if splits is None else f"rows of {str(input.dtype).removeprefix('torch.')}{list(input.shape[1:])}"
-        return self._recorder.issue(
-            self,
+        return self._issue(
             "all_to_all",
             agreed,
             operands=[input],
@@ -178,9 +177,7 @@ class RecordingGroup(_Group):
 
         sizes = tuple(own.numel() for own in inputs), tuple(whole.numel() for whole in outputs)
         detail = f"parts of {str(inputs[0].dtype).removeprefix('torch.')}"
-        return self._recorder.issue(
-            self, "all_to_all", operands=inputs, results=outputs, values=values, detail=detail, splits=sizes
-        )
+        return self._issue("all_to_all", operands=inputs, results=outputs, values=values, detail=detail, splits=sizes)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> LateWork:
         results = [tensor for several in outputs for tensor in several]
@@ -188,32 +185,28 @@ class RecordingGroup(_Group):
         def values() -> list[Tensor]:
             return [own.detach().clone() for several, own in zip(outputs, inputs, strict=False) for _ in several]
 
-        return self._recorder.issue(
-            self, "gather", inputs, operands=inputs, results=results, values=values, root=opts.rootRank
-        )
+        return self._issue("gather", inputs, operands=inputs, results=results, values=values, root=opts.rootRank)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> LateWork:
         def values() -> list[Tensor]:
             return [parts[self._rank].detach().clone() for parts in inputs] or [own.detach().clone() for own in outputs]
 
         operands = [part for parts in inputs for part in parts]
-        return self._recorder.issue(
-            self, "scatter", outputs, operands=operands, results=outputs, values=values, root=opts.rootRank
-        )
+        return self._issue("scatter", outputs, operands=operands, results=outputs, values=values, root=opts.rootRank)
 
     def barrier(self, opts: Any = None) -> LateWork:
-        return self._recorder.issue(self, "barrier")
+        return self._issue("barrier")
 
     # -- transfers -----------------------------------------------------------------------------------------------------
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> LateWork:
-        return self._recorder.issue(self, "send", tensors, operands=tensors, root=dst)
+        return self._issue("send", tensors, operands=tensors, root=dst)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> LateWork:
         def values() -> list[Tensor]:
-            return [self._recorder.drawn(tensor) for tensor in tensors]
+            return [self._recorder.drawn(tensor, f"{self.communicator.name} {src}") for tensor in tensors]
 
-        return self._recorder.issue(self, "recv", tensors, results=tensors, values=values, root=src)
+        return self._issue("recv", tensors, results=tensors, values=values, root=src)
 
 
 def _prefix(output: Tensor, input: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ from autopar.checks.nccl.records import (
     Trace,
 )
 from autopar.checks.nccl.streams import Stream, StreamEvent
-from autopar.checks.nccl.works import LateWork, Values
+from autopar.checks.nccl.works import LateWork, Request
 from autopar.torch_private import is_fake
 
 _SYNCS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__")
@@ -58,7 +59,7 @@ class Recorder:
         self.races: list[str] = []
         self.side_threads: set[str] = set()
         self.groups: list[RecordingGroup] = []
-        self._issued = self._received = self._batches = self._events = 0
+        self._issued = self._batches = self._events = 0
         self._batch = 0
         self._threads: dict[int, int] = {threading.get_ident(): 0}
         self._lock = threading.Lock()
@@ -98,26 +99,13 @@ class Recorder:
 
     # -- operations ----------------------------------------------------------------------------------------------------
 
-    def issue(
-        self,
-        group: RecordingGroup,
-        kind: str,
-        agreed: Sequence[Tensor] = (),
-        *,
-        operands: Sequence[Tensor] = (),
-        results: Sequence[Tensor] = (),
-        values: Values | None = None,
-        collected: Values | None = None,
-        detail: str = "",
-        root: int = -1,
-        splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
-    ) -> LateWork:
-        """An operation of ``group``: it reads ``operands`` and gives ``results`` the ``values``, which are computed at the issue
-        (``collected``: when they are delivered); ``agreed`` is what the members must agree about."""
+    def issue(self, group: RecordingGroup, asked: Request) -> LateWork:
+        """An operation of ``group``."""
         where = place()
         thread = self.thread()
+        name = f"{asked.kind} at {where}"
         if thread:
-            self.side_threads.add(f"{kind} of {group.communicator} at {where}")
+            self.side_threads.add(f"{asked.kind} of {group.communicator} at {where}")
         with self._lock:
             self._issued += 1
             index = self._issued
@@ -125,30 +113,30 @@ class Recorder:
                 Operation(
                     index,
                     group.communicator,
-                    kind,
-                    tuple(map(operand, agreed)),
-                    detail,
-                    root,
-                    splits,
+                    asked.kind,
+                    tuple(map(operand, asked.agreed)),
+                    asked.detail,
+                    asked.root,
+                    asked.splits,
                     self.streams[-1],
                     self._batch,
                     thread,
                     where,
                 )
             )
-        if any(map(is_fake, results)) or any(map(is_fake, operands)):
-            return LateWork(self, index, f"{kind} at {where}", (), (), list)
-        if collected is None:
-            found = values() if values is not None else []
-            collected = lambda: found  # noqa: E731
-        return LateWork(self, index, f"{kind} at {where}", operands, results, collected)
+        if any(map(is_fake, (*asked.results, *asked.operands))):
+            return LateWork(self, index, name, (), (), list)
+        if asked.collected is not None:
+            return LateWork(self, index, name, asked.operands, asked.results, asked.collected)
+        values = [] if asked.values is None else asked.values()
+        return LateWork(self, index, name, asked.operands, asked.results, lambda: values)
 
-    def drawn(self, like: Tensor) -> Tensor:
-        """What is received into ``like``."""
-        self._received += 1
+    def drawn(self, like: Tensor, source: str) -> Tensor:
+        """What is received into ``like`` from ``source``: always the same, as when a layer is computed a second time."""
         if not like.is_floating_point():
             return torch.ones_like(like)
-        generator = torch.Generator().manual_seed(self._received)
+        seed = zlib.crc32(f"{source} {tuple(like.shape)}".encode())
+        generator = torch.Generator().manual_seed(seed)
         return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.dtype)
 
     def batch(self, transfers: Sequence[dist.P2POp]) -> list[dist.Work]:

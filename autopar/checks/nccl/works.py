@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,23 @@ if TYPE_CHECKING:
 
 Values = Callable[[], Sequence[Tensor]]
 """Computes the values of results."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """An operation to issue: it reads ``operands`` and gives ``results`` the ``values``, which are computed at the issue (``collected``:
+    when they are delivered). ``agreed`` is what the members must agree about; the rest is as in ``Operation``."""
+
+    kind: str
+    agreed: Sequence[Tensor] = ()
+    operands: Sequence[Tensor] = ()
+    results: Sequence[Tensor] = ()
+    values: Values | None = None
+    collected: Values | None = None
+    detail: str = ""
+    root: int = -1
+    splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
 
 _equal = torch.equal  # not the one that records
 
