@@ -7,6 +7,7 @@ As soon as one rank fails, all are ended and the error names the rank and its ca
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import json
@@ -80,6 +81,11 @@ def _unless_forked(process: int, work: Callable[..., object], *args: Any, **kwar
 _alive: weakref.WeakSet[Processes] = weakref.WeakSet()
 
 
+def _end_all() -> None:
+    for processes in list(_alive):
+        processes.close()
+
+
 def _let_go() -> None:
     """In a fork: close its copies of the pipes, so that the workers end with their parent however long the fork lives."""
     for processes in list(_alive):
@@ -140,6 +146,8 @@ class Processes:
         self._parent = os.getpid()
         self._finalizer = when_gone(self, _end, self._workers, self.folder)
         _alive.add(self)
+        atexit.unregister(_end_all)  # at exit they end before what was there when they were started
+        atexit.register(_end_all)
 
     @property
     def alive(self) -> bool:
