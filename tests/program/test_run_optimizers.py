@@ -420,7 +420,7 @@ def test_every_scheduler_goes_on_from_its_json(name: str, lr: float | Tensor) ->
     straight, half = made(), made()
     wanted = [steps(*straight), steps(*straight)]
     assert steps(*half) == wanted[0] and len({tuple(each) for each in wanted[0] + wanted[1]}) > 1
-    groups, facts = json.loads(json.dumps((described(half[0], {})["groups"], schedulers.described(half[1]))))
+    groups, facts = json.loads(json.dumps((described(half[0])["groups"], schedulers.described(half[1]))))
     optimizer, scheduler = made()
     for group, options in zip(optimizer.param_groups, groups, strict=True):
         group.update(

@@ -48,6 +48,7 @@ class Load:
 
 def measure(nodes: int = 2, ranks: int = RANKS, beats: int = 20) -> Load:
     """Run the watches of ``nodes`` times ``ranks``, and count."""
+    environment = dict(os.environ)
     counting, opened = CountingStore(dist.HashStore()), []
     token = f"load-{os.getpid()}-{time.monotonic_ns()}"
     made = []
@@ -68,6 +69,8 @@ def measure(nodes: int = 2, ranks: int = RANKS, beats: int = 20) -> Load:
             connect()
         one._beat(node)
         made.append((node, one))
+    os.environ.clear()
+    os.environ.update(environment)
     counting.requests.clear()
     before = [one._beats for _, one in made]
     threads = [threading.Thread(target=one._watch, args=(node,), daemon=True) for node, one in made]
