@@ -12,21 +12,24 @@ Each stage takes values and returns values. The names are those that the command
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
 import tempfile
+import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
+
+import torch
 
 from autopar.checks.collectives import check_collectives
 from autopar.checks.types import check_program
 from autopar.devices import Cluster, parse
 from autopar.emit import emit
 from autopar.errors import UsageError
-from autopar.graph import Graph
+from autopar.graph import Graph, forget_graphs
 from autopar.keywords import Keywords, Request, Training, as_keywords, read_keywords, shows_keywords
 from autopar.plan import Plan
 from autopar.planning import plan_model
@@ -34,12 +37,15 @@ from autopar.progress import Progress, report
 from autopar.run import Program, ranks
 from autopar.run.folder import folder_for_program
 from autopar.run.initialise import given_values, with_tables
+from autopar.run.processes import when_gone
 from autopar.search import SearchOptions
-from autopar.workload import Workload
+from autopar.torch_private import without_kept_sources
+from autopar.workload import Workload, without_inference
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+_COMPILING = threading.RLock()
 NOT_TYPED = "the program was not type-checked, as was asked for"
 
 
@@ -93,17 +99,24 @@ def compile(
         UsageError: devices, a batch or pins that make no sense, a folder with other files; exit status 2 on the command line.
         CaptureError, InfeasibleError: the model cannot be exported; no plan fits.
     """
-    request, training, pins = read_keywords(keywords)
-    if folder is not None and ranks.is_first_of_machine():
-        folder_for_program(folder)
-    cluster = parse(devices, memory_limit_bytes=request.memory_limit_bytes, calibration=request.calibration)
-    options = SearchOptions(pin=pin or {}, allow=request.allow, time_limit_s=request.time_limit_s, **pins)
-    model = with_tables(model, request.init)
-    workload = Workload(model, batch, loss_fn, None, request.precision, request.local_batch_norm)
-    graph, chosen = plan_model(
-        workload, cluster, options, plan=plan, capture_check=request.capture_check, progress=progress
-    )
-    return start_program(graph, chosen, cluster, model, folder, training=training, request=request, progress=progress)
+    # modules of folders, the fake process group and torch's tracing belong to the process: threads compile one after the other
+    with _COMPILING, torch.inference_mode(False), torch.enable_grad(), without_kept_sources():
+        request, training, pins = read_keywords(keywords)
+        if folder is not None and ranks.is_first_of_machine():
+            folder_for_program(folder)
+        cluster = parse(devices, memory_limit_bytes=request.memory_limit_bytes, calibration=request.calibration)
+        options = SearchOptions(pin=pin or {}, allow=request.allow, time_limit_s=request.time_limit_s, **pins)
+        model = with_tables(model, request.init)
+        workload = Workload(model, without_inference(batch), loss_fn, None, request.precision, request.local_batch_norm)
+        try:
+            graph, chosen = plan_model(
+                workload, cluster, options, plan=plan, capture_check=request.capture_check, progress=progress
+            )
+            return start_program(
+                graph, chosen, cluster, model, folder, training=training, request=request, progress=progress
+            )
+        finally:
+            forget_graphs()
 
 
 def emit_program(
@@ -166,6 +179,11 @@ def start_program(
     report(progress, "run")
     # the program was type-checked when it was emitted
     program = Program(plan, home, graph, cluster=cluster, state=first, type_check=False, **as_keywords(training))
-    if not lasting:
-        weakref.finalize(program, shutil.rmtree, home, ignore_errors=True)
+    if lasting:
+        with contextlib.suppress(
+            UsageError
+        ):  # processes under torchrun train with it all the same; train.py says that it cannot
+            program.write_recipe(home)
+    else:
+        when_gone(program, shutil.rmtree, home, ignore_errors=True)
     return program

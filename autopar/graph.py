@@ -7,17 +7,44 @@ an axis or a microbatch gets.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import fx, nn
 
 from autopar.plan import MICROBATCH_STATISTICS
+
+F = TypeVar("F", bound=Callable[..., Any])
+_emptied: list[Callable[[], None]] = []
+
+
+def cached_for_graphs(maxsize: int) -> Callable[[F], F]:
+    """``functools.lru_cache`` for results about a graph or its layers, which would keep these alive: ``forget_graphs`` empties it."""
+
+    def decorate(function: F) -> F:
+        cached: Any = functools.lru_cache(maxsize=maxsize)(function)
+        forgotten_with_graphs(cached.cache_clear)
+        return cast(F, cached)
+
+    return decorate
+
+
+def forgotten_with_graphs(clear: Callable[[], None]) -> None:
+    """Have ``forget_graphs`` call ``clear``."""
+    _emptied.append(clear)
+
+
+def forget_graphs() -> None:
+    """Empty the caches about graphs: a process that compiles again and again keeps nothing of the graphs that are gone."""
+    for clear in _emptied:
+        clear()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from autopar.program.optimizers import Scheduler
-    from autopar.run.program import Optimizer
+    from autopar.run.recipe import Optimizer
 
 R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])

@@ -93,7 +93,7 @@ OFFLOADS = ("none", "activations")
 STATES = ("device", "host", "nvme")
 """Where a layer's optimizer states and master copies are: in the device's memory, in the host's memory, or in a file on the node's NVMe."""
 
-_ACTIVATIONS = {"optimizer": "none", "both": "activations"}
+FORMER_OFFLOADS = {"optimizer": "none", "both": "activations"}
 """The values of ``offload`` in older plans that stood for optimizer states in the host's memory, by what they said of activations."""
 
 SAVINGS = ("exact", "int8")
@@ -398,6 +398,7 @@ class Plan:
     pins: tuple[PinPrice, ...] = ()
     allow: tuple[str, ...] = ()
     nvme_path: str = ""  # the folder for optimizer states on NVMe, if the cluster names one
+    gpus_per_node: int = 0  # 0: the nodes differ, or the plan names none
     request: dict[str, Any] = field(default_factory=dict, hash=False)  # the command line's options, to repeat it
 
     def __post_init__(self) -> None:
@@ -513,6 +514,7 @@ class Plan:
             "pins": [dataclasses.asdict(pin) for pin in self.pins],
             "allow": list(self.allow),
             "nvme_path": self.nvme_path,
+            "gpus_per_node": self.gpus_per_node,
             "wall_time_s": self.wall_time_s,
             "planning_memory_bytes": self.planning_memory_bytes,
             "request": self.request,
@@ -520,7 +522,7 @@ class Plan:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Plan:
-        """The inverse of ``to_json``."""
+        """The inverse of ``to_json``, for objects that it made; ``autopar.plan_files.read_plan`` checks a file from elsewhere first."""
         return Plan(
             model=data["model"],
             devices=data["devices"],
@@ -551,13 +553,13 @@ class Plan:
                         tuple(Role(role) for role in layer["roles"]),
                         layer["zero"],
                         Recomputation(**layer["recomputation"]),
-                        _ACTIVATIONS.get(offload := layer.get("offload", "none"), offload),
+                        FORMER_OFFLOADS.get(offload := layer.get("offload", "none"), offload),
                         layer.get("replicate", 1),
                         layer.get("reduce", "microbatch"),
                         layer.get("overlap", "none"),
                         layer.get("compiled", False),
                         layer.get("saved", "exact"),
-                        layer.get("states", "host" if offload in _ACTIVATIONS else "device"),
+                        layer.get("states", "host" if offload in FORMER_OFFLOADS else "device"),
                         layer.get("logits", "whole"),
                     ),
                 )
@@ -577,6 +579,7 @@ class Plan:
             pins=tuple(PinPrice(**pin) for pin in data.get("pins", ())),
             allow=tuple(data.get("allow", ())),
             nvme_path=data.get("nvme_path", ""),
+            gpus_per_node=data.get("gpus_per_node", 0),
             request=data.get("request", {}),
         )
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from autopar.data_files import DataError, read_json
 from autopar.errors import UsageError
-from autopar.plan import Plan, Prediction
-from autopar.precision import PRECISIONS
-from autopar.schedules import SCHEDULES
+from autopar.plan import Plan
+from autopar.plan_schema import check_plan
 
 if TYPE_CHECKING:
     from autopar.devices import Cluster
@@ -18,50 +16,21 @@ if TYPE_CHECKING:
 
 _WRITTEN_BY = "`autopar plan MODEL --devices ... -o FILE` writes one"
 
-_COUNTS = ("microbatches", "global_batch", "chunks", "prefetch")
-
 
 def read_plan(path: str | Path) -> Plan:
-    """The plan in a file that ``Plan.dumps`` or ``autopar plan -o`` wrote.
+    """The plan in a file that ``Plan.dumps`` or ``autopar plan -o`` wrote. The file is data: it is checked, and nothing in it is run.
 
     Raises:
-        UsageError: there is no such file, or the file holds no plan.
+        UsageError: there is no such file, or the file holds no plan (``plan_schema``).
     """
     try:
-        return Plan.from_json(_checked(json.loads(Path(path).read_text(), parse_constant=_no_number)))
+        data = read_json(path)
+        check_plan(data)
     except OSError as error:
         raise UsageError(f"the plan {path} cannot be read: {error.strerror}", _WRITTEN_BY) from error
-    except (ValueError, KeyError, TypeError, IndexError, AssertionError, AttributeError) as error:
-        reason = f"it has no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
-        if isinstance(error, IndexError | AssertionError | _PlanError):
-            reason = str(error) if isinstance(error, _PlanError) else "its stages and layers do not fit together"
-        raise UsageError(f"{path} holds no plan ({reason})", _WRITTEN_BY) from error
-
-
-class _PlanError(ValueError):
-    """What a file that holds no plan holds."""
-
-
-def _checked(data: Any) -> dict[str, Any]:
-    if not isinstance(data, dict):
-        raise _PlanError("it is no JSON object")
-    if data.get("feasible") is False:
-        raise _PlanError("it says that nothing fits")
-    for field in dataclasses.fields(Prediction):
-        if isinstance(data[field.name], bool) or not isinstance(data[field.name], int | float):
-            raise _PlanError(f"{field.name} is {data[field.name]!r}, no number")
-    sizes = [(f"axis {axis['name']}", axis["size"]) for axis in data["mesh"]]
-    for name, count in [*sizes, *((name, data.get(name, 1)) for name in _COUNTS)]:
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise _PlanError(f"{name} is {count!r}, no whole number from 1 up")
-    for name, known in (("schedule", SCHEDULES), ("precision", PRECISIONS)):
-        if data[name] not in known:
-            raise _PlanError(f"{name} is {data[name]!r}, not one of {', '.join(known)}")
-    return data
-
-
-def _no_number(text: str) -> float:
-    raise _PlanError(f"{text} is no number")
+    except DataError as error:
+        raise UsageError(f"{path} holds no plan ({error})", _WRITTEN_BY) from error
+    return Plan.from_json(data)
 
 
 def check_model(plan: Plan, graph: Graph) -> None:

@@ -22,7 +22,7 @@ from autopar.progress import Progress, report
 from autopar.run import ranks
 from autopar.search import Pricer, SearchOptions, Shared, price_pins, search, search_faster
 from autopar.search.concessions import Concession, best_plan, concessions
-from autopar.search.notes import whole_layers
+from autopar.search.notes import odd_experts, whole_layers
 from autopar.workload import Recapture, Workload, sequence_length, with_concession
 
 
@@ -154,7 +154,11 @@ def find_plan(
         found = price_pins(graph, cluster, pricer.on(cluster), options, found, options.pin_time_s, shared)
     without_rule = f"replicated, because no sharding rule covers it: {', '.join(graph.replicated)}"
     notes = (*found.notes, *cluster.notes, *graph.notes, *([without_rule] if graph.replicated else []))
-    notes += (*_eager_layers(graph, found), *whole_layers(found, pricer.on(cluster)))
+    notes += (
+        *_eager_layers(graph, found),
+        *whole_layers(found, pricer.on(cluster)),
+        *odd_experts(found, pricer.on(cluster)),
+    )
     wall_time_s = time.perf_counter() - start_s
     return dataclasses.replace(found, wall_time_s=wall_time_s, planning_memory_bytes=peak_memory_bytes(), notes=notes)
 

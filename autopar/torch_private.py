@@ -70,6 +70,18 @@ def memory(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has one memory with strides: not a sparse one, nor one without a shape yet (lazy modules). (torch 2.11, 2.13)"""
+    from torch.nn.parameter import is_lazy
+
+    if tensor.layout is not torch.strided or is_lazy(tensor):
+        return False
+    try:
+        return tensor.untyped_storage() is not None
+    except (NotImplementedError, RuntimeError):  # a subclass that wraps other tensors
+        return False
+
+
 def custom_op_module(target: Any) -> str | None:
     """The name of the Python module that defines an operator: with ``torch.library.custom_op``, or else the module that registers its
     fake implementation; ``None`` if neither is known. (torch 2.11, 2.13)"""
@@ -275,6 +287,23 @@ def fake_store() -> Any:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
+
+
+@contextmanager
+def without_kept_sources() -> Iterator[None]:
+    """Afterwards the texts of graph modules that were made inside are gone, which torch keeps for tracebacks. (torch 2.11, 2.13)"""
+    import linecache
+
+    from torch.fx import graph_module
+
+    texts = graph_module._loader.eval_cache
+    before = set(texts)
+    try:
+        yield
+    finally:
+        for name in set(texts) - before:
+            texts.pop(name, None)
+            linecache.cache.pop(name, None)
 
 
 def forget_meshes() -> None:

@@ -53,6 +53,11 @@ class Workload:
             raise ModelError(
                 f"the model is {type(self.model).__name__}, not a torch.nn.Module", "wrap a function in a module"
             )
+        if made := [name for name, parameter in self.model.named_parameters() if parameter.is_inference()]:
+            raise ModelError(
+                f"{made[0]} was made under torch.inference_mode, and such a parameter cannot be trained",
+                "build the model outside of torch.inference_mode",
+            )
         if self.loss_fn is not None and not callable(self.loss_fn):
             raise UsageError(
                 f"loss_fn is {self.loss_fn!r}, which cannot be called",
@@ -134,6 +139,13 @@ def resize_batch(batch: Any, seq: int | None, rows: int | None) -> Any:
         return tensor
 
     return _mapped(batch, resized)
+
+
+def without_inference(batch: Any) -> Any:
+    """The batch, with copies of tensors that were made under ``torch.inference_mode``, of which autograd takes none."""
+    if not any(tensor.is_inference() for tensor in _tensors(batch)):
+        return batch
+    return _mapped(batch, lambda tensor: tensor.clone() if tensor.is_inference() else tensor)
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

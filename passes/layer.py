@@ -15,6 +15,7 @@ from autopar.types import SpmdType
 from passes.collectives import MICROBATCH, convert, insert_collectives_pass
 from passes.defer_weights import defer_weights_pass
 from passes.fuse_bias import fuse_bias_pass
+from passes.grouped_widths import grouped_widths_pass
 from passes.halves import halves_pass, is_chained, of_half
 from passes.localise_layer import localise_pass, random_seed
 from passes.overlap import JOINED, converted_types, overlap_pass
@@ -120,6 +121,7 @@ def local_layer(
             ("insert_collectives", lambda gm: insert_collectives_pass(gm, half or sharding)),
             ("localise_shapes", lambda gm: localise_pass(gm, half or sharding)),
             ("fuse_bias", fuse_bias_pass),
+            ("grouped_widths", grouped_widths_pass),
         ],
     )
     if strategy.recomputation is SELECTIVE:

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.ops.facts import facts, is_pointwise
 from autopar.ops.meta import meta
-from autopar.ops.operands import first_tensor, operands, shape_of
+from autopar.ops.operands import operands, shape_of
 from autopar.sharding import Sharding, local_shape
 from passes.collectives import convert, share
 from passes.kernel_calls import kernel_call, partition
@@ -70,36 +69,11 @@ def _call(
     call = localised(node, shapes, shape, partition(node, sharding))
     verify(node, call, shapes, shape)
     target, args, kwargs, factor = call
-    if target is torch.ops.aten.view.default and _laid_out_anew(node):
-        target = torch.ops.aten.reshape.default
     new = graph.call_function(target, fx.map_arg(args, made.__getitem__), fx.map_arg(kwargs, made.__getitem__))
     if factor is None:
         return new
     new.meta = dict(node.meta)
     return graph.call_function(scale, (new, factor))
-
-
-def _laid_out_anew(node: fx.Node) -> bool:
-    """Whether a view reads a value whose memory order may differ from that of the value on a single device, whose strides decided which
-    dims can be merged without a copy: an activation that was not contiguous there and may come from another stage, or the result of a
-    conversion, seen through other dims or in part. Pointwise ops preserve the order of their operands."""
-    waiting, seen = [(operand, False) for operand in operands(node)[:1]], set[tuple[fx.Node, bool]]()
-    while waiting:
-        source, strided = waiting.pop()
-        if (source, strided) in seen:
-            continue
-        seen.add((source, strided))
-        if source.op == "placeholder" and not first_tensor(source).is_contiguous():
-            return True
-        if source.op != "call_function":
-            continue
-        if strided and source.target in (convert, share):
-            return True
-        if facts(source).is_strided:
-            waiting.append((operands(source)[0], True))
-        elif is_pointwise(source):
-            waiting += [(operand, strided) for operand in operands(source)]
-    return False
 
 
 def _local_value(node: fx.Node, shape: tuple[int, ...], sharding: Sharding) -> Any:

@@ -6,7 +6,6 @@ read the decision here. ``autopar.program.kernels_overlap`` is the call that the
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import torch
 from torch import fx
 
 from autopar.flow import placeholders
-from autopar.graph import LayerClass
+from autopar.graph import LayerClass, cached_for_graphs
 from autopar.ops.facts import facts, op_name
 from autopar.ops.meta import meta
 from autopar.ops.operands import operands, shape_of
@@ -63,7 +62,7 @@ def _trainable(cls: LayerClass) -> frozenset[str]:
     return frozenset(node.name for node, value in zip(nodes, cls.parameters, strict=True) if value.requires_grad)
 
 
-@functools.lru_cache(maxsize=256)
+@cached_for_graphs(maxsize=256)
 def _on_parameters(graph: fx.GraphModule, trainable: frozenset[str]) -> tuple[tuple[fx.Node, tuple[_Read, ...]], ...]:
     """The products with trainable parameters, or with views of such, with the reads from the product back to the parameter.
 

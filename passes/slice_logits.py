@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import fx
 
-from autopar.graph import Graph, LayerClass
+from autopar.graph import Graph, LayerClass, cached_for_graphs
 from autopar.ops.facts import Kind, facts, op_name
 from autopar.ops.meta import meta
 from autopar.ops.operands import arguments, dtype_of, shape_of
@@ -33,7 +32,7 @@ COLUMNS = 8192
 Steps = tuple[kernels_logits.Step, ...]
 
 
-@lru_cache(maxsize=1024)
+@cached_for_graphs(maxsize=1024)
 def sliced_class(cls: LayerClass) -> LayerClass | str:
     """``cls`` with its logits in slices, or why it has none to slice, as the end of a sentence about the layer."""
     losses = [node for node in cls.graph.graph.nodes if facts(node).kind is Kind.CLASS_LOSS]

@@ -37,6 +37,8 @@ LEAVES = {
     "torch_private",
     "pins",
     "plan_files",
+    "plan_schema",
+    "data_files",
     "progress",
     "keywords",
 }
@@ -56,6 +58,8 @@ ALLOWED: dict[str, set[str]] = {
     "measure": set(),
     "pins": set(),
     "plan_files": set(),
+    "plan_schema": set(),
+    "data_files": set(),
     "progress": set(),
     "keywords": set(),
     "picture": set(),

@@ -91,6 +91,19 @@ def refuse_strays(model: nn.Module) -> None:
                 )
 
 
+def refuse_scripts(model: nn.Module) -> None:
+    """Raise ``CaptureError`` where a module of TorchScript has parameters or buffers: its compiled code keeps its own, whatever the module
+    around it gives it. One without runs its ops like any function."""
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and (held := [*module.parameters(), *module.buffers()]):
+            name = getattr(module, "original_name", type(module).__name__)
+            raise CaptureError(
+                f"{path or 'the model'} ({name}) is compiled by TorchScript and has {len(held)} parameters and buffers, which a graph "
+                "cannot read out of its code",
+                hint="give the Python module itself, before torch.jit.script or torch.jit.trace; a plan compiles layers by --compile",
+            )
+
+
 def refuse_stray(reader: str, tensor: torch.Tensor) -> NoReturn:
     """Refuse ``tensor``; ``reader`` is the beginning of a sentence, which names the code that reads it."""
     raise CaptureError(

@@ -22,9 +22,10 @@ from torch import Tensor, fx, nn
 from autopar.capture import reference
 from autopar.capture.backward import source
 from autopar.capture.batch import BatchStructure, flatten_batch, rebuild_batch
-from autopar.capture.eager import AsGiven, Step, WithoutDraws, gradients
+from autopar.capture.eager import AsGiven, Step, WithoutDraws, gradients, update
 from autopar.capture.float64 import WholeFloat64
 from autopar.capture.pipeline import capture
+from autopar.capture.storage import apart
 from autopar.errors import AutoparError, CaptureError
 from autopar.graph import Graph, Guard
 from autopar.measure import EXACT, Error, compare
@@ -174,7 +175,7 @@ class _Comparison:
             return None
         given = self.as_given()  # outside of the modes: drawing initial values is no part of the step
         with self.modes():
-            found = list(graph_steps(small, given, tensors, len(eager)))
+            found = list(graph_steps(small, given, tensors, eager))
         for number, (mine, theirs) in enumerate(zip(found, eager, strict=True)):
             off, where = _compared(mine, theirs, set(small.buffers))
             if not off.value <= (EXACT if self.dtype is not None else _noise(self.graph.dtype)):
@@ -217,14 +218,19 @@ class _Comparison:
         except Exception as error:  # any error that the model's attributes raise
             self.why = f"the model cannot be copied ({_named(error)})"
             return None
-        before = {name: (p._version, p.data_ptr()) for name, p in given.parameters.items()}
+        steps, parameters = list[Step](), given.parameters
+        before = {name: (p._version, p.data_ptr()) for name, p in parameters.items()}
         try:
             with self.modes(self.chances):
-                steps = [given.step(self._cast(tensors)) for _ in range(count)]
+                for _ in range(count):
+                    if steps:
+                        update(parameters, steps[-1].gradients)
+                        before = {name: (p._version, p.data_ptr()) for name, p in parameters.items()}
+                    steps.append(given.step(self._cast(tensors)))
         except Exception as error:  # any error that the model's own code raises
             self.why = f"the model raises {_named(error)}"
             return None
-        for name, p in given.parameters.items():
+        for name, p in parameters.items():
             if (p._version, p.data_ptr()) != before[name]:
                 raise CaptureError(
                     f"the model writes its parameter {name} in forward, which a program would lose",
@@ -236,15 +242,19 @@ class _Comparison:
         return steps
 
 
-def graph_steps(graph: Graph, given: AsGiven, tensors: Sequence[Tensor], count: int) -> Iterator[Step]:
-    """``count`` steps of the graph with the parameters and buffers of ``given``; each step starts from the buffers of the step before."""
+def graph_steps(graph: Graph, given: AsGiven, tensors: Sequence[Tensor], steps: Sequence[Step]) -> Iterator[Step]:
+    """The graph's steps with the parameters and buffers of ``given``, as many as eager PyTorch's ``steps``, and with the same updates of
+    parameters between them; each step starts from the buffers of the step before."""
     batch = dict(zip((value.name for value in graph.inputs), tensors, strict=True))
     initial, buffers = given.buffers, dict[str, Tensor]()
     frozen = {p.original for p in graph.parameters.values() if not p.trainable}
-    parameters = {n: p.detach() if n in frozen else p for n, p in given.parameters.items()}
-    for _ in range(count):
+    own = apart(given.parameters)
+    parameters = {n: p.detach() if n in frozen else p for n, p in own.items()}
+    for number in range(len(steps)):
+        if number:
+            update(own, steps[number - 1].gradients)
         loss = reference.run(graph, parameters, batch, buffers=buffers)
-        yield Step(float(loss.detach()), gradients(loss, given.parameters), initial | buffers)
+        yield Step(float(loss.detach()), gradients(loss, own), initial | buffers)
 
 
 def _named(error: Exception) -> str:

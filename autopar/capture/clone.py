@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.capture.storage import tied_first
 from autopar.errors import CaptureError
 from autopar.torch_private import fake_tensors
 
@@ -65,10 +66,10 @@ def twin(
         with mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=cast(tensor), device=device)
 
-    left_out = set(without)
+    first = tied_first(model)
     for name, parameter in model.named_parameters():
-        made = None if name in left_out else nn.Parameter(fake(parameter), requires_grad=parameter.requires_grad)
-        memo[id(parameter)] = made
+        made = None if name in without else nn.Parameter(fake(parameter), requires_grad=parameter.requires_grad)
+        memo[id(parameter)] = memo.get(id(first[id(parameter)]), made)
     whole = nn.ModuleDict({"model": model})
     if isinstance(loss_fn, nn.Module):
         whole[_LOSS_KEY] = loss_fn
@@ -95,13 +96,18 @@ def twin(
         delattr(owner, name)
         owner.register_buffer(name, tensor, persistent=False)
     module = copied["model"]
+    _configure(module)
+    return Twin(module, copied[_LOSS_KEY] if isinstance(loss_fn, nn.Module) else loss_fn, values, mode)
+
+
+def _configure(module: nn.Module) -> None:
+    """Choose what can be captured where a model of transformers has the choice."""
     for child in module.modules():
         config: Any = getattr(child, "config", None)
         if getattr(config, "use_cache", False):
             config.use_cache = False
         if getattr(config, "_experts_implementation", None) is not None:
             config._experts_implementation = _EXPERTS
-    return Twin(module, copied[_LOSS_KEY] if isinstance(loss_fn, nn.Module) else loss_fn, values, mode)
 
 
 def stored_tensors(whole: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:

@@ -6,7 +6,6 @@ mode (``train`` or ``eval``) that they are in.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from autopar.capture.batch import BatchStructure
 from autopar.capture.clone import stored_tensors
 from autopar.capture.export import call_model
+from autopar.capture.storage import cast, copied, ties
 
 _DROPOUT_ARGUMENTS = ("dropout_p", "dropout")
 
@@ -129,24 +129,21 @@ def prepared(model: nn.Module, loss_fn: Any = None, dtype: torch.dtype | None = 
 
     Parameters without values (on meta) get drawn values.
     """
-    copied = copy.deepcopy([model, loss_fn] if isinstance(loss_fn, nn.Module) else [model])
-    _materialise(copied[0])
-    for module in copied:
-        module.cpu()
-        if dtype is not None:
-            for tensor in (*module.parameters(), *module.buffers()):
-                tensor.data = _cast(tensor.data, dtype)
-            _cast_attributes(module, dtype)
+    made = copied([model, loss_fn] if isinstance(loss_fn, nn.Module) else [model])
+    _materialise(made[0])
+    for module in made:
+        plain = (tensor for _, _, tensor in stored_tensors(module) if not isinstance(tensor, nn.Parameter))
+        cast([*module.parameters(), *plain], dtype)
         for parameter in module.parameters():
             parameter.grad = None
     recurrent = False
-    for module in copied[0].modules():
+    for module in made[0].modules():
         config: Any = getattr(module, "config", None)
         if dtype == torch.float64 and getattr(config, "_experts_implementation", None) is not None:
             config._experts_implementation = "eager"  # transformers' grouped products do not support float64
         if isinstance(module, nn.RNNBase) and module.dropout:
             module.dropout, recurrent = 0.0, True  # passed to the kernel by position, not by name
-    return Copied(copied[0], copied[1] if len(copied) > 1 else loss_fn, recurrent)
+    return Copied(made[0], made[1] if len(made) > 1 else loss_fn, recurrent)
 
 
 class AsGiven:
@@ -161,9 +158,10 @@ class AsGiven:
         dtype: torch.dtype | None,
         written: Collection[str] = (),
     ) -> None:
-        copied = prepared(model, loss_fn, dtype)
-        self.model, self.loss_fn, self.structure = copied.model, copied.loss_fn, structure
+        made = prepared(model, loss_fn, dtype)
+        self.model, self.loss_fn, self.structure = made.model, made.loss_fn, structure
         self.written = frozenset(written)
+        self.ties = ties(made.model)
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -184,7 +182,22 @@ class AsGiven:
     def step(self, tensors: Sequence[Tensor]) -> Step:
         """One forward and backward pass. The buffers change; the parameters do not."""
         loss = self.loss(tensors)
-        return Step(float(loss.detach()), gradients(loss, self.parameters), self.buffers)
+        found = summed(gradients(loss, self.parameters), self.ties)
+        return Step(float(loss.detach()), found, self.buffers)
+
+
+def update(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
+    """Change every parameter that has a gradient in its direction, by ``MOVE`` of the parameter's largest element: a step of SGD with a
+    rate for each, under which tensors that share a parameter's memory change visibly."""
+    with torch.no_grad():
+        for name, gradient in gradients.items():
+            largest, size = (float(t.abs().max()) if t.numel() else 0.0 for t in (gradient, parameters[name]))
+            if largest and math.isfinite(largest):
+                parameters[name].sub_(gradient * (MOVE * (size or 1.0) / largest))
+
+
+MOVE = 2.0**-5
+"""The part of a parameter's largest element by which an update between two compared steps changes the parameter."""
 
 
 def gradients(loss: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -192,6 +205,15 @@ def gradients(loss: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tenso
     wanted = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
     return {name: grad for name, grad in zip(wanted, found, strict=True) if grad is not None}
+
+
+def summed(gradients: Mapping[str, Tensor], ties: Mapping[str, str]) -> dict[str, Tensor]:
+    """The gradients by first names: parameters over the same memory have one gradient, the sum of theirs."""
+    found: dict[str, Tensor] = {}
+    for name, gradient in gradients.items():
+        first = ties.get(name, name)
+        found[first] = found[first] + gradient if first in found else gradient
+    return found
 
 
 def _materialise(model: nn.Module) -> None:
@@ -207,18 +229,3 @@ def _materialise(model: nn.Module) -> None:
                     )
                     made[id(parameter)] = nn.Parameter(values.to(parameter.dtype), parameter.requires_grad)
                 setattr(module, name, made[id(parameter)])
-
-
-def _cast_attributes(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast tensors that are plain attributes, which ``Module.to`` does not cast."""
-    for path, name, tensor in list(stored_tensors(module)):
-        owner = module.get_submodule(path)
-        if name in vars(owner) and not isinstance(tensor, nn.Parameter):
-            setattr(owner, name, _cast(tensor, dtype))
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast to ``dtype``, complex numbers to its complex counterpart: ``Module.to`` would drop their imaginary parts."""
-    if tensor.is_complex():
-        return tensor.to(dtype.to_complex())
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,20 +16,24 @@ from autopar.capture.backward import (
     KeptWholeError,
     refuse_hooks,
     refuse_nodes,
+    refuse_scripts,
     refuse_stray,
     refuse_strays,
     source,
 )
 from autopar.capture.batch import BatchStructure, flatten_batch, rebuild_batch
 from autopar.capture.blocks import stack
+from autopar.capture.boundary import HINT, user_line
 from autopar.capture.clone import LOSS, Twin, twin
 from autopar.capture.derivative import refuse_derivatives
 from autopar.capture.functions import Functions, functions_kept, observed
 from autopar.capture.guard import assigned_buffers_written, guarded
 from autopar.capture.loops import ShortLoops
+from autopar.capture.opaque import observe
 from autopar.capture.questions import Answering, Answers, keep_guards, listen
 from autopar.capture.repeat import Lifted, Repeats, expand, members, record, traced_once
-from autopar.capture.state import State, check_again, state
+from autopar.capture.state import State, buffers, buffers_kept, check_again, state
+from autopar.capture.storage import identity, refuse_overlaps
 from autopar.capture.whole import find as find_whole
 from autopar.capture.whole import keep as keep_whole
 from autopar.capture.whole import paths_of
@@ -75,12 +77,14 @@ class _Captured(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         if self.answers is not None:
             self.answers.asked.clear()
+        given = buffers(self.module)
         try:
             with assigned_buffers_written(self.module, self.registered):
                 loss = call_model(self.module, self.structure, self.loss_fn, tensors)
         except Exception as error:
             raise _RefusedError(error) from error
-        _LEFT[:] = [state(self.module)]  # not an attribute: torch.export restores attributes
+        replaced = {key: b for key, b in buffers(self.module).items() if b is not given.get(key)}
+        _LEFT[:] = [state(self.module) | replaced]  # not an attribute: torch.export restores attributes
         return loss if self.answers is None else (loss, *self.answers.asked)
 
 
@@ -163,6 +167,8 @@ def export(
     """
     refuse_hooks(model)
     refuse_strays(model)
+    refuse_scripts(model)
+    refuse_overlaps(model, loss_fn)
     if isinstance(loss_fn, nn.Module) and next(loss_fn.parameters(), None) is not None:
         raise CaptureError(
             "loss_fn has parameters of its own", hint="make it part of the model, and return the loss from there"
@@ -177,6 +183,9 @@ def export(
         with masks_as_given(), plain_averages():
             run(copied)
 
+    valued = batch is not None and not any(map(is_fake, flatten_batch(structure, batch).values()))
+    if valued:
+        observe(model, run)
     kept: dict[str, str] = {}
     functions: Functions = {}
     notes: list[str] = []
@@ -187,7 +196,7 @@ def export(
                 gm, values = _exported(model, structure, loss_fn, dtype, kept, answers)
             break
         except KeptWholeError as error:
-            if batch is None or any(is_fake(tensor) for tensor in flatten_batch(structure, batch).values()):
+            if not valued:
                 raise
             if (function := error.function) is not None and (found := observed(function, model, run)) is not None:
                 functions[function] = found
@@ -227,8 +236,9 @@ def _exported(
     def run(repeats: Repeats | None = repeats) -> tuple[Any, State]:
         return _export(model, copied, structure, repeats, answers), _LEFT.pop()
 
-    program, left = run()
-    notes = check_again(program, before, left, copied, run)
+    with buffers_kept(copied.module):
+        program, left = run()
+        notes = check_again(program, before, left, copied, run)
     lifted = _lifted(program)
     found = expand(program.graph_module, lifted, repeats, model) if repeats is not None else lifted
     if found is None:
@@ -321,7 +331,7 @@ def _export(
     except _RefusedError as refused:
         if isinstance(refused.error, KeptWholeError):
             refused.error.paths = paths_of(refused.error.__traceback__, copied.module)
-        if isinstance(refused.error, CaptureError):
+        if isinstance(refused.error, CaptureError | MemoryError):
             raise refused.error from None
         raise _explain(refused.error, copied.module) from refused.error
     except Exception as error:
@@ -342,9 +352,6 @@ def _complete_users(gm: fx.GraphModule) -> None:
 
 def _explain(error: Exception, module: nn.Module) -> CaptureError:
     """An error with the user's source line and the reason."""
-    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))  # a mode's frames are autopar's
-    frames: Sequence[traceback.FrameSummary] = traceback.extract_tb(error.__traceback__)
-    user = [f for f in frames if not f.filename.startswith((*ours, "<")) and not f.filename.endswith("contextlib.py")]
     kind, text = type(error).__name__, str(error).strip().split("\n")[0]
     dependent = (
         "DataDependent" in kind
@@ -353,14 +360,10 @@ def _explain(error: Exception, module: nn.Module) -> CaptureError:
         or "_local_scalar_dense" in str(error)
     )
     what = "its control flow or a shape depends on the data" if dependent else f"{kind}: {text}"
-    hint = OPAQUE_HINT if dependent else f"the model must run on this batch by itself first; if it does, {OPAQUE_HINT}"
-    if not user:
-        return CaptureError(f"torch.export refused the model: {what}", hint=hint)
-    frame = user[-1]
-    line = f" `{frame.line}`" if frame.line else ""
-    text = f"torch.export refused {frame.filename}:{frame.lineno}{line}: {what}"
-    if not dependent:
-        return CaptureError(text, hint=hint)
+    line = user_line(error)
+    text = f"torch.export refused {line or 'the model'}: {what}"
+    if not dependent or not line:
+        return CaptureError(text, hint=OPAQUE_HINT if dependent else HINT)
     return KeptWholeError(text, OPAQUE_HINT, paths_of(error.__traceback__, module))
 
 
@@ -378,13 +381,14 @@ def _label(
             meta(node)["val"] = _plain(meta(node)["val"], node)
     names = _parameter_names(model)
     shapes = dict(model.named_parameters())
-    buffers = dict(copied.module.named_buffers(remove_duplicate=False))
-    sharing = _sharing(buffers, model)
+    registered = dict(copied.module.named_buffers(remove_duplicate=False))
+    sharing = _sharing(registered, model)
     names_of: dict[int, str] = {}
-    for name, tensor in buffers.items():
+    for name, tensor in registered.items():
         names_of.setdefault(id(tensor), name)
     first: dict[str, fx.Node] = {}
     values: dict[str, torch.Tensor] = {}
+    read: set[str] = set()
     leaves = iter(structure.leaves)
     for kind, lifted_as, node in lifted:
         target = lifted_as.removeprefix("module.")
@@ -406,10 +410,10 @@ def _label(
             if name in sharing:
                 meta(node)["shares"] = sharing[name]
         else:
-            if target in buffers:
-                target = names_of[id(buffers[target])]  # the first of a buffer's several names, as for parameters
+            if target in registered:
+                target = names_of[id(registered[target])]  # the first of a buffer's several names, as for parameters
             meta(node)["buffer"] = target
-            meta(node)["lifted"] = target not in buffers
+            meta(node)["lifted"] = target not in registered
             if target in sharing:
                 meta(node)["shares"] = sharing[target]
             real = constants.get(lifted_as)
@@ -421,6 +425,9 @@ def _label(
                     values[target] = real
             elif isinstance(real, torch.Tensor) and not is_fake(real):
                 values[target] = real
+            if node.users:
+                read.add(target)
+    refuse_overlaps(model, None, read)
     return values
 
 
@@ -484,7 +491,7 @@ def _dependent(text: str, node: fx.Node) -> KeptWholeError:
 
 def _parameter_names(model: nn.Module) -> dict[str, tuple[str, tuple[str, ...]]]:
     """For every name of every parameter: the parameter's first name, and its other names."""
-    by_identity: dict[int, list[str]] = {}
+    by_identity: dict[Any, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        by_identity.setdefault(id(parameter), []).append(name)
+        by_identity.setdefault(identity(parameter), []).append(name)
     return {name: (group[0], tuple(group[1:])) for group in by_identity.values() for name in group}

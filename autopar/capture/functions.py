@@ -1,7 +1,7 @@
 """A user's ``autograd.Function``, kept whole: each distinct form of its calls becomes one op, which every rank executes in the same way.
 
 ``torch.export`` would keep the forward of such a function and lose its backward. A function becomes an op (``autopar.capture.opaque``),
-whose backward is the function's own, if it takes tensors and plain data, returns one tensor of a shape that does not depend on values,
+whose backward is the function's own, if it takes tensors and plain data, returns tensors of shapes that do not depend on values,
 draws no random numbers and writes nothing. Its results' shapes are found by running a copy of the model on the batch.
 """
 
@@ -18,13 +18,12 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from autopar.capture.opaque import call, register
+from autopar.capture.opaque import Shapes, call, described, register, shapes, without_values
+from autopar.errors import CaptureError
 from autopar.program.opaque import Applied
 
 Functions = dict[Any, "Kept"]
 """The kept functions, by class."""
-Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
-"""The shape and dtype of every tensor of a call."""
 _Form = tuple[str, Shapes]
 """The form of a call: its plain arguments, and its tensors' shapes and dtypes."""
 
@@ -37,11 +36,11 @@ class Kept:
     """A function, the results of its calls by their form, whether every observed call was sound, and its ops by their plain arguments."""
 
     function: Any
-    given: dict[_Form, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
+    given: dict[_Form, Any] = field(default_factory=dict)
     sound: bool = True
     ops: dict[str, tuple[str, nn.Module]] = field(default_factory=dict)
 
-    def applied(self, *args: Any) -> Tensor | None:
+    def applied(self, *args: Any) -> Any:
         """The result of the op for these arguments; ``None`` for a call of a form that was not observed."""
         text, tensors = _plain(args), [arg for arg in args if isinstance(arg, Tensor)]
         if (text, shapes(tensors)) not in self.given:
@@ -51,9 +50,8 @@ class Kept:
             self.ops[text] = register(module, functools.partial(self._blank, text)), module
         return call(*self.ops[text], *tensors)
 
-    def _blank(self, text: str, *inputs: Tensor) -> Tensor:
-        shape, dtype = self.given[text, shapes(inputs)]
-        return torch.empty(shape, dtype=dtype, device=inputs[0].device)
+    def _blank(self, text: str, *inputs: Tensor) -> Any:
+        return self.given[text, shapes(inputs)]
 
 
 def observed(function: Any, model: nn.Module, run: Callable[[nn.Module], object]) -> Kept | None:
@@ -75,19 +73,23 @@ def _observe(kept: Kept, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     versions, drawn = [tensor._version for tensor in tensors], torch.get_rng_state()
     result = apply_of_torch(kept.function, *args, **kwargs)
-    kept.sound &= bool(tensors) and not kwargs and type(result) is Tensor and all(map(_is_plain, args))
+    kept.sound &= bool(tensors) and not kwargs and all(map(_is_plain, args))
     kept.sound &= versions == [tensor._version for tensor in tensors]
     kept.sound &= torch.equal(drawn, torch.get_rng_state())
     if not kept.sound:
         return result
-    shape = tuple(result.shape), result.dtype
-    kept.sound = kept.given.setdefault((_plain(args), shapes(tensors)), shape) == shape
+    try:
+        found = without_values(result, kept.function.__name__)
+    except CaptureError:
+        kept.sound = False
+        return result
+    kept.sound = described(kept.given.setdefault((_plain(args), shapes(tensors)), found)) == described(found)
     for other in OTHERS:
         try:
             again = apply_of_torch(kept.function, *(other(a.detach()) if isinstance(a, Tensor) else a for a in args))
         except Exception:  # other values may not fit together; a program compares the shape while it runs
             continue
-        kept.sound &= again.shape == result.shape and torch.equal(drawn, torch.get_rng_state())
+        kept.sound &= described(again) == described(result) and torch.equal(drawn, torch.get_rng_state())
     return result
 
 
@@ -99,11 +101,6 @@ def _is_plain(value: Any) -> bool:
 
 def _plain(args: Iterable[Any]) -> str:
     return repr([None if isinstance(arg, Tensor) else [arg] for arg in args])
-
-
-def shapes(tensors: Iterable[Tensor]) -> Shapes:
-    """The shapes and dtypes of a call's tensors."""
-    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
 
 
 def _of_floats(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import keyword
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from autopar.ops.facts import op_name
 from autopar.ops.meta import meta
 from autopar.ops.operands import dtype_of, shape_of
 from passes.clean.nodes import ancestors, copy_origin
+from passes.clean.views import views_of
 
 KINDS = ("activation", "input", "constant", "state", "scalar", "parameter")
 
@@ -274,7 +276,7 @@ def _layer_class(name: str, border: Borders, names: dict[str, str]) -> LayerClas
         env[node] = copy = _copied(graph, node, env)
         meta(copy).update({"val": meta(node)["val"], "gradient": meta(node)["gradient"]})
         copy_origin(node, copy)
-    results = [env[n] for n in border.outputs]
+    results = [_without_parameter(env[n], views_of(n, "parameter"), env) for n in border.outputs]
     graph.output((*results, *(env[n] for n in border.updates.values())))
     outputs = tuple(Value(n.name, shape_of(n), dtype_of(n), meta(n)["gradient"]) for n in results)
     stored = {value.name: value for value in described["state"]}
@@ -293,6 +295,24 @@ def _layer_class(name: str, border: Borders, names: dict[str, str]) -> LayerClas
         tuple(stored.values()),
         tuple(names[buffer] for buffer in border.updates),
     )
+
+
+def _without_parameter(output: fx.Node, views: list[fx.Node] | None, env: dict[fx.Node, fx.Node]) -> fx.Node:
+    """The layer's ``output`` in memory of its own, if it is a view of a parameter: ZeRO-3 frees a parameter's memory at the layer's end,
+    and a pipeline may still send it. The smallest of the ``views`` that lead from the parameter to the output is cloned."""
+    if views is None:
+        return output
+    sizes = [math.prod(shape_of(node)) for node in views]
+    place = len(sizes) - 1 - sizes[::-1].index(min(sizes))
+    source = env[views[place]]
+    readers = [env[views[place + 1]]] if place + 1 < len(views) else []
+    with source.graph.inserting_after(source) if not readers else source.graph.inserting_before(readers[0]):
+        clone = source.graph.call_function(torch.ops.aten.clone.default, (source,))
+    meta(clone).update({"val": torch.empty_like(meta(source)["val"]), "gradient": meta(source)["gradient"]})
+    copy_origin(source, clone)
+    for reader in readers:
+        reader.replace_input_with(source, clone)
+    return output if readers else clone
 
 
 def _copied(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:

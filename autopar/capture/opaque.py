@@ -6,25 +6,68 @@ parameters of the graph and their gradients flow. The op has no sharding rule: e
 
 A module that capture finds to be of that kind is kept whole automatically (``autopar.capture.whole``).
 
-Limits: tensors in, one tensor out; backward runs the module again, so it must not draw random numbers or change its buffers. An emitted
-program creates the module again from its class's name and its attributes (``autopar.emit.opaque``), which must be plain data.
+Limits: tensors in; out a tensor, or tuples, lists and dicts of tensors and plain values that are always the same; backward runs the module
+again, so it must not draw random numbers or change its buffers. An emitted program creates the module again from its class's name and its
+attributes (``autopar.emit.opaque``), which must be plain data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.func import functional_call
 
-from autopar.errors import UsageError
-from autopar.torch_private import autograd_in_op
+from autopar.errors import CaptureError, UsageError
+from autopar.precision import name_of
+from autopar.program.opaque import tensors_in
+from autopar.torch_private import autograd_in_op, is_fake
 
-# By op name: the op and its module. Module-level, because the capture's copies of a wrapped module must find their original's op, and the
-# emitter must find the original.
-_OPS: dict[str, tuple[Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor], nn.Module]] = {}
+Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+"""The shape and dtype of every tensor of a call."""
+_PLAIN = (bool, int, float, str, type(None))
+_OUTPUT_HINT = "pass output, a function of the inputs that returns tensors of the result's shapes (torch.empty): opaque(module, output)"
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A module behind an op; ``output`` as for ``opaque``."""
+
+    module: nn.Module
+    output: Callable[..., Any] | None
+    given: dict[Shapes, Any] = field(default_factory=dict)
+    """The results of observed calls by the inputs' shapes, on meta."""
+
+    def result(self, *inputs: Tensor) -> Any:
+        """The structure of the result for such inputs: as the user's ``output`` or an observed call gives it; like the first input if no
+        observed call gave anything else."""
+        if self.output is not None:
+            return self.output(*inputs)
+        key = shapes(inputs)
+        if key in self.given:
+            return self.given[key]
+        if all(described(result) == taken[0] for taken, result in self.given.items()):
+            return torch.empty_like(inputs[0], device="meta")
+        words = ", ".join(f"{name_of(dtype)} {list(shape)}" for shape, dtype in key)
+        raise CaptureError(
+            f"the opaque module {type(self.module).__name__} never ran on inputs like {words}, so the shape of its result is unknown",
+            hint=_OUTPUT_HINT,
+        )
+
+    def compute(self, inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
+        names = [key for key, _ in (*self.module.named_parameters(), *self.module.named_buffers())]
+        return functional_call(self.module, dict(zip(names, tensors, strict=True)), tuple(inputs))
+
+
+# By op name. Module-level, because the capture's copies of a wrapped module must find their original's op, and the emitter must find the
+# original. A module whose result is more than one tensor has a second op, which returns a list.
+_OPS: dict[str, _Kept] = {}
+_SEVERAL = "_list"
 
 
 class Opaque(nn.Module):
@@ -35,30 +78,44 @@ class Opaque(nn.Module):
         self.module = module
         self.op = op
 
-    def forward(self, *inputs: Tensor) -> Tensor:
+    def forward(self, *inputs: Tensor) -> Any:
         return call(self.op, self.module, *inputs)
 
 
-def call(name: str, module: nn.Module, *inputs: Tensor) -> Tensor:
+def call(name: str, module: nn.Module, *inputs: Tensor) -> Any:
     """The op applied to ``inputs`` and the tensors of ``module``: the op's own module, a copy of it, or one that differs only in its
-    tensors."""
-    op, original = _OPS[name]
+    tensors. Where tensors have values, the module runs and its result is observed."""
+    kept = _OPS[name]
     # The original's names: its copies have buffers for tensors that are plain attributes of the original.
-    buffers = [module.get_buffer(key) for key, _ in original.named_buffers()]
-    return op(list(inputs), [*module.parameters(), *buffers])
+    buffers = [module.get_buffer(key) for key, _ in kept.module.named_buffers()]
+    operands, tensors = list(inputs), [*module.parameters(), *buffers]
+    if not any(map(is_fake, (*operands, *tensors))):
+        result = kept.compute(operands, tensors)
+        kept.given[shapes(operands)] = without_values(result, type(kept.module).__name__)
+        return result
+    result = kept.result(*operands)
+    if isinstance(result, Tensor):
+        return target_of(name)(operands, tensors)
+    return _rebuilt(result, iter(target_of(name, several=True)(operands, tensors)))
+
+
+def target_of(name: str, *, several: bool = False) -> Any:
+    """The operator of the op: it takes the inputs and the module's tensors, and returns a tensor or, with ``several``, a list of them."""
+    return _op(name + _SEVERAL if several else name)
 
 
 def opaque_modules(graph: fx.Graph) -> dict[str, nn.Module]:
     """The wrapped modules whose ops the graph calls, by op name."""
     names = [str(node.target).removesuffix(".default") for node in graph.nodes if node.op == "call_function"]
-    return {name: _OPS[name][1] for name in names if name in _OPS}
+    return {name: _OPS[name].module for name in names if name in _OPS}
 
 
-def opaque(module: nn.Module, output: Callable[..., Tensor] | None = None) -> nn.Module:
+def opaque(module: nn.Module, output: Callable[..., Any] | None = None) -> nn.Module:
     """Wrap ``module`` so that capture keeps it whole and every rank executes it in the same way.
 
-    ``output`` is called with the inputs (without values) and returns a tensor of the output's shape and dtype
-    (``torch.empty``); without it the output is like the first input. A module is wrapped once: not inside another opaque one.
+    ``output`` is called with the inputs (without values) and returns the result's structure with tensors of its shapes and dtypes
+    (``torch.empty``). Without it capture runs a copy of the model on the batch to find them; for a batch or a model without values the
+    result is like the first input. A module is wrapped once: not inside another opaque one.
     """
     if not isinstance(module, nn.Module):
         raise UsageError(f"opaque takes a torch.nn.Module, not {module!r}", "wrap a function in a module")
@@ -67,38 +124,129 @@ def opaque(module: nn.Module, output: Callable[..., Tensor] | None = None) -> nn
     return Opaque(module, register(module, output))
 
 
-def register(module: nn.Module, output: Callable[..., Tensor] | None) -> str:
+def observe(model: nn.Module, run: Callable[[nn.Module], object]) -> None:
+    """Let the opaque modules of ``model`` whose results' shapes nobody gave be observed: ``run`` runs a copy of it on values."""
+    found = [module for module in model.modules() if isinstance(module, Opaque)]
+    tensors = [*model.parameters(), *model.buffers()]
+    if all(_OPS[module.op].output is not None for module in found) or any(map(is_fake, tensors)):
+        return
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        try:
+            run(copy.deepcopy(model))
+        except CaptureError:
+            raise
+        except Exception:  # the model fails by itself, too: the error of export says where
+            return
+
+
+def register(module: nn.Module, output: Callable[..., Any] | None) -> str:
     """The name of a new op that computes ``module``; ``output`` as for ``opaque``."""
-    name = f"autopar.opaque_{len(_OPS)}"
-    names = [key for key, _ in (*module.named_parameters(), *module.named_buffers())]
+    name = f"autopar.opaque_{len(_OPS) // 2}"
+    kept = _Kept(module, output)
+    _OPS[name] = _OPS[name + _SEVERAL] = kept
+    return name
 
-    def compute(inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
-        result = functional_call(module, dict(zip(names, tensors, strict=True)), tuple(inputs))
-        assert isinstance(result, Tensor), f"an opaque module must return one tensor, not {type(result).__name__}"
-        return result
 
-    @torch.library.custom_op(name.replace(".", "::"), mutates_args=())
-    def op(inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
-        with autograd_in_op():
-            return compute(inputs, tensors).detach().clone()  # an op may not return its operand; a module may
+@functools.cache
+def _op(name: str) -> Any:
+    """The op of that name, which returns a tensor or, with the suffix ``_SEVERAL``, a list."""
+    kept = _OPS[name]
 
-    @op.register_fake
-    def _(inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
-        return torch.empty_like(inputs[0]) if output is None else output(*inputs)
+    def run(inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+        with autograd_in_op():  # an op may not return its operand; a module may
+            return [tensor.detach().clone() for tensor in tensors_in(kept.compute(inputs, tensors))]
 
-    def remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def blank(inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+        made = tensors_in(kept.result(*inputs))
+        return [torch.empty(t.shape, dtype=t.dtype, device=inputs[0].device) for t in made]
+
+    def one(inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
+        return run(inputs, tensors)[0]
+
+    several = name.endswith(_SEVERAL)
+    op = torch.library.custom_op(name.replace(".", "::"), run if several else one, mutates_args=())
+    op.register_fake(blank if several else lambda inputs, tensors: blank(inputs, tensors)[0])
+
+    def remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.split = len(inputs[0])
         ctx.save_for_backward(*inputs[0], *inputs[1])
 
-    def backward(ctx: Any, gradient: Tensor) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        floating = [t.detach().requires_grad_(t.is_floating_point()) for t in ctx.saved_tensors]
+    def backward(ctx: Any, gradient: Any) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        floating = [t.detach().requires_grad_(t.is_floating_point() or t.is_complex()) for t in ctx.saved_tensors]
         with torch.enable_grad():
-            result = compute(floating[: ctx.split], floating[ctx.split :])
-        wanted = [t for t in floating if t.requires_grad]
-        found = iter(torch.autograd.grad(result, wanted, gradient, allow_unused=True))
+            results = tensors_in(kept.compute(floating[: ctx.split], floating[ctx.split :]))
+        given = gradient if several else [gradient]
+        pairs = [(r, g) for r, g in zip(results, given, strict=True) if r.requires_grad and g is not None]
+        found = iter(_gradients(pairs, [t for t in floating if t.requires_grad]))
         gradients = [next(found) if t.requires_grad else None for t in floating]
         return gradients[: ctx.split], gradients[ctx.split :]
 
     op.register_autograd(backward, setup_context=remember)
-    _OPS[name] = op, module
-    return name
+    return getattr(torch.ops.autopar, name.removeprefix("autopar.")).default
+
+
+def _gradients(pairs: list[tuple[Tensor, Tensor]], wanted: list[Tensor]) -> Sequence[Tensor | None]:
+    if not pairs:
+        return [None] * len(wanted)
+    results, gradients = zip(*pairs, strict=True)
+    return torch.autograd.grad(results, wanted, gradients, allow_unused=True)
+
+
+# -- results without values --------------------------------------------------------------------------------------------
+
+
+def shapes(tensors: Iterable[Tensor]) -> Shapes:
+    """The shapes and dtypes of a call's tensors."""
+    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+
+
+def without_values(result: Any, name: str) -> Any:
+    """The result of the module ``name`` with its tensors on meta.
+
+    Raises:
+        CaptureError: it holds anything but tensors, plain values, and tuples, lists and dicts of them, or no tensor at all.
+    """
+    if not tensors_in(result):
+        raise CaptureError(
+            f"the opaque module {name} returns {type(result).__name__} without a tensor", hint="return tensors from it"
+        )
+    if (other := _other(result)) is not None:
+        raise CaptureError(
+            f"the opaque module {name} returns an object of the class {other}",
+            hint="return a tensor, or tuples, lists or dicts of tensors and plain values",
+        )
+    return _rebuilt(result, (torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors_in(result)))
+
+
+def _other(result: Any) -> str | None:
+    """The class of something in the result that is neither a tensor nor plain data; ``None`` if there is no such thing."""
+    if type(result) in _PLAIN or isinstance(result, Tensor):
+        return None
+    if type(result) is dict:
+        return next(filter(None, map(_other, result.values())), None)
+    if type(result) in (tuple, list) or hasattr(type(result), "_fields"):
+        return next(filter(None, map(_other, result)), None)
+    return type(result).__name__
+
+
+def _rebuilt(result: Any, tensors: Iterator[Tensor]) -> Any:
+    """The structure of ``result`` with ``tensors`` in place of its own."""
+    if isinstance(result, Tensor):
+        return next(tensors)
+    if isinstance(result, dict):
+        return {key: _rebuilt(item, tensors) for key, item in result.items()}
+    if isinstance(result, tuple | list):
+        items = [_rebuilt(item, tensors) for item in result]
+        return type(result)(*items) if hasattr(type(result), "_fields") else type(result)(items)
+    return result
+
+
+def described(result: Any) -> Any:
+    """A result in a form that compares equal for results of one structure, shapes, dtypes and plain values."""
+    if isinstance(result, Tensor):
+        return tuple(result.shape), result.dtype
+    if isinstance(result, dict):
+        return dict, [(key, described(item)) for key, item in result.items()]
+    if isinstance(result, tuple | list):
+        return type(result), [described(item) for item in result]
+    return "plain", result

@@ -12,15 +12,18 @@ import torch
 from torch import fx, nn
 
 from autopar.capture.batch import BatchStructure, describe_batch, flatten_batch
+from autopar.capture.boundary import foreign_errors_explained
 from autopar.capture.constants import fold_constants, share_constants, simplify_constants, unused_constants
 from autopar.capture.evaluate import Evaluator
 from autopar.capture.export import export
+from autopar.capture.kernels import keep_ops_without_shapes
 from autopar.capture.layers import borders, build_layers, build_prelude, loss_node
 from autopar.capture.masks import recognise_masks
 from autopar.capture.opaque import opaque_modules
 from autopar.capture.questions import check_guards, settle_guards
 from autopar.capture.reach import freeze_unreached
 from autopar.capture.segment import mark_main, segment, updates
+from autopar.capture.storage import identity, ties
 from autopar.errors import CaptureError
 from autopar.graph import Buffer, Graph, Parameter, StateTensor, Value
 from autopar.ops.meta import graph_meta, meta
@@ -60,17 +63,18 @@ def capture(
         raise CaptureError(f"precision {precision!r} is not known", hint=f"one of {', '.join(PRECISIONS)}")
     dtype = torch_dtype(precision) if precision is not None else None
     report = progress or (lambda stage: None)
-    structure = describe_batch(model, batch, loss_fn, dtype)
-    report("export")
-    gm, buffers, classes = export(model, structure, loss_fn, dtype, batch)
-    with without_function_modes():  # active modes concern the model's own calls
-        report("clean")
-        graph_meta(gm)["local_batch_norm"] = local_batch_norm
-        gm, constants = clean(gm, buffers)
-        report("segment")
-        written = _buffers(gm, buffers, model)
-        graph = _assemble(gm, constants, structure, classes, model, name or type(model).__name__, written)
-    return check_guards(graph, list(flatten_batch(structure, batch).values()))
+    with foreign_errors_explained(model):
+        structure = describe_batch(model, batch, loss_fn, dtype)
+        report("export")
+        gm, buffers, classes = export(model, structure, loss_fn, dtype, batch)
+        with without_function_modes():  # active modes concern the model's own calls
+            report("clean")
+            graph_meta(gm)["local_batch_norm"] = local_batch_norm
+            gm, constants = clean(gm, buffers)
+            report("segment")
+            written = _buffers(gm, buffers, model)
+            graph = _assemble(gm, constants, structure, classes, model, name or type(model).__name__, written)
+        return check_guards(graph, list(flatten_batch(structure, batch).values()))
 
 
 def clean(gm: fx.GraphModule, buffers: dict[str, torch.Tensor]) -> tuple[fx.GraphModule, dict[str, torch.Tensor]]:
@@ -81,6 +85,7 @@ def clean(gm: fx.GraphModule, buffers: dict[str, torch.Tensor]) -> tuple[fx.Grap
     gm = run_passes(gm, STEPS[-1:])
     constants = fold_constants(gm, Evaluator(gm, buffers))
     simplify_constants(gm, constants)
+    keep_ops_without_shapes(gm)
     gm = run_passes(gm, FINAL_STEPS)
     return gm, unused_constants(gm, constants)
 
@@ -109,7 +114,13 @@ def _assemble(
     layers, library, values = build_layers(groups, found, classes, type(model).__name__)
     parameters = _parameters(gm, model)
     notes = list(graph_meta(gm).get("notes", ()))
-    used = {parameter.original for parameter in parameters.values()}
+    tied = ties(model)
+    if tied:
+        some = ", ".join(f"{name} is {first}" for name, first in list(tied.items())[:3])
+        notes.append(
+            f"{some}, in the same memory: one parameter, which the optimizer updates once, with the sum of both gradients"
+        )
+    used = {parameter.original for parameter in parameters.values()} | tied.keys()
     if unused := [n for n, p in model.named_parameters() if p.requires_grad and n not in used]:
         notes.append(f"the loss does not depend on {len(unused)} parameters: {', '.join(unused[:5])}")
     if (still := [name for name, module in model.named_modules() if not module.training]) and model.training:
@@ -153,12 +164,12 @@ def _assemble(
 
 def _state(model: nn.Module) -> tuple[StateTensor, ...]:
     """The model's parameters, then the buffers of its state dict, by each of their names."""
-    found, first = [], dict[int, str]()
+    found, first = [], dict[Any, str]()
     kept = model.state_dict(keep_vars=True)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = {name: tensor for name, tensor in model.named_buffers(remove_duplicate=False) if name in kept}
     for name, tensor in (*parameters.items(), *buffers.items()):
-        alias = first.setdefault(id(tensor), name)
+        alias = first.setdefault(identity(tensor), name)
         alias_of = None if alias == name else alias
         found.append(StateTensor(name, tuple(tensor.shape), name in parameters, tensor.requires_grad, alias_of))
     return tuple(found)

@@ -27,6 +27,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 from torch.overrides import TorchFunctionMode
 
+from autopar.capture.storage import identity
 from autopar.ops.meta import meta
 from autopar.torch_private import tree_flatten, tree_unflatten
 
@@ -60,9 +61,9 @@ class Repeats:
 
     def unread(self, module: nn.Module) -> tuple[str, ...]:
         """The parameters, in ``module``'s order, that only a repeated call reads: for export, only their names matter."""
-        names: dict[int, list[str]] = {}
+        names: dict[Any, list[str]] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(name)
+            names.setdefault(identity(parameter), []).append(name)
         paths = tuple(f"{path}." for path in self.first if path not in self.read)
         return tuple(name for name, *others in names.values() if not others and name.startswith(paths))
 

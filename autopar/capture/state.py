@@ -8,13 +8,15 @@ fills give the same graph; attributes that keep changing are noted.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from autopar.capture.clone import Twin
+from autopar.capture.storage import items
 from autopar.errors import CaptureError
 
 State = dict[tuple[str, str], Any]
@@ -23,6 +25,22 @@ State = dict[tuple[str, str], Any]
 _OWN = frozenset(vars(nn.Module())) - {"training"}
 _TENSORS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.Size, Tensor)
+
+
+def buffers(module: nn.Module) -> State:
+    """The buffers of a module and of all modules inside it, those among them that are ``None``."""
+    owners = [(path, each) for path, each in module.named_modules() if not isinstance(each, torch.jit.ScriptModule)]
+    return {(path, name): buffer for path, each in owners for name, buffer in each._buffers.items()}
+
+
+@contextmanager
+def buffers_kept(module: nn.Module) -> Iterator[None]:
+    """The buffers that a forward registers, fills or replaces inside are afterwards what they were before."""
+    before = [(m, dict(m._buffers)) for m in module.modules() if not isinstance(m, torch.jit.ScriptModule)]
+    yield
+    for each, own in before:
+        each._buffers.clear()
+        each._buffers.update(own)
 
 
 def state(module: nn.Module) -> State:
@@ -102,21 +120,20 @@ def check_again(
 
 def _set(module: nn.Module, values: State) -> None:
     for (path, name), value in values.items():
-        vars(module.get_submodule(path))[name] = value
+        owner = module.get_submodule(path)
+        (owner._buffers if name in owner._buffers else vars(owner))[name] = value
 
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, dict):
-        return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
-    if isinstance(value, list | tuple | set):
-        return all(map(_is_plain, value))
+        return all(map(_is_plain, dict.keys(value))) and all(map(_is_plain, items(value)))
+    if isinstance(value, list | tuple | set) and not isinstance(value, torch.Size):
+        return all(map(_is_plain, items(value)))
     return isinstance(value, _PLAIN) and not isinstance(value, nn.Parameter)  # export replaces parameters while it runs
 
 
 def _holds_tensors(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(_holds_tensors(item) for item in value.values())
-    return any(map(_holds_tensors, value)) if isinstance(value, list | tuple | set) else isinstance(value, Tensor)
+    return isinstance(value, Tensor) or any(map(_holds_tensors, items(value)))
 
 
 def _copied(value: Any, tensor: Callable[[Tensor], Tensor]) -> Any:
@@ -137,7 +154,8 @@ def equal(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(equal, a, b))
+        ours, theirs = items(a), items(b)
+        return len(ours) == len(theirs) and all(map(equal, ours, theirs))
     if isinstance(a, dict):
         return list(a) == list(b) and all(equal(a[key], b[key]) for key in a)
     return bool(a == b)

@@ -1,7 +1,7 @@
 """Modules that capture keeps whole automatically: a graph cannot represent such a module, but every rank can execute it in the same way.
 
 Export fails inside a module: its control flow or a shape depends on the data, it computes derivatives in forward, or it calls a
-user's ``autograd.Function``. If the module takes tensors and returns one tensor, of a shape that does not depend on
+user's ``autograd.Function``. If the module takes tensors and returns tensors, of shapes that do not depend on
 their values, draws no random numbers and keeps no state, it becomes one op (``autopar.capture.opaque``), and the model is exported
 again. The shape of its result is found by running a copy of the model on the batch: without values the module stays refused.
 """
@@ -19,16 +19,19 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture.backward import KeptWholeError
-from autopar.capture.functions import OTHERS, Shapes, shapes
-from autopar.capture.opaque import Opaque, call, register
+from autopar.capture.functions import OTHERS
+from autopar.capture.opaque import Opaque, Shapes, call, described, register, shapes, without_values
 from autopar.capture.state import describe, equal, state
+from autopar.capture.storage import identity
+from autopar.errors import CaptureError
+from autopar.program.opaque import tensors_in
 
 
 @dataclass(slots=True)
 class _Calls:
     """The common facts of a module's calls: the result's shape by the operands' shapes, and whether the module may be kept whole."""
 
-    given: dict[Shapes, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
+    given: dict[Shapes, Any] = field(default_factory=dict)
     sound: bool = True
 
 
@@ -96,9 +99,8 @@ def _ops(modules: dict[str, nn.Module], calls: dict[str, _Calls]) -> dict[str, s
     return found
 
 
-def _blank(given: dict[Shapes, Any], *inputs: Tensor) -> Tensor:
-    shape, dtype = given[shapes(inputs)]
-    return torch.empty(shape, dtype=dtype, device=inputs[0].device)
+def _blank(given: dict[Shapes, Any], *inputs: Tensor) -> Any:
+    return given[shapes(inputs)]
 
 
 def _alike(one: nn.Module, other: nn.Module) -> bool:
@@ -110,9 +112,9 @@ def _alike(one: nn.Module, other: nn.Module) -> bool:
 
 def _ties(module: nn.Module) -> list[tuple[Any, ...]]:
     """Every tensor by its name: the first of its names, its shape, dtype and whether it is trained."""
-    first: dict[int, str] = {}
+    first: dict[Any, str] = {}
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    return [(name, first.setdefault(id(t), name), t.shape, t.dtype, t.requires_grad) for name, t in tensors]
+    return [(name, first.setdefault(identity(t), name), t.shape, t.dtype, t.requires_grad) for name, t in tensors]
 
 
 def _observed(model: nn.Module, paths: list[str], run: Callable[[nn.Module], object]) -> dict[str, _Calls]:
@@ -135,30 +137,36 @@ def _observe(module: nn.Module, forward: Callable[..., Any], calls: _Calls, *arg
     before = [t._version for t in tensors], state(module), torch.get_rng_state()
     result = forward(*args, **kwargs)
     after = [t._version for t in tensors], state(module), torch.get_rng_state()
-    calls.sound &= bool(args) and not kwargs and all(isinstance(arg, Tensor) for arg in args) and type(result) is Tensor
+    calls.sound &= bool(args) and not kwargs and all(isinstance(arg, Tensor) for arg in args)
     calls.sound &= before[0] == after[0] and equal(before[1], after[1]) and torch.equal(before[2], after[2])
     if calls.sound:
-        shape = tuple(result.shape), result.dtype
-        calls.sound = calls.given.setdefault(shapes(args), shape) == shape and _reaches_all(module, result)
+        try:
+            found = without_values(result, type(module).__name__)
+            calls.sound = described(calls.given.setdefault(shapes(args), found)) == described(found)
+        except CaptureError:
+            calls.sound = False
+        calls.sound &= _reaches_all(module, result)
     for other in OTHERS if calls.sound else ():
         try:
             again = forward(*(other(arg.detach()) for arg in args))
         except Exception:  # other values may not fit together; a program compares the shape while it runs
             continue
-        calls.sound &= again.shape == result.shape and torch.equal(before[2], torch.get_rng_state())
+        calls.sound &= described(again) == described(result) and torch.equal(before[2], torch.get_rng_state())
         calls.sound &= _reaches_all(module, again)
     return result
 
 
-def _reaches_all(module: nn.Module, result: Tensor) -> bool:
+def _reaches_all(module: nn.Module, result: Any) -> bool:
     """Whether every trainable parameter of the module gets a gradient from ``result``. In eager PyTorch an expert that no token chose
     gets no gradient, and the optimizer leaves it alone; in a program, whose ranks see different tokens, it has a gradient."""
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not trainable or not torch.is_grad_enabled():
         return True
-    if not result.requires_grad:
+    results = [tensor for tensor in tensors_in(result) if tensor.requires_grad]
+    if not results:
         return False
-    gradients = torch.autograd.grad(result, trainable, torch.ones_like(result), retain_graph=True, allow_unused=True)
+    ones = [torch.ones_like(tensor) for tensor in results]
+    gradients = torch.autograd.grad(results, trainable, ones, retain_graph=True, allow_unused=True)
     return all(gradient is not None for gradient in gradients)
 
 

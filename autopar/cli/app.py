@@ -241,7 +241,7 @@ command(
     "Write a batch file for sbatch that starts the program in FOLDER (written by `autopar emit`) on the nodes of its plan. Before the "
     "time limit, the ranks save a checkpoint, the job is queued again, and training continues. OPTIONS, after --, are options of the "
     "program's train.py and must include --checkpoint DIR.",
-    ("autopar launch program --slurm train.sbatch -- --checkpoint saved --data data.pt",),
+    ("autopar launch program --slurm train.sbatch -- --checkpoint saved --dataset data.pt",),
     click.argument("folder"),
     click.argument("options", nargs=-1, type=click.UNPROCESSED),
     click.option("--slurm", required=True, metavar="FILE", help="The batch file to write."),

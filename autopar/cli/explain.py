@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from rich.text import Text
 
 from autopar.cli.commands import asked, given, load, planned, print_infeasible, recapture
 from autopar.cli.console import Messages, console, plain_table
+from autopar.cli.load import names_code
+from autopar.data_files import DataError, read_json
 from autopar.devices import Cluster
 from autopar.errors import InfeasibleError, UsageError
 from autopar.explain import Explanation, Study, describe, explain, suggest
@@ -33,7 +36,7 @@ def explain_command(target: str, model: str | None, as_json: bool, **request: An
     written = _read(target)
     request |= {"model": model}
     request = repeated(written, request) if written is not None else request | {"model": target}
-    check_named(target, request)
+    check_named(target, request, written)
     try:
         if written is None and request["allow"]:  # the plan says which microbatches to explain
             written = planned(request)[-1]
@@ -48,23 +51,37 @@ def explain_command(target: str, model: str | None, as_json: bool, **request: An
         print_explanation(found, console())
 
 
-def check_named(file: str, request: dict[str, Any]) -> None:
+def check_named(file: str, request: dict[str, Any], written: Plan | None) -> None:
     """Raise ``UsageError`` if a request does not name the model or the devices."""
-    names, options = lacking(request)
-    if names:
-        raise UsageError(f"{file} does not name its {names}", f"add {options}")
+    if (found := lacking(request, written)) is not None:
+        raise UsageError(f"{file} {found[0]}", f"add {found[1]}")
 
 
-def lacking(request: dict[str, Any]) -> tuple[str, str]:
-    """The model and the devices, as far as a request does not name them: as words, and as options."""
+def lacking(request: dict[str, Any], written: Plan | None) -> tuple[str, str] | None:
+    """What the file of the plan ``written`` does not say of the model and the devices, as the end of a sentence about the file, and the
+    options that say it; ``None`` where the request names both."""
     lacks = [option for option in ("model", "devices") if not request.get(option)]
-    return " and ".join(lacks), " and ".join(f"--{option}" for option in lacks)
+    if not lacks:
+        return None
+    code = _factory_of(written) if lacks[0] == "model" else ""
+    options = [f"--{option} {shlex.quote(code)}" if code and option == "model" else f"--{option}" for option in lacks]
+    why = f"names the model {code}, which is code, and no file's code is run"
+    return why if code else f"does not name its {' and '.join(lacks)}", " and ".join(options)
+
+
+def _factory_of(written: Plan | None) -> str:
+    """The factory that a plan's file names; empty if its model is data."""
+    model = "" if written is None else str(written.request.get("model", ""))
+    return model if names_code(model) else ""
 
 
 def repeated(written: Plan, request: dict[str, Any]) -> dict[str, Any]:
-    """The request with the values that the plan was made with where it has none."""
+    """The request with the values that the plan was made with where it has none. A factory comes from the command line alone: one that a
+    file names is never imported."""
     # where the first command line left the batch to the factory, this one does, too
     before = written.request or {"global_batch": written.global_batch, "devices": written.devices}
+    if _factory_of(written):
+        before = {key: value for key, value in before.items() if key != "model"}
     return request | {key: value for key, value in before.items() if request.get(key) in (None, False, ())}
 
 
@@ -76,8 +93,8 @@ def _read(target: str) -> Plan | None:
     if not path.is_file():
         raise UsageError(f"there is no file {path}", "`autopar plan MODEL --devices ... -o FILE` writes a plan")
     try:
-        data = json.loads(path.read_text())
-    except (OSError, ValueError):
+        data = read_json(path)
+    except (OSError, DataError):
         return read_plan(path)  # which raises and says why
     return read_plan(path) if isinstance(data, dict) and "stages" in data else None  # a model's configuration
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,13 +22,13 @@ _BATCH_FILE = """#!/bin/bash
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
-# {devices} devices for the program in {folder}. Written by `autopar launch`; yours to edit.
+# {devices} devices for the program in {folder!r}. Written by `autopar launch`; yours to edit.
 # {before} s before the time limit this shell gets SIGUSR1: the ranks save a checkpoint and end, and the job is queued again.
 
 export MASTER_ADDR MASTER_PORT
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
-
+{recorder}
 again=
 stop() {{
     again=yes
@@ -35,8 +36,11 @@ stop() {{
 }}
 trap stop USR1
 
-# torchrun ignores SIGUSR1, the ranks answer it
-srun --kill-on-bad-exit=1 bash -c 'trap "" USR1; exec torchrun --node-rank "$SLURM_NODEID" "$@"' torchrun \\
+# torchrun ignores SIGUSR1, the ranks answer it. Each node opens as many files as it may, and {binding}.
+srun --kill-on-bad-exit=1 --cpu-bind=none bash -c '
+    trap "" USR1
+    ulimit -n "$(ulimit -Hn)" || true
+    {bind}exec torchrun --node-rank "$SLURM_NODEID" "$@"' torchrun \\
     --nnodes {nodes} --nproc-per-node {ranks} --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \\
     {train} &
 step=$!
@@ -50,11 +54,17 @@ fi
 exit "$status"
 """
 
+_RECORDER = """
+# The last collectives of every rank, in a file of each, when one of them does not end; torchfrtrace of torch compares the files.
+export TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1
+export TORCH_FR_DUMP_TEMP_FILE="$PWD/nccl-$SLURM_JOB_ID-rank-" TORCH_NCCL_DEBUG_INFO_PIPE_FILE="/tmp/nccl-$SLURM_JOB_ID-rank-"
+"""
+
 
 def launch_command(folder: str, slurm: str, time: str, save_before: int, options: Sequence[str], as_json: bool) -> None:
     """Write the file and print its path; ``options`` are those of ``train.py``."""
     path = output_file(slurm, "--slurm")
-    path.write_text(batch_file(Path(folder), time, save_before, options))
+    path.write_text(batch_file(Path(folder), time, save_before, options), "utf-8", "surrogateescape")
     print_file(path, as_json)
 
 
@@ -72,20 +82,29 @@ def batch_file(folder: Path, time: str, save_before_s: int, options: Sequence[st
             "without checkpoints nothing is saved before the time limit",
             "give train.py's options after --, among them --checkpoint DIR, which all nodes share",
         )
+    if not re.fullmatch(r"[\w:-]+", time):
+        raise UsageError(
+            f"{time!r} is not a time limit of SLURM",
+            "give minutes, hours:minutes:seconds or days-hours:minutes:seconds",
+        )
     plan = read_plan(folder / "plan.json")
     cluster = parse(plan.devices)
+    gpus = cluster.kind == "cuda"
     ranks = min(plan.device_count, cluster.gpus_per_node)
     nodes = -(-plan.device_count // ranks)
     resume = [] if "--resume" in options else ["--resume"]
     train = [str(folder.resolve() / "train.py"), *options, *resume]
     return _BATCH_FILE.format(
-        name=shlex.quote(folder.resolve().name),
+        name=re.sub(r"[^\w.+-]+", "-", folder.resolve().name, flags=re.ASCII),
         nodes=nodes,
-        gpus=f"#SBATCH --gpus-per-node={ranks}\n" if cluster.kind == "cuda" else "",
+        gpus=f"#SBATCH --gpus-per-node={ranks}\n" if gpus else "",
         time=time,
         before=save_before_s,
         devices=plan.device_count,
-        folder=folder.resolve(),
+        folder=str(folder.resolve()),
+        recorder=_RECORDER if gpus else "",
+        binding="binds each rank to the processors near its GPU, where numactl is there" if gpus else "nothing else",
+        bind='command -v numactl > /dev/null && set -- --numa-binding node "$@"\n    ' if gpus else "",
         ranks=ranks,
         train=shlex.join(train),
     )

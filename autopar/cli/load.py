@@ -8,7 +8,6 @@ import difflib
 import importlib
 import importlib.util
 import inspect
-import json
 import sys
 import traceback
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from torch import nn
 
 from autopar import zoo
 from autopar.cli.options import check_file
+from autopar.data_files import DataError, read_json
 from autopar.errors import AutoparError, BatchError, ModelError
 from autopar.precision import normalise
 from autopar.workload import Workload
@@ -64,7 +64,7 @@ def load_model(model: str, sizes: Sizes, *, device: str = "meta", default_precis
         sizes = Sizes(sizes.seq, sizes.global_batch, normalise(sizes.precision))
     if ":" in model:
         return _from_factory(model, sizes, device)
-    if model.endswith(".py"):
+    if names_code(model):
         check_file(model)
         raise ModelError(f"{model} names a file but no factory in it", _factory_hint(Path(model), model))
     if model.endswith(".json") or Path(model).is_file() or is_pretrained(model):
@@ -77,6 +77,11 @@ def load_model(model: str, sizes: Sizes, *, device: str = "meta", default_precis
     return Workload(module, batch, name=model)
 
 
+def names_code(model: str) -> bool:
+    """Whether loading the model runs code that its name points to: a factory, and not a model of the zoo or a configuration."""
+    return ":" in model or model.endswith(".py")
+
+
 def is_pretrained(model: str) -> bool:
     """Whether the argument MODEL is a folder that transformers saved: a ``config.json`` and safetensors."""
     return Path(model, "config.json").is_file()
@@ -84,12 +89,11 @@ def is_pretrained(model: str) -> bool:
 
 def read_config(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ModelError(f"{path} cannot be read: {reason}", "give a transformers config.json") from error
-    except json.JSONDecodeError as error:
-        raise ModelError(f"{path}:{error.lineno}: not JSON: {error.msg}", "give a transformers config.json") from error
+        config = read_json(path)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}", "give a transformers config.json") from error
+    except DataError as error:
+        raise ModelError(f"{path} holds no configuration: {error}", "give a transformers config.json") from error
     if not isinstance(config, dict):
         raise ModelError(f"{path} is not a JSON object", "give a transformers config.json")
     return config

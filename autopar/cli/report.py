@@ -40,7 +40,7 @@ def report_command(
     plans = [read_plan(file) for file in files]
     for file, written in zip(files, plans, strict=True):
         if explain or picture:  # which the file alone does not suffice for
-            check_named(file, repeated(written, request))
+            check_named(file, repeated(written, request), written)
     subjects = [subject(file, written, request, explain) for file, written in zip(files, plans, strict=True)]
     rows = compared(subjects[0].plan, subjects[1].plan) if other else ()
     path.write_text(page(subjects, rows), "utf-8")
@@ -59,7 +59,7 @@ def trace_command(plan: str, output: str, measured: str | None, as_json: bool, *
     events = None if measured is None else read_trace(measured)
     written = read_plan(plan)
     found = repeated(written, request)
-    check_named(plan, found)
+    check_named(plan, found, written)
     step, _ = predicted(written, found)
     tracing.write(path, [*predicted_events(step), *(events or ())])
     if as_json:
@@ -85,10 +85,9 @@ def subject(file: str, plan: Plan, request: dict[str, Any], explain: bool) -> Su
     """The plan of a file with everything that a page shows; without a model the file's own figures."""
     name = Path(file).name
     found = repeated(plan, request)
-    names, options = lacking(found)
-    if names:
+    if (lacks := lacking(found, plan)) is not None:
         why = (
-            f"The plan's file does not name its {names}. With {options}, this page also shows the timeline, the prices of layers, the "
+            f"The plan's file {lacks[0]}. With {lacks[1]}, this page also shows the timeline, the prices of layers, the "
             "traffic and the sources of all figures."
         )
         return Subject(name, plan, missing=(why,))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import errno
 import json
 import os
 import signal
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,8 +23,9 @@ from autopar.compile import start_program
 from autopar.devices import parse
 from autopar.errors import LaunchError, UsageError
 from autopar.keywords import Request, Training
-from autopar.program.checkpoint_files import CheckpointError, claimed, has_any
-from autopar.program.watch import SIGNALS
+from autopar.program.checkpoint_files import CheckpointError, has_any
+from autopar.program.claims import PARENT, Claim, claimed
+from autopar.program.watch import heeded
 from autopar.run.elastic import Nodes
 from autopar.run.folder import folder_for_program
 from autopar.run.processes import check_count
@@ -88,7 +89,8 @@ def _train(
             nonlocal done
             done = begun + step
             line = json.dumps({"step": done, "loss": loss}) if as_json else f"step {done} loss {loss:.6f}"
-            print(line, flush=True)
+            with contextlib.suppress(OSError) if stop.asked else contextlib.nullcontext():  # the terminal may be gone
+                print(line, flush=True)
             checkpoints.save(program, done, steps)
 
         program.train(batches(), on_step=after)
@@ -96,13 +98,18 @@ def _train(
             if done > begun and done % checkpoints.every:
                 checkpoints.save(program, done, done)
             said = f"{stop.asked}: the training stops after {done} of {steps} steps; --resume goes on from there"
-            print(said, file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):
+                print(said, file=sys.stderr, flush=True)
     if claim is not None:
+        os.environ.pop(PARENT, None)
         claim.close()
 
 
 class Stop:
-    """A context in which ``SIGNALS`` do not end this process: ``asked`` is the name of the last one. A second Ctrl-C ends it at once."""
+    """A context in which signals that ask for an end do not end this process: ``asked`` is the name of the last one.
+
+    A second Ctrl-C ends it at once.
+    """
 
     def __init__(self, heeds: bool) -> None:
         self.asked = ""
@@ -111,7 +118,7 @@ class Stop:
 
     def __enter__(self) -> Stop:
         if self._heeds:
-            self._handlers = {number: signal.signal(number, self._receive) for number in SIGNALS}
+            self._handlers = {number: signal.signal(number, self._receive) for number in heeded()}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -142,7 +149,7 @@ class Checkpoints:
                 "add --resume to go on with it, or give another folder",
             )
 
-    def claim(self) -> IO[str] | None:
+    def claim(self) -> Claim | None:
         """Keep other trainings from writing into the folder until the result is closed.
 
         Raises:
@@ -151,15 +158,11 @@ class Checkpoints:
         if self.folder is None:
             return None
         try:
-            Path(self.folder).mkdir(parents=True, exist_ok=True)
-            if not os.access(self.folder, os.W_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-            return claimed(Path(self.folder), 0.0)
-        except OSError as error:
-            why = f"checkpoints cannot be written to {self.folder}: {error.strerror}"
-            raise UsageError(why, "give a folder that can be made and written to") from error
+            claim = claimed(Path(self.folder), 0.0)
         except CheckpointError as error:
             raise UsageError(error.message, error.hint) from error
+        os.environ[PARENT] = claim.inherited  # the processes that save are others
+        return claim
 
     def load(self, program: Program) -> int:
         """Go on from the newest checkpoint, if asked to and if there is one; the number of steps that it has."""

@@ -30,7 +30,7 @@ def ui_command(model: tuple[str, ...], port: int, browser: bool) -> None:
         click.echo(server.address)
         click.echo("only this machine can open the address, and who has it can plan here; Ctrl-C ends", err=True)
         if browser:
-            webbrowser.open(server.address)
+            webbrowser.open(server.door().as_uri())
         server.serve()
     finally:
         server.stop()

@@ -14,7 +14,7 @@ import torch
 from autopar.cli.collectives import print_collectives
 from autopar.cli.commands import allowed
 from autopar.cli.console import console, plain_table, progress_bar
-from autopar.cli.load import Sizes, load_model, read_config
+from autopar.cli.load import Sizes, load_model, names_code, read_config
 from autopar.graph import Graph
 from autopar.measure import EXACT
 from autopar.plan import Plan
@@ -57,7 +57,7 @@ def verify_command(
         sizes = Sizes(
             seq, global_batch
         )  # with a plan and a shrunken model, the sizes of the model that the plan is for
-        workload, notes = _load(model, devices, Sizes() if plan_file and not _is_factory(model) else sizes)
+        workload, notes = _load(model, devices, Sizes() if plan_file and not names_code(model) else sizes)
         real = _real(model, plan, seq) if plan is not None and notes else None
         report = verify_workload(
             workload,
@@ -99,7 +99,7 @@ def _collectives(model: str, devices: int, plan_file: str | None, request: dict[
 
 def _load(model: str, devices: int, sizes: Sizes) -> tuple[Workload, list[str]]:
     """The model with its batch, on the CPU, and notes about the sizes that were made smaller."""
-    if _is_factory(model):
+    if names_code(model):
         return load_model(model, sizes, device="cpu", default_precision="float32"), []
     is_file = model.endswith(".json") or Path(model).is_file()
     config = read_config(Path(model)) if is_file else find(model).config
@@ -111,10 +111,6 @@ def _load(model: str, devices: int, sizes: Sizes) -> tuple[Workload, list[str]]:
     return Workload(module, batch, name=name), [
         f"shrunk: {changed}; batch of {rows}" + (f" x {seq}" if "input_ids" in batch else "")
     ]
-
-
-def _is_factory(model: str) -> bool:
-    return ":" in model or model.endswith(".py")
 
 
 def _real(model: str, plan: Plan, seq: int | None) -> Graph:

@@ -16,11 +16,12 @@ import json
 import math
 import os
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from autopar.data_files import DataError, read_json, shown
 from autopar.devices import hardware
 from autopar.devices.cluster import Cluster, Gpu, Link
 from autopar.devices.measured import POINTWISE, Curve, Ops, Wires
@@ -91,19 +92,75 @@ def read(path: Path) -> Calibration:
         DeviceError: no such file, or it is no calibration, or one of another version.
     """
     try:
-        data = json.loads(path.read_text())
-        version = data["version"]
-        if version != VERSION:
-            raise DeviceError(f"{path} is a calibration of version {version!r}, this is version {VERSION}", _AGAIN)
+        data = read_json(path)
+        if not isinstance(data, dict):
+            raise DataError("it is no JSON object")
+        if (version := data.get("version")) != VERSION:
+            raise DeviceError(f"{path} is a calibration of version {shown(version)}, this is version {VERSION}", _AGAIN)
+        _check_content(data)
         figures = tuple(Figure(**figure) for figure in data["figures"])
-        found = Calibration(dict(data["machine"]), str(data["measured_at"]), figures)
         if not figures or not all(_sound(figure) for figure in figures):
-            raise ValueError("figures that are no positive numbers")
+            raise DataError("figures that are no positive numbers")
+        _check_complete(figures)
     except OSError as error:
         raise DeviceError(f"the calibration {path} cannot be read: {error.strerror}", _AGAIN) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DeviceError(f"{path} holds no calibration ({type(error).__name__}: {error})", _AGAIN) from error
-    return found
+    except DataError as error:
+        raise DeviceError(f"{path} holds no calibration ({error})", _AGAIN) from error
+    return Calibration(data["machine"], data["measured_at"], figures)
+
+
+_FIGURE = {
+    **dict.fromkeys(("name", "device", "variant", "unit"), str),
+    **dict.fromkeys(("processes", "count"), int),
+    **dict.fromkeys(("median", "low", "high"), (int, float)),
+    "backward": bool,
+    "size": dict,
+}
+
+
+def _check_content(data: Mapping[str, Any]) -> None:
+    """Raise ``DataError`` where a field is missing, or of another type than ``Figure`` and ``Calibration`` have."""
+    kinds: dict[str, Any] = {"version": int, "machine": dict, "measured_at": str, "figures": list}
+    checked: list[tuple[str, Any, dict[str, Any]]] = [("it", data, kinds)]
+    if isinstance(data.get("figures"), list):
+        checked += [(f"figures[{i}]", figure, _FIGURE) for i, figure in enumerate(data["figures"])]
+    for where, values, fields in checked:
+        if not isinstance(values, dict) or (odd := sorted(values.keys() ^ fields.keys())):
+            raise DataError(
+                f"{where} {'is no object' if not isinstance(values, dict) else f'lacks, or should not have, {shown(odd[0])}'}"
+            )
+        for name, kind in fields.items():
+            value = values[name]
+            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+                raise DataError(f"{where}.{name} is {shown(value)}")
+    machine = data["machine"]
+    if not isinstance(machine.get("gpu", ""), str) or not isinstance(machine.get("gpu_memory_bytes") or 0, int):
+        raise DataError("machine.gpu is no name, or machine.gpu_memory_bytes no number")
+
+
+_SIZES = {
+    "update": ("bytes",),
+    "product": ("flops", "bytes"),
+    "attention": ("flops",),
+    "move": ("bytes",),
+    "wire": ("members", "bytes"),
+    "wait": ("members", "seconds"),
+}
+"""The sizes that figures need, by their names."""
+
+
+def _check_complete(figures: Sequence[Figure]) -> None:
+    """Raise ``DataError`` where a figure lacks a size, or a number of processes lacks figures that prices of its ops need."""
+    for figure in figures:
+        if lacks := [size for size in _SIZES.get(figure.name, ()) if not figure.size.get(size)]:
+            raise DataError(f"a figure {shown(figure.name)} has no {lacks[0]}")
+    for device, count in sorted({(figure.device, figure.processes) for figure in figures}):
+        here = {(f.name, f.variant, f.backward) for f in figures if (f.device, f.processes) == (device, count)}
+        names = {(name, backward) for name, _, backward in here}
+        needed = {"launch": {("launch", False), ("launch", True)} <= names, "update": ("update", False) in names}
+        needed["move"] = ("move", POINTWISE, False) in here
+        if lacks := [name for name, is_there in needed.items() if not is_there]:
+            raise DataError(f"the figures of {count} {device} processes lack {lacks[0]}")
 
 
 def elsewhere(found: Calibration) -> str:
@@ -131,7 +188,11 @@ def _on_other_gpus(found: Calibration, cluster: Cluster) -> str:
 
 def _sound(figure: Figure) -> bool:
     numbers = (figure.median, figure.low, figure.high, figure.processes, figure.count, *figure.size.values())
-    return all(isinstance(n, (int, float)) and math.isfinite(n) and n >= 0 for n in numbers) and figure.median > 0
+    return all(_is_number(n) and 0 <= n < 1e30 for n in numbers) and figure.median > 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def apply(cluster: Cluster, path: Path | None) -> Cluster:

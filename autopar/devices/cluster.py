@@ -135,7 +135,8 @@ class Cluster:
     means that the devices are this machine's; ``devices`` names them where the user did. ``wires`` are measurements of collectives.
     ``host`` is the memory of a node's processors, ``None`` where it is the devices' memory; ``nvme`` are its NVMe drives, ``None`` where
     none are described. ``nvlink_domain`` is the number of GPUs that
-    NVLink connects if that is more than a node (72 in a rack of GB200 NVL72), otherwise 0.
+    NVLink connects if that is more than a node (72 in a rack of GB200 NVL72), otherwise 0. ``first`` is the place of the first device on
+    its node: not 0 for a pipeline stage that begins inside of a node.
     """
 
     name: str
@@ -162,6 +163,7 @@ class Cluster:
     host: Host | None = None
     nvlink_domain: int = 0
     nvme: Nvme | None = None
+    first: int = 0
 
     def __post_init__(self) -> None:
         assert self.nodes > 0 and self.gpus_per_node > 0 and self.kind in ("cuda", "cpu"), self
@@ -172,21 +174,15 @@ class Cluster:
         return sum(part.count for part in self.parts) if self.parts else self.nodes * self.gpus_per_node
 
     @property
+    def node_size(self) -> int:
+        """The GPUs of every node; 0 if the nodes differ, or the devices are processes on CPUs."""
+        sizes = {part.gpus_per_node for part in self.parts or (self,)}
+        return self.gpus_per_node if len(sizes) == 1 and self.kind == "cuda" else 0
+
+    @property
     def linked_gpus(self) -> int:
         """The number of devices that the ``intra`` link connects: a node's, or those of an NVLink domain."""
         return max(self.gpus_per_node, min(self.nvlink_domain, self.count))
-
-    def linked(self, size: int, stride: int) -> int:
-        """The members of a group of ``size`` ranks at distance ``stride`` that ``intra`` connects to each other; at least 1.
-
-        Groups begin at multiples of their extent. A domain whose size is no multiple of it, such as 72, divides some groups: the
-        smallest possible share of a divided group counts, since the slowest group sets the pace.
-        """
-        if self.linked_gpus == self.gpus_per_node or self.count <= self.nvlink_domain:
-            near = self.linked_gpus
-        else:
-            near = math.gcd(self.nvlink_domain, size * stride)
-        return max(1, min(size, near // stride))
 
     @property
     def memory_limit_bytes(self) -> int:
@@ -268,7 +264,13 @@ class Cluster:
 
     def stages(self, pipeline: int) -> tuple[Cluster, ...]:
         """The devices of each of ``pipeline`` equal stages, taken in order. A stage on several parts runs at the pace of the slowest."""
-        return tuple(self._view(touched, across=False) for touched in self._touched(pipeline))
+        size, starts = self.count // pipeline, [0, *itertools.accumulate(part.count for part in self.parts)]
+        views = []
+        for i, touched in enumerate(self._touched(pipeline)):
+            view = self._view(touched, across=False)
+            inside = (i * size - starts[touched[0]]) % self.parts[touched[0]].linked_gpus if touched else 0
+            views.append(replace(view, first=inside) if inside else view)
+        return tuple(views)
 
     def borders(self, pipeline: int) -> tuple[Cluster, ...]:
         """The devices on both sides of each stage border: a stage sends to the next over their ``inter`` link, or ``intra`` on one node."""

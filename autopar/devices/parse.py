@@ -67,6 +67,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from autopar.data_files import shown
 from autopar.devices import constants as c
 from autopar.devices import hardware
 from autopar.devices.calibration import apply as measured_here
@@ -79,6 +80,8 @@ _FORMS = (
 )
 MOST = 2**20
 """The devices of the largest cluster: a search over many more does not end."""
+_MOST_BYTES = 2**20
+_MOST_GROUPS = 64
 _INTEGERS = ("nodes", "gpus_per_node", "nvlink_domain")
 _NUMBERS = (
     "memory_gb",
@@ -268,12 +271,21 @@ def _from_list(spec: Sequence[Any]) -> Cluster:
 
 def _from_file(path: Path) -> Cluster:
     try:
-        data = tomllib.loads(path.read_text("utf-8"))
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise DeviceError(
+                f"{path} has more than {_MOST_BYTES:,} bytes", "a cluster file has a few lines for each kind of device"
+            )
+        data = tomllib.loads(content.decode("utf-8"))
     except OSError as error:
         raise DeviceError(
             f"{path} cannot be read: {error.strerror or error}", "check the path of the cluster file"
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # an invalid date, or an integer of thousands of digits, is a plain ValueError
         raise DeviceError(
             f"{path} is not TOML: {error}", "see the fields of a cluster file in the documentation"
         ) from error
@@ -283,6 +295,11 @@ def _from_file(path: Path) -> Cluster:
     groups = data["group"]
     if not (isinstance(groups, list) and groups and all(isinstance(group, dict) for group in groups)):
         raise DeviceError(f"{path}: group is not a list of tables", "write [[group]] above the keys of each")
+    if len(groups) > _MOST_GROUPS:
+        raise DeviceError(
+            f"{path} has {len(groups):,} groups, and may have {_MOST_GROUPS}",
+            "give like nodes one group, with nodes = N",
+        )
     _check(path, {key: value for key, value in data.items() if key != "group"}, _KEYS_OF_ALL, named=False)
     parts = []
     for group in groups:
@@ -354,19 +371,22 @@ def _check(path: Path, data: dict[str, Any], keys: Sequence[str], named: bool = 
     for key, value in data.items():
         if key not in keys:
             near = difflib.get_close_matches(key, keys, n=3) or list(keys)
-            raise DeviceError(f"{path} has the unknown key {key!r}", f"the nearest keys are {', '.join(near)}")
-        if key in _INTEGERS and (isinstance(value, bool) or not isinstance(value, int) or value <= 0):
+            raise DeviceError(f"{path} has the unknown key {shown(key)}", f"the nearest keys are {', '.join(near)}")
+        if key in _INTEGERS and (isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= MOST):
             raise DeviceError(
-                f"{path}: {key} = {value!r} is not a positive whole number", "count nodes and GPUs from 1"
+                f"{path}: {key} = {shown(value)} is not a whole number from 1 to {MOST:,}",
+                "count nodes and GPUs from 1",
             )
         if key in (*_NUMBERS, *_BETWEEN, *_NVME) and (
             isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e12
         ):
-            raise DeviceError(f"{path}: {key} = {value!r} is not a positive number", "units are in the key's name")
-        if key in ("name", "gpu", "nvme_path") and not (isinstance(value, str) and value):
-            raise DeviceError(f"{path}: {key} = {value!r} is not a name", f'write {key} = "..."')
+            raise DeviceError(f"{path}: {key} = {shown(value)} is not a positive number", "units are in the key's name")
+        if key in ("name", "gpu", "nvme_path") and not (
+            isinstance(value, str) and 0 < len(value) <= 1000 and value.isprintable()
+        ):
+            raise DeviceError(f"{path}: {key} = {shown(value)} is not a name", f'write {key} = "..."')
         if key == "local" and not isinstance(value, bool):
-            raise DeviceError(f"{path}: local = {value!r} is neither true nor false", "write local = true")
+            raise DeviceError(f"{path}: local = {shown(value)} is neither true nor false", "write local = true")
     if named and "gpu" not in data:
         raise DeviceError(f"{path} does not name the GPU", 'add a line such as gpu = "H100-80GB"')
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from autopar.emit.expressions import Text, expression, joined_call, literal
-from autopar.emit.names import Names
+from autopar.emit.names import Names, remark
 from autopar.ops.meta import meta
 from passes.clean.nodes import module_path
 from passes.collectives import convert
@@ -55,7 +55,7 @@ def statements(
         here = _scope(node)
         if here and here != scope:
             ends.append(len(lines))
-            lines.append(f"        # {here}")
+            lines.append(f"        # {remark(here)}")
         scope = here or scope
         made = [one.node for one in results_of(node)] if node.target in JOINED else [node]
         own = [names.fresh(value_name(result)) for result in made]

@@ -32,5 +32,9 @@ def custom_modules(graph: Graph) -> tuple[str, ...]:
             raise ProgramError(
                 f"the op {op_of(target).name} is defined in {place}, where the program cannot import it", _HINT
             )
+        if not all(part.isidentifier() for part in module.split(".")):
+            raise ProgramError(
+                f"the op {op_of(target).name} is defined in {module!r}, which is no name that Python imports", _HINT
+            )
         found.add(module)
     return tuple(sorted(found))

@@ -6,7 +6,6 @@ Built from the graph's own targets and arguments; nothing is evaluated. An op wi
 
 from __future__ import annotations
 
-import json
 import math
 import operator
 from collections.abc import Callable, Mapping
@@ -17,7 +16,7 @@ import torch
 from torch import fx
 
 from autopar import program
-from autopar.emit.names import CALLED
+from autopar.emit.names import CALLED, quoted
 from autopar.ops.experts import Experts
 from autopar.ops.facts import Kind, facts, is_custom, op_name
 from autopar.ops.meta import meta
@@ -93,7 +92,7 @@ def literal(value: Any, texts: Texts) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
     if isinstance(value, str):
-        return json.dumps(value)
+        return quoted(value)
     assert value is None or isinstance(value, (bool, int, float)), value
     return repr(value)
 
@@ -189,10 +188,13 @@ def _call_arguments(node: fx.Node, texts: Texts) -> str:
 
 
 def _opaque(node: fx.Node, name: str, texts: Texts) -> str:
-    """A module that runs as written: nothing in it is sharded, so its result has the captured shape."""
+    """A module that runs as written: nothing in it is sharded, so its results have the captured shapes."""
     inputs, tensors = (literal(arg, texts) for arg in node.args)
     value = meta(node)["val"]
-    return f'opaque.call("{name}", {inputs}, {tensors}, {tuple(value.shape)}, {value.dtype})'
+    if isinstance(value, torch.Tensor):
+        return f"opaque.call({quoted(name)}, {inputs}, {tensors}, {tuple(value.shape)}, {value.dtype})"
+    results = ", ".join(f"({tuple(each.shape)}, {each.dtype})" for each in value)
+    return f"opaque.call_all({quoted(name)}, {inputs}, {tensors}, [{results}])"
 
 
 def _conversion(node: fx.Node, texts: Texts) -> str:
@@ -208,10 +210,11 @@ def _conversion(node: fx.Node, texts: Texts) -> str:
 
 
 def _strided(value: fx.Node) -> bool:
-    """Whether the value may be non-contiguous when the program runs: a view, or a value laid out like its operand, whose layout on a rank
+    """Whether the value may be non-contiguous when the program runs: a view, or a value laid out like its operands, whose layout on a rank
     may differ from the captured one."""
     op = facts(value)
-    return op.is_strided or op.kind in (Kind.CONVOLUTION, Kind.TRANSPOSED_CONVOLUTION)
+    laid_out_like_operands = op.kind in (Kind.CONVOLUTION, Kind.TRANSPOSED_CONVOLUTION, Kind.EINSUM)
+    return op.is_strided or laid_out_like_operands or not meta(value)["val"].is_contiguous()
 
 
 _REDUCES_BACKWARD = frozenset(("IR", "SR", "PR"))
@@ -239,7 +242,7 @@ def conversion_text(
     expert = ", expert_mode=True" if kinds in ("RI", "IP", "RP") else ""
     reduced = dtype in (torch.bfloat16, torch.float16) and kinds in _REDUCES_BACKWARD
     options = f', backward_options={{"op_dtype": {dtype}}}' if reduced else ""
-    where, over = ("spmd", f'"{axes[0]}"') if len(axes) == 1 else ("flattened", literal(axes, {}))
+    where, over = ("spmd", quoted(axes[0])) if len(axes) == 1 else ("flattened", literal(axes, {}))
     given = f"{value}, {over}, src=spmd.{source}, dst=spmd.{target}{expert}{options}"
     text = _called(f"{where}.{call}", given, kept)
     return f"kernels.dense_gradient({text})" if dtype is not None and kinds in _ALL_REDUCES_BACKWARD else text
@@ -268,9 +271,9 @@ def _familiar(node: fx.Node, name: str, texts: Texts) -> Text | None:
 
 
 def _flat_sizes(name: str, args: tuple[Any, ...]) -> list[Any]:
-    """The sizes as separate arguments: ``view(a, [2, 3])`` is written ``a.view(2, 3)``."""
+    """The sizes as separate arguments: ``view(a, [2, 3])`` is written ``a.view(2, 3)``, and ``view(a, [])`` as ``a.view([])``."""
     if name in ("view", "reshape", "expand", "permute") and len(args) == 1 and isinstance(args[0], (list, tuple)):
-        return list(args[0])
+        return list(args[0]) or list(args)
     return list(args)
 
 

@@ -9,7 +9,7 @@ from torch import fx
 from autopar.emit.body import statements
 from autopar.emit.experts import body_method, name_bodies
 from autopar.emit.expressions import Text, literal
-from autopar.emit.names import Names, attributes
+from autopar.emit.names import Names, attributes, remark
 from autopar.emit.pieces import compiled_pieces
 from autopar.ops.compilation import stays_eager
 from autopar.ops.meta import meta
@@ -36,7 +36,7 @@ def layer_class(
     indices (among the class's parameters) of those that the stage owns because several layers use them: they become arguments.
     """
     uses, spec = head
-    lines = [f"class {name}(nn.Module):", f'    """{uses}"""', "", f"    SPEC = {spec}", ""]
+    lines = [f"class {name}(nn.Module):", f'    """{remark(uses)}"""', "", f"    SPEC = {spec}", ""]
     lines += _constructor(layer, axes, shared)
     lines += [""]
     lines += _forward(layer, axes, shared, watch)
@@ -57,7 +57,7 @@ def buffer_paths(layer: LocalLayer) -> dict[str, str]:
 
 def types_text(axes: tuple[str, ...], types: tuple[SpmdType, ...]) -> str:
     """The types as a comment: ``S(0) on data, I on tensor``."""
-    return ", ".join(f"{t} on {axis}" for axis, t in zip(axes, types, strict=True))
+    return ", ".join(f"{t} on {remark(axis)}" for axis, t in zip(axes, types, strict=True))
 
 
 def _constructor(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int]) -> list[str]:

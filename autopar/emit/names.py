@@ -1,9 +1,10 @@
-"""Names in emitted code: identifiers made from the user's, without clashes."""
+"""Text in emitted code: identifiers made from the user's names, without clashes, literals, and words in comments and docstrings."""
 
 from __future__ import annotations
 
 import keyword
 import re
+import unicodedata
 from collections.abc import Iterable
 from functools import lru_cache
 
@@ -30,10 +31,22 @@ _MODULE = frozenset(dir(nn.Module())) | {
 
 def identifier(text: str) -> str:
     """``model.layers.0`` is ``model_layers_0``; never a keyword, never empty, never a name that emitted code uses."""
-    name = re.sub(r"\W+", "_", text).strip("_") or "value"
+    name = re.sub(r"\W+", "_", unicodedata.normalize("NFKC", text)).strip("_") or "value"  # as Python reads identifiers
+    if not f"_{name}".isidentifier():  # a superscript is a word's character, and not an identifier's
+        name = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_") or "value"
     if name[0].isdigit():
         name = f"_{name}"
     return f"{name}_" if keyword.iskeyword(name) or name in _RESERVED else name
+
+
+def quoted(text: str) -> str:
+    """A Python literal of the text, whatever it holds: in double quotes where it needs no escapes."""
+    return f'"{text}"' if text.isprintable() and not set(text) & {'"', "\\"} else repr(text)
+
+
+def remark(text: str) -> str:
+    """The text as words of a comment or a docstring, which it cannot end: escapes in place of other than printable characters."""
+    return repr(text)[1:-1].replace('"', "'")
 
 
 class Names:

@@ -16,12 +16,13 @@ from autopar.errors import AutoparError, ProgramError
 from autopar.graph import Graph
 from autopar.precision import name_of
 from autopar.program import FILES
-from autopar.program.opaque import Applied
+from autopar.program.opaque import Applied, TorchOp
 
 # Modules of the program's folder: a user's module of the same name could not be imported next to them.
 TAKEN = frozenset({"model", *(name.removesuffix(".py") for name in FILES)})
 
 _APPLIED = f":{Applied.__qualname__}"
+_OURS = {Applied: _APPLIED, TorchOp: f":{TorchOp.__qualname__}"}
 _OWN = frozenset(vars(nn.Module()))  # attributes of every module; all but ``training`` are described separately
 
 
@@ -37,7 +38,7 @@ def describe_opaque(graph: Graph) -> dict[str, list[dict[str, Any]]]:
 def imported_modules(descriptions: dict[str, list[dict[str, Any]]]) -> list[str]:
     """Names of the Python modules that define the described classes, torch's own left out."""
     everything = [record for records in descriptions.values() for record in records]
-    classes = [record["class"] for record in everything if record["class"] != _APPLIED]
+    classes = [record["class"] for record in everything if record["class"] not in _OURS.values()]
     classes += [record["attributes"]["function"]["class"] for record in everything if record["class"] == _APPLIED]
     names = {name.partition(":")[0] for name in classes}
     return sorted(name for name in names if name.partition(".")[0] != "torch")
@@ -72,8 +73,8 @@ def _describe(module: nn.Module) -> list[dict[str, Any]]:
 
 
 def _class(module: nn.Module, where: str) -> str:
-    """The name by which the program imports the module's class; for a function, the name of the program's class that applies it."""
-    return _APPLIED if isinstance(module, Applied) else _named(type(module), where)
+    """The name by which the program imports the module's class; for a function or an op, the name of the program's class that calls it."""
+    return _OURS.get(type(module)) or _named(type(module), where)
 
 
 def _named(cls: type, where: str) -> str:

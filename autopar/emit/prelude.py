@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from autopar.emit.expressions import Text, expression, literal
-from autopar.emit.names import Names
+from autopar.emit.names import Names, quoted
 from autopar.graph import Graph
 from autopar.ops.meta import meta
 from autopar.ops.operands import operands
@@ -35,15 +35,17 @@ def prelude_function(graph: Graph) -> tuple[str, str]:
     ]
     for node in graph.prelude.graph.nodes:
         if node.op == "placeholder":
-            texts[node] = Text(f'batch["{node.target}"]')
+            texts[node] = Text(f"batch[{quoted(str(node.target))}]")
         elif node.op == "get_attr":
-            texts[node] = Text(f'constants["{node.target}"].to(batch["{graph.inputs[0].name}"].device)')
+            texts[node] = Text(
+                f"constants[{quoted(str(node.target))}].to(batch[{quoted(graph.inputs[0].name)}].device)"
+            )
         elif node.op == "output":
             results: Any = node.args[0]
             for guard, result in zip(graph.guards, results[len(graph.scalars) :], strict=True):
                 lines.append(f"    guards.hold({literal(result, texts)}, {guard.value!r}, {guard.line!r})")
             pairs = zip(graph.scalars, results, strict=False)
-            entries = ", ".join(f'"{value.name}": {literal(result, texts)}' for value, result in pairs)
+            entries = ", ".join(f"{quoted(value.name)}: {literal(result, texts)}" for value, result in pairs)
             lines.append(f"    return {{{entries}}}")
         else:
             name = names.fresh(node.name)

@@ -16,7 +16,7 @@ from autopar.emit.custom import custom_modules
 from autopar.emit.expressions import literal
 from autopar.emit.ignored import ignored_labels
 from autopar.emit.layer import buffer_paths, is_compiled, is_narrow, layer_class, parameter_paths
-from autopar.emit.names import CALLED, Names
+from autopar.emit.names import CALLED, Names, quoted, remark
 from autopar.emit.opaque import describe_opaque, imported_modules
 from autopar.emit.parts import runtime_parts
 from autopar.emit.prelude import prelude_function
@@ -29,6 +29,7 @@ from autopar.precision import FLOAT16, name_of
 from autopar.program import FILES, copy_runtime
 from autopar.program.chimera import ORDERS
 from autopar.program.state import write_initial
+from autopar.program.type_check import write_digests
 from autopar.schedules.orders import device_order
 from autopar.shard import plan_shardings
 from passes.stages import LocalProgram, cut_stages
@@ -42,7 +43,7 @@ terms of the gradient; I the same values and the same gradient; P a term of the 
 
 model.py is the model, from its layers to PROGRAM at the end; train.py trains it:
 
-    torchrun --nproc-per-node {processes} train.py --data FILE
+    torchrun --nproc-per-node {processes} train.py --dataset FILE
 
 runtime.py is the trainer, plan.json the plan with its prices, layouts.json says what of the original parameters each device holds.
 Written by autopar; yours to edit.
@@ -100,7 +101,7 @@ def emit(
     allow = (*graph.allow, *given_up(plan.sync, (layer.strategy for layer in plan.layers)))
     plan = dataclasses.replace(plan, imports=tuple(sorted({*imports, *custom_modules(graph)})), allow=allow)
     source = model_source(local, watch)
-    (path / "model.py").write_text(source)
+    (path / "model.py").write_text(source, "utf-8")
     (path / "plan.json").write_text(plan.dumps() + "\n")
     write_initial(path, state)
     (path / "layouts.json").write_text(
@@ -126,6 +127,7 @@ def emit(
     else:
         constants.unlink(missing_ok=True)
     copy_runtime(path, _imported(source), _is_compiled(local))
+    write_digests(path)
     return local
 
 
@@ -180,11 +182,11 @@ def model_source(program: LocalProgram, watch: bool = False) -> str:
 def _header(program: LocalProgram, imports: str) -> str:
     plan = program.plan
     stages, schedule = len(plan.stages), plan.sized_schedule
-    mesh = " x ".join(f"{axis.name} {axis.size}" for axis in plan.mesh)
+    mesh = remark(" x ".join(f"{axis.name} {axis.size}" for axis in plan.mesh))
     rows = plan.global_batch // plan.microbatches
     return _HEADER.format(
-        model=plan.model,
-        devices=_count(plan.device_count, "device") if plan.devices.isdigit() else plan.devices,
+        model=remark(plan.model),
+        devices=_count(plan.device_count, "device") if plan.devices.isdigit() else remark(plan.devices),
         summary=f"a pipeline of {stages} stages ({schedule.name}), each on a mesh of {mesh}"
         if stages > 1
         else f"a mesh of {mesh}",
@@ -232,7 +234,7 @@ _RECORDS = ("LayerSpec", "Prelude", "ProgramSpec", "StageSpec", "TensorSpec")
 
 def _program_record(program: LocalProgram, parts: Mapping[str, str], prelude: str) -> str:
     """The text of ``PROGRAM``."""
-    mesh = ", ".join(f'"{axis.name}": {axis.size}' for axis in program.plan.mesh)
+    mesh = ", ".join(f"{quoted(axis.name)}: {axis.size}" for axis in program.plan.mesh)
     stages = ", ".join(f"Stage{stage.index}" for stage in program.stages) + ("," if len(program.stages) == 1 else "")
     ignored = ignored_labels(program.graph)
     fields = {

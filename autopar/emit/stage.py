@@ -11,7 +11,7 @@ from torch import fx
 
 from autopar.emit.expressions import conversion_text, literal
 from autopar.emit.layer import buffer_paths, halved
-from autopar.emit.names import Names, flat_attributes, identifier
+from autopar.emit.names import Names, flat_attributes, identifier, quoted, remark
 from autopar.graph import Value
 from autopar.ops.experts import Experts
 from autopar.ops.facts import is_custom, op_of
@@ -38,7 +38,7 @@ def stage_class(program: LocalProgram, stage: Stage, class_names: dict[int, str]
     axes = tuple(axis.name for axis in program.plan.mesh)
     lines = [
         f"class Stage{stage.index}(nn.Module):",
-        f'    """{_summary(program, stage)}"""',
+        f'    """{remark(_summary(program, stage))}"""',
         "",
         *_spec(program, stage, axes),
         "",
@@ -70,7 +70,7 @@ def _spec(program: LocalProgram, stage: Stage, axes: tuple[str, ...]) -> list[st
     }
     lines = ["    SPEC = StageSpec("]
     for field, tensors in (("inputs", inputs), ("sends", sends)):
-        entries = [f'"{name}": {text}' for name, text in tensors.items()]
+        entries = [f"{quoted(name)}: {text}" for name, text in tensors.items()]
         if len(entries) == 1:
             lines.append(f"        {field}={{{entries[0]}}},")
         elif entries:
@@ -92,7 +92,7 @@ def _tensor(shape: tuple[int, ...], dtype: torch.dtype, axes: tuple[str, ...], t
 
 
 def _types(axes: tuple[str, ...], types: Types) -> str:
-    return "{" + ", ".join(f'"{axis}": spmd.{t}' for axis, t in zip(axes, types, strict=True)) + "}"
+    return "{" + ", ".join(f"{quoted(axis)}: spmd.{t}" for axis, t in zip(axes, types, strict=True)) + "}"
 
 
 def layer_spec(program: LocalProgram, layer: int) -> LayerSpec:
@@ -159,14 +159,14 @@ def _constructor(program: LocalProgram, stage: Stage, class_names: dict[int, str
             "        self.updates = []  # (layer, new values of its buffers), one for each call; the runtime writes them"
         )
     for name in stage.constants:
-        lines.append(f'        self.register_buffer("{identifier(name)}", constants["{name}"], persistent=False)')
+        lines.append(f'        self.register_buffer("{identifier(name)}", constants[{quoted(name)}], persistent=False)')
     for name, layer in stage.owned.items():
         index = program.graph.layers[layer].parameters.index(name)
         parameter = program.layers[layer].parameters[index]
         record = program.graph.parameters[name]
         shape = ", ".join(map(str, parameter.shape))
         grad = "" if record.trainable else ", requires_grad=False"
-        types = ", ".join(f"{t} on {axis}" for axis, t in zip(axes, parameter.types, strict=True))
+        types = ", ".join(f"{t} on {remark(axis)}" for axis, t in zip(axes, parameter.types, strict=True))
         tensor = f"torch.empty({shape}, device=device, dtype={record.dtype})"
         lines.append(f"        self.{owned_attribute(name)} = nn.Parameter({tensor}{grad})  # {types}")
     for layer in stage.layers:

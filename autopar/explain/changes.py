@@ -8,6 +8,7 @@ that is proposed is feasible, and the one below it in the bisection is not.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from autopar.plan import Plan
 MOST_DEVICES = 65_536
 MOST_PROCESSES = 64  # of this machine
 ENOUGH_S = 60.0  # for one search; it stops with the first plan that fits, long before
-LIMIT_S = 60.0  # for all of them together
+LIMIT_S = 2.5  # processor seconds for all searches together: an impossible request is answered soon
 SEQ_STEP = 128
 FIRST = 1.0 - 1e-9  # the gap at which a search stops with the first plan that fits
 
@@ -52,9 +53,9 @@ def suggest(
 ) -> InfeasibleError:
     """``error`` with the changes that make the request feasible; changes that need no new capture of the model come first.
 
-    After ``limit_s`` seconds no further kind of change is tried.
+    After ``limit_s`` seconds of this process's processors nothing further is tried.
     """
-    deadline = time.monotonic() + limit_s
+    deadline = time.process_time() + limit_s
     kinds: list[tuple[str, Callable[[Study, float], Iterator[Change]]]] = [
         ("without a pin", _without_pins),
         ("with the host's memory", _offload),
@@ -66,17 +67,20 @@ def suggest(
     ]
     found: list[Change] = []
     for words, kind in kinds:
-        if time.monotonic() > deadline:
+        if time.process_time() > deadline:
             break
         progress(f"nothing fits; looking for a plan {words}")
         found += kind(study, deadline)
     return InfeasibleError(error.message, error.hint, found)
 
 
-def feasible(study: Study, **changes: Any) -> Plan | None:
-    """Any plan that fits under the changes (as for ``Study.solve``), ``None`` where the search finds none."""
+def feasible(study: Study, deadline: float = math.inf, **changes: Any) -> Plan | None:
+    """Any plan that fits under the changes (as for ``Study.solve``), ``None`` where the search finds none until ``deadline``."""
+    left_s = deadline - time.process_time()
+    if left_s <= 0:
+        return None
     try:
-        return study.solve(target_gap=FIRST, time_limit_s=ENOUGH_S, **changes)
+        return study.solve(target_gap=FIRST, time_limit_s=min(left_s, ENOUGH_S), explained=False, **changes)
     except (InfeasibleError, UsageError):
         return None
 
@@ -100,7 +104,7 @@ def _without_pins(study: Study, deadline: float) -> Iterator[Change]:
     for key, value in pins.items():
         if value == ANY:  # no decision
             continue
-        plan = feasible(study, asked=study.options.without(key))
+        plan = feasible(study, deadline, asked=study.options.without(key))
         if plan is not None:
             alone += 1
             kind = "recomputation" if key.endswith(("recompute", "segment")) else "pin"
@@ -109,7 +113,7 @@ def _without_pins(study: Study, deadline: float) -> Iterator[Change]:
         free = study.options
         for key in pins:
             free = free.without(key)
-        plan = feasible(study, asked=free)
+        plan = feasible(study, deadline, asked=free)
         if plan is not None:
             yield _change("pins", f"leave {', '.join(pins)} free", plan, tuple(pins))
 
@@ -126,9 +130,9 @@ def _offload(study: Study, deadline: float) -> Iterator[Change]:
     both = ("optimizer states and activations", states | activations)
     alone = 0
     for what, pins in (*parts, both):
-        if (len(pins) > 1 and alone) or time.monotonic() > deadline:
+        if (len(pins) > 1 and alone) or time.process_time() > deadline:
             break
-        plan = feasible(study, **pins)
+        plan = feasible(study, deadline, **pins)
         if plan is not None:
             alone += 1
             flags = " ".join(f"--{name} {value}" for name, value in pins.items())
@@ -138,7 +142,7 @@ def _offload(study: Study, deadline: float) -> Iterator[Change]:
 def _precision(study: Study, deadline: float) -> Iterator[Change]:
     if study.recapture is None or study.graph.dtype.itemsize <= 2 or study.cluster.kind == "cpu":
         return
-    plan = _resized(study, precision="bfloat16")
+    plan = _resized(study, deadline, precision="bfloat16")
     if plan is not None:
         yield _change("precision", "use --precision bfloat16", plan, precision="bfloat16")
 
@@ -147,7 +151,7 @@ def _batch(study: Study, deadline: float) -> Iterator[Change]:
     rows = study.graph.batch_size
     if study.recapture is None or rows == 1:
         return
-    fits = _least(rows - 1, deadline, lambda less: _resized(study, global_batch=rows - less))
+    fits = _least(rows - 1, deadline, lambda less: _resized(study, deadline, global_batch=rows - less))
     if fits is not None:
         less, plan = fits
         yield _change("batch", f"use --global-batch {rows - less} in place of {rows}", plan, global_batch=rows - less)
@@ -159,16 +163,18 @@ def _sequence(study: Study, deadline: float) -> Iterator[Change]:
     step = SEQ_STEP if study.seq >= 2 * SEQ_STEP else 1
     seq = study.seq // step * step
     top = seq - step if seq == study.seq else seq
-    fits = _least(top // step, deadline, lambda k: _resized(study, seq=top - (k - 1) * step))
+    fits = _least(top // step, deadline, lambda k: _resized(study, deadline, seq=top - (k - 1) * step))
     if fits is not None:
         k, plan = fits
         short = top - (k - 1) * step
         yield _change("sequence", f"use --seq {short} in place of {study.seq}", plan, seq=short)
 
 
-def _resized(study: Study, **sizes: Any) -> Plan | None:
+def _resized(study: Study, deadline: float, **sizes: Any) -> Plan | None:
+    if time.process_time() > deadline:
+        return None
     try:
-        return feasible(study, graph=study.sized(**sizes))
+        return feasible(study, deadline, graph=study.sized(**sizes))
     except AutoparError:
         return None
 
@@ -180,7 +186,7 @@ def _devices(study: Study, deadline: float) -> Iterator[Change]:
         return
 
     def attempt(k: int) -> Plan | None:
-        return feasible(study, cluster=grown(study.cluster, counts[k - 1]))
+        return feasible(study, deadline, cluster=grown(study.cluster, counts[k - 1]))
 
     fits = _least(len(counts), deadline, attempt)
     if fits is not None:
@@ -250,10 +256,10 @@ def _other_devices(study: Study, deadline: float) -> Iterator[Change]:
         return
     larger = [n for n in hardware.gpu_names() if hardware.gpu(n).memory_bytes > cluster.gpu.memory_bytes]
     for name in sorted(larger, key=lambda n: hardware.gpu(n).memory_bytes):
-        if time.monotonic() > deadline:
+        if time.process_time() > deadline:
             return
         spec = f"{cluster.nodes}x{cluster.gpus_per_node}x{name}"
-        plan = feasible(study, cluster=parse(spec))
+        plan = feasible(study, deadline, cluster=parse(spec))
         if plan is not None:
             yield _change("gpu", f"use {name} in place of {cluster.gpu.name} (--devices {spec})", plan, devices=spec)
             return
@@ -266,10 +272,10 @@ def _least(most: int, deadline: float, attempt: Callable[[int], Plan | None]) ->
         plan = attempt(n)
         if plan is not None:
             break
-        if n >= most or time.monotonic() > deadline:
+        if n >= most or time.process_time() > deadline:
             return None
         below, n = n, min(2 * n, most)
-    while n - below > 1 and time.monotonic() < deadline:
+    while n - below > 1 and time.process_time() < deadline:
         middle = (n + below) // 2
         found = attempt(middle)
         if found is None:

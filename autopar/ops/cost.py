@@ -165,9 +165,10 @@ def _einsum(node: fx.Node) -> float:
     for letters, operand in zip(
         str(node.args[0]).split("->")[0].replace(" ", "").split(","), operands(node), strict=True
     ):
-        if "." in letters:
+        if "." in letters:  # of a graph that was not cleaned
             return 0.0
-        sizes |= dict(zip(letters, shape_of(operand), strict=True))
+        for letter, size in zip(letters, shape_of(operand), strict=True):
+            sizes[letter] = max(size, sizes.get(letter, 1))  # an operand of size 1 is broadcast
     return 2.0 * math.prod(sizes.values())
 
 

@@ -8,9 +8,11 @@ permuted and sent to other ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from autopar.ops.facts import op_name
@@ -48,6 +50,47 @@ class Experts:
     def parameters(self) -> list[fx.Node]:
         """The body's placeholders for the experts' parameters."""
         return [node for node in self.body.graph.nodes if node.op == "placeholder"][2:]
+
+
+def odd_products(op: Experts, shapes: Sequence[tuple[int, ...]]) -> dict[str, tuple[int, int]]:
+    """The grouped products of the body, by node, that CUDA refuses where the parameters have these local shapes: with the widths of their
+    rows and of their results, which are not all multiples of 16 bytes. Products of other dtypes than bfloat16 run expert by expert
+    anyway."""
+    rows, counts, *parameters = (meta(node)["val"] for node in op.body.graph.nodes if node.op == "placeholder")
+    if parameters[0].dtype != torch.bfloat16:
+        return {}
+    local = (torch.empty(shape, dtype=p.dtype, device="meta") for shape, p in zip(shapes, parameters, strict=True))
+    products = _Products(op.body)
+    products.run(torch.empty_like(rows, device="meta"), counts.new_empty(shapes[0][0], device="meta"), *local)
+    return {name: widths for name, widths in products.widths.items() if any(n % MULTIPLE for n in widths)}
+
+
+MULTIPLE = 8
+"""Numbers of bfloat16 in 16 bytes. CUDA's grouped product reads and writes rows that begin at multiples of them, in both passes."""
+
+
+class _Products(fx.Interpreter):
+    """Runs a body, and notes the widths of its grouped products."""
+
+    def __init__(self, body: fx.GraphModule) -> None:
+        super().__init__(body)
+        self.widths: dict[str, tuple[int, int]] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if n.target is kernels_experts.grouped_linear:
+            rows = self.fetch_args_kwargs_from_env(n)[0][0]
+            self.widths[n.name] = rows.shape[-1], result.shape[-1]
+        return result
+
+
+def expert_by_expert(op: Experts, names: Collection[str]) -> Experts:
+    """The same mixture, the named grouped products of whose body run expert by expert."""
+    body = copy.deepcopy(op.body)
+    for node in body.graph.nodes:
+        if node.name in names:
+            node.target = kernels_experts.looped_linear
+    return Experts(body, op.count)
 
 
 def _described(body: fx.GraphModule) -> Iterator[tuple[Any, ...]]:

@@ -75,7 +75,7 @@ def move_collectives(
 
 def replica_collectives(
     tensors: Tensors,
-    axes: tuple[tuple[Axis, ...], tuple[Axis, ...]],
+    axes: tuple[tuple[Axis, ...], ...],
     microbatches: int,
     cluster: Cluster,
     numbers: Precision,
@@ -83,7 +83,8 @@ def replica_collectives(
     sync: str,
 ) -> Iterator[CollectiveCost]:
     """The collectives of data parallelism, with the arguments of ``replicas.spread``."""
-    copies, shards = axes
+    (inside, shards), mirror = axes[:2], tuple(axis for axes in axes[2:] for axis in axes)
+    copies = (*mirror, *inside)
     everyone = (*copies, *shards)
     gathered, trainable = tensors.parameters * numbers.width, tensors.trainable
     steps, zero = local_steps(sync), strategy.zero if group(shards, cluster).size > 1 else 0
@@ -111,4 +112,6 @@ def replica_collectives(
     each = microbatches if zero >= 2 and not strategy.reduces_once else 1
     yield from over("gradients", Collective.REDUCE_SCATTER, trainable * numbers.reduced, shards, each)
     shard = -(-trainable // group(shards, cluster).size) * numbers.averaged
-    yield from over("gradients", Collective.ALL_REDUCE, shard, copies, each)
+    yield from over("gradients", Collective.ALL_REDUCE, shard, inside if zero >= 2 else copies, each)
+    if zero >= 2:
+        yield from over("gradients", Collective.ALL_REDUCE, shard, mirror, 1)

@@ -1,8 +1,8 @@
 r"""Seconds of a collective: latency per hop plus bytes over bandwidth, per link level.
 
-A group has *n* members, *k* of them on each of *N = n / k* nodes. The *B* bytes of a collective are those of the full tensor
-(not sharded over the axis): all-gather's result, reduce-scatter's input, the tensor of an all-reduce or of an all-to-all
-(each rank has *B / n* of it).
+A group has *n* members on *N* nodes, *k* of them on the node that has the fewest. The *B* bytes of a collective are those of the full
+tensor (not sharded over the axis): all-gather's result, reduce-scatter's input, the tensor of an all-reduce or of an all-to-all (each
+rank has *B / n* of it).
 
 * A ring passes *B (n-1)/n* over every link, at the speed of the slowest. A link between nodes carries all *k* members'
   shares of the network, because the other members of the node run the same collective in their own groups::
@@ -11,7 +11,7 @@ A group has *n* members, *k* of them on each of *N = n / k* nodes. The *B* bytes
                              min(intra, k * share)     otherwise
       all-gather, reduce-scatter   t = c + (n - N) a_intra + N a_inter + B (n-1)/n / beta
       all-reduce                   twice the hops and the bytes, or a double binary tree, whichever is faster:
-                                   t = c + 2 ((k-1) a_intra + ceil(log2 N) a_inter) + 2 B / beta
+                                   t = c + 2 ((n/N - 1) a_intra + ceil(log2 N) a_inter) + 2 B / beta
 
 * A reduction to one rank and a broadcast from one pass all *B* along a chain of the ranks, in pieces one after the other, as NCCL's do::
 
@@ -30,6 +30,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
 
 from autopar.devices import Cluster
 from autopar.devices.cluster import Link
@@ -41,28 +44,54 @@ FLAT, SHARDED = "flat", "sharded"  # callers whose collectives are measured on t
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The ranks that run a collective together: their number, the number on one node (or in one NVLink domain), and the number in one
-    part of the cluster."""
+    """The ranks that run a collective together: their number ``size``, the members ``per_node`` on one node (or in one NVLink domain) that
+    holds any, the number of ``nodes`` that hold members, and the members ``per_part`` of the cluster (0: the cluster has no parts).
+
+    The groups of a mesh axis need not lie alike on the nodes: of groups of 3 on nodes of 8, one has its members on two nodes. The slowest
+    member sets the pace, so ``per_node`` and ``per_part`` are the fewest of all groups and ``nodes`` the most.
+    """
 
     size: int
     per_node: int
-    per_part: int = 0  # 0: the cluster has no parts
-
-    @property
-    def nodes(self) -> int:
-        return -(-self.size // self.per_node)
+    nodes: int
+    per_part: int = 0
 
 
 def group(axes: tuple[Axis, ...], cluster: Cluster) -> Group:
     """The ranks that differ only in their coordinates on ``axes``. An axis of stride 0 (the microbatch) has no ranks."""
-    size = per_node = per_part = 1
-    part = min((each.count for each in cluster.parts), default=cluster.count)
-    for axis in axes:
-        if axis.stride > 0:
-            size *= axis.size
-            per_node *= cluster.linked(axis.size, axis.stride)
-            per_part *= max(1, min(axis.size, part // axis.stride))
-    return Group(size, per_node, per_part if cluster.parts else 0)
+    sizes = tuple((axis.size, axis.stride) for axis in axes if axis.stride > 0 and axis.size > 1)
+    if not sizes:
+        return Group(1, 1, 1, 1 if cluster.parts else 0)
+    parts = cluster.parts or (cluster,)
+    found = _spread(sizes, tuple((part.count, part.linked_gpus) for part in parts), cluster.first)
+    return found if cluster.parts else replace(found, per_part=0)
+
+
+@lru_cache(maxsize=1 << 14)
+def _spread(axes: tuple[tuple[int, int], ...], parts: tuple[tuple[int, int], ...], first: int) -> Group:
+    """Count the members of every group over ``axes`` (size, stride) on each node; ``parts`` are the cluster's devices and those of a node,
+    and ``first`` is the place of rank 0 on its node."""
+    size = math.prod(size for size, _ in axes)
+    count = sum(count for count, _ in parts) - first
+    if len(parts) == 1:  # the pattern repeats where a group and a node begin together
+        count = min(count, math.lcm(parts[0][1], max(size * stride for size, stride in axes)))
+    ranks = np.arange(count)
+    of_group = ranks - sum(ranks // stride % size * stride for size, stride in axes)
+    ends = np.cumsum([count for count, _ in parts])
+    part = np.searchsorted(ends, ranks + first, side="right")
+    starts, near = ends - [count for count, _ in parts], np.array([near for _, near in parts])
+    node = (ranks + first - starts[part]) // near[part] + count * part
+    complete = np.bincount(of_group)[of_group] == size
+    assert complete.any(), f"axes {axes} on {parts} devices"
+    per_node, nodes = _fewest_and_most(of_group[complete], node[complete])
+    return Group(size, per_node, nodes, _fewest_and_most(of_group[complete], part[complete])[0])
+
+
+def _fewest_and_most(groups: np.ndarray, places: np.ndarray) -> tuple[int, int]:
+    """The fewest members that a group has at a place where it has any, and the most places of a group."""
+    width = int(places.max()) + 1
+    pairs, members = np.unique(groups * width + places, return_counts=True)
+    return int(members.min()), int(np.bincount(pairs // width).max())
 
 
 def group_time_s(
@@ -125,7 +154,9 @@ def group_time_s(
     round_s = hops_s * (not batched) + moving
     if collective is not Collective.ALL_REDUCE:
         return cluster.collective_s + round_s
-    tree_hops_s = (k - 1) * cluster.intra.latency_s + math.ceil(math.log2(nodes)) * cluster.inter.latency_s
+    tree_hops_s = (math.ceil(n / nodes) - 1) * cluster.intra.latency_s + math.ceil(
+        math.log2(nodes)
+    ) * cluster.inter.latency_s
     return cluster.collective_s + 2 * min(round_s, tree_hops_s + bytes_total / beta)
 
 

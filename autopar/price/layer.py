@@ -35,7 +35,7 @@ from autopar.price.live_memory import Alive, Neighbours, Share
 from autopar.price.moves import Move, layer_moves
 from autopar.price.replicas import Spread
 from autopar.price.selective import Flags, Selected
-from autopar.price.state import Precision, state_bytes
+from autopar.price.state import ALIGNMENT_BYTES, Precision, padded, state_bytes
 from autopar.price.table import AxisFlags, ClassTable, Rows
 from autopar.price.trace import OUTPUT
 from autopar.price.trainer import Trainer
@@ -119,6 +119,7 @@ class Core:
     trainable: float
     largest: float  # the largest trainable parameter, in elements
     tensors: int
+    padding: tuple[int, int]  # elements of flat buffers between parameters, and between trainable ones
 
 
 def bind(
@@ -230,6 +231,7 @@ def core(bound: Bound, given: Sizes, cluster: Cluster, numbers: Precision) -> Co
     )
     parameters = local(table.parameter_numel, "parameter")
     alive, alive_under = _alive(bound, cuts, local, saved, parameters * numbers.width)
+    padding = -np.ceil(parameters) % (ALIGNMENT_BYTES // numbers.width)
     return Core(
         forward_compute_s=float(forward_s.sum()) + int8.rounding_s,
         backward_compute_s=float(backward_s.sum()) + int8.restoring_s,
@@ -260,6 +262,7 @@ def core(bound: Bound, given: Sizes, cluster: Cluster, numbers: Precision) -> Co
         trainable=float(parameters[table.trainable].sum()),
         largest=float(parameters[table.trainable].max(initial=0.0)),
         tensors=len(table.parameters),
+        padding=(int(padding.sum()), int(padding[table.trainable].sum())),
     )
 
 
@@ -420,14 +423,12 @@ def assemble(
     updated = trainable / (data if zero else 1)
     step_s = _update_s(updated, c.tensors, offloaded.states, zero, numbers, cluster)
     if zero < 2:
-        reduction_s, published_s = (reduce, gather) if zero else (spread.average_s, spread.publish_s)
-        step_s += trainer.exposed_reduction_s(reduction_s, backward_compute_s, cluster.overlap_slowdown)
-        step_s += trainer.exposed_gather_s(published_s, forward_compute_s, cluster.overlap_slowdown) + spread.mean_s
-    elif not each_time:
-        last_s = exposed(
-            back_s + reduce, backward_compute_s + copies_s[2]
-        )  # of a backward that is longer by the copies
+        step_s += spread.once_s(zero, forward_compute_s, backward_compute_s, trainer, cluster.overlap_slowdown)
+    elif not each_time:  # the last backward is longer by the copies
+        last_s = exposed(back_s + reduce, backward_compute_s + copies_s[2])
         step_s += copies_s[2] + last_s - exposed(back_s, backward_compute_s) + waits_s[2]
+    if zero >= 2:
+        step_s += spread.mirror_s
     parameters, gradients, optimizer, saved, transient = _bytes(
         c, spread, strategy, data, zero, numbers, trainer, offloaded, neighbours
     )
@@ -549,8 +550,12 @@ def _bytes(
 ) -> tuple[int, int, int, int, int]:
     """Bytes of parameters, gradients, optimizer state, saved activations of one microbatch, and transients."""
     parameters, trainable = math.ceil(c.parameters), math.ceil(c.trainable)
+    flat = zero < 2 and (data > 1 or numbers.master or offloaded.states != DEVICE)
+    elements = parameters, trainable
+    if flat:
+        elements = padded(elements, c.padding, data if zero else 1, numbers.width)
     stored, gradients, optimizer = state_bytes(
-        parameters, trainable, data, zero, numbers, offloaded.here(numbers), strategy.reduces_once
+        *elements, data, zero, numbers, offloaded.here(numbers), strategy.reduces_once
     )
     segment = strategy.recomputation.layers
     saved, working = _activations(c, strategy, segment)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from autopar.flow import returned_nodes
-from autopar.graph import LayerClass
+from autopar.graph import LayerClass, cached_for_graphs
 from autopar.ops.cost import tensors
 from autopar.ops.operands import operands, shape_of
 from autopar.rules.traffic import kernel_traffic
@@ -76,7 +76,7 @@ def _steps(source: tuple[SpmdType, ...], target: tuple[SpmdType, ...]) -> tuple[
     return tuple(steps)
 
 
-@functools.lru_cache(maxsize=256)
+@cached_for_graphs(maxsize=256)
 def _reads(graph: fx.GraphModule) -> tuple[tuple[fx.Node, ...], tuple[tuple[str, int, str], ...]]:
     """The graph's ops, and every read by an op: the op's name, the operand's index, the operand's name."""
     ops = tuple(n for n in graph.graph.nodes if n.op == "call_function" and tensors(n.meta.get("val")))

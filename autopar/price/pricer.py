@@ -17,6 +17,7 @@ from autopar.plan import ALL_REDUCE, HALVES, SLICED, TENSOR_OVERLAP, Axis, Recom
 from autopar.price import table as tables
 from autopar.price.collective_costs import CollectiveCost, layer_collectives, move_collectives, replica_collectives
 from autopar.price.collectives import p2p_s
+from autopar.price.experts import odd_widths
 from autopar.price.halves import in_halves
 from autopar.price.host import Offloaded
 from autopar.price.layer import (
@@ -249,6 +250,12 @@ class Pricer:
         found = self._half(cls_name, mesh, strategy, microbatches)
         return found if isinstance(found, str) else ""
 
+    def odd_experts(self, cls_name: str, mesh: Mesh, strategy: Strategy) -> tuple[int, int] | None:
+        """The widths of a product of a layer class's experts that its program computes expert by expert (``ops.experts.odd_products``)."""
+        by_role = None if self.trainer.cpu else self._types.by_role(cls_name, mesh, strategy.roles)
+        types = [by_role[role] for role in strategy.roles] if by_role else []
+        return odd_widths(self.graph.classes[cls_name], mesh, types) if by_role else None
+
     def _half(
         self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int
     ) -> tuple[Core, Bound, Sizes, Turns] | str:
@@ -391,13 +398,13 @@ class Pricer:
             self._spread[key] = spread(_tensors(c), axes, mine, flops, cluster, self.numbers, self.trainer, self.sync)
         return self._spread[key]
 
-    def _replicas(self, mesh: Mesh, strategy: Strategy) -> tuple[Mesh, Mesh]:
-        """The axes of the copies of ZeRO's shards, and those over which it shards."""
-        copies, shards = strategy.replicas(mesh) if local_steps(self.sync) else strategy.data_axes(mesh)
-        if self.copies > 1:
-            far = max(math.prod(axis.size for axis in mesh), self.cluster.count // 2)
-            copies = (Axis("mirror", self.copies, far), *copies)
-        return copies, shards
+    def _replicas(self, mesh: Mesh, strategy: Strategy) -> tuple[Mesh, ...]:
+        """The axes of the copies of ZeRO's shards, those over which it shards, and that of a stage's copies if it has any."""
+        axes = strategy.replicas(mesh) if local_steps(self.sync) else strategy.data_axes(mesh)
+        if self.copies == 1:
+            return axes
+        far = max(math.prod(axis.size for axis in mesh), self.cluster.count // 2)
+        return (*axes, (Axis("mirror", self.copies, far),))
 
     def _neighbours(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> Neighbours:
         """The parameters of the layers that may run directly before and after a layer of the class in the same roles, and of those whose

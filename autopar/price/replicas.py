@@ -18,7 +18,9 @@ class Spread:
     """The devices with the same parameters over which ZeRO shards them, with seconds of collectives over them.
 
     ``gather_s`` and ``reduce_s`` have two values: once per step (ZeRO 0 and 1), and around each pass of a layer (ZeRO 2 and 3). If there
-    are several copies of the shards, ``reduce_s`` includes the sum over the copies. ``copies_s`` are those of ZeRO 2 and 3, between flat
+    are several copies of the shards, ``reduce_s`` includes the sum over the copies. If a stage has copies on other pipeline ranks,
+    ``mirrored`` is set: the sum over them starts after the stage's last backward, and ZeRO 2 and 3 make it once a step, in ``mirror_s``;
+    otherwise it is part of the reduction. ``copies_s`` are those of ZeRO 2 and 3, between flat
     buffers and parameters: around a gather, and around a reduction. ``average_s`` is the reduction without ZeRO, once per
     step. ``publish_s`` is a parameter server's broadcast of the updated parameters. ``mean_s`` is the average of the parameters of
     replicas that train apart, which nothing hides. ``flops`` are those of one microbatch, see ``LayerPrice``.
@@ -33,6 +35,15 @@ class Spread:
     average_s: float
     publish_s: float
     mean_s: float
+    mirrored: bool = False
+    mirror_s: float = 0.0
+
+    def once_s(self, zero: int, forward_s: float, backward_s: float, trainer: Trainer, slowdown: float) -> float:
+        """What collectives once a step add to it under ZeRO 0 and 1, if a forward and a backward of the layer compute for these seconds."""
+        reduction_s, published_s = (self.reduce_s[0], self.gather_s[0]) if zero else (self.average_s, self.publish_s)
+        under_s = 0.0 if self.mirrored else backward_s
+        reduced_s = trainer.exposed_reduction_s(reduction_s, under_s, slowdown)
+        return reduced_s + trainer.exposed_gather_s(published_s, forward_s, slowdown) + self.mean_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +57,7 @@ class Tensors:
 
 def spread(
     tensors: Tensors,
-    axes: tuple[tuple[Axis, ...], tuple[Axis, ...]],
+    axes: tuple[tuple[Axis, ...], ...],
     microbatches: int,
     flops: float,
     cluster: Cluster,
@@ -55,10 +66,11 @@ def spread(
     sync: str,
 ) -> Spread:
     """The data-parallel groups of ``axes`` and their collectives, for ``microbatches`` per step of ``flops`` each, synchronised by ``sync``
-    (``plan.SYNCS``). ``axes`` are ``Strategy.data_axes`` and the axis of a stage's copies, or for replicas that train apart
-    ``Strategy.replicas``."""
-    copies, members = (group(each, cluster) for each in axes)
-    everyone = group((*axes[0], *axes[1]), cluster)
+    (``plan.SYNCS``). ``axes`` are ``Strategy.data_axes``, or for replicas that train apart ``Strategy.replicas``; and, if stages have
+    copies on other pipeline ranks, a third tuple with the axis of these."""
+    inside, members, *mirrors = (group(each, cluster) for each in axes)
+    copies = group((*axes[0], *(axis for mirror in axes[2:] for axis in mirror)), cluster)
+    everyone = group(tuple(axis for each in axes for axis in each), cluster)
     parameters, trainable = tensors.parameters, tensors.trainable
 
     def over(collective: Collective, size: int, around_layer: bool, ranks: Group = members) -> float:
@@ -66,12 +78,14 @@ def spread(
             return 0.0
         return trainer.data_collective_s(collective, size, tensors.count, ranks, cluster, around_layer)
 
+    shard = -(-trainable // members.size) * numbers.averaged
+
     def reduced(around_layer: bool) -> float:
-        shard = -(-trainable // members.size) * numbers.averaged
         found = over(Collective.REDUCE_SCATTER, trainable * numbers.reduced, around_layer)
-        if not shard or copies.size == 1:
+        ranks = inside if around_layer else copies
+        if not shard or ranks.size == 1:
             return found
-        return found + over(Collective.ALL_REDUCE, shard, around_layer, copies)
+        return found + over(Collective.ALL_REDUCE, shard, around_layer, ranks)
 
     def averaged() -> float:
         if not (steps := local_steps(sync)) or copies.size == 1:
@@ -95,4 +109,6 @@ def spread(
         average_s=over(average, trainable * numbers.averaged, False, members if local_steps(sync) else everyone),
         publish_s=over(Collective.BROADCAST, trainable * numbers.width, False) if sync == PARAMETER_SERVER else 0.0,
         mean_s=averaged(),
+        mirrored=mirrors != [],
+        mirror_s=sum(over(Collective.ALL_REDUCE, shard, False, mirror) for mirror in mirrors),
     )

@@ -9,6 +9,9 @@ from autopar.errors import UsageError
 from autopar.plan import NARROW_GRADIENTS, NARROW_MOMENTS
 from autopar.precision import ELEMENT_BYTES, FLOAT8, FLOAT16, TF32
 
+ALIGNMENT_BYTES = 128
+"""Parameters in the flat buffers of emitted programs begin at multiples of this (``program.parameters``)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Precision:
@@ -106,3 +109,12 @@ def state_bytes(
     )
     shard = -(-parameters // data) * (numbers.shard if offloaded is None else wide) if has_shard else 0
     return stored * numbers.width + shard, gradients * numbers.gradient, optimizer
+
+
+def padded(elements: tuple[int, int], between: tuple[int, int], pieces: int, width: int) -> tuple[int, int]:
+    """Elements of all parameters and of the trainable ones in flat buffers: with those ``between`` parameters, and so many that trainable
+    ones are equal ``pieces``, each of which begins at a multiple of ``ALIGNMENT_BYTES``."""
+    everything, trainable = elements[0] + between[0], elements[1] + between[1]
+    unit = pieces * (ALIGNMENT_BYTES // width)
+    added = -trainable % unit
+    return everything + added, trainable + added

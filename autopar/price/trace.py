@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx
 
-from autopar.graph import LayerClass, Value
+from autopar.graph import LayerClass, Value, forgotten_with_graphs
 from autopar.ops.cost import is_attention, tensors
 from autopar.ops.facts import Kind, facts
 from autopar.ops.operands import operands
@@ -106,7 +106,8 @@ class _Tracer(fx.Interpreter):
             if all(self.number(t) in read for t in made):
                 self.views.add(n.name)
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+    def pack(self, tensor: torch.Tensor) -> None:
+        """Note a saved tensor. Autograd keeps nothing: a node that kept its own result would be a cycle that Python does not see."""
         storage = self.number(tensor)
         node = self.current
         assert node is not None
@@ -117,7 +118,6 @@ class _Tracer(fx.Interpreter):
                     which = index
                     break
             self.save(storage, node, which, tensor)
-        return tensor
 
     def save(self, storage: int, node: fx.Node, operand: int, tensor: torch.Tensor) -> None:
         numel = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
@@ -150,6 +150,7 @@ class _Tracer(fx.Interpreter):
 
 _Run = tuple[tuple[Value, ...], bool]
 _traces: WeakKeyDictionary[fx.GraphModule, dict[_Run, Trace]] = WeakKeyDictionary()
+forgotten_with_graphs(_traces.clear)  # a trace contains its graph
 
 
 def trace(cls: LayerClass, cpu: bool = False) -> Trace:
@@ -185,6 +186,7 @@ def _trace(cls: LayerClass, borders: tuple[Value, ...], cpu: bool) -> Trace:
         for tensor in tensors(value)[:1]:
             storage[node.name] = number = tracer.number(tensor)
             extent[number] = (tensor.untyped_storage().nbytes() // tensor.dtype.itemsize, tensor.dtype)
+    tracer.env.clear()  # autograd's nodes keep the hook, and with it the tracer
     return Trace(
         tuple(saved), frozenset(tracer.views), tracer.requires_grad, storage, extent, frozenset(tracer.excluded)
     )

@@ -1,8 +1,10 @@
 """Checkpoints that any plan of the same model can load: parameters, buffers, optimizer state, counters.
 
-Tensors are written and read with ``torch.distributed.checkpoint``, under the names of the user's model: ``model.NAME`` for a parameter or
-buffer, ``optimizer.NAME.KEY`` for the optimizer's state. Each rank plans to write its own boxes (``boxes``); of a box that several ranks
-have, one writes. To load, each rank reads the boxes that its own boxes overlap, so no process has the whole model.
+Tensors are written in the format of ``torch.distributed.checkpoint``, under the names of the user's model: ``model.NAME`` for a parameter
+or buffer, ``optimizer.NAME.KEY`` for the optimizer's state. Each rank knows from the layouts which boxes (``boxes``) it writes, into a file
+of its own: of a box that several ranks have, one writes, and ZeRO's small ranges are joined to large boxes before (``box_exchange``).
+Rank 0 makes the metadata from the tables in these files (``checkpoint_metadata``). To load, each rank reads the parts of boxes that its own
+boxes overlap, so no process has the whole model.
 
 Master copies are saved in their own dtype. Random numbers depend on the seed and the number of steps (``Trainer``), so these two are all of
 their state. Replicas that train apart each have a model: their tensors are under ``replica0``, ``replica1``, and so on.
@@ -11,40 +13,29 @@ their state. Replicas that train apart each have a model: their tensors are unde
 from __future__ import annotations
 
 import copy
-import math
+import datetime
 import os
+import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from io import BytesIO
 from pathlib import Path
-from typing import IO, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from autopar.program import schedulers
-from autopar.program.boxes import Piece, divided, pieces, whole
+from autopar.program import box_files, schedulers
+from autopar.program.box_exchange import Held, gathered, writes
+from autopar.program.boxes import Piece, pieces, whole
 from autopar.program.checkpoint_files import (
     FORMAT,
     CheckpointError,
     Found,
     begin,
-    claimed,
     discard,
     explained,
     final_of,
@@ -54,8 +45,17 @@ from autopar.program.checkpoint_files import (
     opened_or_why,
     partial_of,
 )
+from autopar.program.checkpoint_metadata import (
+    Reads,
+    explained_damage,
+    metadata_of,
+    planned,
+    read_values,
+    write_metadata,
+)
+from autopar.program.claims import Claim, claimed, claimed_for_save
 from autopar.program.masters import Group
-from autopar.program.optimizer_state import Restored, described, merged, saved
+from autopar.program.optimizer_state import Restored, described, merged, saved, without_state
 from autopar.program.optimizers import Updates
 from autopar.program.state import sentence
 from autopar.program.world import BufferRecord, Program, World
@@ -89,14 +89,20 @@ def save(training: Training, folder: str | os.PathLike[str], counters: Mapping[s
     The folder gets this name once all files are on the disk. Of the checkpoints up to this one, the last ``keep`` stay (``None``: all).
     Raises ``CheckpointError`` on every rank; the training goes on as if nothing had been called.
     """
-    return _prepared(training, folder, counters, keep).write(None)
+    job = _prepared(training, folder, counters, keep)
+    return job.write(gathered_pieces(training, job), None)
 
 
 class Background:
     """Saves checkpoints in a thread, from copies in the host's memory and over a process group of its own; all ranks make one."""
 
-    def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo")
+    def __init__(self, timeout_s: float) -> None:
+        before = os.environ.get(_LAZY)
+        os.environ[_LAZY] = "1"  # else every rank connects to every other one, and a process may open 1,024 files
+        try:
+            self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+        finally:
+            os.environ.pop(_LAZY) if before is None else os.environ.update({_LAZY: before})
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._last: Future[Path] | None = None
 
@@ -104,17 +110,15 @@ class Background:
         self, training: Training, folder: str | os.PathLike[str], counters: Mapping[str, Any], keep: int | None
     ) -> Path:
         """Start to write a checkpoint; the folder that it will have. All ranks call this, after ``finish``."""
-        prepared = _prepared(training, folder, counters, keep)
-        copies: list[Any] = []
+        job = _prepared(training, folder, counters, keep)
+        copies: list[Piece] = []
         try:
             # a rank without memory for its copy must not leave the others waiting for it
-            on_every_rank(lambda: copies.append(prepared.copied()), prepared.partial, writing=True)
+            on_every_rank(lambda: _copy(gathered_pieces(training, job), copies), job.partial, writing=True)
         except CheckpointError:
-            if dist.get_rank() == 0:
-                discard(prepared.partial)
+            job.discard()
             raise
-        (job,) = copies
-        self._last = self._thread.submit(job.write, self._group)
+        self._last = self._thread.submit(job.write, copies, self._group)
         return final_of(job.partial)
 
     def finish(self) -> None:
@@ -124,60 +128,133 @@ class Background:
             last.result()
 
 
+_LAZY = (
+    "TORCH_GLOO_LAZY_INIT"  # gloo reads it when a group is made: two ranks connect when they first exchange something
+)
+
+
+def _copy(own: Iterable[Piece], copies: list[Piece]) -> None:
+    """Copy pieces into the host's memory, which the training does not change while a thread writes them. All of ``own`` are taken, even
+    after an error: making them involves other ranks."""
+    problem: Exception | None = None
+    for piece in own:
+        try:
+            if problem is None:
+                copies.append(replace(piece, values=piece.values.to("cpu", copy=True)))
+        except Exception as error:  # noqa: BLE001  raised below
+            problem = error
+    if problem is not None:
+        raise problem
+
+
 @dataclass(frozen=True)
 class _Job:
-    """A checkpoint to write: this rank's pieces, and the facts."""
+    """A checkpoint to write, as all ranks know it; ``keys`` are the kinds of this rank's optimizer state, and ``claim`` is rank 0's right
+    to write into the folder, if it has it for this save alone."""
 
     partial: Path
-    own: Sequence[Piece]
+    save: str
+    held: Sequence[Held]
+    whole: Sequence[Piece]
+    keys: Mapping[str, str]
     facts: Mapping[str, Any]
     keep: int | None
+    claim: Claim | None
 
-    def copied(self) -> _Job:
-        """The same with copies in the host's memory, which the training does not change while a thread writes them."""
-        own = [replace(piece, values=piece.values.to("cpu", copy=True)) for piece in self.own]
-        return replace(self, own=own, facts=copy.deepcopy(self.facts))
-
-    def write(self, group: dist.ProcessGroup | None) -> Path:
+    def write(self, own: Iterable[Piece], group: dist.ProcessGroup | None) -> Path:
+        """Write this rank's file, and on rank 0 all else; the checkpoint's folder."""
         try:
-            return self._written(group)
+            on_every_rank(lambda: self._write_file(own), self.partial, writing=True, group=group)
+            path = Path(on_every_rank(self._finish, self.partial, writing=True, group=group))
         except CheckpointError:
-            if dist.get_rank() == 0:
-                discard(self.partial)
+            self.discard()
             raise
+        self._release()
+        return path
 
-    def _written(self, group: dist.ProcessGroup | None) -> Path:
-        _write(self.own, self.partial, group)
+    def _write_file(self, own: Iterable[Piece]) -> None:
+        box_files.write(own, self.partial, dist.get_rank(), self.save, {"keys": self.keys})
 
-        def end() -> str | None:
-            return str(finish(self.partial, self.facts, self.keep)) if dist.get_rank() == 0 else None
+    def _finish(self) -> str:
+        if dist.get_rank() != 0:
+            return ""
+        files = [box_files.file_of(rank) for rank in range(dist.get_world_size())]
+        with explained_damage(self.partial):
+            tables = box_files.tables_of(self.partial, files, self.save)
+        write_metadata(metadata_of(tables), self.partial)
+        optimizer = merged(self.facts["optimizer"], [table.facts["keys"] for table in tables])
+        return str(finish(self.partial, {**self.facts, "optimizer": optimizer}, self.keep))
 
-        return Path(str(on_every_rank(end, self.partial, writing=True, group=group)[0]))
+    def discard(self) -> None:
+        """Remove what was written."""
+        if dist.get_rank() == 0:
+            discard(self.partial)
+        self._release()
+
+    def _release(self) -> None:
+        if self.claim is not None:
+            self.claim.close(remove=True)
 
 
 def _prepared(
     training: Training, folder: str | os.PathLike[str], counters: Mapping[str, Any], keep: int | None
 ) -> _Job:
     """Make the folder, and collect what this rank has."""
-    partial, own, updates = partial_of(Path(folder), counters["steps"]), list[Piece](), training.updates
+    partial, updates = partial_of(Path(folder), counters["steps"]), training.updates
+    states, claims = list[tuple[list[Held], list[Piece], dict[str, str]]](), list[Claim | None]()
     assert updates is not None
 
-    def prepare() -> Mapping[str, Any]:
+    def prepare() -> str:
         if keep is not None and keep < 1:
             raise CheckpointError(
                 f"keep is {keep}, and the new checkpoint is one that stays", "give a number of at least 1"
             )
         masters = [m for m in updates.masters if training.program.is_first_copy(m.layout)]
-        states, keys = saved(updates.optimizer, masters, training.world)
-        model = (*parameters(training, every_copy=False), *buffers(training, every_copy=False))
-        own.extend(part for piece in (*model, *states) for part in divided(piece))
-        return described(updates.optimizer, keys)
+        states.append(saved(updates.optimizer, masters, training.program, training.world))
+        if dist.get_rank() != 0:
+            return ""
+        claims.append(claimed_for_save(Path(folder)))
+        begin(partial)
+        return secrets.token_hex(16)
 
-    optimizer = merged(on_every_rank(prepare, partial, writing=True))
-    on_every_rank(lambda: begin(partial) if dist.get_rank() == 0 else None, partial, writing=True)
-    scheduler = schedulers.described(updates.scheduler)
-    facts = {**_facts(training), **counters, "optimizer": optimizer, "scheduler": scheduler}
-    return _Job(partial, _under(_replica(training)[0], own), facts, keep)
+    try:
+        save = on_every_rank(prepare, partial, writing=True)
+    except CheckpointError:
+        if claims:  # rank 0 was ready
+            discard(partial)
+        for taken in claims:
+            if taken is not None:
+                taken.close(remove=True)
+        raise
+    held, others, keys = states[0]
+    alike = tuple(training.world.coordinates)
+    written = [p for p in buffers(training, every_copy=False) if writes(p, alike, training.program, training.world)]
+    facts = {
+        **_facts(training),
+        **counters,
+        "save": save,
+        "optimizer": described(updates.optimizer),
+        "scheduler": schedulers.described(updates.scheduler),
+    }
+    model = [*_held_parameters(training), *held]
+    # where the data are, and a scheduler's state, change while a thread writes
+    facts = copy.deepcopy(facts)
+    return _Job(partial, save, model, [*others, *written], keys, facts, keep, claims[0] if claims else None)
+
+
+def gathered_pieces(training: Training, job: _Job) -> Iterator[Piece]:
+    """The pieces that this rank writes; all ranks call this, and take all of them."""
+    prefix = _replica(training)[0]
+    yield from _under(prefix, job.whole)
+    yield from _under(prefix, gathered(job.held, training.program, training.world))
+
+
+def _held_parameters(training: Training) -> Iterator[Held]:
+    """This rank's elements of the parameters, those that are not trained included, of the first copy of tied ones."""
+    for group in training.groups:
+        for master in (*group.masters, *group.frozen):
+            if training.program.is_first_copy(master.layout):
+                yield Held(("model", master.layout.original), master, master.tensor.detach())
 
 
 def load(training: Training, folder: str | os.PathLike[str]) -> Mapping[str, Any]:
@@ -185,21 +262,25 @@ def load(training: Training, folder: str | os.PathLike[str]) -> Mapping[str, Any
 
     Raises ``CheckpointError`` on every rank, before anything is changed if the checkpoint is of another model or optimizer, or damaged.
     """
-    opened, own, restored, updates = list[Found](), list[Piece](), list[Restored](), training.updates
+    opened, reads, restored, updates = list[Found](), list[Reads](), list[Restored](), training.updates
     assert updates is not None
 
-    def find() -> str | None:
+    def find() -> str:
         if dist.get_rank() != 0:
-            return None
+            return ""
         found, note = newest(Path(folder))
+        if found.save is None:
+            note += f"{'; ' if note else ''}{found.path} was written without checksums, and is read unverified"
         if note:
             print(note, file=sys.stderr, flush=True)
         return str(found.path)
 
-    path = Path(str(on_every_rank(find, Path(folder), writing=False)[0]))
+    path = Path(on_every_rank(find, Path(folder), writing=False))
 
     def prepare() -> list[str]:
-        found = opened_or_why(path)
+        found = opened_or_why(
+            path, files=False
+        )  # rank 0 has found all files, and the tables of those that are read follow
         if isinstance(found, str):
             raise CheckpointError(
                 f"the checkpoint {path} is not whole here: {found}", "all machines read one shared folder"
@@ -210,16 +291,16 @@ def load(training: Training, folder: str | os.PathLike[str]) -> Mapping[str, Any
         state = Restored(updates.optimizer, updates.masters, training.world, found.facts["optimizer"], stored)
         schedulers.check(updates.scheduler, found.facts.get("scheduler"))
         model = (*parameters(training, every_copy=True), *buffers(training, every_copy=True))
-        own.extend(_under(prefix, (*model, *state.pieces)))
+        reads.append(planned(list(_under(prefix, (*model, *state.pieces))), found))
         opened.append(found)
         restored.append(state)
-        return state.anew
+        return without_state(training.program, found.facts["optimizer"], stored)
 
-    anew = sorted({name for names in on_every_rank(prepare, path, writing=False) for name in names})
+    anew = on_every_rank(prepare, path, writing=False)
     if anew and dist.get_rank() == 0:
         what = f"{path} has no state of {opened[0].facts['optimizer']['class']}, which starts anew, for"
         print(sentence(what, anew), file=sys.stderr, flush=True)
-    _read(own, opened[0])
+    on_every_rank(lambda: read_values(reads[0], opened[0]), path, writing=False, replaces=True)
     restored[0].install()
     schedulers.restore(updates.scheduler, opened[0].facts.get("scheduler"))
     updates.read_masters()
@@ -229,24 +310,24 @@ def load(training: Training, folder: str | os.PathLike[str]) -> Mapping[str, Any
     return opened[0].facts
 
 
-def claim(folder: str | os.PathLike[str], patience_s: float) -> IO[str] | None:
-    """Keep other trainings from writing into ``folder`` for as long as rank 0 keeps the result; all ranks call this.
+def claim(folder: str | os.PathLike[str], patience_s: float) -> Claim | None:
+    """Keep other programs from writing into ``folder`` for as long as rank 0 keeps the result; all ranks call this.
 
-    Raises ``CheckpointError`` on every rank where another training writes there.
+    Raises ``CheckpointError`` on every rank where another program writes there, or none can.
     """
-    files = list[IO[str] | None]()
+    found = list[Claim]()
 
     def take() -> None:
         if dist.get_rank() == 0:
-            files.append(claimed(Path(folder), patience_s))
+            found.append(claimed(Path(folder), patience_s))
 
     on_every_rank(take, Path(folder), writing=True)
-    return files[0] if files else None
+    return found[0] if found else None
 
 
 def has_checkpoint(folder: str | os.PathLike[str]) -> bool:
     """Whether there is a checkpoint to load in ``folder``; all ranks call this, and get the same answer."""
-    return bool(on_every_rank(lambda: dist.get_rank() == 0 and has_any(Path(folder)), Path(folder), writing=False)[0])
+    return on_every_rank(lambda: dist.get_rank() == 0 and has_any(Path(folder)), Path(folder), writing=False)
 
 
 def on_every_rank(
@@ -256,22 +337,29 @@ def on_every_rank(
     group: dist.ProcessGroup | None = None,
     *,
     replaces: bool = False,
-) -> list[T]:
-    """Run ``work`` on every rank; all results, by rank, which are numbers, text, or lists of them. Raises ``CheckpointError`` on every
-    rank if one has an error; ``replaces`` says that the work replaces values of the training."""
-    mine: T | None = None
-    problem: tuple[str, str, bool] | None = None
+) -> T:
+    """Run ``work`` on every rank; the result of rank 0, on every rank. Raises the first rank's ``CheckpointError`` on every rank if any has
+    an error; ``replaces`` says that the work replaces values of the training.
+
+    The ranks exchange one number, and rank 0 or the first rank with an error sends what it has along a tree.
+    """
+    mine: list[Any] = [None]
+    rank, size = dist.get_rank(), dist.get_world_size()
+    first = size
     try:
-        mine = work()
+        mine = [work()]
     except Exception as error:  # noqa: BLE001  the other ranks wait for this one
         found = explained(error, folder, writing, replaces)
-        problem = found.message, found.hint, found.half_read
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (mine, problem), group=group)
-    for _, other in every:
-        if other is not None:
-            raise CheckpointError(*other)
-    return [result for result, _ in every]
+        mine, first = [(found.message, found.hint, found.half_read)], rank
+    on_gpu = dist.get_backend(group) == "nccl"
+    number = torch.tensor(first, device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu")
+    dist.all_reduce(number, dist.ReduceOp.MIN, group=group)
+    first = int(number)
+    dist.broadcast_object_list(mine, first % size, group=group)
+    if first < size:
+        raise CheckpointError(*mine[0])
+    result: T = mine[0]
+    return result
 
 
 # -- saving ------------------------------------------------------------------------------------------------------------
@@ -338,8 +426,8 @@ def _replica(training: Training) -> tuple[tuple[str, ...], int]:
     return ((f"replica{index}",) if count > 1 else ()), count
 
 
-def _under(prefix: tuple[str, ...], own: Iterable[Piece]) -> list[Piece]:
-    return [replace(piece, path=(*prefix, *piece.path)) for piece in own]
+def _under(prefix: tuple[str, ...], own: Iterable[Piece]) -> Iterator[Piece]:
+    return (replace(piece, path=(*prefix, *piece.path)) for piece in own)
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------
@@ -384,133 +472,3 @@ def _stored(metadata: Metadata, prefix: tuple[str, ...]) -> dict[str, TensorStor
         for name, stored in metadata.state_dict_metadata.items()
         if isinstance(stored, TensorStorageMetadata) and name.startswith(start)
     }
-
-
-# -- torch.distributed.checkpoint -------------------------------------------------------------------------------------
-
-
-class _Writes(dcp.DefaultSavePlanner):
-    """Plans to write this rank's pieces; the default planner chooses a rank for each box that several ranks have, and checks that all
-    boxes of a tensor fill it without overlaps."""
-
-    def __init__(self, own: Sequence[Piece]) -> None:
-        super().__init__()
-        self._own = {_index(piece): piece for piece in own}
-        self._copy = torch.empty(0, dtype=torch.uint8)
-
-    def create_local_plan(self) -> SavePlan:
-        # the paths let torch's tools (dcp_to_torch_save) rebuild nested dicts
-        paths = {piece.name: piece.path for piece in self._own.values()}
-        self.plan = SavePlan([_write_item(index, piece) for index, piece in self._own.items()], planner_data=paths)
-        return self.plan
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """A box whose storage is no larger than the box: of any other ``FileSystemWriter`` makes a copy, and keeps it until the file's end.
-        What has to be copied is overwritten by the next copy, which is asked for when this box is in the file."""
-        values = self._own[write_item.index].values
-        if values.device.type == "cpu" and values.is_contiguous():
-            first = values.storage_offset() * values.element_size()
-            storage = values.untyped_storage()[first : first + values.nbytes]
-            return values.new_empty(0).set_(storage).view(values.shape)
-        if self._copy.nbytes < values.nbytes:
-            self._copy = torch.empty(values.nbytes, dtype=torch.uint8)
-        copied = self._copy.untyped_storage()[: values.nbytes]
-        return torch.empty(0, dtype=values.dtype).set_(copied).view(values.shape).copy_(values)
-
-
-class _Reads(dcp.LoadPlanner):
-    """Plans to read this rank's pieces, in place."""
-
-    def __init__(self, own: Sequence[Piece]) -> None:
-        self._own: dict[str, list[Piece]] = {}
-        for piece in own:
-            self._own.setdefault(piece.name, []).append(piece)
-        self._metadata = Metadata({})
-
-    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        assert metadata is not None
-        self._metadata = metadata
-
-    def create_local_plan(self) -> LoadPlan:
-        items: list[ReadItem] = []
-        for name, wanted in self._own.items():
-            stored = self._metadata.state_dict_metadata.get(name)
-            chunks = [_chunk(piece) for piece in wanted]
-            reads = (
-                create_read_items_for_chunk_list(name, stored, chunks)
-                if isinstance(stored, TensorStorageMetadata)
-                else []
-            )
-            if sum(math.prod(item.lengths) for item in reads) != sum(math.prod(chunk.sizes) for chunk in chunks):
-                raise ValueError(f"it lacks parts of {name}")  # torch pickles it for the other ranks
-            items += reads
-        return LoadPlan(items)
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
-        raise AssertionError("checkpoints have tensors only")
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        index = read_item.dest_index.index
-        assert index is not None
-        values = self._own[read_item.dest_index.fqn][index].values  # copies of tied tensors have equal boxes
-        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            values = values.narrow(dim, offset, length)
-        return values
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing: the tensor is a view of this rank's own."""
-
-
-def _index(piece: Piece) -> MetadataIndex:
-    return MetadataIndex(piece.name, piece.box.offsets)
-
-
-def _chunk(piece: Piece) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(piece.box.offsets), torch.Size(piece.box.sizes))
-
-
-def _write_item(index: MetadataIndex, piece: Piece) -> WriteItem:
-    data = TensorWriteData(_chunk(piece), TensorProperties(piece.values.dtype), torch.Size(piece.shape))
-    return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
-
-
-class _Writer(dcp.FileSystemWriter):
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, per_thread_copy_ahead=0)  # it asks for a box when the last one is in the file
-
-    def storage_meta(self) -> StorageMeta:
-        return StorageMeta()  # else the folder's path, which is going to change
-
-
-class _Reader(dcp.FileSystemReader):
-    def __init__(self, found: Found) -> None:
-        super().__init__(found.path)
-        self._metadata = found.metadata
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._metadata
-
-
-def _write(own: Sequence[Piece], partial: Path, group: dist.ProcessGroup | None) -> None:
-    try:
-        dcp.save({}, storage_writer=_Writer(partial), planner=_Writes(own), process_group=group)
-    except CheckpointException as error:
-        raise explained(_cause(error), partial, writing=True) from error
-
-
-def _read(own: Sequence[Piece], found: Found) -> None:
-    try:
-        dcp.load({}, storage_reader=_Reader(found), planner=_Reads(own))
-    except CheckpointException as error:
-        raise explained(_cause(error), found.path, writing=False, half_read=True) from error
-
-
-def _cause(error: CheckpointException) -> BaseException:
-    """The error of the first rank that has one."""
-    return error.failures[min(error.failures)][0]

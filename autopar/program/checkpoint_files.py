@@ -1,31 +1,35 @@
 """The folders of checkpoints: ``step-N`` is whole, ``step-N.partial`` is being written or was left half-written.
 
 A checkpoint has ``checkpoint.json`` (facts, to be read by people too), torch's ``.metadata``, and the tensors' files, of which
-``.metadata`` lists all parts with their places. Nothing in it is unpickled into code.
+``.metadata`` lists all parts with their places. ``checkpoint.json`` has its own checksum, that of ``.metadata`` and the id of the save,
+which every file of tensors names (``box_files``). Nothing in it is unpickled into code.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import pickle
-import platform
 import re
 import shutil
-import time
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-FACTS, METADATA, PARTIAL, LOCK = "checkpoint.json", ".metadata", ".partial", ".lock"
-FORMAT = 1
+from autopar.program.box_files import DamageError, has_table, tables_of
+
+FACTS, METADATA, PARTIAL = "checkpoint.json", ".metadata", ".partial"
+FORMAT = 2
+_WITHOUT_CHECKSUMS = 1
+"""The format before, which is read too."""
 _REPLACED = ".replaced"  # a checkpoint in whose place another one of the same step is put
 _REMOVED = ".removed"  # a checkpoint that is being removed
 _STEP = re.compile(rf"step-(\d+)({_REPLACED})?")
@@ -42,46 +46,13 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class Found:
-    """A whole checkpoint: its folder, the content of ``checkpoint.json``, and torch's metadata of its tensors."""
+    """A whole checkpoint: its folder, the content of ``checkpoint.json``, torch's metadata of its tensors, and the id of its save, which
+    the format without checksums has not."""
 
     path: Path
     facts: Mapping[str, Any]
     metadata: Metadata
-
-
-def claimed(folder: Path, patience_s: float) -> IO[str] | None:
-    """Keep other trainings from writing checkpoints into ``folder`` until the result is closed, or this process ends.
-
-    A training that was cut off may write for a little longer: ``patience_s`` is how long it has. Where the file system has no locks, or
-    the folder cannot be written to (every save will say so), nothing is kept. Raises ``CheckpointError`` with the other process.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK).open("a+")
-    except OSError:
-        return None
-    deadline = time.monotonic() + patience_s
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() < deadline:
-                time.sleep(0.2)
-                continue
-            file.seek(0)
-            owner = file.read().strip()
-            file.close()
-            raise CheckpointError(
-                f"another training writes checkpoints into {folder} ({owner})",
-                "give another folder, or end that training",
-            ) from None
-        except OSError:
-            pass
-        break
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {platform.node()}\n")
-    file.flush()
-    return file
+    save: str | None
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
@@ -115,11 +86,11 @@ def finish(partial: Path, facts: Mapping[str, Any], keep: int | None) -> Path:
     Files and folders are on the disk before the next of these steps begins.
     """
     with (partial / FACTS).open("w") as file:
-        json.dump(facts, file, indent=1)
+        json.dump(_sealed(facts, (partial / METADATA).read_bytes()), file, indent=1)
         file.write("\n")
         file.flush()
         os.fsync(file.fileno())
-    opened = opened_or_why(partial)
+    opened = opened_or_why(partial, files=False)  # the metadata are made of their tables
     if isinstance(opened, str):
         raise CheckpointError(
             f"the checkpoint in {partial} is not whole: {opened}", "all machines must write to one shared folder"
@@ -203,29 +174,58 @@ def _order(path: Path) -> tuple[int, bool]:
     return int(found[1]), found[2] is None
 
 
-def opened_or_why(path: Path) -> Found | str:
-    """The checkpoint, or why it is not whole."""
+def opened_or_why(path: Path, files: bool = True) -> Found | str:
+    """The checkpoint, or why it is not whole. Without ``files`` those of tensors are not looked at."""
     for name in (FACTS, METADATA):
         if not (path / name).is_file():
             return f"it has no {name}"
     try:
         facts = json.loads((path / FACTS).read_text())
-        with (path / METADATA).open("rb") as file:
-            metadata = _Unpickler(file).load()
+        content = (path / METADATA).read_bytes()
+        form = facts.get("format")
+        if form not in (FORMAT, _WITHOUT_CHECKSUMS):
+            return f"its format is {form}, and this program reads {FORMAT}"
+        if form == FORMAT and facts["checksum"] != _checksum(facts):
+            return f"its {FACTS} does not have its checksum"
+        if form == FORMAT and facts["metadata"] != _described(content):
+            return f"its {METADATA} does not have the checksum in {FACTS}"
+        metadata = _Unpickler(BytesIO(content)).load()
         ends: dict[str, int] = {}
         for part in metadata.storage_data.values():
             ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
-        form = facts.get("format")
     except Exception as error:  # noqa: BLE001  whatever is wrong with these files
         return f"its {FACTS} or {METADATA} cannot be read: {error}"
-    if form != FORMAT:
-        return f"its format is {form}, and this program reads {FORMAT}"
-    for name, end in sorted(ends.items()):
+    for name, end in sorted(ends.items()) if files else ():
         file_path = path / name
+        if Path(name).name != name:
+            return f"its {METADATA} names the file {name} in another folder"
         size = file_path.stat().st_size if file_path.is_file() else None
         if size is None or size < end:
             return f"its file {name} is missing" if size is None else f"its file {name} ends {end - size} bytes early"
-    return Found(path, facts, metadata)
+        if form == _WITHOUT_CHECKSUMS and has_table(file_path):
+            return f"its file {name} has checksums, and its {FACTS} is of a format without"
+    if form == FORMAT and files:
+        try:
+            tables_of(path, sorted(ends), facts["save"])
+        except (DamageError, OSError) as error:
+            return f"its file {error}"
+    return Found(path, facts, metadata, facts["save"] if form == FORMAT else None)
+
+
+def _sealed(facts: Mapping[str, Any], metadata: bytes) -> dict[str, Any]:
+    """Facts with the checksums of torch's metadata and of themselves."""
+    plain: dict[str, Any] = json.loads(json.dumps({**facts, "metadata": _described(metadata)}))
+    return plain | {"checksum": _checksum(plain)}
+
+
+def _described(metadata: bytes) -> dict[str, int]:
+    return {"bytes": len(metadata), "crc32": zlib.crc32(metadata)}
+
+
+def _checksum(facts: Mapping[str, Any]) -> int:
+    """The CRC-32 of facts as JSON has them, without their own."""
+    content = {name: value for name, value in facts.items() if name != "checksum"}
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 class _Unpickler(pickle.Unpickler):

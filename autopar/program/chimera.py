@@ -4,7 +4,8 @@ Chimera (Li and Hoefler, "Chimera: efficiently training large-scale neural netwo
 arXiv:2107.06925) has two copies of every stage. The first half of the microbatches goes from the first pipeline rank to the last, the
 second half from the last to the first. ``schedule.csv`` has a row for each pipeline rank with its actions in order: ``2F0`` and ``2B0``
 are the forward and the backward of stage 2 for microbatch 0. A copy's gradients are those of its own half of the microbatches; the sum
-with the other copy's is a reduction over the axis ``mirror`` (``world``).
+with the other copy's is a reduction over the axis ``mirror`` (``world``). Transfers and these reductions are in one order on all ranks
+(``with_transfers``): NCCL promises nothing about two communicators that two ranks use in opposite orders.
 
 torch's pipelines cannot run this: they number the stages in one line, and take a rank's neighbouring numbers for neighbouring stages.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,21 +24,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autopar.program.groups import start_transfers
 from autopar.program.microbatches import Microbatches
 from autopar.program.tracing import action
 
 ORDERS = "schedule.csv"
 """The file in a folder with the actions of every pipeline rank."""
 
-FORWARD, BACKWARD = "F", "B"
+FORWARD, BACKWARD, REDUCE = "F", "B", "R"
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """One step of a rank: an action (``peer`` is ``None``), or a transfer with the pipeline rank ``peer``.
 
-    A transfer after a forward has the outputs of ``stage - 1`` for ``stage``; one after a backward has the gradients from ``stage + 1`` for
-    ``stage``. ``send`` says which side this rank is on.
+    The action ``REDUCE`` starts the sum of both copies' gradients of a stage; its microbatch is 0. A transfer after a forward has the
+    outputs of ``stage - 1`` for ``stage``; one after a backward has the gradients from ``stage + 1`` for ``stage``. ``send`` says which
+    side this rank is on.
     """
 
     kind: str
@@ -61,16 +64,18 @@ def _parsed(text: str) -> Step:
 
 
 def with_transfers(orders: Sequence[Sequence[Step]], stages: int) -> list[list[Step]]:
-    """Every rank's actions and transfers, in an order that cannot block.
+    """Every rank's actions, transfers and reductions, in an order that cannot block.
 
-    The ranks take turns. An action's results are sent right after it, and the receiver's list gets the receipt at once, too: all ranks have
-    the transfers in the order of one common list, whichever lists they are in.
+    The ranks take turns. An action's results are sent right after it, and the receiver's list gets the receipt at once, too. When the last
+    backward of a stage has run on the later of the two ranks that have it, both lists get the stage's reduction. So all ranks have
+    transfers and reductions in the order of one common list, whichever lists they are in.
 
     Raises ``ValueError`` if an action waits for a result that no rank computes before.
     """
     ranks = {(step.stage, step.microbatch): rank for rank, order in enumerate(orders) for step in order}
     found: list[list[Step]] = [[] for _ in orders]
     here: set[tuple[str, int, int]] = set()  # the inputs that have been sent
+    backwards = Counter(step.stage for order in orders for step in order if step.kind == BACKWARD)  # still to run
     left = [deque(order) for order in orders]
     while any(left):
         moved = False
@@ -79,6 +84,12 @@ def with_transfers(orders: Sequence[Sequence[Step]], stages: int) -> list[list[S
                 continue
             step, moved = order.popleft(), True
             found[rank].append(step)
+            if step.kind == BACKWARD:
+                backwards[step.stage] -= 1
+                for own in sorted(
+                    {r for (stage, _), r in ranks.items() if stage == step.stage and not backwards[stage]}
+                ):
+                    found[own].append(Step(REDUCE, step.stage, 0))
             target = step.stage + (1 if step.kind == FORWARD else -1)
             if not 0 <= target < stages:
                 if step.kind == FORWARD:
@@ -116,7 +127,8 @@ class Chimera(Microbatches):
             {index: (self.receives(index), self.sends(index)) for index in self._modules},
             last=self.last,
             term=self._term,
-            group=group,
+            links={dist.get_group_rank(group, rank): link for rank, link in world.links.items()},
+            reduce=self._reductions.start_copies,
             device=world.device,
         )
 
@@ -128,7 +140,8 @@ class ScheduleChimera:
     """Runs one rank's actions.
 
     ``modules`` are its stages; ``borders`` gives for each stage the tensors that it receives and sends. ``term`` makes the scalar whose
-    backward pass gives a microbatch's gradients of the last stage's result. ``group`` has the pipeline ranks.
+    backward pass gives a microbatch's gradients of the last stage's result. ``links`` are the groups of this rank and another, by that
+    pipeline rank. ``reduce`` starts the sum of both copies' gradients of a stage.
     """
 
     def __init__(
@@ -139,11 +152,12 @@ class ScheduleChimera:
         *,
         last: int,
         term: Callable[[Tensor], Tensor],
-        group: dist.ProcessGroup,
+        links: Mapping[int, dist.ProcessGroup],
+        reduce: Callable[[int], None],
         device: torch.device,
     ) -> None:
         self._steps, self._modules, self._borders = steps, modules, borders
-        self._last, self._term, self._group, self._device = last, term, group, device
+        self._last, self._term, self._links, self._reduce, self._device = last, term, links, reduce, device
         self._clear()
 
     def _clear(self) -> None:
@@ -158,6 +172,8 @@ class ScheduleChimera:
         for step in self._steps:
             if step.peer is not None:
                 self._send(step) if step.send else self._receive(step)
+            elif step.kind == REDUCE:
+                self._reduce(step.stage)
             elif step.kind == FORWARD:
                 with action(FORWARD, step.stage, step.microbatch):
                     self._forward(step, inputs[step.microbatch])
@@ -217,9 +233,9 @@ class ScheduleChimera:
 
     def _transfer(self, way: Callable[..., Any], tensors: Sequence[Tensor], step: Step) -> list[dist.Work]:
         assert step.peer is not None
-        peer = dist.get_global_rank(self._group, step.peer)
-        transfers = [dist.P2POp(way, tensor, peer, self._group) for tensor in tensors]
-        return dist.batch_isend_irecv(transfers) if transfers else []
+        link = self._links[step.peer]
+        peer = 1 - dist.get_rank(link)
+        return start_transfers([dist.P2POp(way, tensor, group=link, group_peer=peer) for tensor in tensors])
 
 
 def _flows(meta: Tensor) -> bool:

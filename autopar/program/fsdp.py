@@ -1,6 +1,7 @@
 """Parameters under FSDP2: ZeRO 2 (kept gathered after forward) and 3 (gathered again for the backward pass).
 
-FSDP2 reduces the gradients in every microbatch, or, where the plan says so, in the last one alone (``LastBackward``).
+FSDP2 reduces the gradients in every microbatch, or, where the plan says so, in the last one alone. Between microbatches the compute
+stream waits for no collective (``LastBackward``).
 """
 
 from __future__ import annotations
@@ -9,15 +10,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, share_comm_ctx
 from torch.distributed.tensor import DTensor
 
-from autopar.program.collectives import ShardedReduceScatter
+from autopar.program.collectives import ShardedReduceScatter, Work
 from autopar.program.masters import Group, Master, alike, set_parameter
 from autopar.program.state_places import DEVICE, Offloaded, download, pieces_of, upload
-from autopar.program.world import Layout, Program, World
+from autopar.program.world import MIRROR, Layout, Program, World
 
 
 class ShardedGroup:
@@ -35,6 +37,10 @@ class ShardedGroup:
         child, zero, _ = program.group(layouts[0])
         copies, shards = program.copies(layouts[0])
         self._world, self._stage, self._shards = world, stage, shards
+        self.reduce_scatter = HeldReduceScatter()  # until ``join_stages`` gives all groups of the rank the same
+        copies = tuple(axis for axis in copies if axis != MIRROR)  # summed once a step: ``start_copies``
+        self._mirror = world.group((MIRROR,)) if program.directions == 2 else None
+        self._sums: list[dist.Work | None] = []  # over the copies of the stage, while they run
         wide, compute = program.dtypes(layouts[0])
         module = stage.get_submodule(child)
         ignored = {param for param in module.parameters() if not param.is_meta}  # these belong to a flat group
@@ -64,8 +70,6 @@ class ShardedGroup:
                 module.register_forward_pre_hook(lambda layer, _: start_gradients(layer, ignored))
         module.set_gradient_divide_factor(1.0)  # a sum: each rank's loss is a term of the whole loss
         module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
-        if world.device.type == "cpu":
-            module.set_custom_reduce_scatter(cast(Any, ShardedReduceScatter()))
         self._params = {layout: stage.get_parameter(layout.name) for layout in layouts}
         self.masters: list[Master] = []
         self.frozen: list[Master] = []
@@ -88,6 +92,15 @@ class ShardedGroup:
             here = values[start:stop]
             offloaded = Offloaded(place, nn.Parameter(here), here)
             self.masters.append(Master(layout, nn.Parameter(owned[start:stop]), same, first + start, offloaded))
+
+    @property
+    def root(self) -> nn.Module:
+        """The stage, which is the FSDP root of its layers once all parameters of the rank are there."""
+        return self._stage
+
+    @property
+    def device(self) -> torch.device:
+        return self._world.device
 
     def own_gradients(self) -> list[Tensor]:
         """As of ``FlatGroup``."""
@@ -116,6 +129,10 @@ class ShardedGroup:
 
     def finish_reduction(self) -> None:
         """FSDP2 has reduced the gradients that autograd computed; the optimizer gets views of them. Padding has no gradient."""
+        for work in self._sums:
+            if work is not None:
+                work.wait()
+        self._sums.clear()
         gradients = {
             layout: self._gradient(layout, param) for layout, param in self._params.items() if layout.trainable
         }
@@ -160,6 +177,11 @@ class ShardedGroup:
             if meshes:
                 gather_ahead(stage, _layers(index, stage, program), meshes[0])
         share_comm_ctx([stage for stage in stages.values() if isinstance(stage, FSDPModule)])
+        sharded = [group for own in groups.values() for group in own if isinstance(group, ShardedGroup)]
+        reduce_scatter = HeldReduceScatter()
+        for group in sharded:
+            group.reduce_scatter = reduce_scatter
+            group.module.set_custom_reduce_scatter(cast(Any, reduce_scatter))
 
     @staticmethod
     def free(stages: Iterable[nn.Module]) -> None:
@@ -169,10 +191,21 @@ class ShardedGroup:
                 layer.reshard()
 
     @staticmethod
+    def start_copies(groups: Sequence[Group]) -> None:
+        """Start to sum the gradients of a stage over its copies, where it has two (Chimera), once FSDP2 has reduced them inside of each."""
+        for group in groups:
+            if isinstance(group, ShardedGroup):
+                for layout, param in group._params.items():
+                    if layout.trainable:
+                        param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+                        work = dist.all_reduce(shard_of(param.grad), group=group._mirror, async_op=True)
+                        group._sums.append(work)
+
+    @staticmethod
     def last_backward(groups: Sequence[Group], program: Program) -> LastBackward:
-        """What reduces the gradients of one stage's layers once a step, of those that ask for it."""
-        layers = [group.module for group in groups if isinstance(group, ShardedGroup) and group.reduces_once]
-        return LastBackward(layers, program.passes)
+        """What tells FSDP how the backward passes of one stage end."""
+        sharded = [group for group in groups if isinstance(group, ShardedGroup)]
+        return LastBackward(sharded, program)
 
 
 def shard_of(tensor: Tensor) -> Tensor:
@@ -224,28 +257,89 @@ def _layers(index: int, stage: nn.Module, program: Program) -> list[Layer]:
     """The stage's layers under FSDP, in the order of the forward pass."""
     layers = []
     for name, layer in program.layers[index].items():
-        module = stage.get_submodule(name)  # the stage itself, "", is not under FSDP yet
-        if isinstance(module, FSDPModule):
+        module = stage.get_submodule(name)
+        if name and isinstance(module, FSDPModule):  # the stage itself, "", is at most the root
             # When a segment runs again, its last layer but one must not gather beyond the last: those layers' backward is over.
             ahead = 1 if layer.segment > 1 else int(program.plan["prefetch"])
             layers.append(Layer(module, ahead, layer.backward))
     return layers
 
 
-class LastBackward:
-    """Lets FSDP reduce the gradients of ``layers`` of one stage in the last of the step's ``microbatches`` backward passes alone.
+class HeldReduceScatter(ShardedReduceScatter):
+    """FSDP's reduce-scatter on one rank. It holds the operand of the last one until the compute stream has waited for it.
 
-    In the passes before, FSDP adds up whole gradients on each rank. Every schedule runs the backward passes of a stage one after the
-    other: the last one is the one that begins after all others, whichever microbatch it belongs to.
+    FSDP holds an operand until the next reduction, which after a microbatch's last one comes only in the next microbatch's backward
+    pass. ``release`` frees it before activations take its place.
     """
 
-    def __init__(self, layers: Sequence[FSDPModule], microbatches: int) -> None:
-        self._layers, self._microbatches = layers, microbatches
-        self._begun = 0
+    def __init__(self) -> None:
+        self._last: tuple[Tensor, torch.Event] | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.release()  # before the next operand is made; FSDP has waited
+        return super().allocate(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> Work | None:
+        work = super().__call__(output_tensor, input_tensor, group, op, async_op)
+        self._last = input_tensor, recorded_event(input_tensor.device)  # on the stream of the reduction
+        return work
+
+    def release(self) -> None:
+        """Let the compute stream wait for the last reduction, and free its operand."""
+        if self._last is not None:
+            (operand, event), self._last = self._last, None
+            torch.get_device_module(operand.device).current_stream().wait_event(event)
+            operand.untyped_storage().resize_(0)
+
+
+def recorded_event(device: torch.device) -> torch.Event:
+    """The point that the device's current stream has reached."""
+    event: torch.Event = torch.get_device_module(device).Event()
+    event.record()
+    return event
+
+
+class LastBackward:
+    """Tells FSDP which of a step's backward passes of a stage is the last one. ``groups`` are the stage's.
+
+    Every schedule runs the backward passes of a stage one after the other: the last one is the one that begins after all others, whichever
+    microbatch it belongs to.
+
+    - Layers whose gradients are reduced once a step add up whole gradients on each rank, and reduce them in the last pass.
+    - The compute stream waits for the reductions at the end of the last pass alone. The last reduction of a pass before runs under the
+      next forward pass of a first layer, or ends before the next backward pass begins. Under hybrid sharding FSDP holds the operands of
+      all layers' all-reduces until it has waited for them: there it waits at the end of each pass.
+    - Gathers wait for the optimizer's update, and not for whatever the compute stream does before them.
+    - A stage's first layers, as many as the next forward pass gathers at once, stay gathered where it follows a backward pass directly:
+      gathers come after the last reduction, on the same communicator. By then the backward pass has freed all activations.
+    """
+
+    def __init__(self, groups: Sequence[ShardedGroup], program: Program) -> None:
+        self._groups, self._microbatches, self._begun = groups, program.passes, 0
+        self._once = [group.module for group in groups if group.reduces_once]
+        self._root: FSDPModule | None = None
+        self._kept: list[FSDPModule] = []
+        self._event: torch.Event | None = None
+        if not groups or not isinstance(groups[0].root, FSDPModule):
+            return
+        self._root, index = groups[0].root, groups[0].layouts[0].stage
+        self._waits_each_time = any(group.mesh.ndim > 1 for group in groups)
+        self._followed = followed_by_forward(index, program)
+        first, *others = _layers(index, groups[0].root, program)
+        cast(nn.Module, first.module).register_forward_hook(lambda *_: self._release())
+        if first.backward and self._followed:
+            self._kept = [first.module, *(layer.module for layer in others[: first.ahead])]
 
     def clear(self) -> None:
-        """Before a step."""
+        """Before a step, whose gathers wait for what the compute stream has been given so far."""
         self._begun = 0
+        if self._root is not None:
+            self._event = recorded_event(self._groups[0].device)
+            self._root.set_post_optim_event(self._event)
+        for kept in self._kept:
+            kept.reshard()  # left gathered by a step that did not end
 
     def watch(self, outputs: Sequence[Tensor]) -> None:
         """Expect the backward pass of a microbatch from its ``outputs``: it begins at one of them."""
@@ -257,23 +351,49 @@ class LastBackward:
                 begun = True
                 self._begin()
 
-        for output in outputs if self._layers else ():
+        if self._root is not None and self._event is not None:
+            self._root.set_post_optim_event(self._event)  # for the next forward pass: FSDP forgets it after each
+        for output in outputs if self._groups else ():
             if output.requires_grad:
                 output.register_hook(begin)
 
     def _begin(self) -> None:
         self._begun += 1
         if self._begun in (1, self._microbatches):
-            for layer in self._layers:
+            for layer in self._once:
                 layer.set_requires_gradient_sync(self._begun == self._microbatches, recurse=False)
+        if self._root is not None:
+            self._root.set_is_last_backward(self._begun == self._microbatches or self._waits_each_time)
+        self._release()
+        for kept in self._kept:
+            kept.set_reshard_after_backward(self._begun > self._followed, recurse=False)
+
+    def _release(self) -> None:
+        if self._groups:
+            self._groups[0].reduce_scatter.release()  # the rank's
 
     def finish(self) -> None:
         """After a step. Raises ``RuntimeError`` if gradients were left unreduced. A stage without gradients has no backward passes."""
+        if self._root is not None:
+            self._event = None
+            self._root.set_post_optim_event(cast(Any, None))  # the update comes next
+        self._release()
         if self._begun not in (0, self._microbatches):
             raise RuntimeError(
                 f"a stage had {self._begun} backward passes in a step of {self._microbatches} microbatches, and its gradients are not "
                 "reduced"
             )
+
+
+def followed_by_forward(stage: int, program: Program) -> int:
+    """How many of the stage's backward passes in a step, the first ones, are each followed by a forward pass of the same stage on its
+    rank."""
+    stages, microbatches = len(program.spec.stages), program.passes
+    if stages == 1:
+        return microbatches - 1
+    if program.plan["schedule"] == "1f1b":
+        return max(0, microbatches - (stages - stage))
+    return 0
 
 
 def start_gradients(layer: nn.Module, ignored: set[nn.Parameter]) -> None:

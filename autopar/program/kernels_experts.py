@@ -10,14 +10,15 @@ which may be combined on different axes:
   sizes the router decides (dropless, as in Gale et al. 2022, arXiv:2211.15841; expert parallelism is of Lepikhin et al. 2020,
   arXiv:2006.16668). Several such axes are one, flattened.
 
-Only the device knows how many rows each rank gets, so each mixture waits for the device once per exchange and once for the products.
+Only the device knows how many rows each rank and each expert gets. The host waits for the device once in each forward pass of a mixture
+for all these numbers together, and not at all where neither rows travel nor products run expert by expert.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import spmd_types as spmd
 import torch
@@ -42,11 +43,52 @@ h]``."""
 
 def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """``rows [n, k]`` times the transpose of the ``weight [e, m, k]`` of each row's expert: ``[n, m]``. The first ``counts[0]`` rows are
-    expert 0's, and so on."""
+    expert 0's, and so on. On a GPU ``k`` and ``m`` of products in bfloat16 are multiples of 8 (``looped_linear`` has others)."""
     if rows.is_cuda and rows.dtype == torch.bfloat16 and hasattr(F, "grouped_mm"):
-        return F.grouped_mm(rows, weight.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
+        product: Tensor = GroupedProduct.apply(rows, weight, counts)
+        return product
+    return looped_linear(rows, weight, counts)
+
+
+def looped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """``grouped_linear``, expert by expert: for widths that CUDA's grouped product refuses (rows that are no multiple of 16 bytes)."""
     parts = rows.split(sizes(counts, rows.shape[0]))
     return torch.cat([F.linear(part, own) for part, own in zip(parts, weight.unbind(0), strict=True)])
+
+
+class GroupedProduct(torch.autograd.Function):
+    """``grouped_linear`` by torch's grouped product.
+
+    The gradient of an expert without rows is zero. On Blackwell (compute capability 10 and up) torch's product leaves something else
+    there, even NaN (pytorch #172439, #193633), so it is overwritten. The products take gradients with contiguous rows only.
+    """
+
+    @staticmethod
+    def forward(ctx, rows, weight, counts):  # type: ignore[no-untyped-def]
+        ends = counts.cumsum(0, dtype=torch.int32)
+        ctx.save_for_backward(rows, weight, counts, ends)
+        return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        rows, weight, counts, ends = ctx.saved_tensors
+        grad = grad.contiguous()
+        of_rows = F.grouped_mm(grad, weight, offs=ends) if ctx.needs_input_grad[0] else None
+        of_weight = None
+        if ctx.needs_input_grad[1]:
+            of_weight = F.grouped_mm(grad.t(), rows, offs=ends)
+            if fills_empty_groups(rows.device):
+                of_weight.masked_fill_((counts == 0).view(-1, 1, 1), 0)
+        return of_rows, of_weight, None
+
+
+spmd.register_local_autograd_function(GroupedProduct)
+
+
+def fills_empty_groups(device: torch.device) -> bool:
+    """Whether the device's grouped product writes something else than zeros for groups without rows."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
 
 
 def of_rows(values: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
@@ -56,11 +98,18 @@ def of_rows(values: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
 
 
 def sizes(counts: Tensor, total: int) -> list[int]:
-    """``counts`` as Python numbers, which waits for the device; on the meta device, which has no values, even shares of ``total``."""
+    """``counts`` as Python numbers, for which the host waits once; on the meta device, which has no values, even shares of ``total``."""
     if counts.is_meta:
         base, rest = divmod(total, len(counts))
         return [base + (i < rest) for i in range(len(counts))]
-    return [int(n) for n in counts.tolist()]
+    known: list[int] | None = getattr(counts, "on_host", None)
+    return _known(counts, counts.tolist()) if known is None else known
+
+
+def _known(counts: Tensor, numbers: list[int]) -> list[int]:
+    """Note the values of ``counts``, which nobody changes, so that the host doesn't wait for them again."""
+    counts.on_host = numbers  # type: ignore[attr-defined]
+    return numbers
 
 
 # -- the mixture -----------------------------------------------------------------------------------------------------
@@ -113,10 +162,15 @@ def in_steps(
         ids = index.reshape(-1)
         ids, counts = _own(ids, count, owners, exchange)
         order = ids.argsort(stable=True)
-        order = order[: sum(sizes(counts, len(order)))] if len(owners) > len(exchange) else order
+        traffic = _traffic(counts, exchange, len(order)) if exchange else None
+        if len(owners) > len(exchange):
+            order = order[: sum(traffic.sent if traffic else sizes(counts, len(order)))]
         rows = x.reshape(-1, x.shape[-1])[order // choices]
         parameters = [_as_terms(parameter) for parameter in parameters]
-        rows = yield from _travel(rows, counts, body, parameters, exchange, send)
+        if traffic is None:
+            rows = body(rows, counts, *parameters)
+        else:
+            rows = yield from _travel(rows, traffic, body, parameters, exchange, send)
         rows = rows * weights.reshape(-1)[order].unsqueeze(-1)
         out = _restore(rows, order, len(ids)).view(*index.shape, x.shape[-1]).sum(-2).to(x.dtype)
         out = _terms(out, [axis for axis in partial_axes if _size(axis) > 1])
@@ -175,23 +229,41 @@ def _own(ids: Tensor, count: int, owners: Sequence[Axis], exchange: Sequence[Axi
     return number.index_copy(0, expert.flatten(), mine)[ids], counts.flatten()
 
 
-def _travel(
-    rows: Tensor, counts: Tensor, body: Body, parameters: Sequence[Tensor], exchange: Sequence[Axis], send: Send
-) -> Generator[None, None, Tensor]:
-    """The body's result for ``rows``, sorted by expert, from the ranks that own the experts; ``counts`` cover all experts that
-    ``exchange`` distributes."""
-    if not exchange:
-        return body(rows, counts, *parameters)
+class _Traffic(NamedTuple):
+    """The rows that this rank sends to every rank and takes from it; ``ours`` ``[ranks, e]`` are those taken for each of its experts,
+    and ``counts`` ``[e]`` their sums."""
+
+    sent: list[int]
+    taken: list[int]
+    ours: Tensor
+    counts: Tensor
+
+
+def _traffic(counts: Tensor, exchange: Sequence[Axis], total: int) -> _Traffic:
+    """What travels, where ``counts`` cover all experts that ``exchange`` distributes; for ``total`` rows on the meta device."""
     n = prod(_size(axis) for axis in exchange)
     theirs = counts.view(n, -1)  # for each rank, the number of rows for each of its experts
     ours = _Exchange.apply(theirs, exchange, [1] * n, [1] * n)  # from each rank, the number of rows for each of ours
-    sent, taken = sizes(theirs.sum(1), len(rows)), sizes(ours.sum(1), len(rows))
+    own = ours.sum(0)
+    if counts.is_meta:
+        return _Traffic(sizes(theirs.sum(1), total), sizes(ours.sum(1), total), ours, own)
+    numbers = torch.cat([theirs.sum(1), ours.flatten()]).tolist()
+    several = [numbers[i : i + ours.shape[1]] for i in range(n, len(numbers), ours.shape[1])]
+    _known(own, [sum(each) for each in zip(*several, strict=True)])
+    return _Traffic(numbers[:n], [sum(each) for each in several], ours, own)
+
+
+def _travel(
+    rows: Tensor, traffic: _Traffic, body: Body, parameters: Sequence[Tensor], exchange: Sequence[Axis], send: Send
+) -> Generator[None, None, Tensor]:
+    """The body's result for ``rows``, sorted by expert, from the ranks that own the experts."""
+    sent, taken, ours, counts = traffic
     arrived = send(rows, exchange, sent, taken)
     yield
     here = arrived()
-    expert = torch.arange(ours.shape[1], device=rows.device).repeat(n)
-    order = of_rows(expert, here, ours.flatten()).argsort(stable=True)
-    done = body(here[order], ours.sum(0), *parameters)
+    expert = torch.arange(ours.shape[1], device=rows.device).repeat(len(ours))
+    order = expert.repeat_interleave(ours.flatten(), output_size=len(here)).argsort(stable=True)
+    done = body(here[order], counts, *parameters)
     returned = send(_restore(done, order, len(here)), exchange, taken, sent)
     yield
     return returned()

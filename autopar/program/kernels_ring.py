@@ -5,6 +5,9 @@ next block travels while the present one is computed (Liu, Zaharia and Abbeel 20
 their gradients, which end at the ranks of their keys and values. Saved for the backward: query, key, value, result and the logarithm of
 the softmax's sum, no scores.
 
+A step's attention is computed by the device's flash attention where that takes the operands (``has_kernel``), one call a step; its results
+are merged by the logarithms of their sums. Elsewhere, scores are in memory for some rows at a time.
+
 Under a causal mask a rank with late queries has more work than one with early queries. The sequence is then cut into *2n* chunks and
 rank *r* computes chunks *r* and *2n - 1 - r*, so that every step costs every rank the same. That order exists only inside
 the kernel: values that are sharded over the sequence are exchanged on entry and on exit, and the rest of the
@@ -15,11 +18,11 @@ An axis may be several axes, outermost first: blocks then travel around the inne
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import spmd_types as spmd
 import torch
@@ -153,27 +156,46 @@ class Ring:
     def rearrange(
         self, parts: Sequence[Tensor], held: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]]
     ) -> list[Tensor]:
-        """Exchange equal parts: rank i of the ring has the parts ``held[i]``, in that order, and gets the parts ``wanted[i]``."""
+        """Exchange equal parts: rank i of the ring has the parts ``held[i]``, in that order, and gets the parts ``wanted[i]``.
+
+        Along one axis after the other, by an all-to-all of all ranks of a group: in a batch of transfers that some of them take no part in
+        NCCL would wait for the others.
+        """
         me = self.index(self.place)
-        mine = dict(zip(held[me], (part.contiguous() for part in parts), strict=True))
+        mine = dict(zip(held[me], parts, strict=True))
         where = {part: self.at(i) for i, numbers in enumerate(held) for part in numbers}
         goal = {part: self.at(i) for i, numbers in enumerate(wanted) for part in numbers}
         for axis, group in enumerate(self.groups):
-            operations, arrived = [], {}
-            for part in sorted(where):
-                source = where[part]
-                target = (*source[:axis], goal[part][axis], *source[axis + 1 :])
-                where[part] = target
-                if source == target:
-                    continue
-                if source == self.place:
-                    operations.append(dist.P2POp(dist.isend, mine.pop(part), group=group, group_peer=target[axis]))
-                elif target == self.place:
-                    arrived[part] = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
-                    operations.append(dist.P2POp(dist.irecv, arrived[part], group=group, group_peer=source[axis]))
-            _wait(dist.batch_isend_irecv(operations) if operations else [])
-            mine |= arrived
+            moves: dict[int, tuple[int, int]] = {}  # of the group's ranks: from, to
+            for part, source in where.items():
+                where[part] = (*source[:axis], goal[part][axis], *source[axis + 1 :])
+                if self._beside(source, axis) and source != where[part]:
+                    moves[part] = source[axis], goal[part][axis]
+            here = self.place[axis]
+            leaving = sorted(
+                (part for part, (start, _) in moves.items() if start == here), key=lambda p: (moves[p][1], p)
+            )
+            coming = sorted((part for part, (_, end) in moves.items() if end == here), key=lambda p: (moves[p][0], p))
+            if not moves:
+                continue
+            sent = (
+                torch.stack([mine.pop(part) for part in leaving]) if leaving else parts[0].new_empty(0, *parts[0].shape)
+            )
+            got = sent.new_empty(len(coming), *parts[0].shape)
+            ranks = range(self.sizes[axis])
+            dist.all_to_all_single(
+                got,
+                sent,
+                [sum(moves[part][0] == rank for part in coming) for rank in ranks],
+                [sum(moves[part][1] == rank for part in leaving) for rank in ranks],
+                group=group,
+            )
+            mine |= dict(zip(coming, got.unbind(), strict=True))
         return [mine[part] for part in wanted[me]]
+
+    def _beside(self, place: Sequence[int], axis: int) -> bool:
+        """Whether a rank is in this rank's group on an axis."""
+        return all(a == b for i, (a, b) in enumerate(zip(place, self.place, strict=True)) if i != axis)
 
 
 def _wait(works: Sequence[dist.Work]) -> None:
@@ -305,6 +327,120 @@ class _Scores:
         return keep.div_(1.0 - self.dropout_p)
 
 
+# -- the device's kernel ----------------------------------------------------------------------------------------------
+
+
+def has_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, causal: bool) -> bool:
+    """Whether the device's flash attention computes the steps: without a mask and dropout, for heads of one size; on GPUs where torch
+    would choose it, on CPUs in float32 and float64. In 16 bits the CPU's kernel rounds the softmax, and here it is in float32."""
+    if mask is not None or dropout_p or query.shape[-1] != value.shape[-1]:
+        return False
+    if query.device.type == "cuda":
+        q, k, v = (_heads(x, query) for x in (query, key, value))
+        return torch.backends.cuda.can_use_flash_attention(
+            torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, causal, False)
+        )
+    return query.device.type == "cpu" and query.dtype in (torch.float32, torch.float64)
+
+
+def _heads(x: Tensor, query: Tensor) -> Tensor:
+    """``[batch, heads, length, size]``: each key head once for every query head that reads it."""
+    x = x if x.shape[-3] == query.shape[-3] else x.repeat_interleave(query.shape[-3] // x.shape[-3], -3)
+    return x.reshape(-1, *x.shape[-3:])
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """The result, and the logarithm of every row's sum."""
+    if q.device.type == "cpu":
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        return out, lse
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+    return out, lse
+
+
+def _attention_backward(given: tuple[Tensor, ...], causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The terms of the gradients from the keys in ``given``: the result's gradient, query, key, value, and the result and the logarithm
+    of the sums over all keys."""
+    aten = torch.ops.aten
+    if given[0].device.type == "cpu":
+        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, 0.0, causal, scale=scale)
+    else:
+        lengths = given[1].shape[-2], given[2].shape[-2]
+        random = torch.zeros(2, dtype=torch.int64, device=given[0].device)  # the state of no dropout
+        found = aten._scaled_dot_product_flash_attention_backward(
+            *given, None, None, *lengths, 0.0, causal, random, random[0], scale=scale
+        )
+    of_query, of_key, of_value = found
+    return of_query, of_key, of_value
+
+
+class _Part(NamedTuple):
+    """The queries of a step, the keys that all of them read, and whether a query reads up to its own place only."""
+
+    rows: slice
+    keys: slice
+    causal: bool
+
+
+def _parts(order: _Order, origin: int, causal: bool, length: int) -> Iterator[_Part]:
+    """What this rank computes against the block of the ``origin``-th rank: one part, or none."""
+    me = order.ring.index(order.ring.place)
+    mine, theirs = order.chunks[me], order.chunks[origin]
+    if not causal or origin == me:  # the chunks are ascending, and so are the positions in them
+        yield _Part(slice(0, length), slice(0, length), causal)
+        return
+    chunk = length // len(mine)
+    seen = [sum(other < number for other in theirs) for number in mine]
+    for count in sorted({n for n in seen if n}):
+        rows = [i for i, n in enumerate(seen) if n == count]
+        yield _Part(slice(rows[0] * chunk, (rows[-1] + 1) * chunk), slice(0, count * chunk), False)
+
+
+def _kernel_forward(
+    order: _Order, causal: bool, scale: float, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor]:
+    """``_forward`` by the device's kernel."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    q = _heads(query, query)
+    lse = q.new_full(q.shape[:-1], float("-inf"), dtype=wide)
+    out = torch.zeros_like(q, dtype=wide)
+    for _, origin, block in _rotation(order, [key, value]):
+        for rows, keys, is_causal in _parts(order, origin, causal, query.shape[-2]):
+            k, v = (_heads(x[..., keys, :], query) for x in block)
+            term, own = _attention(q[..., rows, :], k, v, is_causal, scale)
+            total = torch.logaddexp(lse[..., rows], own)
+            fade = (lse[..., rows] - total).exp_().unsqueeze(-1)
+            out[..., rows, :] = out[..., rows, :] * fade + term * (own - total).exp_().unsqueeze(-1)
+            lse[..., rows] = total
+    return out.to(query.dtype).view(query.shape), lse.view(query.shape[:-1])
+
+
+def _kernel_backward(
+    order: _Order, causal: bool, scale: float, saved: tuple[Tensor, ...], grad: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``_backward`` by the device's kernel."""
+    query, key, value, out, lse = saved
+    q, whole, g = _heads(query, query), _heads(out, query), _heads(grad.contiguous(), query)
+    lse = lse.reshape(q.shape[:-1])
+    grad_query = torch.zeros_like(q, dtype=lse.dtype)
+
+    def terms(origin: int, block: Sequence[Tensor]) -> list[Tensor]:
+        found = [torch.zeros_like(x, dtype=lse.dtype) for x in block]
+        for rows, keys, is_causal in _parts(order, origin, causal, query.shape[-2]):
+            k, v = (_heads(x[..., keys, :], query) for x in block)
+            sums = lse[..., rows].contiguous()
+            given = g[..., rows, :], q[..., rows, :], k, v, whole[..., rows, :], sums
+            of_query, *rest = _attention_backward(given, is_causal, scale)
+            grad_query[..., rows, :] += of_query
+            for total, term in zip(found, rest, strict=True):
+                several = term.to(lse.dtype).view(-1, total.shape[-3], q.shape[-3] // total.shape[-3], *term.shape[-2:])
+                total[..., keys, :] += several.sum(2).view(total[..., keys, :].shape)
+        return found
+
+    grads = _gathered(order, [key, value], terms)
+    return grad_query.view(query.shape), grads[0], grads[1]
+
+
 class _RingAttention(torch.autograd.Function):
     """The forward and the backward pass. All tensors but the result and the gradients are in the ring's order."""
 
@@ -314,8 +450,12 @@ class _RingAttention(torch.autograd.Function):
         query, key, value = order.enter(query), order.enter(key), order.enter(value)
         generator = _generator(query, dropout_p, seed)
         wide = torch.promote_types(query.dtype, torch.float32)
-        scores = _Scores(mask, scale, dropout_p, generator, query.dtype, wide)
-        out, lse = _forward(order, causal, scores, query, key, value)
+        ctx.kernel = has_kernel(query, key, value, mask, dropout_p, causal)
+        if ctx.kernel:
+            out, lse = _kernel_forward(order, causal, scale, query, key, value)
+        else:
+            scores = _Scores(mask, scale, dropout_p, generator, query.dtype, wide)
+            out, lse = _forward(order, causal, scores, query, key, value)
         ctx.save_for_backward(query, key, value, out, lse, mask)
         ctx.order, ctx.causal, ctx.scale, ctx.dropout_p, ctx.seed = order, causal, scale, dropout_p, seed
         return order.leave(out)
@@ -324,11 +464,14 @@ class _RingAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         query, key, value, out, lse, mask = ctx.saved_tensors
-        order = ctx.order
-        generator = _generator(query, ctx.dropout_p, ctx.seed)
-        scores = _Scores(mask, ctx.scale, ctx.dropout_p, generator, query.dtype, lse.dtype)
+        order, saved = ctx.order, (query, key, value, out, lse)
         grad_mask = torch.zeros_like(mask, dtype=lse.dtype) if ctx.needs_input_grad[3] else None
-        grads = _backward(order, ctx.causal, scores, (query, key, value, out, lse), order.enter(grad), grad_mask)
+        if ctx.kernel:
+            grads = _kernel_backward(order, ctx.causal, ctx.scale, saved, order.enter(grad))
+        else:
+            generator = _generator(query, ctx.dropout_p, ctx.seed)
+            scores = _Scores(mask, ctx.scale, ctx.dropout_p, generator, query.dtype, lse.dtype)
+            grads = _backward(order, ctx.causal, scores, saved, order.enter(grad), grad_mask)
         given = [order.leave(g.to(query.dtype)) for g in grads]
         return *given, None if grad_mask is None else grad_mask.to(mask.dtype), None, None, None, None, None
 
@@ -394,18 +537,17 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value in the wide dtype; that of the mask is added to ``grad_mask``."""
     query, key, value, out, lse = saved
-    wide, length, ring = scores.wide, query.shape[-2], order.ring
+    wide, length = scores.wide, query.shape[-2]
     delta = (grad.to(wide) * out.to(wide)).sum(-1)
     grad_query = torch.zeros_like(query, dtype=wide)
-    travelling: Arrival = ([], [])
-    gone = [0] * len(ring.sizes)
-    grads: list[Tensor] = []
-    for step, origin, (k, v) in _rotation(order, [key, value]):
+
+    def terms(origin: int, block: Sequence[Tensor]) -> list[Tensor]:
+        k, v = block
         grads = [torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)]
-        for block in _blocks(order, origin, causal, length, _pairs(query)):
-            rows, heads = (..., slice(block.start, block.stop), slice(None)), k.shape[-3]
-            keys = (..., slice(0, block.keys), slice(None))
-            s = scores.of(query, k, block, origin * length)
+        for part in _blocks(order, origin, causal, length, _pairs(query)):
+            rows, heads = (..., slice(part.start, part.stop), slice(None)), k.shape[-3]
+            keys = (..., slice(0, part.keys), slice(None))
+            s = scores.of(query, k, part, origin * length)
             p = s.sub_(lse[rows[:-1]].unsqueeze(-1)).exp_()
             keep = scores.kept(p)
             dropped = p if keep is None else p * keep
@@ -415,11 +557,28 @@ def _backward(
             dp = dp if keep is None else dp.mul_(keep)
             ds = dp.sub_(delta[rows[:-1]].unsqueeze(-1)).mul_(p)
             if grad_mask is not None:
-                window = scores.window(grad_mask, block, origin * length)
+                window = scores.window(grad_mask, part, origin * length)
                 window += ds.sum_to_size(window.shape)
             ds = _grouped(ds.mul_(scores.scale), heads)
             grad_query[rows] += scores.product(ds, k[keys]).reshape(grad_query[rows].shape)
             grads[0][keys] += scores.product(ds.mT, q)
+        return grads
+
+    grads = _gathered(order, [key, value], terms)
+    return grad_query, grads[0], grads[1]
+
+
+def _gathered(
+    order: _Order, block: list[Tensor], terms: Callable[[int, Sequence[Tensor]], list[Tensor]]
+) -> list[Tensor]:
+    """The sums over all ranks of ``terms`` of the gradients of every rank's ``block``, at the block's own rank: the blocks travel around
+    the ring, and their gradients behind them."""
+    ring = order.ring
+    travelling: Arrival = ([], [])
+    gone = [0] * len(ring.sizes)
+    grads: list[Tensor] = []
+    for step, origin, here in _rotation(order, block):
+        grads = terms(origin, here)
         grads = [mine + before for mine, before in zip(grads, _received(travelling), strict=True)] if step else grads
         if step + 1 < ring.size:
             axis = ring.hop(step + 1)
@@ -428,4 +587,4 @@ def _backward(
     for axis, (hops, n) in enumerate(zip(gone, ring.sizes, strict=True)):
         if hops % n:
             grads = _received(ring.shift(grads, axis, n - hops % n))
-    return grad_query, grads[0], grads[1]
+    return grads

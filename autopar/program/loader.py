@@ -10,16 +10,21 @@ be saved: a row depends on its index alone, and rows that workers have read ahea
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import itertools
 import os
+import random
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import (
     DataLoader,
@@ -30,10 +35,13 @@ from torch.utils.data import (
     default_collate,
 )
 
+from autopar.program.agree import digest
 from autopar.program.host import Later
 from autopar.program.share import DataError, Rows, Share
 from autopar.program.spec import TensorSpec
 from autopar.program.world import Program, World
+
+_SAMPLED = 16  # rows of a data set that its checksum is of
 
 
 @dataclass(frozen=True)
@@ -172,10 +180,40 @@ class Loader:
         return -(-self.rows // self.batch) if self._ignored else self.rows // self.batch
 
     @property
-    def key(self) -> str:
-        """What tells one data set and order from another: training goes on at a position of the same ones."""
+    def order(self) -> str:
+        """The number of rows and their order."""
         order = f"shuffled with seed {self._order.seed}" if self._order.shuffle else "in order"
         return f"{self.rows} rows {order}"
+
+    @functools.cached_property
+    def key(self) -> str:
+        """What tells one data set and order from another: training goes on at a position of the same ones. All ranks read this together.
+
+        It has a checksum of 16 rows, unless reading them twice gives other values.
+        """
+        found = [""]
+        if dist.get_rank() == 0:
+            with contextlib.suppress(Exception):  # what is wrong with a row is said when it is read
+                found = [self._content()]
+        dist.broadcast_object_list(found, 0)
+        return f"{self.order}, with checksum {found[0]}" if found[0] else self.order
+
+    def _content(self) -> str:
+        """A checksum of rows of the whole data set, as they are collated; empty for rows that are made up or differ between readings."""
+        if isinstance(self._dataset, Synthetic):
+            return ""
+        rows = sorted({i * (self.rows - 1) // (_SAMPLED - 1) for i in range(_SAMPLED)})
+        with _same_random_numbers():
+            one, other = (
+                self._digest(batch) for batch in self._data_loader(self._whole, [rows, rows], self._order.workers and 1)
+            )
+        return f"{one:08x}" if one == other else ""
+
+    def _digest(self, collated: Any) -> int:
+        """The checksum of all inputs of the program, whatever part of them this rank reads."""
+        named = self._named(collated)
+        tensors = {name: torch.as_tensor(named[name]) for name in sorted(self._inputs) if name in named}
+        return zlib.crc32(repr([(name, digest(tensor)) for name, tensor in tensors.items()]).encode())
 
     def _opened(self, given: Any) -> Any:
         """The data set, with what it needs to be read here."""
@@ -188,6 +226,7 @@ class Loader:
                 f"{type(given).__name__} cannot be read by row: it has no length, or no __getitem__",
                 "a rank reads its own rows alone, so the data set must be map-style: give each row an index, or write the rows to a file",
             )
+        self._whole = given
         if type(given) is Tensors and self._share.inputs:  # of a file, the other inputs are never read
             given = Tensors({name: self._fitting(name, given.tensors) for name in self._share.inputs})
         return given
@@ -273,12 +312,14 @@ class Loader:
         return (epoch + 1, 0) if self.ends((epoch, row)) else (epoch, row)
 
     def _source(self, begin: tuple[int, int]) -> DataLoader[Any]:
-        workers, tensors = self._order.workers, isinstance(self._dataset, Tensors)
+        return self._data_loader(self._dataset, _Sampler(self, begin), self._order.workers)
+
+    def _data_loader(self, dataset: Any, batches: Iterable[list[int]], workers: int) -> DataLoader[Any]:
         return DataLoader(
-            self._dataset,
-            batch_sampler=_Sampler(self, begin),
+            dataset,
+            batch_sampler=cast(Any, batches),
             num_workers=workers,
-            collate_fn=_as_it_is if tensors else self._collate or default_collate,
+            collate_fn=_as_it_is if isinstance(dataset, Tensors) else self._collate or default_collate,
             pin_memory=self._pinned,
             multiprocessing_context="fork" if workers else None,
             worker_init_fn=_end_with_parent,
@@ -307,16 +348,7 @@ class Loader:
 
     def _checked(self, collated: Any) -> dict[str, Tensor]:
         """The inputs that this rank reads, in the dtypes and shapes that the program takes."""
-        named = collated
-        if self._order.names is not None and not (
-            isinstance(named, Mapping) and named.keys() >= set(self._share.inputs)
-        ):
-            named = dict(_leaves(self._order.names, collated))
-        if not isinstance(named, Mapping):
-            raise DataError(
-                f"a sample is a {type(named).__name__}, not a dict by the names of the program's inputs",
-                f"the program reads {', '.join(sorted(self._inputs))}",
-            )
+        named = self._named(collated)
         found = {}
         for name in self._share.inputs:
             tensor = self._fitting(name, named)
@@ -327,6 +359,20 @@ class Loader:
                 )
             found[name] = tensor.to(self._dtype(name, tensor)).contiguous()
         return found
+
+    def _named(self, collated: Any) -> Mapping[str, Any]:
+        """A collated batch by the names of the program's inputs."""
+        named = collated
+        if self._order.names is not None and not (
+            isinstance(named, Mapping) and named.keys() >= set(self._share.inputs)
+        ):
+            named = dict(_leaves(self._order.names, collated))
+        if not isinstance(named, Mapping):
+            raise DataError(
+                f"a sample is a {type(named).__name__}, not a dict by the names of the program's inputs",
+                f"the program reads {', '.join(sorted(self._inputs))}",
+            )
+        return named
 
     def _fitting(self, name: str, named: Mapping[str, Any]) -> Tensor:
         """An input's rows, if the program takes such rows; floating ones may have another dtype."""
@@ -361,6 +407,23 @@ class _Sampler:
 
     def __iter__(self) -> Iterator[list[int]]:
         return self._loader.indices(self._begin)
+
+
+@contextlib.contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """A context after which random numbers go on as if nobody had drawn any in it."""
+    before, numpy = (
+        random.getstate(),
+        sys.modules.get("numpy"),
+    )  # a data set may draw from NumPy, which the program does without
+    of_numpy = None if numpy is None else numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(before)
+        if numpy is not None:
+            numpy.random.set_state(of_numpy)
 
 
 def _end_with_parent(_: int) -> None:

@@ -129,6 +129,6 @@ def _board(folder: str | os.PathLike[str]) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise ModuleNotFoundError(
-            f"there is no tensorboard here to write {folder} with: pip install tensorboard, or leave it out; log= (--log) needs nothing"
+            f"there is no tensorboard here to write {folder} with: pip install tensorboard, or leave it out; log= (--log-file) does without"
         ) from error
     return SummaryWriter(str(folder))

@@ -63,7 +63,7 @@ class Microbatches:
         scaled: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.program, self.world, self.stages, self._groups = program, world, stages, groups
-        self._scaled = scaled  # the loss scale, where there is one
+        self._reductions, self._scaled = reductions, scaled  # the loss scale, where there is one
         self._losses: list[Tensor] = []  # this rank's terms of the step's loss, without the scale
         self.share = Share(program, world)
         self.microbatches, self._apart = self.share.microbatches, self.share.apart

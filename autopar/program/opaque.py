@@ -28,40 +28,85 @@ class Applied(nn.Module):
         super().__init__()
         self.function, self.template = function, template
 
-    def forward(self, *inputs: Tensor) -> Tensor:
+    def forward(self, *inputs: Tensor) -> Any:
         tensors = iter(inputs)
-        result = self.function.apply(*(next(tensors) if place is None else place[0] for place in self.template))
-        assert isinstance(result, Tensor), f"{self.function} must give one tensor, not {type(result).__name__}"
-        return result
+        return self.function.apply(*(next(tensors) if place is None else place[0] for place in self.template))
+
+
+class TorchOp(nn.Module):
+    """An op of torch as a module. ``name`` is ``"istft.default"``; ``template`` is as for ``Applied``, by the arguments' names."""
+
+    def __init__(self, name: str, template: dict[str, list[Any] | None]) -> None:
+        super().__init__()
+        self.name, self.template = name, template
+
+    def forward(self, *inputs: Tensor) -> Any:
+        tensors = iter(inputs)
+        packet, _, overload = self.name.partition(".")
+        op = getattr(getattr(torch.ops.aten, packet), overload)
+        return op(**{key: next(tensors) if place is None else place[0] for key, place in self.template.items()})
+
+
+def tensors_in(result: Any) -> list[Tensor]:
+    """The tensors of a module's result, in order: the result itself, or those in nested tuples, lists and dicts."""
+    if isinstance(result, Tensor):
+        return [result]
+    items = result.values() if isinstance(result, dict) else result if isinstance(result, tuple | list) else ()
+    return [tensor for item in items for tensor in tensors_in(item)]
 
 
 def call(
     op: str, inputs: Sequence[Tensor], tensors: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    """The op's module of ``inputs``, with ``tensors`` as its parameters and then its buffers; a tensor of ``shape`` and ``dtype``.
+    """``call_all`` for a module whose result is one tensor of ``shape`` and ``dtype``."""
+    return call_all(op, inputs, tensors, [(shape, dtype)])[0]
 
-    Where types are checked, nothing may be sharded or a term of a sum, and what gradients flow through must be I or R alike: so is
-    the result. On the meta device the module, whose control flow may need values, does not run.
+
+def call_all(
+    op: str, inputs: Sequence[Tensor], tensors: Sequence[Tensor], results: Sequence[tuple[Sequence[int], torch.dtype]]
+) -> list[Tensor]:
+    """The tensors in the result of the op's module for ``inputs``, with ``tensors`` as its parameters and then its buffers; ``results``
+    are their shapes and dtypes.
+
+    Where types are checked, nothing may be sharded or a term of a sum, and what gradients flow through must be I or R alike: so are
+    the results. On the meta device the module, whose control flow may need values, does not run.
     """
     types = _common_types(op, [*inputs, *tensors]) if spmd.is_type_checking() else {}
+    wanted = [(tuple(shape), dtype) for shape, dtype in results]
     with spmd.no_typecheck():
         if inputs[0].is_meta:
             gradient = any(t.requires_grad for t in (*inputs, *tensors))
-            result = torch.empty(tuple(shape), dtype=dtype, device="meta", requires_grad=gradient)
+            found = [
+                torch.empty(
+                    shape,
+                    dtype=dtype,
+                    device="meta",
+                    requires_grad=gradient and (dtype.is_floating_point or dtype.is_complex),
+                )
+                for shape, dtype in wanted
+            ]
         else:
             module, names = _module(op, Path(__file__).with_name("opaque.json"))
             versions, drawn = [t._version for t in tensors], _generators(inputs[0].device)
             result = functional_call(module, {name: tensors[i] for name, i in names.items()}, tuple(inputs))
-            if (tuple(result.shape), result.dtype) != (tuple(shape), dtype):
-                raise ValueError(f"{op} gave {tuple(result.shape)} {result.dtype}, not {tuple(shape)} {dtype}")
+            found = tensors_in(result)
+            if (gave := [(tuple(t.shape), t.dtype) for t in found]) != wanted:
+                raise ValueError(f"{op} gave {_listed(gave)}, not {_listed(wanted)}")
             if versions != [t._version for t in tensors]:
                 raise ValueError(f"{op} changed a parameter or a buffer of its own, which a rerun would repeat")
             if not all(map(torch.equal, drawn, _generators(inputs[0].device))):
                 raise ValueError(f"{op} drew random numbers, which ranks and a rerun would draw differently")
-            result = result.view_as(result)  # types belong to the tensor object, and a module may return its operand
+            found = [
+                t.view_as(t) for t in found
+            ]  # types belong to the tensor object, and a module may return its operand
     if spmd.is_type_checking():
-        spmd.assert_type(result, types)
-    return result
+        for tensor in found:
+            spmd.assert_type(tensor, types)
+    return found
+
+
+def _listed(tensors: Sequence[tuple[Sequence[int], torch.dtype]]) -> str:
+    return ", ".join(f"{tuple(shape)} {dtype}" for shape, dtype in tensors)
 
 
 def _generators(device: torch.device) -> list[Tensor]:

@@ -6,18 +6,19 @@ shape (Adafactor's ``row_var``) is written whole by a rank that has the whole pa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from autopar.program.boxes import Piece, pieces, whole
+from autopar.program.box_exchange import Held, copy_of, writes
+from autopar.program.boxes import Piece, whole
 from autopar.program.checkpoint_files import CheckpointError
 from autopar.program.masters import Master
 from autopar.program.optimizers import class_name
-from autopar.program.world import World
+from autopar.program.world import Program, World
 
 TENSOR, NUMBER = "tensor", "number"
 """Kinds of state: a tensor with dims, and one without. The other kinds are the numbers of Python."""
@@ -29,13 +30,13 @@ _PYTHON: dict[str, type] = {"int": int, "float": float, "bool": bool}
 # -- saving ------------------------------------------------------------------------------------------------------------
 
 
-def described(optimizer: torch.optim.Optimizer, keys: Mapping[str, str]) -> dict[str, Any]:
-    """The optimizer's class, its groups' options that JSON can express, and the kind of each key of its state."""
+def described(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's class, and its groups' options that JSON can express."""
     groups = [
         {key: own for key, option in group.items() if key not in _OF_THE_PROGRAM and (own := plain(option)) is not ...}
         for group in optimizer.param_groups
     ]
-    return {"class": class_name(optimizer), "groups": groups, "keys": dict(keys)}
+    return {"class": class_name(optimizer), "groups": groups}
 
 
 def plain(option: Any) -> Any:
@@ -48,27 +49,45 @@ def plain(option: Any) -> Any:
     return option if option is None or isinstance(option, bool | int | float | str) else ...
 
 
-def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """All ranks' descriptions as one. A key that is a number for one parameter is one for all."""
+def merged(optimizer: Mapping[str, Any], parts: Iterable[Mapping[str, str]]) -> dict[str, Any]:
+    """A description with the kinds of the keys of all ranks' states. A key that is a number for one parameter is one for all."""
     kinds: dict[str, str] = {}
     for part in parts:
-        for key, kind in part["keys"].items():
+        for key, kind in part.items():
             kinds[key] = kind if kinds.get(key, TENSOR) == TENSOR else kinds[key]
-    return {**parts[0], "keys": dict(sorted(kinds.items()))}
+    return {**optimizer, "keys": dict(sorted(kinds.items()))}
 
 
 def saved(
-    optimizer: torch.optim.Optimizer, masters: Sequence[Master], world: World
-) -> tuple[list[Piece], dict[str, str]]:
-    """The pieces of this rank's optimizer state, and the kind of each key."""
-    found: list[Piece] = []
+    optimizer: torch.optim.Optimizer, masters: Sequence[Master], program: Program, world: World
+) -> tuple[list[Held], list[Piece], dict[str, str]]:
+    """What this rank has of the optimizer's state: tensors of the parameters' shapes, all others that it writes, and the kind of each
+    key."""
+    held: list[Held] = []
+    others: list[Piece] = []
     kinds: dict[str, str] = {}
     for master in masters:
         for key, value in optimizer.state.get(master.tensor, {}).items():
             kind = _kind(master, key, value)
             kinds[key] = kind if kinds.get(key, TENSOR) == TENSOR else kinds[key]
-            found += _pieces(master, key, value, world)
-    return found, kinds
+            if _is_like(master, value):
+                held.append(Held(_path(master, key), master, value.detach().contiguous()))
+                continue
+            piece = _whole(master, key, value)
+            if writes(piece, master.alike, program, world) if piece.shape else _has_first(master, program, world):
+                others.append(piece)
+    return held, others, kinds
+
+
+def _is_like(master: Master, value: Any) -> bool:
+    return isinstance(value, Tensor) and value.shape == master.tensor.shape
+
+
+def _has_first(master: Master, program: Program, world: World) -> bool:
+    """Whether this rank is the one with the parameter's first element: of all ranks that have parts of it, it writes the numbers."""
+    layout = master.layout
+    begins = [master.first, *(start for start, _ in layout.window(world.coordinates)), (layout.part or (0, 0))[1]]
+    return not any(begins) and copy_of(master.alike, program, world)[0] == 0
 
 
 def _kind(master: Master, key: Any, value: Any) -> str:
@@ -97,14 +116,11 @@ def _path(master: Master, key: str) -> tuple[str, ...]:
     return "optimizer", master.layout.original, key
 
 
-def _pieces(master: Master, key: str, value: Any, world: World) -> Iterator[Piece]:
-    if isinstance(value, Tensor) and value.shape == master.tensor.shape:
-        window = master.layout.window(world.coordinates)
-        yield from pieces(_path(master, key), master.layout, window, value.detach().contiguous(), master.first)
-    elif isinstance(value, Tensor):
-        yield whole(_path(master, key), value.detach())
-    else:
-        yield whole(_path(master, key), torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None))
+def _whole(master: Master, key: str, value: Any) -> Piece:
+    """A state of another shape than the parameter's: a tensor, or a number."""
+    if isinstance(value, Tensor):
+        return whole(_path(master, key), value.detach())
+    return whole(_path(master, key), torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None))
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -113,9 +129,8 @@ def _pieces(master: Master, key: str, value: Any, world: World) -> Iterator[Piec
 class Restored:
     """The optimizer state that a checkpoint has for this rank's masters: made empty, filled by reading ``pieces``, then installed.
 
-    ``facts`` describe the optimizer that was saved, ``stored`` has the metadata of the checkpoint's tensors by name. ``anew`` are the
-    parameters without any state there, where others have some: they had no gradient yet, or were not trained. Raises ``CheckpointError``
-    where the checkpoint is of another optimizer, or has none.
+    ``facts`` describe the optimizer that was saved, ``stored`` has the metadata of the checkpoint's tensors by name. Raises
+    ``CheckpointError`` where the checkpoint is of another optimizer, or has none.
     """
 
     def __init__(
@@ -129,7 +144,6 @@ class Restored:
         self._optimizer, self._facts = optimizer, facts
         self._states: dict[Tensor, dict[str, Tensor]] = {}
         self.pieces: list[Piece] = []
-        self.anew: list[str] = []
         if facts is None:
             raise CheckpointError(
                 f"the checkpoint has no optimizer's state, and the program trains with {type(optimizer).__qualname__}",
@@ -163,9 +177,10 @@ class Restored:
                     state[key] = world.places.zeros(master.offloaded.place, shape, dtype)
                 else:
                     state[key] = torch.zeros(shape, dtype=dtype, device=device)
-                self.pieces += _pieces(master, key, state[key], world)
-            if facts["keys"] and not state:
-                self.anew.append(master.layout.original)
+                if _is_like(master, state[key]):
+                    self.pieces += Held(_path(master, key), master, state[key]).pieces(world)
+                else:
+                    self.pieces.append(_whole(master, key, state[key]))
 
     def install(self) -> None:
         """Give the optimizer its state, and its groups their options."""
@@ -181,6 +196,12 @@ class Restored:
                     group[key].fill_(value)
                 else:
                     group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+
+def without_state(program: Program, facts: Mapping[str, Any], stored: Mapping[str, TensorStorageMetadata]) -> list[str]:
+    """The trained parameters without any state in a checkpoint where others have some: they had no gradient yet, or were not trained."""
+    trained = {layout.original for layout in program.layouts if layout.trainable} if facts["keys"] else set()
+    return sorted(name for name in trained if not any(f"optimizer.{name}.{key}" in stored for key in facts["keys"]))
 
 
 def _check(optimizer: torch.optim.Optimizer, facts: Mapping[str, Any]) -> None:

@@ -13,8 +13,10 @@ tensors together unless it has ``elementwise = True``; it needs all of them on e
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +28,7 @@ from autopar.program.world import Layout, Program, World
 
 Optimizer = Callable[[Any], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
 Scheduler = Callable[[torch.optim.Optimizer], LRScheduler]
+T = TypeVar("T")
 
 _ELEMENTWISE = frozenset(
     ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
@@ -113,10 +116,10 @@ def make(
 
     Raises ``RefusedOptimizerError`` where training would not be as on one device, on every rank alike.
     """
-    models, names = checked(optimizer, program, scheduler)
+    user = checked(optimizer, program, scheduler)
     looking = {
-        names[id(param)]
-        for model in models
+        user.names[id(param)]
+        for model in user.models
         if not _is_elementwise(model)
         for group in model.param_groups
         for param in group["params"]
@@ -129,18 +132,37 @@ def make(
     mine: dict[str, list[nn.Parameter]] = {}
     for master in masters:
         mine.setdefault(master.layout.original, []).append(master.tensor)
-    made = _joined([_rebuilt(model, names, mine) for model in models])
+    made = user.over(mine)
     offloaded = None
     if any(master.offloaded is not None for master in masters):
-        at_once = not all(_of_torch(model) for model in models)
+        at_once = not all(_of_torch(model) for model in user.models)
         offloaded = OffloadedUpdates(made, masters, world.places, world.device, at_once)
-    return Updates(made, None if scheduler is None else _scheduled(scheduler, made), masters, whole, offloaded)
+    return Updates(made, None if scheduler is None else scheduled(scheduler, made), masters, whole, offloaded)
 
 
-def checked(
-    optimizer: Optimizer, program: Program, scheduler: Scheduler | None = None
-) -> tuple[list[torch.optim.Optimizer], dict[int, str]]:
-    """The optimizers that the user's callable makes of the stand-ins, and the stand-ins' names by ``id``.
+@dataclass(frozen=True)
+class Checked:
+    """What the user's callables made of stand-ins for the parameters."""
+
+    models: list[torch.optim.Optimizer]
+    stand_ins: Mapping[str, nn.Parameter]  # by name, in the model's order
+
+    @property
+    def names(self) -> dict[int, str]:
+        """The stand-ins' names by ``id``."""
+        return {id(stand_in): name for name, stand_in in self.stand_ins.items()}
+
+    def over(self, masters: Mapping[str, list[nn.Parameter]]) -> torch.optim.Optimizer:
+        """Optimizers of the same classes with the same options over ``masters``, as one."""
+        return _joined([_rebuilt(model, self.names, masters) for model in self.models])
+
+    def again(self) -> torch.optim.Optimizer:
+        """The same over the stand-ins."""
+        return self.over({name: [stand_in] for name, stand_in in self.stand_ins.items()})
+
+
+def checked(optimizer: Optimizer, program: Program, scheduler: Scheduler | None = None) -> Checked:
+    """The optimizers that the user's callable makes of the stand-ins; the scheduler is tried on them.
 
     Raises ``RefusedOptimizerError`` as ``make`` does; nothing need have been started.
     """
@@ -155,7 +177,8 @@ def checked(
             )
     if not models:
         raise RefusedOptimizerError("the optimizer's function returned an empty list", "it returns an optimizer")
-    names = {id(stand_in): name for name, stand_in in stand_ins.items()}
+    user = Checked(models, stand_ins)
+    names = user.names
     taken: set[int] = set()
     for model in models:
         own = [param for group in model.param_groups for param in group["params"]]
@@ -172,17 +195,57 @@ def checked(
         _refuse_pieces(model, [names[id(param)] for param in own], program)
         _rebuilt(model, names, {})  # a rank may have none of its parameters
     # the meta tensors already show whether the classes can be constructed again
-    again = _joined([_rebuilt(model, names, {name: [p] for name, p in stand_ins.items()}) for model in models])
+    again = user.again()
     if scheduler is not None:
-        _scheduled(scheduler, again)
-    return models, names
+        scheduled(scheduler, again)
+    return user
+
+
+def select(parameters: Mapping[str, T], *patterns: str) -> list[T]:
+    """The parameters with one of the names, in the model's order; a ``*`` in a name stands for a number: ``"layers.*.mlp.weight"``.
+
+    Raises ``RefusedOptimizerError`` for a name that no parameter has.
+    """
+    forms = [re.compile(r"\d+".join(map(re.escape, pattern.split("*")))) for pattern in patterns]
+    for pattern, form in zip(patterns, forms, strict=True):
+        if not any(map(form.fullmatch, parameters)):
+            raise RefusedOptimizerError(f"no parameter is called {pattern}", "a * stands for a number in a name")
+    return [parameter for name, parameter in parameters.items() if any(form.fullmatch(name) for form in forms)]
+
+
+def patterns_of(name: str) -> list[str]:
+    """Patterns that a name fits, the widest first: with a ``*`` for all parts that are numbers, for one of them, and the name itself."""
+    parts = name.split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
+    places = [numbers, *([i] for i in numbers), []]
+    return [".".join("*" if i in place else part for i, part in enumerate(parts)) for place in places]
+
+
+def difference(mine: torch.optim.Optimizer, its: torch.optim.Optimizer) -> str:
+    """What two optimizers over the same parameters differ in, besides the names in their groups; empty if in nothing."""
+    if type(mine) is not type(its):
+        return "class"
+    if len(mine.param_groups) != len(its.param_groups):
+        return "number of groups"
+    for own, other in zip(mine.param_groups, its.param_groups, strict=True):
+        if list(map(id, own["params"])) != list(map(id, other["params"])):
+            return "order of parameters"
+        for key in (own.keys() | other.keys()) - {"params", "param_names"}:
+            if not same(own.get(key), other.get(key)):
+                return f"value of {key}"
+    for name in vars(mine).keys() | vars(its).keys():
+        a, b = vars(mine).get(name), vars(its).get(name)
+        if name not in ("param_groups", "state") and not callable(a) and _plain(a) and not same(a, b):
+            return f"attribute {name}"
+    return ""
 
 
 def _joined(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
     return optimizers[0] if len(optimizers) == 1 else Several(optimizers)
 
 
-def _scheduled(scheduler: Scheduler, optimizer: torch.optim.Optimizer) -> LRScheduler:
+def scheduled(scheduler: Scheduler, optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """The scheduler that the user's callable makes of an optimizer. Raises ``RefusedOptimizerError``."""
     made = scheduler(optimizer)
     if not isinstance(made, LRScheduler):
         raise RefusedOptimizerError(
@@ -312,7 +375,7 @@ def _rebuilt(
         raise _not_rebuilt(optimizer, f"its class raised {type(error).__name__}: {error}") from error
     for mine, its in zip(optimizer.param_groups, rebuilt.param_groups, strict=True):
         for key in mine.keys() - {"params", "param_names"}:
-            if not _same(mine[key], its.get(key)):
+            if not same(mine[key], its.get(key)):
                 raise _not_rebuilt(optimizer, f"its class changes the option {key} of a group")
     _copy_attributes(optimizer, rebuilt)
     return rebuilt
@@ -363,7 +426,8 @@ def _plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | complex | str | torch.dtype)
 
 
-def _same(a: Any, b: Any) -> bool:
+def same(a: Any, b: Any) -> bool:
+    """Whether two options are equal, and of the same type."""
     if a is b:
         return True
     if isinstance(a, Tensor) or isinstance(b, Tensor):

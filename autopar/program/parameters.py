@@ -6,6 +6,7 @@ Everything here is a function of the parameters' layout records (``layouts.json`
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,16 @@ from autopar.program.state_places import DEVICE, Offloaded, pieces_of, upload
 from autopar.program.world import Layout, Program, World
 
 # -- groups of parameters ---------------------------------------------------------------------------------------------
+
+
+ALIGNMENT_BYTES = 128
+"""Parameters, and the pieces that ranks send, begin at multiples of this in a flat buffer: collectives and matrix products are slower, or
+refused, where operands don't begin at 16 bytes. Between them are zeros."""
+
+
+def aligned(elements: int, unit: int) -> int:
+    """The next multiple of ``unit``."""
+    return -(-elements // unit) * unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +73,9 @@ class FlatGroup:
         self._updates = not self._served or dist.get_rank(self._group) == 0  # whether this rank has masters
         self._parts = dist.get_world_size(self._group) if self._scattered else 1
         shapes = [stage.get_parameter(layout.name).shape for layout in layouts]
-        piece = -(-sum(shape.numel() for shape in shapes) // self._parts)  # the last piece is padded
+        unit = ALIGNMENT_BYTES // min(wide.itemsize, compute.itemsize)
+        starts = [0, *itertools.accumulate(aligned(shape.numel(), unit) for shape in shapes)]
+        piece = aligned(-(-starts[-1] // self._parts), unit)  # the last pieces are padded
         index = dist.get_rank(self._group) if self._scattered else 0
         self._own = slice(index * piece, (index + 1) * piece)
         self._place = program.place(layouts[0]) if trainable and self._updates else DEVICE
@@ -86,8 +99,7 @@ class FlatGroup:
         self._unwritten: set[str] = set()  # the parameters whose gradients in the buffer are from an earlier step
         self.masters: list[Master] = []
         self.frozen: list[Master] = []  # whole slices of parameters that are not trained
-        start = 0
-        for layout, shape in zip(layouts, shapes, strict=True):
+        for layout, shape, start in zip(layouts, shapes, starts, strict=False):
             stop = start + shape.numel()
             param = nn.Parameter(self._values[start:stop].view(shape), requires_grad=trainable)
             set_parameter(stage, layout.name, param)
@@ -96,7 +108,6 @@ class FlatGroup:
                 self._add_master(self._slots[-1])
             else:
                 self.frozen.append(Master(layout, param, alike(layout, (), world)))
-            start = stop
 
     def _add_master(self, slot: Slot) -> None:
         grad = self._grads[slot.start : slot.stop].view(slot.param.shape)
@@ -193,6 +204,23 @@ class FlatGroup:
     def is_reduced(self) -> bool:
         """Whether gradients are summed over a process group."""
         return self._group is not None
+
+    @property
+    def stage(self) -> int:
+        """The stage whose parameters these are."""
+        return self.layouts[0].stage
+
+    @property
+    def device(self) -> torch.device:
+        return self._grads.device
+
+    @property
+    def reduction_bytes(self) -> int:
+        """What a reduction keeps while it runs: its result, and on CPUs a copy of its input."""
+        if not self._scattered:
+            return 0
+        copied = self._grads.numel() if self.device.type == "cpu" else 0
+        return (self._own.stop - self._own.start + copied) * self._grads.itemsize
 
     def start_reduction(self) -> None:
         """Start to sum the gradients over the data axes; a parameter server alone gets the sum. Padding has no gradient."""

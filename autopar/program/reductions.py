@@ -2,22 +2,22 @@
 
 FSDP2 reduces the gradients of its layers (ZeRO 2 and 3) by itself (``fsdp``). The flat groups' gradients (ZeRO 0 and 1) are always reduced
 once a step: a group's reduction starts as soon as the last microbatch has given the group's last gradient, while the backward pass goes on
-in earlier layers.
+in earlier layers. Under Chimera those of a stage start where its schedule says so (``start_copies``).
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from autopar.program.masters import Group
 from autopar.program.parameters import FlatGroup
 from autopar.program.spec import LayerSpec
 from autopar.program.world import Program
-
-IN_FLIGHT = 2  # reductions that run at a time: one is on the network while the next is being prepared
 
 
 class Reductions:
@@ -35,11 +35,17 @@ class Reductions:
 
     def __init__(self, program: Program, by_stage: Mapping[int, Sequence[Group]]) -> None:
         self._groups = [group for groups in by_stage.values() for group in groups]
-        self._early: list[FlatGroup] = []
-        for stage in sorted(by_stage, reverse=True):
-            self._early += _early(by_stage[stage], program.layers[stage])
-        self._late = [group for group in self._groups if isinstance(group, FlatGroup) and group not in self._early]
-        fsdp = program.spec.fsdp
+        self._by_stage, self._fsdp = by_stage, program.spec.fsdp
+        found = {stage: _early(by_stage[stage], program.layers[stage]) for stage in sorted(by_stage, reverse=True)}
+        ordered = [group for groups in found.values() for group in groups]
+        paired = program.directions == 2
+        self._paired, self._early = (found, []) if paired else ({}, ordered)
+        self._late = [group for group in self._groups if isinstance(group, FlatGroup) and group not in ordered]
+        self._limits = _limits(ordered)
+        flat = [*ordered, *self._late]
+        device = torch.get_device_module(flat[0].device if flat else "cpu")
+        self._on_stream, self._stream = device.stream, device.Stream()
+        fsdp = self._fsdp
         self._last = {} if fsdp is None else {stage: fsdp.last_backward(by_stage[stage], program) for stage in by_stage}
         self._started = 0  # of the early groups
         self._running: list[FlatGroup] = []
@@ -66,13 +72,34 @@ class Reductions:
             self._started += 1
 
     def _start(self, group: FlatGroup) -> None:
-        """Start a reduction once the last but one has ended: each holds its result, and on CPUs a copy of its input."""
-        if len(self._running) == IN_FLIGHT:
-            self._running.pop(0).finish_reduction()
+        """Start a reduction. Reductions that run keep no more bytes than those of two layers, which are priced; ZeRO 0 sums in place and
+        keeps nothing, so that any number of them run."""
+        limit = self._limits.get(group, group.reduction_bytes)
+        while group.reduction_bytes and self._kept() + group.reduction_bytes > limit:
+            oldest = next(other for other in self._running if other.reduction_bytes)
+            self._running.remove(oldest)
+            oldest.finish_reduction()
         group.start_reduction()
         if self._running:
-            self._running[-1].continue_reduction()
+            self._continue(self._running[-1])
         self._running.append(group)
+
+    def _kept(self) -> int:
+        return sum(group.reduction_bytes for group in self._running)
+
+    def _continue(self, group: FlatGroup) -> None:
+        """Start the second half of a reduction under hybrid sharding. It takes the first one's result, for which another stream waits than
+        that of the backward pass."""
+        with self._on_stream(self._stream):
+            group.continue_reduction()
+
+    def start_copies(self, stage: int) -> None:
+        """Under Chimera, when all backward passes of both copies of a stage have run: start the reductions of its gradients, which both
+        copies' ranks do at the same place in the order of their transfers."""
+        for group in self._paired[stage]:
+            self._start(group)
+        if self._fsdp is not None:
+            self._fsdp.start_copies(self._by_stage[stage])
 
     def start(self) -> None:
         """After the schedule: start the reductions that are left, those of tied copies after the sum over their stages."""
@@ -95,13 +122,23 @@ class Reductions:
         for last in self._last.values():
             last.finish()
         for flat in self._running:
-            flat.continue_reduction()
+            self._continue(flat)
         for flat in self._running:
             flat.finish_reduction()
         self._running.clear()
         for group in self._groups:
             if not isinstance(group, FlatGroup):
                 group.finish_reduction()
+
+
+def _limits(groups: Sequence[FlatGroup]) -> dict[FlatGroup, int]:
+    """The bytes that reductions may keep when that of a group starts: those of the group's layer and of the layer before it in the order of
+    ``groups``."""
+    layers = [list(own) for _, own in itertools.groupby(groups, key=lambda group: (group.stage, group.child))]
+    kept = [sum(group.reduction_bytes for group in own) for own in layers]
+    return {
+        group: own + before for before, own, groups in zip([0, *kept], kept, layers, strict=False) for group in groups
+    }
 
 
 def _early(groups: Sequence[Group], layers: Mapping[str, LayerSpec]) -> list[FlatGroup]:

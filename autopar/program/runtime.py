@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,7 +37,7 @@ from autopar.program.reductions import Reductions
 from autopar.program.share import Batch, DataError
 from autopar.program.state import initial, read_state, wrong_state
 from autopar.program.tracing import traced
-from autopar.program.values import given, seeded
+from autopar.program.values import draw, given
 from autopar.program.world import Layout, Program, World, load, start
 
 T = TypeVar("T")
@@ -63,6 +64,13 @@ __all__ = [
 def adamw(params: list[nn.Parameter], lr: float, world: World) -> torch.optim.Optimizer:
     """The default optimizer; on GPUs one kernel updates many tensors."""
     return torch.optim.AdamW(params, lr=lr, fused=world.device.type == "cuda" or None)
+
+
+def set_tf32(allowed: bool) -> None:
+    """Let this process round the operands of float32 products to TF32, or not. Without this, cuDNN's convolutions and recurrent layers do,
+    and matrix products don't."""
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    torch.backends.cudnn.allow_tf32 = allowed
 
 
 class ModeError(RuntimeError):
@@ -106,8 +114,7 @@ class Trainer:
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm is {max_norm}: gradients are scaled to a norm above 0, or left alone (None)")
         self.program, self.world, self.max_norm = program, world, max_norm
-        if "tf32" in program.plan.get("allow", ()):
-            torch.set_float32_matmul_precision("high")  # of this process
+        set_tf32("tf32" in program.plan.get("allow", ()))
         self._half_read = False  # whether only some values were replaced by those of files
         same_options({"the seed": seed, "max_norm": max_norm}, world.device)
         self.stages, self._by_stage, self._buffers = build_stages(program, world)
@@ -120,8 +127,10 @@ class Trainer:
             self.load_weights(state)
         elif state is not None:
             self.load_state_dict(read_state(state) if isinstance(state, str | os.PathLike) else state)
+        elif values is not None:
+            self._load(values)
         elif resume is None:
-            self._load(values or seeded(seed))
+            draw(self._training(), seed)
         self.loss_scale = spec.loss_scale and spec.loss_scale(world.device)
         scaled = self.loss_scale and self.loss_scale.scaled
         self._schedule = spec.schedule(program, world, self.stages, self._by_stage, self._reductions, scaled=scaled)
@@ -134,6 +143,7 @@ class Trainer:
         self.loaders: dict[int, Loader] = {}  # that stay open between the calls of a ``Program``
         # by data set and order: the epoch and the row after the last step
         self.positions: dict[str, tuple[int, int]] = {}
+        self._from_checkpoint: tuple[str, ...] = ()  # the data sets of the checkpoint that was loaded
         self.gradient_norm: Tensor | None = None  # of the last step, before clipping, where gradients are clipped
         self._unread: list[Tensor] = []  # this rank's terms of the losses of ``advance``
         self._background: checkpoint.Background | None = None
@@ -147,19 +157,34 @@ class Trainer:
         order = Order(**order) if isinstance(order, Mapping) else order
         return Loader(self.program, self.world, dataset, order, collate=collate)
 
+    def position(self, loader: Loader) -> tuple[int, int]:
+        """Where the training is in a data set: an epoch and a row; all ranks call this."""
+        if loader.key not in self.positions:
+            if loader.order in self.positions:  # a checkpoint of before data sets had checksums
+                self.positions[loader.key] = self.positions.pop(loader.order)
+            elif self._from_checkpoint and dist.get_rank() == 0:
+                before = ", ".join(self._from_checkpoint)
+                print(
+                    f"the checkpoint was trained with {before}, and these data are {loader.key}: they are read from their first row",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            self._from_checkpoint = ()
+        return self.positions.get(loader.key, (0, 0))
+
     def step_from(self, loader: Loader, on_nan: str = "") -> tuple[float, bool]:
         """One update on the next global batch; the loss before the update, and whether the epoch ends with this batch.
 
         Raises ``DataError`` on every rank if rows cannot be read: nothing has changed, and the training can go on.
         """
-        rows, after = loader.read(self.positions.get(loader.key, (0, 0)))
+        rows, after = loader.read(self.position(loader))
         loss = self.step(rows, on_nan)
         self.positions[loader.key] = after
         return loss, loader.ends(after)
 
     def advance_from(self, loader: Loader) -> None:
         """``advance`` on the next global batch; the one after it is read too."""
-        rows, after = loader.read(self.positions.get(loader.key, (0, 0)), ahead=True)
+        rows, after = loader.read(self.position(loader), ahead=True)
         self.advance(rows)
         self.positions[loader.key] = after
 
@@ -385,7 +410,7 @@ class Trainer:
         }
         if wait:
             return checkpoint.save(self._training(), folder, counters, keep)
-        self._background = self._background or checkpoint.Background()
+        self._background = self._background or checkpoint.Background(self.world.timeout_s)
         return self._background.save(self._training(), folder, counters, keep)
 
     def finish_saving(self) -> None:
@@ -403,6 +428,7 @@ class Trainer:
             counters = checkpoint.load(self._training(), folder)
         self.steps, self.rows, self._seed = counters["steps"], counters["rows"], counters["seed"]
         self.positions = {key: (epoch, row) for key, (epoch, row) in counters["data"].items()}
+        self._from_checkpoint = tuple(self.positions)
         if self.loss_scale is not None and counters["loss_scale"] is not None:
             self.loss_scale.load_state_dict(counters["loss_scale"])
         return self.steps

@@ -1,35 +1,42 @@
-"""Train the program in this folder: ``torchrun --nproc-per-node N train.py --steps 50 --data data.pt``.
+"""Train the program in this folder: ``torchrun --nproc-per-node N train.py --steps 50 --dataset data.pt``.
 
-Yours to edit. Training starts from ``initial.safetensors``, the values of the model that was compiled, or from ``--init PATH``.
-``--data`` is a file of ``torch.save({"input_ids": tensor, ...})`` whose tensors hold examples along dim 0, or ``MODULE:FUNCTION``, a
-function that returns a map-style data set of dicts by these names. A step takes the next ``global_batch`` rows; each rank reads
-its own. ``--data synthetic`` makes rows up, of the right shapes.
+Yours to edit, the recipe below first of all: the optimizer, the schedule of its learning rates, clipping and the seed are those that the
+program was compiled with. Training starts from ``initial.safetensors``, the values of the model that was compiled, or from ``--init PATH``.
+``--dataset`` is a file of ``torch.save({"input_ids": tensor, ...})`` whose tensors hold examples along dim 0, or ``MODULE:FUNCTION``, a
+function that returns a map-style data set of dicts by these names; the module is in this folder, in the working folder, or installed.
+A step takes the next ``global_batch`` rows; each rank reads its own. ``--dataset synthetic`` makes rows up, of the right shapes.
 ``--checkpoint DIR --every 100`` writes checkpoints, and ``--resume`` goes on from the newest one, under this plan or any other.
 Standard output has one JSON object a step, standard error says the same to people. Steps count from 1, and go on counting after a resume.
 In float16 a record has the loss scale of the next step.
 With ``--log-every N`` every N-th step has one. The losses between are not added up over the ranks, and the host does not wait for the GPU:
 it queues the work of the next step, and looks at all of these losses when it reads the N-th, and before every checkpoint.
+If model.py or another module of this folder was edited, the program is type-checked before the first step.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import math
 import os
 import sys
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from autopar.program import out_of_memory
+from autopar.program.guards import GuardError
 from autopar.program.loader import Loader, Order, Synthetic, Tensors
 from autopar.program.metrics import Meter, peak_memory_bytes
+from autopar.program.optimizers import RefusedOptimizerError, Scheduler, select  # noqa: F401  recipes select
+from autopar.program.processes import StartError
 from autopar.program.runtime import (
     CheckpointError,
     DataError,
@@ -45,22 +52,70 @@ from autopar.program.runtime import (
     wrong_state,
 )
 from autopar.program.state_places import PlaceError
+from autopar.program.type_check import IllTypedError, check_edits
 from autopar.program.watch import Watch, run
 from autopar.program.weights import is_weights
-from autopar.program.world import Program, WorldSizeError
+from autopar.program.world import Program, World
 
 FOLDER = Path(__file__).resolve().parent
 MADE_UP = "normal numbers and integers that are 0 or 1"
+REFUSALS = (
+    CheckpointError,
+    DataError,
+    IllTypedError,
+    NonFiniteLossError,
+    PlaceError,
+    RefusedOptimizerError,
+    StartError,
+)
+"""Errors of which the sentence alone is printed."""
+
+if __name__ == "__main__":
+    sys.path.append(
+        os.getcwd()
+    )  # for modules of data sets and optimizers, after those beside this file and the installed ones
+
+# -- the recipe: yours to edit ----------------------------------------------------------------------------------------
+
+REFUSED = ""  # why there is no recipe
+LR: float | None = 3e-4  # where --lr gives none; None: the optimizer has its own
+MAX_NORM: float | None = None  # of the gradients, where --clip gives none; None: no clipping
+SEED = 0  # where --seed gives none
+INIT: str | None = None  # where --init gives none; None: initial.safetensors
+DRAW_INIT = False  # draw initial values where there are none
+
+
+def make_optimizer(
+    parameters: dict[str, nn.Parameter], lr: float, world: World
+) -> torch.optim.Optimizer | list[torch.optim.Optimizer]:
+    """The optimizer, or a list of them, over the model's parameters by name."""
+    return adamw(list(parameters.values()), lr, world)
+
+
+make_scheduler: Scheduler | None = None
+
+
+# -- the training -----------------------------------------------------------------------------------------------------
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """The options of the command line."""
+    made = parser()
+    return completed(made, made.parse_args())
+
+
+def parser() -> argparse.ArgumentParser:
+    """Options have no short forms: torchrun, which reads them first, refuses one that begins several of its own."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
     parser.add_argument("--steps", type=count, default=10, help="steps of the whole training, resumed ones included")
     parser.add_argument("--epochs", type=count, metavar="N", help="instead of --steps: as often as all data are read")
     parser.add_argument(
-        "--data",
+        "--dataset",
+        metavar="DATA",
         help="a file, MODULE:FUNCTION that makes a data set, or 'synthetic', which it says where it is left out",
     )
+    parser.add_argument("--data", dest="old_data", help=argparse.SUPPRESS)
     parser.add_argument(
         "--shuffle", action="store_true", help="read the rows in an order drawn from --seed and the epoch"
     )
@@ -75,11 +130,12 @@ def arguments() -> argparse.Namespace:
     )
     late = "read and print the loss of every N-th step; --on-nan stop then comes up to N steps late, --on-nan skip still reads each"
     parser.add_argument("--log-every", type=count, default=1, metavar="N", help=late)
-    parser.add_argument("--log", metavar="FILE", help="also append the JSON lines to FILE")
+    parser.add_argument("--log-file", metavar="FILE", help="also append the JSON lines to FILE")
+    parser.add_argument("--log", dest="old_log", help=argparse.SUPPRESS)
     parser.add_argument("--tensorboard", metavar="DIR", help="also write a TensorBoard into DIR")
-    parser.add_argument("--lr", type=rate, default=3e-4, help="learning rate of AdamW")
-    parser.add_argument("--clip", type=norm, help="largest 2-norm of the gradients")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lr", type=rate, help="learning rate, where the recipe's optimizer has none of its own")
+    parser.add_argument("--clip", type=norm, default=MAX_NORM, help="largest 2-norm of the gradients")
+    parser.add_argument("--seed", type=int, default=SEED)
     start = parser.add_mutually_exclusive_group()
     start.add_argument(
         "--init",
@@ -101,7 +157,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--async-save", action="store_true", help="write checkpoints while the training goes on")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
     parser.add_argument("--trace", metavar="FILE", help="write what the second step did, a trace for ui.perfetto.dev")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: GPUs if there is one for every process")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: GPUs if the node has any")
     parser.add_argument("--timeout", type=positive, default=600, metavar="S", help="seconds that a step may take")
     parser.add_argument(
         "--setup-timeout", type=positive, default=1800, metavar="S", help="... and the set-up with the first step"
@@ -110,19 +166,43 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--lost-after", type=positive, default=60, metavar="S", help="silence after which a rank counts as lost"
     )
-    args = parser.parse_args()
-    if args.data is None:
-        args.data = "synthetic"
-        if os.environ.get("RANK", "0") == "0":
-            print(f"trains on rows that are made up ({MADE_UP}): --data FILE has yours", file=sys.stderr, flush=True)
+    parser.add_argument("--no-check", action="store_true", help="do not type-check a program whose modules were edited")
+    return parser
+
+
+def completed(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argparse.Namespace:
+    """The options with what the recipe says where they were left out; ends the process where they contradict each other."""
+    for old, new in (("data", "dataset"), ("log", "log_file")):
+        if (given := getattr(args, f"old_{old}")) is not None:
+            hint(f"--{old} is now called --{new.replace('_', '-')}, and will go")
+            setattr(args, new, given)
+    if args.dataset is None:
+        args.dataset = "synthetic"
+        hint(f"trains on rows that are made up ({MADE_UP}): --dataset FILE has yours")
+    if args.lr is not None and LR is None:
+        parser.error("--lr is of an optimizer without rates of its own: edit make_optimizer in train.py")
+    args.lr = LR if args.lr is None else args.lr
+    args.init = args.init or (None if args.draw_init else INIT)
     for option in ("resume", "every", "keep", "async_save"):
         if getattr(args, option) and not args.checkpoint:
             parser.error(f"--{option.replace('_', '-')} takes --checkpoint DIR, the folder of the checkpoints")
     for option in ("epochs", "shuffle"):
-        if getattr(args, option) and args.data == "synthetic":
-            parser.error(f"--{option} takes --data FILE: rows that are made up have no end")
+        if getattr(args, option) and args.dataset == "synthetic":
+            parser.error(f"--{option} takes --dataset FILE: rows that are made up have no end")
+    for option in ("save", "log_file"):
+        given = getattr(args, option)
+        if given and not (os.path.isdir(there := os.path.dirname(given) or ".") and os.access(there, os.W_OK)):
+            parser.error(
+                f"--{option.replace('_', '-')} {given} cannot be written: {there} is no folder that can be written to"
+            )
     args.every, args.keep = args.every or 100, args.keep or 2
     return args
+
+
+def hint(message: str) -> None:
+    """Print a message once, to people, before the ranks have met."""
+    if os.environ.get("RANK", "0") == "0":
+        print(message, file=sys.stderr, flush=True)
 
 
 def count(text: str) -> int:
@@ -155,42 +235,50 @@ def norm(text: str) -> float:
 
 def dataset(args: argparse.Namespace, program: Program) -> Any:
     """The data set: made up, of a module, or the tensors of a file."""
-    if args.data == "synthetic":
+    if args.dataset == "synthetic":
         return Synthetic(program.inputs, args.seed)
-    module, _, name = args.data.partition(":")
-    if name.isidentifier() and not Path(args.data).exists():
+    module, _, name = args.dataset.partition(":")
+    if name.isidentifier() and not Path(args.dataset).exists():
         try:
             make = getattr(importlib.import_module(module), name)
         except (ModuleNotFoundError, AttributeError) as error:
             raise DataError(
-                f"--data {args.data}: {error}", "it takes a file, or MODULE:FUNCTION that Python can import"
+                f"--dataset {args.dataset}: {error}", "it takes a file, or MODULE:FUNCTION that Python can import"
             ) from error
-        return make()
-    return Tensors.read(args.data)
+        try:
+            return make()
+        except Exception as error:
+            raise DataError(
+                f"--dataset {args.dataset} raised {type(error).__name__}: {error} ({line_of(error)})",
+                "every rank calls it",
+            ) from error
+    return Tensors.read(args.dataset)
+
+
+def line_of(error: Exception) -> str:
+    """The file and line where an error was raised."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.filename}:{frame.lineno}"
 
 
 def open_loader(args: argparse.Namespace, trainer: Trainer) -> Loader:
     """This rank's rows of the data, from where the training is."""
     order = Order(args.shuffle, args.seed, args.workers, last=args.last)
-    try:
-        loader = trainer.loader(dataset(args, trainer.program), order)
-    except (DataError, OSError) as error:
-        raise SystemExit(f"{type(error).__name__}: {error}") from error
-    if trainer.positions and loader.key not in trainer.positions:
+    loader = trainer.loader(dataset(args, trainer.program), order)
+    if trainer.positions and not {loader.key, loader.order} & trainer.positions.keys():
         raise SystemExit(
             f"the checkpoint was trained with {', '.join(trainer.positions)}, and these data are {loader.key}: resume with the same "
-            "--data, --shuffle and --seed"
+            "--dataset, --shuffle and --seed"
         )
     return loader
 
 
 def start_values(args: argparse.Namespace, records: Mapping[str, Any]) -> dict[str, Tensor] | str | None:
     """The state dict to start from, or the path of weights; ``None`` if the values are drawn at random."""
-    if args.draw_init:
-        if os.environ.get("RANK", "0") == "0":
-            print("starts from drawn values, not from those of a model (--draw-init)", file=sys.stderr, flush=True)
-        return None
     source = Path(args.init) if args.init else initial(FOLDER)
+    if args.draw_init or source is None and DRAW_INIT:
+        hint("starts from drawn values, not from those of a model (--draw-init)")
+        return None
     if source is None:
         raise SystemExit(
             f"{FOLDER} has no initial.safetensors: the model that it was made of had no values; start with --init PATH, its safetensors or "
@@ -198,7 +286,12 @@ def start_values(args: argparse.Namespace, records: Mapping[str, Any]) -> dict[s
         )
     if is_weights(source):
         return str(source)
-    state = read_state(source)
+    try:
+        state = read_state(source)
+    except Exception as error:  # whatever torch.load raises
+        raise SystemExit(
+            f"--init {source} cannot be read: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        ) from error
     if wrong := wrong_state(records, state):
         raise SystemExit(f"{source} is no state dict of the model that was compiled: {wrong}")
     return state
@@ -206,6 +299,12 @@ def start_values(args: argparse.Namespace, records: Mapping[str, Any]) -> dict[s
 
 def open_trainer(args: argparse.Namespace, watch: Watch) -> tuple[Trainer, object]:
     """The trainer, at the start or where the newest checkpoint ends, and what keeps other trainings out of the checkpoints' folder."""
+    if REFUSED:
+        raise SystemExit(
+            f"this folder has no recipe: {REFUSED}; write it into {FOLDER / 'train.py'}, and remove REFUSED there"
+        )
+    if not args.no_check and os.environ.get("LOCAL_RANK", "0") == "0":
+        check_edits(FOLDER, lambda text: print(text, file=sys.stderr, flush=True))
     program = load(FOLDER)
     if args.save_weights and (program.local_steps or Path(args.save_weights).exists()):
         why = "replicas have weights of their own under local steps" if program.local_steps else "it exists"
@@ -215,10 +314,7 @@ def open_trainer(args: argparse.Namespace, watch: Watch) -> tuple[Trainer, objec
     patience_s = args.lost_after + max(args.timeout, args.setup_timeout, args.save_timeout)
     world = start(program, device=args.device, timeout_s=patience_s, nvme=args.nvme)
     watch.join()
-    try:
-        claimed = claim(args.checkpoint, patience_s=args.lost_after) if args.checkpoint else None
-    except CheckpointError as error:
-        raise SystemExit(str(error)) from None
+    claimed = claim(args.checkpoint, patience_s=args.lost_after) if args.checkpoint else None
     if args.checkpoint and not args.resume and has_checkpoint(args.checkpoint):
         raise SystemExit(
             f"{args.checkpoint} has checkpoints of another training, which this one would replace; add --resume to go on with it, or give "
@@ -231,7 +327,8 @@ def open_trainer(args: argparse.Namespace, watch: Watch) -> tuple[Trainer, objec
     trainer = Trainer(
         program,
         world,
-        optimizer=lambda params: adamw(params, args.lr, world),
+        optimizer=lambda named_parameters: make_optimizer(dict(named_parameters), args.lr, world),
+        scheduler=make_scheduler,
         state=state,
         seed=args.seed,
         max_norm=args.clip,
@@ -243,9 +340,10 @@ def open_trainer(args: argparse.Namespace, watch: Watch) -> tuple[Trainer, objec
 
 
 def say(message: str) -> None:
-    """Print a message once, to people."""
+    """Print a message once, to people; where the terminal is gone, the training goes on to its checkpoint."""
     if dist.get_rank() == 0:
-        print(message, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            print(message, file=sys.stderr, flush=True)
 
 
 def save(trainer: Trainer, args: argparse.Namespace, over: bool) -> None:
@@ -278,8 +376,8 @@ def train(args: argparse.Namespace, watch: Watch) -> None:
         NonFiniteLossError,
     ) as error:  # on every rank; the state is that before the step, unless it is late
         late = isinstance(error, NonFiniteLossError) and error.late
-        if isinstance(error, NonFiniteLossError) and args.data == "synthetic":
-            say(f"the rows are made up, {MADE_UP}, which may be no lengths or weights: --data FILE has yours")
+        if isinstance(error, NonFiniteLossError) and args.dataset == "synthetic":
+            say(f"the rows are made up, {MADE_UP}, which may be no lengths or weights: --dataset FILE has yours")
         if args.checkpoint and not late and not (Path(args.checkpoint) / f"step-{trainer.steps}").exists():
             watch.enter("save", f"the checkpoint after {trainer.steps} steps")
             save(trainer, args, over=True)
@@ -304,7 +402,7 @@ def train(args: argparse.Namespace, watch: Watch) -> None:
 def run_steps(args: argparse.Namespace, trainer: Trainer, loader: Loader, watch: Watch) -> str | None:
     """The steps; the name of the signal that stops them early, if one does."""
     first, begun = dist.get_rank() == 0, trainer.steps
-    meter = Meter(trainer.program.plan, args.log if first else None, args.tensorboard if first else None)
+    meter = Meter(trainer.program.plan, args.log_file if first else None, args.tensorboard if first else None)
     # the first step is slower than the rest; with --epochs the number of steps is not known
     second = begun + 1 if args.epochs else min(begun + 1, args.steps - 1)
     traced_step = second if args.trace else None
@@ -351,7 +449,8 @@ def log(trainer: Trainer, meter: Meter, loss: float, steps: int) -> None:
     more = {"gradient_norm": None if norm is None else float(norm), "loss_scale": scale.scale if scale else None}
     record = meter.end(trainer.steps, loss, peak_memory_bytes(), more, steps)
     if dist.get_rank() == 0:
-        print(json.dumps(record), flush=True)
+        with contextlib.suppress(OSError):
+            print(json.dumps(record), flush=True)
     say(f"step {record['step']:4d}  loss {loss:.4f}  {record['step_time_s']:.3f} s")
     if table := meter.comparison(peak_memory_bytes(), trainer.program.plan["stages"][0]["memory_bytes"]):
         say(table)
@@ -361,17 +460,20 @@ def is_over(args: argparse.Namespace, trainer: Trainer, loader: Loader) -> bool:
     """Whether all steps, or with ``--epochs`` all epochs, are done."""
     if args.epochs is None:
         return trainer.steps >= int(args.steps)
-    return loader.epoch_of(trainer.positions.get(loader.key, (0, 0))) >= int(args.epochs)
+    return loader.epoch_of(trainer.position(loader)) >= int(args.epochs)
 
 
 def main() -> None:
     args = arguments()
     limits_s = {"set-up": args.setup_timeout, "step": args.timeout, "save": args.save_timeout}
-    with Watch(limits_s, args.lost_after) as watch, out_of_memory.explained(FOLDER):
-        try:
-            train(args, watch)
-        except (PlaceError, WorldSizeError) as error:
-            raise SystemExit(f"{type(error).__name__}: {error}") from error
+    try:
+        with Watch(limits_s, args.lost_after) as watch, out_of_memory.explained(FOLDER):
+            try:
+                train(args, watch)
+            except REFUSALS as error:
+                raise SystemExit(f"{type(error).__name__}: {error}") from error
+    except (GuardError, MemoryError, OSError) as error:  # of this rank alone: the watch has told the others
+        raise SystemExit(f"{type(error).__name__}: {error}") from error
     dist.destroy_process_group()
 
 

@@ -1,9 +1,11 @@
 """Watches over this rank's part of a training: signals that ask for an end, ranks that die, and sections that take too long.
 
-A thread tells the store where torchrun's ranks meet, once a second, that this rank lives, and where its main thread is: the section, the
-collective and the layer. It watches the next rank in the same way, so a rank costs the store five requests a second however many ranks
-there are. A second thread, which never waits for the network, ends the process if the first one is cut off. Whatever goes wrong, one rank
-says it in one sentence for all, and every rank ends with status 1, from which torchrun ends the others.
+A thread tells the other ranks of its node, once a second, that this rank lives, and where its main thread is: the section, the collective
+and the layer. One rank of each node, its speaker, writes this for all of them into the store where torchrun's ranks meet, and watches the
+next node in the same way: three requests a beat and one connection for each node. With more than ``BEATS_PER_S`` nodes the beats are
+further apart. When a speaker falls silent, the next rank of its node speaks. A second thread, which never waits for the network, ends the
+process if the store gives no answer while no step ends; a store that is late is no reason to end a training that goes on. Whatever goes
+wrong, one rank says it in one sentence for all, and every rank ends with status 1, from which torchrun ends the others.
 
 The place of the main thread is its Python stack, which is the same for gloo and NCCL, together with the last layer that it entered. On a
 GPU the host runs ahead of the device: there the layer is the last one whose work the host has started.
@@ -15,6 +17,7 @@ import contextlib
 import datetime
 import json
 import os
+import re
 import secrets
 import signal
 import socket
@@ -33,8 +36,17 @@ from torch import Tensor, nn
 
 from autopar.program.host import Later
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""A scheduler sends SIGTERM or SIGUSR1 before it takes the machine away, a user SIGINT with Ctrl-C."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+"""A scheduler sends SIGTERM or SIGUSR1 before it takes the machine away, a user SIGINT with Ctrl-C, a terminal SIGHUP when it closes."""
+
+_RANK_0_SPEAKS_S = 1.0  # an error that all ranks have is printed by rank 0 alone, after which torchrun ends the others
+_NAMED = re.compile(r"\w+(Error|Exit): ")
+
+BEATS_PER_S = 2000
+"""The most beats that all nodes together send to the store in a second: three requests each, of 11 microseconds, or 7 % of a processor."""
+
+_BLOCK = 256  # keys of the store that are read in one request
+_HANDOVER = 3  # beats without a sign of the node's speaker after which another rank reports what is wrong
 
 _CONSEQUENCES = (
     "Connection closed by peer",
@@ -54,6 +66,72 @@ def is_consequence(error: str) -> bool:
     return any(sign in error for sign in _CONSEQUENCES)
 
 
+def interval_s(nodes: int, lost_after_s: float) -> float:
+    """Seconds between two beats: a second, or less for a short patience, or what keeps the beats of many nodes at ``BEATS_PER_S``."""
+    return max(min(1.0, lost_after_s / 6), nodes / BEATS_PER_S)
+
+
+class Node:
+    """The ranks of one node, which send each other datagrams; the lowest that lives is the node's speaker.
+
+    ``index`` of ``count`` nodes and ``ranks`` are torchrun's. A rank that another launcher has started is a node of its own: nothing says
+    then that the processes of a machine can reach each other by a local socket.
+    """
+
+    def __init__(self, token: str, rank: int, world: int) -> None:
+        self.rank, self.index, self.count, self.ranks = rank, rank, world, [rank]
+        names = ("GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        if all(name in os.environ for name in names):
+            self.index, self.count, local, size = (int(os.environ[name]) for name in names)
+            self.ranks = list(
+                range(rank - local, rank - local + size)
+            )  # torchrun numbers a node's ranks one after the other
+        self.said: dict[int, list[Any]] = {}
+        self.problem: str | None = None  # what another rank of the node has noticed
+        self.ended = False  # the speaker has reported
+        self._heard = dict.fromkeys(self.ranks, time.monotonic())
+        self._token = token
+        if len(self.ranks) > 1:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            self._socket.bind(self._address(rank))
+            self._socket.setblocking(False)
+
+    def _address(self, rank: int) -> str:
+        return f"\0autopar-watch/{self._token}/{rank}"  # Linux's abstract names need no file
+
+    def tell(self, said: list[Any], problem: str | None, ended: bool = False) -> None:
+        """Send the other ranks of the node a sign of life: what this rank says, what it has noticed, and whether they are to end."""
+        self.said[self.rank], self._heard[self.rank] = said, time.monotonic()
+        message = json.dumps([self.rank, said, problem, ended]).encode()
+        for rank in self.ranks:
+            if rank != self.rank:
+                with contextlib.suppress(OSError):  # one that has ended, or whose queue is full because it stands still
+                    self._socket.sendto(message, self._address(rank))
+
+    def listen(self) -> None:
+        """Read what the others of the node have sent."""
+        with contextlib.suppress(BlockingIOError):
+            while len(self.ranks) > 1:
+                rank, said, problem, ended = json.loads(self._socket.recv(1 << 16))
+                self.said[rank], self._heard[rank] = said, time.monotonic()
+                self.problem, self.ended = self.problem or problem, self.ended or ended
+
+    def silent(self, patience_s: float) -> list[int]:
+        """The ranks that have given no sign of life for ``patience_s``."""
+        now = time.monotonic()
+        return [rank for rank in self.ranks if rank != self.rank and now - self._heard[rank] > patience_s]
+
+    def speaker(self, patience_s: float) -> int:
+        """The lowest rank that is not silent."""
+        silent = self.silent(patience_s)
+        return next(rank for rank in self.ranks if rank not in silent)
+
+
+def heeded() -> tuple[signal.Signals, ...]:
+    """``SIGNALS`` without a SIGHUP that is ignored, as ``nohup`` asks for."""
+    return tuple(n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN)
+
+
 class Watch:
     """A context for the whole training of one rank; its main thread calls the methods.
 
@@ -64,8 +142,9 @@ class Watch:
 
     def __init__(self, limits_s: Mapping[str, float], lost_after_s: float) -> None:
         self._limits_s, self._lost_after_s = limits_s, lost_after_s
-        self._interval_s = min(1.0, lost_after_s / 6)
-        self._signals = SIGNALS if threading.current_thread() is threading.main_thread() else ()
+        self._interval_s = interval_s(1, lost_after_s)
+        self._beats = 0
+        self._signals = heeded() if threading.current_thread() is threading.main_thread() else ()
         self._main = threading.current_thread().ident
         self._received = 0
         self._now = "set-up", "the set-up", time.monotonic()  # one object, because several threads read it
@@ -75,7 +154,8 @@ class Watch:
         self._asked: Later | None = None  # the number of the signal that a rank has received, as of the last step
         self._heard = time.monotonic()  # when the store last answered
         self._ended = threading.Event()
-        self._store: Any = None
+        self._node: Node | None = None  # known once the ranks have met
+        self._store: Any = None  # of a node's speaker
         self._handlers: dict[int, Any] = {}
         self._waking = socket.socketpair()
 
@@ -94,7 +174,7 @@ class Watch:
         if isinstance(error, Exception):
             self._failed(error)
         self._ended.set()
-        if self._store is not None and error is None:
+        if self._node is not None and error is None:
             dist.barrier()  # a rank that ends may take the store with it, and the others must not mind
         if self._signals:
             signal.set_wakeup_fd(-1)
@@ -114,11 +194,26 @@ class Watch:
             return
         token = [secrets.token_hex(8) if dist.get_rank() == 0 else ""]  # torchrun's restarts have one store
         dist.broadcast_object_list(token, 0, device=torch.device("cpu") if dist.get_backend() == "gloo" else None)
-        patience = datetime.timedelta(seconds=self._lost_after_s)
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=patience)
-        self._store = dist.PrefixStore(f"watch/{token[0]}", store)
-        self._heard = time.monotonic()
-        threading.Thread(target=self._beat, name="watch-store", daemon=True).start()
+        node = Node(token[0], dist.get_rank(), dist.get_world_size())
+        self._interval_s = interval_s(node.count, self._lost_after_s)
+        self._lost_after_s = max(self._lost_after_s, 6 * self._interval_s)
+        self._token = token[0]
+        self._node = node
+        if node.speaker(self._lost_after_s) == node.rank:
+            self._open()
+        self._beat(node)
+        dist.barrier()  # from here on the store has a word of every node
+        threading.Thread(target=self._watch, args=(node,), name="watch-store", daemon=True).start()
+
+    def _open(self) -> Any:
+        """Connect to the ranks' store, which has been there since the set-up: a connection that fails now is not tried for long."""
+        if self._store is None:
+            patience = datetime.timedelta(seconds=min(10.0, self._lost_after_s))
+            store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=patience)
+            store.set_timeout(datetime.timedelta(seconds=self._lost_after_s))
+            self._heard = time.monotonic()
+            self._store = dist.PrefixStore(f"watch/{self._token}", store)
+        return self._store
 
     def enter(self, section: str, name: str) -> None:
         """A section begins, and the one before has ended. ``name`` is for people: ``"step 7"``."""
@@ -157,7 +252,7 @@ class Watch:
         """An error ends the main thread. One of its own is told to the others; where it only shows that another rank has failed, this does
         not return."""
         text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-        if self._store is None:
+        if self._node is None:
             return
         if isinstance(error, dist.DistError) or is_consequence(str(error)):
             *_, (frame, _) = traceback.walk_tb(error.__traceback__)
@@ -167,7 +262,9 @@ class Watch:
             )
             threading.Event().wait()  # a thread ends the process
         with contextlib.suppress(Exception):
-            self._store.set("cause", f"rank {dist.get_rank()} failed in {self._now[1]}: {text}")
+            store = self._open()
+            store.set("cause", f"rank {dist.get_rank()} failed in {self._now[1]}: {text}")
+            store.set("stop", "")
 
     # -- the threads --------------------------------------------------------------------------------------------------
 
@@ -180,73 +277,100 @@ class Watch:
             limit = self._limits_s[section]
             if self._problem is None and now - began > limit:
                 self._problem = f"{name} takes longer than {limit:g} s"
-                if self._store is None:
+                if self._node is None:
                     self._end(f"{self._problem}: this rank is {self._place()[0]}")
-            if self._store is not None and now - self._heard > self._lost_after_s:
+            if self._store is not None and now - max(self._heard, began) > self._lost_after_s:
                 self._end(
                     f"rank {dist.get_rank()} has had no answer from the ranks' store at {_address()} for {self._lost_after_s:g} s in "
                     f"{self._now[1]} ({self._place()[0]}): the launcher or rank 0 there has ended, or the network between is cut"
                 )
 
-    def _beat(self) -> None:
-        """Tell the others about this rank, and find out whether the next one lives and whether something has failed."""
-        rank, following = dist.get_rank(), (dist.get_rank() + 1) % dist.get_world_size()
-        beats, seen, changed = 0, "", time.monotonic()
+    def _beat(self, node: Node) -> None:
+        """Give a sign of life, to the node and, as its speaker, to all nodes."""
+        self._beats += 1
+        node.tell([self._beats, self._now[1], *self._place()], self._problem)
+        node.listen()
+        if self._store is not None:
+            self._store.set(_key(node.index), json.dumps(node.said))
+            self._heard = time.monotonic()
+
+    def _watch(self, node: Node) -> None:
+        """Tell the others about this rank, and find out whether its node and the next one live and whether something has failed."""
+        seen, changed = "", time.monotonic()
         while not self._ended.is_set():
             try:
-                beats += 1
-                self._store.set(str(rank), json.dumps([beats, self._now[1], *self._place()]))
-                self._heard = time.monotonic()
-                problem = self._problem
-                if self._store.check(["said"]) or self._store.check(["cause"]):
-                    problem = problem or "another rank has failed"
-                elif self._store.check([str(following)]):
-                    last = self._store.get(str(following)).decode()
-                    seen, changed = (last, time.monotonic()) if last != seen else (seen, changed)
-                    # where a launcher asks for an end because a rank has died, it kills all soon
-                    patience_s = 5 * self._interval_s if self._received else self._lost_after_s
-                    if time.monotonic() - changed > min(patience_s, self._lost_after_s):
-                        problem = problem or f"rank {following} gives no sign of life"
-                if problem is not None:
-                    self._report(problem, beats)
+                self._beat(node)
+                if node.ended:
+                    self._end("")
+                # where a launcher asks for an end because a rank has died, it kills all soon
+                patience_s = min(5 * self._interval_s if self._received else self._lost_after_s, self._lost_after_s)
+                problem = self._problem or node.problem
+                hurry = problem is not None or self._received
+                if node.speaker(_HANDOVER * self._interval_s if hurry else patience_s) == node.rank:
+                    if self._open().check(["stop"]):
+                        problem = problem or "another rank has failed"
+                    elif silent := node.silent(patience_s):
+                        problem = (
+                            problem or f"{_ranks(silent)} {'give' if len(silent) > 1 else 'gives'} no sign of life"
+                        )
+                    elif node.count > 1:
+                        following = (node.index + 1) % node.count
+                        last = self._store.get(_key(following)).decode()
+                        seen, changed = (last, time.monotonic()) if last != seen else (seen, changed)
+                        # its other ranks get the time to speak for it
+                        if time.monotonic() - changed > patience_s + (_HANDOVER + 1) * self._interval_s:
+                            problem = problem or f"node {following} gives no sign of life"
+                    if problem is not None:
+                        self._report(node, problem)
             except (dist.DistError, RuntimeError) as error:
                 if not self._ended.is_set():
-                    self._end(
-                        f"rank {rank} has lost the ranks' store at {_address()} in {self._now[1]} ({self._place()[0]}): {_first(error)}"
-                    )
+                    where = f"in {self._now[1]} ({self._place()[0]})"
+                    self._end(f"rank {node.rank} has lost the ranks' store at {_address()} {where}: {_first(error)}")
             self._ended.wait(self._interval_s)
 
-    def _report(self, problem: str, beats: int) -> None:
-        """One rank, the first that comes, says for all what has happened; the others stay until then, because they would seem dead."""
-        first = self._store.add("said", 1) == 1
-        before = self._others() if first else {}
-        deadline = time.monotonic() + max(4 * self._interval_s, 1.0)
-        while time.monotonic() < deadline and not (not first and self._store.check(["done"])):
-            beats += 1
-            self._store.set(str(dist.get_rank()), json.dumps([beats, self._now[1], *self._place()]))
-            self._heard = time.monotonic()
+    def _report(self, node: Node, problem: str) -> None:
+        """One speaker, the first that comes, says for all what has happened; the others stay until then, because they would seem dead."""
+        store = self._open()
+        first = store.add("said", 1) == 1
+        store.set("stop", "")
+        before = self._nodes(node) if first else []
+        began = time.monotonic()
+        while (waited := time.monotonic() - began) < max(2 * (_HANDOVER + 2) * self._interval_s, 1.0):
+            self._beat(node)
+            if not first and store.check(["done"]):
+                break
+            # a second report of every node, or the time in which another rank would have spoken for it
+            if first and waited > max(4 * self._interval_s, 1.0):
+                pairs = zip(before, self._nodes(node), strict=True)
+                if all(any(said[0] != old[rank][0] for rank, said in new.items() if rank in old) for old, new in pairs):
+                    break
             time.sleep(self._interval_s / 2)
-        if not first:
-            self._end("")
-        cause = self._store.get("cause").decode() if self._store.check(["cause"]) else ""
-        sentence = cause or told(problem, before, self._others())
-        self._store.set("done", "")
+        sentence = ""
+        if first:
+            cause = store.get("cause").decode() if store.check(["cause"]) else ""
+            sentence = cause or told(problem, _merged(before), _merged(self._nodes(node)))
+            store.set("done", "")
         self._end(sentence)
 
-    def _others(self) -> dict[int, list[Any]]:
-        """What each rank last said: how often it has, the section, the place, and whether it is in a collective."""
-        known = [rank for rank in range(dist.get_world_size()) if self._store.check([str(rank)])]
-        values = self._store.multi_get([str(rank) for rank in known])
-        return {rank: json.loads(value) for rank, value in zip(known, values, strict=True)}
+    def _nodes(self, node: Node) -> list[dict[int, list[Any]]]:
+        """What the ranks of each node last said: how often they have, the section, the place, and whether they are in a collective."""
+        keys = [_key(index) for index in range(node.count)]
+        blocks = [self._store.multi_get(keys[start : start + _BLOCK]) for start in range(0, len(keys), _BLOCK)]
+        return [{int(rank): said for rank, said in json.loads(value).items()} for block in blocks for value in block]
 
     def _place(self) -> tuple[str, bool]:
         frame = sys._current_frames().get(self._main or 0)
         return self._failed_at or (("at its end", False) if frame is None else place_of(frame, self._layer))
 
     def _end(self, sentence: str) -> None:
+        """End the process, and with it the ranks of its node, which would otherwise say the same."""
+        if self._node is not None and not self._node.ended:
+            self._node.tell(self._node.said[self._node.rank], None, ended=True)
         if sentence:
             print(f"the training ends: {sentence}", file=sys.stderr, flush=True)
         sys.stdout.flush()
+        if self._store is not None and dump_collectives(dist.get_rank()):
+            time.sleep(DUMP_S)
         os._exit(1)
 
 
@@ -306,8 +430,35 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
+def _merged(nodes: Iterable[Mapping[int, list[Any]]]) -> dict[int, list[Any]]:
+    return dict(sorted((rank, said) for node in nodes for rank, said in node.items()))
+
+
+def _key(node: int) -> str:
+    return f"node {node}"
+
+
 def _address() -> str:
     return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+
+
+DUMP_S = 3.0
+"""Seconds for the file of a flight recorder: torch looks once a second whether it is wanted."""
+
+
+def dump_collectives(rank: int) -> bool:
+    """Let NCCL's flight recorder write its file, which torch does by itself only when its own time limit, a longer one, has passed; whether
+    there is a recorder that listens."""
+    stem = os.environ.get("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "")
+    if not stem or dist.get_backend() != "nccl":
+        return False
+    try:
+        pipe = os.open(f"{stem}{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return False
+    with open(pipe, "wb") as file:
+        file.write(b"1\n")
+    return True
 
 
 def _first(error: BaseException) -> str:
@@ -323,10 +474,13 @@ def run(main: Callable[[], None]) -> None:
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
         if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
+            if os.environ.get("RANK", "0") != "0":
+                time.sleep(_RANK_0_SPEAKS_S)
+            print(end.code if _NAMED.match(end.code) else f"error: {end.code}", file=sys.stderr)
     except BaseException:  # noqa: BLE001  whatever it was, the process ends with it
         traceback.print_exc()
         status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            stream.flush()
     os._exit(status)

@@ -5,19 +5,22 @@ optimizer's state of it. In a step each owner gathers the gradient's pieces and 
 ranks that have pieces of them. No such parameter is whole on two ranks, and none is updated twice (K. Jordan et al., "Muon: an optimizer
 for hidden layers in neural networks", 2024, distribute matrices over ranks likewise).
 
-Owners are balanced by elements: each rank has about its share of the pipeline stage. A parameter that is whole on all of its ranks, as
-under plain data parallelism, is updated there, and nothing is sent. The planner does not price any of this: the whole masters are about
-4 more bytes for each element of a rank's share in float32, their gradients as many during the update, and each step sends the gradients
-and the new values once.
+Owners are balanced by elements: each rank has about its share of the pipeline stage. Every rank computes the same owners from the layouts,
+and tells an owner which boxes of its parameters it has; nobody needs to know more of the other ranks. A parameter that is whole on all of
+its ranks, as under plain data parallelism, is updated there, and nothing is sent. The planner does not price any of this: the whole
+masters are about 4 more bytes for each element of a rank's share in float32, their gradients as many during the update, and each step
+sends the gradients and the new values once.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,13 +28,16 @@ from torch import Tensor, nn
 
 from autopar.program.boxes import Box, pieces
 from autopar.program.masters import Master
-from autopar.program.state_places import upload
-from autopar.program.world import Program, World
+from autopar.program.state_places import DEVICE, upload
+from autopar.program.world import Layout, Program, World
 
 ROUND_BYTES = 256 * 2**20
 """What an owner receives at a time, unless one tensor is larger: the bound of the buffers that are sent and received."""
 
 Values = Callable[[Master], Tensor | None]
+
+_Name = tuple[int, str]
+"""A stage, and the name of a parameter in the user's model."""
 
 
 class _Key(NamedTuple):
@@ -42,28 +48,18 @@ class _Key(NamedTuple):
     original: str
 
 
-class _Record(NamedTuple):
-    """A master copy on some rank, as all ranks know it; of ranks with the same values one is ``counted``."""
-
-    key: _Key
-    dtype: str
-    shape: tuple[int, ...]
-    is_whole: bool
-    counted: bool
-    boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-
-
 @dataclass(frozen=True, slots=True)
 class _Transfer:
-    """A box of a parameter, between the rank ``holder``, whose master ``index`` has it as its box ``number``, and the ``owner``."""
+    """A box of a parameter, between the rank ``holder``, whose master ``index`` has it as its box ``number``, and the ``owner``, which
+    doesn't need these two. Of ranks with the same values one is ``counted``."""
 
     key: _Key
     holder: int
     owner: int
-    index: int
-    number: int
     box: Box
     counted: bool
+    index: int = -1
+    number: int = -1
 
 
 class WholeTensors:
@@ -75,27 +71,34 @@ class WholeTensors:
     def __init__(self, masters: Sequence[Master], program: Program, world: World) -> None:
         self._world = world
         self._held = [master for master in masters if any(True for _ in _boxes(master, master.tensor.detach(), world))]
-        replica = tuple(world.coordinates[axis][0] for axis in program.parted(list(program.spec.mesh))[1])
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, [tuple(_record(master, replica, world)) for master in self._held])
-        records = [[_Record(_Key(*own[0]), *own[1:]) for own in theirs] for theirs in every]
-        mine = records[dist.get_rank()]
-        cut = {record.key for theirs in records for record in theirs if not record.is_whole}
-        self.masters = [master for master, own in zip(self._held, mine, strict=True) if own.key not in cut]
-        owners = _owners(records, cut)
-        layouts = {own.key: master.layout for master, own in zip(self._held, mine, strict=True)}
-        offloaded = {own.key: master.offloaded is not None for master, own in zip(self._held, mine, strict=True)}
+        apart = program.parted(list(program.spec.mesh))[1]
+        replica = tuple(world.coordinates[axis][0] for axis in apart)
+        layouts = {(layout.stage, layout.original): layout for layout in reversed(program.layouts) if layout.trainable}
+        names = sorted(layouts)
+        cut = _cut(self._held, names, world)
+        owners = _owners([layouts[name] for name in names if name in cut], program, world)
+        self.masters = [m for m in self._held if (m.layout.stage, m.layout.original) not in cut]
         self._owned: dict[_Key, Master] = {}
-        for record in mine:
-            if owners.get(record.key) == dist.get_rank() and record.key not in self._owned:
-                layout = replace(
-                    layouts[record.key], part=None, shape=record.shape, padded=record.shape, sharded=(), replicated=()
-                )
-                device = torch.device("cpu") if offloaded[record.key] else world.device
-                tensor = nn.Parameter(torch.empty(record.shape, dtype=getattr(torch, record.dtype), device=device))
-                self._owned[record.key] = Master(layout, tensor, ())
+        for key in sorted(key for key, owner in owners.items() if owner == dist.get_rank()):
+            layout = layouts[key.stage, key.original]
+            shape = layout.original_shape
+            device = torch.device("cpu") if program.place(layout) != DEVICE else world.device
+            tensor = nn.Parameter(torch.empty(shape, dtype=program.dtypes(layout)[0], device=device))
+            layout = replace(layout, part=None, shape=shape, padded=shape, sharded=(), replicated=())
+            self._owned[key] = Master(layout, tensor, ())
         self.masters += self._owned.values()
-        self._rounds = [(dtype, list(_transfers(records, owners, keys))) for dtype, keys in _rounds(records, owners)]
+        held = [
+            _Transfer(key, dist.get_rank(), owners[key], box, world.first_on(master.alike), index, number)
+            for index, master in enumerate(self._held)
+            if (key := _Key(replica, master.layout.stage, master.layout.original)) in owners
+            for number, (box, _) in enumerate(_boxes(master, master.tensor.detach(), world))
+        ]
+        numbers = {_Key(replica, *name): number for number, name in enumerate(names)}
+        owned = _told(held, numbers, world)
+        self._rounds = [
+            (dtype, [t for t in held if t.key in keys], [t for t in owned if t.key in keys])
+            for dtype, keys in _rounds(owners, layouts, program)
+        ]
         self.gather_values()
 
     def gather_values(self) -> None:
@@ -111,37 +114,31 @@ class WholeTensors:
     @torch.no_grad()
     def scatter_values(self) -> None:
         """After an update: write the new values into the pieces on all ranks. The owners' gradients are freed."""
-        for dtype, transfers in self._rounds:
-            boxes = self._boxes_of(transfers, _value)
-            sent = [(t.holder, _in(self._owned[t.key].tensor.detach(), t.box)) for t in self._owned_of(transfers)]
-            _exchange(sent, [(t.owner, boxes[t.index][t.number]) for t in self._held_of(transfers)], dtype, self._world)
+        for dtype, held, owned in self._rounds:
+            boxes = self._boxes_of(held, _value)
+            sent = [(t.holder, _in(self._owned[t.key].tensor.detach(), t.box)) for t in owned]
+            _exchange(sent, [(t.owner, boxes[t.index][t.number]) for t in held], dtype, self._world)
         for master in self._owned.values():
             master.tensor.grad = None
         upload(self._held)
 
     @torch.no_grad()
     def _gather(self, values: Values) -> None:
-        for dtype, every in self._rounds:
-            transfers = [transfer for transfer in every if transfer.counted]
-            boxes = self._boxes_of(transfers, values)
+        for dtype, every_held, every_owned in self._rounds:
+            held, owned = ([t for t in every if t.counted] for every in (every_held, every_owned))
+            boxes = self._boxes_of(held, values)
             received: list[tuple[int, Tensor]] = []
-            for transfer in self._owned_of(transfers):
+            for transfer in owned:
                 whole = values(self._owned[transfer.key])
                 assert whole is not None
                 received.append((transfer.holder, _in(whole, transfer.box)))
-            sent = [(t.owner, boxes[t.index][t.number]) for t in self._held_of(transfers)]
+            sent = [(t.owner, boxes[t.index][t.number]) for t in held]
             _exchange(sent, received, dtype, self._world)
-
-    def _owned_of(self, transfers: Sequence[_Transfer]) -> list[_Transfer]:
-        return [transfer for transfer in transfers if transfer.owner == dist.get_rank()]
-
-    def _held_of(self, transfers: Sequence[_Transfer]) -> list[_Transfer]:
-        return [transfer for transfer in transfers if transfer.holder == dist.get_rank()]
 
     def _boxes_of(self, transfers: Sequence[_Transfer], values: Values) -> dict[int, list[Tensor]]:
         """Views of this rank's boxes, by the index of the master."""
         found = {}
-        for index in {transfer.index for transfer in self._held_of(transfers)}:
+        for index in {transfer.index for transfer in transfers}:
             tensor = values(self._held[index])
             tensor = torch.zeros_like(self._held[index].tensor) if tensor is None else tensor
             found[index] = [view for _, view in _boxes(self._held[index], tensor, self._world)]
@@ -150,19 +147,6 @@ class WholeTensors:
 
 def _value(master: Master) -> Tensor:
     return master.tensor.detach()
-
-
-def _record(master: Master, replica: tuple[int, ...], world: World) -> _Record:
-    layout, shape = master.layout, master.layout.original_shape
-    boxes = tuple((box.offsets, box.sizes) for box, _ in _boxes(master, master.tensor.detach(), world))
-    return _Record(
-        _Key(replica, layout.stage, layout.original),
-        str(master.tensor.dtype).removeprefix("torch."),
-        shape,
-        tuple(master.tensor.shape) == shape and boxes == (((0,) * len(shape), shape),),
-        world.first_on(master.alike),
-        boxes,
-    )
 
 
 def _boxes(master: Master, values: Tensor, world: World) -> Iterator[tuple[Box, Tensor]]:
@@ -178,46 +162,80 @@ def _in(tensor: Tensor, box: Box) -> Tensor:
     return tensor
 
 
-def _owners(records: Sequence[Sequence[_Record]], cut: set[_Key]) -> dict[_Key, int]:
-    """The rank that updates each parameter: from the largest to the smallest, the rank with the fewest elements so far."""
-    holders: dict[_Key, list[int]] = {}
-    elements: dict[_Key, int] = {}
-    for rank, theirs in enumerate(records):
-        for record in theirs:
-            if record.key in cut:
-                holders.setdefault(record.key, []).append(rank)
-                elements[record.key] = math.prod(record.shape)
+def _cut(held: Sequence[Master], names: Sequence[_Name], world: World) -> set[_Name]:
+    """Those of ``names`` of which a rank has a part: all ranks learn it by one small reduction."""
+    number = {name: i for i, name in enumerate(names)}
+    marks = torch.zeros(len(names), dtype=torch.int32, device=world.device)
+    for master in held:
+        shape = master.layout.original_shape
+        whole = [Box((0,) * len(shape), shape)]
+        boxes = [box for box, _ in _boxes(master, master.tensor.detach(), world)]
+        if tuple(master.tensor.shape) != shape or boxes != whole:
+            marks[number[master.layout.stage, master.layout.original]] = 1
+    dist.all_reduce(marks, dist.ReduceOp.MAX)
+    return {name for name, mark in zip(names, marks.tolist(), strict=True) if mark}
+
+
+def _owners(layouts: Sequence[Layout], program: Program, world: World) -> dict[_Key, int]:
+    """The rank that updates each parameter: from the largest to the smallest, the rank of its stage with the fewest elements so far."""
+    names, apart = list(world.coordinates), program.parted(list(program.spec.mesh))[1]
+    replicas = list(itertools.product(*(range(world.coordinates[axis][1]) for axis in apart)))
+    loads: dict[tuple[int, tuple[int, ...]], list[tuple[int, int]]] = {}  # heaps of elements and ranks
     owners: dict[_Key, int] = {}
-    load: Counter[int] = Counter()
-    for key in sorted(holders, key=lambda key: (-elements[key], key)):
-        owners[key] = min(holders[key], key=lambda rank: (load[rank], rank))
-        load[owners[key]] += elements[key]
+    for layout in sorted(layouts, key=lambda x: (-math.prod(x.original_shape), x.stage, x.original)):
+        row = world.placed[layout.stage]
+        row = row if row < len(world.grid) else max(world.placed) - row  # of a rank and its mirror
+        for replica in replicas:
+            if (row, replica) not in loads:
+                at = dict(zip(apart, replica, strict=True))
+                ranks = world.grid[row][tuple(at.get(name, slice(None)) for name in names)]
+                loads[row, replica] = [(0, rank) for rank in sorted(ranks.flatten().tolist())]
+            elements, rank = loads[row, replica][0]
+            heapq.heapreplace(loads[row, replica], (elements + math.prod(layout.original_shape), rank))
+            owners[_Key(replica, layout.stage, layout.original)] = rank
     return owners
 
 
-def _rounds(records: Sequence[Sequence[_Record]], owners: dict[_Key, int]) -> list[tuple[torch.dtype, frozenset[_Key]]]:
+def _rounds(
+    owners: Mapping[_Key, int], layouts: Mapping[_Name, Layout], program: Program
+) -> list[tuple[torch.dtype, frozenset[_Key]]]:
     """The parameters that are sent at a time, with their dtype; the same list on every rank."""
     found: dict[tuple[str, int], set[_Key]] = {}
+    dtypes: dict[str, torch.dtype] = {}
     sums: Counter[tuple[int, str]] = Counter()
-    for record in sorted({r.key: r for theirs in records for r in theirs if r.key in owners}.values()):
-        dtype: torch.dtype = getattr(torch, record.dtype)
-        place = owners[record.key], record.dtype
-        found.setdefault((record.dtype, sums[place] // ROUND_BYTES), set()).add(record.key)
-        sums[place] += math.prod(record.shape) * dtype.itemsize
-    return [(getattr(torch, dtype), frozenset(found[dtype, number])) for dtype, number in sorted(found)]
+    for key in sorted(owners):
+        layout = layouts[key.stage, key.original]
+        dtype = program.dtypes(layout)[0]
+        dtypes[str(dtype)] = dtype
+        place = owners[key], str(dtype)
+        found.setdefault((str(dtype), sums[place] // ROUND_BYTES), set()).add(key)
+        sums[place] += math.prod(layout.original_shape) * dtype.itemsize
+    return [(dtypes[name], frozenset(found[name, number])) for name, number in sorted(found)]
 
 
-def _transfers(
-    records: Sequence[Sequence[_Record]], owners: dict[_Key, int], keys: frozenset[_Key]
-) -> Iterator[_Transfer]:
-    """This rank's transfers of ``keys``, in one order on both of their ranks."""
-    me = dist.get_rank()
-    for rank, theirs in enumerate(records):
-        for index, record in enumerate(theirs):
-            if record.key in keys and me in (rank, owners[record.key]):
-                for number, (offsets, sizes) in enumerate(record.boxes):
-                    box = Box(offsets, sizes)
-                    yield _Transfer(record.key, rank, owners[record.key], index, number, box, record.counted)
+def _told(held: Sequence[_Transfer], numbers: Mapping[_Key, int], world: World) -> list[_Transfer]:
+    """Tell the owners of the boxes that this rank holds; returns the transfers of what this rank owns, those of one holder in its order.
+    ``numbers`` are those of this replica's parameters."""
+    keys = list(numbers)
+    told: dict[int, list[int]] = {}
+    for t in held:
+        told.setdefault(t.owner, []).extend((numbers[t.key], t.counted, len(t.box.sizes), *t.box.offsets, *t.box.sizes))
+    ranks = range(dist.get_world_size())
+    sizes = torch.tensor([len(told.get(rank, ())) for rank in ranks], device=world.device)
+    others = torch.empty_like(sizes)
+    dist.all_to_all_single(others, sizes)
+    sending = torch.tensor([n for rank in ranks for n in told.get(rank, ())], dtype=torch.int64, device=world.device)
+    taken = others.tolist()
+    coming = torch.empty(sum(taken), dtype=torch.int64, device=world.device)
+    dist.all_to_all_single(coming, sending, taken, sizes.tolist())
+    owned = []
+    for holder, part in zip(ranks, coming.cpu().split(taken), strict=True):
+        values = iter(part.tolist())
+        for number in values:
+            counted, dims = next(values), next(values)
+            offsets, extents = (tuple(itertools.islice(values, dims)) for _ in range(2))
+            owned.append(_Transfer(keys[number], holder, dist.get_rank(), Box(offsets, extents), bool(counted)))
+    return owned
 
 
 def _exchange(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import importlib
+import itertools
 import json
 import math
 import os
@@ -21,9 +22,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.program.groups import ProcessGroups
 from autopar.program.mesh_axes import on_mesh
+from autopar.program.processes import StartError, check_node, device_of, meet, place_of
 from autopar.program.spec import LayerSpec, ProgramSpec, TensorSpec
 from autopar.program.state_places import PLACES, Places
 
@@ -184,6 +187,12 @@ class Program:
         return 2 if self.plan["schedule"] == "chimera" else 1
 
     @property
+    def has_links(self) -> bool:
+        """Whether any two pipeline ranks exchange tensors over a group of their own. 1F1B sends and receives in one batch, which must stay
+        one."""
+        return self.plan["schedule"] not in ("none", "1f1b")
+
+    @property
     def passes(self) -> int:
         """The number of microbatches of a step that a copy of a stage runs."""
         return int(self.plan["microbatches"]) // self.directions
@@ -229,6 +238,17 @@ class Program:
         axes = self.group(layout)[2]
         replicating = {MIRROR, *(axis for layer in layers for axis in layer.replicate_axes)}
         return tuple(a for a in axes if a in replicating), tuple(a for a in axes if a not in replicating)
+
+    def reduced_over(self, layout: Layout) -> set[tuple[str, ...]]:
+        """The axes of every collective that sums a parameter's gradient, averages its replicas, or gathers its shards."""
+        zero, axes = self.group(layout)[1:]
+        inside, apart = self.parted(axes)
+        sharded = zero >= 2 or (zero == 1 and layout.trainable)
+        copies, shards = self.copies(layout)
+        if zero >= 2:  # the copies of a stage are no axis of FSDP2's mesh
+            copies = tuple(axis for axis in copies if axis != MIRROR)
+        found = {copies, shards, apart} if sharded and shards else {inside, apart}
+        return {axes for axes in found if axes} if layout.trainable or sharded else set()
 
     def place(self, layout: Layout) -> str:
         """Where the parameter's master copy and optimizer states are (``PLACES``). Tied copies have theirs in one place, so that their
@@ -315,7 +335,11 @@ class World:
     # by tied parameter: the pipeline ranks that have a copy, if several have one
     shared: Mapping[str, dist.ProcessGroup]
     replica: dist.ProcessGroup | None = None  # this rank's replica, if replicas train apart
+    links: Mapping[int, dist.ProcessGroup] = field(
+        default_factory=dict
+    )  # by rank: this rank and one that it exchanges tensors with
     places: Places = field(default_factory=Places)  # of optimizer states that are not on the device
+    timeout_s: float = 600  # of groups that are made later
 
     @property
     def pipeline(self) -> int:
@@ -352,43 +376,49 @@ class World:
 
 
 def start(program: Program, *, device: str | None = None, timeout_s: float = 600, nvme: str | None = None) -> World:
-    """Join the other processes (``torchrun`` sets the environment) and build the plan's mesh.
+    """Join the other processes (``torchrun`` or ``srun`` sets the environment) and build the plan's mesh.
 
-    NCCL on GPUs, gloo on CPUs; ``device`` is ``"cuda"``, ``"cpu"`` or ``None``: GPUs if there is one for every local process. ``nvme`` is a
-    folder on the node's NVMe, for plans that keep optimizer states there, in place of the plan's.
-    Raises ``RuntimeError`` if the number of processes is not the plan's number of devices.
+    NCCL on GPUs, gloo on CPUs; ``device`` is ``"cuda"``, ``"cpu"`` or ``None``: GPUs if the node has any. ``timeout_s`` is the time limit
+    of all process groups (the world's, unless it is there already). ``nvme`` is a folder on the node's NVMe, for plans that keep optimizer
+    states there, in place of the plan's.
+
+    Raises:
+        StartError: another number of processes, on all nodes or on each, than the plan has devices; or not a GPU for each process.
     """
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-    kind = device or ("cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= local else "cpu")
-    here = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
-    if kind == "cuda" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        # sizes that vary would leave holes between the blocks of memory; CUDA's allocator reads this when it is first used
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     axes = program.spec.mesh
     stages, chunks = len(program.spec.stages), int(program.plan.get("chunks", 1))
     if stages % chunks:
         raise RuntimeError(f"{stages} stages cannot be placed on devices that run {chunks} each")
     line = stages // chunks
-    shape = (line, *axes.values())
-    if kind == "cuda":
+    shape, names = (line, *axes.values()), ("pipeline", *axes)
+    place = place_of(os.environ)
+    if not dist.is_initialized():
+        _check_world(place.size, axes, shape)
+    here = device_of(place, device)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    if here.type == "cuda":
+        if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+            # sizes that vary would leave holes between the blocks of memory; CUDA's allocator reads this when it is first used
+            os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+        if place.size == math.prod(shape):  # else a single process stands for one of the plan's devices
+            check_node(place, program.plan, dict(zip(names, shape, strict=True)))
         torch.cuda.set_device(here)
     if not dist.is_initialized():
-        _check_world(int(os.environ.get("WORLD_SIZE", "1")), axes, shape)
-        for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
-            os.environ.setdefault(name, value)  # a single process without torchrun
-        timeout = datetime.timedelta(seconds=timeout_s)
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=timeout)
+        meet(os.environ, place)
+        # without device_id: with it NCCL would run all transfers of a pipeline on one communicator, where they block each other
+        dist.init_process_group("nccl" if here.type == "cuda" else "gloo", timeout=timeout)
     _check_world(dist.get_world_size(), axes, shape)
-    mesh = init_device_mesh(kind, shape, mesh_dim_names=("pipeline", *axes))
-    place = mesh.get_coordinate()
-    assert place is not None
+    groups = ProcessGroups(timeout)
+    mesh = _mesh(groups, torch.arange(dist.get_world_size()).view(shape), names, here.type)
+    at = mesh.get_coordinate()
+    assert at is not None
     placed = tuple(int(stage["devices"][0]) // int(stage["devices"][1]) for stage in program.plan["stages"])
     both = program.directions == 2
-    mirrored = both and 2 * place[0] >= line
     grid = mirror_grid(mesh.mesh, program.directions)
-    own = (place[0], line - 1 - place[0]) if both else (place[0],)
-    indices = (int(mirrored), *place[1:])
-    return World(
+    own = (at[0], line - 1 - at[0]) if both else (at[0],)
+    indices = (int(both and 2 * at[0] >= line), *at[1:])
+    pairs = [(min(pair), max(pair)) for pair in itertools.pairwise(placed) if pair[0] != pair[1]]
+    world = World(
         device=here,
         stages=tuple(stage for stage in range(stages) if placed[stage] in own),
         placed=placed,
@@ -396,11 +426,34 @@ def start(program: Program, *, device: str | None = None, timeout_s: float = 600
         stage_mesh=mesh[tuple(axes)],
         grid=grid,
         coordinates={axis: (index, n) for (axis, n), index in zip(program.axes.items(), indices, strict=True)},
-        groups=_axis_groups(program, grid),
-        shared=_stage_groups(program, grid, placed),
-        replica=_replica_group(program, mesh.mesh),
+        groups=_axis_groups(groups, program, grid),
+        shared=_stage_groups(groups, program, grid, placed),
+        replica=_replica_group(groups, program, mesh.mesh),
+        links=groups.links(mesh.mesh, pairs, mesh.get_group("pipeline")) if program.has_links else {},
         places=Places(nvme or str(program.plan.get("nvme_path", ""))),
+        timeout_s=timeout_s,
     )
+    _warm_up(groups, here)
+    return world
+
+
+def _mesh(groups: ProcessGroups, ranks: Tensor, names: Sequence[str], kind: str) -> DeviceMesh:
+    """The mesh ``ranks`` of named axes, with a group for each axis."""
+    rows = [ranks.movedim(dim, -1).flatten(0, -2) for dim in range(ranks.dim())]
+    own = [group for row in rows if (group := groups.rows(row)) is not None]
+    return DeviceMesh.from_group(own, kind, mesh=ranks, mesh_dim_names=tuple(names))
+
+
+def _warm_up(groups: ProcessGroups, device: torch.device) -> None:
+    try:
+        groups.warm_up(device)
+    except RuntimeError as error:
+        if "Duplicate GPU" not in str(error):
+            raise
+        raise StartError(
+            f"several processes of a node use the same GPU: {str(error).strip().splitlines()[-1]}",
+            "start as many processes as the node has GPUs, each with a GPU of its own, or train on the CPUs with --device cpu",
+        ) from error
 
 
 def mirror_grid(ranks: Tensor, directions: int) -> Tensor:
@@ -412,7 +465,7 @@ def mirror_grid(ranks: Tensor, directions: int) -> Tensor:
     return torch.stack((ranks[:half], ranks[half:].flip(0)), 1)
 
 
-class WorldSizeError(RuntimeError):
+class WorldSizeError(StartError):
     """A program that was started with another number of processes than its plan has devices."""
 
 
@@ -423,59 +476,31 @@ def _check_world(size: int, axes: Mapping[str, int], shape: Sequence[int]) -> No
         devices = f"{wanted} device{'s' if wanted != 1 else ''}"
         started = f"{size} process{'es' if size != 1 else ''}"
         raise WorldSizeError(
-            f"the program is for {devices} ({mesh}) and was started with {started}; torchrun --nnodes N --nproc-per-node M starts N x M, "
-            f"and a program that is emitted for {size} continues from the same checkpoints"
+            f"the program is for {devices} ({mesh}) and was started with {started}",
+            f"torchrun --nnodes N --nproc-per-node M starts N x M, and a program that is emitted for {size} continues from the same "
+            "checkpoints",
         )
 
 
-def _subgroups(ranks: Tensor) -> dist.ProcessGroup | None:
-    """Make a process group of every row of ``ranks``; return the group of this rank. All ranks of the world must call this."""
-    mine = None
-    for row in ranks.tolist():
-        group = dist.new_group(row)
-        if dist.get_rank() in row:
-            mine = group
-    return mine
-
-
-def _axis_groups(program: Program, ranks: Tensor) -> dict[tuple[str, ...], dist.ProcessGroup]:
+def _axis_groups(groups: ProcessGroups, program: Program, ranks: Tensor) -> dict[tuple[str, ...], dist.ProcessGroup]:
     """A group for every combination of axes that gradients are reduced over or that model.py names."""
-    whole = {program.group(layout)[2] for layout in program.layouts}
-    sets = whole | {axes for layout in program.layouts for axes in program.copies(layout)}
-    sets |= {part for axes in whole for part in program.parted(axes)}
-    wanted = {axes for axes in sets if len(axes) > 1} | ({(MIRROR,)} if program.directions > 1 else set())
-    names = list(program.axes)
-    return flat_groups(wanted | set(program.spec.flattened), names, ranks)
+    wanted = {axes for layout in program.layouts for axes in program.reduced_over(layout) if len(axes) > 1}
+    wanted |= set(program.spec.flattened) | ({(MIRROR,)} if program.directions > 1 else set())
+    return groups.flattened(wanted, list(program.axes), ranks)
 
 
-def flat_groups(
-    wanted: Iterable[tuple[str, ...]], names: Sequence[str], ranks: Tensor
-) -> dict[tuple[str, ...], dist.ProcessGroup]:
-    """A group over each of ``wanted`` (axes outermost first); ``ranks`` has a dim of stages, or of pairs of stages that mirror each other,
-    then one for every axis of ``names``.
-
-    All ranks of the world must call this.
-    """
-    groups = {}
-    for axes in sorted(wanted):
-        inner = [1 + names.index(axis) for axis in axes]
-        outer = [dim for dim in range(ranks.dim()) if dim not in inner]
-        group = _subgroups(ranks.permute(*outer, *inner).flatten(len(outer)).flatten(0, len(outer) - 1))
-        assert group is not None
-        groups[axes] = group
-    return groups
-
-
-def _replica_group(program: Program, ranks: Tensor) -> dist.ProcessGroup | None:
+def _replica_group(groups: ProcessGroups, program: Program, ranks: Tensor) -> dist.ProcessGroup | None:
     """A group for every replica that trains apart, over all its pipeline stages."""
     names = list(program.spec.mesh)
     apart = [1 + names.index(axis) for axis in program.parted(names)[1]]
     if not apart:
         return None
-    return _subgroups(ranks.movedim(apart, list(range(len(apart)))).flatten(0, len(apart) - 1).flatten(1))
+    return groups.rows(ranks.movedim(apart, list(range(len(apart)))).flatten(0, len(apart) - 1).flatten(1))
 
 
-def _stage_groups(program: Program, grid: Tensor, placed: Sequence[int]) -> dict[str, dist.ProcessGroup]:
+def _stage_groups(
+    groups: ProcessGroups, program: Program, grid: Tensor, placed: Sequence[int]
+) -> dict[str, dist.ProcessGroup]:
     """A group for every tied parameter with copies on several pipeline ranks. Ranks that mirror each other are in two groups: the
     reduction of gradients over ``mirror`` comes later."""
     places: dict[str, set[int]] = {}
@@ -483,9 +508,9 @@ def _stage_groups(program: Program, grid: Tensor, placed: Sequence[int]) -> dict
         if layout.shared is not None:
             place = placed[layout.stage]
             places.setdefault(layout.shared, set()).add(place if place < len(grid) else max(placed) - place)
-    groups = {}
+    own = {}
     for key in sorted(key for key, found in places.items() if len(found) > 1):
-        group = _subgroups(grid[sorted(places[key])].flatten(1).t())
+        group = groups.rows(grid[sorted(places[key])].flatten(1).t())
         if group is not None:
-            groups[key] = group
-    return groups
+            own[key] = group
+    return own

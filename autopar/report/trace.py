@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from autopar.data_files import DataError, read_json
 from autopar.errors import UsageError
 from autopar.program.tracing import COMMUNICATION, COMPUTATION, WORDS, Event, action_name, event, process
 from autopar.report.step import ONCE, PredictedStep
 
+_MOST_BYTES = 512 * 2**20
 _FIRST = 1_000_000
 """The number of the first predicted process; measured ones have their ranks' numbers plus 1."""
 
@@ -43,14 +45,31 @@ def read_trace(path: str | Path) -> list[Event]:
     """
     hint = "`train.py --trace FILE` of an emitted program writes one"
     try:
-        events = json.loads(Path(path).read_text())["traceEvents"]
-        found = [one for one in events if one["pid"] < _FIRST]
-        assert any(one["ph"] == "X" and _ACTION.match(one["name"]) for one in found), "it has no actions"
+        data = read_json(path, _MOST_BYTES)
+        events = data.get("traceEvents") if isinstance(data, dict) else None
+        if not isinstance(events, list) or not all(map(_is_event, events)):
+            raise DataError("it has no list of traceEvents")
+        found: list[Event] = [one for one in events if one["pid"] < _FIRST]
+        if not any(_is_action(one) for one in found):
+            raise DataError("it has no actions")
     except OSError as error:
         raise UsageError(f"the trace {path} cannot be read: {error.strerror}", hint) from error
-    except (ValueError, KeyError, TypeError, AssertionError) as error:
+    except DataError as error:
         raise UsageError(f"{path} holds no trace of a program ({error})", hint) from error
     return found
+
+
+def _is_event(one: Any) -> bool:
+    """Whether the value is an event, and, where it is an action, has its seconds."""
+    named = isinstance(one, dict) and isinstance(one.get("name"), str) and isinstance(one.get("ph"), str)
+    if not named or not isinstance(one.get("pid"), int):
+        return False
+    args = one.get("args", {})
+    return isinstance(args, dict) and (not _is_action(one) or isinstance(args.get("seconds"), int | float))
+
+
+def _is_action(one: Event) -> bool:
+    return one["ph"] == "X" and _ACTION.match(one["name"]) is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,13 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import gcd
 
 import torch
 from torch import fx
 
-from autopar.graph import LayerClass
+from autopar.graph import LayerClass, cached_for_graphs
 from autopar.ops.facts import Kind, aten_names, facts, op_name
 from autopar.ops.meta import meta
 from autopar.ops.operands import operands, shape_of
@@ -93,7 +92,7 @@ def padded(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
-@lru_cache(maxsize=1024)
+@cached_for_graphs(maxsize=1024)
 def padding(cls: LayerClass) -> Padding:
     """The groups of ``cls`` that may be padded."""
     return _Analysis(cls).result()

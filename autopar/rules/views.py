@@ -188,10 +188,12 @@ def cat(node: fx.Node) -> str:
     return line(given, words, linear)
 
 
-def stack(node: fx.Node) -> str:
-    """stack: the new dim may not be sharded."""
+def stack(node: fx.Node) -> str | None:
+    """stack: the new dim may not be sharded. One scalar has no dim that a line could name."""
     parts = operands(node)
     words = names(len(shape_of(node)))
+    if len(parts) == len(words) == 1:
+        return None
     dim = dims_of(arguments(node)["dim"], len(words))[0]
     inner = words[:dim] + words[dim + 1 :]
     return line([inner] * len(parts), unsharded(words, [dim]), "linear " + "+".join(str(i) for i in range(len(parts))))

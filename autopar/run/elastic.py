@@ -163,7 +163,7 @@ def rank(programs: str) -> None:
         store.add("left", 1)
         return
     os.environ |= {"WORLD_SIZE": str(devices), "TORCHELASTIC_USE_AGENT_STORE": "True"}  # the store is there
-    sys.argv = [str(folder / "train.py"), "--data", str(folder / BATCH), *elastic.options]
+    sys.argv = [str(folder / "train.py"), "--dataset", str(folder / BATCH), *elastic.options]
     if number == 0:
         print(f"training on {devices} devices ({folder})", file=sys.stderr, flush=True)
     with program_modules(folder):

@@ -14,6 +14,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from autopar.errors import UsageError
+from autopar.program.type_check import IMPORTING
 
 _OF_A_PROGRAM = ("plan.json", "model.py", "runtime.py")
 """Files that tell an emitted folder from one with a plan and somebody's own files."""
@@ -43,8 +44,14 @@ def folder_for_program(name: Any) -> Path:
 def program_modules(folder: str | os.PathLike[str]) -> Iterator[None]:
     """A context in which ``import model`` and the like import the folder's modules; afterwards the process's own ones are back.
 
-    Names as ordinary as ``model`` are likely to be taken by the user's own files, and one process may run several programs.
+    Names as ordinary as ``model`` are likely to be taken by the user's own files, and one process may run several programs. Other threads
+    wait at this context.
     """
+    with IMPORTING:
+        yield from _program_modules(folder)
+
+
+def _program_modules(folder: str | os.PathLike[str]) -> Iterator[None]:
     path = str(Path(folder).resolve())
     names = [source.stem for source in Path(path).glob("*.py")]
     before = {name: sys.modules.pop(name) for name in names if name in sys.modules}
@@ -57,6 +64,7 @@ def program_modules(folder: str | os.PathLike[str]) -> Iterator[None]:
     finally:
         sys.meta_path.remove(finder)
         sys.path.remove(path)
+        sys.path_importer_cache.pop(path, None)
         ours = {name: module for name in names if (module := sys.modules.pop(name, None)) is not None}
         if "compiled" in ours:
             _rename(ours, path)

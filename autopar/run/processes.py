@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import json
 import os
 import selectors
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,10 @@ _GRACE_S = (
     0.5  # after the first failure: how long other ranks may still report, to tell the cause from its consequences
 )
 
+
+_HERE = "127.0.0.1"
+_LOOPBACK = dict([("GLOO_SOCKET_IFNAME", name) for _, name in socket.if_nameindex() if name in ("lo", "lo0")][:1])
+_BACKLOG = 2048
 
 PROCESSES_PER_CORE = 8
 """More would mostly wait for each other, and each takes some hundred MB."""
@@ -62,6 +68,38 @@ class Places:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
+def when_gone(owner: Any, work: Callable[..., object], *args: Any, **kwargs: Any) -> weakref.finalize[Any, Any]:
+    """Do ``work`` when ``owner`` is garbage or this process ends; never in a fork of it, which has a copy of ``owner``."""
+    return weakref.finalize(owner, _unless_forked, os.getpid(), work, *args, **kwargs)
+
+
+def _unless_forked(process: int, work: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+    if os.getpid() == process:
+        work(*args, **kwargs)
+
+
+_alive: weakref.WeakSet[Processes] = weakref.WeakSet()
+
+
+def _end_all() -> None:
+    for processes in list(_alive):
+        processes.close()
+
+
+def _let_go() -> None:
+    """In a fork: close its copies of the pipes, so that the workers end with their parent however long the fork lives."""
+    for processes in list(_alive):
+        for worker in processes._workers:
+            for stream in (worker.stdin, worker.stdout):
+                if stream is not None:
+                    with contextlib.suppress(OSError):
+                        stream.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)
+
+
 class Processes:
     """``count`` processes of this Python on this machine, with ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and
     ``MASTER_PORT`` set as ``torchrun`` sets them, and one thread for each.
@@ -76,17 +114,19 @@ class Processes:
         assert count == len(places.prefixes) > 0
         check_count(count)
         self.count = count
-        self.store = _listen(port, count)
+        address = {**(env or {}), **places.env}.get("MASTER_ADDR", _HERE)
+        self.store = _listen(address, port, count)
         self.folder = Path(tempfile.mkdtemp(prefix="autopar-"))
         self._calls = 0
         self._workers: list[subprocess.Popen[str]] = []
         common = {
+            **_LOOPBACK,
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
             "WORLD_SIZE": str(count),
             "LOCAL_WORLD_SIZE": str(count),
-            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_ADDR": address,
             "MASTER_PORT": str(self.store.port),
             **(env or {}),
             **places.env,
@@ -103,19 +143,32 @@ class Processes:
                         env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                     )
                 )
-        self._finalizer = weakref.finalize(self, _end, self._workers, self.folder)
-        atexit.register(self._finalizer)
+        self._parent = os.getpid()
+        self._finalizer = when_gone(self, _end, self._workers, self.folder)
+        _alive.add(self)
+        atexit.unregister(_end_all)  # at exit they end before what was there when they were started
+        atexit.register(_end_all)
 
     @property
     def alive(self) -> bool:
         return self._finalizer.alive and all(worker.poll() is None for worker in self._workers)
 
+    @property
+    def are_mine(self) -> bool:
+        """Whether this process started them, and not one that it is a fork of."""
+        return os.getpid() == self._parent
+
     def call(self, target: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
         """Call ``"module:function"`` on every rank with the same arguments and return the results by rank.
 
         Arguments and results are what ``torch.load(weights_only=True)`` reads. Raises ``LaunchError`` when a rank raises,
-        dies, or does not answer within ``timeout_s`` seconds; then all ranks are ended.
+        dies, or does not answer within ``timeout_s`` seconds; then all ranks are ended. A fork of this process may not call them.
         """
+        if not self.are_mine:
+            raise LaunchError(
+                "this process is a fork, and the worker processes are those of its parent",
+                "call the program in the process that started it, or compile another one here",
+            )
         self._calls += 1
         path = self.folder / f"call{self._calls}.pt"
         results = [self.folder / f"call{self._calls}.rank{rank}.pt" for rank in range(self.count)]
@@ -188,12 +241,22 @@ class Processes:
         return error
 
 
-def _listen(port: int, count: int) -> dist.TCPStore:
+def _listen(address: str, port: int, count: int) -> dist.TCPStore:
+    """A store that listens on that address alone: on its own, torch's store listens on all interfaces, and it asks nobody who they are."""
+    listener = socket.socket()
     try:
-        return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    except dist.DistNetworkError as error:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(_BACKLOG)
+        port = listener.getsockname()[1]
+        # the store closes the listener
+        return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    except (OSError, OverflowError, dist.DistNetworkError) as error:
+        listener.close()
+        is_taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        why = "is already taken" if is_taken else f"cannot be used ({getattr(error, 'strerror', None) or error})"
         raise LaunchError(
-            f"port {port} on 127.0.0.1 is already taken, so {count} processes have nowhere to meet",
+            f"port {port} on {address} {why}, so {count} processes have nowhere to meet",
             "choose another port, or 0 for any that is free",
         ) from error
 

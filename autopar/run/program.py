@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import sys
 import tempfile
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from autopar import devices
 from autopar.capture.batch import BatchStructure, check_tensors, flatten_batch
@@ -27,7 +25,7 @@ from autopar.keywords import Training
 from autopar.plan import STATES, Plan
 from autopar.precision import FLOAT16
 from autopar.program.metrics import Meter
-from autopar.program.optimizers import RefusedOptimizerError, Scheduler, checked
+from autopar.program.optimizers import Scheduler
 from autopar.program.state import (
     INITIAL,
     has_values,
@@ -40,16 +38,14 @@ from autopar.program.state import (
 )
 from autopar.program.state_places import PlaceError, folder_of
 from autopar.program.weights import Weights, is_weights, write_file
-from autopar.program.world import load
 from autopar.run import remote
 from autopar.run.data import Data, importable, names_of, sent
-from autopar.run.folder import folder_for_program, program_modules
-from autopar.run.processes import Processes
+from autopar.run.folder import folder_for_program
+from autopar.run.processes import Processes, when_gone
+from autopar.run.recipe import Optimizer, Recipe
 from autopar.run.torchrun import torchrun
 from autopar.run.training import OnStep, train
-from autopar.run.worker import resolve
 
-Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer | list[torch.optim.Optimizer]]
 _DEFAULT = Training()
 _REFUSED: dict[str, type[AutoparError]] = {
     "CheckpointError": CheckpointError,
@@ -75,7 +71,7 @@ class Program:
         cluster: the devices that were planned for; if left out, those that ``plan.devices`` describes.
         state: the state dict to start from, or the path of safetensors or of a ``torch.save`` of it; if left out, or on meta, the
             folder's ``initial.safetensors``.
-        draw_init: where neither exists, draw values from ``seed`` (``autopar.program.values.seeded``).
+        draw_init: where neither exists, draw values from ``seed`` (``autopar.program.values.draw``).
         optimizer: makes an optimizer of the list of the model's parameters, or of pairs with their names where its argument is called
             ``named_parameters``; AdamW with ``lr`` if left out. It may make a list of optimizers, each with parameters of its own. It is
             called with stand-ins of the same shapes and without values. A class of your own says with ``per_tensor = True`` that it looks
@@ -111,12 +107,6 @@ class Program:
         type_check: bool = True,
         draw_init: bool = _DEFAULT.draw_init,
     ) -> None:
-        if not 0 <= lr < math.inf:
-            raise UsageError(f"lr is {lr}, but a learning rate must be at least 0", "3e-4 is the default")
-        if max_norm is not None and not max_norm > 0:
-            raise UsageError(
-                f"max_norm is {max_norm}, but the norm for clipping must be above 0", "None does not clip gradients"
-            )
         self.plan, self.folder = plan, Path(folder)
         if type_check and os.environ.get("LOCAL_RANK", "0") == "0":  # one process of a machine speaks for all
             check_program(self.folder)
@@ -125,10 +115,12 @@ class Program:
         self._structure = structure
         self._cluster = cluster or devices.parse(plan.devices)
         self._initial = initial(self.folder)
+        init = None
         if isinstance(state, str | os.PathLike):
             path, state = Path(state), None
             if is_weights(path):
                 self._initial = path
+                init = None if path.resolve() == (self.folder / INITIAL).resolve() else str(path.resolve())
             else:
                 state = read_state(path)
         self._records: dict[str, Any] = json.loads((self.folder / "layouts.json").read_text())
@@ -139,13 +131,12 @@ class Program:
             self._note_untrained(self._state)
         elif self._initial is not None:
             self._note_untrained(self._initial)
-        self._draw_init = draw_init
-        self._optimizer, self._scheduler = optimizer, scheduler
-        self._options = {"lr": lr, "seed": seed, "max_norm": max_norm}
+        self._recipe = Recipe(optimizer, scheduler, lr, max_norm, seed, draw_init, init)
         self._port, self._timeout_s = port, timeout_s
         self._trainer: Any = None
         self._processes: Processes | None = None
         self._failure: LaunchError | None = None
+        self._closed = False
         self._opened = 0  # data sets so far
         self._seconds: list[float] = []  # of the steps of ``train``
 
@@ -262,7 +253,7 @@ class Program:
         if not _is_rank() or isinstance(dataset, str | Path):
             with tempfile.NamedTemporaryFile(prefix="autopar-", suffix=".pt", delete=False) as file:
                 path = Path(file.name)
-            weakref.finalize(self, path.unlink, missing_ok=True)
+            when_gone(self, path.unlink, missing_ok=True)
             source = sent(dataset, names, path)
         if not _is_rank() and collate is not None:
             by = importable(collate, "collate function", "a function")
@@ -370,14 +361,33 @@ class Program:
     # -- the folder --
 
     def emit(self, folder: str | os.PathLike[str]) -> Path:
-        """Copy the program to ``folder`` (made if missing) and return its path. The copy starts from the values that this
-        ``Program`` was given."""
+        """Copy the program to ``folder`` (made if missing) and return its path.
+
+        The copy starts from the values that this ``Program`` was given, and its ``train.py`` has the recipe: optimizer, scheduler,
+        ``lr``, ``max_norm`` and seed. If none of these was given, ``train.py`` is copied as it is.
+
+        Raises ``UsageError``, with the name of what cannot be written as code, such as a lambda.
+        """
         there = folder_for_program(folder)
         if there.resolve() != self.folder.resolve():
             shutil.copytree(self.folder, there, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
         if self._state is not None:
             write_initial(there, self._state)
+        self.write_recipe(there)
         return there
+
+    def write_recipe(self, folder: Path) -> None:
+        """Write the recipe, if one was given, into a folder's ``train.py``.
+
+        Raises ``UsageError`` where it has no form as code; ``train.py`` then says so too, and ends.
+        """
+        if self._recipe == Recipe():
+            return
+        try:
+            self._recipe.write(folder)
+        except UsageError as error:
+            self._recipe.refuse(folder, error.message)
+            raise
 
     def launch(self, *args: str) -> None:
         """Run the folder's ``train.py`` on this machine under ``torchrun``, its output going where ours goes.
@@ -391,11 +401,17 @@ class Program:
                 state = self._state_file(Path(temporary))
                 init = ["--draw-init"] if state is None else ["--init", state]
             options = ["--device", self._cluster.kind, *init, *args]
-            torchrun(self.folder, self.plan.device_count, options, port=self._port, env=self._visible())
+            folder = self.folder
+            if self._recipe != Recipe():
+                folder = Path(temporary) / self.folder.name
+                shutil.copytree(self.folder.resolve(), folder, copy_function=_linked)
+                self._recipe.write(folder)
+            torchrun(folder, self.plan.device_count, options, port=self._port, env=self._visible())
 
     def close(self) -> None:
-        """End the worker processes; the state of the training is lost with them."""
+        """End the worker processes; the state of the training is lost with them, and the program does not train again. Idempotent."""
         if self._processes is not None:
+            self._closed = True
             self._processes.close()
             self._processes = None
 
@@ -434,6 +450,11 @@ class Program:
                 f"a rank failed before, and its training state is gone: {self._failure.message}",
                 "compile the program again",
             )
+        if self._closed:
+            raise UsageError(
+                "the program is closed, and the state of its training is gone",
+                "save() before close() or the end of a with block; a program that is compiled or opened again can load() the checkpoint",
+            )
         if _is_rank():
             return [self._call_here(name, *args)]
         try:
@@ -444,7 +465,7 @@ class Program:
                 self._open_remotely(self._processes)
             return self._processes.call("autopar.run.remote:call", name, *args)
         except LaunchError as error:
-            if self._processes is not None:
+            if self._processes is not None and self._processes.are_mine:
                 self._failure = error
             raise
 
@@ -455,35 +476,13 @@ class Program:
                 folder_of(self.plan.nvme_path)
             except PlaceError as error:
                 raise UsageError(error.message, error.hint) from error
-        if self._optimizer is None and self._scheduler is None:
-            return
-        lr: Any = self._options["lr"]
-        make: Any = _resolved(self._optimizer, "optimizer") or (lambda params: torch.optim.AdamW(params, lr=lr))
-        schedule = _resolved(self._scheduler, "scheduler")
-        with program_modules(self.folder):
-            program = load(self.folder)
-            try:
-                checked(make, program, schedule)
-            except RefusedOptimizerError as error:
-                raise UsageError(error.message, error.hint) from error
-            except Exception as error:
-                given = (self._optimizer, "optimizer"), (self._scheduler, "scheduler")
-                names = " or ".join(f"the {role} {_importable(each, role)}" for each, role in given if each is not None)
-                raise UsageError(
-                    f"{names} raised {type(error).__name__}: {error}",
-                    "the optimizer's function is called with the model's parameters, on meta: their names, shapes and order, without "
-                    "values; the scheduler's function is called with the optimizer",
-                ) from error
+        self._recipe.check(self.folder)
 
     def _open_remotely(self, processes: Processes) -> None:
-        makers = {
-            "optimizer": _importable(self._optimizer, "optimizer"),
-            "scheduler": _importable(self._scheduler, "scheduler"),
-        }
         folder = str(self.folder.resolve())
         with tempfile.TemporaryDirectory() as temporary:
             state = self._state_file(Path(temporary))
-            options = {**self._options, **makers, "state": state}
+            options = {**self._recipe.options, **self._recipe.makers(), "state": state}
             processes.call("autopar.run.remote:open_program", folder, options, self._cluster.kind, self._timeout_s)
 
     def _call_here(self, name: str, *args: Any) -> Any:
@@ -495,12 +494,13 @@ class Program:
             )
         if self._trainer is None:
             state = self._initial_file() if self._state is None else self._state
-            makers = {"optimizer": self._optimizer, "scheduler": self._scheduler}
-            options = {**self._options, **makers, "state": state}
+            makers = {"optimizer": self._recipe.optimizer, "scheduler": self._recipe.scheduler}
+            options = {**self._recipe.options, **makers, "state": state}
             self._trainer = remote.open_trainer(
                 str(self.folder), options, device=self._cluster.kind, timeout_s=self._timeout_s
             )
-        return remote.perform(self._trainer, name, *args)
+        with torch.inference_mode(False), torch.enable_grad():  # whatever the caller's mode is
+            return remote.perform(self._trainer, name, *args)
 
     def _check_state(self, state: Mapping[str, Tensor]) -> None:
         if wrong := wrong_state(self._records, state):
@@ -532,7 +532,7 @@ class Program:
 
     def _initial_file(self) -> str | None:
         """The file of the folder's own values; ``None`` where values are drawn."""
-        if self._initial is None and not self._draw_init:
+        if self._initial is None and not self._recipe.draw_init:
             raise UsageError(
                 f"there are no values to start from: {self.folder} has no {INITIAL}, and the model was on meta",
                 "give state=, a state dict of the model (or compile it on the CPU), or draw_init=True to draw values",
@@ -566,20 +566,11 @@ def _is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def _linked(source: str, target: str) -> None:
+    """Copy a module; link to any other file, which may be large."""
+    (shutil.copy if source.endswith(".py") else os.symlink)(source, target)
+
+
 def _tensors(state: Mapping[str, Any] | None) -> dict[str, Tensor]:
     """The tensors of a state dict, without the extra state of modules, which no program reads."""
     return {name: tensor for name, tensor in (state or {}).items() if not name.endswith("_extra_state")}
-
-
-def _resolved(function: Callable[..., Any] | str | None, role: str) -> Callable[..., Any] | None:
-    """The function itself. Raises ``UsageError`` where other processes could not import it, or its name is of nothing."""
-    name = _importable(function, role)
-    try:
-        return resolve(function) if isinstance(function, str) else function
-    except (ImportError, AttributeError, AssertionError) as error:
-        raise UsageError(f"there is no {role} {name}: {error}", 'name it "module:function"') from error
-
-
-def _importable(function: Callable[..., Any] | str | None, role: str) -> str | None:
-    """``"module:function"``, as another process finds the function."""
-    return None if function is None else importable(function, role, "a function")

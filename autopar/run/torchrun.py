@@ -34,9 +34,7 @@ def torchrun(folder: Path, processes: int, options: Sequence[str], *, port: int,
     path = {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)} if own else {}
     status, error = _stream([*command, str(folder / "train.py"), *options], {**os.environ, **threads, **path, **env})
     if status != 0:
-        raise LaunchError(
-            f"train.py ended with status {status}: {error}", "the output above has every rank's traceback"
-        )
+        raise LaunchError(f"train.py ended with status {status}: {error}", "the output above says more")
 
 
 def _check_port(port: int) -> None:
@@ -58,7 +56,9 @@ def _stream(command: Sequence[str], env: Mapping[str, str]) -> tuple[int, str]:
             assert process.stderr is not None
             for line in process.stderr:
                 sys.stderr.write(line)
-                found = re.match(r"(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception|Exit)\b.*)", line)
+                found = re.match(
+                    r"(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception|Exit)\b.*|(?:train.py: )?error: .*)", line
+                )
                 if found:
                     errors.append(found[1].strip())
             status = process.wait()

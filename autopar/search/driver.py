@@ -18,7 +18,7 @@ import heapq
 import resource
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from autopar.precision import FLOAT8, TF32
 from autopar.schedules import copies_of
 from autopar.search.bounds.cheap import fewest_seconds
 from autopar.search.evaluation import Proof, Solution, cost, in_segments, make_plan, tidy
-from autopar.search.minimum_memory import explain, explain_outside, least_memory, something_fits
+from autopar.search.minimum_memory import explain, explain_outside, least_memory, least_share, something_fits
 from autopar.search.options import SearchOptions
 from autopar.search.pareto import Array
 from autopar.search.prices import Prices, Shared
@@ -38,6 +38,7 @@ from autopar.search.problem import Choice, Devices, Pricer, choices, mirrors, no
 from autopar.search.state import State
 from autopar.search.steps import ONE_STAGE, advance, decided, engine_of, nothing_fits, segmented
 from autopar.search.tables import Instance
+from autopar.units import gigabytes
 
 WAITING = 0.2
 """If every device of the best plan waits for this share of the step or more, its pipeline is tried with other schedules than 1F1B and
@@ -282,31 +283,54 @@ def _idle(instance: Instance, solution: Solution) -> Array:
     return 1 - busy / found.step_time_s if found.step_time_s > 0 else np.zeros(line)
 
 
-def _last_resort(graph: Graph, state: State, instances: list[Instance]) -> None:
-    """No incumbent: take the choice that needs the least memory, or explain why even that does not fit."""
-    heap: list[tuple[float, int, Instance, Solution]] = []
+@dataclass(order=True)
+class _Resort:
+    """A choice, or with ``segments`` the same one with segments of several layers; ``need`` is a lower bound of the share of its memory
+    limit that the choice needs, and the share itself where there is a ``solution`` that needs no more."""
 
-    def push(instance: Instance) -> None:
-        need, solution = least_memory(instance)
-        heapq.heappush(heap, (need, next(state.counter), instance, solution))
+    need: float
+    number: int
+    instance: Instance = field(compare=False)
+    solution: Solution | None = field(default=None, compare=False)
+    segments: bool = field(default=False, compare=False)
+
+
+def _last_resort(graph: Graph, state: State, instances: list[Instance]) -> None:
+    """No incumbent: take the choice that needs the least memory, or explain why even that does not fit. The least memory of a choice is
+    computed where no other choice's lower bound is below it."""
+    heap: list[_Resort] = []
+
+    def push(instance: Instance, segments: bool = False) -> None:
+        heapq.heappush(heap, _Resort(least_share(instance, segments), next(state.counter), instance, segments=segments))
 
     instances = [i for i in instances if engine_of(i) is ONE_STAGE] or instances
     for instance in instances:
         push(instance)
     segments = False
     while True:
-        need, _, instance, solution = heapq.heappop(heap)
-        if need > 1 and not segments and engine_of(instance).segments:
+        best = heapq.heappop(heap)
+        known = best.solution is not None or not state.options.explained
+        if best.need > 1 and known and not segments and engine_of(best.instance).segments:
             segments = True
-            push(instance)
-            for other in (state.prices.instance(replace(i.choice, segments=True)) for i in instances):
-                if other is not None and other.segmented:
-                    push(other)
+            heapq.heappush(heap, replace(best, number=next(state.counter)))
+            for instance in instances:
+                push(instance, segments=True)
             continue
-        group = state.undecided(instance.choice)
+        if best.need > 1 and not state.options.explained:
+            raise InfeasibleError(f"no plan fits {gigabytes(best.instance.limit)} per device")
+        if best.segments:
+            other = state.prices.instance(replace(best.instance.choice, segments=True))
+            if other is not None and other.segmented:
+                push(other)
+            continue
+        if best.solution is None:
+            need, solution = least_memory(best.instance)
+            heapq.heappush(heap, replace(best, need=need, solution=solution))
+            continue
+        group = state.undecided(best.instance.choice)
         if group is None:
             break
-        for child in decided(state, instance, group):
+        for child in decided(state, best.instance, group):
             push(child)
         if not heap:
             names = ", ".join(graph.layers[i].name for i in state.prices.groups[group])
@@ -314,12 +338,13 @@ def _last_resort(graph: Graph, state: State, instances: list[Instance]) -> None:
                 f"the layers {names} share parameters and have no strategy in common",
                 "free the pinned degrees, or untie the parameters",
             )
-    if need > 1:
-        raise explain(graph, instance, solution, state.unpriced)
-    found = engine_of(instance).construct(instance, np.inf)
-    state.offer(instance, solution if found is None else found[1])
+    assert best.solution is not None
+    if best.need > 1:
+        raise explain(graph, best.instance, best.solution, state.unpriced)
+    found = engine_of(best.instance).construct(best.instance, np.inf)
+    state.offer(best.instance, best.solution if found is None else found[1])
     if state.best is None:
-        raise explain_outside(instance, solution)
+        raise explain_outside(best.instance, best.solution)
 
 
 def _of_schedules(tried: Mapping[str, Collection[int]]) -> str:

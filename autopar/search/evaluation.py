@@ -34,7 +34,7 @@ from autopar.precision import TF32
 from autopar.schedules import Schedule
 from autopar.schedules.memory import most_in_flight
 from autopar.schedules.step_time import lower_bound, simulate
-from autopar.search.notes import notes_of, outside_notes, sync_notes, whole_layers
+from autopar.search.notes import notes_of, odd_experts, outside_notes, sync_notes, whole_layers
 from autopar.search.problem import Choice, Devices, Mesh, Pricer, mirrors, no_mirror
 from autopar.search.tables import Instance
 from autopar.search.timeline import Counts, Device, Moment
@@ -319,6 +319,7 @@ def make_plan(
         sync=sync,
         allow=(*graph.allow, *given_up(sync, strategies)),
         nvme_path=cluster.nvme_path if any(s.states == STATES[2] for s in strategies) else "",
+        gpus_per_node=cluster.node_size,
     )
     return (
         replace(plan, notes=(*plan.notes, f"this plan has a price only: {plan.unwritten}")) if plan.unwritten else plan
@@ -447,7 +448,12 @@ def evaluate(
         f"stage {i} needs {size(plan.stages[i].memory.total)} of {size(plan.stages[i].memory_limit_bytes)}"
         for i in plan.too_full
     ]
-    notes = (*plan.notes, *whole_layers(plan, pricer), *([f"the plan does not fit: {', '.join(over)}"] if over else []))
+    notes = (
+        *plan.notes,
+        *whole_layers(plan, pricer),
+        *odd_experts(plan, pricer),
+        *([f"the plan does not fit: {', '.join(over)}"] if over else []),
+    )
     return replace(plan, notes=notes)
 
 

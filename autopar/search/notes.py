@@ -102,3 +102,16 @@ def whole_layers(plan: Plan, pricer: Pricer) -> tuple[str, ...]:
         raise nothing_halved(whole)
     name = next(iter(whole), None)
     return (f"{len(whole)} of {len(wanted)} layers are not computed in halves: {name} {whole[name]}",) if name else ()
+
+
+def odd_experts(plan: Plan, pricer: Pricer) -> tuple[str, ...]:
+    """A note on the layers whose experts are computed one after the other."""
+    found = {layer.name: pricer.odd_experts(layer.cls, plan.mesh, layer.strategy) for layer in plan.layers}
+    odd = {name: widths for name, widths in found.items() if widths is not None}
+    if not odd:
+        return ()
+    name, widths = next(iter(odd.items()))
+    return (
+        f"the experts of {len(odd)} layers are computed one after the other, slower than the price assumes: a product of {name} on one "
+        f"device has widths {widths[0]} and {widths[1]}, and grouped products on GPUs need multiples of 8 in bfloat16",
+    )

@@ -26,6 +26,7 @@ class SearchOptions(PlanPins):
     The search stops once the gap is ``target_gap``, or at the time limit. With ``pin_time_s`` the search also prices the pins, in about
     this time. ``progress`` is called with a short text whenever the incumbent or the bound improves. ``compiled``: whether layers
     are compiled where no pin decides (the search takes it from the prices). ``nvme``: whether the cluster describes its NVMe (likewise).
+    ``explained``: whether a search that finds nothing says which plan needs the least memory, which takes longer.
 
     Raises:
         UsageError: an unknown key, a value that a pin cannot have, a pin with two different values, an unknown name in ``allow``, a time
@@ -42,6 +43,7 @@ class SearchOptions(PlanPins):
     nvme: bool = False
     memory_limit_bytes: int | None = None
     pin_time_s: float | None = None
+    explained: bool = True
     progress: Callable[[str], None] | None = None
 
     def __post_init__(self) -> None:

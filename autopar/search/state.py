@@ -12,6 +12,7 @@ import numpy as np
 
 from autopar.search.bounds.cheap import fewest_seconds, least_pipelined_s
 from autopar.search.evaluation import Solution, all_in_turn, cost, fits
+from autopar.search.minimum_memory import least_share
 from autopar.search.options import SearchOptions
 from autopar.search.prices import Prices
 from autopar.search.problem import Choice, Pricer
@@ -99,7 +100,8 @@ class State:
             return
         self.priced.append(instance)
         bound_s = max(following.bound_s, fewest_seconds(instance))
-        self.push(instance, bound_s)
+        if least_share(instance, weights_only=True) <= 1:  # otherwise nothing fits, whatever is recomputed
+            self.push(instance, bound_s)
         if more:
             heapq.heappush(self.to_price, Unpriced(bound_s, next(self.counter), tuple(more)))
 

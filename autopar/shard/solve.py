@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from autopar.flow import output_nodes
-from autopar.graph import LayerClass
+from autopar.graph import LayerClass, cached_for_graphs
 from autopar.ops.operands import is_tensor, shape_of
 from autopar.plan import Role
 from autopar.rules import candidates
@@ -32,7 +30,7 @@ def solve(cls: LayerClass, role: Role, size: int = 2, fixed: tuple[tuple[str, Sp
     return _solve(cls, role, next(alike, size), fixed, rules)
 
 
-@lru_cache(maxsize=4096)
+@cached_for_graphs(maxsize=4096)
 def _shares(cls: LayerClass, size: int, rules: int) -> tuple[float, ...]:
     """The only properties of an axis's size that a ``Problem`` uses: which extents it divides, and by how much padding would enlarge the
     others.
@@ -43,7 +41,7 @@ def _shares(cls: LayerClass, size: int, rules: int) -> tuple[float, ...]:
     return (*(extent % size == 0 for extent in _extents(cls, rules)), *(padded(n, size) / n for n in groups))
 
 
-@lru_cache(maxsize=1024)
+@cached_for_graphs(maxsize=1024)
 def _extents(cls: LayerClass, rules: int) -> tuple[int, ...]:
     """The extents of all dims of the layer's values, and of all letters of its ops."""
     nodes = [node for node in cls.graph.graph.nodes if node.op != "output"]
@@ -52,7 +50,7 @@ def _extents(cls: LayerClass, rules: int) -> tuple[int, ...]:
     return tuple(sorted(dims | letters))
 
 
-@lru_cache(maxsize=4096)
+@cached_for_graphs(maxsize=4096)
 def _solve(
     cls: LayerClass, role: Role, size: int, fixed: tuple[tuple[str, SpmdType], ...], rules: int
 ) -> AxisTypes | None:

@@ -22,6 +22,7 @@ from autopar.errors import UsageError
 WAITING, RUNNING, DONE, FAILED, CANCELLED = "waiting", "running", "done", "failed", "cancelled"
 MOST_JOBS = 60
 """Older ones are forgotten, their files too."""
+MOST_WAITING = 16
 
 
 @dataclass
@@ -75,8 +76,11 @@ class Jobs:
         return Path(tempfile.mkdtemp(dir=self.folder))
 
     def submit(self, kind: str, arguments: list[str], folder: Path) -> Job:
+        """Add a job to the queue. Raises ``UsageError`` where ``MOST_WAITING`` wait already."""
         job = Job(secrets.token_hex(8), kind, arguments, folder)
         with self._changed:
+            if len(self._queue) >= MOST_WAITING:
+                raise UsageError(f"{len(self._queue)} plans wait already", "cancel some, or wait until they are done")
             self._jobs[job.number] = job
             self._queue.append(job)
             for old in list(self._jobs.values())[:-MOST_JOBS]:

@@ -12,10 +12,12 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from autopar.data_files import DataError, parse_json, shown
 from autopar.errors import BatchError, DeviceError, ModelError, UsageError
 from autopar.pins import PINS
 
 OPTIONS = ("global-batch", "seq", "precision", "memory-limit", "time-limit")
+_MOST_CHARACTERS = 1000  # of a word
 _KEYS = ("model", "config", "name", "devices", "cluster", "options", "pins", "pin", "allow")
 
 
@@ -32,11 +34,11 @@ def arguments(request: Any, models: Collection[str], folder: Path) -> list[str]:
     found = [_model(request, models, folder), f"--devices={_devices(request, folder)}"]
     for name, value in _mapping(request, "options").items():
         if name not in OPTIONS:
-            raise UsageError(f"there is no option {name!r}", f"the options are {', '.join(OPTIONS)}")
+            raise UsageError(f"there is no option {shown(name)}", f"the options are {', '.join(OPTIONS)}")
         found.append(f"--{name}={_word(name, value)}")
     for name, value in _mapping(request, "pins").items():
         if name not in PINS:
-            raise UsageError(f"there is no pin {name!r}", f"the pins are {', '.join(PINS)}")
+            raise UsageError(f"there is no pin {shown(name)}", f"the pins are {', '.join(PINS)}")
         found.append(f"--{name}={_word(name, value)}")
     for name in ("pin", "allow"):
         words = request.get(name) or []
@@ -49,17 +51,20 @@ def arguments(request: Any, models: Collection[str], folder: Path) -> list[str]:
 def _model(request: Mapping[str, Any], models: Collection[str], folder: Path) -> str:
     config, model = request.get("config"), request.get("model")
     if config is None:
-        if model not in models:
-            raise ModelError(f"this page has no model {model!r}", "choose one of the list, or send a config.json")
-        return str(model)
+        if not isinstance(model, str) or model not in models:
+            raise ModelError(f"this page has no model {shown(model)}", "choose one of the list, or send a config.json")
+        return model
     if isinstance(config, str):
         try:
-            config = json.loads(config)
-        except ValueError as error:
+            config = parse_json(config)
+        except DataError as error:
             raise ModelError(f"the configuration is not JSON: {error}", "paste a transformers config.json") from error
     if not isinstance(config, dict):
         raise ModelError("the configuration is not a JSON object", "paste a transformers config.json")
-    name = re.sub(r"[^\w-]+", "-", str(request.get("name") or config.get("model_type") or "config"))[:60].strip("-")
+    title = request.get("name") or config.get("model_type") or "config"
+    if not isinstance(title, str):
+        raise ModelError(f"the name of the configuration is {shown(title)}, not text", "write a name, or none")
+    name = re.sub(r"[^\w-]+", "-", title, flags=re.ASCII)[:60].strip("-")
     file = folder / f"{name or 'config'}.json"
     file.write_text(json.dumps(config), "utf-8")
     return str(file)
@@ -68,8 +73,10 @@ def _model(request: Mapping[str, Any], models: Collection[str], folder: Path) ->
 def _devices(request: Mapping[str, Any], folder: Path) -> str:
     cluster = request.get("cluster")
     if cluster is not None:
+        if not isinstance(cluster, str):
+            raise DeviceError(f"the cluster is {shown(cluster)}, not text", "paste the cluster file's text")
         file = folder / "cluster.toml"
-        file.write_text(str(cluster), "utf-8")
+        file.write_text(cluster, "utf-8")
         return str(file)
     devices = _word("devices", request.get("devices")).strip()
     if devices.lower().endswith(".toml"):
@@ -85,6 +92,7 @@ def _mapping(request: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _word(name: str, value: Any) -> str:
-    if isinstance(value, bool) or not isinstance(value, str | int | float) or "\x00" in str(value):
-        raise BatchError(f"{name} is {value!r}, not a word or a number", "write one value")
+    is_word = isinstance(value, str) and len(value) <= _MOST_CHARACTERS and value.isprintable()
+    if isinstance(value, bool) or not (is_word or isinstance(value, int | float)):
+        raise BatchError(f"{name} is {shown(value)}, not a word or a number", "write one value")
     return str(value)

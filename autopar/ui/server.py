@@ -2,16 +2,23 @@
 
 Every request needs the token in its path, this server's name in ``Host``, and no other origin: pages of other sites, which a browser
 would let send requests here, get 403, also where their name was made to mean 127.0.0.1. Files are served by names that the server knows,
-never by a path. Reports run in a sandbox without an origin.
+never by a path, and each has one spelling. Reports run in a sandbox without an origin. Connections and waiting jobs are limited.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
+import os
 import re
 import secrets
+import shlex
+import shutil
+import socket
+import sys
 import threading
+import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from http import HTTPStatus
@@ -19,14 +26,18 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 from pathlib import Path
 from typing import Any, ClassVar
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote
 
+from autopar.data_files import DataError, parse_json
 from autopar.errors import AutoparError, UsageError
 from autopar.ui.jobs import DONE, Job, Jobs
 from autopar.ui.requests import arguments
 
 MOST_BYTES = 2_000_000  # of a request
 _FILE_BYTES = 2_000_000  # of a file that is shown
+MOST_CONNECTIONS = 32
+_SAFE = "/!'()*~"  # as the page's script spells paths
+_IDLE_S = 15  # after which a connection without a request is closed
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; frame-src 'self'; img-src 'self' data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -59,12 +70,11 @@ class Server:
     def __init__(self, choices: Choices, worker: Sequence[str], port: int = 0) -> None:
         handler = type("Handler", (_Handler,), {"ui": self})
         try:
-            self._http = ThreadingHTTPServer(("127.0.0.1", port), handler)
+            self._http = _Http(("127.0.0.1", port), handler)
         except (OSError, OverflowError) as error:
             raise UsageError(
                 f"the server cannot listen on port {port} of 127.0.0.1: {error}", "choose another --port"
             ) from error
-        self._http.daemon_threads = True
         self.port = self._http.server_address[1]
         self.token = secrets.token_urlsafe(24)
         self.choices = choices
@@ -73,6 +83,17 @@ class Server:
     @property
     def address(self) -> str:
         return f"http://127.0.0.1:{self.port}/{self.token}/"
+
+    def door(self) -> Path:
+        """A page that leads to the address, for this user's browser alone: an address in the browser's arguments would be in the list of
+        processes, and with it the token."""
+        file = self.jobs.folder / "autopar.html"  # the folder is this user's
+        refresh = (
+            f'<meta charset="utf-8"><meta http-equiv="refresh" content="0; url={self.address}"><title>autopar</title>'
+        )
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as opened:
+            opened.write(f"<!doctype html>{refresh}\n")
+        return file
 
     def serve(self) -> None:
         self._http.serve_forever(poll_interval=0.1)
@@ -119,8 +140,12 @@ class Server:
 
     def _plan(self, body: Any) -> tuple[int, str, bytes]:
         folder = self.jobs.new_folder()
-        words = arguments(body, {model["name"] for model in self.choices.models}, folder)
-        return _json(self.jobs.submit("plan", words, folder).to_json(), 202)
+        try:
+            words = arguments(body, {model["name"] for model in self.choices.models}, folder)
+            return _json(self.jobs.submit("plan", words, folder).to_json(), 202)
+        except AutoparError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
 
     def _program(self, job: Job) -> tuple[int, str, bytes]:
         self._file(job, "plan.json")  # which raises where there is none
@@ -164,11 +189,40 @@ def _shown(word: str) -> str:
     """An argument as one would write it, without folders of the server."""
     name, _, value = word.partition("=")
     value = Path(value).name if name == "--devices" else value
-    return f"{name} {value}" if re.fullmatch(r"[\w.:=,+-]+", value) else f"{name} '{value}'"
+    return f"{name} {shlex.quote(value)}"
 
 
 def _json(data: Any, status: int = 200) -> tuple[int, str, bytes]:
     return status, _JSON, json.dumps(data).encode()
+
+
+class _Http(ThreadingHTTPServer):
+    """A thread for each of at most ``MOST_CONNECTIONS`` connections; others are closed at once."""
+
+    daemon_threads = True
+
+    def __init__(self, *args: Any) -> None:
+        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        super().__init__(*args)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._free.acquire(blocking=False):
+            with contextlib.suppress(OSError):
+                request.sendall(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+            self.shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: socket.socket | tuple[bytes, socket.socket], client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Nothing for a client that went away; a traceback of anything else is on the terminal."""
+        if not isinstance(sys.exception(), OSError):
+            traceback.print_exc()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -176,7 +230,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     ui: ClassVar[Server]
     protocol_version = "HTTP/1.1"
-    timeout = 60
+    timeout = _IDLE_S
     server_version, sys_version = "autopar", ""
 
     def _refused(self) -> str:
@@ -187,7 +241,7 @@ class _Handler(BaseHTTPRequestHandler):
         origin = self.headers.get("Origin")
         if origin is not None and origin not in {f"http://{name}" for name in names}:
             return "the request comes from another site"
-        token = urlsplit(self.path).path.lstrip("/").partition("/")[0]
+        token = self.path.removeprefix("/").partition("/")[0]
         if not hmac.compare_digest(token.encode(), self.ui.token.encode()):
             return "the address has no token, or another one: open the address that `autopar ui` printed"
         return ""
@@ -198,10 +252,19 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         try:
-            path = unquote(urlsplit(self.path).path.lstrip("/").partition("/")[2])
-            status, kind, content = self.ui.answer(self.command, path, self._body())
+            body = self._body()
+            written = self.path.removeprefix("/").partition("/")[2]
+            path = unquote(written)
+            if quote(path, safe=_SAFE) != written:  # another spelling, or a query
+                status, kind, content = _json({"error": f"there is nothing at {self.path[-100:]!r}", "hint": ""}, 404)
+            else:
+                status, kind, content = self.ui.answer(self.command, path, body)
         except AutoparError as error:
             status, kind, content = _json({"error": error.message, "hint": error.hint or ""}, 400)
+        except Exception as error:
+            traceback.print_exc()
+            hint = "this is a fault in autopar; the terminal of `autopar ui` has the traceback"
+            status, kind, content = _json({"error": f"{type(error).__name__}: {error}", "hint": hint}, 500)
         self._send(status, kind, content)
 
     do_GET = do_POST = do_DELETE = _handle  # noqa: N815  names of http.server
@@ -210,16 +273,17 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "POST":
             return None
         size = self.headers.get("Content-Length", "")
-        if not size.isdigit() or int(size) > MOST_BYTES:
+        is_size = re.fullmatch(r"[0-9]{1,12}", size) is not None
+        if not is_size or int(size) > MOST_BYTES:
             self.close_connection = True
-            self._discard(int(size) if size.isdigit() else 0)
+            self._discard(int(size) if is_size else 0)
             raise UsageError(f"a request must have a Content-Length of at most {MOST_BYTES:,} bytes", "send less")
         content = self.rfile.read(int(size))
         if self.headers.get_content_type() != _JSON:
             raise UsageError("the request is not JSON", f"send it with Content-Type: {_JSON}")
         try:
-            return json.loads(content or b"null")
-        except (ValueError, RecursionError) as error:
+            return parse_json(content or b"null")
+        except DataError as error:
             raise UsageError(f"the request is not JSON: {error}", "send a JSON object") from error
 
     def _discard(self, size: int) -> None:
@@ -230,7 +294,7 @@ class _Handler(BaseHTTPRequestHandler):
             left -= len(part)
 
     def _send(self, status: int, kind: str, content: bytes) -> None:
-        report = kind == _HTML and self.path.endswith("/report")
+        report = kind == _HTML and self.path != f"/{self.ui.token}/"  # the only other page
         headers = {
             "Content-Type": kind,
             "Content-Length": str(len(content)),

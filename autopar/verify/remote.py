@@ -58,7 +58,8 @@ def _updated(trainer: Any) -> dict[str, Tensor]:
             continue
         values = trainer.stages[layout.stage].get_parameter(layout.name).detach().nan_to_num()
         ends = torch.stack((values, -values))
-        dist.all_reduce(ends, dist.ReduceOp.MAX, group=world.group(axes))
+        for axis in axes:
+            dist.all_reduce(ends, dist.ReduceOp.MAX, group=world.group((axis,)))
         if not torch.equal(ends[0], -ends[1]):
             raise RuntimeError(f"the update of {layout.original} is not the same on the ranks of {', '.join(axes)}")
     state: dict[str, Tensor] = trainer.state_dict()

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import BatchStructure, WholeFloat64, apart, capture, flatten_batch, rebuild_batch
-from autopar.capture.eager import WithoutDropout, prepared
+from autopar.capture.eager import WithoutDropout, prepared, summed
 from autopar.capture.export import call_model
+from autopar.capture.storage import ties
 from autopar.errors import BatchError, ModelError
 from autopar.graph import Graph
 from autopar.ops.facts import Kind, facts
@@ -129,7 +130,7 @@ def _eager(
         (term if factor == 1.0 else factor * term).backward()
         loss += float(term.detach())
         written.append({n: t.detach().clone() for n, t in model.state_dict().items() if n in graph.buffers})
-    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    gradients = summed({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, ties(model))
     kept = [buffer.name for buffer in graph.buffers.values() if buffer.persistent]
     return loss, gradients, {n: _mean([buffers[n] for buffers in written]) for n in kept}
 

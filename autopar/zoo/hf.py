@@ -17,7 +17,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from autopar.errors import BatchError, ModelError
+from autopar.data_files import shown
+from autopar.errors import AutoparError, BatchError, ModelError
 from autopar.precision import torch_dtype
 from autopar.zoo.modules import MODULES, module_and_batch
 
@@ -47,6 +48,7 @@ _INITIALISERS = frozenset(
 
 
 _LARGE = 1 << 22  # elements
+_MOST_TENSORS = 1 << 17
 
 
 class _EmptyOnMeta(TorchFunctionMode):
@@ -113,9 +115,28 @@ def build_config(
         ModelError: transformers is not installed, or does not know the configuration, or builds no model with a loss from it.
         BatchError: a sequence longer than the model's table of positions, or an empty batch.
     """
-    if "module" in config:
-        return _build_plain(config, seq, global_batch, precision, device)
-    kind = _kind((config.get("architectures") or ["ForCausalLM"])[0])
+    try:
+        with _limited():
+            build = _build_plain if "module" in config else _build_auto
+            return build(config, seq, global_batch, precision, device)
+    except AutoparError:
+        raise
+    except Exception as error:  # a file from elsewhere may have any value in any field
+        raise ModelError(
+            f"the configuration describes no model: {type(error).__name__}: {error}",
+            "give the config.json that transformers saves, or the fields of a module of the zoo",
+        ) from error
+
+
+def _build_auto(
+    config: dict[str, Any], seq: int | None, global_batch: int | None, precision: str, device: str
+) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    names = config.get("architectures") or ["ForCausalLM"]
+    if not isinstance(names, list) or not isinstance(names[0], str):
+        raise ModelError(
+            f"architectures is {shown(names)}, not a list of names", "give the config.json that transformers saves"
+        )
+    kind = _kind(names[0])
     auto, hf_config = _resolve(config, kind)
     seq, global_batch = _check_sizes(hf_config, kind, seq, global_batch)
     dtype = torch_dtype(precision)
@@ -123,6 +144,41 @@ def build_config(
     if kind == "causal":
         model.loss_type = "ForCausalLM"  # what transformers falls back to, with a warning, for classes named otherwise
     return model, _batch(kind, hf_config, seq, global_batch, dtype, device)
+
+
+@contextlib.contextmanager
+def _limited() -> Iterator[None]:
+    """A context in which a module gets at most ``_MOST_TENSORS`` parameters: a million layers would take hours."""
+    made = 0
+
+    def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        nonlocal made
+        made += parameter is not None
+        if made > _MOST_TENSORS:
+            raise ModelError(
+                f"the configuration makes more than {_MOST_TENSORS:,} parameters: autopar plans for no such model",
+                "check its numbers of layers and experts",
+            )
+
+    handle = register_module_parameter_registration_hook(count)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+_LAYER_COUNTS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers", "depth")
+_MOST_LAYERS = 4096
+
+
+def _check_depth(hf_config: Any) -> None:
+    """Raise ``ModelError`` for a number of layers that no model has, before they are built."""
+    for name in _LAYER_COUNTS:
+        count = getattr(hf_config, name, None)
+        if isinstance(count, int) and count > _MOST_LAYERS:
+            raise ModelError(
+                f"{name} is {shown(count)}, and autopar plans for {_MOST_LAYERS:,} layers at most", f"check {name}"
+            )
 
 
 def batch_for(
@@ -170,9 +226,9 @@ def _resolve(config: dict[str, Any], kind: str) -> tuple[Any, Any]:
         "seq2seq": transformers.AutoModelForSeq2SeqLM,
         "image": transformers.AutoModelForImageClassification,
     }[kind]
-    fields = {key: value for key, value in config.items() if key not in ("model_type", "transformers_version")}
+    fields = {key: value for key, value in _data(config).items() if key not in ("model_type", "transformers_version")}
     model_type = config.get("model_type")
-    if model_type is None:
+    if not isinstance(model_type, str):
         raise ModelError("the configuration has no model_type", "give the config.json that transformers saves")
     try:
         hf_config = transformers.AutoConfig.for_model(model_type, **fields)
@@ -181,15 +237,37 @@ def _resolve(config: dict[str, Any], kind: str) -> tuple[Any, Any]:
             f"transformers {transformers.__version__} cannot read the configuration (model_type {model_type!r}): {error}",
             "give the config.json that transformers saves",
         ) from error
+    _check_depth(hf_config)
     if hasattr(hf_config, "use_cache"):
         hf_config.use_cache = False
     return auto, hf_config
 
 
+_CODE = ("auto_map", "custom_pipelines", "use_kernels", "attn_implementation", "experts_implementation")
+"""Fields by which a configuration names code: Python files of a repository, and kernels that transformers fetches and imports."""
+_OWN_CODE = ("eager", "sdpa", "batched_mm", "grouped_mm")  # implementations that are transformers' own
+
+
+def _data(value: Any) -> Any:
+    """A configuration without the fields that name code, at any depth: a file never runs any."""
+    if isinstance(value, list):
+        return [_data(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: _data(item) for key, item in value.items() if not _names_code(key, item)}
+
+
+def _names_code(key: str, value: Any) -> bool:
+    name = key.lstrip("_").removesuffix("_internal")
+    return name in _CODE and not (isinstance(value, str) and value in _OWN_CODE)
+
+
 def _build_module(auto: Any, hf_config: Any, dtype: torch.dtype, device: str) -> nn.Module:
     try:
         with _on_meta() if device == "meta" else contextlib.nullcontext():
-            model: nn.Module = auto.from_config(hf_config, dtype=dtype)
+            model: nn.Module = auto.from_config(hf_config, dtype=dtype, trust_remote_code=False)
+    except AutoparError:
+        raise
     except Exception as error:  # any error that a model's code raises for inconsistent sizes
         raise ModelError(
             f"transformers cannot build the model (model_type {hf_config.model_type!r}): {error}",
@@ -201,8 +279,8 @@ def _build_module(auto: Any, hf_config: Any, dtype: torch.dtype, device: str) ->
 def _build_plain(
     config: dict[str, Any], seq: int | None, global_batch: int | None, precision: str, device: str
 ) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    if config["module"] not in MODULES:
-        raise ModelError(f"there is no module {config['module']!r} in the zoo", f"one of {', '.join(MODULES)}")
+    if not isinstance(config["module"], str) or config["module"] not in MODULES:
+        raise ModelError(f"there is no module {shown(config['module'])} in the zoo", f"one of {', '.join(MODULES)}")
     longest = config.get("positions")
     seq = min(longest or _LONGEST, _LONGEST) if seq is None else seq
     global_batch = _check_batch(_GLOBAL_BATCH if global_batch is None else global_batch)

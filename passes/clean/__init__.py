@@ -14,6 +14,7 @@ from passes.clean.broadcast import broadcast_pass
 from passes.clean.ctc import ctc_pass
 from passes.clean.dead import dead_code_pass
 from passes.clean.derivatives import derivatives_pass
+from passes.clean.einsum import einsum_pass
 from passes.clean.experts import experts_pass
 from passes.clean.functional import functionalise_pass, updates_pass
 from passes.clean.indexing import indexing_pass
@@ -51,6 +52,7 @@ STEPS = (
     ("bags", bags_pass),
     ("borders", borders_pass),
     ("linear", linear_pass),
+    ("einsum", einsum_pass),
     ("packed projections", packed_projections_pass),
     ("dead code", dead_code_pass),
     ("fused projections", fused_projections_pass),

@@ -15,13 +15,18 @@ from passes.clean.nodes import add, aten, calls, copy_origin, like, replace
 
 
 def linear_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """``addmm``, ``mm`` and ``matmul`` with a parameter become ``linear``, and ``bilinear`` an einsum.
+    """``addmm``, ``mm`` and ``matmul`` with a parameter become ``linear``, as does a product with a vector, and ``bilinear`` an einsum.
 
     The parameter enters through ``aten.t`` where it is stored input-first (GPT-2's Conv1D), and the flattening around a two-dimensional
     product is undone: ``reshape(x, [-1, h]) -> addmm -> reshape`` is a linear on ``[b, s, h]``.
     """
     for node in calls(gm, aten.bilinear.default):
         _emit_bilinear(node)
+    for node in calls(gm, aten.matmul.default):
+        x, vector = args_of(node)
+        if len(shape_of(vector)) == 1 < len(shape_of(x)):
+            row = add(node, aten.linear.default, (x, add(node, aten.unsqueeze.default, (vector, 0))))
+            replace(node, add(node, aten.squeeze.dim, (row, -1)))
     for node in calls(gm):
         name = op_name(node)
         if name == "aten.addmm" and args_of(node)[0].op == "placeholder" and not node.kwargs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -112,16 +113,34 @@ def dropout_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def views_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """Use ``reshape`` where the strides need one, ``view`` where they do not, in one walk that also renews every ``meta["val"]``."""
+    """Use ``view`` where it is valid for all strides of its operand, ``reshape`` elsewhere, in one walk that also renews every
+    ``meta["val"]``.
+
+    Strides on meta do not tell: convolutions, attention and collectives choose those of their results while they run.
+    """
     for node in calls(gm):
         if node.target in (aten.view.default, aten.reshape.default):
             source, sizes = val(args_of(node)[0]), args_of(node)[1]
-            try:
-                meta(node)["val"] = source.view(sizes)
-                node.target = aten.view.default
-            except RuntimeError:
-                meta(node)["val"] = source.reshape(sizes)
-                node.target = aten.reshape.default
-        else:
-            meta(node)["val"] = evaluate(node.target, node.args, dict(node.kwargs))
+            meta(node)["val"] = source.reshape(sizes)
+            node.target = aten.view.default if _only_splits(source.shape, sizes) else aten.reshape.default
+            continue
+        if node.target in _OF_MEMORY and args_of(node)[0].target is not aten.contiguous.default:
+            node.args = (add(node, aten.contiguous.default, (args_of(node)[0],)), *node.args[1:])
+        meta(node)["val"] = evaluate(node.target, node.args, dict(node.kwargs))
     return gm
+
+
+_OF_MEMORY = (aten.view_as_complex.default, aten.view.dtype)
+"""Ops that need elements side by side along the last dim. Cleaning has removed the ``contiguous`` of the user's code."""
+
+
+def _only_splits(sizes: Sequence[int], wanted: Sequence[int]) -> bool:
+    """Whether a view of ``sizes`` as ``wanted`` splits dims, and adds or removes dims of one element, but merges none."""
+    left = [size for size in wanted if size != 1]
+    for size in sizes:
+        product = 1
+        while product < size and left:
+            product *= left.pop(0)
+        if product != size:
+            return False
+    return not left

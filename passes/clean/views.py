@@ -19,6 +19,7 @@ from torch.fx.node import map_arg
 from autopar.ops.facts import Kind, facts, op_name
 from autopar.ops.meta import meta
 from autopar.ops.operands import args_of, argument, shape_of
+from autopar.program import kernels
 from autopar.torch_private import is_overload, memory, overload_schema
 from passes.clean.nodes import add, aten, described, flat, like
 
@@ -64,6 +65,22 @@ def origins(call: fx.Node) -> list[tuple[fx.Node, View | None] | None]:
         else (operands[found[0]], None if found[1] else View(call, found[0], i if several else None))
         for i, found in enumerate(_sharing(call))
     ]
+
+
+def views_of(value: fx.Node, base: str) -> list[fx.Node] | None:
+    """The nodes from a placeholder with ``meta[base]``, itself first, to ``value``, itself last, each of which may share the memory of the
+    one before, on any rank and with any strides; ``None`` if there is no such placeholder."""
+    path = [value]
+    while path[-1].op == "call_function":
+        call = path[-1]
+        operands, kind = _operands(call), facts(call).kind
+        if facts(call).is_view or kind in (Kind.IDENTITY, Kind.CAST) or call.target is kernels.strided:
+            path.append(operands[0])
+        elif is_overload(call.target) and (found := next((each for each in origins(call) if each), None)):
+            path.append(found[0])
+        else:
+            return None
+    return path[::-1] if base in meta(path[-1]) else None
 
 
 def _operands(call: fx.Node) -> list[fx.Node]:

@@ -17,15 +17,15 @@ X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
 
 class Reversed(torch.autograd.Function):
-    """A gradient reversal: its backward is not that of its forward. It gives a tuple, which no op stands for."""
+    """A gradient reversal: its backward is not that of its forward. It takes a module, which no file can hold."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> tuple[Tensor]:
-        return (x.view_as(x),)
+    def forward(ctx: Any, x: Tensor, owner: nn.Module) -> Tensor:
+        return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return -grad
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return -grad, None
 
 
 class Model(nn.Module):
@@ -44,7 +44,7 @@ class Model(nn.Module):
         if self.kind == "select":
             y = y[y > 0]
         if self.kind == "reversed":
-            (y,) = Reversed.apply(y)
+            y = Reversed.apply(y, self)
         if self.kind == "hook":
             y.register_hook(lambda grad: 2 * grad)
         if self.kind == "reentrant":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from test_capture_models import assert_equals_eager, pair
 from torch import Tensor, nn
 
-from autopar.capture import capture
+from autopar.capture import capture, opaque
 from autopar.errors import CaptureError
 
 HELD = nn.Parameter(torch.ones(4, dtype=torch.float64))
@@ -65,23 +65,6 @@ class Rounded(torch.autograd.Function):
 def backward(model: Any, y: Tensor) -> Tensor:
     y.sum().backward(retain_graph=True)
     return y
-
-
-class Parted(torch.autograd.Function):
-    """Has two results, which go into its backward together."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x * 2, x * 3
-
-    @staticmethod
-    def backward(ctx: Any, one: Tensor, other: Tensor) -> Tensor:
-        return one.sign() * other
-
-
-def parted(model: Any, y: Tensor) -> Tensor:
-    one, other = Parted.apply(y)
-    return one * other
 
 
 class Shaken(torch.autograd.Function):
@@ -148,7 +131,6 @@ def seeded(model: Any, y: Tensor) -> Tensor:
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "backward": (lambda: Model(backward), "y.sum().backward(retain_graph=True)", "autopar.opaque"),
-    "function of two results": (lambda: Model(parted), "Parted.apply(y)", "custom_op"),
     "function that draws": (lambda: Model(lambda m, y: Shaken.apply(y)), "Shaken.apply(y)", "custom_op"),
     "vmap": (lambda: Model(lambda m, y: torch.vmap(m.a)(y)), "torch.vmap(m.a)(y)", "autopar.opaque"),
     "jvp": (lambda: Model(lambda m, y: torch.func.jvp(m.a, (y,), (y,))[1]), "torch.func.jvp", "autopar.opaque"),
@@ -284,6 +266,60 @@ class Chosen(nn.Module):
         return y.index_copy(0, rows, y[rows] * 2)
 
 
+class Parted(torch.autograd.Function):
+    """Has two results, which go into its backward together."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(ctx: Any, one: Tensor, other: Tensor) -> Tensor:
+        return one.sign() * other
+
+
+class Parting(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = Parted.apply(x)
+        return one * other
+
+
+class Routed(NamedTuple):
+    """What a router gives: rows, the choice of each, a loss, and the number of choices."""
+
+    rows: Tensor
+    chosen: Tensor
+    losses: dict[str, Tensor]
+    choices: int
+
+
+class Routing(nn.Module):
+    """Scales each row by its choice; a list's length depends on the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Routed, None]:
+        y = self.linear(x)
+        chosen = (y[:, 0] > 0).long()
+        used = chosen.unique().tolist()
+        return Routed(y * (1 + chosen)[:, None], chosen, {"balance": y.square().mean() / len(used)}, 2), None
+
+
+class Router(nn.Module):
+    """Reads every part of what its router, wrapped as opaque by hand or not, gives."""
+
+    def __init__(self, wrapped: bool) -> None:
+        super().__init__()
+        self.route: Any = opaque(Routing()) if wrapped else Routing()
+
+    def forward(self, x: Tensor) -> Tensor:
+        routed, nothing = self.route(x)
+        assert nothing is None and routed.choices == 2
+        return routed.rows * 2 + routed.chosen[:, None] + routed.losses["balance"]
+
+
 class Turned(nn.Module):
     def __init__(self, factor: float = 1.0) -> None:
         super().__init__()
@@ -381,6 +417,8 @@ WHOLE: dict[str, tuple[list[Callable[[], nn.Module]], str, int]] = {
     "vmap": ([Each], "1 (Each) kept whole", 1),
     "in blocks": ([Block] * 5, "Reversed kept whole", 1),
     "autocast": ([Mixed], "1 (Mixed) kept whole", 1),
+    "two results": ([Parting], "Parted kept whole", 1),
+    "nested results": ([lambda: Router(False)], "1.route (Routing) kept whole", 1),
     "padded again": ([Shrinking], "1 (Shrinking) kept whole", 1),
 }
 
@@ -396,6 +434,33 @@ def test_a_module_that_cannot_be_in_a_graph_is_kept_whole(case: str) -> None:
     graph = assert_equals_eager(sequence(*parts), pair(8, 4), F.mse_loss)
     assert any(sentence.startswith(words) for sentence in graph.notes) and len(graph.opaque) == ops
     assert all("every rank executes it alike" in sentence for sentence in graph.notes)
+
+
+def test_an_opaque_module_may_give_several_tensors() -> None:
+    torch.manual_seed(0)
+    graph = assert_equals_eager(sequence(lambda: Router(True)), pair(8, 4), F.mse_loss)
+    assert len(graph.opaque) == 1
+
+
+class Objecting(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return {"y": x, "mode": object()}
+
+
+def test_an_opaque_module_may_not_give_other_objects() -> None:
+    model = Model(lambda m, y: m.part(y)["y"], part=opaque(Objecting())).double()
+    with pytest.raises(CaptureError, match="Objecting returns an object of the class object") as refused:
+        capture(model, pair(8, 4), F.mse_loss)
+    assert "plain values" in str(refused.value.hint)
+
+
+def test_an_opaque_module_of_unknown_results_is_refused() -> None:
+    part = opaque(Routing()).double()
+    capture(Model(lambda m, y: m.part(y)[0].rows, part=part).double(), pair(8, 4), F.mse_loss)
+    model = Model(lambda m, y: m.part(y[:, :8])[0].rows, part=part).double()
+    with pytest.raises(CaptureError, match=r"Routing never ran on inputs like float64 \[3, 8\]") as refused:
+        capture(model, tuple(t[:3].to("meta") for t in pair(8, 4)), F.mse_loss)
+    assert "pass output" in str(refused.value.hint)
 
 
 class ChosenExperts(nn.Module):

@@ -108,9 +108,9 @@ def test_a_file_that_holds_no_plan_is_named_with_the_reason(capsys, tmp_path):
     odd = {
         "[1, 2]": "it is no JSON object",
         json.dumps({"feasible": False, "error": "nothing fits"}): "it says that nothing fits",
-        json.dumps(whole | {"step_time_s": float("nan")}): "NaN is no number",
-        json.dumps(whole | {"compute_s": "much"}): "compute_s is 'much', no number",
-        json.dumps(whole | {"stages": []}): "do not fit together",
+        json.dumps(whole | {"step_time_s": float("nan")}): "NaN is not a number",
+        json.dumps(whole | {"compute_s": "much"}): "compute_s is 'much', not a number",
+        json.dumps(whole | {"stages": []}): "stages has 0 items",
         json.dumps({key: value for key, value in whole.items() if key != "mesh"}): "it has no 'mesh'",
     }
     file = tmp_path / "plan.json"

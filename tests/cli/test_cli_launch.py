@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from programs import Shape, mlp_model, write_mlp
 
-from autopar.cli.launch import batch_file
+from autopar.cli.launch import batch_file, launch_command
 from autopar.errors import ProgramError, UsageError
 from autopar.program.state import INITIAL
 from autopar.program.weights import write_file
@@ -22,7 +22,8 @@ if [ "$1" = show ]; then echo 127.0.0.1; else echo "$@" > "$FAKE/requeued"; fi
 """
 SRUN = """#!{python}
 import os, signal, subprocess, sys
-step = subprocess.Popen(sys.argv[2:], start_new_session=True)
+command = [word for i, word in enumerate(sys.argv[1:]) if not all(w.startswith("--") for w in sys.argv[1 : i + 2])]
+step = subprocess.Popen(command, start_new_session=True)
 
 
 def members(pid):
@@ -89,3 +90,47 @@ def test_the_lines_for_the_scheduler(tmp_path: Path) -> None:
         batch_file(program, "1", 1, ())
     with pytest.raises(ProgramError, match="has no program"):
         batch_file(tmp_path, "1", 1, ("--checkpoint", "saved"))
+
+
+def test_nodes_with_gpus(tmp_path: Path) -> None:
+    """Open files, NUMA binding where numactl is there, and the flight recorder; without GPUs the first alone."""
+    program = write_mlp(tmp_path / "program", Shape(data=2, tensor=2))
+    plan = program / "plan.json"
+    options = ("--checkpoint", "saved")
+    plain = batch_file(program, "60", 120, options)
+    plan.write_text(plan.read_text().replace('"devices": "4"', '"devices": "2x2xH100-80GB"'))
+    text = batch_file(program, "1-02:00:00", 120, options)
+    for part in ("TORCH_FR_BUFFER_SIZE=2000", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE=", "--numa-binding node"):
+        assert part in text and part not in plain
+    for found in (text, plain):
+        assert 'ulimit -n "$(ulimit -Hn)"' in found and "--cpu-bind=none" in found
+        subprocess.run(["bash", "-n"], input=found, text=True, check=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["a\n#SBATCH --nodes=99\nrm -rf x", "it's $(touch b) `c`", "caf\udce9 \u00e9"], ids=repr
+)
+def test_names_of_folders_are_text(name: str, tmp_path: Path) -> None:
+    """No line of the file begins inside of a name, and the shell gives the path to train.py as it is."""
+    program = write_mlp(tmp_path / name, Shape())
+    job = tmp_path / "job.sbatch"
+    launch_command(str(program), str(job), "60", 120, ("--checkpoint", "saved"), as_json=True)
+    text = job.read_text("utf-8", "surrogateescape")
+    lines = text.split("\n\n")[0].splitlines()
+    assert len(lines) == 12 and "#SBATCH --nodes=1" in lines
+    assert all(line.startswith(("#!/bin/bash", "#SBATCH --", "# ")) for line in lines)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "srun").write_text('#!/bin/bash\nprintf "%s\\0" "$@" > "$SEEN"\n')
+    (tmp_path / "bin" / "scontrol").write_text("#!/bin/bash\necho here\n")
+    for command in ("srun", "scontrol"):
+        (tmp_path / "bin" / command).chmod(0o755)
+    found = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SEEN": str(tmp_path / "seen"), "SLURM_JOB_ID": "7"}
+    subprocess.run(["bash", str(job)], env={**os.environ, **found}, check=True, cwd=tmp_path)
+    words = (tmp_path / "seen").read_bytes().split(b"\0")
+    assert os.fsencode(program / "train.py") in words and not (tmp_path / "b").exists()
+
+
+def test_a_time_limit_is_one_word(tmp_path: Path) -> None:
+    program = write_mlp(tmp_path / "program", Shape())
+    with pytest.raises(UsageError, match="is not a time limit of SLURM"):
+        batch_file(program, "60\n#SBATCH --nodes=9", 120, ("--checkpoint", "saved"))

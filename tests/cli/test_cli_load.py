@@ -175,7 +175,11 @@ def test_configuration_files(tmp_path):
     loaded = load_model(str(path), Sizes(seq=32, global_batch=4, precision="fp32"))
     assert loaded.name == "small" and loaded.batch["input_ids"].shape == (4, 32)
     assert {p.dtype for p in loaded.model.parameters()} == {torch.float32}
-    for text, words in (("{", r"small.json:1: not JSON"), ("[]", "is not a JSON object"), ("{}", "no model_type")):
+    for text, words in (
+        ("{", r"small.json holds no configuration: line 1 is not JSON"),
+        ("[]", "is not a JSON object"),
+        ("{}", "no model_type"),
+    ):
         path.write_text(text)
         with pytest.raises(ModelError, match=words):
             load_model(str(path), Sizes())

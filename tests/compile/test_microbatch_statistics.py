@@ -198,5 +198,5 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     assert checked["exact"] and any("accumulated over 4 microbatches" in note for note in checked["notes"])
     priced = run("price", f"{model}:make", "--devices", "2", "--plan", str(tmp_path / "plan.json"))
     assert priced["allow"] == plan["allow"] and priced["step_time_s"] == pytest.approx(plan["step_time_s"])
-    why = run("explain", str(tmp_path / "plan.json"))
+    why = run("explain", str(tmp_path / "plan.json"), "--model", f"{model}:make")
     assert "microbatch_statistics" in json.dumps(why)

@@ -74,7 +74,10 @@ def test_a_taken_port_and_a_calibration_of_another_machine_are_warnings(monkeypa
         monkeypatch.setattr(machine, "PORTS", {port: "torchrun"})
         file = tmp_path / "calibration.json"
         figure = calibration.Figure("launch", "cpu", 2, "", False, {}, "s", 1e-6, 1e-6, 1e-6, 3)
-        here = calibration.Calibration(calibration.this_machine(), "2026-01-01", (figure,))
+        update = dataclasses.replace(figure, name="update", size={"bytes": 1e6})
+        move = dataclasses.replace(figure, name="move", variant=calibration.POINTWISE, size={"bytes": 1e6})
+        figures = (figure, dataclasses.replace(figure, backward=True), update, move)
+        here = calibration.Calibration(calibration.this_machine(), "2026-01-01", figures)
         file.write_text(dataclasses.replace(here, machine={"processor": "abacus", "cores": 3}).dumps())
         monkeypatch.setenv("AUTOPAR_CALIBRATION", str(file))
         found = {one.name: one for one in machine.machine()}

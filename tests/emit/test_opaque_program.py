@@ -6,14 +6,28 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from opaque_modules import Alternating, Branching, Counting, Drawing, Holding, Model, Quantized
+from opaque_modules import (
+    Alternating,
+    Branching,
+    Chosen,
+    Contracted,
+    Counting,
+    Drawing,
+    Holding,
+    Model,
+    Quantized,
+    Restored,
+    Scalars,
+)
 from torch import Tensor, nn
+from workers import WorkerPool
 
 from autopar.capture import capture, opaque
 from autopar.checks.types import check_program
@@ -24,6 +38,7 @@ from autopar.plan import Plan
 from autopar.run import Program
 from autopar.search.manual import manual_plan
 from autopar.shard import annotate
+from autopar.verify import check_plan, make_subject
 
 PLANS: dict[str, dict[str, Any]] = {
     "tensor 2": {"tensor": 2},
@@ -94,6 +109,32 @@ def test_a_module_that_capture_keeps_whole_equals_eager(module: Callable[[], nn.
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             assert (gradients[name] - parameter.grad).abs().max() <= 1e-9, name
+
+
+SEVERAL: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
+    "wrapped": (lambda: Chosen(opaque=True), 8, "opaque.call_all("),
+    "kept whole": (lambda: Chosen(opaque=False), 8, "opaque.call_all("),
+    "no meta kernel": (Restored, 16, "opaque.call("),
+    "einsum": (lambda: Contracted(None), 8, "torch.einsum("),
+    "einsum with a path": (lambda: Contracted([0, 1, 0, 1]), 8, "torch.einsum("),
+    "scalars and vectors": (Scalars, 8, ".view([])"),
+    "einsum with another path": (lambda: Contracted([1, 2, 0, 1]), 8, "torch.einsum("),
+}
+
+
+@pytest.mark.parametrize("plan", ["tensor 2", "data 2"])
+@pytest.mark.parametrize("case", SEVERAL)
+def test_programs_of_what_a_graph_cannot_show_equal_eager(case: str, plan: str, workers2: WorkerPool) -> None:
+    make, width, words = SEVERAL[case]
+    torch.manual_seed(0)
+    model, generator = make(), torch.Generator().manual_seed(1)
+    given = {name: torch.randn(8, size, generator=generator) for name, size in (("x", width), ("y", 4))}
+    subject = make_subject(model, given)
+    kept = manual_plan(subject.graph, **PLANS[plan])
+    with tempfile.TemporaryDirectory() as folder:
+        emit(subject.graph, kept, folder)
+        assert words in Path(folder, "model.py").read_text()
+    assert check_plan(subject, kept, workers2).error.exact
 
 
 def test_a_program_says_when_its_module_draws(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_a_users_op_is_the_only_other_import(tmp_path: Path) -> None:
     torch.save(given.state, state)
     home.mkdir()
     shutil.copy(custom_ops.__file__, home)
-    done = launch(folder, tmp_path, "--steps", "1", "--device", "cpu", "--data", str(data), "--init", str(state))
+    done = launch(folder, tmp_path, "--steps", "1", "--device", "cpu", "--dataset", str(data), "--init", str(state))
     assert done.returncode == 0, done.stderr
     (line,) = (json.loads(text) for text in done.stdout.splitlines() if text.startswith("{"))
     assert line["loss"] == pytest.approx(given.loss, rel=1e-9)
@@ -124,7 +124,7 @@ def test_it_trains_alone_and_as_one_device_would(llama: Path, tmp_path: Path) ->
     batch, state, saved = tmp_path / "batch.pt", tmp_path / "state.pt", tmp_path / "saved.pt"
     torch.save(given.batch, batch)
     torch.save(given.state, state)
-    files = ("--data", str(batch), "--init", str(state), "--save", str(saved))
+    files = ("--dataset", str(batch), "--init", str(state), "--save", str(saved))
     done = launch(llama, tmp_path, "--steps", "2", "--lr", "0.001", "--device", "cpu", *files)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(text) for text in done.stdout.splitlines() if text.startswith("{")]

@@ -35,7 +35,7 @@ def mixtral(**options: Any) -> Model:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     sizes = {"intermediate_size": 48, "num_key_value_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
-    return MixtralForCausalLM(MixtralConfig(**_COMMON, **sizes, **options)), _tokens(), None
+    return MixtralForCausalLM(MixtralConfig(**{**_COMMON, **sizes, **options})), _tokens(), None
 
 
 def mixtral_balanced() -> Model:

@@ -72,14 +72,12 @@ class Teacher(nn.Module):
 
 
 class ParameterTeacher(nn.Module):
-    """The same with frozen parameters, which may be ``shared``: views of the student's memory."""
+    """The same with frozen parameters."""
 
-    def __init__(self, shared: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.student, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, OUT)
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
-        if shared:
-            self.teacher.weight = nn.Parameter(self.student.weight.data, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -193,11 +191,6 @@ def _row(model: nn.Module) -> tuple[Tensor, Tensor]:
     return table, table[1]
 
 
-def _of_parameter(model: nn.Module) -> tuple[Tensor, Tensor]:
-    bias = model.get_parameter("a.bias").detach()
-    return bias, torch.zeros(WIDTH)
-
-
 class Looked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -242,14 +235,6 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
 }
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "momentum teacher that shares memory with its student": (
-        lambda: ParameterTeacher(shared=True),
-        "writes to teacher.weight, whose memory student.weight shares",
-    ),
     "embedding with a largest norm": (Looked, "an embedding with max_norm changes its own weight"),
     "buffer that is a row of another": (lambda: TwoBuffers(_row), "writes to a.written, whose memory out.read shares"),
-    "buffer that is a parameter": (
-        lambda: TwoBuffers(_of_parameter),
-        "writes to a.written, whose memory a.bias shares",
-    ),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -28,6 +29,23 @@ class Counting(Dataset[dict[str, Tensor]]):
     def __getitem__(self, row: int) -> dict[str, Tensor]:
         self.read.append(row)
         return {name: tensor[row] for name, tensor in self.tensors.items()}
+
+
+class Drawn(Counting):
+    """A data set whose rows are drawn when they are read."""
+
+    def __getitem__(self, row: int) -> dict[str, Tensor]:
+        return {name: tensor + random.random() for name, tensor in super().__getitem__(row).items()}
+
+
+def keys(folder: str, drawn: bool) -> list[bool]:
+    """In a worker: whether a data set has no checksum, and whether the next random numbers are those of before."""
+    options = {"optimizer": None, "lr": 0.0, "seed": 0, "max_norm": None, "state": None}
+    trainer = remote.open_trainer(folder, options, device="cpu", timeout_s=60)
+    loader = trainer.loader((Drawn if drawn else Counting)(made()))
+    before = random.getstate(), torch.get_rng_state()
+    key = loader.key
+    return [key == loader.order, before[0] == random.getstate() and torch.equal(before[1], torch.get_rng_state())]
 
 
 def order(rows: int, shuffle: bool, seed: int, epoch: int) -> Tensor:

@@ -106,3 +106,81 @@ class Quantized(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return Straight.apply(super().forward(x), 4, (-0.5, 0.5), self.bias)
+
+
+class Parted(nn.Linear):
+    """Control flow that depends on the data, and a tuple with a dict in it: rows, their choices, a loss."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor], None]:
+        y = super().forward(x)
+        chosen = y.argmax(-1)
+        scale = 2.0 if y.sum() > 0 else 3.0
+        return y * scale, {"chosen": chosen, "loss": y.square().mean()}, None
+
+
+class Chosen(nn.Module):
+    """Reads all that ``Parted`` gives."""
+
+    def __init__(self, opaque: bool) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.part: Any = autopar.opaque(Parted()) if opaque else Parted()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        rows, found, nothing = self.part(self.a(x))
+        assert nothing is None
+        scale: Tensor = 1 + found["chosen"][:, None]
+        return F.mse_loss(self.b(rows * scale), y) + found["loss"]
+
+
+class Restored(nn.Module):
+    """Calls two ops that torch has no meta kernel for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 32), nn.Linear(32, 4)
+        self.register_buffer("window", torch.hann_window(8))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        waves = self.a(x)
+        spectrum = torch.stft(waves, 8, 2, window=self.window, return_complex=True)
+        waves = torch.istft(spectrum * 2, 8, 2, window=self.window, length=32)
+        weight = torch.fake_quantize_per_tensor_affine(self.b.weight, 0.01, 0, -128, 127)
+        return F.mse_loss(F.linear(waves, weight, self.b.bias), y)
+
+
+class Contracted(nn.Module):
+    """Products of three and four operands, with dims behind an ellipsis and an operand of size one; ``path`` is what ``torch.einsum``
+    gives the op where opt_einsum is installed."""
+
+    def __init__(self, path: list[int] | None) -> None:
+        super().__init__()
+        self.a, self.b, self.path = nn.Linear(8, 8), nn.Linear(8, 4), path
+        self.c = nn.Parameter(torch.ones(1, 4, 8) / 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        operands = [self.a(x), x, self.b.weight]
+        if self.path is None:
+            found = torch.einsum("...i, ...j, kj -> ...k", *operands)
+        else:
+            found = torch.ops.aten.einsum("...i, ...j, kj -> ...k", operands, path=self.path)
+        return F.mse_loss(torch.einsum("bk,bk,okj,bj->bk", found, found, self.c, x), y)
+
+
+class Scalars(nn.Module):
+    """Products of tensors with vectors, a view without dims, a stack of one scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.vector, self.scale = nn.Parameter(torch.linspace(-1, 1, 4)), nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        parts = self.a(x).reshape(-1, 1, 2, 4)
+        weights = torch.matmul(parts, self.vector).softmax(-1)
+        found = self.b(x)[:, :2] * weights.sum(1)
+        scales = torch.stack([self.scale.view([]) * found.mean()])
+        return F.mse_loss(self.b(x) * scales, y) + (weights**2).mean()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from autopar.plan import Axis, LayerPlan, Memory, Plan, Prediction, Role, StagePlan, Strategy
 from autopar.program import copy_runtime
+from autopar.program.type_check import write_digests
 from autopar.run.folder import program_modules
 
 FIXTURE = Path(__file__).parent / "program_mlp" / "model.py"
@@ -177,6 +178,7 @@ def write_mlp(folder: Path, shape: Shape) -> Path:
     (folder / "layouts.json").write_text(json.dumps({"parameters": _layouts(shape)}))
     torch.save({"scale": torch.tensor(SCALE, dtype=getattr(torch, shape.precision))}, folder / "constants.pt")
     copy_runtime(folder, ("fsdp", "local_group", "microbatches", "pipeline", "publications", "spec", "whole_tensors"))
+    write_digests(folder)
     return folder
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import resource
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,25 @@ def refused(
     return [why, trainer.step(batch)]
 
 
+def outcomes(folder: str, steps: list[str], values: dict[str, Tensor]) -> list[tuple[str, str]]:
+    """In a worker: what becomes of each checkpoint: it is ``"refused"``, and why; ``"read"`` with these values, or with others
+    (``"silent"``)."""
+    options = {"optimizer": adamw, "lr": 0.0, "seed": 5, "max_norm": None, "state": None}
+    trainer = remote.open_trainer(folder, options, device="cpu", timeout_s=60)
+    found = []
+    for step in steps:
+        try:
+            trainer.load(step)
+        except RuntimeError as error:
+            assert type(error).__name__ == "CheckpointError", error
+            found.append(("refused", str(error)))
+            continue
+        state = trainer.state_dict()
+        same = trainer.steps == 2 and all(torch.equal(tensor, values[name]) for name, tensor in state.items())
+        found.append(("read" if same else "silent", f"step {trainer.steps}"))
+    return found
+
+
 def in_background(folder: str, batches: list[dict[str, Tensor]], state: str, saved: str) -> dict[str, Any]:
     """In a worker: a checkpoint that a thread writes between the two steps, and one that it cannot write."""
     options = {"optimizer": adamw, "lr": 0.0, "seed": 0, "max_norm": None, "state": state}
@@ -194,7 +214,12 @@ def in_background(folder: str, batches: list[dict[str, Tensor]], state: str, sav
         why = str(error)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    gate = threading.Event()
+    trainer._background._thread.submit(gate.wait)
+    trainer.positions["rows"] = (0, 8)
     trainer.save(saved, wait=False, keep=1)
+    trainer.positions["rows"] = (0, 16)
+    gate.set()
     trainer.finish_saving()
     return {"losses": losses, "path": str(path), "begun": begun, "why": why}
 

@@ -35,6 +35,7 @@ class Devices:
     count: int
     memory_limit_bytes: int
     gpus_per_node: int = 8
+    node_size: int = 0
     kinds: tuple[tuple[float, int], ...] = ()
     slower: float = 1.0
     host_limit_bytes: int = 0
@@ -129,6 +130,9 @@ class RandomPricer:
 
     def mirrored(self, copies: int) -> RandomPricer:
         return self
+
+    def odd_experts(self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy) -> None:
+        """No layer has experts."""
 
     def on(self, cluster: Devices) -> RandomPricer:
         return type(self)(self.graph, self.seed, self.density, self.edges, cluster.slower)
@@ -488,6 +492,9 @@ class TransformerPricer:
 
     def mirrored(self, copies: int) -> TransformerPricer:
         return self
+
+    def odd_experts(self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy) -> None:
+        """No layer has experts."""
 
     def on(self, cluster: Devices) -> TransformerPricer:
         return self

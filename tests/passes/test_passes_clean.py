@@ -257,13 +257,24 @@ class TestShapes:
         gm = apply(b, b.module(first, second, half, row), clean.splits_pass)
         assert ops(gm) == ["slice.Tensor"] * 3 + ["select.int"]
 
-    def test_views_where_strides_allow(self) -> None:
+    @pytest.mark.parametrize(
+        ("sizes", "op"),
+        [([2, 2, 3], "view"), ([1, 2, 3, 2, 1], "view"), ([12], "reshape"), ([4, 3], "reshape"), ([3, 4], "reshape")],
+    )
+    def test_only_a_view_that_is_valid_for_all_strides_is_one(self, sizes: list[int], op: str) -> None:
         b = Build()
-        x = b.input("x", 2, 3)
-        y = b.call(aten.reshape.default, x, [6])
-        z = b.call(aten.reshape.default, b.call(aten.transpose.int, x, 0, 1), [6])
-        gm = apply(b, b.module(y, z), clean.views_pass)
-        assert ops(gm) == ["view", "transpose.int", "reshape"]
+        gm = apply(b, b.module(b.call(aten.reshape.default, b.input("x", 2, 6), sizes)), clean.views_pass)
+        assert ops(gm) == [op]
+        (x,) = (torch.arange(24.0).view(6, 4)[:, ::2].t(),)  # neither contiguous nor dense
+        assert torch.equal(gm(x)[0], x.reshape(sizes))
+
+    def test_ops_of_memory_get_elements_side_by_side(self) -> None:
+        b = Build()
+        x = b.call(aten.contiguous.default, b.call(aten.transpose.int, b.input("x", 2, 6), 0, 1))
+        gm = b.module(b.call(aten.view_as_complex.default, x))
+        gm = clean.views_pass(clean.noops_pass(gm))
+        assert ops(gm) == ["transpose.int", "contiguous", "view_as_complex"]
+        assert gm(torch.ones(2, 6))[0].shape == (6,)
 
     def test_padding_index_is_unsqueeze(self) -> None:
         b = Build()

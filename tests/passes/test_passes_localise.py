@@ -51,18 +51,6 @@ class TestLocalise:
         assert list(view.args[1]) == [4, 6, 2, 8]
         assert view.meta["val"].shape == (4, 6, 2, 8) and view.meta["global_shape"] == (4, 6, 4, 8)
 
-    def test_a_view_of_a_converted_value_through_other_dims_may_copy(self) -> None:
-        """A part of a whole value, transposed, merges its dims by its strides; gathered, it has others."""
-        draw = Sketch()
-        x = draw.activation("x", 4, 2, 6, 8)
-        part = draw.call(aten.slice.Tensor, x, 2, 1, 5)
-        turned = draw.call(aten.transpose.int, part, -1, -2)
-        cls = draw.layer(draw.call(aten.view.default, turned, [4, 2, 8, 2, 2]))
-        types = axis_types(cls, {"slice_tensor": S(1)}, {"slice_tensor": (S(1),), "transpose_int": (I,)})
-        assert find(localised(cls, (TENSOR, types)), aten.reshape.default).name == "view_default"
-        plain = axis_types(cls, {})
-        assert find(localised(cls, (TENSOR, plain)), aten.view.default).name == "view_default"
-
     def test_values_are_local_on_all_axes_and_microbatches(self) -> None:
         cls = heads(Sketch())
         rows = axis_types(cls, {"w": R}, default=S(0))

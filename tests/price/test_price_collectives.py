@@ -7,9 +7,12 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from price_models import time_s
 
 from autopar.devices import Cluster, Gpu, Link, parse
+from autopar.devices.cluster import joined
 from autopar.plan import Axis
 from autopar.price.collectives import Group, group, p2p_s
 from autopar.types import Collective
@@ -23,13 +26,13 @@ TOY = Cluster("toy", 4, 8, "cuda", GPU, Link(2e-6, 1e11, ""), Link(1e-5, 5e9, ""
 @pytest.mark.parametrize(
     ("size", "stride", "expected"),
     [
-        (8, 1, Group(8, 8)),
-        (2, 4, Group(2, 2)),
-        (4, 8, Group(4, 1)),
-        (16, 1, Group(16, 8)),
-        (8, 4, Group(8, 2)),
-        (2, 16, Group(2, 1)),
-        (32, 0, Group(1, 1)),  # microbatches follow one another on the same devices
+        (8, 1, Group(8, 8, 1)),
+        (2, 4, Group(2, 2, 1)),
+        (4, 8, Group(4, 1, 4)),
+        (16, 1, Group(16, 8, 2)),
+        (8, 4, Group(8, 2, 4)),
+        (2, 16, Group(2, 1, 2)),
+        (32, 0, Group(1, 1, 1)),  # microbatches follow one another on the same devices
     ],
 )
 def test_members_per_node(size, stride, expected):
@@ -44,29 +47,80 @@ def rack(trays: int) -> Cluster:
 @pytest.mark.parametrize(
     ("trays", "size", "stride", "expected"),
     [
-        (16, 64, 1, Group(64, 64)),  # all in one domain
-        (16, 8, 8, Group(8, 8)),
-        (36, 8, 1, Group(8, 8)),  # 72 is a multiple of 8: no group of 8 is divided
-        (36, 2, 36, Group(2, 2)),
-        (36, 2, 72, Group(2, 1)),
-        (36, 16, 1, Group(16, 8)),  # ranks 64 to 79 are divided after the eighth
-        (36, 2, 8, Group(2, 1)),
-        (4, 4, 4, Group(4, 4)),
+        (16, 64, 1, Group(64, 64, 1)),  # all in one domain
+        (16, 8, 8, Group(8, 8, 1)),
+        (36, 8, 1, Group(8, 8, 1)),  # 72 is a multiple of 8: no group of 8 is divided
+        (36, 2, 36, Group(2, 2, 1)),
+        (36, 2, 72, Group(2, 1, 2)),
+        (36, 16, 1, Group(16, 8, 2)),  # ranks 64 to 79 are divided after the eighth
+        (36, 2, 8, Group(2, 1, 2)),
+        (4, 4, 4, Group(4, 4, 1)),
     ],
 )
 def test_members_per_nvlink_domain(trays, size, stride, expected):
     assert group((Axis("a", size, stride),), rack(trays)) == expected
-    first = range(0, 4 * trays, size * stride)
-    worst = min(
-        min(Counter((start + stride * i) // 72 for i in range(size)).values())
-        for start in first
-        if start + size * stride <= 4 * trays
-    )
-    assert group((Axis("a", size, stride),), rack(trays)).per_node <= worst
+
+
+def counted(axes: tuple[Axis, ...], node_of: list[int]) -> tuple[int, int]:
+    """The fewest members of a group on a node that has any, and the most nodes of a group, rank by rank."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, node in enumerate(node_of):
+        others = rank - sum(rank // axis.stride % axis.size * axis.stride for axis in axes)
+        groups.setdefault((others,), []).append(node)
+    on_nodes = [Counter(nodes) for nodes in groups.values()]
+    return min(min(found.values()) for found in on_nodes), max(len(found) for found in on_nodes)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_every_group_is_counted_rank_by_rank(data):
+    """Meshes of any factors on nodes of any size, and on parts whose nodes differ; each group by its member with the slowest path."""
+    sizes = data.draw(st.lists(st.sampled_from([2, 3, 4, 5, 6, 7, 8]), min_size=1, max_size=4), label="mesh")
+    strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
+    mesh = [Axis(f"a{i}", n, stride) for i, (n, stride) in enumerate(zip(sizes, strides, strict=True))]
+    axes = tuple(axis for axis in mesh if data.draw(st.booleans(), label=axis.name))
+    count = math.prod(sizes)
+    near = [n for n in range(1, count + 1) if count % n == 0]
+    per_node = data.draw(st.sampled_from(near), label="per node")
+    cluster = replace(TOY, nodes=count // per_node, gpus_per_node=per_node)
+    node_of = [rank // per_node for rank in range(count)]
+    if data.draw(st.booleans(), label="two parts") and cluster.nodes > 1:
+        split = data.draw(st.integers(1, cluster.nodes - 1), label="nodes of the first part")
+        other = data.draw(st.sampled_from([n for n in near if (count - split * per_node) % n == 0]), label="per node")
+        parts = [
+            replace(cluster, nodes=split),
+            replace(cluster, nodes=(count - split * per_node) // other, gpus_per_node=other),
+        ]
+        cluster = joined("two", parts, None)
+        node_of = [rank // per_node for rank in range(split * per_node)]
+        node_of += [cluster.nodes + rank // other for rank in range(count - split * per_node)]
+    found = group(axes, cluster)
+    assert (found.per_node, found.nodes) == counted(axes, node_of)
+    assert found.size == math.prod(axis.size for axis in axes)
+
+
+@pytest.mark.parametrize(
+    ("size", "per_node", "expected"),
+    [(3, 8, (1, 2)), (5, 8, (1, 2)), (6, 8, (2, 2)), (7, 8, (1, 2)), (4, 6, (2, 2)), (2, 8, (2, 1))],
+)
+def test_groups_that_straddle_two_nodes(size, per_node, expected):
+    cluster = replace(TOY, nodes=size * 4, gpus_per_node=per_node)
+    found = group((Axis("tensor", size, 1),), cluster)
+    assert (found.per_node, found.nodes) == expected
+
+
+def test_stages_that_begin_inside_a_node():
+    """Stages of 12 devices on nodes of 8: the second begins after four devices of a node."""
+    parts = [replace(TOY, nodes=3), replace(TOY, nodes=3)]
+    first, second = joined("two", parts, None).stages(4)[:2]
+    assert (first.first, second.first) == (0, 4)
+    assert group((Axis("tensor", 4, 1),), second) == Group(4, 4, 1)
+    assert group((Axis("data", 3, 4),), second) == Group(3, 1, 2)
+    assert group((Axis("all", 12, 1),), second) == Group(12, 4, 2)
 
 
 def test_axes_that_are_not_neighbours_make_one_group():
-    assert group((Axis("a", 4, 8), Axis("b", 2, 1)), TOY) == Group(8, 2)
+    assert group((Axis("a", 4, 8), Axis("b", 2, 1)), TOY) == Group(8, 2, 4)
 
 
 def test_values_by_hand():

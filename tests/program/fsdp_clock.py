@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed.fsdp._fully_shard._fsdp_collectives as collectives
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as param_group
 import torch.distributed.fsdp._fully_shard._fsdp_state as state
@@ -38,10 +39,15 @@ class Stream:
     time: float = 0.0
 
     def wait_stream(self, other: Stream) -> None:
-        self.time = max(self.time, other.time)
+        self._wait(other.time)
 
     def wait_event(self, event: Event) -> None:
-        self.time = max(self.time, event.time)
+        self._wait(event.time)
+
+    def _wait(self, time: float) -> None:
+        if time > self.time and self is self.clock.compute:
+            self.clock.waits.append((len(self.clock.issued), time - self.time))
+        self.time = max(self.time, time)
 
     def record_event(self) -> Event:
         return Event(self.clock, self.time)
@@ -53,6 +59,9 @@ class Clock:
 
     times: dict[str, float]
     issued: list[tuple[str, str]] = field(default_factory=list)
+    waits: list[tuple[int, float]] = field(
+        default_factory=list
+    )  # of the compute stream: after how many ``issued``, seconds
     groups: dict[str, float] = field(default_factory=dict)  # process group: when it is free again
     layer: str = ""
     inputs: list[tuple[weakref.ref[Tensor], int]] = field(default_factory=list)  # of reductions, with their bytes
@@ -110,12 +119,28 @@ class _Backward(autograd.Function):
         return grad, None, None
 
 
+@dataclass
+class _Reduce:
+    """The program's reduce-scatter, which takes its time on the stream and the process group."""
+
+    own: Any
+    clock: Clock
+
+    def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
+        result: Tensor = self.own.allocate(*args, **kwargs)
+        return result
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.clock.run("reduce", self.clock.layer, kwargs["group"].group_name)
+        return self.own(*args, **kwargs)
+
+
 @contextlib.contextmanager
 def clock(**times: float) -> Iterator[Clock]:
     """Inside, FSDP runs on a clock; ``times`` are those of a ``gather``, a ``forward``, a ``backward`` and a ``reduce``."""
     made = Clock(times)
     gather, reduce = param_group.foreach_all_gather, param_group.foreach_reduce
-    gathering, reducing = collectives.DefaultAllGather.__call__, collectives.DefaultReduceScatter.__call__
+    gathering, set_own = collectives.DefaultAllGather.__call__, FSDPModule.set_custom_reduce_scatter
 
     def foreach_all_gather(params: Any, *args: Any, **kwargs: Any) -> Any:
         made.of(params)
@@ -132,9 +157,8 @@ def clock(**times: float) -> Iterator[Clock]:
         made.run("gather", made.layer, kwargs["group"].group_name)
         return gathering(self, *args, **kwargs)
 
-    def reduce_scatter(self: Any, *args: Any, **kwargs: Any) -> Any:
-        made.run("reduce", made.layer, kwargs["group"].group_name)
-        return reducing(self, *args, **kwargs)
+    def set_reduce_scatter(module: FSDPModule, own: Any) -> None:
+        set_own(module, _Reduce(own, made))  # type: ignore[arg-type]
 
     with contextlib.ExitStack() as stack:
         for module in (param_group, state, collectives):
@@ -142,7 +166,6 @@ def clock(**times: float) -> Iterator[Clock]:
         stack.enter_context(mock.patch.object(param_group, "foreach_all_gather", foreach_all_gather))
         stack.enter_context(mock.patch.object(param_group, "foreach_reduce", foreach_reduce))
         stack.enter_context(mock.patch.object(collectives.DefaultAllGather, "__call__", all_gather))
-        stack.enter_context(mock.patch.object(collectives.DefaultReduceScatter, "__call__", reduce_scatter))
-        # on GPUs FSDP2 reduces with its own collective
-        stack.enter_context(mock.patch.object(FSDPModule, "set_custom_reduce_scatter", lambda *_: None))
+        stack.enter_context(mock.patch.object(FSDPModule, "set_custom_reduce_scatter", set_reduce_scatter))
+        stack.enter_context(mock.patch.object(torch, "get_device_module", lambda *_: made))
         yield made

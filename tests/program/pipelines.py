@@ -35,7 +35,7 @@ def emitted(
     model = Blocks().double() if model is None else model
     x, y = torch.randn(2, 16, 16, dtype=torch.float64)
     nn.functional.mse_loss(model(x), y).backward()
-    options = {"chunks": CHUNKS[options["schedule"]], "microbatches": MICROBATCHES} | options
+    options = {"chunks": CHUNKS.get(options["schedule"], 1), "microbatches": MICROBATCHES} | options
     return program(folder, faults=faults, model=model, batch=(x, y), **options), model, {"x": x, "targets": y}
 
 

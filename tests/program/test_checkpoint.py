@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from damage import as_format_1
 from exactness import MODELS, subject
 from peaks import grown_by
 from resumed import KIND, Fault, batch_of, chain, emitted
@@ -23,7 +24,7 @@ from workers import WorkerPool
 from autopar.capture import capture
 from autopar.emit import emit
 from autopar.errors import LaunchError
-from autopar.program import checkpoint
+from autopar.program import box_files, checkpoint
 from autopar.program.boxes import Box, Piece, cut, divided, pieces
 from autopar.program.checkpoint_files import CheckpointError, Found, finish, newest, opened_or_why
 from autopar.program.world import Layout
@@ -327,13 +328,15 @@ def _truncate(step: Path) -> None:
 
 
 HURT = {
-    "ends 9 bytes early": _truncate,
+    "does not end with the table of its boxes": _truncate,
     "is missing": lambda step: next(step.glob("*.distcp")).unlink(),
     "it has no checkpoint.json": lambda step: (step / "checkpoint.json").unlink(),
     "it has no .metadata": lambda step: (step / ".metadata").unlink(),
-    "cannot be read": lambda step: (step / ".metadata").write_bytes(b"no pickle"),
-    "it names os.system": lambda step: (step / ".metadata").write_bytes(b"cos\nsystem\n(S'true'\ntR."),
-    "its format is 2": lambda step: (step / "checkpoint.json").write_text('{"format": 2}'),
+    "cannot be read": lambda step: (step / "checkpoint.json").write_bytes(b"no JSON"),
+    "does not have the checksum": lambda step: (step / ".metadata").write_bytes(b"no pickle"),
+    "it names os.system": lambda step: (as_format_1(step) / ".metadata").write_bytes(b"cos\nsystem\n(S'true'\ntR."),
+    "has checksums, and its checkpoint.json is of a format without": lambda step: as_format_1(step, facts_alone=True),
+    "its format is 3": lambda step: (step / "checkpoint.json").write_text('{"format": 3}'),
 }
 
 
@@ -387,7 +390,7 @@ def test_a_full_disk_costs_nothing(saved: Path, workers1: WorkerPool, tmp_path: 
             assert [path.name for path in folder.iterdir()] == ["step-0"]
             assert isinstance(opened_or_why(folder / "step-0"), Found)
         else:
-            assert f"the checkpoint could not be written to {folder}" in why and "Not a directory" in why
+            assert f"checkpoints cannot be written to {folder}" in why and "Not a directory" in why
 
 
 def test_a_thread_writes_the_values_of_the_time(workers2: WorkerPool, tmp_path: Path) -> None:
@@ -399,6 +402,7 @@ def test_a_thread_writes_the_values_of_the_time(workers2: WorkerPool, tmp_path: 
         assert found["losses"][1] == found["losses"][2] != found["losses"][0]
         assert "there is no room for a checkpoint" in found["why"]
     assert [path.name for path in saved.iterdir()] == ["step-2"]
+    assert json.loads((saved / "step-2" / "checkpoint.json").read_text())["data"] == {"rows": [0, 8]}
 
 
 def test_another_model_or_optimizer_is_named(saved: Path, workers1: WorkerPool, tmp_path: Path) -> None:
@@ -437,13 +441,10 @@ def test_replicas_that_train_apart_are_not_mixed(workers2: WorkerPool, tmp_path:
 
 
 def test_what_a_thread_writes_does_not_change_with_the_training() -> None:
-    """Where the data are, and a scheduler's state, change with every step."""
-    positions, values = {"data": (0, 8)}, torch.zeros(3)
-    piece = Piece(("model", "weight"), (3,), Box((0,), (3,)), values)
-    job = checkpoint._Job(Path("nowhere"), [piece], {"data": positions}, None).copied()
-    positions["data"] = (0, 16)
+    values, copies = torch.zeros(3), list[Piece]()
+    checkpoint._copy([Piece(("model", "weight"), (3,), Box((0,), (3,)), values)], copies)
     values += 1
-    assert job.facts == {"data": {"data": (0, 8)}} and torch.equal(job.own[0].values, torch.zeros(3))
+    assert torch.equal(copies[0].values, torch.zeros(3))
 
 
 def peak_of_writing(folder: str) -> int:
@@ -455,7 +456,7 @@ def peak_of_writing(folder: str) -> int:
         for i, each in enumerate(values)
         for half, part in enumerate([each] if i < 4 else each.chunk(2, dim=1))
     ]
-    return grown_by(lambda: checkpoint._write(own, Path(folder), None))
+    return grown_by(lambda: box_files.write(own, Path(folder), 0, "save", {}))
 
 
 def test_no_copy_of_the_parameters_is_made(workers1: WorkerPool, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from test_run_pipeline import Skip
 from torch import Tensor, nn
 from workers import WorkerPool
 
-from autopar.program.chimera import Step, with_transfers
+from autopar.program.chimera import REDUCE, Step, with_transfers
 from autopar.run.folder import import_runtime, program_modules
 from autopar.schedules import Schedule
 from autopar.schedules.memory import passing
@@ -151,7 +152,7 @@ def test_transfers_are_in_one_order(line: int, microbatches: int) -> None:
         for step in steps:
             if step.peer is not None and not step.send:
                 received.add((step.kind, step.stage, step.microbatch))
-            elif step.peer is None and step.stage != {"F": 0, "B": line - 1}[step.kind]:
+            elif step.peer is None and step.kind != REDUCE and step.stage != {"F": 0, "B": line - 1}[step.kind]:
                 assert (step.kind, step.stage, step.microbatch) in received
         for other, theirs in enumerate(ranks):
             mine = [(s.kind, s.stage, s.microbatch, s.send) for s in steps if s.peer == other]
@@ -173,10 +174,35 @@ def test_buffers_are_as_many_as_the_price_says(line: int, microbatches: int) -> 
                     gradients += here and step.kind == "B"
                 elif here and step.kind == "F":
                     inputs, outputs = inputs - (stage > 0), outputs + (stage < line - 1)
-                elif here:
+                elif here and step.kind == "B":
                     gradients, outputs = gradients - (stage < line - 1), outputs - (stage < line - 1)
                 most = max(most, inputs + gradients + outputs)
             assert most <= passing(schedule)[stage] <= most + 3, (schedule, rank, stage, most, passing(schedule))
+
+
+@pytest.mark.parametrize("line", [2, 4, 8])
+@pytest.mark.parametrize("microbatches", [2, 8, 32])
+def test_kernels_in_the_order_of_their_issue_do_not_block(line: int, microbatches: int) -> None:
+    """Transfers and sums over both copies, each rank one after the other in the order of its list: every one meets its partner. A stage's
+    sum comes after all of its backward passes."""
+    schedule = Schedule("chimera", line, microbatches)
+    left = [[s for s in steps if s.peer is not None or s.kind == REDUCE] for steps in steps_of(schedule)]
+    moved = True
+    while moved:
+        moved = False
+        for rank, steps in enumerate(left):
+            if steps:
+                partner, theirs = line - 1 - rank, steps[0]
+                if steps[0].peer is not None:
+                    partner, theirs = steps[0].peer, replace(steps[0], peer=rank, send=not steps[0].send)
+                if left[partner][:1] == [theirs]:
+                    del steps[0], left[partner][0]
+                    moved = True
+    assert not any(left)
+    for steps in steps_of(schedule):
+        seen = [(s.kind, s.stage) for s in steps if s.peer is None]
+        for stage in {stage for _, stage in seen}:
+            assert seen.count(("R", stage)) == 1 and ("B", stage) not in seen[seen.index(("R", stage)) :]
 
 
 def test_lists_that_wait_for_each_other_are_refused() -> None:

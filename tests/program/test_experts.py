@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import expert_models
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,11 +16,17 @@ import torch.nn.functional as F
 from test_passes_clean import Build, apply, ops
 from torch import Tensor, fx
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.checks.sample_experts import gated_experts
-from autopar.ops.experts import Experts
+from autopar.checks.sample_experts import gated_experts, plain_experts
+from autopar.devices import parse
+from autopar.emit import emit
+from autopar.ops.experts import MULTIPLE, Experts
+from autopar.planning import plan_model
 from autopar.program import kernels_experts
 from autopar.program.mesh_axes import on_mesh
+from autopar.search import SearchOptions
+from autopar.workload import Workload
 from passes import clean
 
 aten = torch.ops.aten
@@ -124,6 +134,80 @@ def test_grouped_linear_is_a_loop_over_experts() -> None:
     assert not torch.autograd.grad(kernels_experts.grouped_linear(rows, weight, counts).sum(), weight)[0][1].any()
 
 
+class Syncs(TorchDispatchMode):
+    """Counts the calls for which the host would wait for a GPU: values as Python numbers, and results whose shapes depend on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        name = function.overloadpacket.__name__
+        shaped = name == "repeat_interleave" and given.get("output_size") is None
+        masked = name in ("index", "index_put") and any(t is not None and t.dtype == torch.bool for t in args[1])
+        self.count += shaped or masked or name in ("_local_scalar_dense", "nonzero", "masked_select", "unique")
+        return function(*args, **given)
+
+    def __enter__(self) -> Syncs:
+        self._tolist = mock.patch.object(Tensor, "tolist", self._counted(Tensor.tolist))
+        self._tolist.start()
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        self._tolist.stop()
+        super().__exit__(*raised)
+
+    def _counted(self, tolist: Any) -> Any:
+        def counted(tensor: Tensor) -> Any:
+            self.count += 1
+            with torch._C._DisableTorchDispatch():
+                return tolist(tensor)
+
+        return counted
+
+
+def test_a_mixture_whose_rows_stay_waits_once_for_all_its_products() -> None:
+    op = plain_experts(24, 8, 4, inner=6)
+    x, index, weights = values(12, 8), torch.arange(24).view(12, 2) % 3, values(12, 2)
+    parameters = [values(*shape, seed=i) for i, shape in enumerate([(4, 6, 8), (4, 6), (4, 6, 8), (4, 8)])]
+    with Syncs() as syncs:
+        op(x, index, weights, *parameters)
+    assert syncs.count == 1  # of the loop over experts, which stands for the grouped product of GPUs
+
+
+def wrong_for_empty_groups(product: Any) -> Any:
+    """torch's grouped product, which leaves NaN in matrices of groups without rows, as on Blackwell."""
+
+    def grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
+        result = product(a, b, offs=offs)
+        if result.dim() == 3:
+            result[torch.diff(offs, prepend=offs.new_zeros(1)) == 0] = torch.nan
+        return result
+
+    return grouped_mm
+
+
+@pytest.mark.parametrize("fills", [True, False])
+def test_experts_without_rows_have_gradients_of_zero(fills: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device whose grouped product leaves NaN there."""
+    monkeypatch.setattr(F, "grouped_mm", wrong_for_empty_groups(F.grouped_mm))
+    monkeypatch.setattr(kernels_experts, "fills_empty_groups", lambda _: fills)
+    rows, weight = (values(*shape, seed=i).bfloat16() for i, shape in enumerate([(9, 8), (4, 16, 8)]))
+    counts, g = torch.tensor([5, 0, 1, 3]), values(1, 1, seed=2).bfloat16().expand(9, 16)
+    found = []
+    for product in (kernels_experts.GroupedProduct.apply, kernels_experts.looped_linear):
+        own = [t.clone().requires_grad_() for t in (rows, weight)]
+        out = product(*own, counts)
+        found.append((out, *torch.autograd.grad(out, own, g)))
+    if not fills:
+        assert found[0][2][1].isnan().all()
+        return
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2**-7, atol=2**-7)
+    assert not found[0][2][1].any()
+
+
 def shared_out(exchange: bool) -> None:
     """Half the experts per rank, with other tokens or the same ones, against one process that has all; expert 1 gets nothing, and
     rank 0 owns nearly every row."""
@@ -152,8 +236,11 @@ def shared_out(exchange: bool) -> None:
     axes: dict[str, Any] = {"owners": ("e",), **({"exchange": ("e",)} if exchange else {"partial_axes": ("e",)})}
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("e",))
     with on_mesh(mesh):
-        out = op(own[0], index, *own[1:], **axes)
-        found = list(torch.autograd.grad(out, own, g))
+        with Syncs() as forward:
+            out = op(own[0], index, *own[1:], **axes)
+        with Syncs() as backward:
+            found = list(torch.autograd.grad(out, own, g))
+    assert (forward.count, backward.count) == (1, 0)
     total = out.detach().clone()
     if exchange:
         close(total, mine(expected.detach()))
@@ -173,3 +260,38 @@ def _expert(row: Tensor, parameters: list[Tensor], e: int) -> Tensor:
 @pytest.mark.parametrize("exchange", [False, True], ids=["share", "exchange"])
 def test_experts_on_two_ranks(workers2: Any, exchange: bool) -> None:
     workers2.run("test_experts:shared_out", exchange)
+
+
+# -- widths that grouped products refuse ------------------------------------------------------------------------------
+
+
+def test_the_widths_that_grouped_products_take_are_those_of_torch() -> None:
+    """On meta torch checks what CUDA needs: here for all products of both passes."""
+    for k, m in itertools.product((4, 8, 12, 20, 24, 44), repeat=2):
+        rows, weight = (torch.empty(*shape, dtype=torch.bfloat16, device="meta") for shape in ((30, k), (4, m, k)))
+        own = [t.requires_grad_() for t in (rows, weight)]
+        try:
+            out = kernels_experts.GroupedProduct.apply(*own, torch.empty(4, dtype=torch.int64, device="meta"))
+            torch.autograd.grad(out, own, torch.empty_like(out))
+            fits = True
+        except RuntimeError as error:
+            assert "16 bytes" in str(error)
+            fits = False
+        assert fits == (not k % MULTIPLE and not m % MULTIPLE), (k, m)
+
+
+@pytest.mark.parametrize(
+    ("precision", "tensor", "odd"), [("bfloat16", 4, True), ("bfloat16", 2, False), ("float32", 4, False)]
+)
+def test_experts_of_odd_local_widths_are_computed_one_after_the_other(
+    precision: str, tensor: int, odd: bool, tmp_path: Path
+) -> None:
+    """48 columns are 12 on each of 4 devices, and 24 on each of 2; 3 experts are on all of them."""
+    model, batch, loss = expert_models.mixtral(num_local_experts=3, num_hidden_layers=1)
+    workload = Workload(model, batch, loss, precision=precision)
+    options = SearchOptions(tensor=tensor, microbatches=1)
+    graph, plan = plan_model(workload, parse(f"{tensor}xH100"), options, capture_check=False)
+    emit(graph, plan, tmp_path)
+    text = (tmp_path / "model.py").read_text()
+    assert ("experts.looped_linear(" in text, "experts.grouped_linear(" in text) == (odd, not odd)
+    assert any("multiples of 8" in note and "has widths 32 and 12" in note for note in plan.notes) == odd

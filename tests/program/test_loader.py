@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from damage import as_format_1
 from loading import dataset, made, order
 from programs import Shape, mlp_model, mlp_plan, write_mlp
 from torch import Tensor, nn
@@ -87,7 +88,7 @@ def test_training_goes_on_at_the_next_row_under_another_batch(
 ) -> None:
     """Batches of 8 rows, then of 12 under another plan: rows 8 to 19 follow, then the next epoch's."""
     torch.save(made(), tmp_path / "data.pt")
-    files = ["--data", f"{tmp_path}/data.pt", "--checkpoint", f"{tmp_path}/saved", "--resume"]
+    files = ["--dataset", f"{tmp_path}/data.pt", "--checkpoint", f"{tmp_path}/saved", "--resume"]
     found: dict[int, float] = {}
     for pool, steps, shape in ((workers1, "1", Shape()), (workers2, "3", Shape(data=2, microbatches=2, batch=12))):
         folder = write_mlp(tmp_path / f"to{steps}", shape)
@@ -105,6 +106,40 @@ def test_training_goes_on_at_the_next_row_under_another_batch(
         optimizer.step()
         wanted.append((step, pytest.approx(loss.item(), rel=1e-10)))
     assert list(found.items()) == wanted
+
+
+def test_a_resume_with_other_data_of_the_same_size_is_refused(tmp_path: Path, workers2: WorkerPool) -> None:
+    folder = write_mlp(tmp_path / "program", Shape(data=2))
+    data, saved = tmp_path / "data.pt", tmp_path / "saved"
+
+    def train(steps: int) -> tuple[dict[int, float], str]:
+        args = ("--data", str(data), "--checkpoint", str(saved), "--resume", "--draw-init", "--steps", str(steps))
+        found: tuple[dict[int, float], str] = workers2.run("programs:ran", str(folder), *args)[0]
+        return found
+
+    torch.save(made(), data)
+    assert list(train(1)[0]) == [1]
+    torch.save({name: tensor.flip(0) for name, tensor in made().items()}, data)
+    losses, talk = train(2)
+    assert not losses and "Traceback" not in talk
+    assert re.search(
+        r"trained with 30 rows in order, with checksum (\w{8}), and these data are 30 rows in order, with checksum (?!\1)",
+        talk,
+    )
+    # read by name: another column changes nothing
+    torch.save({**made(), "notes": torch.zeros(30)}, data)
+    assert list(train(2)[0]) == [2]
+    facts = as_format_1(saved / "step-2") / "checkpoint.json"
+    facts.write_text(re.sub(r", with checksum \w{8}", "", facts.read_text()))  # of before data sets had checksums
+    losses, talk = train(3)
+    assert list(losses) == [3] and "step-2 was written without checksums, and is read unverified" in talk
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_rows_that_are_drawn_have_no_checksum_and_drawing_goes_on_as_before(
+    drawn: bool, workers1: WorkerPool, tmp_path: Path
+) -> None:
+    assert workers1.run("loading:keys", str(write_mlp(tmp_path / "program", Shape())), drawn)[0] == [drawn, True]
 
 
 def test_records_and_the_comparison_with_the_prediction(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from exactness import Kind, run_case, subject
 from odd_models import ODD
 from sketch import Sketch
-from torch import Tensor
+from torch import Tensor, nn
 from workers import WorkerPool
 
 from autopar.capture import WholeFloat64
@@ -22,9 +22,11 @@ from autopar.plan import Role, Strategy
 from autopar.price import Pricer
 from autopar.rules.padding import Padding, padding
 from autopar.run import remote
-from autopar.search.manual import make_mesh
-from autopar.shard import role_types
+from autopar.run.folder import import_runtime, program_modules
+from autopar.search.manual import make_mesh, manual_plan
+from autopar.shard import annotate, role_types
 from autopar.verify import kind
+from autopar.workload import Workload
 
 aten = torch.ops.aten
 
@@ -45,6 +47,41 @@ def test_exact(model: str, kind: Kind, request: pytest.FixtureRequest) -> None:
     pool: WorkerPool = request.getfixturevalue(f"workers{kind.devices}")
     outcome = run_case(model, kind, pool)
     assert outcome.error.exact, outcome.error
+
+
+# -- flat buffers -----------------------------------------------------------------------------------------------------
+
+
+def starts(folder: str) -> list[int]:
+    """In a worker: the bytes before every parameter, and before this rank's piece, in flat buffers of parameters and of gradients."""
+    with program_modules(folder):
+        runtime = import_runtime(folder)
+        program = runtime.load(folder)
+        groups = runtime.Trainer(program, runtime.start(program, device="cpu"))._groups
+        buffers = [(g, buffer) for g in groups for buffer in (g._values, g._grads) if isinstance(buffer, Tensor)]
+        firsts = [(buffer, first) for g, buffer in buffers for first in [*(s.start for s in g._slots), g._own.start]]
+        return [first * buffer.element_size() for buffer, first in firsts]
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_parameters_begin_at_128_bytes_in_flat_buffers_and_are_priced_so(
+    precision: str, workers3: WorkerPool, tmp_path: Path
+) -> None:
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    workload = Workload(model, (torch.randn(6, 5), torch.randn(6, 3)), nn.functional.mse_loss, precision=precision)
+    graph = workload.capture()
+    plan = manual_plan(graph, precision=precision, data=3, zero=1)
+    emit(annotate(graph), plan, tmp_path)
+    for found in workers3.run("test_odd_sizes:starts", str(tmp_path)):
+        assert len(found) >= 8 and not any(first % 128 for first in found)
+    width = {"float32": 4, "bfloat16": 2}[precision]
+    unit = 128 // width
+    layers = [[35, 7], [21, 3]]
+    elements = [sum(-(-n // unit) * unit for n in sizes) for sizes in layers]
+    elements = [-(-n // (3 * unit)) * 3 * unit for n in elements]  # three equal pieces
+    pricer = Pricer(annotate(graph), parse(3), precision)
+    prices = [pricer.layer(layer.cls, plan.mesh, layer.strategy, 1) for layer in plan.layers]
+    assert sum(price.parameters_bytes for price in prices if price) == sum(elements) * width
 
 
 # -- training ---------------------------------------------------------------------------------------------------------

@@ -81,20 +81,23 @@ def timed(folder: str, times: dict[str, float] = TIMES) -> dict[str, Any]:
         trainer.forward_backward(batch)
         start_s = device.compute.time
         device.issued.clear()
+        device.waits.clear()
         trainer.forward_backward(batch)
         return {
             "seconds": device.compute.time - start_s,
             "issued": [list(each) for each in device.issued],
+            "waits": device.waits,
             "live_bytes": device.inputs_bytes,
             "all_bytes": sum(size for _, size in device.inputs) // 2,
         }
 
 
 def expected(passes: str, names: list[str], ahead: int = 1) -> list[list[str]]:
-    """What a stage's layers issue in its forward passes (F) and backward passes (B) under ZeRO 3."""
+    """What a stage's layers issue in its forward passes (F) and backward passes (B) under ZeRO 3. The first layers stay gathered from a
+    backward pass to a forward pass that follows."""
     issued: list[list[str]] = []
-    for way in passes:
-        layers, gathered = names if way == "F" else names[::-1], 0
+    for before, way in zip(" " + passes, passes, strict=False):
+        layers, gathered = names if way == "F" else names[::-1], 1 + ahead if before + way == "BF" else 0
         for i, name in enumerate(layers):
             upto = min(i + 1 + ahead, len(layers))
             issued += [["gather", each] for each in layers[gathered:upto]]
@@ -110,6 +113,9 @@ def layers_of(issued: list[list[str]]) -> list[str]:
 ROOT = ("fsdp.py", r"(?m)^            if meshes:$", "            if not meshes:")
 ORDER = ("fsdp.py", r"\[::-1\]\[:ahead\]", "[:ahead]")
 NO_LIST = ("fsdp.py", r"before or \[module\]", "before")
+ALWAYS_LAST = ("fsdp.py", r"set_is_last_backward\(self\._begun == self\._microbatches", "set_is_last_backward(True")
+NOT_KEPT = ("fsdp.py", r"self\._begun > self\._followed", "True")
+NO_EVENT = ("fsdp.py", r"if self\._root is not None and self\._event is not None:", "if False:")
 NOT_AHEAD = ("fsdp.py", r"layers\[i \+ 1 : i \+ 1 \+ ahead\]", "layers[:0]")
 
 
@@ -135,13 +141,26 @@ def test_gathers_run_ahead_by_the_number_in_the_plan(workers2: WorkerPool, tmp_p
     assert found["seconds"] <= 26
 
 
-def test_every_microbatch_waits_for_its_first_gather_and_its_last_reduction(
-    workers2: WorkerPool, tmp_path: Path
-) -> None:
-    """The next microbatch's first gather follows the reduction in the process group, whose end ends the backward pass."""
-    found = workers2.run("test_overlap:timed", program(tmp_path, data=2, zero=3, microbatches=2))[0]
-    assert found["issued"] == expected("FBFB", layers_of(found["issued"]))
-    assert found["seconds"] == 2 * (LAYERS * 3 + 1.5)
+def test_between_microbatches_nothing_is_waited_for(workers2: WorkerPool, tmp_path: Path) -> None:
+    """The last reduction of a microbatch runs under the next one's first layer, which is still gathered. Only the step's first gather and
+    its last reduction are waited for; with either left out, every microbatch waits."""
+    options = {"data": 2, "zero": 3, "microbatches": 4}
+    compute_s, ends_s = 4 * LAYERS * 3, TIMES["gather"] + TIMES["reduce"]
+    found = workers2.run("test_overlap:timed", program(tmp_path / "right", **options))[0]
+    assert found["issued"] == expected("FBFBFBFB", layers_of(found["issued"]))
+    assert found["seconds"] == compute_s + ends_s
+    assert found["waits"] == [(1, TIMES["gather"]), (len(found["issued"]), TIMES["reduce"])]
+    for name, fault in (("end", ALWAYS_LAST), ("kept", NOT_KEPT)):
+        found = workers2.run("test_overlap:timed", program(tmp_path / name, faults=(fault,), **options))[0]
+        assert found["seconds"] > compute_s + ends_s, name
+
+
+def test_gathers_do_not_wait_for_the_microbatch_before(workers4: WorkerPool, tmp_path: Path) -> None:
+    """Of forward passes in a row, the first gather of each but the first runs under the pass before."""
+    options = {"pipeline": 2, "data": 2, "zero": 3, "microbatches": 4, "schedule": "gpipe"}
+    for name, faults, waiting in (("right", (), 1), ("no event", (NO_EVENT,), 4)):
+        found = workers4.run("test_overlap:timed", program(tmp_path / name, faults=faults, **options))[0]
+        assert len([at for at, _ in found["waits"] if at <= 4 * LAYERS // 2 * 2]) == waiting
 
 
 def test_layers_without_gradients_are_not_gathered_again(workers2: WorkerPool, tmp_path: Path) -> None:

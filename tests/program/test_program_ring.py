@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from math import prod
 from typing import Any
+from unittest import mock
 
 import pytest
 import spmd_types as spmd
@@ -16,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.program import kernels_ring
-from autopar.program.kernels_ring import ring_attention
+from autopar.program.kernels_ring import Ring, _Order, ring_attention
 from autopar.program.mesh_axes import on_mesh
 from autopar.torch_private import fake_store
 
@@ -42,14 +44,24 @@ def axes_of(mesh: DeviceMesh) -> Any:
 
 
 def against_one_device(
-    shape: tuple[int, ...], heads: int, key_heads: int, length: int, mask: Tensor | None, causal: bool, scores: int
+    shape: tuple[int, ...],
+    heads: int,
+    key_heads: int,
+    length: int,
+    mask: Tensor | None,
+    causal: bool,
+    scores: int,
+    size: int = 4,
 ) -> None:
-    """Result and gradients (the mask's too, if it has one) of every slice."""
+    """Result and gradients (the mask's too, if it has one) of every slice. Heads of the value have ``size`` numbers, the others' 6: with 6,
+    and no mask, the device's kernel computes the steps."""
     mesh, n = mesh_of(shape), prod(shape)
     if mesh is None:
         return
     kernels_ring.SCORES = scores
-    whole = [values(2, h, length, e, seed=i) for i, (h, e) in enumerate([(heads, 6), (key_heads, 6), (key_heads, 4)])]
+    whole = [
+        values(2, h, length, e, seed=i) for i, (h, e) in enumerate([(heads, 6), (key_heads, 6), (key_heads, size)])
+    ]
     whole = [x.requires_grad_() for x in whole]
     floating = mask is not None and mask.is_floating_point()
     if floating:
@@ -63,6 +75,7 @@ def against_one_device(
     if mask is not None:
         rows = slices(mask.detach(), n) if mask.shape[-2] > 1 else mask.detach().clone()
         rows.requires_grad_(floating)
+    assert kernels_ring.has_kernel(*mine, rows, 0.0, causal) == (size == 6 and mask is None)
     with on_mesh(mesh):
         out = ring_attention(*mine, axes_of(mesh), rows, **given)
         out.backward(slices(g, n))
@@ -140,12 +153,14 @@ def kept_for_the_backward() -> set[tuple[int, ...]]:
 @pytest.mark.parametrize("causal", [False, True])
 def test_as_on_one_device(shape, causal, workers4):
     n = prod(shape)
-    workers4.run("test_program_ring:against_one_device", shape, 4, 4, 4 * n, None, causal, 2**26)
-    workers4.run("test_program_ring:against_one_device", shape, 6, 2, 4 * n, None, causal, 2**26)
+    for size in (4, 6):
+        workers4.run("test_program_ring:against_one_device", shape, 4, 4, 4 * n, None, causal, 2**26, size)
+        workers4.run("test_program_ring:against_one_device", shape, 6, 2, 4 * n, None, causal, 2**26, size)
 
 
 def test_lengths_that_do_not_halve_and_few_rows_at_once(workers4):
-    workers4.run("test_program_ring:against_one_device", (3,), 2, 1, 15, None, True, 2**26)
+    for size in (4, 6):
+        workers4.run("test_program_ring:against_one_device", (3,), 2, 1, 15, None, True, 2**26, size)
     workers4.run("test_program_ring:against_one_device", (2,), 4, 2, 24, None, True, 100)
 
 
@@ -182,6 +197,28 @@ def test_no_scores_are_kept(workers2):
     assert sorted(workers2.run("test_program_ring:kept_for_the_backward")[0]) == sorted([tensor] * 4 + [rows])
 
 
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
+def test_every_step_of_a_causal_ring_is_one_call_of_the_kernel_and_as_much_work(n: int) -> None:
+    chunk = 5
+    for rank in range(n):
+        ring = mock.Mock(size=n, place=(rank,), index=lambda place: place[0])
+        order = kernels_ring._Order.of(ring, 2 * chunk, True)
+        for origin in range(n):
+            (part,) = kernels_ring._parts(order, origin, True, 2 * chunk)
+            rows, keys = (s.stop - s.start for s in (part.rows, part.keys))
+            assert part.causal == (origin == rank)
+            assert rows * keys == (2 if origin != rank else 4) * chunk**2
+
+
+def test_the_calls_of_a_gpus_kernel_fit_torch() -> None:
+    """On meta, whose kernels check arguments and give shapes."""
+    q, k, v = (torch.empty(2, 4, length, 64, dtype=torch.bfloat16, device="meta") for length in (8, 16, 16))
+    out, lse = kernels_ring._attention(q, k, v, False, 0.1)
+    assert out.shape == q.shape and lse.shape == q.shape[:-1] and lse.dtype == torch.float32
+    found = kernels_ring._attention_backward((out, q, k, v, out, lse), False, 0.1)
+    assert [t.shape for t in found] == [t.shape for t in (q, k, v)]
+
+
 # -- types ------------------------------------------------------------------------------------------------------------
 
 
@@ -213,3 +250,33 @@ def test_types(fake_mesh):
             ring_attention(*(typed((2, 4, 16, 6), "data", None, None, None) for _ in range(3)), "ring")
         with pytest.raises(spmd.SpmdTypeError, match="the mask is sharded"):
             ring_attention(q, k, v, "ring", typed((2, 1, 16, 8), "data", None, None, "ring"))
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 2), (4, 2), (4, 4), (4, 8), (16, 2), (2, 2, 2)], ids=str)
+def test_all_ranks_of_a_group_exchange_chunks_together(sizes: tuple[int, ...]) -> None:
+    """NCCL makes a communicator when all ranks of its group use it, and an exchange without some of them would wait for these forever."""
+    places = list(itertools.product(*map(range, sizes)))
+    exchanges: dict[Any, dict[int, list[Any]]] = {}
+
+    def noted(got: Tensor, sent: Tensor, coming: list[int], leaving: list[int], *, group: Any) -> None:
+        assert (len(got), len(sent)) == (sum(coming), sum(leaving))
+        axis, others, here = group
+        exchanges.setdefault((axis, others), {}).setdefault(here, []).append((coming, leaving))
+
+    with (
+        mock.patch.object(dist, "all_to_all_single", noted),
+        mock.patch.object(dist, "batch_isend_irecv", side_effect=AssertionError("some ranks take no part")),
+    ):
+        for place in places:
+            groups = tuple((axis, (*place[:axis], *place[axis + 1 :]), place[axis]) for axis in range(len(sizes)))
+            ring = Ring(groups)  # type: ignore[arg-type]
+            ring.__dict__.update(sizes=sizes, place=place)
+            order = _Order.of(ring, 2, causal=True)
+            order.enter(torch.zeros(2, 1))
+            order.leave(torch.zeros(2, 1))
+    assert exchanges
+    for (axis, _), by in exchanges.items():
+        assert sorted(by) == list(range(sizes[axis])) and len({len(calls) for calls in by.values()}) == 1
+        for i in range(len(by[0])):
+            for a, b in itertools.product(by, repeat=2):
+                assert by[a][i][1][b] == by[b][i][0][a]

@@ -107,6 +107,18 @@ def test_gradients_are_exact_and_reduced_once(name: str, workers4: WorkerPool, t
     assert all(reduces_last(rank["issued"], 1) == (name == "one microbatch") for rank in each)
 
 
+EACH: dict[str, dict[str, Any]] = PLANS | {
+    "zero bubble": PIPELINE | {"zero": 3, "chunks": 2, "schedule": "zero-bubble"},
+    "selective": {"data": 4, "zero": 3, "microbatches": 4, "recompute": "selective", "prefetch": 2},
+    "recomputed": {"data": 4, "zero": 3, "microbatches": 4, "recompute": "full"},
+}
+
+
+@pytest.mark.parametrize("name", in_short(EACH, "recomputed", "1f1b", "zero bubble"))
+def test_gradients_are_exact_if_every_microbatch_reduces_them(name: str, workers4: WorkerPool, tmp_path: Path) -> None:
+    assert is_right(workers4, *emitted(tmp_path, reduce="microbatch", **EACH[name]))
+
+
 @pytest.mark.parametrize("name", ["no pipeline", "1f1b, recomputed"])
 def test_frozen_parameters_have_no_gradients(name: str, workers4: WorkerPool, tmp_path: Path) -> None:
     model = Blocks()
@@ -140,7 +152,7 @@ FAULTS: dict[str, tuple[Fault, type[nn.Module]]] = {
     "never reduced": (("fsdp.py", RIGHT, "False, recurse"), Blocks),
     "reduced in the first microbatch": (("fsdp.py", RIGHT, "self._begun == 1, recurse"), Blocks),
     "the next step goes on counting": (
-        ("fsdp.py", r"(Before a step\.\"\"\"\n)        self\._begun = 0", r"\1        pass"), Blocks,
+        ("fsdp.py", r"(given so far\.\"\"\"\n)        self\._begun = 0", r"\1        pass"), Blocks,
     ),
     "each output begins a backward pass": (("fsdp.py", r"if not begun:", "if True:"), Skipping),
     "the first output has to be reached": (("fsdp.py", r"for output in outputs if", "for output in outputs[:1] if"), Skipping),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,7 +25,7 @@ from autopar.emit import model_source
 from autopar.errors import LaunchError
 from autopar.program.runtime import _norm
 from autopar.run.folder import import_runtime, program_modules
-from autopar.search.manual import manual_plan
+from autopar.search.manual import make_mesh, manual_plan
 from autopar.shard import annotate, plan_shardings
 from passes.stages import cut_stages
 
@@ -124,6 +125,81 @@ def test_reductions_start_under_the_last_backward(zero: int, workers2: WorkerPoo
     path, model, batch = blocks(tmp_path, zero)
     found = workers2.run("test_reductions:recorded", path, dict(model.state_dict()), batch)
     assert is_right(found, model)
+
+
+def in_flight(folder: str, state: dict[str, Tensor], batch: dict[str, Tensor]) -> dict[str, Any]:
+    """Of a step: for every reduction's start the number of those that run, how many of its bytes the reductions keep at the same time, and
+    the streams on which second halves start."""
+    with program_modules(folder):
+        runtime = import_runtime(folder)
+        parameters, streams = sys.modules["parameters"], [""]
+        opened = runtime.load(folder)
+        trainer = runtime.Trainer(opened, runtime.start(opened, device="cpu"), state=state)
+        running: list[Any] = []
+        found: dict[str, Any] = {"running": [], "kept": [], "second": [], "limit": 0}
+        group_class = parameters.FlatGroup
+        start, second, finish = (
+            group_class.start_reduction,
+            group_class.continue_reduction,
+            group_class.finish_reduction,
+        )
+
+        def started(group: Any) -> None:
+            running.append(group)
+            found["running"].append(len(running))
+            found["kept"].append(sum(other.reduction_bytes for other in running))
+            start(group)
+
+        def continued(group: Any) -> None:
+            if group._copies is not None and group._work is not None and not group._over_copies:
+                found["second"].append(streams[-1])
+            second(group)
+
+        def finished(group: Any) -> None:
+            running.remove(group)
+            finish(group)
+
+        @contextlib.contextmanager
+        def on(stream: Any) -> Iterator[None]:
+            streams.append("another")
+            yield
+            streams.pop()
+
+        trainer._reductions._on_stream = on
+        with (
+            mock.patch.object(group_class, "start_reduction", started),
+            mock.patch.object(group_class, "continue_reduction", continued),
+            mock.patch.object(group_class, "finish_reduction", finished),
+        ):
+            trainer.forward_backward(batch)
+        groups = [group for own in trainer._by_stage.values() for group in own if isinstance(group, group_class)]
+        return found | {"groups": len(groups), "bytes": max(group.reduction_bytes for group in groups)}
+
+
+def test_reductions_that_keep_nothing_all_run(workers2: WorkerPool, tmp_path: Path) -> None:
+    """ZeRO 0 sums in place: no reduction waits for an earlier one. Those of ZeRO 1 have results, of two layers at a time."""
+    for zero in (0, 1):
+        path, model, batch = blocks(tmp_path / str(zero), zero)
+        for found in workers2.run("test_reductions:in_flight", path, dict(model.state_dict()), batch):
+            assert len(found["running"]) == found["groups"] == LAYERS
+            if zero == 0:
+                assert found["running"] == list(range(1, LAYERS + 1)) and not found["bytes"]
+            else:
+                assert max(found["running"]) == 2 and max(found["kept"]) == 2 * found["bytes"] > 0
+
+
+def test_the_backward_pass_does_not_wait_between_the_halves_of_a_reduction(
+    workers4: WorkerPool, tmp_path: Path
+) -> None:
+    """Hybrid sharding: the sum over the copies takes the result of the one inside of a copy, for which another stream waits."""
+    torch.manual_seed(0)
+    model = Blocks().double()
+    x, y = torch.randn(2, 16, 16, dtype=torch.float64)
+    mesh = make_mesh(("replicas", 2), ("data", 2))
+    path = program(tmp_path, model=model, batch=(x, y), mesh=mesh, zero=1, replicate=2, microbatches=2)
+    batch = {"x": x, "targets": y}
+    for found in workers4.run("test_reductions:in_flight", path, dict(model.state_dict()), batch):
+        assert found["second"] == ["another"] * found["groups"]
 
 
 FAULTS: dict[str, Fault] = {

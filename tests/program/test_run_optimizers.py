@@ -420,7 +420,7 @@ def test_every_scheduler_goes_on_from_its_json(name: str, lr: float | Tensor) ->
     straight, half = made(), made()
     wanted = [steps(*straight), steps(*straight)]
     assert steps(*half) == wanted[0] and len({tuple(each) for each in wanted[0] + wanted[1]}) > 1
-    groups, facts = json.loads(json.dumps((described(half[0], {})["groups"], schedulers.described(half[1]))))
+    groups, facts = json.loads(json.dumps((described(half[0])["groups"], schedulers.described(half[1]))))
     optimizer, scheduler = made()
     for group, options in zip(optimizer.param_groups, groups, strict=True):
         group.update(
@@ -435,7 +435,7 @@ def test_a_learning_rate_that_is_a_tensor_has_a_schedule(tmp_path: Path) -> None
     """The check makes a scheduler too, which writes into its own learning rate alone."""
     folder = emitted(tmp_path, data=2)
     with program_modules(folder):
-        (model,), _ = checked(with_tensor, load(folder), warm_cosine)
+        (model,) = checked(with_tensor, load(folder), warm_cosine).models
     assert float(model.param_groups[0]["lr"]) == 0.5
 
 

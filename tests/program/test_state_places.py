@@ -299,7 +299,7 @@ def test_a_training_on_nvme_is_killed_and_goes_on(tmp_path: Path) -> None:
     emit(given.graph, offloaded(manual_plan(given.graph, data=2, zero=1), NVME, Path()), program, state=given.state)
     torch.save(given.batch, tmp_path / "data.pt")  # one batch: every epoch has one step
     files = [
-        "--data",
+        "--dataset",
         str(tmp_path / "data.pt"),
         "--checkpoint",
         str(tmp_path / "saved"),

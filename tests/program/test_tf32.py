@@ -45,18 +45,20 @@ def test_tf32_is_used_where_the_gpu_has_a_rate_and_it_is_allowed() -> None:
     assert planned("1xA100-80GB", precision="bfloat16")[1].allow == ()
 
 
-def setting(folder: str) -> str:
-    """In a worker: how it multiplies numbers of float32 once it has opened the program."""
-    torch.set_float32_matmul_precision("highest")
-    remote.open_trainer(folder, f"{folder}/initial.pt")
-    found = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    return found
+def setting(folder: str, before: str) -> tuple[str, bool]:
+    """In a worker: how it multiplies numbers of float32 once it has opened the program, and whether cuDNN rounds them."""
+    try:
+        torch.set_float32_matmul_precision(before)
+        torch.backends.cudnn.allow_tf32 = True  # torch's default
+        remote.open_trainer(folder, f"{folder}/initial.pt")
+        return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
-@pytest.mark.parametrize(("allow", "wanted"), [((TF32,), "high"), ((), "highest")])
+@pytest.mark.parametrize(("allow", "wanted"), [((TF32,), ("high", True)), ((), ("highest", False))])
 def test_the_program_of_a_plan_multiplies_as_the_plan_says(
-    allow: tuple[str, ...], wanted: str, workers1: WorkerPool, tmp_path: Path
+    allow: tuple[str, ...], wanted: tuple[str, bool], workers1: WorkerPool, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
@@ -66,4 +68,5 @@ def test_the_program_of_a_plan_multiplies_as_the_plan_says(
     assert plan.allow == allow
     emit(graph, plan, tmp_path)
     torch.save(model.state_dict(), tmp_path / "initial.pt")
-    assert workers1.run("test_tf32:setting", str(tmp_path)) == [wanted]
+    for before in ("highest", "high"):
+        assert workers1.run("test_tf32:setting", str(tmp_path), before) == [wanted]

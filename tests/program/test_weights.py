@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from workers import WorkerPool
 
+from autopar.program import checkpoint_files
 from autopar.program.boxes import Box, whole
 from autopar.program.weights import Weights, create, file_places, runs, stored, write, write_file
 from autopar.run import remote
@@ -278,7 +279,8 @@ def test_optimizer_state_that_a_checkpoint_lacks_is_named(workers2: WorkerPool, 
     assert said[0].endswith("has no state of AdamW, which starts anew, for transformer.h.0.ln_1.weight\n")
     assert said[1] == ""
     facts = next((tmp_path / "saved").glob("*/checkpoint.json"))
-    facts.write_text(json.dumps(json.loads(facts.read_text()) | {"optimizer": None}))
+    without = json.loads(facts.read_text()) | {"optimizer": None}
+    facts.write_text(json.dumps(checkpoint_files._sealed(without, (facts.parent / ".metadata").read_bytes())))
     why = workers2.run("test_weights:load_refused", program, str(tmp_path / "saved"))[0]
     assert "has no optimizer's state, and the program trains with AdamW" in why
 

@@ -16,6 +16,7 @@ REPORTS_FOLDER = Path(__file__).resolve().parent
 TESTS = REPORTS_FOLDER.parent
 ROOT = TESTS.parent
 PIP = ("-m", "pip", "install", "-qq", "--disable-pip-version-check", "--constraint", str(ROOT / "constraints.txt"))
+FURTHER = str(Path(sys.prefix, "survey-further"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +50,15 @@ REPORTS = {
     "checkpoints": Report(
         "training that goes on under another plan, pairs of plans drawn at random", (program("checkpoints"),)
     ),
+    "checkpoint-scale": Report(
+        "checkpoints of 16,384 ranks from layouts alone, damaged ones, and what checksums cost (minutes)",
+        (program("checkpoint_scale"),),
+    ),
     "collectives": Report(
         "every plan kind's ranks recorded, and checked under NCCL's rules (half an hour)", (program("collectives"),)
     ),
     "concepts": Report("docs/concepts: their tables and pictures", (program("concepts"),)),
+    "draws": Report("seconds in which a rank draws its initial values", (program("draws"),), options=False),
     "dtensor-check": Report(
         "our rules against DTensor's, and which is wrong where they differ",
         (("-m", "autopar.checks", "--dtensor", "docs/evidence/dtensor-check.md"),),
@@ -67,7 +73,8 @@ REPORTS = {
     "growth": Report("planning time against layers and devices", (program("growth"),)),
     "house": Report("figures of the sources: lines, imports inside functions, cycles", (program("house_figures"),)),
     "infeasible": Report(
-        "requests that cannot be met, and what is suggested (long)", (program("infeasible"),), options=False
+        "requests that cannot be met, and what is suggested (long); --seconds: how soon that is said",
+        (program("infeasible"),),
     ),
     "int8-activations": Report("loss curves with saved activations in 8 bits (minutes)", (program("int8_curves"),)),
     "loader": Report("data sets: who reads which rows, under plans of every kind", (program("loader"),)),
@@ -104,6 +111,7 @@ REPORTS = {
     "published": Report(
         "the automatic layout on every cell of the published sweep", (program("published"),), options=False
     ),
+    "plan-files": Report("plan files that attack the commands that read them (half an hour)", (program("plan_files"),)),
     "random-models": Report(
         "5,000 models drawn at random against eager PyTorch (an hour)",
         (program("random_models", "--count", "5000", "--seed", "0", "--results", "docs/evidence/random_models.jsonl"),),
@@ -114,6 +122,7 @@ REPORTS = {
         (program("rehearsals"),),
     ),
     "simpler": Report("simpler searches under the same prices", (program("simpler"),)),
+    "soak": Report("how the memory of a process grows that compiles again and again", (program("soak"),)),
     "startup": Report(
         "memory of every process while a 7B model starts and saves (19 GB of memory, 41 GB of disk, 20 minutes)",
         (program("startup"),),
@@ -128,6 +137,23 @@ REPORTS = {
             program("survey"),
         ),
     ),
+    "survey-further": Report(
+        "models of packages that the survey lacks, vit-pytorch to torchdiffeq (an hour)",
+        (
+            (*PIP, "--editable", f"{ROOT}[hf,dev]"),
+            # some of them ask for another torch
+            (
+                *PIP[:-2],
+                "--upgrade",
+                "--no-deps",
+                "--target",
+                FURTHER,
+                "--requirement",
+                f"{TESTS}/models/survey_further.txt",
+            ),
+            (*program("survey"), "--models-of", "survey_further"),
+        ),
+    ),
     "timelines": Report(
         "predicted against measured timelines on limited nodes (root, a quiet machine, 15 minutes)",
         (program("timelines"),),
@@ -138,6 +164,9 @@ REPORTS = {
     "validation": Report("the cost model against published measurements", (program("validation_page"),)),
     "volumes": Report("bytes per layer as emitted beside the published formulas", (program("volumes"),), options=False),
     "versions": Report("a part of the tests under versions of Python and torch", (program("versions"),)),
+    "watch-load": Report(
+        "requests and connections that the watch costs the ranks' store", (program("watch_load"),), options=False
+    ),
 }
 
 

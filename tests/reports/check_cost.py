@@ -120,13 +120,14 @@ A plan never changes what is computed, provided that the graph it is made for is
 graph against the model before anything is planned, wherever the model has values, and say in `plan.notes` what came out.
 
 **What is compared.** The model exactly as it was given (each module in its `train` or `eval` mode) runs two steps in eager
-PyTorch, on a copy, in float64, on 2 rows of the batch. The model is captured for these rows, and the graph runs the same two
-steps. The loss, the gradient of every parameter, which parameters have none, and every buffer after each step must agree to
-1e-9. Then a step of 3 rows, with each tensor's values in another order. The two graphs are held against the one that is
-planned, node by node: numbers may differ where they follow the number of rows, and nowhere else. Dropout has probability 0 in
-both, and other random numbers are a fixed pattern; that the graph has no dropout which the model does not ask for is compared
-by itself. Where the graph of a few rows is another one, or the model takes its own number of rows alone, the whole batch is
-compared, if it has at most 64 rows; of a larger batch the note names the first node that differs.
+PyTorch, on a copy, in float64, on 2 rows of the batch, with an update of the parameters between them; in the copy, tensors share
+memory as they do in the model. The model is captured for these rows, and the graph runs the same two steps. The loss, the gradient of
+every parameter, which parameters have none, and every buffer after each step must agree to 1e-9. Then a step of 3 rows, with each
+tensor's values in another order. The two graphs are held against the one that is planned, node by node: numbers may differ where they
+follow the number of rows, and nowhere else. Dropout has probability 0 in both, and other random numbers are a fixed pattern; that the
+graph has no dropout which the model does not ask for is compared by itself. Where the graph of a few rows is another one, or the model
+takes its own number of rows alone, the whole batch is compared, if it has at most 64 rows; of a larger batch the note names the first
+node that differs.
 
 **What a difference says.** It is a `CaptureError`: which gradient (or the loss, or a buffer) is off and by how much, the first
 value in the graph that the model does not compute, and the line of the model that it comes from. `autopar.opaque(module)` keeps

@@ -1,11 +1,15 @@
 """Requests that cannot be met, what autopar suggests, and whether it helps (``make report NAME=infeasible``).
 
-Every suggestion is applied to the request by itself, and the request is planned again from the start.
+Every suggestion is applied to the request by itself, and the request is planned again from the start. With ``--seconds`` requests that are
+impossible by far are given to the command line instead, and the processor seconds until it says so are printed; more than ten are too many.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import resource
+import subprocess
 import sys
 from typing import Any
 
@@ -64,7 +68,7 @@ REQUESTS: tuple[dict[str, Any], ...] = (
 )
 SIZES = ("seq", "global_batch", "precision")
 LIMIT_S = 900.0
-"""For all suggestions of a request: the command line gives them 60, here none is left out on a busy machine."""
+"""For all suggestions of a request: the command line gives them 2.5 processor seconds, here none is left out on a busy machine."""
 
 
 def loaded(request: dict[str, Any]) -> Workload:
@@ -134,7 +138,35 @@ def page(lines: list[dict[str, Any]]) -> str:
     return "\n".join([*text, "", "Made by `make report NAME=infeasible`. Do not edit."]) + "\n"
 
 
+IMPOSSIBLE = (
+    ("gpt3-175b", "--devices", "1xRTX4090"),
+    ("llama3-8b", "--devices", "8xH100-80GB", "--memory-limit", "1GB"),
+    ("llama3-70b", "--devices", "1xA10G"),
+    ("gpt3-175b", "--devices", "8xH100-80GB", "--memory-limit", "1GB"),
+)
+SOON_S = 10.0
+
+
+def seconds() -> None:
+    """Print the processor seconds of each impossible request; ends with status 1 where one takes too many."""
+    late = False
+    for words in IMPOSSIBLE:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        command = [sys.executable, "-m", "autopar", "plan", *words]
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False
+        )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        took_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        said = next((one for one in done.stderr.splitlines() if one.startswith("error:")), done.stderr[-200:])
+        late |= took_s > SOON_S or done.returncode != 1
+        print(f"{' '.join(words)}: {took_s:.1f} s, status {done.returncode}: {said[:90]}", flush=True)
+    sys.exit(late)
+
+
 def main() -> None:
+    if sys.argv[1:] == ["--seconds"]:
+        seconds()
     path = EVIDENCE / "infeasible.jsonl"
     known = [json.loads(one) for one in path.read_text().splitlines()] if path.exists() else []
     lines = [one for one in known if one["request"] in REQUESTS]  # an interrupted run goes on where it was

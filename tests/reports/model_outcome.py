@@ -23,7 +23,7 @@ from model_text import Made, Text, make
 from torch import Tensor, nn
 from workers import WorkerPool
 
-from autopar.capture import BatchStructure, WholeFloat64, capture, check_capture, flatten_batch
+from autopar.capture import BatchStructure, WholeFloat64, boundary, capture, check_capture, flatten_batch
 from autopar.capture.batch import describe_batch
 from autopar.capture.export import call_model
 from autopar.capture.reference import run
@@ -179,6 +179,8 @@ def _outcome(text: Text, seed: int, pool: WorkerPool | None, typed: bool, second
             with _timed(seconds, "capture"):
                 graph = annotate(capture(made.model, made.batch, made.loss_fn, precision="float64"))
         except AutoparError as error:
+            if error.hint is boundary.HINT and isinstance(error.__cause__, Exception):  # eager PyTorch ran the model
+                return Outcome("crash", "capture", _crash(error.__cause__), seconds=seconds)
             return Outcome("refused", "capture", error.message, seconds=seconds)
         except Exception as error:
             return Outcome("crash", "capture", _crash(error), seconds=seconds)

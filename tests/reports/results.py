@@ -87,7 +87,7 @@ class Results:
             yield
 
 
-def options(about: str | None, results: Path) -> argparse.ArgumentParser:
+def options(about: str | None, results: Path | None) -> argparse.ArgumentParser:
     """A report's parser with the options that all of these reports have."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=results)

@@ -1,4 +1,5 @@
-"""Models that nobody here wrote, against eager PyTorch: ``python tests/reports survey`` (``make report NAME=survey``).
+"""Models that nobody here wrote, against eager PyTorch: ``python tests/reports survey`` (``make report NAME=survey``), and with
+``--models-of survey_further`` those of further packages (``make report NAME=survey-further``).
 
 Each is built tiny, with a batch that is always the same, captured, and compared in float64 with eager PyTorch: the captured graph on
 one device, then its programs on two processes under a few kinds of plans (``--kinds all``: every kind that ``verify`` knows). A
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import multiprocessing
 import os
@@ -27,16 +29,18 @@ from typing import Any
 import torch
 from places import EVIDENCE, ROOT
 from results import Results, options, quiet
-from survey_models import MODELS
-from survey_page import write_page
+from survey_models import Entry
+from survey_page import OUTCOMES, write_page
 from workers import WorkerPool
 
 from autopar.capture import reference
-from autopar.errors import AutoparError, UsageError
+from autopar.emit.opaque import describe_opaque
+from autopar.errors import AutoparError, LaunchError, UsageError
 from autopar.measure import EXACT, compare
 from autopar.verify import Subject, check_plan, kinds, make_subject
 
-RESULTS = EVIDENCE / "survey.jsonl"
+CATALOGUES = {"survey_models": EVIDENCE / "survey.jsonl", "survey_further": EVIDENCE / "survey-further.jsonl"}
+"""By the name of the module whose ``MODELS`` are surveyed: the file of its results."""
 DEVICES = 2
 KINDS = (
     f"data {DEVICES}, zero 3",
@@ -52,15 +56,21 @@ LIMIT_S = 240
 # -- one model, in the process that works ------------------------------------------------------------------------------
 
 
-def examine(name: str, wanted: list[str], pool: WorkerPool) -> dict[str, Any]:
+def models_of(catalogue: str) -> dict[str, Entry]:
+    models: dict[str, Entry] = importlib.import_module(catalogue).MODELS
+    return models
+
+
+def examine(entry: Entry, name: str, wanted: list[str], pool: WorkerPool) -> dict[str, Any]:
     """The line of a model: what one device and every plan gave."""
-    model, batch, loss_fn = MODELS[name].make()
-    parameters = sum(p.numel() for p in model.parameters())
+    model, batch, loss_fn = entry.make()
     start_s = time.perf_counter()
     try:
         subject = make_subject(model, batch, loss_fn, name=name)
+        describe_opaque(subject.graph)
     except AutoparError as error:
         return {"outcome": "refused", "reason": error.message}
+    parameters = sum(p.numel() for p in model.parameters())
     line: dict[str, Any] = {"parameters": parameters, "capture_s": round(time.perf_counter() - start_s, 2)}
     line["layers"] = len(subject.graph.layers)
     plans: dict[str, Any] = {"one device": _on_one_device(subject)}
@@ -76,7 +86,7 @@ def _on_one_device(subject: Subject) -> dict[str, Any]:
     loss = reference.run(subject.graph, state, subject.batch)
     loss.backward()
     found = {n: t.grad for n, t in state.items() if n in subject.gradients and t.grad is not None}
-    error = compare(float(loss.detach()), found, subject.loss, subject.gradients)
+    error = compare(float(loss.detach()), found, subject.loss, subject.gradients, rounding=subject.rounding)
     return {"error": error.value, "where": error.where}
 
 
@@ -87,15 +97,22 @@ def _under(kind: Any, subject: Subject, pool: WorkerPool) -> dict[str, Any]:
     except UsageError as error:
         return {"reason": error.message}
     except Exception as error:
-        return {"failure": sentence(error), "at": place(error)}
+        return {"failure": sentence(error), "at": place(error), "kind": kind_of(error)}
     try:
         outcome = check_plan(subject, plan, pool)
     except UsageError as error:
         return {"failure": f"offered, then refused: {error.message}"}
     except Exception as error:
-        return {"failure": sentence(error), "at": place(error)}
+        return {"failure": sentence(error), "at": place(error), "kind": kind_of(error)}
     seconds = round(time.perf_counter() - start_s, 2)
     return {"error": outcome.error.value, "where": outcome.error.where, "seconds": seconds}
+
+
+def kind_of(error: Exception) -> str:
+    """What a plan that was offered and did not run was: dead where a rank died, a traceback where the exception is none of autopar's."""
+    if not isinstance(error, AutoparError):
+        return "traceback"
+    return "dead" if isinstance(error, LaunchError) and "signal" in error.message else "failed"
 
 
 def sentence(error: Exception) -> str:
@@ -117,23 +134,24 @@ def verdict(plans: dict[str, Any]) -> dict[str, Any]:
             return {"outcome": "wrong", "reason": f"{kind}: {plan['where']} is off by {plan['error']:.2g}"}
     for kind, plan in plans.items():
         if "failure" in plan:
-            return {"outcome": "failed", "reason": f"{kind}: {plan['failure']}"}
+            return {"outcome": plan.get("kind", "failed"), "reason": f"{kind}: {plan['failure']}"}
     return {"outcome": "exact", "error": max(plan["error"] for plan in ran.values())}
 
 
-def work(connection: Connection, wanted: list[str]) -> None:
+def work(connection: Connection, catalogue: str, wanted: list[str]) -> None:
     """In the process that works: answer names with lines until there are no more."""
     os.setsid()  # so that all that it starts can be ended with it
     quiet()
     torch.set_num_threads(1)
+    models = models_of(catalogue)
     with WorkerPool(DEVICES) as pool:
         while (name := connection.recv()) is not None:
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
-                    line = examine(name, wanted, pool)
+                    line = examine(models[name], name, wanted, pool)
             except Exception as error:
-                line = {"outcome": "failed", "reason": sentence(error), "at": place(error)}
+                line = {"outcome": "traceback", "reason": sentence(error), "at": place(error)}
             connection.send(line)
 
 
@@ -143,8 +161,8 @@ def work(connection: Connection, wanted: list[str]) -> None:
 class Worker:
     """A process that works; a model that ends or outlasts it gets that as its line, and the next model a new one."""
 
-    def __init__(self, wanted: list[str]) -> None:
-        self.wanted = wanted
+    def __init__(self, catalogue: str, wanted: list[str]) -> None:
+        self.catalogue, self.wanted = catalogue, wanted
         self.process: Any = None
         self.connection: Any = None
 
@@ -152,17 +170,17 @@ class Worker:
         if self.process is None:
             context = multiprocessing.get_context("spawn")
             self.connection, theirs = context.Pipe()
-            self.process = context.Process(target=work, args=(theirs, self.wanted))
+            self.process = context.Process(target=work, args=(theirs, self.catalogue, self.wanted))
             self.process.start()
             theirs.close()
         self.connection.send(name)
         try:
             if self.connection.poll(limit_s):
                 return self.connection.recv()
-            line = {"outcome": "failed", "reason": f"no result after {limit_s:.0f} s"}
+            line = {"outcome": "dead", "reason": f"no result after {limit_s:.0f} s"}
         except EOFError:
             self.process.join()
-            line = {"outcome": "failed", "reason": f"the process ended with {self.process.exitcode}"}
+            line = {"outcome": "dead", "reason": f"the process ended with {self.process.exitcode}"}
         self.close()
         return line
 
@@ -180,19 +198,22 @@ def results_in(path: Path) -> Results:
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = options(__doc__, RESULTS)
+    parser = options(__doc__, None)
+    parser.add_argument("--models-of", choices=CATALOGUES, default="survey_models", help="the module of the models")
     parser.add_argument("--models", metavar="NAMES", help="these models only, separated by commas")
     parser.add_argument("--groups", metavar="NAMES", help="models of these groups only, separated by commas")
     parser.add_argument("--kinds", metavar="NAMES", help="these kinds of plans, separated by semicolons; all")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for one model")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.results = args.results or CATALOGUES[args.models_of]
+    return args
 
 
-def chosen(args: argparse.Namespace) -> list[str]:
-    names = [name for name, entry in MODELS.items() if not args.groups or entry.group in args.groups.split(",")]
+def chosen(args: argparse.Namespace, models: dict[str, Entry]) -> list[str]:
+    names = [name for name, entry in models.items() if not args.groups or entry.group in args.groups.split(",")]
     if not args.models:
         return names
-    unknown = set(args.models.split(",")) - set(MODELS)
+    unknown = set(args.models.split(",")) - set(models)
     if unknown:
         raise SystemExit(f"there is no model {', '.join(sorted(unknown))}")
     return [name for name in names if name in args.models.split(",")]
@@ -203,10 +224,10 @@ def main() -> int:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     args = arguments()
-    results = results_in(args.results)
-    names, done = chosen(args), results.kept(args)
+    models, results = models_of(args.models_of), results_in(args.results)
+    names, done = chosen(args, models), results.kept(args)
     wanted = [] if args.kinds == "all" else args.kinds.split(";") if args.kinds else list(KINDS)
-    worker = Worker(wanted)
+    worker = Worker(args.models_of, wanted)
     columns = (TextColumn("{task.description:26}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         with Progress(*columns, console=Console(stderr=True)) as progress:
@@ -215,7 +236,7 @@ def main() -> int:
                 if (name,) in done:
                     continue
                 start_s = time.perf_counter()
-                line = {"model": name, "group": MODELS[name].group} | worker.line(name, args.limit)
+                line = {"model": name, "group": models[name].group} | worker.line(name, args.limit)
                 line |= {"seconds": round(time.perf_counter() - start_s, 1)}
                 results.append(anywhere(line))  # after every model, so that an interrupted run can be resumed
                 if line["outcome"] != "exact":
@@ -223,25 +244,22 @@ def main() -> int:
                     progress.console.print(json.dumps(said), markup=False, highlight=False, soft_wrap=True)
     finally:
         worker.close()
-    return finish(args, names)
+    return finish(args, names, models)
 
 
 def anywhere(line: dict[str, Any]) -> dict[str, Any]:
     """A line that says which file is meant and not where this machine keeps it."""
     if "reason" not in line:
         return line
-    return line | {"reason": re.sub(r"/\S*/(?:site-packages/|(?=tests/))", "", line["reason"])}
+    return line | {"reason": re.sub(r"/\S*/(?:site-packages/|survey-further/|(?=tests/))", "", line["reason"])}
 
 
-def finish(args: argparse.Namespace, names: list[str]) -> int:
+def finish(args: argparse.Namespace, names: list[str], models: dict[str, Entry]) -> int:
     """Keep the last line of each model in the models' order, write the page, say how it went; the exit status."""
-    lines = results_in(args.results).tidy((name,) for name in MODELS)
-    write_page(lines, args.results.with_suffix(".md"), len(MODELS))
-    count = {
-        outcome: sum(line["outcome"] == outcome for line in lines)
-        for outcome in ("exact", "refused", "wrong", "failed")
-    }
-    print(", ".join(f"{number} {outcome}" for outcome, number in count.items()), f"of {len(MODELS)}: {args.results}")
+    lines = results_in(args.results).tidy((name,) for name in models)
+    write_page(lines, args.results.with_suffix(".md"), len(models))
+    count = {outcome: sum(line["outcome"] == outcome for line in lines) for outcome in OUTCOMES}
+    print(", ".join(f"{number} {outcome}" for outcome, number in count.items()), f"of {len(models)}: {args.results}")
     return 1 if any(line["outcome"] == "wrong" for line in lines if line["model"] in names) else 0
 
 

@@ -1,4 +1,4 @@
-"""The page of the survey, from its lines: counts by group, then every model with what came of it and why."""
+"""The page of a survey, from its lines: counts by group, then every model with what came of it and why."""
 
 from __future__ import annotations
 
@@ -8,28 +8,29 @@ from typing import Any
 from autopar.measure import EXACT
 
 Line = dict[str, Any]
-OUTCOMES = ("exact", "refused", "failed", "wrong")
+OUTCOMES = ("exact", "refused", "failed", "traceback", "dead", "wrong")
 
 
 def write_page(lines: list[Line], path: Path, known: int) -> None:
-    path.write_text(page(lines, known))
+    path.write_text(page(lines, known, path.stem))
 
 
-def page(lines: list[Line], known: int) -> str:
-    """The results as a document; ``known`` is how many models there are, run or not."""
+def page(lines: list[Line], known: int, name: str) -> str:
+    """The results of the report ``name`` as a document; ``known`` is how many models there are, run or not."""
     count = {outcome: sum(line["outcome"] == outcome for line in lines) for outcome in OUTCOMES}
     plans = [plan for line in lines for kind, plan in line.get("plans", {}).items() if kind != "one device"]
     ran = sum("error" in plan for plan in plans)
     worst = max((line["error"] for line in lines if line["outcome"] == "exact"), default=0.0)
     groups = list(dict.fromkeys(line["group"] for line in lines))
-    return f"""# Survey
+    return f"""# {name.capitalize().replace("-", ": ")}
 
 {len(lines)} of {known} models, as their libraries ship them: tiny configurations, drawn weights, a batch that is always the same. Of each,
 the loss and every gradient of the captured graph on one device, and of its programs on two processes under a few kinds of
 plans, are compared in float64 with eager PyTorch: {ran} plans. *Exact* means that all that a model admits differ by less than
 {EXACT:.0e} (the largest: {worst:.1e}); *refused* that autopar says, before anything is run,
 why it cannot capture the model; *failed* that a plan was
-offered and then did not run; *wrong* that the numbers differ.
+offered and then did not run; *traceback* that an exception came out that is none of autopar's; *dead* that a process died or did not end;
+*wrong* that the numbers differ.
 
 | group | models | {" | ".join(OUTCOMES)} | plans |
 |---|---|{"---|" * len(OUTCOMES)}---|
@@ -38,7 +39,7 @@ offered and then did not run; *wrong* that the numbers differ.
 | model | outcome | plans | seconds | why |
 |---|---|---|---|---|
 {"".join(_row(line) for line in lines)}
-Made by `make report NAME=survey` from the lines of [survey.jsonl](survey.jsonl). Do not edit.
+Made by `make report NAME={name}` from the lines of [{name}.jsonl]({name}.jsonl). Do not edit.
 """
 
 

@@ -28,6 +28,7 @@ TRIED = {
     "tied gradients are not summed over the stages": {"exactness"},
     "every rank's piece under ZeRO is the first": {"exactness"},
     "ring without the correction of earlier blocks": {"exactness"},
+    "ring's kernels without the correction of earlier blocks": {"exactness"},
     "variance without the spread of the ranks' means": {"exactness"},
     "softmax: its dim may be sharded": {"rules"},
     "I to R is left out: gradients of replicated inputs are not summed": {"structure", "types", "exactness"},

@@ -13,6 +13,7 @@ N are the rows of an activation (batch times sequence), h its hidden size, k tha
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from exactness import subject
 from test_program_ring import mesh_of, slices
 from test_rules_kernels import values
+from torch import Tensor
 
 from autopar.checks.collectives import exchanges
 from autopar.program.kernels_ring import ring_attention
@@ -77,22 +79,27 @@ def sent(devices: int, heads: int, key_heads: int, causal: bool) -> tuple[int, i
     mesh, count = mesh_of((devices,)), [0]
     if mesh is None:
         return 0, 0
-    start = dist.batch_isend_irecv
+    start, exchange = dist.batch_isend_irecv, dist.all_to_all_single
 
     def counted(operations: list[dist.P2POp]) -> list[dist.Work]:
         count[0] += sum(o.tensor.numel() * o.tensor.element_size() for o in operations if o.op is dist.isend)
         return start(operations)
 
+    def exchanged(into: Tensor, own: Tensor, taken: list[int], given: list[int], group: Any) -> Any:
+        assert given[dist.get_rank(group)] == 0  # what stays is no part of the exchange
+        count[0] += own.numel() * own.element_size()
+        return exchange(into, own, taken, given, group=group)
+
     whole = [values(2, h, 16, 4, seed=i) for i, h in enumerate((heads, key_heads, key_heads))]
     mine = [slices(x, devices).requires_grad_() for x in whole]
-    dist.batch_isend_irecv = counted
+    dist.batch_isend_irecv, dist.all_to_all_single = counted, exchanged
     try:
         with on_mesh(mesh):
             out = ring_attention(*mine, "inner", is_causal=causal, enable_gqa=heads != key_heads)
             forward = count[0]
             out.backward(torch.ones_like(out))
     finally:
-        dist.batch_isend_irecv = start
+        dist.batch_isend_irecv, dist.all_to_all_single = start, exchange
     return forward, count[0] - forward
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from damage import damaged
 from programs import Shape, mlp_batch, mlp_model, write_mlp
 from safetensors.torch import load_file
 from test_run_program import mlp, one_process, state
@@ -17,7 +18,7 @@ from workers import WorkerPool
 from autopar.cli.run import Checkpoints
 from autopar.errors import CheckpointError, UsageError
 from autopar.program import checkpoint_files
-from autopar.program.checkpoint_files import claimed
+from autopar.program.claims import claimed
 from autopar.program.tracing import COMPUTATION, action_name
 from autopar.program.weights import write_file
 from autopar.report.trace import read_trace
@@ -64,7 +65,7 @@ def test_train_resumes_where_it_ended(workers1: WorkerPool, workers2: WorkerPool
     torch.save({name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}, data)
 
     def train(pool: WorkerPool, *args: str) -> Any:
-        return pool.run("programs:ran", str(programs[pool.count]), "--data", data, "--lr", "0.01", *args)[0]
+        return pool.run("programs:ran", str(programs[pool.count]), "--dataset", data, "--lr", "0.01", *args)[0]
 
     straight, _ = train(workers1, "--steps", "5")
     options = ("--checkpoint", saved, "--every", "2", "--keep", "2", "--resume")
@@ -92,6 +93,16 @@ def test_train_resumes_where_it_ended(workers1: WorkerPool, workers2: WorkerPool
     assert sorted(path.name for path in Path(saved).glob("step-*")) == ["step-4", "step-5"]
 
 
+def test_train_refuses_a_damaged_checkpoint_by_a_sentence(workers1: WorkerPool, tmp_path: Path) -> None:
+    program, saved = write_mlp(tmp_path / "one", Shape()), tmp_path / "saved"
+    options = ("--draw-init", "--checkpoint", str(saved), "--resume", "--keep", "1")
+    assert list(workers1.run("programs:ran", str(program), "--steps", "1", *options)[0][0]) == [1]
+    for kind, why in (("a bit of values", "do not have their checksum"), ("truncated", "has no whole checkpoint")):
+        damaged(saved / "step-1", saved / "step-1", kind, 0)
+        losses, talk = workers1.run("programs:ran", str(program), "--steps", "2", *options)[0]
+        assert not losses and why in talk and "Traceback" not in talk, talk
+
+
 def test_train_reads_the_losses_that_it_prints(workers2: WorkerPool, tmp_path: Path) -> None:
     program = write_mlp(tmp_path / "two", Shape(data=2, zero=(1, 3)))
     write_file(program / "initial.safetensors", state())
@@ -99,7 +110,7 @@ def test_train_reads_the_losses_that_it_prints(workers2: WorkerPool, tmp_path: P
     torch.save({name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}, tmp_path / "data.pt")
 
     def train(*args: str) -> Any:
-        options = ("--data", f"{tmp_path}/data.pt", "--lr", "0.01", "--log", f"{tmp_path}/log", *args)
+        options = ("--dataset", f"{tmp_path}/data.pt", "--lr", "0.01", "--log-file", f"{tmp_path}/log", *args)
         return workers2.run("programs:ran", str(program), *options)[0]
 
     every, _ = train("--steps", "8")
@@ -122,12 +133,18 @@ def test_a_new_run_does_not_replace_the_checkpoints_of_another(tmp_path: Path) -
 
 
 def test_train_goes_on_where_a_checkpoint_cannot_be_written(workers1: WorkerPool, tmp_path: Path) -> None:
-    program = write_mlp(tmp_path / "one", Shape())
-    (tmp_path / "file").touch()
-    args = ("--draw-init", "--steps", "2", "--every", "1", "--checkpoint", str(tmp_path / "file" / "saved"))
+    program, saved = write_mlp(tmp_path / "one", Shape()), tmp_path / "saved"
+    saved.mkdir()
+    for step in (1, 2):
+        (saved / f"step-{step}.partial").touch()  # a file where a save makes its folder
+    args = ("--draw-init", "--steps", "2", "--every", "1", "--checkpoint", str(saved))
     losses, talk = workers1.run("programs:ran", str(program), *args)[0]
     assert list(losses) == [1, 2]
     assert talk.count("no checkpoint: the checkpoint could not be written to") == 2 and talk.endswith("exit 1\n")
+    (tmp_path / "file").touch()
+    losses, talk = workers1.run("programs:ran", str(program), *args[:-1], str(tmp_path / "file" / "saved"))[0]
+    assert not losses and "Traceback" not in talk
+    assert f"checkpoints cannot be written to {tmp_path}/file/saved: Not a directory; give a folder" in talk
     for option in (("--resume",), ("--every", "5"), ("--keep", "3"), ("--async-save",)):
         talk = workers1.run("programs:ran", str(program), "--draw-init", *option)[0][1]
         assert f"{option[0]} takes --checkpoint DIR" in talk and talk.endswith("exit 2\n")

@@ -119,6 +119,29 @@ def test_a_taken_port_is_said_before_anything_starts() -> None:
     assert error.value.hint
 
 
+def listening() -> list[str]:
+    """The addresses on which this process listens, as hexadecimal digits."""
+    own = {os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
+    found = []
+    for table in ("tcp", "tcp6"):
+        rows = [line.split() for line in Path("/proc/self/net", table).read_text().splitlines()[1:]]
+        found += [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own]
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_local_processes_listen_on_this_machine_alone(workers2: WorkerPool) -> None:
+    before = set(listening())
+    processes = Processes(1)
+    try:
+        own = set(listening()) - before
+        assert own == {f"0100007F:{processes.store.port:04X}"}  # 127.0.0.1
+    finally:
+        processes.close()
+    for found in workers2.run("test_run_processes:listening"):
+        assert found and all(address.startswith("0100007F:") for address in found)  # gloo's
+
+
 def threads_after_a_group() -> int:
     """A module that refers to itself and to a mesh, as sharded modules do; the threads that there are before it is left."""
     module = nn.Linear(4, 4)

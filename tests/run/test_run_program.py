@@ -128,14 +128,14 @@ def test_the_folder_refuses_fewer_steps_than_one(
 def test_the_folder_runs_under_torchrun_and_knows_nothing_of_autopar(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    program = mlp(tmp_path / "program", Shape(data=2, zero=(1, 3)))
+    program = mlp(tmp_path / "program", Shape(data=2, zero=(1, 3)), optimizer=None)
     program.folder = program.emit(tmp_path / "emitted")
     for file in program.folder.glob("*.py"):
         assert not re.search(r"^\s*(from|import) autopar", file.read_text(), re.MULTILINE), file
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.chdir(tmp_path)
     torch.save({name: tensor.repeat(2, 1) for name, tensor in mlp_batch().items()}, "data.pt")
-    program.launch("--steps", "3", "--data", "data.pt", "--lr", "0.01", "--clip", "0.5", "--save", "out.pt")
+    program.launch("--steps", "3", "--dataset", "data.pt", "--lr", "0.01", "--clip", "0.5", "--save", "out.pt")
     out, err = capfd.readouterr()
     model, losses = mlp_model(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -168,5 +168,5 @@ def test_launch_says_why_train_failed(tmp_path: Path) -> None:
     torch.save({"input_ids": torch.zeros(8, 3, dtype=torch.long)}, tmp_path / "data.pt")
     talk = io.StringIO()
     with redirect_stderr(talk), pytest.raises(LaunchError, match="DataError: the batch has no 'labels'"):
-        program.launch("--data", str(tmp_path / "data.pt"))
+        program.launch("--dataset", str(tmp_path / "data.pt"))
     assert "Traceback" in talk.getvalue()

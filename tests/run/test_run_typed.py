@@ -162,5 +162,7 @@ def test_equal_layers_are_followed_once_and_each_is_checked(tmp_path: Path) -> N
 
 def test_the_checker_is_a_command(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path)
-    done = subprocess.run([sys.executable, "-m", "autopar.checks.types", str(tmp_path)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "autopar.program.type_check", str(tmp_path)], capture_output=True, text=True
+    )
     assert "is not a program folder" in json.loads(done.stdout)["error"]

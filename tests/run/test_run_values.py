@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from programs import Shape, write_mlp
 from torch import Tensor, nn
 from workers import WorkerPool
 
@@ -15,8 +17,10 @@ import autopar
 from autopar.cli import main
 from autopar.errors import UsageError
 from autopar.program.state import NO_VALUES, initial, wrong_state
+from autopar.program.values import normal
 from autopar.program.weights import Weights, write_file
 from autopar.run import Program
+from autopar.run.folder import import_runtime, program_modules
 
 
 class Scaled(nn.Module):
@@ -78,9 +82,9 @@ def test_the_folder_starts_from_the_models_values(tmp_path: Path, workers1: Work
     program = compiled(tmp_path / "a")
     model, batch = given()
     data = batch_of(program, tmp_path)
-    (loss,) = one_step(workers1, tmp_path / "a", "--data", data)[0].values()
+    (loss,) = one_step(workers1, tmp_path / "a", "--dataset", data)[0].values()
     assert loss == pytest.approx(first_loss(), rel=1e-10)
-    drawn, talk = one_step(workers1, tmp_path / "a", "--data", data, "--draw-init")
+    drawn, talk = one_step(workers1, tmp_path / "a", "--dataset", data, "--draw-init")
     assert abs(drawn[1] - first_loss()) > 0.1 and "starts from drawn values" in talk
     held = values(tmp_path / "a")
     assert set(held) == set(model.state_dict())
@@ -104,7 +108,7 @@ def test_a_folder_without_values_says_so_and_does_not_start_by_itself(tmp_path: 
     program = compiled(tmp_path / "a", model)
     data = batch_of(program, tmp_path)
     assert NO_VALUES in json.loads((tmp_path / "a" / "plan.json").read_text())["notes"]
-    losses, talk = one_step(workers1, tmp_path / "a", "--data", data)
+    losses, talk = one_step(workers1, tmp_path / "a", "--dataset", data)
     assert not losses and "exit" in talk and "has no initial.safetensors" in talk and "--draw-init" in talk
     with pytest.raises(UsageError, match="no values to start from") as error:
         program.step(batch)
@@ -218,3 +222,44 @@ def test_emit_makes_small_models_of_configurations_with_values(
     assert float(values(tmp_path / "a")["transformer.wte.weight"].std()) == pytest.approx(0.02, rel=0.3)
     monkeypatch.setattr(commands, "VALUES_LIMIT_BYTES", 1000)
     assert "has no values" in emitted(capsys, tmp_path / "b", *sizes)
+
+
+# -- drawn values -----------------------------------------------------------------------------------------------------
+
+
+def test_drawn_numbers_are_normal_and_belong_to_their_places() -> None:
+    numbers = normal(7, 0, 1 << 20)
+    again = torch.cat([normal(7, at, min(at + 1001, 1 << 20)) for at in range(0, 1 << 20, 1001)])
+    assert torch.equal(again, numbers)
+    for power, moment in ((1, 0.0), (2, 1.0), (3, 0.0), (4, 3.0)):  # their standard errors are at most 0.01
+        assert float((numbers.double() ** power).mean()) == pytest.approx(moment, abs=0.03)
+    for other in (numbers.roll(1), numbers.roll(2), normal(8, 0, 1 << 20)):
+        assert abs(float(torch.corrcoef(torch.stack((numbers, other)))[0, 1])) < 0.004
+    assert 4.5 < float(numbers.abs().max()) < 6.8
+
+
+def drawn(folder: str, seed: int) -> dict[str, Tensor]:
+    with program_modules(folder):
+        runtime = import_runtime(folder)
+        program = runtime.load(folder)
+        state: dict[str, Tensor] = runtime.Trainer(program, runtime.start(program), seed=seed).state_dict()
+        return state
+
+
+def test_every_plan_draws_the_same_values(tmp_path: Path, workers1: WorkerPool, workers4: WorkerPool) -> None:
+    whole = workers1.run("test_run_values:drawn", str(write_mlp(tmp_path / "one", Shape())), 5)[0]
+    table = whole["embed.weight"]
+    assert float(table.std()) == pytest.approx(
+        0.02, abs=4 * 0.02 / math.sqrt(2 * table.numel())
+    )  # four standard errors
+    assert not torch.equal(whole["layers.0.down.weight"], whole["layers.1.down.weight"])
+    for i, shape in enumerate(
+        (
+            Shape(data=2, tensor=2, zero=(1, 3)),
+            Shape(data=4, zero=(3, 2)),
+            Shape(pipeline=2, tensor=2, microbatches=2, schedule="1f1b"),
+        )
+    ):
+        state = workers4.run("test_run_values:drawn", str(write_mlp(tmp_path / str(i), shape)), 5)[0]
+        assert set(state) == set(whole)
+        assert all(torch.equal(state[name], whole[name]) for name in whole), shape

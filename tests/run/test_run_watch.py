@@ -6,17 +6,21 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fault_runs import Run, Server, alive
+import watch_load
+from fault_runs import Run, Server, alive, children
 from programs import Shape, mlp_model, write_mlp
 
+from autopar.program import watch
 from autopar.program.state import INITIAL
-from autopar.program.watch import place_of, run, told
+from autopar.program.watch import Node, Watch, interval_s, place_of, run, told
 from autopar.program.weights import write_file
 
 HANG = """        n = HIDDEN // MESH["tensor"]
@@ -52,7 +56,7 @@ def started(server: Server, folder: Path, shape: Shape, *options: str, change: t
         text = (program / "model.py").read_text()
         assert text.count(old) == 1
         (program / "model.py").write_text(text.replace(old, new))
-    made = Run(program, shape.devices, ["--device", "cpu", *options], [server], folder / "run")
+    made = Run(program, shape.devices, ["--device", "cpu", "--no-check", *options], [server], folder / "run")
     return made.start()
 
 
@@ -107,6 +111,75 @@ def test_a_killed_launcher_leaves_no_rank(server: Server, tmp_path: Path) -> Non
     made = started(server, tmp_path, Shape(data=2), "--steps", "100000")
     assert ended(made, lambda workers: os.kill(made.agents[0], signal.SIGKILL)) < 10
     assert all("has lost the ranks' store" in said for said in made.said()) and made.said()
+
+
+@pytest.mark.slow
+def test_another_rank_speaks_for_a_node_whose_speaker_dies(tmp_path: Path) -> None:
+    """Two nodes of two ranks; rank 0 speaks for its node and is killed. Only rank 0 is named."""
+    servers = [Server(), Server()]
+    program = write_mlp(tmp_path / "program", Shape(data=2, tensor=2))
+    write_file(program / INITIAL, mlp_model().state_dict())
+    made = Run(program, 2, ["--device", "cpu", "--steps", "100000"], servers, tmp_path / "run").start()
+    ended(made, lambda workers: os.kill(children(made.agents[0])[0], signal.SIGKILL))
+    assert len(made.said()) == 1, made.talk()
+    assert "; rank 0 no longer answers" in made.said()[0] and "; ranks 1, 2, 3 wait in step" in made.said()[0]
+    for server in servers:
+        server.close()
+
+
+# -- one node's ranks -------------------------------------------------------------------------------------------------
+
+
+def test_a_node_costs_the_store_three_requests_a_beat_and_one_connection() -> None:
+    load = watch_load.measure(nodes=3, ranks=4, beats=5)
+    assert load.connections == 1 and load.requests == pytest.approx(3, rel=0.2)
+    assert [interval_s(n, 60) for n in (1, 2000, 16_000)] == [1, 1, 8]
+
+
+def node_of(rank: int, monkeypatch: pytest.MonkeyPatch) -> Node:
+    for name, value in (("GROUP_RANK", 0), ("GROUP_WORLD_SIZE", 1), ("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", 3)):
+        monkeypatch.setenv(name, str(value))
+    return Node(f"test {os.getpid()} {id(monkeypatch)}", rank, 3)
+
+
+def test_the_lowest_rank_that_gives_signs_of_life_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, third = (node_of(rank, monkeypatch) for rank in range(3))
+    assert [node.speaker(0.3) for node in (first, second, third)] == [0, 0, 0]
+    time.sleep(0.4)  # nobody hears of the first
+    second.tell([1, "step 7", "in layer_0", True], "step 7 takes longer than 60 s")
+    third.tell([1, "step 7", "in layer_1", False], None)
+    second.listen(), third.listen()
+    assert (second.speaker(0.3), third.speaker(0.3)) == (1, 1)
+    assert second.silent(0.3) == third.silent(0.3) == [0]
+    assert third.problem == "step 7 takes longer than 60 s" and not third.ended
+    assert third.said == {1: [1, "step 7", "in layer_0", True], 2: [1, "step 7", "in layer_1", False]}
+    second.tell([2, "step 7", "in layer_0", True], None, ended=True)
+    third.listen()
+    assert third.ended
+
+
+def test_a_rank_that_torchrun_has_not_started_is_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    alone = Node("test", 5, 8)
+    assert (alone.index, alone.count, alone.ranks, alone.speaker(0.0)) == (5, 8, [5], 5)
+
+
+def test_a_late_store_ends_no_training_whose_steps_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, sentences = Watch({"step": 600.0}, lost_after_s=0.6), []
+    made._waking[0].setblocking(False)
+    monkeypatch.setattr(made, "_end", lambda sentence: (sentences.append(sentence), made._ended.set()))
+    monkeypatch.setattr(watch, "dist", SimpleNamespace(get_rank=lambda: 0))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1"), monkeypatch.setenv("MASTER_PORT", "1")
+    made._store = made._node = object()  # never answers: nothing sets the time at which it did
+    made.enter("step", "step 1")
+    thread = threading.Thread(target=made._guard, daemon=True)
+    thread.start()
+    for step in range(2, 12):
+        made.enter("step", f"step {step}")
+        time.sleep(0.12)
+    assert not sentences
+    thread.join(5)
+    assert "no answer from the ranks' store" in sentences[0]
 
 
 # -- in words ---------------------------------------------------------------------------------------------------------

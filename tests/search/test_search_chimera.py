@@ -77,15 +77,14 @@ def test_a_device_has_the_state_of_both_stages() -> None:
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_the_sum_over_both_copies_has_a_price(zero: int) -> None:
-    """A layer's price with two copies: the reduction costs more, all else is the same with half as many microbatches."""
+    """A layer's price with two copies: once a step the reduction costs more, all else is the same with half as many microbatches."""
     mesh, strategy = (Axis("data", 2, 1),), Strategy((Role.DATA,), zero=zero)
     prices = pricer("4xH100-80GB")
     cls = GRAPH.layers[0].cls
     one, both = prices.layer(cls, mesh, strategy, 4), prices.mirrored(2).layer(cls, mesh, strategy, 8)
     small = prices.layer(cls, mesh, strategy, 8)
     assert one is not None and both is not None and small is not None
-    slower = both.backward_s - small.backward_s if zero == 2 else both.step_s - small.step_s
-    assert slower > 0
+    assert both.step_s > small.step_s and both.backward_s <= small.backward_s
     assert replace(both, step_s=0, backward_s=0, communication_s=0, weight_s=0) == replace(
         small, step_s=0, backward_s=0, communication_s=0, weight_s=0
     )

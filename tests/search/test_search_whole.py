@@ -16,7 +16,7 @@ from autopar.schedules.step_time import lower_bound, simulate
 from autopar.search import SearchOptions
 from autopar.search.construct.stages import _band, _cut
 from autopar.search.knapsacks import Weights, knapsacks
-from autopar.search.minimum_memory import _by_layer, _by_segment, least_memory, something_fits
+from autopar.search.minimum_memory import _by_layer, _by_segment, least_memory, least_share, something_fits
 from autopar.search.prices import Prices
 from autopar.search.problem import choices
 from autopar.search.runs import compositions
@@ -86,7 +86,7 @@ def least_by_hand(layers: Sequence[tuple[Table, int]], regime: Regime) -> float:
 
 
 def test_the_least_memory_of_every_stage() -> None:
-    checked = fits = 0
+    checked = fits = exact = 0
     for instance in instances():
         runs = compositions(instance)
         for regime in instance.regimes:
@@ -100,6 +100,8 @@ def test_the_least_memory_of_every_stage() -> None:
             assert least == pytest.approx(again, rel=1e-12)
             assert np.array_equal(level[np.isfinite(least)], same[np.isfinite(least)])
         needs = least_memory(instance)[0]
+        assert 0 < least_share(instance, weights_only=True) <= least_share(instance) <= needs
+        exact += least_share(instance) > 0.999 * needs
         fits += something_fits(instance)
         assert something_fits(instance) == (needs <= 1)
         tight, loose = (
@@ -107,7 +109,7 @@ def test_the_least_memory_of_every_stage() -> None:
             for f in (needs * 0.999, needs * 1.001)
         )
         assert not something_fits(tight) and something_fits(loose)
-    assert checked > 300 and 0 < fits < len(instances())
+    assert checked > 300 and 0 < fits < len(instances()) and exact > 0
 
 
 def test_too_many_ways_make_a_lower_bound_or_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:

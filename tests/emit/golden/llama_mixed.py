@@ -7,7 +7,7 @@ terms of the gradient; I the same values and the same gradient; P a term of the 
 
 model.py is the model, from its layers to PROGRAM at the end; train.py trains it:
 
-    torchrun --nproc-per-node 4 train.py --data FILE
+    torchrun --nproc-per-node 4 train.py --dataset FILE
 
 runtime.py is the trainer, plan.json the plan with its prices, layouts.json says what of the original parameters each device holds.
 Written by autopar; yours to edit.

@@ -1,0 +1,62 @@
+"""The boundary of capture: whatever other code raises inside of it leaves as a ``CaptureError`` that names the user's line.
+
+``torch.export`` runs the model's code, which may call any library; deep copies and comparisons of the model's attributes run methods of
+the user's classes; and passes run torch's ops. Exceptions of autopar, and a lack of memory, pass unchanged.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from torch import fx, nn
+
+import passes
+from autopar.capture.backward import OPAQUE_HINT, TORCH, source
+from autopar.errors import AutoparError, CaptureError
+
+_NOT_THE_USERS = (TORCH, str(Path(__file__).parents[1]), *passes.__path__, "<")
+_STANDARD = sysconfig.get_path("stdlib")
+HINT = f"the model must run on this batch by itself first; if it does, {OPAQUE_HINT}"
+
+
+@contextmanager
+def foreign_errors_explained(model: nn.Module) -> Iterator[None]:
+    """Inside this context, an exception of another library becomes a ``CaptureError``."""
+    try:
+        yield
+    except (AutoparError, MemoryError):
+        raise
+    except Exception as error:
+        text = next(iter(str(error).strip().splitlines()), "")
+        what = f"{type(error).__name__}{': ' if text else ''}{text}"
+        where = user_line(error) or _node(error.__traceback__) or f"the model {type(model).__name__}"
+        raise CaptureError(f"capture failed on {where}: {what}", hint=HINT) from error
+
+
+def user_line(error: Exception) -> str:
+    """The innermost line of the error that is neither torch's, nor autopar's, nor the standard library's; empty if there is none."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    if not frames:
+        return ""
+    return f"{frames[-1].filename}:{frames[-1].lineno}" + (f" `{frames[-1].line}`" if frames[-1].line else "")
+
+
+def _is_users(file: str) -> bool:
+    standard = file.startswith(_STANDARD) and "-packages" not in file.removeprefix(_STANDARD)
+    return not standard and not file.startswith(_NOT_THE_USERS)
+
+
+def _node(trace: TracebackType | None) -> str:
+    """The line of the user's code for the node that a pass worked on; empty if no frame has one."""
+    found = ""
+    while trace is not None:
+        node = trace.tb_frame.f_locals.get("node")
+        if isinstance(node, fx.Node) and (line := source(node).strip()):
+            found = " ".join(line.split())
+        trace = trace.tb_next
+    return found

@@ -1,0 +1,195 @@
+"""Tensors of a model that share memory without being one object: ``head.weight.data = embedding.weight.data``.
+
+An optimizer that writes to one of them changes the other. Two trainable parameters over the same elements are one parameter with two
+names, as if one object had both. Any other overlap with a trainable parameter (a part, a transpose, the parameter's ``.data`` in a buffer)
+is refused, because a program keeps tensors with memory of their own. Disjoint views of one storage are allowed.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import CaptureError
+from autopar.torch_private import has_storage, memory
+
+_CONTAINERS = (list, tuple, set, frozenset, deque)
+_OPAQUE = (nn.Module, type, types.FunctionType, types.ModuleType, types.MethodType)
+
+
+def identity(tensor: Tensor) -> Any:
+    """A value that is equal for two tensors that are one: the same object, or parameters over the same elements."""
+    if not isinstance(tensor, nn.Parameter) or not has_storage(tensor) or not tensor.numel():
+        return id(tensor)
+    place = memory(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+    return (*place, tensor.dtype, tensor.requires_grad)
+
+
+def ties(model: nn.Module) -> dict[str, str]:
+    """Parameters that are another parameter without being the same object: from the name to the first name."""
+    first: dict[Any, str] = {}
+    found = {name: first.setdefault(identity(parameter), name) for name, parameter in model.named_parameters()}
+    return {name: known for name, known in found.items() if known != name}
+
+
+def tied_first(model: nn.Module) -> dict[int, nn.Parameter]:
+    """For every parameter's id, the first parameter over the same elements."""
+    first: dict[Any, nn.Parameter] = {}
+    return {id(parameter): first.setdefault(identity(parameter), parameter) for parameter in model.parameters()}
+
+
+def refuse_overlaps(model: nn.Module, loss_fn: Any = None, read: Collection[str] = ()) -> None:
+    """Raise ``CaptureError`` where a trainable parameter shares elements with a tensor that is not the same parameter.
+
+    Of the tensors that are plain attributes, those in ``read`` count: hooks leave others that forward replaces before it reads them.
+    """
+    by_storage: dict[int, dict[Any, tuple[str, str, Tensor]]] = {}
+    named = [("", model), *([("the loss function's ", loss_fn)] if isinstance(loss_fn, nn.Module) else [])]
+    for prefix, module in named:
+        for kind, name, tensor in _tensors(module, read):
+            if has_storage(tensor) and tensor.numel():
+                held = by_storage.setdefault(memory(tensor), {})
+                held.setdefault(identity(tensor), (kind, prefix + name, tensor))
+    for held in by_storage.values():
+        tensors = list(held.values())
+        trained = [each for each in tensors if each[0] == "parameter" and each[2].requires_grad]
+        for _, name, parameter in trained if len(tensors) > 1 else ():
+            for kind, other, tensor in tensors:
+                if tensor is not parameter and _overlap(parameter, tensor):
+                    raise _refused(name, parameter, kind, other, tensor)
+
+
+def _tensors(module: nn.Module, read: Collection[str]) -> Iterator[tuple[str, str, Tensor]]:
+    """(kind, name, tensor) of the parameters, the buffers and the tensors in attributes, in this order."""
+    yield from (("parameter", name, parameter) for name, parameter in module.named_parameters())
+    yield from (("buffer", name, buffer) for name, buffer in module.named_buffers())
+    own = vars(nn.Module())
+    seen: set[int] = set()
+    for path, each in module.named_modules():
+        for attribute, value in vars(each).items():
+            if attribute not in own:
+                name = f"{path}.{attribute}" if path else attribute
+                if isinstance(value, Tensor) and name not in read:
+                    continue
+                yield from (("attribute", place, tensor) for place, tensor in tensors_in(value, name, seen))
+
+
+def tensors_in(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in containers and plain objects, each with the text that reaches it."""
+    if isinstance(value, Tensor):
+        yield name, value
+        return
+    inside = isinstance(value, (dict, *_CONTAINERS)) or getattr(value, "__dict__", None)
+    if not inside or isinstance(value, _OPAQUE) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, dict):
+        for key, item in list(dict.items(value)):
+            yield from tensors_in(item, f"{name}[{key!r}]", seen)
+    elif isinstance(value, _CONTAINERS):
+        for index, item in enumerate(items(value)):
+            yield from tensors_in(item, f"{name}[{index}]", seen)
+    else:
+        for key, item in list(vars(value).items()):
+            yield from tensors_in(item, f"{name}.{key}", seen)
+
+
+def items(value: Any) -> list[Any]:
+    """The items of a list, tuple, set or deque, and the values of a dict, past what a subclass makes of iteration and length; of anything
+    else none."""
+    if isinstance(value, dict):
+        return list(dict.values(value))
+    kind: Any = next((kind for kind in _CONTAINERS if isinstance(value, kind)), None)
+    return [] if kind is None else list(kind.__iter__(value))
+
+
+def _range(tensor: Tensor) -> tuple[int, int]:
+    """The first byte of a tensor in its storage, and the first after its last."""
+    last = sum(int((size - 1) * stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first = int(tensor.storage_offset())
+    return first * tensor.element_size(), (first + last + 1) * tensor.element_size()
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one storage have an element in common."""
+    (start, end), (others_start, others_end) = _range(one), _range(other)
+    low, high = max(start, others_start), min(end, others_end)
+    if low >= high:
+        return False
+    if one.element_size() != other.element_size():
+        return True
+    size = one.element_size()
+    marks = torch.zeros(max(end, others_end) // size, dtype=torch.bool, device="cpu")
+    marks.as_strided(one.shape, one.stride(), one.storage_offset())[...] = True
+    return bool(marks.as_strided(other.shape, other.stride(), other.storage_offset()).any())
+
+
+def _refused(name: str, parameter: Tensor, kind: str, other: str, tensor: Tensor) -> CaptureError:
+    same = _range(parameter) == _range(tensor) and parameter.stride() == tensor.stride()
+    inside = tensor.numel() < parameter.numel()
+    turned = parameter.numel() == tensor.numel() and parameter.storage_offset() == tensor.storage_offset()
+    how = "all of it" if same else "a part of it" if inside else "its elements in another shape" if turned else "partly"
+    what = f"{'frozen ' if kind == 'parameter' and not tensor.requires_grad else ''}{kind}"
+    return CaptureError(
+        f"the {what} {other} {list(tensor.shape)} shares memory with the parameter {name} {list(parameter.shape)} ({how}): a step changes "
+        "both, and in a program each tensor has memory of its own",
+        f"compute it in forward from {name} (.t(), a slice, .detach() where no gradient is meant), or give it memory of its own: "
+        "tensor.clone()",
+    )
+
+
+def apart(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """The parameters, each with memory of its own."""
+    shared = Counter(memory(parameter) for parameter in parameters.values() if has_storage(parameter))
+    return {
+        name: parameter.detach().clone().requires_grad_(parameter.requires_grad)
+        if has_storage(parameter) and shared[memory(parameter)] > 1
+        else parameter
+        for name, parameter in parameters.items()
+    }
+
+
+def copied(modules: list[nn.Module]) -> list[nn.Module]:
+    """Deep copies in which tensors share memory as the originals do: ``copy.deepcopy`` gives every parameter memory of its own."""
+    memo: dict[int, Any] = {}
+    first: dict[Any, nn.Parameter] = {}
+    for parameter in (parameter for module in modules for parameter in module.parameters()):
+        if not has_storage(parameter):
+            continue
+        known = first.setdefault(identity(parameter), parameter)
+        if parameter.is_meta and known is not parameter:  # deepcopy keeps no memory that tensors on meta share
+            memo[id(parameter)] = memo[id(known)]
+        else:
+            made: Any = type(parameter)
+            memo[id(parameter)] = made(copy.deepcopy(parameter.detach(), memo), parameter.requires_grad)
+    return copy.deepcopy(modules, memo)
+
+
+def cast(tensors: Iterable[Tensor], dtype: torch.dtype | None) -> None:
+    """Move tensors to the CPU and cast floating and complex ones to ``dtype``, in place: what shares memory does so afterwards, too."""
+    made: dict[int, Tensor] = {}
+    for tensor in tensors:
+        wanted = _dtype(tensor, dtype)
+        if tensor.is_meta or (tensor.dtype, tensor.device.type) == (wanted, "cpu"):
+            if tensor.dtype != wanted:
+                tensor.data = tensor.data.to(wanted)
+        elif not has_storage(tensor) or tensor.is_conj() or tensor.is_neg():
+            tensor.data = tensor.data.to("cpu", wanted)
+        else:
+            if memory(tensor) not in made:
+                count = tensor.untyped_storage().nbytes() // tensor.element_size()
+                made[memory(tensor)] = tensor.detach().as_strided((count,), (1,), 0).to("cpu", wanted)
+            tensor.data = made[memory(tensor)].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype that a cast gives to a tensor: ``Module.to`` would drop the imaginary part of complex numbers."""
+    if dtype is None or not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor.dtype
+    return dtype.to_complex() if tensor.is_complex() else dtype

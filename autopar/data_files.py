@@ -1,0 +1,105 @@
+"""JSON files from elsewhere, read as data: bounded in size and depth, each key once, finite numbers, text that can be written again."""
+
+from __future__ import annotations
+
+import json
+import math
+import reprlib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+MOST_BYTES = 16 * 2**20
+MOST_LEVELS = 100
+"""Levels of objects and lists inside of each other."""
+
+
+class DataError(ValueError):
+    """A file that holds something else than what is read from it; the message is the end of a sentence about it."""
+
+
+def read_json(path: str | Path, most_bytes: int = MOST_BYTES) -> Any:
+    """The value of a JSON file.
+
+    Raises:
+        DataError: it is larger than ``most_bytes``, or ``parse_json`` refuses its text.
+        OSError: it cannot be read.
+    """
+    with Path(path).open("rb") as file:
+        content = file.read(most_bytes + 1)  # a device or a pipe has no size
+    if len(content) > most_bytes:
+        raise DataError(f"it has more than {most_bytes:,} bytes")
+    return parse_json(content)
+
+
+def parse_json(content: bytes | str) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        DataError: it is not JSON in UTF-8, has a key twice in one object, is nested deeper than ``MOST_LEVELS``, or has a number that is
+            not finite, or half of a surrogate pair.
+    """
+    try:
+        text = content if isinstance(content, str) else content.decode("utf-8")
+        found = json.loads(text, object_pairs_hook=_once, parse_constant=_refuse, parse_float=_finite)
+        if "\\ud" in text or "\\uD" in text or isinstance(content, str):  # the only way to write half of a pair
+            json.dumps(found, ensure_ascii=False).encode("utf-8")
+    except RecursionError as error:
+        raise DataError(f"it is nested deeper than {MOST_LEVELS} levels") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"byte {error.start} is not UTF-8") from error
+    except UnicodeEncodeError as error:
+        raise DataError("it has half of a surrogate pair, which is no character") from error
+    except json.JSONDecodeError as error:
+        raise DataError(f"line {error.lineno} is not JSON: {error.msg}") from error
+    except DataError:
+        raise
+    except ValueError as error:  # an integer of more digits than Python converts
+        raise DataError("it has a whole number of thousands of digits") from error
+    if isinstance(found, dict | list) and _deeper(found, MOST_LEVELS):
+        raise DataError(f"it is nested deeper than {MOST_LEVELS} levels")
+    return found
+
+
+def shown(value: Any) -> str:
+    """A value in a sentence: shortened, and on one line."""
+    return _SHORT.repr(value)
+
+
+def _short() -> reprlib.Repr:
+    found = reprlib.Repr()
+    found.maxlevel, found.maxstring, found.maxother, found.maxlong, found.maxlist, found.maxdict = 2, 60, 60, 30, 4, 4
+    return found
+
+
+_SHORT = _short()
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise DataError(f"one of its objects has the key {shown(twice)} twice")
+    return found
+
+
+def _refuse(text: str) -> float:
+    raise DataError(f"{text} is not a number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise DataError(f"{text[:20]} is larger than any number")
+    return value
+
+
+def _deeper(value: Any, levels: int) -> bool:
+    """Whether objects and lists are nested more than ``levels`` deep."""
+    within = [value]
+    for _ in range(levels):
+        inner = (each for outer in within for each in (outer.values() if isinstance(outer, dict) else outer))
+        within = [each for each in inner if isinstance(each, dict | list)]
+        if not within:
+            return False
+    return True

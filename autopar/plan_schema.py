@@ -1,0 +1,411 @@
+"""The schema of plan files: the fields, what each holds, and what agrees among them. ``docs/reference/plan-json.md`` describes the fields.
+
+A plan file is data from elsewhere. Everything that is read from one is checked here first, by comparisons that ``python -O`` keeps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+from autopar.data_files import DataError, shown
+from autopar.errors import UsageError
+from autopar.pins import PINS, read_pins
+from autopar.plan import (
+    ALL_REDUCE,
+    ALLOWED,
+    DEGREES,
+    FORMER_OFFLOADS,
+    HALVES,
+    LOCAL_STEPS,
+    LOGITS,
+    OFFLOADS,
+    OVERLAPS,
+    RECOMPUTATIONS,
+    REDUCTIONS,
+    SAVINGS,
+    SEQUENCES,
+    STATES,
+    SYNCS,
+    Memory,
+    Prediction,
+    Role,
+)
+from autopar.precision import PRECISIONS
+from autopar.schedules import NO_PIPELINE, SCHEDULES, Schedule, refusal
+
+MOST_DEVICES = 2**20
+MOST_LAYERS = 2**14
+MOST_ROWS = 2**32
+MOST_ACTIONS = 2**22
+"""Stages times microbatches: the forwards of a step."""
+_MOST_AXES = 21  # a mesh of more has more than MOST_DEVICES, or axes of one device
+_BYTES = 2**60
+_TAKEN = frozenset({"pipeline", "mirror", "microbatch"})  # axes that a program has itself
+
+
+class Kind(Protocol):
+    """What a field holds."""
+
+    def check(self, where: str, value: Any) -> None:
+        """Raise ``DataError`` if ``value``, which is at ``where`` in the file, is something else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Printable characters on one line; ``pattern`` matches all of it, and ``form`` says in words what it matches."""
+
+    most: int = 1000
+    pattern: str = ""
+    form: str = "a line of printable characters"
+
+    def check(self, where: str, value: Any) -> None:
+        if not isinstance(value, str):
+            raise DataError(f"{where} is {shown(value)}, not text")
+        if len(value) > self.most:
+            raise DataError(f"{where} has {len(value):,} characters, and may have {self.most:,}")
+        if not value.isprintable() or (self.pattern and re.fullmatch(self.pattern, value, re.ASCII) is None):
+            raise DataError(f"{where} is {shown(value)}, not {self.form}")
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    least: int
+    most: int
+
+    def check(self, where: str, value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or not self.least <= value <= self.most:
+            raise DataError(f"{where} is {shown(value)}, not a whole number from {self.least} to {self.most}")
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    most: float
+
+    def check(self, where: str, value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise DataError(f"{where} is {shown(value)}, not a number")
+        if not 0 <= value <= self.most:  # NaN is neither
+            raise DataError(f"{where} is {shown(value)}, not from 0 to {self.most:g}")
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    def check(self, where: str, value: Any) -> None:
+        if not isinstance(value, bool):
+            raise DataError(f"{where} is {shown(value)}, not true or false")
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    names: tuple[str, ...]
+
+    def check(self, where: str, value: Any) -> None:
+        if not isinstance(value, str) or value not in self.names:
+            raise DataError(f"{where} is {shown(value)}, not one of {', '.join(self.names)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """The value of a pin, as the table of pins has it."""
+
+    name: str
+
+    def check(self, where: str, value: Any) -> None:
+        pin = PINS[self.name]
+        if not isinstance(value, int | str):
+            raise DataError(f"{where} is {shown(value)}, not {pin.choices}")
+        if isinstance(value, str):
+            Text().check(where, value)
+        elif not -_BYTES < value < _BYTES:
+            raise DataError(f"{where} is {shown(value)}, not {pin.choices}")
+        try:
+            pin.checked(where, value)
+        except UsageError as error:
+            raise DataError(error.message) from error
+
+
+@dataclass(frozen=True, slots=True)
+class PinValue:
+    """The value of a pin whose key may select layers: a word, a whole number or a switch."""
+
+    def check(self, where: str, value: Any) -> None:
+        if isinstance(value, str):
+            Text().check(where, value)
+        elif not isinstance(value, bool):
+            Whole(0, _BYTES).check(where, value)
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """Anything: nothing reads the field."""
+
+    def check(self, where: str, value: Any) -> None:
+        """Accept every value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """A list of ``least`` to ``most`` values of one kind."""
+
+    kind: Kind
+    least: int
+    most: int
+
+    def check(self, where: str, value: Any) -> None:
+        if not isinstance(value, list):
+            raise DataError(f"{where} is {shown(value)}, not a list")
+        if not self.least <= len(value) <= self.most:
+            raise DataError(f"{where} has {len(value):,} items, and a plan has {self.least} to {self.most:,}")
+        for i, item in enumerate(value):
+            self.kind.check(f"{where}[{i}]", item)
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """An object with these fields and no others; those in ``optional`` may be left out."""
+
+    kinds: Mapping[str, Kind]
+    optional: frozenset[str] = frozenset()
+
+    def check(self, where: str, value: Any) -> None:
+        name = where or "it"
+        if not isinstance(value, dict):
+            raise DataError(f"{name} is {shown(value)}, not an object" if where else "it is no JSON object")
+        for key in value:
+            if key not in self.kinds:
+                raise DataError(f"{name} has {shown(key)}, which is no field of a plan")
+        for key, kind in self.kinds.items():
+            if key in value:
+                kind.check(f"{where}.{key}" if where else key, value[key])
+            elif key not in self.optional:
+                raise DataError(f"{name} has no {key!r}")
+
+
+_SECONDS = Number(1e12)
+_SIZE = Whole(0, _BYTES)
+_COUNT = Whole(1, MOST_DEVICES)
+_AXIS_NAME = Text(64, r"[A-Za-z][A-Za-z0-9_+]*", "a letter, then letters, digits, _ or +")
+_MODULE_NAME = Text(200, r"[^\W\d]\w*(\.[^\W\d]\w*)*", "the dotted name of a Python module")
+_SYNC = Text(
+    40,
+    rf"{'|'.join(map(re.escape, SYNCS))}|{LOCAL_STEPS}:[1-9]\d{{0,8}}",
+    f"one of {', '.join(SYNCS)}, {LOCAL_STEPS}:K",
+)
+
+_AXIS = Fields({"name": _AXIS_NAME, "size": _COUNT, "stride": _COUNT})
+
+_STAGE = Fields(
+    {
+        "layers": Items(Whole(0, MOST_LAYERS), 2, 2),
+        "devices": Items(Whole(0, MOST_DEVICES), 2, 2),
+        "memory_bytes": _SIZE,
+        "memory_limit_bytes": _SIZE,
+        "memory_by_part_bytes": Fields({part.name: _SIZE for part in dataclasses.fields(Memory)}),
+        "microbatch_s": _SECONDS,
+        "host_bytes": _SIZE,
+        "nvme_bytes": _SIZE,
+        "optimizer_s": _SECONDS,
+    },
+    frozenset({"memory_bytes", "host_bytes", "nvme_bytes", "optimizer_s"}),
+)
+
+_DEGREES = ("data", "tensor", "expert", "sequence")
+
+_LAYER = Fields(
+    {
+        "name": Text(),
+        "class": Text(),
+        **dict.fromkeys(_DEGREES, _COUNT),
+        "zero": Whole(0, 3),
+        "replicate": _COUNT,
+        "reduce": Word(REDUCTIONS),
+        "overlap": Word(OVERLAPS),
+        "compiled": Flag(),
+        "recomputation": Fields({"kind": Word(RECOMPUTATIONS), "layers": Whole(1, MOST_LAYERS)}),
+        "offload": Word((*OFFLOADS, *FORMER_OFFLOADS)),
+        "states": Word(STATES),
+        "saved": Word(SAVINGS),
+        "logits": Word(LOGITS),
+        "roles": Items(Word(tuple(role.value for role in Role)), 1, _MOST_AXES),
+    },
+    frozenset((*_DEGREES, "replicate", "reduce", "overlap", "compiled", "offload", "states", "saved", "logits")),
+)
+
+_PIN = Fields({"pin": Text(), "value": PinValue(), "step_time_without_s": _SECONDS, "bound_without_s": _SECONDS})
+
+_REQUEST_KINDS: dict[str, Kind] = {
+    "model": Text(4096),
+    "devices": Text(4096),
+    "seq": Whole(1, MOST_ROWS),
+    "global_batch": Whole(1, MOST_ROWS),
+    "precision": Text(40),
+    "memory_limit": Text(40),
+    "time_limit": Number(86_400.0),
+    **{name: Pinned(name) for name in PINS},
+    "pins": Items(Text(), 0, MOST_LAYERS),
+    "allow": Items(Word(tuple(name.replace("_", "-") for name in ALLOWED)), 0, len(ALLOWED)),
+    "local_batch_norm": Flag(),
+}
+_REQUEST = Fields(_REQUEST_KINDS, frozenset(_REQUEST_KINDS))
+
+_PLAN = Fields(
+    {
+        "feasible": Flag(),
+        "model": Text(),
+        "devices": Text(4096),
+        **{field.name: _SECONDS for field in dataclasses.fields(Prediction)},
+        "bound_s": _SECONDS,
+        "gap": Number(1.0),
+        "pipeline": _COUNT,
+        "chunks": _COUNT,
+        "microbatches": Whole(1, MOST_ACTIONS),
+        "schedule": Word(SCHEDULES),
+        "prefetch": Whole(1, MOST_LAYERS),
+        "sync": _SYNC,
+        "global_batch": Whole(1, MOST_ROWS),
+        "precision": Word(PRECISIONS),
+        "mesh": Items(_AXIS, 1, _MOST_AXES),
+        "stages": Items(_STAGE, 1, MOST_LAYERS),
+        "layers": Items(_LAYER, 1, MOST_LAYERS),
+        "solver": Text(),
+        "notes": Items(Text(20_000), 0, 1000),
+        "imports": Items(_MODULE_NAME, 0, 1000),
+        "pins": Items(_PIN, 0, MOST_LAYERS),
+        "allow": Items(Word(ALLOWED), 0, len(ALLOWED)),
+        "nvme_path": Text(4096),
+        "gpus_per_node": Whole(0, MOST_DEVICES),
+        "wall_time_s": _SECONDS,
+        "planning_memory_bytes": _SIZE,
+        "request": _REQUEST,
+        "timeline": Unread(),  # of ``autopar price --timeline``
+    },
+    frozenset(
+        {"feasible", "pipeline", "chunks", "prefetch", "sync", "imports", "pins", "allow", "nvme_path", "request"}
+    )
+    | {"gpus_per_node", "timeline"},
+)
+
+
+def check_plan(data: Any) -> None:
+    """Raise ``DataError`` if ``data`` is no plan: a field is missing, unknown or of another kind, or fields contradict each other."""
+    if isinstance(data, dict) and data.get("feasible") is False:
+        raise DataError("it says that nothing fits")
+    _PLAN.check("", data)
+    _check_mesh(data["mesh"])
+    _check_schedule(data)
+    _check_stages(data)
+    for i, layer in enumerate(data["layers"]):
+        _check_layer(f"layers[{i}]", layer, data["mesh"])
+    sync = data.get("sync", ALL_REDUCE)
+    sharded = next((layer for layer in data["layers"] if layer["zero"]), None)
+    if sync != ALL_REDUCE and sharded is not None:
+        raise DataError(f"sync is {sync}, and layer {shown(sharded['name'])} has ZeRO {sharded['zero']}")
+    try:
+        read_pins(data.get("request", {}).get("pins", ()))
+    except UsageError as error:
+        raise DataError(f"request.pins: {error.message}") from error
+
+
+def _product(mesh: Sequence[Mapping[str, Any]]) -> int:
+    return math.prod(axis["size"] for axis in mesh)
+
+
+def _check_mesh(mesh: Sequence[Mapping[str, Any]]) -> None:
+    """Axes of different names, each as far apart as the axes inside of it are large together."""
+    names = [axis["name"] for axis in mesh]
+    for name in names:
+        if name in _TAKEN or names.count(name) > 1:
+            why = "which every program has itself" if name in _TAKEN else "twice"
+            raise DataError(f"mesh has the axis {name!r}, {why}")
+    if (devices := _product(mesh)) > MOST_DEVICES:
+        raise DataError(f"mesh has {devices:,} devices, and a plan has at most {MOST_DEVICES:,}")
+    for i, axis in enumerate(mesh):
+        if axis["stride"] != (inner := _product(mesh[i + 1 :])):
+            raise DataError(
+                f"the axis {axis['name']!r} has stride {axis['stride']}, and the axes inside of it {inner} devices"
+            )
+
+
+def _schedule(data: Mapping[str, Any]) -> Schedule:
+    chunks = data.get("chunks", 1)
+    return Schedule(data["schedule"], len(data["stages"]) // chunks, data["microbatches"], chunks)
+
+
+def _check_schedule(data: Mapping[str, Any]) -> None:
+    stages, microbatches, rows = len(data["stages"]), data["microbatches"], data["global_batch"]
+    schedule = _schedule(data)
+    if schedule.stages != stages:
+        raise DataError(f"{stages} stages do not make {schedule.chunks} on each device")
+    if (given := data.get("pipeline", schedule.pipeline)) != schedule.pipeline:
+        raise DataError(f"pipeline is {given}, and there are {stages} stages, {schedule.chunks} on each device")
+    if (devices := schedule.pipeline * _product(data["mesh"])) > MOST_DEVICES:
+        raise DataError(
+            f"{stages} stages of {_product(data['mesh']):,} devices are {devices:,}, more than {MOST_DEVICES:,}"
+        )
+    if rows % microbatches:
+        raise DataError(f"a global batch of {rows} does not divide into {microbatches} microbatches")
+    if stages * microbatches > MOST_ACTIONS:
+        raise DataError(
+            f"{microbatches:,} microbatches of {stages} stages are more than {MOST_ACTIONS:,} forwards in a step"
+        )
+    if (why := refusal(schedule)) is not None:
+        raise DataError(why[0])
+    if schedule.name == NO_PIPELINE and schedule.pipeline > 1:
+        raise DataError(f"schedule is {schedule.name}, and the pipeline has {schedule.pipeline} devices")
+
+
+def _check_stages(data: Mapping[str, Any]) -> None:
+    """Stages that have all layers in order, on the devices that the schedule gives them."""
+    stages, layers, size = data["stages"], len(data["layers"]), _product(data["mesh"])
+    bounds = [0, *(stage["layers"][1] for stage in stages)]
+    for i, (stage, (start, stop), device) in enumerate(
+        zip(stages, pairwise(bounds), _schedule(data).device, strict=True)
+    ):
+        if stage["layers"][0] != start or stop <= start:
+            raise DataError(
+                f"stages[{i}] has the layers {stage['layers']}, and the stages before it end with layer {start}"
+            )
+        if stage["devices"] != [device * size, size]:
+            raise DataError(f"stages[{i}] has the devices {stage['devices']}, not {[device * size, size]}")
+        parts = sum(stage["memory_by_part_bytes"].values())
+        if stage.get("memory_bytes", parts) != parts:
+            raise DataError(f"stages[{i}] has memory_bytes {stage['memory_bytes']}, and its parts add up to {parts}")
+    if bounds[-1] != layers:
+        raise DataError(f"the stages have {bounds[-1]} layers, and there are {layers}")
+
+
+def _check_layer(where: str, layer: Mapping[str, Any], mesh: Sequence[Mapping[str, Any]]) -> None:
+    """One role for each axis, the degrees that follow from them, and a strategy that a layer can have."""
+    roles = [Role(value) for value in layer["roles"]]
+    if len(roles) != len(mesh):
+        raise DataError(f"{where} has {len(roles)} roles, and the mesh has {len(mesh)} axes")
+    used = {**DEGREES, "sequence": SEQUENCES}
+    for name in _DEGREES:
+        degree = math.prod(axis["size"] for axis, role in zip(mesh, roles, strict=True) if role in used[name])
+        if layer.get(name, degree) != degree:
+            raise DataError(f"{where}.{name} is {layer[name]}, and the roles of its axes make {degree}")
+    zero, replicate, kind = layer["zero"], layer.get("replicate", 1), layer["recomputation"]["kind"]
+    segment, offload = layer["recomputation"]["layers"], layer.get("offload", "none")
+    stored, aside = layer.get("saved", "exact"), FORMER_OFFLOADS.get(offload, offload) != "none"
+    copies = [axis["size"] for axis, role in zip(mesh, roles, strict=True) if role.replicates_parameters]
+    wrong = {
+        f"replicate {replicate} without ZeRO": replicate > 1 and not zero,
+        f"replicate {replicate}, which is no product of its outermost data axes {copies}": replicate
+        not in {math.prod(copies[:n]) for n in range(len(copies) + 1)},
+        f"gradients reduced once a step under ZeRO {zero}": layer.get("reduce") == "step" and zero < 2,
+        f"segments of {segment} layers, and its recomputation is {kind}": segment > 1 and kind != "full",
+        f"segments of {segment} layers, and offloads its activations": segment > 1 and aside,
+        f"activations saved as {stored}, and its recomputation is {kind}": stored != "exact" and kind != "none",
+        f"activations saved as {stored}, and offloads them": stored != "exact" and aside,
+        f"the overlap {HALVES}, and its recomputation is {kind}": layer.get("overlap") == HALVES
+        and kind == "selective",
+    }
+    for what, is_so in wrong.items():
+        if is_so:
+            raise DataError(f"{where} has {what}")

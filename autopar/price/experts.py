@@ -1,0 +1,27 @@
+"""Products of experts that their price does not count as they run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from autopar.graph import LayerClass
+from autopar.ops.experts import Experts, odd_products
+from autopar.ops.operands import operands, shape_of
+from autopar.plan import Axis
+from autopar.sharding import AxisTypes
+
+
+def odd_widths(cls: LayerClass, axes: Sequence[Axis], types: Sequence[AxisTypes]) -> tuple[int, int] | None:
+    """The widths of the first product of the layer's experts that its program computes expert by expert; ``None`` if there is none."""
+    for node in cls.graph.graph.nodes:
+        if isinstance(node.target, Experts):
+            local = []
+            for index, operand in enumerate(operands(node)):
+                cuts = [(t.needed[node.name][index].dim, axis.size) for t, axis in zip(types, axes, strict=True)]
+                shape = enumerate(shape_of(operand))  # uneven shards are padded
+                local.append(tuple(-(-n // math.prod(k for cut, k in cuts if cut == dim)) for dim, n in shape))
+            found = odd_products(node.target, local[3:])
+            if found:
+                return next(iter(found.values()))
+    return None

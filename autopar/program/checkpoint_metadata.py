@@ -1,0 +1,193 @@
+"""torch's metadata of a checkpoint, made from the tables of the ranks' files (``box_files``), and what a rank reads of it.
+
+Rank 0 makes the metadata from the tables in the shared folder: no rank sends its plan to another one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo  # what the format names
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from autopar.program import box_files
+from autopar.program.box_files import DamageError, Entry, Table
+from autopar.program.boxes import Box, Piece
+from autopar.program.checkpoint_files import METADATA, CheckpointError, Found
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def metadata_of(tables: Sequence[Table]) -> Metadata:
+    """The metadata of the tables' boxes. Raises ``CheckpointError`` if the boxes of a tensor do not fill it, each element once."""
+    tensors: dict[str, TensorStorageMetadata] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    paths: dict[str, tuple[str, ...]] = {}
+    for table in tables:
+        for entry in table.entries:
+            name = entry.name
+            paths[name] = entry.path
+            there = tensors.get(name)
+            if there is None:
+                there = tensors[name] = TensorStorageMetadata(
+                    TensorProperties(entry.dtype), torch.Size(entry.shape), []
+                )
+            if (there.properties.dtype, tuple(there.size)) != (entry.dtype, entry.shape):
+                raise _wrong(name, "ranks have it with different dtypes or shapes")
+            index = MetadataIndex(name, entry.box.offsets, len(there.chunks))
+            if index not in places:  # a tensor without elements may be in several files
+                places[index] = _StorageInfo(table.file, entry.region.begin, entry.region.length)
+                there.chunks.append(ChunkStorageMetadata(torch.Size(entry.box.offsets), torch.Size(entry.box.sizes)))
+    for name, tensor in tensors.items():
+        if wrong := _not_filled(tensor):
+            raise _wrong(name, wrong)
+    return Metadata(dict(tensors), paths, places, StorageMeta(), CURRENT_DCP_VERSION)
+
+
+class _Writer(dcp.FileSystemWriter):
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta()  # else the folder's path, which is going to change
+
+
+def write_metadata(metadata: Metadata, folder: Path) -> None:
+    """Write torch's file of the metadata, and wait until it is on the disk."""
+    places = [WriteResult(index, place.length, place) for index, place in metadata.storage_data.items()]
+    _Writer(folder).finish(metadata, [places])
+
+
+def _wrong(name: str, why: str) -> CheckpointError:
+    return CheckpointError(f"the checkpoint's {name} is not whole: {why}", "this is a fault of the program: report it")
+
+
+def _not_filled(tensor: TensorStorageMetadata) -> str:
+    """Why boxes do not fill a tensor, each element once; empty if they do."""
+    size = tuple(tensor.size)
+    elements = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
+    if elements != math.prod(size):
+        return f"its boxes have {elements} elements of {math.prod(size)}"
+    open_boxes: list[ChunkStorageMetadata] = []
+    for chunk in sorted(tensor.chunks, key=lambda chunk: chunk.offsets):
+        ends = [offset + extent for offset, extent in zip(chunk.offsets, chunk.sizes, strict=True)]
+        if any(end > whole for end, whole in zip(ends, size, strict=True)):
+            return f"a box ends at {tuple(ends)} in a tensor of {size}"
+        open_boxes = [box for box in open_boxes if not size or box.offsets[0] + box.sizes[0] > chunk.offsets[0]]
+        if any(_overlap(_box(box), _box(chunk)) for box in open_boxes):
+            return f"two boxes have the element {tuple(chunk.offsets)}"
+        open_boxes.append(chunk)
+    return ""
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A part of a stored box, and the part of one of this rank's tensors that it goes to."""
+
+    index: MetadataIndex
+    entry: Entry | None  # without checksums in the format before 2
+    part: Box  # from the box's first element
+    into: Tensor
+
+
+Reads = Mapping[str, Sequence[Read]]
+"""What a rank reads, by file."""
+
+
+def planned(own: Sequence[Piece], found: Found) -> Reads:
+    """What this rank reads to fill its pieces. The tables of the files are read and compared with the metadata, no values.
+
+    Raises ``CheckpointError`` if the checkpoint lacks parts of a piece, or a file is damaged or of another save.
+    """
+    reads: dict[str, list[Read]] = {}
+    for piece in own:
+        stored = found.metadata.state_dict_metadata.get(piece.name)
+        elements = 0
+        for chunk in stored.chunks if isinstance(stored, TensorStorageMetadata) else ():
+            if common := _overlap(_box(chunk), piece.box):
+                index = MetadataIndex(piece.name, chunk.offsets)
+                into = piece.values
+                for dim, (offset, size) in enumerate(zip(common.offsets, common.sizes, strict=True)):
+                    into = into.narrow(dim, offset - piece.box.offsets[dim], size)
+                part = Box(tuple(a - b for a, b in zip(common.offsets, chunk.offsets, strict=True)), common.sizes)
+                elements += math.prod(common.sizes)
+                reads.setdefault(found.metadata.storage_data[index].relative_path, []).append(
+                    Read(index, None, part, into)
+                )
+        if elements != math.prod(piece.box.sizes):
+            raise CheckpointError(f"the checkpoint {found.path} lacks parts of {piece.name}", "load another one")
+    if found.save is None:
+        return reads
+    return {name: _verified(name, theirs, found, found.save) for name, theirs in reads.items()}
+
+
+def _verified(name: str, reads: Sequence[Read], found: Found, save: str) -> list[Read]:
+    """Reads with the entries of the file's table, which must be those of the metadata."""
+    with explained_damage(found.path):
+        table = box_files.read_table(found.path / name, save)
+        entries = {(entry.name, entry.box.offsets): entry for entry in table.entries}
+        whole = []
+        for read in reads:
+            entry = entries.get((read.index.fqn, tuple(read.index.offset or ())))
+            place = found.metadata.storage_data[read.index]
+            if entry is None or (entry.region.begin, entry.region.length) != (place.offset, place.length):
+                raise DamageError(name, f"does not have {read.index.fqn} where {METADATA} has it")
+            whole.append(Read(read.index, entry, read.part, read.into))
+    return whole
+
+
+def read_values(reads: Reads, found: Found) -> None:
+    """Read what was ``planned`` into this rank's pieces, every block compared with its checksum. Raises ``CheckpointError``."""
+    for name, theirs in reads.items():
+        with explained_damage(found.path, half_read=True), (found.path / name).open("rb", buffering=0) as file:
+            whole: tuple[MetadataIndex, Tensor] | None = None
+            for read in theirs:
+                if read.entry is not None:
+                    box_files.read(file, read.entry, read.part, read.into)
+                    continue
+                if whole is None or whole[0] != read.index:
+                    place = found.metadata.storage_data[read.index]
+                    file.seek(place.offset)
+                    whole = read.index, torch.load(BytesIO(file.read(place.length)), weights_only=True)
+                values = whole[1]
+                for dim, (offset, size) in enumerate(zip(read.part.offsets, read.part.sizes, strict=True)):
+                    values = values.narrow(dim, offset, size)
+                read.into.copy_(values)
+
+
+@contextmanager
+def explained_damage(path: Path, half_read: bool = False) -> Iterator[None]:
+    """A context in which a damaged file is a ``CheckpointError``; ``half_read`` says that values may have been replaced."""
+    try:
+        yield
+    except DamageError as error:
+        hint = "load an earlier one" + (" before going on: some parameters have been replaced" if half_read else "")
+        raise CheckpointError(f"the checkpoint {path} is damaged: its file {error}", hint, half_read) from error
+
+
+def _box(chunk: ChunkStorageMetadata) -> Box:
+    return Box(tuple(chunk.offsets), tuple(chunk.sizes))
+
+
+def _overlap(one: Box, other: Box) -> Box | None:
+    """The box that two boxes of a tensor have in common."""
+    offsets = tuple(map(max, one.offsets, other.offsets))
+    ends = (min(a + x, b + y) for a, x, b, y in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True))
+    sizes = tuple(end - offset for end, offset in zip(ends, offsets, strict=True))
+    return Box(offsets, sizes) if all(size > 0 for size in sizes) else None

@@ -1,0 +1,149 @@
+"""The processes of a program: what the launcher says about them, and the device of each."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class StartError(RuntimeError):
+    """Processes, or devices, that the program cannot run on; the text ends with a hint."""
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        self.message, self.hint = message, hint
+        super().__init__(f"{message}\nhint: {hint}" if hint else message)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the launcher has started this process: its rank among all ``size`` processes, and among the ``local_size`` of its node.
+
+    The local figures are ``None`` where the launcher says nothing about them.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int | None = None
+    local_size: int | None = None
+
+
+def place_of(environment: Mapping[str, str]) -> Place:
+    """This process's place, from the variables of torchrun or of ``srun``.
+
+    A launcher may set ``RANK`` and ``WORLD_SIZE`` and leave out the local ones; under ``srun`` those of the step are used then.
+    """
+    step = "SLURM_STEP_NUM_TASKS" in environment and "SLURM_PROCID" in environment
+    if "RANK" not in environment and step:
+        rank, size = int(environment["SLURM_PROCID"]), int(environment["SLURM_STEP_NUM_TASKS"])
+    else:
+        rank, size = int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1"))
+    if size == 1:
+        return Place(rank, size, int(environment.get("LOCAL_RANK", "0")), 1)
+    local_rank, local_size = environment.get("LOCAL_RANK"), environment.get("LOCAL_WORLD_SIZE")
+    if local_rank is None and step and int(environment["SLURM_STEP_NUM_TASKS"]) == size:
+        local_rank = environment.get("SLURM_LOCALID")
+        local_size = local_size or _tasks_of_node(environment)
+    return Place(
+        rank, size, None if local_rank is None else int(local_rank), None if local_size is None else int(local_size)
+    )
+
+
+def _tasks_of_node(environment: Mapping[str, str]) -> str | None:
+    """The step's processes on this node: ``SLURM_STEP_TASKS_PER_NODE`` is ``4(x2),3`` for nodes with 4, 4 and 3 of them."""
+    node, at = int(environment.get("SLURM_NODEID", "0")), 0
+    for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        if (found := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)) is None:
+            break
+        at += int(found[2] or 1)
+        if node < at:
+            return found[1]
+    return environment.get("SLURM_NTASKS_PER_NODE")
+
+
+def meet(environment: MutableMapping[str, str], place: Place) -> None:
+    """Set the variables by which torch's processes meet, where the launcher of this one, at ``place``, has not.
+
+    Raises:
+        StartError: several nodes, and nothing says which address rank 0 has.
+    """
+    if place.size > 1 and "MASTER_ADDR" not in environment and "RANK" not in environment:
+        if environment.get("SLURM_STEP_NUM_NODES", "1") != "1":
+            raise StartError(
+                f"srun has started {place.size} processes on {environment['SLURM_STEP_NUM_NODES']} nodes, and MASTER_ADDR is not set, the "
+                "address of the first one",
+                'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) before srun, or start torchrun on every '
+                "node (autopar launch writes such a file)",
+            )
+        environment.setdefault("MASTER_PORT", str(20000 + int(environment.get("SLURM_JOB_ID", "0")) % 20000))
+    found = {"RANK": place.rank, "WORLD_SIZE": place.size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
+    for name, value in found.items():
+        environment.setdefault(name, str(value))
+
+
+def device_of(place: Place, kind: str | None) -> torch.device:
+    """The device of this process; ``kind`` is ``"cuda"``, ``"cpu"``, or ``None`` for GPUs where the node has any.
+
+    A process that sees one GPU uses it: launchers may give each process its own. Otherwise the node's processes see the same GPUs, and each
+    uses that of its local rank.
+
+    Raises:
+        StartError: there are GPUs, and not one for each process, or torch cannot use them; or GPUs are wanted, and there are none.
+    """
+    if kind == "cpu":
+        return torch.device("cpu")
+    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if seen == 0:
+        if kind == "cuda" or _has_gpus():
+            node = "this node has GPUs, and torch" if _has_gpus() else "torch"
+            raise StartError(
+                f"{node} {torch.__version__} sees none (torch.cuda.is_available() is {torch.cuda.is_available()}, CUDA_VISIBLE_DEVICES is "
+                f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')})",
+                "install torch for the node's CUDA driver, or train on the CPUs with --device cpu",
+            )
+        return torch.device("cpu")
+    if seen == 1:
+        return torch.device("cuda", 0)
+    if place.local_rank is None:
+        raise StartError(
+            f"this process sees {seen} GPUs, and LOCAL_RANK does not say which of them is its own",
+            "start with torchrun or srun, or set LOCAL_RANK and LOCAL_WORLD_SIZE in every process; --device cpu trains on the CPUs",
+        )
+    if place.local_rank >= seen or (place.local_size or 0) > seen:
+        processes = place.local_size or place.local_rank + 1
+        raise StartError(
+            f"this node has {processes} processes of the program, and each of them sees {seen} GPUs",
+            f"start {seen} processes on every node with a plan for such nodes, make one GPU visible to each process, or train on the CPUs "
+            "with --device cpu",
+        )
+    return torch.device("cuda", place.local_rank)
+
+
+def _has_gpus() -> bool:
+    """Whether this process may open a GPU of NVIDIA's, and the user has not hidden all of them."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return False
+    return any(os.access(path, os.R_OK | os.W_OK) for path in Path("/dev").glob("nvidia[0-9]*"))
+
+
+def check_node(place: Place, plan: Mapping[str, Any], axes: Mapping[str, int]) -> None:
+    """Raise ``StartError`` if a node has another number of the program's processes than a node of the plan has GPUs.
+
+    The plan's prices are for groups of ranks that are inside of a node. A plan that names no nodes may run on any.
+    """
+    gpus_per_node, devices = int(plan.get("gpus_per_node", 0)), plan["devices"]
+    if gpus_per_node in (0, place.local_size) or place.local_size is None:
+        return
+    mesh = " x ".join(f"{axis} {size}" for axis, size in axes.items())
+    wanted, found = (f"{count} GPU{'s' if count != 1 else ''}" for count in (gpus_per_node, place.local_size))
+    raise StartError(
+        f"the plan is for nodes of {wanted} ({devices}: {mesh}), and this node has {place.local_size} of the program's {place.size} "
+        "processes: other groups of ranks would be inside of a node than those that the plan has priced",
+        f"start {gpus_per_node} on every node, or plan for nodes of {found} and emit again; a program of any plan goes on from the same "
+        "checkpoints",
+    )

@@ -1,0 +1,420 @@
+"""The type checker over an emitted program: every stage, with ``spmd_types``' global types, on a fake process group.
+
+No GPU, no second process: the fake group has as many ranks as the plan has devices, tensors are on the meta device, and the
+checker follows which dim is sharded on every axis. Most errors that give wrong gradients (a missing all-reduce, a bias added once per
+rank, a softmax over a sharded dim) fail here. The checker cannot see values; the exactness matrix checks those.
+
+Layers of one class with inputs of equal types are followed once: the result of a call depends only on the class's code and its inputs, so
+the other layers have the same result.
+
+``train.py`` runs the checker before the first step if a module of the folder was edited: ``checked.json`` has their digests as they
+were emitted, or as they were when the checker last accepted them.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import importlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import spmd_types as spmd
+import torch
+import torch.distributed as dist
+from spmd_types.checker import typecheck
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from autopar.program.groups import ProcessGroups
+from autopar.program.loader import Synthetic
+from autopar.program.spec import Prelude
+
+Progress = Callable[[str], None]
+
+DIGESTS = "checked.json"
+"""The file in a folder with the digests of the others."""
+
+_FILES = ("plan.json", "layouts.json", "model.py")
+_ILL_TYPED = (spmd.SpmdTypeError, AssertionError, ValueError, RuntimeError)
+_HINT = "a program that was edited lacks a collective or has one too many there; emit it again for one that is right"
+_NAME = __name__
+
+
+class IllTypedError(RuntimeError):
+    """A program that cannot be read, or is ill-typed; ``hint`` says what to do."""
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(f"{message}; {hint}" if hint else message)
+        self.message, self.hint = message, hint
+
+
+# -- edits ------------------------------------------------------------------------------------------------------------
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """The digests of ``layouts.json`` and of every module of a program's folder except ``train.py``, which has no collectives."""
+    files = sorted(path for path in (*folder.glob("*.py"), folder / "layouts.json") if path.name != "train.py")
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def write_digests(folder: Path) -> None:
+    """Note the files of the folder as they are now."""
+    part = folder / f"{DIGESTS}.{os.getpid()}.partial"
+    part.write_text(json.dumps(digests(folder), indent=1) + "\n")
+    part.replace(folder / DIGESTS)
+
+
+def edited(folder: Path) -> list[str]:
+    """The files that were emitted and have changed since; ``model.py`` if it is not known what was emitted."""
+    try:
+        known: dict[str, str] = json.loads((folder / DIGESTS).read_text())
+    except (OSError, ValueError):
+        known = {"model.py": ""}
+    now = digests(folder)
+    return [name for name, digest in known.items() if now.get(name) != digest]
+
+
+def check_edits(folder: Path, say: Callable[[str], None]) -> None:
+    """Check the program if a module was edited since it was emitted or accepted. Raises ``IllTypedError``."""
+    if names := edited(folder):
+        say(f"type-checking the program, because {', '.join(names)} changed since it was emitted")
+        check_in_subprocess(folder)
+        with suppress(OSError):  # the folder may be read-only: then the next start checks again
+            write_digests(folder)
+
+
+# -- the check --------------------------------------------------------------------------------------------------------
+
+
+def check_in_subprocess(folder: Path) -> int:
+    """``check`` in a process of its own, where this one has a process group or is about to have one."""
+    world = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    env = {name: value for name, value in os.environ.items() if name not in world}
+    env["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    done = subprocess.run(
+        [sys.executable, "-m", _NAME, str(folder)], env=env, capture_output=True, text=True, check=False
+    )
+    try:
+        answer = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        ended = f"the type checker of {folder.name} ended with status {done.returncode}: {done.stderr.strip()[-500:]}"
+        raise IllTypedError(ended) from None
+    if "error" in answer:
+        raise IllTypedError(answer["error"], answer["hint"])
+    return int(answer["stages"])
+
+
+def check(path: Path, progress: Progress) -> int:
+    """Check every stage of the program in the folder ``path``; the number of stages. This process must have no process group.
+
+    Raises ``IllTypedError`` with the checker's own message, the stage, the axis and the line, or with the reason why a file cannot be read
+    or run.
+    """
+    if missing := [name for name in _FILES if not (path / name).is_file()]:
+        raise IllTypedError(f"{path} is not a program folder: it has no {missing[0]}", "`autopar emit` writes one")
+    records = json.loads((path / "layouts.json").read_text())["parameters"]
+    plan = json.loads((path / "plan.json").read_text())
+    with (
+        IMPORTING,
+        warnings.catch_warnings(),
+        _imported(path) as model,
+        _fake_world(model.PROGRAM.mesh) as mesh,
+        spmd.set_current_mesh(mesh),
+        _flattened(model, mesh),
+    ):
+        # spmd-types calls two collectives by the names that torch 2.13 deprecates
+        warnings.filterwarnings("ignore", category=FutureWarning, module="spmd_types")
+        seen: _Seen = {}
+        stages = model.PROGRAM.stages
+        constants_file = path / "constants.pt"
+        constants = torch.load(constants_file, weights_only=True) if constants_file.exists() else {}
+        for index, kind in enumerate(stages):
+            progress(f"type-checking stage {index + 1} of {len(stages)}")
+            received = stages[index - 1].SPEC.sends if index else {}
+            try:
+                _check_stage((kind, received), [r for r in records if r["stage"] == index], plan, constants, seen)
+            except Exception as error:
+                # Besides the checker's own errors: torch's errors for local shapes that do not fit, and any error that an edited file
+                # raises.
+                text = str(error) if isinstance(error, _ILL_TYPED) else f"{type(error).__name__}: {error}"
+                line = _line(error, path, kind)
+                raise IllTypedError(f"stage {index} of {path.name} is ill-typed, {line}: {text}", _HINT) from error
+        if model.PROGRAM.prelude is not None:
+            _check_prelude(model.PROGRAM, constants, path)
+    return len(stages)
+
+
+def _line(error: Exception, path: Path, kind: Any) -> str:
+    """``"model.py:48"``, the innermost line of the folder's model that an error passed; where it passed none, the last line of the
+    stage."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    lines = [number for _, number in traceback.walk_tb(error.__traceback__)]
+    model = str(path / "model.py")
+    found = [n for frame, n in zip(frames, lines, strict=True) if frame.f_code.co_filename == model]
+    if found:
+        return f"model.py:{found[-1]}"
+    source, first = inspect.getsourcelines(kind.forward)
+    return f"model.py:{first + len(source) - 1}"
+
+
+def _check_prelude(program: Any, constants: Mapping[str, Tensor], path: Path) -> None:
+    """Raise ``IllTypedError`` where a scalar that ranks compute from rows of their own is not that of all rows.
+
+    The prelude is plain tensor code, without types: it is run on the halves of batches that are made up, and on all of their rows.
+    """
+    prelude: Prelude = program.prelude
+    if not prelude.by_rows:
+        return
+    line = f"model.py:{prelude.compute.__code__.co_firstlineno}"
+    inputs = {name: spec for stage in program.stages for name, spec in stage.SPEC.inputs.items()}
+    for seed in range(4):
+        rows = Synthetic({name: inputs[name] for name in prelude.reads}, seed)
+        batch = {name: torch.stack([rows[i][name] for i in range(8)]) for name in prelude.reads}
+        halves = [{name: t[part] for name, t in batch.items()} for part in (slice(0, 3), slice(3, 8))]
+        try:
+            whole = prelude.compute(batch, constants, lambda term: term)
+            terms: list[list[Tensor]] = [[], []]
+            for own, half in zip(terms, halves, strict=True):
+                prelude.compute(half, constants, lambda term, own=own: own.append(term) or term)  # type: ignore[misc]
+            totals = iter([first + second for first, second in zip(*terms, strict=True)])
+            part = prelude.compute(halves[0], constants, lambda term, totals=totals: next(totals))  # type: ignore[misc]
+        except Exception as error:
+            if type(error).__name__ == "GuardError":  # of the folder's guards.py: made-up rows are no rows of the model
+                return
+            raise IllTypedError(
+                f"the prelude of {path.name} fails, {line}: {type(error).__name__}: {error}", _HINT
+            ) from error
+        if wrong := [name for name in whole if not torch.equal(whole[name], part[name])]:
+            differs = f"{wrong[0]} of a rank's own rows is not that of all rows"
+            raise IllTypedError(f"the prelude of {path.name} is wrong, {line}: {differs}", _HINT)
+
+
+_Seen = dict[Any, Any]  # layer class and inputs -> result of the call
+
+
+def _check_stage(
+    place: tuple[Any, Any],
+    records: list[dict[str, Any]],
+    plan: dict[str, Any],
+    constants: Mapping[str, Tensor],
+    seen: _Seen,
+) -> None:
+    """``place`` is the stage's class, and what the stage before sends."""
+    kind, received = place
+    constants = {name: tensor.to("meta") for name, tensor in constants.items()}
+    stage = kind(device="meta", constants=constants)
+    layouts = {record["name"]: record["types"] for record in records}
+    spec = kind.SPEC
+    everywhere = dict.fromkeys((axis["name"] for axis in plan["mesh"]), spmd.R)
+    for name, parameter in stage.named_parameters():
+        _declare(parameter, {axis: _type(text) for axis, text in layouts[name].items()})
+    for _, buffer in stage.named_buffers():
+        _declare(buffer, everywhere)
+    rows = plan["global_batch"] // plan["microbatches"]
+    activations = [_declare(border.on_meta(), border.types) for border in received.values()]
+    inputs: dict[str, Any] = {}
+    sizes = {axis["name"]: axis["size"] for axis in plan["mesh"]}
+    for name, tensor in spec.inputs.items():
+        local = [rows, *tensor.shape[1:]]
+        for axis, dim in tensor.sharded.items():
+            local[dim] //= sizes[axis]
+        inputs[name] = _declare(torch.empty(local, dtype=tensor.dtype, device="meta"), tensor.types)
+    if spec.random:
+        inputs["key"] = 0
+    for name in spec.scalars:
+        inputs[name] = _declare(torch.empty((), device="meta"), everywhere)
+    for layer in stage.children():
+        if hasattr(layer, "SPEC"):
+            _follow_once(layer, seen)
+    with torch.compiler.set_stance("force_eager"), typecheck(local=False):
+        result = stage(*activations, **inputs)
+        if spec.loss:
+            spmd.assert_type(result, dict(spec.loss))
+        else:
+            for border, value in zip(spec.sends.values(), result, strict=True):
+                _assert(value, border.types)
+
+
+def _follow_once(layer: nn.Module, seen: _Seen) -> None:
+    """Replace a layer's call by the result of an earlier equal call, without following its ops again."""
+    forward, own = layer.forward, _described_module(layer)
+    if own is None:
+        return
+
+    def once(*args: Any, **kwargs: Any) -> Any:
+        given = _described((args, tuple(sorted(kwargs.items()))))
+        if given is None:
+            return forward(*args, **kwargs)
+        if (own, given) not in seen:
+            result = forward(*args, **kwargs)
+            found = _described(result)
+            if found is None:
+                return result
+            seen[own, given] = found
+            return result
+        return _made(seen[own, given])
+
+    layer.forward = once
+
+
+def _described_module(layer: nn.Module) -> Any:
+    """All state of its module that a layer's forward can read: equal if two layers do the same; ``None`` if that is unknown."""
+    usual = set(vars(nn.Module()))
+    parts = []
+    for name, module in layer.named_modules():
+        extra = {key: value for key, value in vars(module).items() if key not in usual}
+        # a layer writes its buffers' new values there when it is called
+        plain = all(isinstance(value, str | int | float | bool | tuple | None) for value in extra.values())
+        if not plain or module._forward_hooks or module._forward_pre_hooks:
+            return None
+        tensors = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+        described = _described(tuple(tensors.items()))
+        if described is None:
+            return None
+        parts.append((name, type(module), repr(sorted(extra.items())), described))
+    return tuple(parts)
+
+
+def _described(value: Any) -> Any:
+    """A hashable description of a call's value: tensors by shape, dtype and types; ``None`` if a part cannot be described."""
+    if isinstance(value, Tensor):
+        if not value.is_meta or not spmd.has_local_type(value):
+            return None
+        local = tuple(sorted(spmd.get_local_type(value).items(), key=str))
+        return (
+            _TENSOR,
+            tuple(value.shape),
+            value.stride(),
+            value.dtype,
+            value.requires_grad,
+            local,
+            spmd.get_partition_spec(value),
+        )
+    if isinstance(value, tuple):
+        items = tuple(_described(item) for item in value)
+        return None if None in items else (tuple, items)
+    return (_PLAIN, type(value), value) if value is None or isinstance(value, str | int | float | bool) else None
+
+
+_TENSOR, _PLAIN = "tensor", "plain"
+
+
+def _made(description: Any) -> Any:
+    """A value that fits the description."""
+    if description[0] is tuple:
+        return tuple(_made(item) for item in description[1])
+    if description[0] == _PLAIN:
+        return description[2]
+    _, shape, stride, dtype, requires_grad, local, partition = description
+    with spmd.no_typecheck():
+        tensor = torch.empty_strided(shape, stride, dtype=dtype, device="meta", requires_grad=requires_grad)
+    return spmd.assert_type(tensor, dict(local), partition)
+
+
+def _type(text: str) -> Any:
+    return {"I": spmd.I, "R": spmd.R, "P": spmd.P}.get(text) or spmd.S(int(text[2:-1]))
+
+
+def _assert(tensor: torch.Tensor, types: Mapping[str, Any]) -> torch.Tensor:
+    """Assert the types; a dim that several axes shard is given as a partition, outermost axis first."""
+    entries: list[Any] = [[] for _ in range(tensor.dim())]
+    local = {}
+    for axis, t in types.items():
+        if isinstance(t, spmd.S):
+            entries[t.dim].append(axis)
+            local[axis] = spmd.V
+        else:
+            local[axis] = t
+    partition = spmd.PartitionSpec(*(None if not e else e[0] if len(e) == 1 else tuple(e) for e in entries))
+    spmd.assert_type(tensor, local, partition)
+    return tensor
+
+
+_declare = _assert  # asserting sets the types of a tensor that has none
+
+
+IMPORTING = threading.RLock()
+"""Held while modules of a folder stand in for those of the process, which all threads share."""
+
+
+@contextmanager
+def _imported(path: Path) -> Iterator[ModuleType]:
+    """The folder's ``model`` module, and no trace of it afterwards."""
+    names = [source.stem for source in path.glob("*.py")]
+    hidden = {name: sys.modules.pop(name) for name in names if name in sys.modules}
+    sys.path.insert(0, str(path))
+    before = [set(kept) for kept in _kept_by_spmd_types()]
+    try:
+        importlib.invalidate_caches()
+        try:
+            model = importlib.import_module("model")
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            raise IllTypedError(f"model.py of {path.name} cannot be read: {text}", "emit it again") from error
+        yield model
+    finally:
+        sys.path.remove(str(path))
+        sys.path_importer_cache.pop(str(path), None)
+        for name in names:
+            sys.modules.pop(name, None)
+        sys.modules.update(hidden)
+        for kept, old in zip(_kept_by_spmd_types(), before, strict=True):
+            kept.intersection_update(old)
+
+
+def _kept_by_spmd_types() -> list[set[Any]]:
+    """The sets of what modules have registered with spmd-types, which would keep the modules (0.3; another version may keep none)."""
+    places = (
+        ("_local_registration", "_LOCAL_AUTOGRAD_FUNCTIONS"),
+        ("_local_registration", "_LOCAL_BACKWARD_HOOKS"),
+        ("runtime", "_TYPECHECK_AUTOGRAD_FUNCTIONS"),
+    )
+    found = [getattr(sys.modules.get(f"spmd_types.{module}"), name, None) for module, name in places]
+    return [kept for kept in found if isinstance(kept, set)]
+
+
+def _flattened(model: ModuleType, mesh: Any) -> AbstractContextManager[None]:
+    """The program's mesh with its groups over several axes, in the program's own copy of ``mesh_axes``."""
+    axes = model.PROGRAM.flattened
+    if not axes:
+        return nullcontext()
+    names, ranks = list(model.PROGRAM.mesh), mesh.mesh.unsqueeze(0)
+    on_mesh = importlib.import_module("mesh_axes").on_mesh
+    groups = ProcessGroups(datetime.timedelta(minutes=1)).flattened(axes, names, ranks)
+    here: AbstractContextManager[None] = on_mesh(mesh, groups)
+    return here
+
+
+@contextmanager
+def _fake_world(axes: Mapping[str, int]) -> Iterator[Any]:
+    """A mesh of one stage on the fake process group."""
+    assert not dist.is_initialized(), "the checker needs a process without a process group"
+    size = 1
+    for n in axes.values():
+        size *= n
+    hook = sys.excepthook  # torch replaces it by one that calls it and puts the rank before each line
+    dist.init_process_group("fake", rank=0, world_size=size)
+    try:
+        yield init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = hook
+
+
+if __name__ == "__main__":
+    try:
+        print(json.dumps({"stages": check(Path(sys.argv[1]).resolve(), lambda text: None)}))
+    except IllTypedError as error:
+        print(json.dumps({"error": error.message, "hint": error.hint}))

@@ -1,0 +1,313 @@
+"""A file never runs code: plans, configurations, calibrations and cluster files from elsewhere are data."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from places import ROOT
+from plan_attacks import EVIL, FACTORY, KINDS, MARK, TEXTS, read_attacks
+
+from autopar.cli.app import cli
+from autopar.cli.explain import repeated
+from autopar.cli.load import Sizes, load_model
+from autopar.data_files import MOST_LEVELS, DataError, parse_json, read_json
+from autopar.devices import calibration, parse
+from autopar.emit.names import identifier, quoted, remark
+from autopar.emit.program import model_source
+from autopar.errors import AutoparError, DeviceError, ModelError, UsageError
+from autopar.plan import Plan
+from autopar.plan_files import read_plan
+from autopar.plan_schema import check_plan
+from autopar.shard import plan_shardings
+from autopar.zoo.hf import build_config
+from passes.stages import cut_stages
+
+SEEDS = len(KINDS) * 10
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Plan]:
+    """The graph of the attacked model and its plan, written down by hand."""
+    from autopar.search.manual import manual_plan
+    from autopar.shard import annotate
+
+    file = tmp_path_factory.mktemp("victim") / "victim.py"
+    file.write_text(FACTORY)
+    workload = load_model(f"{file}:model", Sizes())
+    graph = annotate(workload.capture())
+    plan = manual_plan(graph, data=2, zero=2)
+    request = {"model": "victim.py:model", "devices": "2", "global_batch": 8}
+    return graph, dataclasses.replace(plan, notes=("a note",), request=request)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: tuple[Any, Plan]) -> Path:
+    """A working folder with the model, its plan, and a module that marks its import."""
+    (tmp_path / "victim.py").write_text(FACTORY)
+    (tmp_path / "evil.py").write_text(EVIL)
+    (tmp_path / "base.json").write_text(base[1].dumps())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(MARK, str(tmp_path / "attacked"))
+    return tmp_path
+
+
+def test_the_plan_that_attacks_are_drawn_from_is_read(here: Path, base: tuple[Any, Plan]):
+    assert read_plan(here / "base.json") == base[1]
+
+
+def test_random_attacks_are_refused_by_a_sentence_with_assertions_and_without(here: Path, base: tuple[Any, Plan]):
+    found = read_attacks(Path("base.json"), SEEDS)
+    assert found["refused"] > 0.9 * SEEDS, found
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests/models")))
+    code = f"import json, pathlib, plan_attacks as p; print(json.dumps(p.read_attacks(pathlib.Path('base.json'), {SEEDS})))"
+    done = subprocess.run(
+        [sys.executable, "-O", "-c", code],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(done.stdout) == found
+    assert not (here / "attacked").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"mesh": [{"name": 'data": 1, "x', "size": 2, "stride": 1}]}, "mesh[0].name is"),
+        ({"mesh": [{"name": "pipeline", "size": 2, "stride": 1}]}, "every program has itself"),
+        ({"mesh": [{"name": "data", "size": 2, "stride": 2}]}, "has stride 2"),
+        ({"mesh": [{"name": "data", "size": 1, "stride": 1}] * 2000}, "mesh has 2,000 items"),
+        ({"model": '"""\nimport evil\n"""'}, "model is"),
+        ({"devices": "\x1b[2J"}, "devices is"),
+        ({"prefetch": 10**9}, "prefetch is 1000000000"),
+        ({"microbatches": 3}, "a global batch of 8 does not divide"),
+        ({"global_batch": 2**32, "microbatches": 2**24}, "microbatches is 16777216"),
+        ({"layers": [{}] * 1_000_000}, "layers has 1,000,000 items"),
+        ({"pipeline": 2}, "pipeline is 2, and there are 1 stages"),
+        ({"schedule": "zbv"}, "zbv is a schedule of pipelines"),
+        ({"sync": "parameter-server"}, "has ZeRO 2"),
+        ({"imports": ["os; evil"]}, "imports[0] is"),
+        ({"request": {"init": "evil.pt"}}, "request has 'init', which is no field"),
+        ({"request": {"tensor": "8"}}, "request.tensor is '8'"),
+        ({"request": {"pins": ["tensor"]}}, "request.pins: 'tensor' is not a pin"),
+        ({"surprise": 1}, "it has 'surprise', which is no field"),
+        ({"gap": 1.5}, "gap is 1.5"),
+        ({"step_time_s": 10**400}, "step_time_s is"),
+        ({"feasible": "yes"}, "feasible is 'yes', not true or false"),
+    ],
+)
+def test_what_no_plan_has_is_named(base: tuple[Any, Plan], change: dict[str, Any], words: str):
+    with pytest.raises(DataError) as refused:
+        check_plan(base[1].to_json() | change)
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"data": 4}, "data is 4, and the roles of its axes make 2"),
+        ({"replicate": 3}, "no product of its outermost data axes"),
+        ({"zero": 0, "replicate": 2}, "replicate 2 without ZeRO"),
+        ({"zero": 1, "reduce": "step"}, "gradients reduced once a step under ZeRO 1"),
+        ({"recomputation": {"kind": "none", "layers": 2}}, "segments of 2 layers, and its recomputation is none"),
+        ({"recomputation": {"kind": "full", "layers": 2}, "offload": "activations"}, "and offloads its activations"),
+        (
+            {"recomputation": {"kind": "full", "layers": 1}, "saved": "int8"},
+            "saved as int8, and its recomputation is full",
+        ),
+        ({"saved": "int8", "offload": "both"}, "saved as int8, and offloads them"),
+        ({"recomputation": {"kind": "selective", "layers": 1}, "overlap": "halves"}, "the overlap halves"),
+        ({"roles": ["data", "data"]}, "has 2 roles, and the mesh has 1 axes"),
+    ],
+)
+def test_a_strategy_that_no_layer_can_have_is_named(base: tuple[Any, Plan], change: dict[str, Any], words: str):
+    data = base[1].to_json()
+    data["layers"][0] |= change
+    with pytest.raises(DataError) as refused:
+        check_plan(data)
+    assert words in str(refused.value)
+
+
+def test_the_text_of_a_plan_is_no_code_in_a_program(base: tuple[Any, Plan]):
+    """The emitter writes literals and words, whatever a plan that was made in Python holds."""
+    graph, plan = base
+    expected = None
+    for text in [*TEXTS, 'a"b', "a'b", "a\\", '"', "'''", '"""', "\\N{DIGIT ONE}"]:
+        text = text[:100]
+        axis = dataclasses.replace(plan.mesh[0], name=text)
+        hostile = dataclasses.replace(plan, model=text, devices=text, mesh=(axis,))
+        source = model_source(cut_stages(graph, hostile, plan_shardings(graph, hostile)))
+        tree = ast.parse(source.encode("utf-8", "backslashreplace"))
+        found = [type(node).__name__ for node in ast.walk(tree)]
+        expected = expected or found
+        assert found == expected, text  # nothing but constants differs
+        assert ast.literal_eval(quoted(text)) == text
+        assert identifier(text).isidentifier()
+        assert ast.get_docstring(ast.parse(f'"""{remark(text)}"""'), clean=False) is not None
+
+
+@pytest.mark.parametrize("command", ["report", "explain", "trace"])
+@pytest.mark.parametrize("name", ["evil.py:model", "evil:model", "./victim.py:attacked", "evil.py"])
+def test_a_factory_that_a_file_names_is_not_imported(here: Path, base: tuple[Any, Plan], command: str, name: str):
+    request = {"model": name, "devices": "2"}
+    (here / "plan.json").write_text(dataclasses.replace(base[1], request=request).dumps())
+    words = [command, "plan.json", *(["-o", "out.html"] if command != "explain" else [])]
+    done = CliRunner().invoke(cli, words)
+    assert not (here / "attacked").exists()
+    if command == "report":
+        assert (
+            done.exit_code == 0
+            and "no file&#x27;s code is run" in (here / "out.html").read_text()
+            or ("code is run" in (here / "out.html").read_text())
+        )
+        return
+    assert isinstance(done.exception, UsageError)
+    assert f"names the model {name}, which is code, and no file's code is run" in done.exception.message
+    assert done.exception.hint == f"add --model {name}"
+
+
+def test_a_model_that_is_data_is_taken_from_a_file(base: tuple[Any, Plan]):
+    for name in ("gpt2", "config.json", "saved"):
+        plan = dataclasses.replace(base[1], request={"model": name, "devices": "2"})
+        assert repeated(plan, {"model": None, "devices": None}) == plan.request
+        assert repeated(plan, {"model": "own.py:model", "devices": None})["model"] == "own.py:model"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"[" * (MOST_LEVELS + 1) + b"]" * (MOST_LEVELS + 1), "nested deeper than"),
+        (b"[" * 1_000_000, "nested deeper than"),
+        (b'{"a": 1, "a": 2}', "the key 'a' twice"),
+        (b"1e999", "larger than any number"),
+        (b"[Infinity]", "Infinity is not a number"),
+        (b"9" * 10_000, "thousands of digits"),
+        (b'"\\ud800"', "surrogate"),
+        (b'"\xff"', "byte 1 is not UTF-8"),
+        (b"", "line 1 is not JSON"),
+    ],
+)
+def test_json_has_limits(tmp_path: Path, text: bytes, words: str):
+    with pytest.raises(DataError, match=words):
+        parse_json(text)
+    file = tmp_path / "a.json"
+    file.write_bytes(text)
+    for read in (lambda: calibration.read(file), lambda: load_model(str(file), Sizes()), lambda: read_plan(file)):
+        with pytest.raises(UsageError, match=words) as refused:
+            read()
+        assert refused.value.hint
+    assert parse_json(b'["\\ud83d\\ude00"]') == ["\U0001f600"]
+    with pytest.raises(DataError, match="more than 1,000 bytes"):
+        read_json("/dev/zero", 1000)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "gpt2", "auto_map": {"AutoModelForCausalLM": "evil--evil.Model", "AutoConfig": "evil.Config"}},
+        {"model_type": "gpt2", "attn_implementation": "kernels-community/evil", "_attn_implementation": "evil/evil"},
+        {"model_type": "gpt2", "_attn_implementation_internal": {"": "evil/evil"}, "use_kernels": True},
+    ],
+)
+def test_a_configuration_imports_nothing(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    auto = pytest.importorskip("transformers.models.auto.auto_factory")
+    monkeypatch.setattr(auto, "get_class_from_dynamic_module", lambda *_, **__: pytest.fail("it imports code"))
+    monkeypatch.setattr(
+        "transformers.modeling_utils.lazy_import_flash_attention", lambda *_, **__: pytest.fail("kernels")
+    )
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asks for trust"))
+    module, _ = build_config({"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 64} | config, 8, 2)
+    assert module.config._attn_implementation in ("sdpa", "eager")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "gpt2", "n_layer": 10**9},
+        {"model_type": "gpt2", "n_layer": "many"},
+        {"model_type": "gpt2", "n_embd": 10**30, "n_layer": 1},
+        {"model_type": "gpt2", "vocab_size": -5, "n_layer": 1},
+        {"model_type": ["gpt2"]},
+        {"model_type": "gpt2", "architectures": {"a": 1}},
+        {"model_type": "gpt2", "architectures": [7]},
+        {"module": ["mlp"]},
+        {"module": {"a": 1}},
+        {"module": "nothing"},
+    ],
+)
+def test_a_configuration_of_no_model_is_refused_soon(config: dict[str, Any]):
+    pytest.importorskip("transformers")
+    started = time.process_time()
+    with pytest.raises(ModelError) as refused:
+        build_config(config, None, None)
+    assert refused.value.hint and time.process_time() - started < 5
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "nodes = 99999999999999999999",
+        "nodes = " + "9" * 6000,
+        "memory_gb = nan",
+        "memory_gb = inf",
+        "nodes = true",
+        "name = ['a']",
+        'name = "\\u001b[2J"',
+        "a = " + "[" * 5000,
+        "a = 2020-13-45",
+        'gpu = "T4"\n' * 2,
+        "[[group]]\ngpu = 3",
+        "[[group]]\n" * 1000,
+        "#" * 2_000_000,
+        "x.y.z = 1",
+    ],
+)
+def test_a_cluster_file_that_is_none_is_refused(tmp_path: Path, text: str):
+    file = tmp_path / "cluster.toml"
+    file.write_text('gpu = "H100-80GB"\n' * (not text.startswith(("[", "gpu"))) + text)
+    with pytest.raises(DeviceError) as refused:
+        parse(str(file))
+    assert refused.value.hint and len(refused.value.message) < 3000
+
+
+FIGURE = {
+    "name": "launch", "device": "cpu", "processes": 1, "variant": "", "backward": False, "size": {}, "unit": "s", "median": 1e-6,
+    "low": 1e-6, "high": 1e-6, "count": 3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"version": [1]}, "of version"),
+        ({"figures": {}}, "figures is"),
+        ({"figures": []}, "no positive numbers"),
+        ({"figures": [FIGURE | {"median": "1"}]}, "median is '1'"),
+        ({"figures": [FIGURE | {"processes": True}]}, "processes is True"),
+        ({"figures": [FIGURE | {"size": [1]}]}, "size is"),
+        ({"figures": [FIGURE | {"extra": 1}]}, "should not have, 'extra'"),
+        ({"figures": [FIGURE | {"median": 10**400}]}, "no positive numbers"),
+        ({"figures": [FIGURE]}, "lack launch"),
+        ({"figures": [FIGURE | {"name": "wire", "size": {"bytes": 1.0}}]}, "has no members"),
+        ({"machine": []}, "machine is"),
+        ({"machine": {"gpu": 3}}, "machine.gpu"),
+    ],
+)
+def test_a_calibration_that_is_none_is_refused(tmp_path: Path, change: dict[str, Any], words: str):
+    data: dict[str, Any] = {"version": 1, "machine": {}, "measured_at": "now", "figures": [FIGURE]}
+    file = tmp_path / "calibration.json"
+    file.write_text(json.dumps(data | change))
+    with pytest.raises(AutoparError) as refused:
+        calibration.read(file)
+    assert words in refused.value.message and refused.value.hint

@@ -1,0 +1,140 @@
+"""Checkpoints on a disk: files that are damaged, of another save or another format, and folders that another program writes to."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from damage import KINDS, as_format_1, damaged
+from exactness import subject
+from resumed import KIND, batch_of, emitted
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from workers import WorkerPool
+
+from autopar.program.checkpoint_files import CheckpointError
+from autopar.program.claims import PARENT, claimed, claimed_for_save
+
+# -- damage -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(workers2: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, dict[str, Any]]:
+    """A program on two ranks, the folder of its checkpoints after steps 1 and 2, and the values after step 2."""
+    folder = tmp_path_factory.mktemp("damage")
+    program = emitted("mlp", KIND["data 2, zero 1"].plan(subject("mlp").graph), folder / "program")
+    for step, start in ((1, {"state": f"{program}/initial.pt"}), (2, {"load": str(folder / "saved")})):
+        found = workers2.run(
+            "resumed:trained", program, [batch_of("mlp", step)], "adamw", save=str(folder / "saved"), **start
+        )
+    return program, folder / "saved", found[0]["state"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_damaged_checkpoint_is_refused(
+    kind: str, saved: tuple[str, Path, dict[str, Any]], workers2: WorkerPool, tmp_path: Path
+) -> None:
+    """Or read with the values that were saved, where the damage is in bytes that say nothing."""
+    program, folder, values = saved
+    cases = []
+    for seed in range(2):
+        step = Path(shutil.copytree(folder / "step-2", tmp_path / str(seed)))
+        cases.append((str(step), damaged(step, folder / "step-1", kind, seed)))
+    for answers in workers2.run("resumed:outcomes", program, [path for path, _ in cases], values):
+        for (_, what), (outcome, why) in zip(cases, answers, strict=True):
+            assert outcome == "refused", what
+            assert why.count("\n") == 0 and "Traceback" not in why, why
+
+
+def test_a_checkpoint_without_checksums_is_read_and_said_to_be(
+    saved: tuple[str, Path, dict[str, Any]], workers2: WorkerPool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program, folder, values = saved
+    step = as_format_1(Path(shutil.copytree(folder / "step-2", tmp_path / "step-2")))
+    for ((outcome, why),) in workers2.run("resumed:outcomes", program, [str(step)], values):
+        assert outcome == "read", why
+    dcp_to_torch_save(step, tmp_path / "whole.pt")
+    whole = torch.load(tmp_path / "whole.pt", weights_only=True)
+    assert all(torch.equal(whole["model"][name], values[name]) for name in whole["model"])
+
+
+# -- locks ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_lock_is_a_file_of_its_own(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("years of work")
+    for make in (os.symlink, os.link):
+        make(precious, tmp_path / ".lock")
+        with pytest.raises(CheckpointError, match=r"\.lock is a link, or no plain file"):
+            claimed(tmp_path, 0.0)
+        (tmp_path / ".lock").unlink()
+    os.symlink(tmp_path / "nothing", tmp_path / ".lock")
+    with pytest.raises(CheckpointError, match=r"\.lock is a link, or no plain file"):
+        claimed(tmp_path, 0.0)
+    (tmp_path / ".lock").unlink()
+    os.mkfifo(tmp_path / ".lock")
+    with pytest.raises(CheckpointError, match=r"\.lock is a link, or no plain file"):
+        claimed(tmp_path, 0.0)
+    assert precious.read_text() == "years of work" and not (tmp_path / "nothing").exists()
+
+
+@pytest.mark.parametrize("how", ["removed", "replaced"])
+def test_a_save_finds_that_its_lock_is_another_file(how: str, tmp_path: Path) -> None:
+    claim = claimed(tmp_path, 0.0)
+    assert claimed_for_save(tmp_path) is None
+    (tmp_path / ".lock").unlink()
+    if how == "replaced":
+        (tmp_path / ".lock").write_text("process 1 on elsewhere\n")
+    with pytest.raises(CheckpointError, match="was removed or replaced after this training had locked it"):
+        claimed_for_save(tmp_path)
+    claim.close()
+    taken = claimed_for_save(tmp_path)
+    assert taken is not None
+    taken.close(remove=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_save_has_the_claim_of_the_process_that_started_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parent = claimed(tmp_path, 0.0)
+    monkeypatch.setattr("autopar.program.claims._held", {})  # as in another process
+    with pytest.raises(CheckpointError, match="another training writes checkpoints into"):
+        claimed_for_save(tmp_path)
+    monkeypatch.setenv(PARENT, parent.inherited)
+    assert claimed_for_save(tmp_path) is None
+    (tmp_path / ".lock").unlink()
+    with pytest.raises(CheckpointError, match="was removed or replaced"):
+        claimed_for_save(tmp_path)
+    claimed(tmp_path, 0.0).close()  # another program's
+    with pytest.raises(CheckpointError, match="was removed or replaced"):
+        claimed_for_save(tmp_path)
+
+
+def test_a_program_that_saves_is_refused_while_another_one_has_the_folder(
+    saved: tuple[str, Path, dict[str, Any]], workers2: WorkerPool, tmp_path: Path
+) -> None:
+    program = saved[0]
+    call = (program, batch_of("mlp", 0), f"{program}/initial.pt", str(tmp_path), 10**9)
+    claim = claimed(tmp_path, 0.0)
+    why = workers2.run("resumed:refused", *call)[1][0]
+    assert f"another training writes checkpoints into {tmp_path} (process {os.getpid()} on " in why
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    claim.close()
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="checkpoints cannot be written to .*: Not a directory"):
+        claimed(tmp_path / "file" / "below", 0.0)
+
+
+def test_a_claim_is_taken_where_the_file_system_has_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    claimed(tmp_path, 0.0).close()
