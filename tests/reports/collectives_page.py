@@ -47,8 +47,9 @@ members when a communicator is first used. *device_id*: communicators connect wh
 {_findings(programs)}
 ## Large plans by their distinct ranks
 
-Ranks of one pipeline position that do the same, each in groups of its own, are recorded once: the first of every position, and at three
-positions ranks at the ends and in the middle of every axis, which must do the same. They run at their real sizes, without values.
+Ranks of one pipeline position that do the same, each in groups of its own, are recorded once: the first of every position, and at the
+first and the last position ranks at the ends and in the middle of every axis, which must do the same. They run at their real sizes, without
+values.
 
 | model | devices | plan | ranks | operations | found | check | memory of a process |
 |---|---|---|---|---|---|---|---|

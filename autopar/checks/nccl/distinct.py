@@ -53,15 +53,15 @@ class Grid:
         return found
 
     def samples(self) -> list[int]:
-        """The first rank of every position; at the first, a middle and the last position also the ranks at the ends of every axis, of all
-        axes, and one in between."""
+        """The first rank of every position; at the first and the last position also the ranks at the ends of every axis, of all axes, and
+        one in between."""
         zeros = (0,) * len(self.axes)
         inner = {zeros}
         for number, (_, size) in enumerate(self.axes):
             inner |= {(*zeros[:number], index, *zeros[number + 1 :]) for index in (1, size - 1)}
         inner.add(tuple(size - 1 for _, size in self.axes))
         inner.add(tuple(size // 2 for _, size in self.axes))
-        several = {0, self.positions // 2, self.positions - 1}
+        several = {0, self.positions - 1}
         found = {self.rank((position, *zeros)) for position in range(self.positions)}
         return sorted(found | {self.rank((position, *place)) for position in several for place in inner})
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autopar.torch_private import dispatched, fake_tensors, is_fake, tree_flatten
+from autopar.torch_private import dispatched, fake_tensors, is_fake
 
 REAL_ELEMENTS = 2**16
 """The most integers of a tensor that is real."""
@@ -27,7 +27,7 @@ def sizes_only() -> Iterator[None]:
     fake = fake_tensors()
 
     def run(op: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        tensors = [leaf for leaf in tree_flatten((args, options))[0] if isinstance(leaf, Tensor)]
+        tensors = list(_tensors((*args, *options.values())))
         if any(is_fake(tensor) and not tensor.is_meta for tensor in tensors) or _is_large(op, tensors, args, options):
             with fake:
                 return op(*args, **options)
@@ -35,6 +35,15 @@ def sizes_only() -> Iterator[None]:
 
     with dispatched(run), _constants():
         yield
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among an op's arguments, single and in lists; every op comes here, so it is quick."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
 
 
 def _is_large(op: Any, tensors: list[Tensor], args: tuple[Any, ...], options: dict[str, Any]) -> bool:
