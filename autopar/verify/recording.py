@@ -364,6 +364,7 @@ def _record_sizes(program: Path, shapes: dict[str, tuple[list[int], str]], rank:
             batch = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in shapes.items()}
             for _ in range(Recipe().steps):
                 trainer.step(batch)
+            trainer.finish_update()
     recorder.trace().write(_trace_file(out, "sizes", rank))
 
 

@@ -7,13 +7,17 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from collective_faults import FAULTS, FUNCTIONS, QUICK, Fault
+from collective_faults import FAULTS, FUNCTIONS, QUICK, TORCH, Fault
 from exactness import KINDS
 from recorded import Case, captured, other_cases
 
-from autopar.checks.nccl.findings import DEADLOCK
+from autopar.checks.nccl.distinct import DIFFERENT, Grid
+from autopar.checks.nccl.distinct import check as check_distinct
+from autopar.checks.nccl.findings import DEADLOCK, SEQUENCE, Finding, agreed
 from autopar.cli.app import cli
-from autopar.verify.recording import Recorded, Workers, record, record_call
+from autopar.emit import emit
+from autopar.verify import kind
+from autopar.verify.recording import Recorded, Workers, record, record_call, record_sizes
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +37,10 @@ def by_name(name: str) -> Case:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_deadlocks_of_small_functions(name: str, workers: Workers) -> None:
-    world, kind, modes = FUNCTIONS[name]
+    world, expected, modes = FUNCTIONS[name]
     found = record_call(f"collective_faults:{name}", world, workers).findings()
-    assert {finding.kind for finding in found} == ({kind} if kind else set()), found
-    if kind == DEADLOCK:
+    assert {finding.kind for finding in found} == ({expected} if expected else set()), found
+    if expected == DEADLOCK:
         assert sum(len(finding.modes) for finding in found) == modes, found
         assert all(
             "waits for rank" in finding.sentence and "collective_faults.py:" in finding.sentence for finding in found
@@ -59,7 +63,7 @@ def check(fault: Fault, workers: Workers) -> None:
     assert {finding.kind for finding in found} & set(fault.kinds), found
 
 
-KIND = {kind.name: kind for kind in KINDS}
+KIND = {each.name: each for each in KINDS}
 PAIRS = [
     Case("llama", KIND["data 2, zero 3"]),
     Case("llama", KIND["pipeline 2 of 2 chunks"]),
@@ -87,3 +91,61 @@ def test_the_command_prints_a_verdict(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     said = " ".join(result.output.split())
     assert "clean: " in said and "no deadlock" in said
+
+
+# -- distinct ranks ----------------------------------------------------------------------------------------------------
+
+WIDE = kind("pipeline 2 x data 8, zero 1", pipeline=2, data=8, zero=1, microbatches=1, schedule="gpipe")
+GRID = Grid(2, (("data", 8),))
+
+
+def sampled(folder: Path, workers: Workers, file: str = "", old: str = "", new: str = "") -> list[Finding]:
+    """Findings of the distinct ranks of ``WIDE``, whose program has ``new`` in place of ``old`` in a file."""
+    given = captured("mlp")
+    emit(given.graph, WIDE.plan(given.graph), folder)
+    if file:
+        text = (folder / file).read_text()
+        assert old in text
+        (folder / file).write_text(text.replace(old, new))
+    shapes = {value.name: (tuple(value.shape), value.dtype) for value in given.graph.inputs}
+    found = record_sizes(folder, shapes, GRID.samples(), workers)
+    assert not found.failures
+    return check_distinct(found.late, GRID)
+
+
+def test_the_distinct_ranks_of_a_plan() -> None:
+    assert GRID.samples() == [0, 1, 4, 7, 8, 9, 12, 15]
+    assert all(GRID.rank(GRID.coordinates(rank)) == rank for rank in range(16))
+
+
+def test_distinct_ranks_stand_for_all_where_they_do_the_same(tmp_path: Path, workers: Workers) -> None:
+    assert sampled(tmp_path / "clean", workers) == []
+    start = "self._reductions.start()"
+    own = f"dist.get_rank() != 7 and dist.all_reduce(losses[0].detach() if losses else {TORCH}.zeros(1)); {start}"
+    (found,) = [f for f in sampled(tmp_path / "one", workers, "runtime.py", start, own) if f.kind == DIFFERENT]
+    assert found.ranks == (0, 7)
+
+
+def test_pipeline_positions_are_compared(tmp_path: Path, workers: Workers) -> None:
+    start = "self._reductions.start()"
+    first = f"dist.get_rank() < 8 and dist.all_reduce({TORCH}.zeros(1)); {start}"
+    found = sampled(tmp_path / "first", workers, "runtime.py", start, first)
+    assert DIFFERENT not in {finding.kind for finding in found}
+    assert {SEQUENCE, DEADLOCK} <= {finding.kind for finding in found}
+    assert all("pipeline position" in finding.sentence for finding in found)
+
+
+def test_sizes_are_those_of_a_run_with_values(tmp_path: Path, workers: Workers) -> None:
+    """Without values a rank issues what it issues with them."""
+    given, each = captured("llama"), KIND["pipeline 2 x data 2, zero 2"]
+    plan = each.plan(given.graph)
+    whole = record(given.graph, plan, given.state, given.batch, workers)
+    emit(given.graph, plan, tmp_path)
+    shapes = {value.name: (tuple(value.shape), value.dtype) for value in given.graph.inputs}
+    found = record_sizes(tmp_path, shapes, range(4), workers)
+    for rank in range(4):
+        ours, theirs = (
+            [agreed(o) for o in recorded.late[rank].operations if o.operands and o.operands[0].dtype == "float64"]
+            for recorded in (found, whole)
+        )
+        assert ours == theirs and len(ours) > 20

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from autopar.checks.nccl.findings import Finding, deadlocks, of_rank, sequences
 from autopar.checks.nccl.graph import MODES
-from autopar.checks.nccl.records import Communicator, Event, GroupMade, Operation, Trace, Wait, spans
+from autopar.checks.nccl.records import Communicator, Event, GroupMade, HostSync, Operation, Trace, Wait, spans
 
 DIFFERENT = "different ranks"
 """Ranks of one pipeline position whose traces differ, so that one of them does not stand for the others."""
@@ -126,19 +126,51 @@ def _rewritten(operation: Operation, group: Communicator, here: int, grid: Grid)
 
 def check(traces: Mapping[int, Trace], grid: Grid) -> list[Finding]:
     """Findings of a plan whose ``grid.samples()`` were recorded."""
-    rewritten = {rank: by_position(trace, grid) for rank, trace in traces.items()}
+    rewritten = {rank: by_position(trace, grid) for rank, trace in sorted(traces.items())}
     found, first = [], dict[int, int]()
-    for rank, trace in sorted(rewritten.items()):
-        if trace.rank not in first:
-            first[trace.rank] = rank
-        elif (finding := _difference(first[trace.rank], rewritten[first[trace.rank]], rank, trace)) is not None:
+    syncs: dict[int, set[tuple[int, HostSync]]] = defaultdict(set)
+    for rank, trace in rewritten.items():
+        position = trace.rank
+        first.setdefault(position, rank)
+        syncs[position] |= _syncs(trace)
+        if (finding := _difference(first[position], rewritten[first[position]], rank, trace)) is not None:
             found.append(finding)
-    standing = {position: rewritten[rank] for position, rank in first.items()}
+    standing = {position: _with_syncs(rewritten[rank], syncs[position]) for position, rank in first.items()}
     found += sequences(standing)
     found += deadlocks(standing, MODES)
     for trace in standing.values():
         found += of_rank(trace)
     return [_named(finding, first) for finding in found]
+
+
+def _syncs(trace: Trace) -> set[tuple[int, HostSync]]:
+    """Where the host waits: after how many other events.
+
+    Ranks of one position may differ in it: an optimizer reads a number of each parameter, and a rank's piece of a buffer may have parts of
+    more parameters than another's. A rank that waits wherever one of them does stands for all, since a wait can only add to a deadlock.
+    """
+    found, count = set(), 0
+    for event in trace.events:
+        if isinstance(event, HostSync):
+            found.add((count, event))
+        else:
+            count += 1
+    return found
+
+
+def _with_syncs(trace: Trace, syncs: set[tuple[int, HostSync]]) -> Trace:
+    """The trace with the host waiting at ``syncs``."""
+    after: dict[int, list[HostSync]] = defaultdict(list)
+    for count, sync in sorted(syncs, key=lambda pair: (pair[0], pair[1].stream, pair[1].place)):
+        after[count].append(sync)
+    events: list[Event] = list(after[0])
+    for count, event in enumerate(_without_syncs(trace), 1):
+        events += [event, *after[count]]
+    return dataclasses.replace(trace, events=tuple(events))
+
+
+def _without_syncs(trace: Trace) -> list[Event]:
+    return [event for event in trace.events if not isinstance(event, HostSync)]
 
 
 def _named(finding: Finding, first: Mapping[int, int]) -> Finding:
@@ -152,7 +184,8 @@ def _named(finding: Finding, first: Mapping[int, int]) -> Finding:
 
 def _difference(first: int, ours: Trace, rank: int, theirs: Trace) -> Finding | None:
     """Where two ranks of one position differ."""
-    for a, b in zip(ours.events, theirs.events, strict=False):
+    mine, others = _without_syncs(ours), _without_syncs(theirs)
+    for a, b in zip(mine, others, strict=False):
         if a != b:
             return Finding(
                 DIFFERENT,
@@ -160,10 +193,8 @@ def _difference(first: int, ours: Trace, rank: int, theirs: Trace) -> Finding | 
                 (first, rank),
                 place=getattr(b, "place", ""),
             )
-    if len(ours.events) != len(theirs.events):
-        sentence = (
-            f"ranks {first} and {rank} of one pipeline position have {len(ours.events)} and {len(theirs.events)} events"
-        )
+    if len(mine) != len(others):
+        sentence = f"ranks {first} and {rank} of one pipeline position have {len(mine)} and {len(others)} events"
         return Finding(DIFFERENT, sentence, (first, rank))
     return None
 
