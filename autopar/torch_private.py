@@ -282,6 +282,13 @@ def dispatched(run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> It
         yield
 
 
+def awaited_at_first_use(tensor: torch.Tensor) -> torch.Tensor:
+    """The result of a functional collective, for which torch waits when it is first used. (torch 2.11, 2.13)"""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return AsyncCollectiveTensor(tensor)
+
+
 def fake_store() -> Any:
     """The store of the fake process group, whose collectives only compute shapes (private through torch 2.13)."""
     from torch.testing._internal.distributed.fake_pg import FakeStore

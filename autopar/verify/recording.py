@@ -46,6 +46,8 @@ from autopar.run.worker import resolve
 
 LIMIT_S = 300.0
 """Seconds after which a rank that is recorded is taken to hang: it waits for nobody, so it computes or loops."""
+SIZES_LIMIT_S = 3600.0
+"""The same for a rank of a large plan, which takes a minute of a processor."""
 PRELOADED = (
     "autopar.program.runtime",
     "torch._dynamo",
@@ -80,8 +82,9 @@ class Recorded:
             Finding(LATE if rank in self.at_once else FAILED, f"rank {rank}: {text}", (rank,))
             for rank, text in self.failures.items()
         )
-        whole = {rank: trace for rank, trace in self.late.items() if rank not in self.failures}
-        return failed + findings(whole, {rank: t for rank, t in self.at_once.items() if rank in whole}, modes)
+        if failed:  # what the others wait for follows from that
+            return failed
+        return findings(self.late, self.at_once, modes)
 
     def notes(self) -> tuple[str, ...]:
         """What is slower than it need be, and what was not compared."""
@@ -176,7 +179,7 @@ def record_sizes(
     with tempfile.TemporaryDirectory(prefix="autopar-traces-") as name:
         failures: dict[int, str] = {}
         given = {key: (list(shape), str(dtype).removeprefix("torch.")) for key, (shape, dtype) in shapes.items()}
-        limit_s = LIMIT_S * (1 + len(ranks))
+        limit_s = SIZES_LIMIT_S * (1 + len(ranks))
         failures = workers.call(
             "autopar.verify.recording:record_ranks_sizes", str(program), given, list(ranks), name, timeout_s=limit_s
         )
@@ -344,7 +347,7 @@ def record_ranks_sizes(
     _preload()
     compile_sources(program)
     tasks = {rank: functools.partial(_record_sizes, Path(program), shapes, rank, Path(out)) for rank in ranks}
-    return in_forks(tasks, Path(out), LIMIT_S, os.cpu_count() or 1)
+    return in_forks(tasks, Path(out), SIZES_LIMIT_S, os.cpu_count() or 1)
 
 
 def _record_sizes(program: Path, shapes: dict[str, tuple[list[int], str]], rank: int, out: Path) -> None:
@@ -357,7 +360,7 @@ def _record_sizes(program: Path, shapes: dict[str, tuple[list[int], str]], rank:
         recorder.start()
         joined = runtime.start(loaded, device="cpu", nvme=str(out))
         _replace_values(program)
-        with sizes_only():
+        with sizes_only(recorder):
             trainer = runtime.Trainer(
                 loaded, joined, values=lambda layout: torch.empty(layout.original_shape, dtype=layout.dtype)
             )
@@ -377,20 +380,29 @@ def _world_size(program: Any) -> int:
 
 
 def _replace_values(program: Path) -> None:
-    """Functions of the program's modules that read values: digests are equal, and experts have equal shares of the rows."""
+    """Replace functions of the program's modules that read values: all digests are equal, and all experts get as many rows."""
 
     def digest(tensor: Tensor, whole: bool = True) -> int:
         return 0
 
-    def sizes(counts: Tensor, total: int) -> list[int]:
-        base, rest = divmod(total, len(counts))
-        return [base + (index < rest) for index in range(len(counts))]
-
     for source in program.glob("*.py"):
-        module = sys.modules.get(source.stem)
-        for function in (digest, sizes):
-            if callable(getattr(module, function.__name__, None)):
-                setattr(module, function.__name__, function)
+        module: Any = sys.modules.get(source.stem)
+        if callable(getattr(module, "digest", None)):
+            module.digest = digest
+    experts: Any = sys.modules.get("kernels_experts")
+    if experts is not None:
+        experts._own = _evenly(experts._own)
+
+
+def _evenly(own: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """``own`` of the program's experts gives the choices of rows, and how many rows each expert gets: as if the router chose evenly."""
+
+    def evenly(ids: Tensor, count: int, *axes: Any) -> tuple[Tensor, Tensor]:
+        ids, counts = own(ids, count, *axes)
+        base, rest = divmod(len(ids), count)
+        return ids, torch.tensor([base + (index < rest) for index in range(len(counts))])
+
+    return evenly
 
 
 def _digests(trainer: Any, losses: Iterable[float]) -> tuple[dict[str, str], bool]:

@@ -224,7 +224,7 @@ def reads_on_the_host() -> None:
     """The host reads a sum before it waits for it."""
     total = torch.ones(1, dtype=torch.int64)
     work = dist.all_reduce(total, async_op=True)
-    if total.item() == 1:
+    if total.item() == 2:
         dist.all_reduce(torch.ones(1))
     work.wait()
 

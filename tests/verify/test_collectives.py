@@ -135,17 +135,23 @@ def test_pipeline_positions_are_compared(tmp_path: Path, workers: Workers) -> No
     assert all("pipeline position" in finding.sentence for finding in found)
 
 
-def test_sizes_are_those_of_a_run_with_values(tmp_path: Path, workers: Workers) -> None:
+SIZED = [("llama", "pipeline 2 x data 2, zero 2"), ("mixtral", "expert 2"), ("gpt2", "tensor+sequence 2")]
+
+
+@pytest.mark.parametrize(("model", "name"), SIZED)
+def test_sizes_are_those_of_a_run_with_values(model: str, name: str, tmp_path: Path, workers: Workers) -> None:
     """Without values a rank issues what it issues with them."""
-    given, each = captured("llama"), KIND["pipeline 2 x data 2, zero 2"]
+    given, each = captured(model), KIND[name]
     plan = each.plan(given.graph)
     whole = record(given.graph, plan, given.state, given.batch, workers)
     emit(given.graph, plan, tmp_path)
     shapes = {value.name: (tuple(value.shape), value.dtype) for value in given.graph.inputs}
-    found = record_sizes(tmp_path, shapes, range(4), workers)
-    for rank in range(4):
+    found = record_sizes(tmp_path, shapes, range(each.devices), workers)
+    assert not found.failures
+    for rank in range(each.devices):
         ours, theirs = (
             [agreed(o) for o in recorded.late[rank].operations if o.operands and o.operands[0].dtype == "float64"]
             for recorded in (found, whole)
         )
         assert ours == theirs and len(ours) > 20
+    assert found.findings() == ()

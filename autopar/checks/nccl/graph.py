@@ -23,6 +23,7 @@ from autopar.checks.nccl.records import (
     StreamWait,
     Trace,
     Wait,
+    spans,
 )
 
 
@@ -133,7 +134,7 @@ class Graph:
         for key, pairs in self._connecting.items():
             starts = [start for start, _ in pairs.values()]
             starts += [
-                self._never(rank, f"the connection of the communicator of ranks {self._members[key]}")
+                self._never(rank, f"the connection of the communicator of ranks {spans(self._members[key])}")
                 for rank in self._members[key]
                 if rank not in pairs
             ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autopar.checks.nccl.records import Communicator
 from autopar.checks.nccl.works import LateWork, Request, Values
-from autopar.torch_private import memory
+from autopar.torch_private import is_fake, memory
 
 if TYPE_CHECKING:
     from autopar.checks.nccl.recorder import Recorder
@@ -22,6 +22,16 @@ BACKEND = "recording"
 def _reduce_op(options: Any) -> str:
     op = getattr(getattr(options, "reduceOp", None), "op", None)
     return str(op).removeprefix("RedOpType.").lower() if op is not None else "sum"
+
+
+def _reduced(op: str, tensors: Sequence[Tensor]) -> Tensor:
+    """The tensors reduced by an op of ``_reduce_op``."""
+    stacked = torch.stack(list(tensors))
+    if op == "sum":
+        return stacked.sum(0, dtype=stacked.dtype)
+    if op == "product":
+        return stacked.prod(0, dtype=stacked.dtype)
+    return stacked.amax(0) if op == "max" else stacked.amin(0)
 
 
 def _shares(a: Tensor, b: Tensor) -> bool:
@@ -86,11 +96,28 @@ class RecordingGroup(_Group):
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> LateWork:
         return self._in_place("reduce", tensors, root=opts.rootRank, detail=_reduce_op(opts))
 
-    def _in_place(self, kind: str, tensors: list[Tensor], **more: Any) -> LateWork:
+    def _in_place(self, kind: str, tensors: list[Tensor], detail: str = "", root: int = -1) -> LateWork:
         def values() -> list[Tensor]:
             return [tensor.detach().clone() for tensor in tensors]
 
-        return self._issue(kind, tensors, results=tensors, values=values, **more)
+        def joined(every: list[list[Tensor]]) -> list[Tensor]:
+            if kind == "broadcast":
+                return every[root]
+            return [_reduced(detail, theirs) for theirs in zip(*every, strict=True)]
+
+        collected = self._exchanged(kind, tensors, joined)
+        return self._issue(kind, tensors, results=tensors, values=values, collected=collected, detail=detail, root=root)
+
+    def _exchanged(
+        self, kind: str, sent: Sequence[Tensor], joined: Callable[[list[list[Tensor]]], list[Tensor]]
+    ) -> Values | None:
+        """The values that ``joined`` computes from what all members send, if these are integers: what is done next follows from them, such
+        as how many rows a rank gets, or who owns a parameter. ``None`` for other tensors."""
+        exchanges = self._recorder.objects.exchanges and sent and not any(map(is_fake, sent))
+        if not exchanges or any(tensor.is_floating_point() or tensor.is_complex() for tensor in sent):
+            return None
+        collect = self._recorder.objects.sent(self, kind, [tensor.detach().clone() for tensor in sent])
+        return lambda: joined(collect())
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> LateWork:
         return self.all_gather_single_coalesced([output], [input], opts)
@@ -104,8 +131,13 @@ class RecordingGroup(_Group):
                 for whole, own in zip(outputs, inputs, strict=True)
             ]
 
+        def joined(every: list[list[Tensor]]) -> list[Tensor]:
+            several = zip(outputs, zip(*every, strict=True), strict=True)
+            return [torch.cat([own.reshape(-1) for own in theirs]).view(whole.shape) for whole, theirs in several]
+
         operands = [own for whole, own in zip(outputs, inputs, strict=True) if not _shares(whole, own)]
-        return self._issue("all_gather", inputs, operands=operands, results=outputs, values=values)
+        collected = self._exchanged("all_gather", inputs, joined)
+        return self._issue("all_gather", inputs, operands=operands, results=outputs, values=values, collected=collected)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -115,7 +147,11 @@ class RecordingGroup(_Group):
         def values() -> list[Tensor]:
             return [own.detach().clone() for several, own in zip(outputs, inputs, strict=True) for _ in several]
 
-        return self._issue("all_gather", inputs, operands=inputs, results=results, values=values)
+        def joined(every: list[list[Tensor]]) -> list[Tensor]:
+            return [theirs[number] for number in range(len(inputs)) for theirs in every]
+
+        collected = self._exchanged("all_gather", inputs, joined)
+        return self._issue("all_gather", inputs, operands=inputs, results=results, values=values, collected=collected)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> LateWork:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
@@ -149,7 +185,8 @@ class RecordingGroup(_Group):
         self, output: Tensor, input: Tensor, taken: Any = None, sent: Any = None, opts: Any = None
     ) -> LateWork:
         splits = (tuple(sent or ()), tuple(taken or ())) if sent or taken else None
-        exchanged = not input.is_floating_point() and self._recorder.objects.exchanges
+        parts = list(input.detach().split(list(sent) if sent else len(input) // self._count))
+        collected = self._exchanged("all_to_all", parts, lambda every: [torch.cat([own[self._rank] for own in every])])
         agreed = [input] if splits is None else []
         detail = "" if splits is None else f"rows of {str(input.dtype).removeprefix('torch.')}{list(input.shape[1:])}"
         return self._issue(
@@ -158,16 +195,10 @@ class RecordingGroup(_Group):
             operands=[input],
             results=[output],
             values=lambda: [_prefix(output, input)],
-            collected=self._exchanged(input, sent) if exchanged else None,
+            collected=collected,
             detail=detail,
             splits=splits,
         )
-
-    def _exchanged(self, input: Tensor, sent: Any) -> Values:
-        """What the other ranks send of integers, which are numbers of rows: the sizes of later operations follow from them."""
-        parts = list(input.detach().clone().split(list(sent) if sent else len(input) // self._count))
-        collect = self._recorder.objects.sent(self, "all_to_all", parts)
-        return lambda: [torch.cat([theirs[self._rank] for theirs in collect()])]
 
     alltoall_base = all_to_all_single
 

@@ -11,6 +11,7 @@ _SKIPPED = (
     "/torch/",
     "/spmd_types/",
     "/checks/nccl/",
+    "/torch_private.py",
     "<frozen",
     "/contextlib.py",
     "/functools.py",

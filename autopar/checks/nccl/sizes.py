@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.checks.nccl.functional import NAMESPACE, Functional
+from autopar.checks.nccl.recorder import Recorder
 from autopar.torch_private import dispatched, fake_tensors, is_fake
 
 REAL_ELEMENTS = 2**16
@@ -23,14 +25,15 @@ REAL_ELEMENTS = 2**16
 
 
 @contextlib.contextmanager
-def sizes_only() -> Iterator[None]:
-    fake = fake_tensors()
+def sizes_only(recorder: Recorder) -> Iterator[None]:
+    fake, functional = fake_tensors(), Functional(recorder)
 
     def run(op: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         tensors = list(_tensors((*args, *options.values())))
         if any(is_fake(tensor) and not tensor.is_meta for tensor in tensors) or _is_large(op, tensors, args, options):
             with fake:
-                return op(*args, **options)
+                result = op(*args, **options)
+            return functional.run(op, args, result) if op.namespace == NAMESPACE else result
         return op(*args, **options)
 
     with dispatched(run), _constants():
