@@ -278,9 +278,8 @@ def load(training: Training, folder: str | os.PathLike[str]) -> Mapping[str, Any
     path = Path(on_every_rank(find, Path(folder), writing=False))
 
     def prepare() -> list[str]:
-        found = opened_or_why(
-            path, files=False
-        )  # rank 0 has found all files, and the tables of those that are read follow
+        # rank 0 has found all files, and the tables of those that are read follow
+        found = opened_or_why(path, files=False)
         if isinstance(found, str):
             raise CheckpointError(
                 f"the checkpoint {path} is not whole here: {found}", "all machines read one shared folder"

@@ -412,10 +412,8 @@ class _Sampler:
 @contextlib.contextmanager
 def _same_random_numbers() -> Iterator[None]:
     """A context after which random numbers go on as if nobody had drawn any in it."""
-    before, numpy = (
-        random.getstate(),
-        sys.modules.get("numpy"),
-    )  # a data set may draw from NumPy, which the program does without
+    before = random.getstate()
+    numpy = sys.modules.get("numpy")  # a data set may draw from it; the program does without
     of_numpy = None if numpy is None else numpy.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):

@@ -71,9 +71,8 @@ REFUSALS = (
 """Errors of which the sentence alone is printed."""
 
 if __name__ == "__main__":
-    sys.path.append(
-        os.getcwd()
-    )  # for modules of data sets and optimizers, after those beside this file and the installed ones
+    # for modules of data sets and optimizers, after those beside this file and the installed ones
+    sys.path.append(os.getcwd())
 
 # -- the recipe: yours to edit ----------------------------------------------------------------------------------------
 

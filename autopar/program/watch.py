@@ -83,9 +83,8 @@ class Node:
         names = ("GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         if all(name in os.environ for name in names):
             self.index, self.count, local, size = (int(os.environ[name]) for name in names)
-            self.ranks = list(
-                range(rank - local, rank - local + size)
-            )  # torchrun numbers a node's ranks one after the other
+            # torchrun numbers a node's ranks one after the other
+            self.ranks = list(range(rank - local, rank - local + size))
         self.said: dict[int, list[Any]] = {}
         self.problem: str | None = None  # what another rank of the node has noticed
         self.ended = False  # the speaker has reported

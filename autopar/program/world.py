@@ -335,9 +335,8 @@ class World:
     # by tied parameter: the pipeline ranks that have a copy, if several have one
     shared: Mapping[str, dist.ProcessGroup]
     replica: dist.ProcessGroup | None = None  # this rank's replica, if replicas train apart
-    links: Mapping[int, dist.ProcessGroup] = field(
-        default_factory=dict
-    )  # by rank: this rank and one that it exchanges tensors with
+    # by rank: this rank and one that it exchanges tensors with
+    links: Mapping[int, dist.ProcessGroup] = field(default_factory=dict)
     places: Places = field(default_factory=Places)  # of optimizer states that are not on the device
     timeout_s: float = 600  # of groups that are made later
 
@@ -465,17 +464,13 @@ def mirror_grid(ranks: Tensor, directions: int) -> Tensor:
     return torch.stack((ranks[:half], ranks[half:].flip(0)), 1)
 
 
-class WorldSizeError(StartError):
-    """A program that was started with another number of processes than its plan has devices."""
-
-
 def _check_world(size: int, axes: Mapping[str, int], shape: Sequence[int]) -> None:
     wanted = torch.Size(shape).numel()
     if size != wanted:
         mesh = " x ".join(f"{axis} {n}" for axis, n in {"pipeline": shape[0], **axes}.items())
         devices = f"{wanted} device{'s' if wanted != 1 else ''}"
         started = f"{size} process{'es' if size != 1 else ''}"
-        raise WorldSizeError(
+        raise StartError(
             f"the program is for {devices} ({mesh}) and was started with {started}",
             f"torchrun --nnodes N --nproc-per-node M starts N x M, and a program that is emitted for {size} continues from the same "
             "checkpoints",

@@ -47,6 +47,7 @@ Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer | list[torch.op
 BEGIN = "# -- the recipe: yours to edit "
 END = "# -- the training "
 """The comments around the recipe in ``train.py``."""
+_LR = 3e-4
 _COMPARED_STEPS = 20
 _MOST_ELEMENTS = 64  # of a tensor that is written as code
 
@@ -61,7 +62,7 @@ class Recipe:
 
     optimizer: Optimizer | str | None = None
     scheduler: Scheduler | str | None = None
-    lr: float = 3e-4
+    lr: float = _LR
     max_norm: float | None = None
     seed: int = 0
     draw_init: bool = False
@@ -69,7 +70,12 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if not 0 <= self.lr < math.inf:
-            raise UsageError(f"lr is {self.lr}, but a learning rate must be at least 0", "3e-4 is the default")
+            raise UsageError(f"lr is {self.lr}, but a learning rate must be at least 0", f"{_LR} is the default")
+        if self.optimizer is not None and self.lr != _LR:
+            raise UsageError(
+                f"lr={self.lr} is the learning rate of the default optimizer, and optimizer= makes another one",
+                "give the rate there: optimizer=lambda params: torch.optim.SGD(params, lr=0.1)",
+            )
         if self.max_norm is not None and not self.max_norm > 0:
             raise UsageError(
                 f"max_norm is {self.max_norm}, but the norm for clipping must be above 0",

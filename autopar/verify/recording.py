@@ -279,9 +279,8 @@ def _fork(task: Callable[[], None], log: Path) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # the other thread of this process waits for its parent's calls
+        # Python warns of forks beside threads: the other thread of this process waits for its parent's calls
+        warnings.simplefilter("ignore", DeprecationWarning)
         process = os.fork()
     if process:
         return process

@@ -200,7 +200,7 @@ def test_what_is_wrong_with_a_program_is_said(tmp_path: Path, monkeypatch: pytes
         program = world.load(folder)
         monkeypatch.setenv("WORLD_SIZE", "3")
         with pytest.raises(
-            world.WorldSizeError, match=r"2 devices \(pipeline 1 x data 1 x tensor 2\) and was started with 3 proc"
+            world.StartError, match=r"2 devices \(pipeline 1 x data 1 x tensor 2\) and was started with 3 proc"
         ):
             world.start(program)
         here = SimpleNamespace(

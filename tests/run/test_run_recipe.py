@@ -21,11 +21,12 @@ import autopar
 from autopar.errors import UsageError
 from autopar.program import train as train_script
 from autopar.run import Program
+from autopar.run.recipe import Recipe
 
 STEPS = 6
 RECIPES: dict[str, dict[str, Any]] = {
     "groups": {"optimizer": recipes.groups},
-    "Muon beside AdamW": {"optimizer": "recipes:muon", "scheduler": "recipes:by_function", "lr": 0.5},
+    "Muon beside AdamW": {"optimizer": "recipes:muon", "scheduler": "recipes:by_function"},
     "schedule": {"scheduler": recipes.warm_cosine, "lr": 0.01, "seed": 5},
     "clipping": {"optimizer": recipes.own_class, "scheduler": recipes.one_cycle, "max_norm": 0.05},
 }
@@ -35,6 +36,12 @@ def compiled(**options: Any) -> Program:
     torch.manual_seed(0)
     pins = {"pin": {"data": 2, "zero": 1}, "time_limit_s": 1, "capture_check": False}
     return autopar.compile(recipes.Reader(), 2, recipes.batch(0), recipes.loss_of, **pins, **options)
+
+
+def test_a_rate_beside_an_optimizer_of_ones_own_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"lr=0.1 is the learning rate of the default optimizer") as error:
+        Recipe(optimizer=recipes.groups, lr=0.1)
+    assert "give the rate there" in str(error.value.hint)
 
 
 def recipe_of(folder: Path) -> str:

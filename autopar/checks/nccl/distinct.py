@@ -35,10 +35,6 @@ class Grid:
     def sizes(self) -> tuple[int, ...]:
         return self.positions, *(size for _, size in self.axes)
 
-    @property
-    def per_position(self) -> int:
-        return math.prod(size for _, size in self.axes)
-
     def coordinates(self, rank: int) -> Coordinates:
         found = []
         for size in reversed(self.sizes):
