@@ -173,7 +173,8 @@ class Recipe:
 
     def _resolved(self) -> tuple[Any, Scheduler | None]:
         """The functions. Call outside of ``program_modules``, where the user's modules may be hidden."""
-        make = _resolved(self.optimizer, "optimizer") or (lambda params: torch.optim.AdamW(params, lr=self.lr))
+        lr = _LR if self.lr is None else self.lr
+        make = _resolved(self.optimizer, "optimizer") or (lambda params: torch.optim.AdamW(params, lr=lr))
         return make, _resolved(self.scheduler, "scheduler")
 
     def _made(self, given: tuple[Any, Scheduler | None], folder: Path) -> Checked:
