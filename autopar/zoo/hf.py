@@ -82,27 +82,26 @@ class _Moved:
 
     def __init__(self) -> None:
         # a weak reference keeps the address, not the memory: no other memory gets the same number
-        self._made: dict[StorageWeakRef, tuple[torch.UntypedStorage, dict[Any, nn.Parameter]]] = {}
+        self._made: dict[StorageWeakRef, tuple[torch.Tensor, dict[Any, nn.Parameter]]] = {}
 
     def parameter(self, given: nn.Parameter) -> nn.Parameter:
         """The parameter in place of ``given``: the same one for all parameters over the same elements."""
         storage = given.untyped_storage()
         reference = StorageWeakRef(storage)
         if reference not in self._made:
-            raw = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta").untyped_storage()
-            self._made[reference] = raw, {}
+            self._made[reference] = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta"), {}
         raw, known = self._made[reference]
         place = _place(given)
         if place not in known:
             empty = torch.empty(0, dtype=given.dtype, device="meta")
-            made = empty.set_(raw, given.storage_offset(), given.shape, given.stride())
+            made = empty.set_(raw.untyped_storage(), given.storage_offset(), given.shape, given.stride())
             known[place] = nn.Parameter(made, given.requires_grad)
         return known[place]
 
     def moved_memory_of(self, tensor: torch.Tensor) -> int:
         """The number of the memory in which parameters are that had the memory of ``tensor``; its own if there are none."""
         entry = self._made.get(StorageWeakRef(tensor.untyped_storage()))
-        return memory(tensor) if entry is None else int(entry[0]._cdata)
+        return memory(tensor if entry is None else entry[0])
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -160,8 +159,8 @@ def _unified(model: nn.Module, moved: _Moved) -> nn.Module:
 
 def _bytes(tensor: torch.Tensor) -> tuple[int, int]:
     """The first byte of a tensor in its storage, and the first after its last."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    first = tensor.storage_offset()
+    last = sum(int((size - 1) * stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first = int(tensor.storage_offset())
     return first * tensor.element_size(), (first + last + 1) * tensor.element_size()
 
 
