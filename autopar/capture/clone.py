@@ -110,8 +110,15 @@ def _configure(module: nn.Module) -> None:
         config: Any = getattr(child, "config", None)
         if getattr(config, "use_cache", False):
             config.use_cache = False
+    choose_experts(module, _EXPERTS)
+
+
+def choose_experts(module: nn.Module, implementation: str) -> None:
+    """Choose the implementation of the mixtures of experts of transformers: ``"eager"`` is the only one that runs in float64."""
+    for child in module.modules():
+        config: Any = getattr(child, "config", None)
         if getattr(config, "_experts_implementation", None) is not None:
-            config._experts_implementation = _EXPERTS
+            config._experts_implementation = implementation
 
 
 def stored_tensors(whole: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:

@@ -24,7 +24,7 @@ from autopar.capture.backward import (
 from autopar.capture.batch import BatchStructure, flatten_batch, rebuild_batch
 from autopar.capture.blocks import stack
 from autopar.capture.boundary import HINT, user_line
-from autopar.capture.clone import LOSS, Twin, twin
+from autopar.capture.clone import LOSS, Twin, choose_experts, twin
 from autopar.capture.derivative import refuse_derivatives
 from autopar.capture.functions import Functions, functions_kept, observed
 from autopar.capture.guard import assigned_buffers_written, guarded
@@ -179,6 +179,8 @@ def export(
 
     def run(copied: nn.Module) -> None:
         cast = copied if dtype is None else copied.to(dtype)
+        if dtype == torch.float64:
+            choose_experts(cast, "eager")
         with surroundings.restored():
             call_model(cast, structure, loss_fn, list(flatten_batch(structure, batch).values()))
 
