@@ -6,7 +6,7 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.machinery import FileFinder, ModuleSpec, SourceFileLoader
 from pathlib import Path
@@ -111,6 +111,41 @@ def _rename(modules: Mapping[str, ModuleType], path: str) -> None:
     for name, module in modules.items():
         module.__name__ = f"{name} of {path}"
         sys.modules[module.__name__] = module
+
+
+def import_train(folder: Path) -> Any:
+    """The folder's ``train.py``, whose recipe may import modules of the working folder. Call inside ``program_modules``.
+
+    Raises ``UsageError`` where it cannot be imported or has no recipe.
+    """
+    train, before = folder / "train.py", list(sys.path)
+    sys.path.append(os.getcwd())
+    try:
+        found: Any = importlib.import_module("train")
+        absent = [name for name in _RECIPE if not hasattr(found, name)]
+    except Exception as error:  # it is the user's to edit
+        raise UsageError(
+            f"the recipe in {train} cannot be read: {type(error).__name__}: {error}",
+            "the modules that it imports are in the folder, in the working folder, or installed",
+        ) from error
+    finally:
+        sys.path[:] = before
+    if absent:
+        raise UsageError(f"{train} has no {', '.join(absent)}", "give optimizer= and the rest of the recipe")
+    if found.REFUSED:
+        raise UsageError(
+            f"{train} has no recipe: {found.REFUSED}",
+            "give optimizer=, scheduler= and the rest, or write the recipe there",
+        )
+    return found
+
+
+_RECIPE = ("REFUSED", "LR", "MAX_NORM", "SEED", "INIT", "DRAW_INIT", "make_optimizer", "make_scheduler")
+
+
+def made_by(train: Any, lr: float | None, world: Any) -> Callable[..., Any]:
+    """The function that makes the optimizer of ``train.py``'s recipe, as a ``Trainer`` takes it."""
+    return lambda named_parameters: train.make_optimizer(dict(named_parameters), lr, world)
 
 
 def import_runtime(folder: str | os.PathLike[str]) -> ModuleType:

@@ -19,7 +19,6 @@ writes is refused by name.
 
 from __future__ import annotations
 
-import copy
 import mmap
 import os
 from collections.abc import Callable, Iterator
@@ -30,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from autopar.capture import storage
 from autopar.errors import AutoparError, ModelError, UsageError
 from autopar.program.checkpoint_files import sync
 from autopar.program.state import INITIAL, note_values, sentence
@@ -57,7 +57,7 @@ def with_tables(model: nn.Module, init: Initialiser | str | os.PathLike[str] | N
     that no initialiser writes. Otherwise values come from elsewhere, if at all, and only buffers that are in no state dict, such as rotary
     frequencies, get those that the model's own initialisers give them; without such buffers it is the model itself.
 
-    Raises ``ModelError`` where an initialiser raises; ``UsageError`` where no parameter is on meta.
+    Raises ``ModelError`` where an initialiser raises or ties parameters; ``UsageError`` where no parameter is on meta.
     """
     if init is None or is_path(init):
         return _with_derived(model)
@@ -91,13 +91,31 @@ def _with_derived(model: nn.Module) -> nn.Module:
 
 
 def _written(copied: nn.Module, init: Initialiser | str | os.PathLike[str], seed: int) -> dict[str, Tensor]:
-    """The values that the initialisers give to buffers on meta, by name; parameters stay on meta."""
+    """The values that the initialisers give to buffers on meta, by name; parameters stay on meta.
+
+    Raises ``ModelError`` where they raise, or tie parameters.
+    """
     memory = _Memory(None)
     for buffer in copied.buffers():
         memory.add(buffer)
+    before = _ties(copied)
     _initialise(copied, init, seed, memory)
+    for name, first in _ties(copied).items():
+        if first != before.get(name, name):
+            raise ModelError(
+                f"an initialiser of the model ties {name} to {first}, which were two parameters before",
+                "tie them where the model is built, in its __init__: head.weight = embedding.weight",
+            )
     known = copied.named_buffers(remove_duplicate=False)
     return {name: memory.values(buffer) for name, buffer in known if buffer.is_meta and memory.has_written(buffer)}
+
+
+def _ties(model: nn.Module) -> dict[str, str]:
+    """The first name of every parameter, by all of its names."""
+    first: dict[Any, str] = {}
+    return {
+        name: first.setdefault(storage.identity(p), name) for name, p in model.named_parameters(remove_duplicate=False)
+    }
 
 
 def _fill(copied: nn.Module, values: dict[str, Tensor]) -> None:
@@ -177,7 +195,9 @@ def write_values(model: nn.Module, init: Initialiser | str | os.PathLike[str], s
 
 
 def _copied(model: nn.Module) -> nn.Module:
-    copied = copy.deepcopy(model)
+    """A copy in which parameters over the same elements are one. Raises ``CaptureError`` for other tensors that share memory with one."""
+    storage.refuse_overlaps(model)
+    (copied,) = storage.copied([model])
     for module in copied.modules():
         vars(module).pop("_is_hf_initialized", None)  # the mark of transformers
     return copied

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -42,7 +43,7 @@ from autopar.run import remote
 from autopar.run.data import Data, importable, names_of, sent
 from autopar.run.folder import folder_for_program
 from autopar.run.processes import Processes, when_gone
-from autopar.run.recipe import Optimizer, Recipe
+from autopar.run.recipe import Optimizer, Recipe, recipe_for
 from autopar.run.torchrun import torchrun
 from autopar.run.training import OnStep, train
 
@@ -71,13 +72,15 @@ class Program:
         cluster: the devices that were planned for; if left out, those that ``plan.devices`` describes.
         state: the state dict to start from, or the path of safetensors or of a ``torch.save`` of it; if left out, or on meta, the
             folder's ``initial.safetensors``.
+        optimizer, scheduler, lr, max_norm, seed: the recipe. If all of them are left out, it is that of the folder's ``train.py``, which is
+            AdamW with 3e-4 and seed 0 unless the program was compiled with another one, or edited. A folder with a recipe refuses another.
         draw_init: where neither exists, draw values from ``seed`` (``autopar.program.values.draw``).
         optimizer: makes an optimizer of the list of the model's parameters, or of pairs with their names where its argument is called
-            ``named_parameters``; AdamW with ``lr`` if left out. It may make a list of optimizers, each with parameters of its own. It is
-            called with stand-ins of the same shapes and without values. A class of your own says with ``per_tensor = True`` that it looks
-            at one tensor at a time, with ``elementwise = True`` that it treats elements alike, or is refused where ranks have parts of
-            the model. Prices are those of Adam, whatever the optimizer. Worker processes must be able to import the function: it is at
-            the top of a module, or named ``"module:function"``.
+            ``named_parameters``; AdamW with ``lr`` if it alone is left out. It may make a list of optimizers, each with parameters of its
+            own. It is called with stand-ins of the same shapes and without values. A class of your own says with ``per_tensor = True``
+            that it looks at one tensor at a time, with ``elementwise = True`` that it treats elements alike, or is refused where ranks
+            have parts of the model. Prices are those of Adam, whatever the optimizer. Worker processes must be able to import the
+            function: it is at the top of a module, or named ``"module:function"``.
         scheduler: makes a ``torch.optim.lr_scheduler.LRScheduler`` of the optimizer, and is imported likewise. It counts updates: a step
             that float16's loss scaling skips does not count. ``ReduceLROnPlateau`` is refused.
         max_norm: the largest 2-norm of the gradients.
@@ -87,6 +90,7 @@ class Program:
 
     Raises:
         ProgramError: the folder has no program, or an ill-typed one: an edit removed a collective, or added one.
+        UsageError: the folder's recipe cannot be read, or differs from the one that was given.
     """
 
     def __init__(
@@ -99,8 +103,8 @@ class Program:
         state: Mapping[str, Tensor] | str | os.PathLike[str] | None = None,
         optimizer: Optimizer | str | None = _DEFAULT.optimizer,
         scheduler: Scheduler | str | None = _DEFAULT.scheduler,
-        lr: float = _DEFAULT.lr,
-        seed: int = _DEFAULT.seed,
+        lr: float | None = None,
+        seed: int | None = None,
         max_norm: float | None = _DEFAULT.max_norm,
         port: int = _DEFAULT.port,
         timeout_s: float = 600,
@@ -115,7 +119,9 @@ class Program:
         self._structure = structure
         self._cluster = cluster or devices.parse(plan.devices)
         self._initial = initial(self.folder)
-        init = None
+        given = {"optimizer": optimizer, "scheduler": scheduler, "lr": lr, "max_norm": max_norm, "seed": seed}
+        recipe = recipe_for(self.folder, given, draw_init)
+        state, init = recipe.init if state is None else state, None
         if isinstance(state, str | os.PathLike):
             path, state = Path(state), None
             if is_weights(path):
@@ -131,7 +137,7 @@ class Program:
             self._note_untrained(self._state)
         elif self._initial is not None:
             self._note_untrained(self._initial)
-        self._recipe = Recipe(optimizer, scheduler, lr, max_norm, seed, draw_init, init)
+        self._recipe = dataclasses.replace(recipe, init=init)
         self._port, self._timeout_s = port, timeout_s
         self._trainer: Any = None
         self._processes: Processes | None = None
@@ -402,7 +408,8 @@ class Program:
                 init = ["--draw-init"] if state is None else ["--init", state]
             options = ["--device", self._cluster.kind, *init, *args]
             folder = self.folder
-            if self._recipe != Recipe():
+            if self._recipe != Recipe() and not self._recipe.of_folder:
+                self._recipe.agree(folder)
                 folder = Path(temporary) / self.folder.name
                 shutil.copytree(self.folder.resolve(), folder, copy_function=_linked)
                 self._recipe.write(folder)

@@ -11,18 +11,21 @@ import functools
 import importlib
 import inspect
 import math
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from autopar import program as runtime_files
 from autopar.errors import UsageError
 from autopar.program import FILES
 from autopar.program.optimizers import (
@@ -39,7 +42,7 @@ from autopar.program.optimizers import (
 from autopar.program.schedulers import described
 from autopar.program.world import load
 from autopar.run.data import importable
-from autopar.run.folder import program_modules
+from autopar.run.folder import import_train, made_by, program_modules
 from autopar.run.worker import resolve
 
 Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer | list[torch.optim.Optimizer]]
@@ -58,18 +61,22 @@ class _UnwritableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a program trains; ``autopar.Program`` says what the fields mean. ``init`` is a path of weights to start from."""
+    """How a program trains; ``autopar.Program`` says what the fields mean. ``init`` is a path of weights to start from.
+
+    Where ``of_folder``, the folder's ``train.py`` makes the optimizer and the scheduler, and the numbers are read from it.
+    """
 
     optimizer: Optimizer | str | None = None
     scheduler: Scheduler | str | None = None
-    lr: float = _LR
+    lr: float | None = _LR  # None: the folder's optimizer has rates of its own
     max_norm: float | None = None
     seed: int = 0
     draw_init: bool = False
     init: str | None = None
+    of_folder: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 <= self.lr < math.inf:
+        if self.lr is not None and not 0 <= self.lr < math.inf:
             raise UsageError(f"lr is {self.lr}, but a learning rate must be at least 0", f"{_LR} is the default")
         if self.optimizer is not None and self.lr != _LR:
             raise UsageError(
@@ -85,7 +92,7 @@ class Recipe:
     @property
     def options(self) -> dict[str, Any]:
         """The numbers, as ``remote.open_trainer`` takes them."""
-        return {"lr": self.lr, "seed": self.seed, "max_norm": self.max_norm}
+        return {"lr": self.lr, "seed": self.seed, "max_norm": self.max_norm, "of_folder": self.of_folder}
 
     def makers(self) -> dict[str, str | None]:
         """The functions by the names under which worker processes import them. Raises ``UsageError`` where they could not."""
@@ -94,11 +101,36 @@ class Recipe:
 
     def check(self, folder: Path) -> None:
         """Raise ``UsageError`` where the optimizer would not train as on one device, or worker processes could not make it."""
-        if self._is_the_users:
+        if self.of_folder:
+            with program_modules(folder):
+                train = import_train(folder)
+                world: Any = _CPU  # what ``adamw`` reads of it
+                self._made((made_by(train, self.lr, world), train.make_scheduler), folder)
+        elif self._is_the_users:
             self.makers()
             given = self._resolved()
             with program_modules(folder):
                 self._made(given, folder)
+
+    def agree(self, folder: Path) -> None:
+        """Raise ``UsageError`` where the folder's ``train.py`` has another recipe."""
+        if not (folder / "train.py").exists():
+            return
+        own = section_of(folder)
+        if own == section_of(_TEMPLATE) or _REFUSED.search(own):
+            return
+        given = self._resolved()
+        with program_modules(folder), _recorded(torch.optim.Optimizer, LRScheduler) as calls:
+            try:
+                made = self._made(given, folder) if self._is_the_users else None
+                mine = self._section(made, given[1], calls)
+            except _UnwritableError:
+                mine = ""
+        if _without_start(mine) != _without_start(own):
+            raise UsageError(
+                f"{folder / 'train.py'} has a recipe, and the optimizer, scheduler, lr, max_norm or seed that were given are not the same",
+                "leave all of them out to train with the folder's recipe; to change it, edit train.py and open the folder again",
+            )
 
     def write(self, folder: Path) -> None:
         """Write the recipe into the folder's ``train.py``.
@@ -106,8 +138,12 @@ class Recipe:
         Raises:
             UsageError: a part of it cannot be written as code, with its name; or it is refused as by ``check``.
         """
-        train, given = folder / "train.py", self._resolved()
+        train = folder / "train.py"
         before = train.read_text()
+        if self.of_folder:
+            train.write_text(_with_start(before, self._start(), train))
+            return
+        given = self._resolved()
         with program_modules(folder), _recorded(torch.optim.Optimizer, LRScheduler) as calls:
             made = self._made(given, folder) if self._is_the_users else None
             try:
@@ -137,7 +173,8 @@ class Recipe:
 
     def _resolved(self) -> tuple[Any, Scheduler | None]:
         """The functions. Call outside of ``program_modules``, where the user's modules may be hidden."""
-        make = _resolved(self.optimizer, "optimizer") or (lambda params: torch.optim.AdamW(params, lr=self.lr))
+        lr = _LR if self.lr is None else self.lr
+        make = _resolved(self.optimizer, "optimizer") or (lambda params: torch.optim.AdamW(params, lr=lr))
         return make, _resolved(self.scheduler, "scheduler")
 
     def _made(self, given: tuple[Any, Scheduler | None], folder: Path) -> Checked:
@@ -167,6 +204,12 @@ class Recipe:
             f"LR: float | None = {_Writer().text(lr)}  # where --lr gives none; None: the optimizer has its own",
             f"MAX_NORM: float | None = {_Writer().text(self.max_norm)}  # of the gradients, where --clip gives none; None: no clipping",
             f"SEED = {self.seed!r}  # where --seed gives none",
+            *self._start(),
+        ]
+
+    def _start(self) -> list[str]:
+        """The lines that say which values the training starts from."""
+        return [
             f"INIT: str | None = {self.init!r}  # where --init gives none; None: initial.safetensors",
             f"DRAW_INIT = {self.draw_init!r}  # draw initial values where there are none",
         ]
@@ -219,6 +262,58 @@ def _with_section(text: str, section: str, train: Path) -> str:
             "emit into a new folder, or write the recipe into train.py yourself",
         )
     return f"{before}{begin}{line}\n{section}\n\n{end}{after}"
+
+
+_TEMPLATE = Path(runtime_files.__file__).parent
+"""The folder of ``train.py`` with the recipe that every folder is emitted with."""
+_START = re.compile(r"^(?:INIT|DRAW_INIT)\b.*$", re.MULTILINE)
+_REFUSED = re.compile(r"^REFUSED = (?!(?:''|\"\")(?: |$))", re.MULTILINE)
+_CPU = SimpleNamespace(device=torch.device("cpu"))
+
+
+def section_of(folder: Path) -> str:
+    """The text of the recipe in a folder's ``train.py``: all of the file where the comments around it are gone."""
+    try:
+        text = (folder / "train.py").read_text()
+    except OSError as error:
+        raise UsageError(f"{folder / 'train.py'} cannot be read: {error.strerror}", "emit the program again") from error
+    begin, end = text.find(BEGIN), text.find(END)
+    return text[text.index("\n", begin) : end].strip() if 0 <= begin < end else text
+
+
+def _without_start(section: str) -> str:
+    return _START.sub("", section).strip()
+
+
+def _with_start(text: str, lines: list[str], train: Path) -> str:
+    """The text of ``train.py`` with other lines of ``_start``. Raises ``UsageError`` where it has none."""
+    for line in lines:
+        name = re.match(r"\w+", line)
+        assert name is not None
+        text, count = re.subn(rf"^{name[0]}\b.*$", line.replace("\\", r"\\"), text, count=1, flags=re.MULTILINE)
+        if not count:
+            raise UsageError(
+                f"{train} has no line that sets {name[0]}", "write it into train.py, or emit into a new folder"
+            )
+    return text
+
+
+def recipe_for(folder: Path, given: Mapping[str, Any], draw_init: bool) -> Recipe:
+    """The recipe of a program: ``given`` (``optimizer``, ``scheduler``, ``lr``, ``max_norm``, ``seed``), or that of the folder's
+    ``train.py`` where all of these are ``None``.
+
+    Raises ``UsageError`` where both have one and they differ, or that of the folder cannot be read.
+    """
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given and section_of(folder) != section_of(_TEMPLATE):
+        with program_modules(folder):
+            train = import_train(folder)
+        draw_init = draw_init or bool(train.DRAW_INIT)
+        return Recipe(None, None, train.LR, train.MAX_NORM, train.SEED, draw_init, train.INIT, of_folder=True)
+    recipe = Recipe(**given, draw_init=draw_init)
+    if given:
+        recipe.agree(folder)
+    return recipe
 
 
 _Calls = Mapping[int, tuple[Any, tuple[Any, ...], dict[str, Any]]]

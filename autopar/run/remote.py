@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from autopar.program.metrics import peak_memory_bytes
 from autopar.program.share import DataError
-from autopar.run.folder import import_runtime, program_modules
+from autopar.run.folder import import_runtime, import_train, made_by, program_modules
 from autopar.run.worker import resolve
 
 _open: list[Any] = []  # this process's one trainer
@@ -21,7 +22,8 @@ def open_trainer(folder: str, options: dict[str, Any], *, device: str | None, ti
     """The folder's own ``Trainer`` for this rank, inside the processes that the environment describes.
 
     ``options``: ``optimizer`` (``"module:function"``, a callable, or ``None``), ``scheduler`` (likewise, or left out), ``lr``, ``seed``,
-    ``max_norm``, ``state`` (the user's state dict, a file of it, or ``None``).
+    ``max_norm``, ``state`` (the user's state dict, a file of it, or ``None``), ``of_folder`` (whether optimizer and scheduler are those of
+    the folder's ``train.py``).
     """
     with program_modules(folder):
         runtime = import_runtime(folder)
@@ -30,6 +32,9 @@ def open_trainer(folder: str, options: dict[str, Any], *, device: str | None, ti
         make, schedule, lr = options["optimizer"], options.get("scheduler"), options["lr"]
         make = resolve(make) if isinstance(make, str) else make
         schedule = resolve(schedule) if isinstance(schedule, str) else schedule
+        if options.get("of_folder"):
+            train = import_train(Path(folder))
+            make, schedule = made_by(train, lr, world), train.make_scheduler
         return runtime.Trainer(
             program,
             world,

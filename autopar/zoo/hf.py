@@ -7,19 +7,21 @@ CPU with their real values, because an emitted program needs them.
 from __future__ import annotations
 
 import contextlib
-import weakref
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from autopar.data_files import shown
 from autopar.errors import AutoparError, BatchError, ModelError
 from autopar.precision import torch_dtype
+from autopar.torch_private import has_storage, memory
 from autopar.zoo.modules import MODULES, module_and_batch
 
 _KINDS = {
@@ -75,26 +77,92 @@ def _zeros(like: torch.Tensor) -> torch.Tensor:
     return raw.view(like.dtype).view(like.shape).requires_grad_(like.requires_grad)
 
 
+class _Moved:
+    """Parameters on meta in place of those that were made elsewhere. What shared memory shares it there."""
+
+    def __init__(self) -> None:
+        # a weak reference keeps the address, not the memory: no other memory gets the same number
+        self._made: dict[StorageWeakRef, tuple[torch.UntypedStorage, dict[Any, nn.Parameter]]] = {}
+
+    def parameter(self, given: nn.Parameter) -> nn.Parameter:
+        """The parameter in place of ``given``: the same one for all parameters over the same elements."""
+        storage = given.untyped_storage()
+        reference = StorageWeakRef(storage)
+        if reference not in self._made:
+            raw = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta").untyped_storage()
+            self._made[reference] = raw, {}
+        raw, known = self._made[reference]
+        place = _place(given)
+        if place not in known:
+            empty = torch.empty(0, dtype=given.dtype, device="meta")
+            made = empty.set_(raw, given.storage_offset(), given.shape, given.stride())
+            known[place] = nn.Parameter(made, given.requires_grad)
+        return known[place]
+
+    def moved_memory_of(self, tensor: torch.Tensor) -> int:
+        """The number of the memory in which parameters are that had the memory of ``tensor``; its own if there are none."""
+        entry = self._made.get(StorageWeakRef(tensor.untyped_storage()))
+        return memory(tensor) if entry is None else int(entry[0]._cdata)
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for tensors of one storage that have the same elements."""
+    return tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad
+
+
 @contextlib.contextmanager
-def _on_meta() -> Iterator[None]:
+def _on_meta() -> Iterator[_Moved]:
     """``_EmptyOnMeta``, and large parameters that were made in another way are moved to meta as a module gets them."""
-    moved: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
+    moved = _Moved()
 
     def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or parameter.is_meta or parameter.numel() < _LARGE:
+        if parameter is None or parameter.is_meta or parameter.numel() < _LARGE or not has_storage(parameter):
             return None
-        known = moved.get(id(parameter))
-        if known is None or known[0]() is not parameter:
-            known = weakref.ref(parameter), nn.Parameter(parameter.data.to("meta"), parameter.requires_grad)
-            moved[id(parameter)] = known
-        return known[1]
+        return moved.parameter(parameter)
 
     handle = register_module_parameter_registration_hook(move)  # type: ignore[arg-type]  # its stub leaves the result out
     try:
         with _EmptyOnMeta():
-            yield
+            yield moved
     finally:
         handle.remove()
+
+
+def _unified(model: nn.Module, moved: _Moved) -> nn.Module:
+    """The model, in which parameters over the same elements (``head.weight.data = embedding.weight.data``) are one parameter.
+
+    Raises ``ModelError`` where a parameter shares only some of its elements with another tensor, or all of them in another shape.
+    """
+    first: dict[Any, nn.Parameter] = {}
+    held: dict[int, dict[Any, tuple[str, torch.Tensor]]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in list(module.named_parameters(path, recurse=False, remove_duplicate=False)):
+            if not has_storage(parameter) or not parameter.numel():
+                continue
+            place, where = _place(parameter), moved.moved_memory_of(parameter)
+            known = first.setdefault((where, parameter.is_meta, place), parameter)
+            if known is not parameter:
+                setattr(module, name.rpartition(".")[2], known)
+            held.setdefault(where, {}).setdefault((parameter.is_meta, place), (name, known))
+    for name, buffer in model.named_buffers():
+        if has_storage(buffer) and buffer.numel() and (where := moved.moved_memory_of(buffer)) in held:
+            held[where][name] = name, buffer
+    for tensors in held.values():
+        ordered = sorted((*_bytes(tensor), name) for name, tensor in tensors.values())
+        for (_, end, name), (begin, _, other) in itertools.pairwise(ordered):
+            if begin < end:
+                raise ModelError(
+                    f"{name} and {other} of the model share memory without being one parameter",
+                    "give each memory of its own, or tie whole parameters of one shape",
+                )
+    return model
+
+
+def _bytes(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first byte of a tensor in its storage, and the first after its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first = tensor.storage_offset()
+    return first * tensor.element_size(), (first + last + 1) * tensor.element_size()
 
 
 def build_config(
@@ -264,7 +332,7 @@ def _names_code(key: str, value: Any) -> bool:
 
 def _build_module(auto: Any, hf_config: Any, dtype: torch.dtype, device: str) -> nn.Module:
     try:
-        with _on_meta() if device == "meta" else contextlib.nullcontext():
+        with _on_meta() if device == "meta" else contextlib.nullcontext(_Moved()) as moved:
             model: nn.Module = auto.from_config(hf_config, dtype=dtype, trust_remote_code=False)
     except AutoparError:
         raise
@@ -273,7 +341,7 @@ def _build_module(auto: Any, hf_config: Any, dtype: torch.dtype, device: str) ->
             f"transformers cannot build the model (model_type {hf_config.model_type!r}): {error}",
             "its sizes are inconsistent: check that transformers alone can build the model",
         ) from error
-    return _placed(model, device)
+    return _placed(_unified(model, moved), device)
 
 
 def _build_plain(
@@ -291,14 +359,14 @@ def _build_plain(
         )
     dtype = torch_dtype(precision)
     try:
-        with _on_meta() if device == "meta" else contextlib.nullcontext():
+        with _on_meta() if device == "meta" else contextlib.nullcontext(_Moved()) as moved:
             module, batch = module_and_batch(config, seq, global_batch, dtype, device)
     except TypeError as error:
         raise ModelError(
             f"the configuration does not fit the module {config['module']}: {error}",
             "its keys are the module's arguments",
         ) from error
-    for parameter in module.parameters():
+    for parameter in _unified(module, moved).parameters():
         parameter.data = parameter.data.to(dtype)
     return _placed(module, device), batch
 

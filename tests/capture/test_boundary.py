@@ -128,7 +128,15 @@ def test_a_lack_of_memory_is_no_fault_of_the_model() -> None:
         capture(Model(raises), (X, X), F.mse_loss)
 
 
+@torch.jit.script
+def scripted(y: Tensor) -> Tensor:
+    """As e3nn's spherical harmonics are."""
+    return torch.sin(y) * y + 2
+
+
 RIGHT: dict[str, Callable[[], nn.Module]] = {
+    "a scripted function": lambda: Model(lambda m, y: scripted(y)),
+    "a scripted function of weights": lambda: Model(lambda m, y: scripted(m.linear.weight @ y.t()).t()),
     "a tuple that iterates in its own way": lambda: Model(lambda m, y: y, terms=Terms((1, 2))),
     "attributes that do not compare": lambda: Model(lambda m, y: y, odd=Odd()),
     "scripted without tensors": lambda: Model(lambda m, y: m.part(y), part=torch.jit.trace(nn.Tanh(), X)),

@@ -20,14 +20,14 @@ from plan_attacks import EVIL, FACTORY, KINDS, MARK, TEXTS, read_attacks
 from autopar.cli.app import cli
 from autopar.cli.explain import repeated
 from autopar.cli.load import Sizes, load_model
-from autopar.data_files import MOST_LEVELS, DataError, parse_json, read_json
+from autopar.data_files import MOST_BYTES, MOST_LEVELS, DataError, parse_json, read_json
 from autopar.devices import calibration, parse
 from autopar.emit.names import identifier, quoted, remark
 from autopar.emit.program import model_source
 from autopar.errors import AutoparError, DeviceError, ModelError, UsageError
 from autopar.plan import Plan
 from autopar.plan_files import read_plan
-from autopar.plan_schema import check_plan
+from autopar.plan_schema import MOST_DEVICES, MOST_LAYERS, check_plan
 from autopar.shard import plan_shardings
 from autopar.zoo.hf import build_config
 from passes.stages import cut_stages
@@ -63,6 +63,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: tuple[Any, Plan]
 
 def test_the_plan_that_attacks_are_drawn_from_is_read(here: Path, base: tuple[Any, Plan]):
     assert read_plan(here / "base.json") == base[1]
+
+
+def test_the_limits_of_files_are_documented():
+    text = " ".join((ROOT / "SECURITY.md").read_text().split())
+    assert f"Files are limited to {MOST_BYTES // 2**20} MiB and {MOST_LEVELS} levels of nesting" in text
+    assert f"a plan to {MOST_LAYERS:,} layers and {MOST_DEVICES:,} devices" in text
 
 
 def test_random_attacks_are_refused_by_a_sentence_with_assertions_and_without(here: Path, base: tuple[Any, Plan]):

@@ -208,7 +208,16 @@ def test_the_command_line_plans_emits_and_runs(tmp_path, capsys):
     assert float(steps[1][3]) < float(steps[0][3])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.fixture
+def default_hangup():
+    """SIGHUP is ignored where the tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("default_hangup")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_to_autopar_run_saves_and_ends_it(number, tmp_path, capsys, monkeypatch):
     (tmp_path / "small_model.py").write_text(MODEL)
 

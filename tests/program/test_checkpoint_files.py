@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from resumed import KIND, batch_of, emitted
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from workers import WorkerPool
 
+from autopar.program import checkpoint_files
 from autopar.program.checkpoint_files import CheckpointError
 from autopar.program.claims import PARENT, claimed, claimed_for_save
 
@@ -48,6 +51,41 @@ def test_a_damaged_checkpoint_is_refused(
         for (_, what), (outcome, why) in zip(cases, answers, strict=True):
             assert outcome == "refused", what
             assert why.count("\n") == 0 and "Traceback" not in why, why
+
+
+class Called:
+    """What a pickle names, and calls when it is read in the usual way."""
+
+    def __init__(self, function: Any, *args: Any) -> None:
+        self.call = function, args
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+@pytest.mark.parametrize("sealed", [True, False], ids=["with its checksums", "of the older format"])
+def test_a_checkpoint_runs_no_code(sealed: bool, saved: tuple[str, Path, dict[str, Any]], tmp_path: Path) -> None:
+    """Its metadata is a pickle, which may name any function."""
+    mark = tmp_path / "attacked"
+    step = Path(shutil.copytree(saved[1] / "step-2", tmp_path / "step-2"))
+    if not sealed:
+        as_format_1(step)
+    facts = json.loads((step / "checkpoint.json").read_text())
+    attacks = {
+        "posix.system": pickle.dumps(Called(os.system, f"touch {mark}")),
+        "builtins.exec": pickle.dumps(Called(exec, f"open({str(mark)!r}, 'w')")),
+        "torch.serialization.load": pickle.dumps(Called(torch.load, str(mark))),
+        "torch.distributed.checkpoint.metadata.os": b"ctorch.distributed.checkpoint.metadata\nos\n.",
+        "torch.distributed.checkpoint.metadata.os.system": b"\x80\x04\x8c\x25torch.distributed.checkpoint.metadata\x8c\x09os.system\x93.",
+    }
+    for name, content in attacks.items():
+        (step / ".metadata").write_bytes(content)
+        if sealed:
+            (step / "checkpoint.json").write_text(json.dumps(checkpoint_files._sealed(facts, content)))
+        with pytest.raises(CheckpointError, match="cannot be read") as refused:
+            checkpoint_files.newest(step)
+        assert name in str(refused.value)
+    assert not mark.exists()
 
 
 def test_a_checkpoint_without_checksums_is_read_and_said_to_be(

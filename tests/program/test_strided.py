@@ -93,5 +93,28 @@ def test_views_of_an_activation_that_another_stage_sends(workers2: WorkerPool) -
         assert check_plan(subject, plan, workers2).error.exact
 
 
+class Convolved(nn.Module):
+    """Attention in two heads between the pixels of convolutions' results, as in CvT: on meta these have other strides than at run time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Conv2d(4, 8, 1), nn.Conv2d(4, 8, 3, padding=1, groups=4)
+        self.value = nn.Conv2d(4, 8, 1)
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        image = x.transpose(1, 2).unflatten(2, (3, 2))
+        q, k, v = (t.reshape(len(x) * 2, 4, 6) for t in (self.query(image), self.key(image), self.value(image)))
+        mixed = (q.transpose(1, 2) @ k).softmax(-1) @ v.transpose(1, 2)
+        return nn.functional.mse_loss(self.out(mixed.transpose(1, 2).reshape(len(x), 8, 6).mean(2)), y)
+
+
+@pytest.mark.parametrize("options", [{"data": 2}, {"tensor": 2}], ids=str)
+def test_reshapes_of_what_convolutions_give(options: dict[str, int], workers2: WorkerPool) -> None:
+    torch.manual_seed(0)
+    subject = make_subject(Convolved(), {"x": batch(), "y": torch.randn(4, 4)})
+    assert check_plan(subject, manual_plan(subject.graph, **options), workers2).error.exact
+
+
 def _placeholders(graph: torch.fx.GraphModule) -> list[Tensor]:
     return [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]

@@ -17,7 +17,7 @@ from workers import WorkerPool
 
 import autopar
 from autopar.cli import main
-from autopar.errors import ModelError, UsageError
+from autopar.errors import CaptureError, ModelError, UsageError
 from autopar.program.state import INITIAL, NO_VALUES
 from autopar.program.weights import Weights
 from autopar.run import initialise
@@ -41,6 +41,33 @@ class Tied(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(self.norm(self.embed(ids)) * self.table)
+
+
+class TiedByData(Tied):
+    """Two parameters over one memory, of which the second is initialised last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = nn.Parameter(self.embed.weight.data)
+
+
+class Turned(Tied):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = nn.Parameter(torch.empty(8, 12).t())
+        self.embed.weight.data = self.head.weight.data.as_strided((12, 8), (8, 1))
+
+
+class TiedLater(Tied):
+    """An initialiser ties what the model's constructor does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = nn.Parameter(torch.empty(12, 8))
+
+    def init_weights(self) -> None:
+        resets(self)
+        self.head.weight.data = self.embed.weight.data
 
 
 class Scaled(nn.Module):
@@ -90,7 +117,9 @@ def own(model: Any) -> None:
 
 def kept_tied(model: nn.Module) -> nn.Module:
     """``to_empty`` makes two parameters of a tied one."""
-    if isinstance(model, Tied):
+    if isinstance(model, TiedByData):
+        model.head.weight.data = model.embed.weight.data
+    elif isinstance(model, Tied):
         model.head.weight = model.embed.weight
     return model
 
@@ -101,6 +130,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, Callable[[nn.Module], None]
     "mixtral": (lambda: MixtralForCausalLM(MixtralConfig(**SIZES)), OWN, own),
     "gpt2": (lambda: GPT2LMHeadModel(gpt2_config()), OWN, own),
     "tied": (Tied, OWN, resets),
+    "tied by data": (TiedByData, OWN, resets),
     "bfloat16": (lambda: nn.Sequential(nn.Linear(64, 64), nn.LSTM(8, 8), nn.Conv2d(3, 4, 3)).bfloat16(), OWN, resets),
     "function": (lambda: nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8)), drawn, lambda model: model.apply(drawn)),
 }  # fmt: skip
@@ -150,6 +180,55 @@ def test_values_are_those_of_one_device(case: str, tmp_path: Path) -> None:
     tables = dict(planned.named_buffers())
     assert all(torch.equal(tables[name], value) for name, value in wanted.named_buffers())
     assert json.loads((tmp_path / "plan.json").read_text())["notes"] == []
+
+
+def of_classes(output: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output, labels)
+
+
+def test_a_tie_by_data_on_meta_trains_as_one_parameter() -> None:
+    """Values, gradients and updates: SGD writes to the memory once for each of the two parameters."""
+    with torch.device("meta"):
+        model = kept_tied(TiedByData().double())
+    ids = torch.arange(8) % 12
+    options = {"init": OWN, "seed": 5, "data": 1, "time_limit_s": 1, "optimizer": sgd, "type_check": False}
+    wanted = one_device(lambda: TiedByData().double(), resets, 5)
+    with autopar.compile(model, 1, (ids, ids + 1), of_classes, **options) as program:
+        same(program.state_dict(), wanted.state_dict())
+        loss, gradients = program.gradients((ids, ids + 1))
+        expected = of_classes(wanted(ids), ids + 1)
+        expected.backward()
+        assert loss == pytest.approx(float(expected.detach()), rel=1e-12)
+        summed = wanted.embed.weight.grad + wanted.head.weight.grad
+        assert torch.allclose(gradients["embed.weight"], summed, rtol=1e-9, atol=1e-12)
+        program.load_state_dict(one_device(lambda: TiedByData().double(), resets, 5).state_dict())
+        program.step((ids, ids + 1))
+        sgd(wanted.parameters()).step()
+        found = program.state_dict()
+    assert torch.equal(found["embed.weight"], found["head.weight"])
+    for name, parameter in wanted.named_parameters():
+        assert torch.allclose(found[name], parameter, rtol=1e-9, atol=1e-12), name
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.5)
+
+
+def ties_by_object(module: nn.Module) -> None:
+    if isinstance(module, TiedLater):
+        module.head.weight = module.embed.weight
+
+
+def test_ties_that_an_initialiser_makes_and_parts_of_parameters_are_refused() -> None:
+    """One device would initialise two parameters and then tie them, and its model differs from the one that was planned."""
+    for init in (OWN, ties_by_object):
+        with pytest.raises(ModelError, match="an initialiser of the model ties head.weight to embed.weight") as error:
+            with_tables(model_on_meta(TiedLater), init)
+        assert error.value.hint
+    with pytest.raises(
+        CaptureError, match=r"the parameter head.weight \[12, 8\] shares memory with the parameter embed.weight"
+    ):
+        with_tables(model_on_meta(Turned), OWN)
 
 
 def test_what_no_initialiser_writes_is_refused_by_name(tmp_path: Path) -> None:
