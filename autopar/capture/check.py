@@ -26,6 +26,7 @@ from autopar.capture.eager import AsGiven, Step, WithoutDraws, gradients, update
 from autopar.capture.float64 import WholeFloat64
 from autopar.capture.pipeline import capture
 from autopar.capture.storage import apart
+from autopar.capture.surroundings import Surroundings
 from autopar.errors import AutoparError, CaptureError
 from autopar.graph import Graph, Guard
 from autopar.measure import EXACT, Error, compare
@@ -54,6 +55,13 @@ HINT = (
     "capture must not change what a model computes: please report this model; until it is mended, autopar.opaque(module) keeps the module "
     "at fault whole, and --no-capture-check (capture_check=False) plans in spite of it"
 )
+CANNOT_RUN = (
+    "give a batch on which the model runs on the CPU and has a finite loss; --no-capture-check (capture_check=False) plans without the "
+    "comparison"
+)
+CARRIED = (
+    "register a buffer (self.register_buffer) and write to it in place: buffers that forward writes are kept up to date"
+)
 NOT_COMPARED = "the captured graph was not compared with the model"
 
 
@@ -70,7 +78,8 @@ def check_capture(
     assert isinstance(structure, BatchStructure)
     tensors = list(flatten_batch(structure, batch).values())
     if why := _not_compared(graph, model, tensors):
-        return f"{NOT_COMPARED}: {why}"
+        return _without_comparison(graph, why)
+    drawn = any(tensor.is_meta for tensor in (*tensors, *model.parameters()))
     tensors = _with_values(tensors)
     comparison = _Comparison(graph, model, loss_fn, structure, local_batch_norm)
     total = tensors[0].shape[0]
@@ -81,7 +90,12 @@ def check_capture(
         # the few rows do not run, or do not represent the planned graph
         rows, first = total, comparison.check(tensors, steps=2) or first
     if first is None:
-        return f"{NOT_COMPARED}: on {rows} rows of the batch {comparison.why}"
+        why = f"on {rows} rows of the batch {comparison.why}"
+        if drawn:
+            return _without_comparison(graph, f"{why}, with drawn values")
+        if rows < total and not affordable:
+            return _without_comparison(graph, f"{why}, and {total} rows take too long")
+        raise CaptureError(f"the captured graph cannot be compared with the model: {why}", CANNOT_RUN)
     second = comparison.check(_reordered([tensor[torch.arange(rows + 1) % total] for tensor in tensors]), steps=1)
     rest = f"and a step of {second}" if second else f"(of {rows + 1} rows it was not compared: {comparison.why})"
     seconds = time.perf_counter() - start_s
@@ -89,6 +103,21 @@ def check_capture(
         f"the captured graph equals the model over two steps of {first} {rest}: loss, gradients and buffers, in {comparison.numbers} "
         f"(compared in {seconds:.1f} s)"
     )
+
+
+def _without_comparison(graph: Graph, why: str) -> str:
+    """The note for a plan whose graph is not compared, because there are no values or they are too many.
+
+    Raises:
+        CaptureError: forward leaves tensors for its next call, so that only a comparison tells whether the graph is right.
+    """
+    if graph.carried:
+        raise CaptureError(
+            f"forward leaves tensors for its next call in {', '.join(graph.carried[:3])}, and whether that call needs them cannot be "
+            f"compared: {why}",
+            f"{CARRIED}; --no-capture-check (capture_check=False) plans as if every call were the first",
+        )
+    return f"{NOT_COMPARED}: {why}"
 
 
 def _not_compared(graph: Graph, model: nn.Module, tensors: Sequence[Tensor]) -> str:
@@ -145,6 +174,7 @@ class _Comparison:
         self, graph: Graph, model: nn.Module, loss_fn: Callable[..., Any] | None, structure: BatchStructure, local: bool
     ) -> None:
         self.graph, self.model, self.loss_fn, self.structure, self.local = graph, model, loss_fn, structure, local
+        self.surroundings = Surroundings(model, loss_fn)
         self.numbers, self.why, self.difference = "float64", "", ""
         self.chances: set[float] = set()
 
@@ -174,19 +204,13 @@ class _Comparison:
             self.why = f"they do something else at {other}"
             return None
         given = self.as_given()  # outside of the modes: drawing initial values is no part of the step
-        with self.modes():
+        with self.surroundings.restored(), self.modes():  # modules that are kept whole run their own code
             found = list(graph_steps(small, given, tensors, eager))
         for number, (mine, theirs) in enumerate(zip(found, eager, strict=True)):
             off, where = _compared(mine, theirs, set(small.buffers))
             if not off.value <= (EXACT if self.dtype is not None else _noise(self.graph.dtype)):
-                if number == 0:
-                    place = _located(self, small, tensors)
-                else:
-                    place = ", in the second step: what changes between steps besides buffers is not in a graph"
-                raise CaptureError(
-                    f"the captured graph does not compute what the model computes on {count}: {where} ({off.where}) is off by "
-                    f"{off.value:.1e}{place}",
-                    HINT,
+                raise self._refused(
+                    f"on {count}: {where} ({off.where}) is off by {off.value:.1e}", number, small, tensors
                 )
         if drawn := sorted(_chances(self.graph) - self.chances):
             raise CaptureError(
@@ -195,6 +219,19 @@ class _Comparison:
             )
         self.difference = same_structure(self.graph, small)
         return count + (f" (whose graph differs from the whole batch's: {self.difference})" if self.difference else "")
+
+    def _refused(self, off: str, step: int, small: Graph, tensors: list[Tensor]) -> CaptureError:
+        if carried := list(dict.fromkeys((*self.graph.carried, *small.carried))):
+            return CaptureError(
+                f"forward leaves tensors for its next call in {', '.join(carried[:3])}, which a graph does not: it does not compute what "
+                f"the model computes {off}, in step {step + 1}",
+                CARRIED,
+            )
+        if step == 0:
+            place = _located(self, small, tensors)
+        else:
+            place = ", in the second step: what changes between steps besides buffers is not in a graph"
+        return CaptureError(f"the captured graph does not compute what the model computes {off}{place}", HINT)
 
     def as_given(self) -> AsGiven:
         return AsGiven(self.model, self.loss_fn, self.structure, self.dtype, self.graph.buffers)
@@ -221,7 +258,7 @@ class _Comparison:
         steps, parameters = list[Step](), given.parameters
         before = {name: (p._version, p.data_ptr()) for name, p in parameters.items()}
         try:
-            with self.modes(self.chances):
+            with self.surroundings.restored(), self.modes(self.chances):
                 for _ in range(count):
                     if steps:
                         update(parameters, steps[-1].gradients)
@@ -322,7 +359,7 @@ def _noise(dtype: torch.dtype) -> float:
 def _located(comparison: _Comparison, graph: Graph, tensors: list[Tensor]) -> str:
     """The first node whose value eager PyTorch never computes, with its line; empty if there is none."""
     given = comparison.as_given()
-    with comparison.modes():
+    with comparison.surroundings.restored(), comparison.modes():
         seen = _Seen()
         batch = dict(zip((value.name for value in graph.inputs), tensors, strict=True))
         with torch.no_grad():

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from autopar.capture.storage import tied_first
+from autopar.capture.surroundings import Surroundings
 from autopar.errors import CaptureError
 from autopar.torch_private import fake_tensors
 
@@ -26,19 +27,21 @@ LOSS = "<loss_fn>"
 
 @dataclass(frozen=True, slots=True)
 class Twin:
-    """The clones, the real tensors behind their buffers by every name (none for a model on meta), and the fake-tensor mode of their
-    tensors."""
+    """The clones, the real tensors behind their buffers by every name (none for a model on meta), the fake-tensor mode of their tensors,
+    and the surroundings that their code shares with the originals."""
 
     module: nn.Module
     loss_fn: Any
     buffers: dict[str, torch.Tensor]
     mode: Any
+    surroundings: Surroundings
 
 
 def twin(
     model: nn.Module,
     dtype: torch.dtype | None,
-    loss_fn: Any = None,
+    loss_fn: Any,
+    surroundings: Surroundings,
     *,
     meta: bool = False,
     without: Collection[str] = (),
@@ -97,7 +100,8 @@ def twin(
         owner.register_buffer(name, tensor, persistent=False)
     module = copied["model"]
     _configure(module)
-    return Twin(module, copied[_LOSS_KEY] if isinstance(loss_fn, nn.Module) else loss_fn, values, mode)
+    loss_fn = copied[_LOSS_KEY] if isinstance(loss_fn, nn.Module) else loss_fn
+    return Twin(module, loss_fn, values, mode, surroundings)
 
 
 def _configure(module: nn.Module) -> None:
@@ -106,8 +110,15 @@ def _configure(module: nn.Module) -> None:
         config: Any = getattr(child, "config", None)
         if getattr(config, "use_cache", False):
             config.use_cache = False
+    choose_experts(module, _EXPERTS)
+
+
+def choose_experts(module: nn.Module, implementation: str) -> None:
+    """Choose the implementation of the mixtures of experts of transformers: ``"eager"`` is the only one that runs in float64."""
+    for child in module.modules():
+        config: Any = getattr(child, "config", None)
         if getattr(config, "_experts_implementation", None) is not None:
-            config._experts_implementation = _EXPERTS
+            config._experts_implementation = implementation
 
 
 def stored_tensors(whole: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autopar.capture.batch import BatchStructure
-from autopar.capture.clone import stored_tensors
+from autopar.capture.clone import choose_experts, stored_tensors
 from autopar.capture.export import call_model
 from autopar.capture.storage import cast, copied, ties
 
@@ -136,11 +136,10 @@ def prepared(model: nn.Module, loss_fn: Any = None, dtype: torch.dtype | None = 
         cast([*module.parameters(), *plain], dtype)
         for parameter in module.parameters():
             parameter.grad = None
+    if dtype == torch.float64:
+        choose_experts(made[0], "eager")
     recurrent = False
     for module in made[0].modules():
-        config: Any = getattr(module, "config", None)
-        if dtype == torch.float64 and getattr(config, "_experts_implementation", None) is not None:
-            config._experts_implementation = "eager"  # transformers' grouped products do not support float64
         if isinstance(module, nn.RNNBase) and module.dropout:
             module.dropout, recurrent = 0.0, True  # passed to the kernel by position, not by name
     return Copied(made[0], made[1] if len(made) > 1 else loss_fn, recurrent)

@@ -24,7 +24,7 @@ from autopar.capture.backward import (
 from autopar.capture.batch import BatchStructure, flatten_batch, rebuild_batch
 from autopar.capture.blocks import stack
 from autopar.capture.boundary import HINT, user_line
-from autopar.capture.clone import LOSS, Twin, twin
+from autopar.capture.clone import LOSS, Twin, choose_experts, twin
 from autopar.capture.derivative import refuse_derivatives
 from autopar.capture.functions import Functions, functions_kept, observed
 from autopar.capture.guard import assigned_buffers_written, guarded
@@ -32,15 +32,16 @@ from autopar.capture.loops import ShortLoops
 from autopar.capture.opaque import observe
 from autopar.capture.questions import Answering, Answers, keep_guards, listen
 from autopar.capture.repeat import Lifted, Repeats, expand, members, record, traced_once
-from autopar.capture.state import State, buffers, buffers_kept, check_again, state
+from autopar.capture.state import Left, State, buffers, buffers_kept, check_again, state
 from autopar.capture.storage import identity, refuse_overlaps
+from autopar.capture.surroundings import Run, Surroundings
 from autopar.capture.whole import find as find_whole
 from autopar.capture.whole import keep as keep_whole
 from autopar.capture.whole import paths_of
 from autopar.errors import CaptureError
 from autopar.graph import Parameter
 from autopar.ops.facts import facts, op_name
-from autopar.ops.meta import meta
+from autopar.ops.meta import graph_meta, meta
 from autopar.torch_private import as_if_exported, is_fake, masks_as_given, memory, plain_averages
 from passes.clean.nodes import like, note
 
@@ -84,7 +85,7 @@ class _Captured(nn.Module):
         except Exception as error:
             raise _RefusedError(error) from error
         replaced = {key: b for key, b in buffers(self.module).items() if b is not given.get(key)}
-        _LEFT[:] = [state(self.module) | replaced]  # not an attribute: torch.export restores attributes
+        _STATE[:] = [state(self.module) | replaced]  # not an attribute: torch.export restores attributes
         return loss if self.answers is None else (loss, *self.answers.asked)
 
 
@@ -93,8 +94,8 @@ def _registered(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, _ in model.named_buffers(remove_duplicate=False))
 
 
-_LEFT: list[State] = []
-"""The Python state that the last traced forward left."""
+_STATE: list[State] = []
+"""The Python state in which the last traced forward left its modules."""
 
 
 def call_model(
@@ -174,9 +175,14 @@ def export(
             "loss_fn has parameters of its own", hint="make it part of the model, and return the loss from there"
         )
 
+    surroundings = Surroundings(model, loss_fn)
+
     def run(copied: nn.Module) -> None:
         cast = copied if dtype is None else copied.to(dtype)
-        call_model(cast, structure, loss_fn, list(flatten_batch(structure, batch).values()))
+        if dtype == torch.float64:
+            choose_experts(cast, "eager")
+        with surroundings.restored():
+            call_model(cast, structure, loss_fn, list(flatten_batch(structure, batch).values()))
 
     def run_kept(copied: nn.Module) -> None:
         keep_whole(kept, copied)
@@ -193,7 +199,7 @@ def export(
     while True:
         try:
             with functions_kept(functions):
-                gm, values = _exported(model, structure, loss_fn, dtype, kept, answers)
+                gm, values = _exported(model, structure, loss_fn, dtype, surroundings, kept, answers)
             break
         except KeptWholeError as error:
             if not valued:
@@ -224,17 +230,24 @@ def _exported(
     structure: BatchStructure,
     loss_fn: Callable[..., Any] | None,
     dtype: torch.dtype | None,
+    surroundings: Surroundings,
     kept: dict[str, str],
     answers: Answers | None,
 ) -> tuple[fx.GraphModule, dict[str, torch.Tensor]]:
     """The labelled graph and the values, with one op for each module in ``kept``. ``answers`` holds the answers to questions about
     values."""
-    repeats = _repeats(model, dtype, loss_fn, structure, kept) if answers is None else None
-    copied = _twin(model, dtype, loss_fn, kept, without=repeats.unread(model) if repeats is not None else ())
+
+    def cloned(**options: Any) -> Twin:
+        copied = twin(model, dtype, loss_fn, surroundings, **options)
+        keep_whole(kept, copied.module)
+        return copied
+
+    repeats = _repeats(model, structure, cloned) if answers is None else None
+    copied = cloned(without=repeats.unread(model) if repeats is not None else ())
     before = state(copied.module)
 
-    def run(repeats: Repeats | None = repeats) -> tuple[Any, State]:
-        return _export(model, copied, structure, repeats, answers), _LEFT.pop()
+    def run(repeats: Repeats | None = repeats) -> tuple[Any, Left]:
+        return _export(model, copied, structure, repeats, answers)
 
     with buffers_kept(copied.module):
         program, left = run()
@@ -242,13 +255,14 @@ def _exported(
     lifted = _lifted(program)
     found = expand(program.graph_module, lifted, repeats, model) if repeats is not None else lifted
     if found is None:
-        copied = _twin(model, dtype, loss_fn, kept)
-        program = _export(model, copied, structure)
+        copied = cloned()
+        program, left = _export(model, copied, structure)
         found = _lifted(program)
     gm = program.graph_module
     values = _label(gm, found, program.constants, model, copied, structure)
     for sentence in notes:
         note(gm, sentence)
+    graph_meta(gm)["carried"] = left.tensors
     _check_dtypes(gm)
     refuse_nodes(gm)
     refuse_derivatives(gm)
@@ -256,25 +270,13 @@ def _exported(
     return gm, values
 
 
-def _twin(model: nn.Module, dtype: torch.dtype | None, loss_fn: Any, kept: dict[str, str], **options: Any) -> Twin:
-    copied = twin(model, dtype, loss_fn, **options)
-    keep_whole(kept, copied.module)
-    return copied
-
-
-def _repeats(
-    model: nn.Module,
-    dtype: torch.dtype | None,
-    loss_fn: Callable[..., Any] | None,
-    structure: BatchStructure,
-    kept: dict[str, str],
-) -> Repeats | None:
-    """The calls that the model repeats. They are recorded on a separate twin, because attributes that a forward leaves in its module
+def _repeats(model: nn.Module, structure: BatchStructure, cloned: Callable[..., Twin]) -> Repeats | None:
+    """The calls that the model repeats. They are recorded on a twin of their own, because attributes that a forward leaves in its module
     would be exported."""
     if not members(model):
         return None
     for on_meta in (True, False):
-        copied = _twin(model, dtype, loss_fn, kept, meta=on_meta)
+        copied = cloned(meta=on_meta)
 
         def run(copied: Twin = copied, device: str = "meta" if on_meta else "cpu") -> None:
             with copied.mode, _traceable(model, copied), as_if_exported():
@@ -289,11 +291,12 @@ def _repeats(
 
 
 @contextmanager
-def _traceable(model: nn.Module, copied: Twin) -> Iterator[None]:
+def _traceable(model: nn.Module, copied: Twin) -> Iterator[Run]:
     """Inside, torch's modules compute the same without looking at values, and code whose effect export would lose is refused, as are
-    long loops."""
-    with guarded(model, copied.module), masks_as_given(), plain_averages(), ShortLoops():
-        yield
+    long loops. Afterwards no tensor of the trace is left outside of the twin."""
+    with copied.surroundings.restored() as run:
+        with guarded(model, copied.module), masks_as_given(), plain_averages(), ShortLoops():
+            yield run
 
 
 def _lifted(program: Any) -> list[Lifted]:
@@ -308,7 +311,8 @@ def _export(
     structure: BatchStructure,
     repeats: Repeats | None = None,
     answers: Answers | None = None,
-) -> Any:
+) -> tuple[Any, Left]:
+    """The exported program, and what its forward has left."""
     with copied.mode:
         tensors = tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") for leaf in structure.leaves)
     captured = _Captured(copied.module, copied.loss_fn, structure, _registered(model), answers)
@@ -322,12 +326,12 @@ def _export(
             warnings.simplefilter("ignore")
             if answers is not None:
                 around.enter_context(Answering(answers))
-            around.enter_context(_traceable(model, copied))
+            run = around.enter_context(_traceable(model, copied))
             if repeats is not None:
                 around.enter_context(traced_once(captured.module, repeats))
             program = torch.export.export(captured, tensors, strict=False)
         _complete_users(program.graph_module)
-        return program
+        return program, Left(_STATE.pop(), run.changes)
     except _RefusedError as refused:
         if isinstance(refused.error, KeptWholeError):
             refused.error.paths = paths_of(refused.error.__traceback__, copied.module)
@@ -337,6 +341,7 @@ def _export(
     except Exception as error:
         raise _explain(error, copied.module) from error
     finally:
+        _STATE.clear()
         for logger, level in zip(noisy, levels, strict=True):
             logger.setLevel(level)
 

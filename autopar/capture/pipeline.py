@@ -123,13 +123,7 @@ def _assemble(
     used = {parameter.original for parameter in parameters.values()} | tied.keys()
     if unused := [n for n, p in model.named_parameters() if p.requires_grad and n not in used]:
         notes.append(f"the loss does not depend on {len(unused)} parameters: {', '.join(unused[:5])}")
-    if (still := [name for name, module in model.named_modules() if not module.training]) and model.training:
-        some = f"{', '.join(name for name in still[:3])}{', ...' if len(still) > 3 else ''}"
-        notes.append(f"{len(still)} modules are in eval mode, as they were given, and stay in it: {some}")
-    elif still:
-        notes.append(
-            "the model is in eval mode, as it was given: no dropout, and running statistics; model.train() changes that"
-        )
+    notes += _eval_mode(model)
     held = {name for layer in layers for name in layer.buffers}
     notes += [f"the update of buffer {name} is left out" for name in written if name not in held]
     dtypes = _dtypes(parameters)
@@ -159,7 +153,21 @@ def _assemble(
         valueless=tuple(graph_meta(gm).get("valueless", ())),
         state=_state(model),
         guards=tuple(guard for guard, _ in guards),
+        carried=graph_meta(gm)["carried"],
     )
+
+
+def _eval_mode(model: nn.Module) -> list[str]:
+    """Notes on the modules that are not in train mode."""
+    still = [name for name, module in model.named_modules() if not module.training]
+    if not still:
+        return []
+    if not model.training:
+        return [
+            "the model is in eval mode, as it was given: no dropout, and running statistics; model.train() changes that"
+        ]
+    some = f"{', '.join(still[:3])}{', ...' if len(still) > 3 else ''}"
+    return [f"{len(still)} modules are in eval mode, as they were given, and stay in it: {some}"]
 
 
 def _state(model: nn.Module) -> tuple[StateTensor, ...]:

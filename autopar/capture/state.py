@@ -1,8 +1,9 @@
-"""Python state that a forward leaves in its modules: a counter, a list, a tensor stored for the next call.
+"""Python state that a forward leaves in its modules, or outside of them: a counter, a list, a tensor stored for the next call.
 
-A graph records the first call. If a forward has changed attributes, the model is exported once more in its new state. If that gives
-another graph, later steps would compute something else, and capture refuses the model and names the attributes. Caches that a first call
-fills give the same graph; attributes that keep changing are noted.
+A graph records the first call. If a forward has changed attributes or globals, the model is exported once more in its new state. If that
+gives another graph, later steps would compute something else, and capture refuses the model and names them. Caches that a first call
+fills give the same graph; attributes that keep changing are noted. Tensors outside of the modules are removed after every run
+(``surroundings``), and the comparison of the graph with the model (``check``) finds out whether a later call needs them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,10 +19,30 @@ from torch import Tensor, fx, nn
 
 from autopar.capture.clone import Twin
 from autopar.capture.storage import items
+from autopar.capture.surroundings import Change
 from autopar.errors import CaptureError
 
 State = dict[tuple[str, str], Any]
 """By a module's path and an attribute's name: the attribute's value, if it is plain data, tensors included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What a traced forward left: the state of its modules, and the changes outside of them."""
+
+    state: State
+    outside: tuple[Change, ...]
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The names of the places outside of the modules that hold tensors for the next call."""
+        return tuple(name for change in self.outside for name in change.of_tensors())
+
+    @property
+    def plain(self) -> dict[str, tuple[Any, Any]]:
+        """The changes outside of the modules, if none of them is a tensor: those are still in place."""
+        return {} if self.tensors else {k: v for change in self.outside for k, v in change.named().items()}
+
 
 _OWN = frozenset(vars(nn.Module())) - {"training"}
 _TENSORS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -82,16 +104,17 @@ def changes(before: State, after: State) -> dict[str, tuple[Any, Any]]:
 
 
 def check_again(
-    program: Any, before: State, after: State, copied: Twin, again: Callable[[], tuple[Any, State]]
+    program: Any, before: State, after: Left, copied: Twin, again: Callable[[], tuple[Any, Left]]
 ) -> list[str]:
     """Export once more, with the twin in the state that the first export's forward left; return notes on attributes that keep changing.
 
-    ``again`` exports the twin and returns the program, and the state that this forward left.
+    ``again`` exports the twin and returns the program, and what this forward left.
 
     Raises:
         CaptureError: the second graph differs from the first.
     """
-    changed = changes(before, after)
+    inside = changes(before, after.state)
+    changed = inside | after.plain
     if not changed:
         return []
 
@@ -99,7 +122,7 @@ def check_again(
         with copied.mode:
             return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
-    _set(copied.module, {key: _copied(value, blank) for key, value in after.items()})
+    _set(copied.module, {key: _copied(value, blank) for key, value in after.state.items()})
     left = state(copied.module)
     try:
         second, finally_ = again()
@@ -111,10 +134,10 @@ def check_again(
     words = ", ".join(f"{name} ({_short(old)}, then {_short(new)})" for name, (old, new) in list(changed.items())[:5])
     if not same:
         raise CaptureError(
-            f"forward changes Python attributes and reads them in its next call: {words}; the graph would repeat its first call",
+            f"forward changes Python state and reads it in its next call: {words}; the graph would repeat its first call",
             hint="register a buffer (self.register_buffer) and write to it in place: buffers that forward writes are kept up to date",
         )
-    moving = [name for name in changes(left, finally_) if name in changed and not _holds_tensors(changed[name][1])]
+    moving = [n for n in changes(left, finally_.state) if n in inside and not _holds_tensors(inside[n][1])]
     return [f"forward changes the attribute {name} in every call, which a program does not" for name in moving]
 
 
@@ -164,6 +187,8 @@ def equal(a: Any, b: Any) -> bool:
 def _short(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)}"
+    if not _is_plain(value):
+        return f"a {type(value).__name__}"
     text = repr(value) if not _holds_tensors(value) else f"a {type(value).__name__} with tensors"
     return text if len(text) <= 40 else text[:40] + "..."
 

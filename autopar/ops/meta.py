@@ -97,6 +97,8 @@ class GraphMeta(TypedDict, total=False):
     """The names of the buffers whose new values follow the loss in the output. Written by ``functionalise_pass``."""
     valueless: dict[str, None]
     """The names of the buffers whose values are needed but not available (the model is on meta)."""
+    carried: tuple[str, ...]
+    """The globals and the like in which forward leaves tensors for its next call."""
     guards: tuple[Guard, ...]
     """Questions that the model asked about its values, and the answers for which the graph is captured."""
 

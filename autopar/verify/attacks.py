@@ -22,6 +22,7 @@ from autopar.capture.batch import describe_batch
 from autopar.capture.check import graph_steps
 from autopar.capture.eager import AsGiven, WithoutDropout, prepared, update
 from autopar.capture.export import call_model
+from autopar.capture.surroundings import Surroundings
 from autopar.errors import AutoparError
 from autopar.graph import Graph
 from autopar.measure import EXACT, Error, compare
@@ -125,7 +126,7 @@ def _captured(model: nn.Module, batch: Any, loss_fn: Callable[..., Any] | None) 
     copied = prepared(model, loss_fn)
     structure = describe_batch(model, batch, loss_fn, torch.float64)
     try:
-        with WholeFloat64(), WithoutDropout():
+        with Surroundings(model, loss_fn).restored(), WholeFloat64(), WithoutDropout():
             call_model(
                 copied.model, structure, copied.loss_fn, list(flatten_batch(structure, batch).values())
             ).backward()
@@ -184,7 +185,7 @@ def _two_steps(model: nn.Module, loss_fn: Callable[..., Any] | None, subject: Su
     tensors = list(subject.batch.values())
     alone, copied = (AsGiven(model, loss_fn, structure, torch.float64) for _ in range(2))
     before = {n: p.detach().clone() for n, p in alone.parameters.items()}
-    with WholeFloat64(), WithoutDropout():
+    with Surroundings(model, loss_fn).restored(), WholeFloat64(), WithoutDropout():
         first = alone.step(tensors)
         kept = compare(0.0, before, 0.0, {n: p.detach() for n, p in alone.parameters.items()})
         update(alone.parameters, first.gradients)

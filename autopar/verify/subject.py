@@ -14,6 +14,7 @@ from autopar.capture import BatchStructure, WholeFloat64, apart, capture, flatte
 from autopar.capture.eager import WithoutDropout, prepared, summed
 from autopar.capture.export import call_model
 from autopar.capture.storage import ties
+from autopar.capture.surroundings import Surroundings
 from autopar.errors import BatchError, ModelError
 from autopar.graph import Graph
 from autopar.ops.facts import Kind, facts
@@ -58,10 +59,10 @@ def make_subject(
     """
     if any(tensor.is_meta for tensor in model.state_dict().values()):
         raise ModelError("the model is on meta, where parameters have no values", "build it on the CPU to verify it")
-    copied = prepared(model, loss_fn)
+    copied, surroundings = prepared(model, loss_fn), Surroundings(model, loss_fn)
     model, loss_fn = copied.model, copied.loss_fn
     switched_off = _without_dropout(model)
-    with WholeFloat64(), WithoutDropout() as off:
+    with surroundings.restored(), WholeFloat64(), WithoutDropout() as off:
         graph = annotate(capture(model, batch, loss_fn, precision="float64", name=name))
         structure = graph.structure
         assert isinstance(structure, BatchStructure)
@@ -88,7 +89,7 @@ def with_batch(
 ) -> Subject:
     """The subject of ``model`` with another batch of the same shapes, by input name. Raises any error that the model raises."""
     copied = prepared(model, loss_fn)
-    with WholeFloat64(), WithoutDropout():
+    with Surroundings(model, loss_fn).restored(), WholeFloat64(), WithoutDropout():
         given = copied.model, subject.graph, copied.loss_fn, tensors, subject.state
         loss, gradients, after = _eager(*given)
         rounding = _rounding(*given, gradients)

@@ -20,6 +20,7 @@ from autopar.capture.check import same_structure
 from autopar.capture.eager import prepared
 from autopar.errors import CaptureError
 from autopar.graph import Graph
+from autopar.torch_private import is_fake
 
 
 def checked(model: nn.Module, batch: Any, loss_fn: Any = None) -> str:
@@ -222,12 +223,44 @@ def test_a_model_that_takes_its_own_number_of_rows_alone_is_compared_whole() -> 
     )
 
 
-def test_a_loss_that_is_no_number_is_not_compared() -> None:
+def test_a_loss_that_is_no_number_is_refused() -> None:
     class Undefined(Small):
         def middle(self, x: Tensor) -> Tensor:
             return (x - x - 1.0).log()
 
-    assert checked(Undefined(), rows()) == f"{NOT_COMPARED}: on 6 rows of the batch the model's loss is nan"
+    with pytest.raises(
+        CaptureError, match="cannot be compared with the model: on 6 rows of the batch the model's loss is nan"
+    ):
+        checked(Undefined(), rows())
+
+
+class Fussy(Small):
+    """Takes no fewer than eight rows, and runs on values alone."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        if is_fake(x) or x.is_meta or x.shape[0] >= 8:
+            return x.tanh()
+        raise RuntimeError("too few rows")
+
+
+def test_a_model_that_does_not_run_is_refused_unless_the_comparison_is_switched_off() -> None:
+    with pytest.raises(CaptureError, match="on 6 rows of the batch the model raises RuntimeError: too few") as refused:
+        checked(Fussy(), rows())
+    assert "--no-capture-check (capture_check=False)" in str(refused.value.hint)
+    notes = autopar.compile(Fussy(), 1, rows(), capture_check=False, type_check=False).plan.notes
+    assert any(note.startswith(NOT_COMPARED) for note in notes)
+
+
+def test_without_values_of_the_users_or_with_too_many_rows_it_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = checked(Fussy(), torch.empty(ROWS, WIDTH, device="meta"))
+    assert said.startswith(f"{NOT_COMPARED}: on 6 rows of the batch the model raises RuntimeError: too few rows")
+    assert said.endswith(", with drawn values")
+    monkeypatch.setattr(module, "MOST_ROWS", 10)
+    said = checked(Fussy(), rows(12))
+    assert (
+        said
+        == f"{NOT_COMPARED}: on 2 rows of the batch the model raises RuntimeError: too few rows, and 12 rows take too long"
+    )
 
 
 def test_one_example_is_enough_for_a_model_that_takes_one() -> None:
@@ -238,10 +271,10 @@ def test_a_model_that_cannot_be_copied_says_so() -> None:
     model = Small()
     graph = capture(model, rows())
     model.lock = threading.Lock()
-    said = check_capture(graph, model, rows(), None)
-    assert said.startswith(
-        f"{NOT_COMPARED}: on 6 rows of the batch the model cannot be copied (TypeError: cannot pickle"
-    )
+    with pytest.raises(
+        CaptureError, match=r"on 6 rows of the batch the model cannot be copied \(TypeError: cannot pick"
+    ):
+        check_capture(graph, model, rows(), None)
 
 
 def test_switched_off_it_says_so_in_the_plan() -> None:

@@ -134,8 +134,12 @@ value in the graph that the model does not compute, and the line of the model th
 the module at fault whole.
 
 **What is not compared.** A model whose buffers are on meta, or whose parameters are and take more than 64 MiB in float64; one
-that takes more than 16 GB with its gradients in float64, or more than 10^14 operations; one that does not run on the CPU, or
-whose loss is no number. The plan says so, with the reason, in a note that begins with "{NOT_COMPARED}". A model that does not
+that takes more than 16 GB with its gradients in float64, or more than 10^14 operations; one of
+more than 64 rows that takes no fewer. The plan says so, with the reason, in a note that begins with "{NOT_COMPARED}".
+
+**What is refused.** A model that could be compared and does not run: it raises an error on the CPU, its loss is no number, or it cannot be
+copied. And a model that leaves tensors outside of its modules for its next call (in a global, an attribute of a class, a closure, a default
+argument), where that call needs them, or where nothing can be compared. A model that does not
 run in float64 is compared in its own precision, as far as that tells rounding from a fault. Precision itself is not compared:
 what a model casts to float32 in between is the program's to keep.
 

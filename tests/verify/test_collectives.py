@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from recorded import Case, captured, other_cases
 
 from autopar.checks.nccl.distinct import DIFFERENT, Grid
 from autopar.checks.nccl.distinct import check as check_distinct
-from autopar.checks.nccl.findings import DEADLOCK, SEQUENCE, Finding, agreed
+from autopar.checks.nccl.findings import DEADLOCK, SEQUENCE, Finding, agreed, unaligned
+from autopar.checks.nccl.records import Event, Operation
 from autopar.cli.app import cli
 from autopar.emit import emit
 from autopar.verify import kind
@@ -124,6 +126,24 @@ def test_distinct_ranks_stand_for_all_where_they_do_the_same(tmp_path: Path, wor
     own = f"dist.get_rank() != 7 and dist.all_reduce(losses[0].detach() if losses else {TORCH}.zeros(1)); {start}"
     (found,) = [f for f in sampled(tmp_path / "one", workers, "runtime.py", start, own) if f.kind == DIFFERENT]
     assert found.ranks == (0, 7)
+
+
+def test_ranks_of_one_position_may_have_other_alignments(tmp_path: Path, workers: Workers) -> None:
+    """FSDP2 gathers from wherever a rank's shard begins in its buffer: slower where it is not aligned, and nothing else."""
+    given = captured("mlp")
+    emit(given.graph, WIDE.plan(given.graph), tmp_path)
+    shapes = {value.name: (tuple(value.shape), value.dtype) for value in given.graph.inputs}
+    traces = dict(record_sizes(tmp_path, shapes, GRID.samples(), workers).late)
+    assert check_distinct(traces, GRID) == []
+
+    def moved(event: Event) -> Event:
+        if not isinstance(event, Operation):
+            return event
+        return replace(event, operands=tuple(replace(operand, offset=8) for operand in event.operands))
+
+    traces[7] = replace(traces[7], events=tuple(map(moved, traces[7].events)))
+    assert len(unaligned(traces)) > 0
+    assert check_distinct(traces, GRID) == []
 
 
 def test_pipeline_positions_are_compared(tmp_path: Path, workers: Workers) -> None:

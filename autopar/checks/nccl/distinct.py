@@ -117,7 +117,8 @@ def _rewritten(operation: Operation, group: Communicator, here: int, grid: Grid)
         way = way if operation.kind == "send" else [-distance for distance in way]
         apart = tuple(distance % size for distance, (_, size) in zip(way, grid.axes, strict=True))
         root, detail = group.members.index(theirs[0]), f"by {apart}" if any(apart) else ""
-    return dataclasses.replace(operation, group=group, root=root, detail=detail, splits=None)
+    operands = tuple(dataclasses.replace(operand, offset=0) for operand in operation.operands)  # ranks may differ in it
+    return dataclasses.replace(operation, operands=operands, group=group, root=root, detail=detail, splits=None)
 
 
 def check(traces: Mapping[int, Trace], grid: Grid) -> list[Finding]:

@@ -1,0 +1,325 @@
+"""Python state outside of the model that the model's code writes: globals, attributes of classes and functions, closures, default
+arguments, caches.
+
+Capture runs copies of a model, and all copies share such state: a trace would leave fake tensors there, and the next run would start from
+them. So what a run has left is removed at its end. A trace reports what it has changed, and ``state.check_again`` decides whether a later
+call would compute something else.
+
+These places are searched: the globals of the Python modules that define the model's classes, and of all modules that are not installed;
+and from there, and from the model, every class, function, container and object that they refer to.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import gc
+import inspect
+import operator
+import site
+import sys
+import sysconfig
+import types
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+_MOST_ITEMS = 10_000
+"""Containers with more items are data: their items are not followed."""
+_NOT_THE_USERS = frozenset((*sys.stdlib_module_names, "torch", "numpy", "autopar", "passes", "pytest", "_pytest")) - {
+    "__main__"
+}
+_CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, functools._lru_cache_wrapper)
+_CONTAINERS = (dict, list, set, collections.deque)
+_PLAIN = (int, float, complex, str, bytes, type(None))
+_MISSING = object()
+_OF_PYTHON = "__warningregistry__"
+_OF_TORCH = frozenset(vars(nn.Module())) - {"_modules"}
+
+Content = dict[Any, Any]
+"""A container's items by key, index or identity; the variables of a namespace by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A container, class or variable of a closure, and its content at some time."""
+
+    name: str
+    container: Any
+    content: Content
+
+    @classmethod
+    def of(cls, name: str, container: Any) -> Place:
+        return cls(name, container, _content(container))
+
+    def differs(self, content: Content) -> list[Any]:
+        """The keys under which ``content`` has another object."""
+        mine = self.content
+        if len(mine) == len(content) and all(map(operator.is_, mine.values(), content.values())):
+            return []  # nearly always: the same objects in the same order
+        found = [key for key in {**mine, **content} if mine.get(key, _MISSING) is not content.get(key, _MISSING)]
+        return [key for key in found if key != _OF_PYTHON]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What a run changed in a container: its content before and after, and the keys that differ."""
+
+    before: Place
+    after: Place
+    keys: tuple[Any, ...]
+
+    def named(self) -> dict[str, tuple[Any, Any]]:
+        """The changed places by name, with their values before (``None`` where there was none) and after."""
+        values = [(k, self.before.content.get(k), self.after.content.get(k)) for k in self.keys]
+        return {_joined(self.before.name, key): (old, new) for key, old, new in values}
+
+    def of_tensors(self) -> list[str]:
+        """The names of the changed places that hold tensors, or held them before."""
+        seen: set[int] = set()
+        return [name for name, values in self.named().items() if any(_holds_tensors(value, seen) for value in values)]
+
+    def undo(self) -> None:
+        _put(self.before.container, self.before.content, self.keys)
+
+
+class Run:
+    """The changes that a run has made, once it is over."""
+
+    changes: tuple[Change, ...] = ()
+
+
+class Surroundings:
+    """The containers and the functions' caches in which code of ``model`` or of ``loss_fn`` can leave something."""
+
+    def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
+        found = _Walk(model, loss_fn)
+        self._containers, self._caches = found.containers, found.caches
+
+    @contextmanager
+    def restored(self) -> Iterator[Run]:
+        """At the end of this context, tensors that were left in the surroundings since its beginning are gone from there.
+
+        Where a change holds tensors, all changes are undone, because a flag may say that a tensor is there. A run that leaves none changes
+        counters at most: they stay, since other threads may write to the same namespaces.
+        """
+        before = [Place.of(name, container) for name, container in self._containers]
+        cached = [_cached_tensors(cache) for cache in self._caches]
+        run = Run()
+        try:
+            yield run
+        finally:
+            run.changes = tuple(_changes(before))
+            if any(change.of_tensors() for change in run.changes):
+                for change in run.changes:
+                    change.undo()
+            for cache, known in zip(self._caches, cached, strict=True):
+                if _cached_tensors(cache) - known:
+                    cache.cache_clear()
+
+
+def _changes(places: Iterable[Place]) -> Iterator[Change]:
+    for place in places:
+        now = _content(place.container)
+        if keys := [key for key in place.differs(now) if key in place.content or not isinstance(now[key], _CODE)]:
+            # functions, classes and modules that are new were imported or defined by the run, and stay
+            yield Change(place, Place(place.name, place.container, now), tuple(keys))
+
+
+# -- what is followed --------------------------------------------------------------------------------------------------
+
+
+class _Walk:
+    def __init__(self, model: nn.Module, loss_fn: Any) -> None:
+        self.containers: list[tuple[str, Any]] = []
+        self.caches: list[Any] = []
+        self._seen: dict[int, Any] = {}  # the objects too, so that no other takes an id
+        owners = [*model.modules(), *(loss_fn.modules() if isinstance(loss_fn, nn.Module) else ())]
+        classes = list(dict.fromkeys(base for owner in owners for base in type(owner).__mro__))
+        self._namespaces = _namespaces(classes, loss_fn)
+        self._waiting: list[tuple[Any, str]] = [(vars(sys.modules[name]), name) for name in self._namespaces]
+        self._waiting += [(loss_fn, "loss_fn"), (model, "the model")]
+        self._waiting += [(each, each.__qualname__) for each in classes]  # first: the name that a user knows
+        while self._waiting:
+            self._visit(*self._waiting.pop())
+
+    def _visit(self, value: Any, name: str) -> None:
+        if isinstance(value, (Tensor, *_PLAIN)) or id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, (*_CONTAINERS, tuple, frozenset)):
+            self._visit_container(value, name)
+        elif isinstance(value, functools._lru_cache_wrapper):
+            self.caches.append(value)
+        elif isinstance(value, types.FunctionType):
+            self._visit_function(value, name)
+        elif isinstance(value, type):
+            if value.__module__ in self._namespaces:
+                self._follow(value, name)
+        elif isinstance(value, staticmethod | classmethod):
+            self._waiting.append((value.__func__, name))
+        elif isinstance(value, types.MethodType):
+            self._waiting += [(value.__func__, name), (value.__self__, name)]
+        elif isinstance(value, functools.partial):
+            self._waiting.append(((value.func, value.args, value.keywords), name))
+        elif not isinstance(value, types.ModuleType) and _is_users(type(value)):
+            attributes = _attributes(value)
+            if isinstance(value, nn.Module):  # besides these, torch's own tables of hooks and tensors
+                self._seen |= {id(item): item for key, item in attributes.items() if key in _OF_TORCH}
+            self._waiting.append((attributes, name))
+
+    def _visit_container(self, value: Any, name: str) -> None:
+        if _kind(value).__len__(value) > _MOST_ITEMS:
+            return
+        if isinstance(value, _CONTAINERS):
+            self._follow(value, name)
+        else:
+            self._waiting += [(item, f"{name}[{index}]") for index, item in _content(value).items()]
+
+    def _visit_function(self, function: types.FunctionType, name: str) -> None:
+        if function.__module__ not in self._namespaces:
+            return
+        for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if id(cell) not in self._seen:
+                self._seen[id(cell)] = cell
+                self._follow(cell, f"{name}: {variable}")
+        arguments, values = inspect.getargs(function.__code__).args, function.__defaults__ or ()
+        defaults = dict(zip(arguments[len(arguments) - len(values) :], values, strict=True))
+        for argument, value in (defaults | (function.__kwdefaults__ or {})).items():
+            self._waiting.append((value, f"{name}({argument}=)"))
+        self._waiting.append((vars(function), name))
+
+    def _follow(self, container: Any, name: str) -> None:
+        self.containers.append((name, container))
+        self._waiting += [(item, _joined(name, key)) for key, item in _content(container).items()]
+
+
+def _namespaces(classes: Iterable[type], loss_fn: Any) -> frozenset[str]:
+    """The names of the modules of Python whose globals count."""
+    function = getattr(loss_fn, "__func__", getattr(loss_fn, "func", loss_fn))
+    names = {base.__module__ for base in classes} | {getattr(function, "__module__", None) or type(function).__module__}
+    names |= {name for name, module in list(sys.modules.items()) if _is_not_installed(module)}
+    return frozenset(name for name in names if _package(name) not in _NOT_THE_USERS and name in sys.modules)
+
+
+def _is_users(kind: type) -> bool:
+    """Whether the attributes of instances are followed: of modules, and of classes that are not a library's."""
+    return (
+        issubclass(kind, nn.Module)
+        or kind is types.SimpleNamespace
+        or _package(str(kind.__module__)) not in _NOT_THE_USERS
+    )
+
+
+def _is_not_installed(module: Any) -> bool:
+    path = getattr(module, "__file__", None)
+    return isinstance(path, str) and not path.startswith(_installed())
+
+
+@functools.cache
+def _installed() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    return tuple({paths["stdlib"], paths["platstdlib"], paths["purelib"], paths["platlib"], *site.getsitepackages()})
+
+
+def _package(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _joined(name: str, key: Any) -> str:
+    if key is _CELL:
+        return name
+    return f"{name}.{key}" if isinstance(key, str) and key.isidentifier() else f"{name}[{key!r}]"
+
+
+# -- the content of containers -----------------------------------------------------------------------------------------
+
+_CELL = object()
+"""The key of the one value that a variable of a closure has."""
+
+
+def _attributes(value: Any) -> Any:
+    try:
+        return object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+
+
+def _content(container: Any) -> Content:
+    if isinstance(container, types.CellType):
+        try:
+            return {_CELL: container.cell_contents}
+        except ValueError:  # the variable is not bound yet
+            return {}
+    if isinstance(container, type):
+        return dict(vars(container))
+    if isinstance(container, dict):
+        return dict(dict.items(container))
+    items = list(_kind(container).__iter__(container))  # past what a subclass makes of iteration
+    return {id(item): item for item in items} if isinstance(container, set | frozenset) else dict(enumerate(items))
+
+
+def _kind(container: Any) -> Any:
+    return next(kind for kind in (*_CONTAINERS, tuple, frozenset) if isinstance(container, kind))
+
+
+def _put(container: Any, content: Content, keys: Iterable[Any]) -> None:
+    if isinstance(container, types.CellType):
+        if _CELL in content:
+            container.cell_contents = content[_CELL]
+        else:
+            del container.cell_contents
+    elif isinstance(container, type):
+        for key in keys:
+            if key in content:
+                setattr(container, key, content[key])
+            elif key in vars(container):
+                delattr(container, key)
+    elif isinstance(container, dict):
+        for key in keys:
+            if key in content:
+                container[key] = content[key]
+            else:
+                container.pop(key, None)
+    else:
+        kind = _kind(container)
+        kind.clear(container)
+        (kind.update if kind is set else kind.extend)(container, content.values())
+
+
+def _items(value: Any) -> list[Any]:
+    """What a container or an object holds."""
+    if isinstance(value, (*_CONTAINERS, tuple, frozenset)):
+        return list(_content(value).values())
+    return list((_attributes(value) or {}).values()) if _is_users(type(value)) else []
+
+
+def _holds_tensors(value: Any, seen: set[int]) -> bool:
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Tensor):
+            return True
+        if not isinstance(value, (*_PLAIN, *_CODE)) and id(value) not in seen:
+            seen.add(id(value))
+            waiting += _items(value)
+    return False
+
+
+def _cached_tensors(cache: Callable[..., Any]) -> set[int]:
+    """The ids of the tensors among the results and arguments that a function's cache keeps."""
+    found: set[int] = set()
+    waiting, seen = [(cache, 0)], set[int]()
+    while waiting:
+        value, depth = waiting.pop()
+        if id(value) in seen or depth > 5 or isinstance(value, (types.FunctionType, types.ModuleType, type, nn.Module)):
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            found.add(id(value))
+        else:
+            waiting += [(inner, depth + 1) for inner in gc.get_referents(value)]
+    return found
