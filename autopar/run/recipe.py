@@ -186,6 +186,7 @@ class Recipe:
             raise UsageError(error.message, error.hint) from error
         except Exception as error:
             names = " or ".join(f"the {role} {name}" for role, name in self._shown().items())
+            names = names or f"make_optimizer or make_scheduler of {folder / 'train.py'}"
             raise UsageError(
                 f"{names} raised {type(error).__name__}: {error}",
                 "the optimizer's function is called with the model's parameters, on meta: their names, shapes and order, without "

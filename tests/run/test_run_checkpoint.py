@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from test_run_program import mlp, one_process, state
 from workers import WorkerPool
 
+from autopar.cli import main
 from autopar.cli.run import Checkpoints
 from autopar.errors import CheckpointError, UsageError
 from autopar.program import checkpoint_files
@@ -130,6 +131,19 @@ def test_a_new_run_does_not_replace_the_checkpoints_of_another(tmp_path: Path) -
     assert Checkpoints(str(tmp_path), every=1, keep=2, resume=True).folder == str(tmp_path)
     with pytest.raises(UsageError, match="has checkpoints of another training"):
         Checkpoints(str(tmp_path), every=1, keep=2, resume=False)
+
+
+def test_a_folder_that_cannot_be_written_to_is_found_before_the_model_is_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("autopar.cli.run.planned", lambda *_, **__: pytest.fail("it plans"))
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "gpt2", "--devices", "1", "--checkpoint", str(tmp_path / "file" / "saved")])
+    assert ended.value.code == 2
+    out, err = capsys.readouterr()
+    assert f"checkpoints cannot be written to {tmp_path}/file/saved: Not a directory" in err and "hint:" in err
+    assert not out and "Traceback" not in err
 
 
 def test_train_goes_on_where_a_checkpoint_cannot_be_written(workers1: WorkerPool, tmp_path: Path) -> None:

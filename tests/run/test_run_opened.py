@@ -94,7 +94,10 @@ def test_an_edited_recipe_is_that_of_the_program(
         "    return torch.optim.AdamW",
         "    return still.sgd([*parameters.values()])\n    torch.optim.AdamW",
     )
-    with pytest.raises(UsageError, match="raised NameError: name 'still' is not defined"):
+    with pytest.raises(
+        UsageError,
+        match=r"^make_optimizer or make_scheduler of .*train\.py raised NameError: name 'still' is not defined",
+    ):
         opened(program, there).step(recipes.batch(0))
     there = edited(there, tmp_path / "b", "import torch\n", "import still\nimport torch\n")
     found = opened(program, there)
