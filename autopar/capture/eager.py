@@ -131,11 +131,11 @@ def prepared(model: nn.Module, loss_fn: Any = None, dtype: torch.dtype | None = 
     """
     made = copied([model, loss_fn] if isinstance(loss_fn, nn.Module) else [model])
     _materialise(made[0])
-    for module in made:
-        plain = (tensor for _, _, tensor in stored_tensors(module) if not isinstance(tensor, nn.Parameter))
-        cast([*module.parameters(), *plain], dtype)
-        for parameter in module.parameters():
-            parameter.grad = None
+    parameters = [parameter for module in made for parameter in module.parameters()]
+    stored = (tensor for module in made for _, _, tensor in stored_tensors(module))
+    cast([*parameters, *(tensor for tensor in stored if not isinstance(tensor, nn.Parameter))], dtype)
+    for parameter in parameters:
+        parameter.grad = None
     if dtype == torch.float64:
         choose_experts(made[0], "eager")
     recurrent = False

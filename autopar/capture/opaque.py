@@ -172,7 +172,9 @@ def _op(name: str) -> Any:
         ctx.save_for_backward(*inputs[0], *inputs[1])
 
     def backward(ctx: Any, gradient: Any) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        floating = [t.detach().requires_grad_(t.is_floating_point() or t.is_complex()) for t in ctx.saved_tensors]
+        # an op of torch may refuse a gradient for an operand that needs none, as the scale of a fake quantisation
+        needed = [*ctx.needs_input_grad[0], *ctx.needs_input_grad[1]]
+        floating = [t.detach().requires_grad_(needs) for t, needs in zip(ctx.saved_tensors, needed, strict=True)]
         with torch.enable_grad():
             results = tensors_in(kept.compute(floating[: ctx.split], floating[ctx.split :]))
         given = gradient if several else [gradient]

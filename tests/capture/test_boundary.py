@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from test_capture_models import assert_equals_eager, pair
 from torch import Tensor, nn
 
-from autopar.capture import capture
+from autopar.capture import capture, check_capture
 from autopar.errors import CaptureError
 from passes.clean import noops
 
@@ -147,6 +147,28 @@ RIGHT: dict[str, Callable[[], nn.Module]] = {
 def test_what_has_odd_attributes_is_captured(case: str) -> None:
     torch.manual_seed(0)
     assert_equals_eager(RIGHT[case](), pair(8, 8), F.mse_loss)
+
+
+class Channels(nn.Module):
+    """Fake quantisation by channel, whose scale can have no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.full((8,), 0.1))
+        self.register_buffer("zero", torch.zeros(8, dtype=torch.int32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = torch.fake_quantize_per_channel_affine(self.linear.weight, self.scale, self.zero, 0, -128, 127)
+        return F.linear(x, weight, self.linear.bias)
+
+
+def test_operands_without_a_gradient_get_none() -> None:
+    torch.manual_seed(0)
+    model, batch = Channels(), (X, X.roll(1, 0))
+    graph = capture(model, batch, F.mse_loss)
+    assert len(graph.opaque) == 1
+    assert "equals the model over two steps" in check_capture(graph, model, batch, F.mse_loss)
 
 
 def test_ops_without_a_meta_kernel_are_kept_whole() -> None:

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from workers import WorkerPool
 
-from autopar.capture import capture
 from autopar.errors import CaptureError
 from autopar.verify import check_plan, kinds, make_subject
 
@@ -76,4 +75,4 @@ def test_a_loss_that_has_the_models_memory_is_refused() -> None:
     with pytest.raises(
         CaptureError, match=r"the buffer the loss function's table .* shares memory with the parameter embed"
     ):
-        capture(model, tokens(), WithTable(model))
+        make_subject(model, tokens(), WithTable(model))
