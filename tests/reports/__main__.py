@@ -57,6 +57,10 @@ REPORTS = {
     "collectives": Report(
         "every plan kind's ranks recorded, and checked under NCCL's rules (half an hour)", (program("collectives"),)
     ),
+    "collective-waits": Report(
+        "hangs, waits and time of programs under NCCL, before they were fixed and now (minutes)",
+        (program("collective_waits"),),
+    ),
     "concepts": Report("docs/concepts: their tables and pictures", (program("concepts"),)),
     "draws": Report("seconds in which a rank draws its initial values", (program("draws"),), options=False),
     "dtensor-check": Report(
