@@ -166,14 +166,7 @@ def export(
     modules that cannot be exported are kept whole where that is sound, and guards check the answers that forward got from the batch's
     values; notes on the graph list both.
     """
-    refuse_hooks(model)
-    refuse_strays(model)
-    refuse_scripts(model)
-    refuse_overlaps(model, loss_fn)
-    if isinstance(loss_fn, nn.Module) and next(loss_fn.parameters(), None) is not None:
-        raise CaptureError(
-            "loss_fn has parameters of its own", hint="make it part of the model, and return the loss from there"
-        )
+    _refuse(model, loss_fn)
 
     surroundings = Surroundings(model, loss_fn)
 
@@ -223,6 +216,18 @@ def export(
         note(gm, sentence)
     classes = {path: type(module).__name__ for path, module in model.named_modules()}
     return gm, values, classes
+
+
+def _refuse(model: nn.Module, loss_fn: Any) -> None:
+    """Raise ``CaptureError`` where a model or its loss has what no export keeps."""
+    refuse_hooks(model)
+    refuse_strays(model)
+    refuse_scripts(model)
+    refuse_overlaps(model, loss_fn)
+    if isinstance(loss_fn, nn.Module) and next(loss_fn.parameters(), None) is not None:
+        raise CaptureError(
+            "loss_fn has parameters of its own", hint="make it part of the model, and return the loss from there"
+        )
 
 
 def _exported(
