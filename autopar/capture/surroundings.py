@@ -19,6 +19,7 @@ import operator
 import site
 import sys
 import sysconfig
+import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -27,13 +28,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-_MOST_ITEMS = 10_000
-"""Containers with more items are data: their items are not followed."""
+_MOST_ITEMS, _MOST_CONTAINERS = 10_000, 50_000
+"""Containers with more items are data, and are not followed. Of all containers so many are, the nearest first."""
 _NOT_THE_USERS = frozenset((*sys.stdlib_module_names, "torch", "numpy", "autopar", "passes", "pytest", "_pytest")) - {
     "__main__"
 }
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, functools._lru_cache_wrapper)
 _CONTAINERS = (dict, list, set, collections.deque)
+_SHOWN_KEY = 40
 _PLAIN = (int, float, complex, str, bytes, type(None))
 _MISSING = object()
 _OF_PYTHON = "__warningregistry__"
@@ -140,11 +142,11 @@ class _Walk:
         owners = [*model.modules(), *(loss_fn.modules() if isinstance(loss_fn, nn.Module) else ())]
         classes = list(dict.fromkeys(base for owner in owners for base in type(owner).__mro__))
         self._namespaces = _namespaces(classes, loss_fn)
-        self._waiting: list[tuple[Any, str]] = [(vars(sys.modules[name]), name) for name in self._namespaces]
-        self._waiting += [(loss_fn, "loss_fn"), (model, "the model")]
-        self._waiting += [(each, each.__qualname__) for each in classes]  # first: the name that a user knows
-        while self._waiting:
-            self._visit(*self._waiting.pop())
+        self._waiting = collections.deque[tuple[Any, str]]((each, each.__qualname__) for each in classes)
+        self._waiting += [(model, "the model"), (loss_fn, "loss_fn")]
+        self._waiting += [(vars(sys.modules[name]), name) for name in sorted(self._namespaces)]
+        while self._waiting and len(self.containers) < _MOST_CONTAINERS:
+            self._visit(*self._waiting.popleft())
 
     def _visit(self, value: Any, name: str) -> None:
         if isinstance(value, (Tensor, *_PLAIN)) or id(value) in self._seen:
@@ -170,6 +172,8 @@ class _Walk:
             if isinstance(value, nn.Module):  # besides these, torch's own tables of hooks and tensors
                 self._seen |= {id(item): item for key, item in attributes.items() if key in _OF_TORCH}
             self._waiting.append((attributes, name))
+            if _slots(value):
+                self._follow(_Slots(value), name)
 
     def _visit_container(self, value: Any, name: str) -> None:
         if _kind(value).__len__(value) > _MOST_ITEMS:
@@ -208,8 +212,7 @@ def _namespaces(classes: Iterable[type], loss_fn: Any) -> frozenset[str]:
 def _is_users(kind: type) -> bool:
     """Whether the attributes of instances are followed: of modules, and of classes that are not a library's."""
     return (
-        issubclass(kind, nn.Module)
-        or kind is types.SimpleNamespace
+        issubclass(kind, nn.Module | types.SimpleNamespace | threading.local)
         or _package(str(kind.__module__)) not in _NOT_THE_USERS
     )
 
@@ -232,7 +235,10 @@ def _package(name: str) -> str:
 def _joined(name: str, key: Any) -> str:
     if key is _CELL:
         return name
-    return f"{name}.{key}" if isinstance(key, str) and key.isidentifier() else f"{name}[{key!r}]"
+    if isinstance(key, str) and key.isidentifier():
+        return f"{name}.{key}"
+    plain = isinstance(key, _PLAIN) or (isinstance(key, tuple) and all(isinstance(each, _PLAIN) for each in key))
+    return f"{name}[{repr(key)[:_SHOWN_KEY] if plain else type(key).__name__}]"
 
 
 # -- the content of containers -----------------------------------------------------------------------------------------
@@ -242,13 +248,31 @@ _CELL = object()
 
 
 def _attributes(value: Any) -> Any:
+    if isinstance(value, threading.local):
+        return vars(value)  # of this thread
     try:
         return object.__getattribute__(value, "__dict__")
     except AttributeError:
         return None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Slots:
+    """The slots of an object, as a container."""
+
+    owner: Any
+
+
+def _slots(value: Any) -> dict[str, Any]:
+    """The descriptors of an object's slots by name."""
+    found = [vars(base).items() for base in type(value).__mro__]
+    return {name: each for items in found for name, each in items if isinstance(each, types.MemberDescriptorType)}
+
+
 def _content(container: Any) -> Content:
+    if isinstance(container, _Slots):
+        slots = _slots(container.owner)
+        return {name: value for name, slot in slots.items() if (value := _read(slot, container.owner)) is not _MISSING}
     if isinstance(container, types.CellType):
         try:
             return {_CELL: container.cell_contents}
@@ -262,6 +286,13 @@ def _content(container: Any) -> Content:
     return {id(item): item for item in items} if isinstance(container, set | frozenset) else dict(enumerate(items))
 
 
+def _read(slot: Any, owner: Any) -> Any:
+    try:
+        return slot.__get__(owner)
+    except AttributeError:
+        return _MISSING
+
+
 def _kind(container: Any) -> Any:
     return next(kind for kind in (*_CONTAINERS, tuple, frozenset) if isinstance(container, kind))
 
@@ -272,6 +303,13 @@ def _put(container: Any, content: Content, keys: Iterable[Any]) -> None:
             container.cell_contents = content[_CELL]
         else:
             del container.cell_contents
+    elif isinstance(container, _Slots):
+        slots = _slots(container.owner)
+        for key in keys:
+            if key in content:
+                slots[key].__set__(container.owner, content[key])
+            else:
+                slots[key].__delete__(container.owner)
     elif isinstance(container, type):
         for key in keys:
             if key in content:
@@ -294,7 +332,9 @@ def _items(value: Any) -> list[Any]:
     """What a container or an object holds."""
     if isinstance(value, (*_CONTAINERS, tuple, frozenset)):
         return list(_content(value).values())
-    return list((_attributes(value) or {}).values()) if _is_users(type(value)) else []
+    if not _is_users(type(value)):
+        return []
+    return [*(_attributes(value) or {}).values(), *_content(_Slots(value)).values()]
 
 
 def _holds_tensors(value: Any, seen: set[int]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ SEEN: list[Tensor] = []
 LAST: Tensor | None = None
 CALLS = 0
 HELD = SimpleNamespace(value=None)
+LOCAL = threading.local()
 STATE = torch.zeros(WIDTH)
 
 
@@ -42,7 +44,8 @@ def without_state() -> Iterator[None]:
         InDefault.middle.__defaults__[0].clear(),
         STATE.zero_(),
     )
-    InClass.previous = HELD.value = None
+    InClass.previous = HELD.value = SLOTTED.last = None
+    vars(LOCAL).clear()
 
 
 def rows() -> Tensor:
@@ -107,7 +110,29 @@ class InObject(Small):
         return found
 
 
-@dataclasses.dataclass
+class InThread(Small):
+    def middle(self, x: Tensor) -> Tensor:
+        found = x + LOCAL.last if hasattr(LOCAL, "last") else x
+        LOCAL.last = x.detach().mean(0)
+        return found
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    last: Tensor | None = None
+
+
+SLOTTED = Slotted()
+
+
+class InSlot(Small):
+    def middle(self, x: Tensor) -> Tensor:
+        found = x + SLOTTED.last if SLOTTED.last is not None else x
+        SLOTTED.last = x.detach().mean(0)
+        return found
+
+
+@dataclasses.dataclass(slots=True)
 class Holder:
     tensor: Tensor
 
@@ -147,6 +172,8 @@ CARRIED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "default argument": (InDefault, "InDefault.middle(kept=)["),
     "closure": (in_closure, "InClosure.middle: last"),
     "object": (InObject, f"{__name__}.HELD.value"),
+    "thread": (InThread, f"{__name__}.LOCAL.last"),
+    "slot": (InSlot, f"{__name__}.SLOTTED.last"),
     "in an object": (InsideObject, f"{__name__}.CACHE.last"),
     "function": (InFunction, f"{__name__}.helper.last"),
     "of a parameter": (Stale, f"{__name__}.CACHE.weight"),
@@ -294,6 +321,8 @@ def fakes(model: nn.Module) -> list[str]:
         elif isinstance(value, type):
             if not value.__module__.startswith("torch"):
                 waiting.append((dict(vars(value)), name))
+        elif type(value) in (Slotted, Holder):
+            waiting += [(getattr(value, each.name), f"{name}.{each.name}") for each in dataclasses.fields(value)]
         elif hasattr(value, "__dict__") and not hasattr(value, "__path__") and type(value) is not type(sys):
             waiting.append((vars(value), name))
     return found
