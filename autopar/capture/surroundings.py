@@ -62,7 +62,8 @@ class Place:
         mine = self.content
         if len(mine) == len(content) and all(map(operator.is_, mine.values(), content.values())):
             return []  # nearly always: the same objects in the same order
-        found = [key for key in {**mine, **content} if mine.get(key, _MISSING) is not content.get(key, _MISSING)]
+        both = {**mine, **content}
+        found = [key for key in both if not _same(mine.get(key, _MISSING), content.get(key, _MISSING))]
         return [key for key in found if key != _OF_PYTHON]
 
 
@@ -121,6 +122,10 @@ class Surroundings:
             for cache, known in zip(self._caches, cached, strict=True):
                 if _cached_tensors(cache) - known:
                     cache.cache_clear()
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and type(one) in _PLAIN and one == other)
 
 
 def _changes(places: Iterable[Place]) -> Iterator[Change]:
@@ -264,8 +269,8 @@ class _Slots:
 
 
 def _slots(value: Any) -> dict[str, Any]:
-    """The descriptors of an object's slots by name."""
-    found = [vars(base).items() for base in type(value).__mro__]
+    """The descriptors of the slots that a class of Python gives an object, by name; those of C may be computed, or read-only."""
+    found = [vars(base).items() for base in type(value).__mro__ if "__slots__" in vars(base)]
     return {name: each for items in found for name, each in items if isinstance(each, types.MemberDescriptorType)}
 
 

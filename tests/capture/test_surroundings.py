@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import functools
 import sys
 import threading
@@ -284,6 +285,22 @@ def test_a_cache_is_no_state(make: Callable[[], nn.Module], called: bool) -> Non
 def test_verification_leaves_no_tensor_in_float64() -> None:
     assert make_subject(Table(), rows()).graph.carried == (f"{__name__}.CACHE.table",)
     assert CACHE == {} and fakes(Table()) == []
+
+
+class Deadline(datetime.timedelta):
+    """Its slots are those of C: read-only, and a new number at each reading."""
+
+
+LIMIT = Deadline(microseconds=200_000)
+
+
+class Limited(Small):
+    def middle(self, x: Tensor) -> Tensor:
+        return x * LIMIT.total_seconds()
+
+
+def test_what_is_computed_when_it_is_read_is_no_state() -> None:
+    assert "equals the model over two steps" in checked(Limited())
 
 
 class Fails(Small):
