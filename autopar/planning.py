@@ -103,7 +103,7 @@ def compared_graph(workload: Workload, wanted: bool = True, progress: Progress |
     graph = capture_model(workload, progress)
     if not ranks.is_rank_0():
         return graph
-    note = f"{NOT_COMPARED}: it was asked not to be (--no-capture-check, capture_check=False)"
+    note = f"{NOT_COMPARED}: the comparison is switched off (--no-capture-check, capture_check=False)"
     if graph.carried:
         note += f"; tensors that forward leaves in {', '.join(graph.carried[:3])} are not there in its next call"
     if wanted:

@@ -70,6 +70,18 @@ def memory(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def place_in_memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """A value that is equal for tensors of one memory that have the same elements in the same order."""
+    return tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad
+
+
+def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first byte of a tensor in its memory, and the first after its last."""
+    last = sum(int((size - 1) * stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first = int(tensor.storage_offset())
+    return first * tensor.element_size(), (first + last + 1) * tensor.element_size()
+
+
 def has_storage(tensor: torch.Tensor) -> bool:
     """Whether a tensor has one memory with strides: not a sparse one, nor one without a shape yet (lazy modules). (torch 2.11, 2.13)"""
     from torch.nn.parameter import is_lazy

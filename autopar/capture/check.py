@@ -25,6 +25,7 @@ from autopar.capture.batch import BatchStructure, flatten_batch, rebuild_batch
 from autopar.capture.eager import AsGiven, Step, WithoutDraws, gradients, update
 from autopar.capture.float64 import WholeFloat64
 from autopar.capture.pipeline import capture
+from autopar.capture.state import BUFFER_HINT
 from autopar.capture.storage import apart
 from autopar.capture.surroundings import Surroundings
 from autopar.errors import AutoparError, CaptureError
@@ -52,15 +53,12 @@ hour."""
 MOST_ROWS = 64
 """A batch of at most this number of rows is compared whole if the model does not accept fewer rows."""
 HINT = (
-    "capture must not change what a model computes: please report this model; until it is mended, autopar.opaque(module) keeps the module "
+    "capture must not change what a model computes: please report this model; until it is fixed, autopar.opaque(module) keeps the module "
     "at fault whole, and --no-capture-check (capture_check=False) plans in spite of it"
 )
 CANNOT_RUN = (
     "give a batch on which the model runs on the CPU and has a finite loss; --no-capture-check (capture_check=False) plans without the "
     "comparison"
-)
-CARRIED = (
-    "register a buffer (self.register_buffer) and write to it in place: buffers that forward writes are kept up to date"
 )
 NOT_COMPARED = "the captured graph was not compared with the model"
 
@@ -115,7 +113,7 @@ def _without_comparison(graph: Graph, why: str) -> str:
         raise CaptureError(
             f"forward leaves tensors for its next call in {', '.join(graph.carried[:3])}, and whether that call needs them cannot be "
             f"compared: {why}",
-            f"{CARRIED}; --no-capture-check (capture_check=False) plans as if every call were the first",
+            f"{BUFFER_HINT}; --no-capture-check (capture_check=False) plans as if every call were the first",
         )
     return f"{NOT_COMPARED}: {why}"
 
@@ -223,9 +221,9 @@ class _Comparison:
     def _refused(self, off: str, step: int, small: Graph, tensors: list[Tensor]) -> CaptureError:
         if carried := list(dict.fromkeys((*self.graph.carried, *small.carried))):
             return CaptureError(
-                f"forward leaves tensors for its next call in {', '.join(carried[:3])}, which a graph does not: it does not compute what "
-                f"the model computes {off}, in step {step + 1}",
-                CARRIED,
+                f"forward leaves tensors for its next call in {', '.join(carried[:3])}, which a program does not: the captured graph "
+                f"does not compute what the model computes {off}, in step {step + 1}",
+                BUFFER_HINT,
             )
         if step == 0:
             place = _located(self, small, tensors)

@@ -22,6 +22,9 @@ from autopar.capture.storage import items
 from autopar.capture.surroundings import Change
 from autopar.errors import CaptureError
 
+BUFFER_HINT = (
+    "register a buffer (self.register_buffer) and write to it in place: buffers that forward writes are kept up to date"
+)
 State = dict[tuple[str, str], Any]
 """By a module's path and an attribute's name: the attribute's value, if it is plain data, tensors included."""
 
@@ -135,7 +138,7 @@ def check_again(
     if not same:
         raise CaptureError(
             f"forward changes Python state and reads it in its next call: {words}; the graph would repeat its first call",
-            hint="register a buffer (self.register_buffer) and write to it in place: buffers that forward writes are kept up to date",
+            hint=BUFFER_HINT,
         )
     moving = [n for n in changes(left, finally_.state) if n in inside and not _holds_tensors(inside[n][1])]
     return [f"forward changes the attribute {name} in every call, which a program does not" for name in moving]

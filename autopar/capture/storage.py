@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import CaptureError
-from autopar.torch_private import has_storage, memory
+from autopar.torch_private import byte_range, has_storage, memory, place_in_memory
 
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _OPAQUE = (nn.Module, type, types.FunctionType, types.ModuleType, types.MethodType)
@@ -27,8 +27,7 @@ def identity(tensor: Tensor) -> Any:
     """A value that is equal for two tensors that are one: the same object, or parameters over the same elements."""
     if not isinstance(tensor, nn.Parameter) or not has_storage(tensor) or not tensor.numel():
         return id(tensor)
-    place = memory(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
-    return (*place, tensor.dtype, tensor.requires_grad)
+    return memory(tensor), *place_in_memory(tensor)
 
 
 def ties(model: nn.Module) -> dict[str, str]:
@@ -109,16 +108,9 @@ def items(value: Any) -> list[Any]:
     return [] if kind is None else list(kind.__iter__(value))
 
 
-def _range(tensor: Tensor) -> tuple[int, int]:
-    """The first byte of a tensor in its storage, and the first after its last."""
-    last = sum(int((size - 1) * stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    first = int(tensor.storage_offset())
-    return first * tensor.element_size(), (first + last + 1) * tensor.element_size()
-
-
 def _overlap(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of one storage have an element in common."""
-    (start, end), (others_start, others_end) = _range(one), _range(other)
+    (start, end), (others_start, others_end) = byte_range(one), byte_range(other)
     low, high = max(start, others_start), min(end, others_end)
     if low >= high:
         return False
@@ -131,7 +123,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _refused(name: str, parameter: Tensor, kind: str, other: str, tensor: Tensor) -> CaptureError:
-    same = _range(parameter) == _range(tensor) and parameter.stride() == tensor.stride()
+    same = byte_range(parameter) == byte_range(tensor) and parameter.stride() == tensor.stride()
     inside = tensor.numel() < parameter.numel()
     turned = parameter.numel() == tensor.numel() and parameter.storage_offset() == tensor.storage_offset()
     how = "all of it" if same else "a part of it" if inside else "its elements in another shape" if turned else "partly"

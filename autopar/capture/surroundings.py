@@ -28,6 +28,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from autopar.capture.storage import items
+
 _MOST_ITEMS, _MOST_CONTAINERS = 10_000, 50_000
 """Containers with more items are data, and are not followed. Of all containers so many are, the nearest first."""
 _NOT_THE_USERS = frozenset((*sys.stdlib_module_names, "torch", "numpy", "autopar", "passes", "pytest", "_pytest")) - {
@@ -53,10 +55,6 @@ class Place:
     container: Any
     content: Content
 
-    @classmethod
-    def of(cls, name: str, container: Any) -> Place:
-        return cls(name, container, _content(container))
-
     def differs(self, content: Content) -> list[Any]:
         """The keys under which ``content`` has another object."""
         mine = self.content
@@ -69,16 +67,15 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What a run changed in a container: its content before and after, and the keys that differ."""
+    """What a run changed in a container: the place before it, the content afterwards, and the keys that differ."""
 
     before: Place
-    after: Place
+    after: Content
     keys: tuple[Any, ...]
 
     def named(self) -> dict[str, tuple[Any, Any]]:
         """The changed places by name, with their values before (``None`` where there was none) and after."""
-        values = [(k, self.before.content.get(k), self.after.content.get(k)) for k in self.keys]
-        return {_joined(self.before.name, key): (old, new) for key, old, new in values}
+        return {_joined(self.before.name, k): (self.before.content.get(k), self.after.get(k)) for k in self.keys}
 
     def of_tensors(self) -> list[str]:
         """The names of the changed places that hold tensors, or held them before."""
@@ -109,7 +106,7 @@ class Surroundings:
         Where a change holds tensors, all changes are undone, because a flag may say that a tensor is there. A run that leaves none changes
         counters at most: they stay, since other threads may write to the same namespaces.
         """
-        before = [Place.of(name, container) for name, container in self._containers]
+        before = [Place(name, container, _content(container)) for name, container in self._containers]
         cached = [_cached_tensors(cache) for cache in self._caches]
         run = Run()
         try:
@@ -133,7 +130,7 @@ def _changes(places: Iterable[Place]) -> Iterator[Change]:
         now = _content(place.container)
         if keys := [key for key in place.differs(now) if key in place.content or not isinstance(now[key], _CODE)]:
             # functions, classes and modules that are new were imported or defined by the run, and stay
-            yield Change(place, Place(place.name, place.container, now), tuple(keys))
+            yield Change(place, now, tuple(keys))
 
 
 # -- what is followed --------------------------------------------------------------------------------------------------
@@ -181,12 +178,12 @@ class _Walk:
                 self._follow(_Slots(value), name)
 
     def _visit_container(self, value: Any, name: str) -> None:
-        if _kind(value).__len__(value) > _MOST_ITEMS:
+        if len(items(value)) > _MOST_ITEMS:
             return
         if isinstance(value, _CONTAINERS):
             self._follow(value, name)
         else:
-            self._waiting += [(item, f"{name}[{index}]") for index, item in _content(value).items()]
+            self._waiting += [(item, f"{name}[{index}]") for index, item in enumerate(items(value))]
 
     def _visit_function(self, function: types.FunctionType, name: str) -> None:
         if function.__module__ not in self._namespaces:
@@ -287,8 +284,8 @@ def _content(container: Any) -> Content:
         return dict(vars(container))
     if isinstance(container, dict):
         return dict(dict.items(container))
-    items = list(_kind(container).__iter__(container))  # past what a subclass makes of iteration
-    return {id(item): item for item in items} if isinstance(container, set | frozenset) else dict(enumerate(items))
+    found = items(container)
+    return {id(item): item for item in found} if isinstance(container, set) else dict(enumerate(found))
 
 
 def _read(slot: Any, owner: Any) -> Any:
@@ -296,10 +293,6 @@ def _read(slot: Any, owner: Any) -> Any:
         return slot.__get__(owner)
     except AttributeError:
         return _MISSING
-
-
-def _kind(container: Any) -> Any:
-    return next(kind for kind in (*_CONTAINERS, tuple, frozenset) if isinstance(container, kind))
 
 
 def _put(container: Any, content: Content, keys: Iterable[Any]) -> None:
@@ -328,7 +321,7 @@ def _put(container: Any, content: Content, keys: Iterable[Any]) -> None:
             else:
                 container.pop(key, None)
     else:
-        kind = _kind(container)
+        kind: Any = next(kind for kind in _CONTAINERS if isinstance(container, kind))
         kind.clear(container)
         (kind.update if kind is set else kind.extend)(container, content.values())
 
@@ -336,7 +329,7 @@ def _put(container: Any, content: Content, keys: Iterable[Any]) -> None:
 def _items(value: Any) -> list[Any]:
     """What a container or an object holds."""
     if isinstance(value, (*_CONTAINERS, tuple, frozenset)):
-        return list(_content(value).values())
+        return items(value)
     if not _is_users(type(value)):
         return []
     return [*(_attributes(value) or {}).values(), *_content(_Slots(value)).values()]

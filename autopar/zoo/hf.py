@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from autopar.data_files import shown
 from autopar.errors import AutoparError, BatchError, ModelError
 from autopar.precision import torch_dtype
-from autopar.torch_private import has_storage, memory
+from autopar.torch_private import byte_range, has_storage, memory, place_in_memory
 from autopar.zoo.modules import MODULES, module_and_batch
 
 _KINDS = {
@@ -91,7 +91,7 @@ class _Moved:
         if reference not in self._made:
             self._made[reference] = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta"), {}
         raw, known = self._made[reference]
-        place = _place(given)
+        place = place_in_memory(given)
         if place not in known:
             empty = torch.empty(0, dtype=given.dtype, device="meta")
             made = empty.set_(raw.untyped_storage(), given.storage_offset(), given.shape, given.stride())
@@ -102,11 +102,6 @@ class _Moved:
         """The number of the memory in which parameters are that had the memory of ``tensor``; its own if there are none."""
         entry = self._made.get(StorageWeakRef(tensor.untyped_storage()))
         return memory(tensor if entry is None else entry[0])
-
-
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for tensors of one storage that have the same elements."""
-    return tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad
 
 
 @contextlib.contextmanager
@@ -138,7 +133,7 @@ def _unified(model: nn.Module, moved: _Moved) -> nn.Module:
         for name, parameter in list(module.named_parameters(path, recurse=False, remove_duplicate=False)):
             if not has_storage(parameter) or not parameter.numel():
                 continue
-            place, where = _place(parameter), moved.moved_memory_of(parameter)
+            place, where = place_in_memory(parameter), moved.moved_memory_of(parameter)
             known = first.setdefault((where, parameter.is_meta, place), parameter)
             if known is not parameter:
                 setattr(module, name.rpartition(".")[2], known)
@@ -147,7 +142,7 @@ def _unified(model: nn.Module, moved: _Moved) -> nn.Module:
         if has_storage(buffer) and buffer.numel() and (where := moved.moved_memory_of(buffer)) in held:
             held[where][name] = name, buffer
     for tensors in held.values():
-        ordered = sorted((*_bytes(tensor), name) for name, tensor in tensors.values())
+        ordered = sorted((*byte_range(tensor), name) for name, tensor in tensors.values())
         for (_, end, name), (begin, _, other) in itertools.pairwise(ordered):
             if begin < end:
                 raise ModelError(
@@ -155,13 +150,6 @@ def _unified(model: nn.Module, moved: _Moved) -> nn.Module:
                     "give each memory of its own, or tie whole parameters of one shape",
                 )
     return model
-
-
-def _bytes(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first byte of a tensor in its storage, and the first after its last."""
-    last = sum(int((size - 1) * stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    first = int(tensor.storage_offset())
-    return first * tensor.element_size(), (first + last + 1) * tensor.element_size()
 
 
 def build_config(

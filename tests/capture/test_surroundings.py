@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.capture import NOT_COMPARED, capture, check_capture
 from autopar.capture import check as check_module
+from autopar.capture.surroundings import Surroundings
 from autopar.errors import CaptureError
 from autopar.torch_private import is_fake
 from autopar.verify.subject import make_subject
@@ -300,6 +301,9 @@ class Limited(Small):
 
 
 def test_what_is_computed_when_it_is_read_is_no_state() -> None:
+    with Surroundings(Limited()).restored() as run:
+        pass
+    assert run.changes == ()
     assert "equals the model over two steps" in checked(Limited())
 
 

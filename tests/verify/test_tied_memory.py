@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_parameter_views import WIDTH, Block
 from torch import Tensor, nn
 from torch.nn import functional as F
 from workers import WorkerPool
@@ -11,16 +12,7 @@ from workers import WorkerPool
 from autopar.errors import CaptureError
 from autopar.verify import check_plan, kinds, make_subject
 
-ROWS, LENGTH, VOCABULARY, WIDTH = 4, 6, 12, 8
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(x).tanh())
+ROWS, LENGTH, VOCABULARY = 4, 6, 12
 
 
 class Language(nn.Module):
