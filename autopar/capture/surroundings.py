@@ -5,8 +5,8 @@ Capture runs copies of a model, and all copies share such state: a trace would l
 them. So what a run has left is removed at its end. A trace reports what it has changed, and ``state.check_again`` decides whether a later
 call would compute something else.
 
-These places are searched: the globals of the Python modules that define the model's classes, and of all modules that are not installed;
-and from there, and from the model, every class, function, container and object that they refer to.
+These places are searched: the model's classes, and from there every class, function, container, object and Python module that the code
+refers to. The globals of an installed package count where it defines a class of the model.
 """
 
 from __future__ import annotations
@@ -143,10 +143,10 @@ class _Walk:
         self._seen: dict[int, Any] = {}  # the objects too, so that no other takes an id
         owners = [*model.modules(), *(loss_fn.modules() if isinstance(loss_fn, nn.Module) else ())]
         classes = list(dict.fromkeys(base for owner in owners for base in type(owner).__mro__))
-        self._namespaces = _namespaces(classes, loss_fn)
+        function = getattr(loss_fn, "__func__", getattr(loss_fn, "func", loss_fn))
+        self._defining = {each.__module__ for each in classes} | {getattr(function, "__module__", None)}
         self._waiting = collections.deque[tuple[Any, str]]((each, each.__qualname__) for each in classes)
         self._waiting += [(model, "the model"), (loss_fn, "loss_fn")]
-        self._waiting += [(vars(sys.modules[name]), name) for name in sorted(self._namespaces)]
         while self._waiting and len(self.containers) < _MOST_CONTAINERS:
             self._visit(*self._waiting.popleft())
 
@@ -158,24 +158,39 @@ class _Walk:
             self._visit_container(value, name)
         elif isinstance(value, functools._lru_cache_wrapper):
             self.caches.append(value)
+            self._waiting.append((value.__wrapped__, name))
         elif isinstance(value, types.FunctionType):
             self._visit_function(value, name)
         elif isinstance(value, type):
-            if value.__module__ in self._namespaces:
+            if self._counts(value.__module__):
                 self._follow(value, name)
+                self._visit_namespace(value.__module__)
+        elif isinstance(value, types.ModuleType):
+            self._visit_namespace(value.__name__)
         elif isinstance(value, staticmethod | classmethod):
             self._waiting.append((value.__func__, name))
         elif isinstance(value, types.MethodType):
             self._waiting += [(value.__func__, name), (value.__self__, name)]
         elif isinstance(value, functools.partial):
             self._waiting.append(((value.func, value.args, value.keywords), name))
-        elif not isinstance(value, types.ModuleType) and _is_users(type(value)):
+        elif _is_users(type(value)):
+            self._waiting.append((type(value), type(value).__qualname__))
             attributes = _attributes(value)
             if isinstance(value, nn.Module):  # besides these, torch's own tables of hooks and tensors
                 self._seen |= {id(item): item for key, item in attributes.items() if key in _OF_TORCH}
             self._waiting.append((attributes, name))
             if _slots(value):
                 self._follow(_Slots(value), name)
+
+    def _visit_namespace(self, name: str) -> None:
+        if self._counts(name):
+            self._waiting.append((vars(sys.modules[name]), name))
+
+    def _counts(self, name: str) -> bool:
+        """Whether the globals of a Python module are searched."""
+        if _package(name) in _NOT_THE_USERS or name not in sys.modules:
+            return False
+        return name in self._defining or _is_not_installed(sys.modules[name])
 
     def _visit_container(self, value: Any, name: str) -> None:
         if len(items(value)) > _MOST_ITEMS:
@@ -186,8 +201,9 @@ class _Walk:
             self._waiting += [(item, f"{name}[{index}]") for index, item in enumerate(items(value))]
 
     def _visit_function(self, function: types.FunctionType, name: str) -> None:
-        if function.__module__ not in self._namespaces:
+        if not self._counts(str(function.__module__)):
             return
+        self._visit_namespace(function.__module__)
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if id(cell) not in self._seen:
                 self._seen[id(cell)] = cell
@@ -201,14 +217,6 @@ class _Walk:
     def _follow(self, container: Any, name: str) -> None:
         self.containers.append((name, container))
         self._waiting += [(item, _joined(name, key)) for key, item in _content(container).items()]
-
-
-def _namespaces(classes: Iterable[type], loss_fn: Any) -> frozenset[str]:
-    """The names of the modules of Python whose globals count."""
-    function = getattr(loss_fn, "__func__", getattr(loss_fn, "func", loss_fn))
-    names = {base.__module__ for base in classes} | {getattr(function, "__module__", None) or type(function).__module__}
-    names |= {name for name, module in list(sys.modules.items()) if _is_not_installed(module)}
-    return frozenset(name for name in names if _package(name) not in _NOT_THE_USERS and name in sys.modules)
 
 
 def _is_users(kind: type) -> bool:

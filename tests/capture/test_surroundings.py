@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
+import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -219,6 +221,35 @@ def test_without_a_comparison_it_is_refused_or_noted(monkeypatch: pytest.MonkeyP
         check_capture(graph, InDict(), rows(), None)
     plan = autopar.compile(InDict(), 1, rows(), capture_check=False, type_check=False).plan
     assert any(note.startswith(NOT_COMPARED) and "CACHE.last" in note for note in plan.notes)
+
+
+HELPER = """
+KEPT = {}
+def mixed(x):
+    found = x + KEPT["last"] if "last" in KEPT else x
+    KEPT["last"] = x.detach().mean(0)
+    return found
+"""
+
+
+@pytest.mark.parametrize("how", ["module", "function"])
+def test_state_of_another_module_is_found_through_what_the_code_refers_to(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kept_elsewhere.py").write_text(HELPER)
+    monkeypatch.syspath_prepend(tmp_path)
+    found: Any = importlib.import_module("kept_elsewhere")
+    monkeypatch.setitem(globals(), "ELSEWHERE", found if how == "module" else found.mixed)
+
+    class Elsewhere(Small):
+        def middle(self, x: Tensor) -> Tensor:
+            mixed: Any = globals()["ELSEWHERE"]
+            return mixed.mixed(x) if how == "module" else mixed(x)
+
+    with pytest.raises(CaptureError, match="for its next call in kept_elsewhere.KEPT.last"):
+        checked(Elsewhere())
+    assert found.KEPT == {}
+    del sys.modules["kept_elsewhere"]
 
 
 class Count(Small):
