@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,7 +30,7 @@ from autopar.devices import Cluster, parse
 from autopar.emit import emit
 from autopar.errors import UsageError
 from autopar.graph import Graph, forget_graphs
-from autopar.keywords import Keywords, Request, Training, as_keywords, read_keywords, shows_keywords
+from autopar.keywords import Request, Training, as_keywords, read_keywords, shows_keywords
 from autopar.plan import Plan
 from autopar.planning import plan_model
 from autopar.progress import Progress, report
@@ -60,7 +60,7 @@ def compile(
     pin: Mapping[str, int | str | bool] | None = None,
     folder: str | Path | None = None,
     progress: Progress | None = None,
-    **keywords: Unpack[Keywords],
+    **keywords: Any,
 ) -> Program:
     """Plan, rewrite and emit ``model`` for ``devices``, and load the result.
 
@@ -75,9 +75,7 @@ def compile(
         progress: called with the name of a stage and a short text, when the stage begins and whenever there is news.
 
     Keywords:
-        pipeline, chunks, microbatches, prefetch, schedule, sync: the same pins of the plan by name (see ``autopar.pins`` for all pins).
-        data, tensor, expert, ulysses, ring, zero, replicate, reduce, recompute, offload, states, saved, logits, overlap, compile,
-            segment: the same pins of every layer by name.
+        PINS: the pins of the plan, and of every layer, by name (``docs/guide/pins.md``).
         precision: ``"bfloat16"``, ``"float32"`` and so on; the model's own if left out.
         local_batch_norm: whether batch norm takes the statistics of each rank's part of a microbatch.
         allow: what of exactness may be given up (some of ``autopar.plan.ALLOWED``).
@@ -105,7 +103,13 @@ def compile(
         if folder is not None and ranks.is_first_of_machine():
             folder_for_program(folder)
         cluster = parse(devices, memory_limit_bytes=request.memory_limit_bytes, calibration=request.calibration)
-        options = SearchOptions(pin=pin or {}, allow=request.allow, time_limit_s=request.time_limit_s, **pins)
+        wanted: dict[str, Any] = {
+            "pin": pin or {},
+            "allow": request.allow,
+            "time_limit_s": request.time_limit_s,
+            **pins,
+        }
+        options = SearchOptions(**wanted)
         model = with_tables(model, request.init)
         workload = Workload(model, without_inference(batch), loss_fn, None, request.precision, request.local_batch_norm)
         try:

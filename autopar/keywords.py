@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import textwrap
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from autopar.pins import PINS, PinKeywords
+from autopar.pins import PINS
 
 if TYPE_CHECKING:
     import torch
@@ -49,41 +50,32 @@ class Training:
     draw_init: bool = False
 
 
-class Keywords(PinKeywords, total=False):
-    """Pins and the fields of ``Request`` and ``Training`` as keywords; a test holds the names and types to theirs."""
-
-    precision: str | torch.dtype | None
-    local_batch_norm: bool
-    allow: Collection[str]
-    memory_limit_bytes: int | None
-    calibration: str | Path | None
-    time_limit_s: float
-    capture_check: bool
-    type_check: bool
-    init: Callable[[Any], object] | str | Path | None
-    optimizer: Optimizer | str | None
-    scheduler: Scheduler | str | None
-    lr: float
-    max_norm: float | None
-    seed: int
-    port: int
-    draw_init: bool
+def keywords() -> dict[str, tuple[Any, Any]]:
+    """Every keyword with its type, as text, and its default: the pins, then the fields of ``Request`` and ``Training``."""
+    pins = {name: (f"{' | '.join(_types(name))} | None", None) for name in PINS}
+    return pins | {f.name: (f.type, f.default) for f in (*fields(Request), *fields(Training))}
 
 
-def read_keywords(given: Mapping[str, Any]) -> tuple[Request, Training, PinKeywords]:
+def _types(name: str) -> list[str]:
+    pin = PINS[name]
+    return [*(["bool"] if pin.switch else []), "str" if pin.values else "int"]
+
+
+def read_keywords(given: Mapping[str, Any]) -> tuple[Request, Training, dict[str, Any]]:
     """The records that ``given`` makes, and the pins that are left.
 
     Raises:
         TypeError: a keyword that does not exist, as Python raises it.
     """
+    known = keywords()
     for name in given:
-        if name not in Keywords.__annotations__:
-            near = difflib.get_close_matches(name, Keywords.__annotations__, n=1)
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
             raise TypeError(
                 f"compile() got an unexpected keyword argument {name!r}"
                 + (f"; did you mean {near[0]}?" if near else "")
             )
-    return _record(Request, given), _record(Training, given), PinKeywords(**{k: given[k] for k in given if k in PINS})  # type: ignore[typeddict-item]
+    return _record(Request, given), _record(Training, given), {k: given[k] for k in given if k in PINS}
 
 
 def as_keywords(record: Request | Training) -> dict[str, Any]:
@@ -92,13 +84,16 @@ def as_keywords(record: Request | Training) -> dict[str, Any]:
 
 
 def shows_keywords(function: F) -> F:
-    """``function``, whose ``**keywords`` are ``Keywords``, with all of them and their defaults in the signature that ``help`` shows."""
+    """``function``, whose ``**keywords`` are those of ``keywords``, with all of them in the signature that ``help`` and editors show, and
+    the names of the pins in place of ``PINS`` in its docstring."""
     own = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    defaults = {f.name: f.default for f in (*fields(Request), *fields(Training))}
     more = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=annotation)
-        for name, annotation in Keywords.__annotations__.items()
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        for name, (annotation, default) in keywords().items()
     ]
+    function.__doc__ = (function.__doc__ or "").replace(
+        "PINS", textwrap.fill(", ".join(PINS), 120, subsequent_indent=" " * 12)
+    )
     function.__dict__["__signature__"] = inspect.signature(function).replace(parameters=[*own, *more])
     return function
 

@@ -16,83 +16,17 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, TypedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, make_dataclass
+from typing import TYPE_CHECKING, Any
 
 from autopar.errors import UsageError
-from autopar.plan import (
-    ALL_REDUCE,
-    COMPILATIONS,
-    DEGREES,
-    HALVES,
-    LOCAL_STEPS,
-    LOGITS,
-    OFFLOADS,
-    OVERLAPS,
-    RECOMPUTATIONS,
-    REDUCTIONS,
-    SAVINGS,
-    STATES,
-    SYNCS,
-    TENSOR_OVERLAP,
-    Recomputation,
-)
-from autopar.schedules import CHIMERA, SCHEDULES, SPLIT
-
-Value = int | str | bool
-
-ANY = "any"
-"""The value of ``offload`` and ``states`` that leaves it to the search."""
+from autopar.plan import ALL_REDUCE, DEGREES, LOCAL_STEPS, SYNCS
+from autopar.schedules import CHIMERA, SCHEDULES
+from autopar.techniques import LAYER
+from autopar.techniques.technique import Pin, Technique, Value
 
 FORM = "write key=value, such as pipeline=4, tensor=8, layers.0-7.tensor=8, lm_head.zero=3 or schedule=1f1b"
-
-
-@dataclass(frozen=True, slots=True)
-class Pin:
-    """One row of the table. Without ``values`` a pin is a whole number from ``least`` to ``most``; with ``switch`` its values also have
-    the short forms ``True``, for the last one, and ``False``, for the first one. ``counted`` is a value that is followed by a colon and a
-    whole number from 1."""
-
-    name: str
-    of_layer: bool
-    meaning: str
-    example: str
-    values: tuple[str, ...] = ()
-    least: int = 1
-    most: int | None = None
-    switch: bool = False
-    counted: str = ""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The values as one writes them; none for a whole number."""
-        return (*self.values, f"{self.counted}:K") if self.counted else self.values
-
-    @property
-    def choices(self) -> str:
-        """The values in words."""
-        if self.values:
-            return f"one of {', '.join(self.names)}"
-        return f"a whole number from {self.least}" + ("" if self.most is None else f" to {self.most}")
-
-    def checked(self, key: str, value: Value) -> Value:
-        """The value in its one spelling. Raises ``UsageError``, with the name ``key``, where the pin cannot have it."""
-        if self.switch and isinstance(value, bool):
-            return self.values[-1 if value else 0]
-        if self.values:
-            counted = bool(self.counted) and re.fullmatch(rf"{self.counted}:[1-9]\d*", str(value)) is not None
-            fits = value in self.values or counted
-        else:
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            fits = whole and int(value) >= self.least and (self.most is None or int(value) <= self.most)
-        if not fits:
-            hint = f"write {key}{self.example[self.example.index('=') :]}"
-            hint += f" (true means {self.values[-1]}, false means {self.values[0]})" if self.switch else ""
-            hint += f", or {key}={ANY} for the search to decide" if ANY in self.values else ", or leave it out"
-            raise UsageError(f"{key} is {value!r}, it must be {self.choices}", hint)
-        return value
 
 
 def _pin(meaning: str, example: str, **values: Any) -> Any:
@@ -100,8 +34,8 @@ def _pin(meaning: str, example: str, **values: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerPins:
-    """The pins of one layer; ``None`` leaves a decision to the search."""
+class ParallelPins:
+    """The pins of one layer besides those of techniques; ``None`` leaves a decision to the search."""
 
     data: int | None = _pin("the data-parallel degree", "data=8")
     tensor: int | None = _pin("the tensor-parallel degree", "layers.0-7.tensor=8")
@@ -112,104 +46,15 @@ class LayerPins:
     replicate: int | None = _pin(
         "how many copies there are of the state that ZeRO shards (HSDP's replicate degree)", "replicate=16"
     )
-    reduce: str | None = _pin(
-        "how often gradients are reduced under ZeRO 2 and 3: in every microbatch, or once a step",
-        "reduce=step",
-        values=REDUCTIONS,
-    )
-    recompute: bool | str | None = _pin(
-        "how activations are recomputed in the backward pass", "recompute=selective", values=RECOMPUTATIONS, switch=True
-    )
-    offload: str | None = _pin(
-        "whether saved activations wait in the host's memory",
-        "offload=activations",
-        values=(*OFFLOADS, ANY),
-    )
-    states: str | None = _pin(
-        "where optimizer states and master copies are: on the device, in the host's memory, or on the node's NVMe",
-        "states=host",
-        values=(*STATES, ANY),
-    )
-    saved: str | None = _pin(
-        "how saved activations are stored; exact unless `int8_activations` is allowed",
-        "saved=int8",
-        values=SAVINGS,
-    )
-    logits: str | None = _pin(
-        "how the layer with the loss computes its logits: whole, or a slice of the vocabulary at a time and again in the backward pass",
-        "logits=sliced",
-        values=LOGITS,
-    )
-    segment: int | None = _pin(
-        "how many consecutive layers are recomputed as one; more than one is full recomputation", "segment=4"
-    )
-    overlap: str | None = _pin(
-        "which collectives run under the layer's own arithmetic; tensor where none is pinned",
-        "overlap=none",
-        values=OVERLAPS,
-    )
-    compile: bool | str | None = _pin(
-        "what torch.compile compiles: nothing, or each layer's arithmetic; layers on GPUs and nothing on CPUs where none is pinned",
-        "compile=none",
-        values=COMPILATIONS,
-        switch=True,
-    )
 
-    def compiles(self, default: bool) -> bool:
-        """Whether layers are compiled; ``default`` where no pin decides."""
-        return default if self.compile is None else self.compile == COMPILATIONS[1]
-
-    def recomputations(self, segments: Sequence[int] = (1,)) -> tuple[Recomputation, ...]:
-        """The recomputations that the pins allow. ``segments`` are the numbers of layers to recompute as one where no pin decides."""
-        kinds = RECOMPUTATIONS if self.recompute is None else (str(self.recompute),)
-        if self.segment is not None:
-            segments = (self.segment,)
-            kinds = ("full",) if self.segment > 1 else kinds
-        return tuple(Recomputation(kind, n) for kind in kinds for n in (segments if kind == "full" else (1,)))
-
-    def check_saved(self, layer: str) -> None:
-        """Raise ``UsageError`` where another pin of ``layer`` leaves it nothing that it could store in 8 bits."""
-        found = [f"recompute={self.recompute}"] if self.recompute in ("selective", "full") else []
-        found += [f"segment={self.segment}"] if (self.segment or 1) > 1 else []
-        found += [f"offload={self.offload}"] if self.offload == OFFLOADS[1] else []
-        if self.saved == SAVINGS[1] and found:
-            raise UsageError(
-                f"saved=int8 stores what a layer saves on the device, and {layer} is pinned to {' and '.join(found)}",
-                "leave one of the two out: a layer is recomputed, or offloads its activations, or stores them in 8 bits",
-            )
-
-    def check_overlap(self, layer: str, schedule: str | None) -> None:
-        """Raise ``UsageError`` where ``layer`` is to be computed in halves, and another pin, or the schedule, leaves it no way to."""
-        found = [f"recompute={self.recompute}"] if self.recompute == "selective" else []
-        found += [f"schedule={schedule}"] if schedule in SPLIT else []
-        if self.overlap == HALVES and found:
-            raise UsageError(
-                f"overlap={HALVES} is not written with {' or '.join(found)}, to which {layer} is pinned",
-                "leave one of the two out: halves go with full recomputation, and with schedules of whole backward passes",
-            )
-
-    @property
-    def may_split(self) -> bool:
-        """Whether no pin asks for what a schedule that splits the backward pass leaves out (compiled layers, and overlap), or offloads
-        activations, for which such plans have no exact search."""
-        wanted = self.compile == COMPILATIONS[1] or self.overlap in (TENSOR_OVERLAP, HALVES)
-        return not wanted and self.offload in (None, OFFLOADS[0])
-
-    def check_segment(self, layer: str) -> None:
-        """Raise ``UsageError`` where another pin of ``layer`` contradicts its segment."""
-        against = [f"recompute={self.recompute}"] if self.recompute in ("none", "selective") else []
-        against += [f"offload={self.offload}"] if self.offload == OFFLOADS[1] else []
-        if (self.segment or 1) > 1 and against:
-            raise UsageError(
-                f"a segment of {self.segment} layers is recomputed in full from an input on the device, and {layer} is pinned to "
-                f"{' and '.join(against)}",
-                "leave one of the two out",
-            )
+    def of(self, name: str) -> Any:
+        """A pin by its name."""
+        return getattr(self, name)
 
     @property
     def degrees(self) -> dict[str, int]:
         """The pinned degrees by name."""
-        return {name: n for name in DEGREES if (n := getattr(self, name)) is not None}
+        return {name: n for name in DEGREES if (n := self.of(name)) is not None}
 
     @property
     def group(self) -> int:
@@ -219,8 +64,58 @@ class LayerPins:
             product *= n
         return product
 
+    def check(self, layer: str, schedule: str | None) -> None:
+        """Raise ``UsageError`` if the pins of ``layer``, and that of the schedule, contradict each other."""
+        for technique in LAYER:
+            if not technique.admitted(self.of):
+                found = _said(technique, self)
+                raise UsageError(
+                    f"{layer} is pinned to {' and '.join(found)}, which contradict each other",
+                    f"leave one of them out; {technique.name} says it in one: {', '.join(technique.pin.names)}",
+                )
+        decided = {t.name: t.admitted(self.of) for t in LAYER} | {"schedule": (schedule or "",)}
+        for technique in LAYER:
+            value = str(self.of(technique.name) or "")
+            for conflict in technique.conflicts:
+                others = [technique.split(v)[0] for v in decided[conflict.other]]
+                if value in conflict.values and set(others) <= set(conflict.others):
+                    raise UsageError(
+                        f"{technique.name}={value} does not go with {conflict.other}={others[0]}, to which {layer} is pinned",
+                        f"leave one of the two out: {conflict.why}",
+                    )
+
     def __str__(self) -> str:
-        return ", ".join(f"{f.name} {value}" for f in fields(self) if (value := getattr(self, f.name)) is not None)
+        return ", ".join(f"{f.name} {value}" for f in fields(self) if (value := self.of(f.name)) is not None)
+
+
+def _said(technique: Technique, pins: ParallelPins) -> list[str]:
+    """The pins of a technique as one writes them."""
+    names = (technique.name, *(pin.name for pin in technique.former_pins))
+    return [f"{name}={value}" for name in names if (value := pins.of(name)) is not None]
+
+
+_PINS = {pin.name: pin for technique in LAYER for pin in (technique.pin, *technique.former_pins)}
+"""The pins of techniques, those of before among them, by name."""
+
+OWNERS = {pin.name: technique for technique in LAYER for pin in (technique.pin, *technique.former_pins)}
+"""The technique of a pin, by the pin's name."""
+
+if TYPE_CHECKING:
+
+    @dataclass(frozen=True, slots=True)
+    class LayerPins(ParallelPins):
+        """The pins of one layer: ``ParallelPins``, and those of techniques, by their names."""
+
+else:
+    LayerPins = make_dataclass(
+        "LayerPins",
+        [(name, Value | None, field(default=None)) for name in _PINS],
+        bases=(ParallelPins,),
+        namespace={"__doc__": "The pins of one layer: ``ParallelPins``, and those of techniques, by their names."},
+        frozen=True,
+        slots=True,
+    )
+    LayerPins.__module__ = __name__
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,33 +137,6 @@ class PlanPins(LayerPins):
     )
 
 
-class PinKeywords(TypedDict, total=False):
-    """The pins as keywords of a function; a test holds the names and types to those of ``PlanPins``."""
-
-    pipeline: int | None
-    chunks: int | None
-    microbatches: int | None
-    prefetch: int | None
-    schedule: str | None
-    sync: str | None
-    data: int | None
-    tensor: int | None
-    expert: int | None
-    ulysses: int | None
-    ring: int | None
-    zero: int | None
-    replicate: int | None
-    reduce: str | None
-    recompute: bool | str | None
-    offload: str | None
-    states: str | None
-    saved: str | None
-    logits: str | None
-    segment: int | None
-    overlap: str | None
-    compile: bool | str | None
-
-
 def check_sync(given: PlanPins, layer: str, zero: int | None, replicate: int | None) -> None:
     """Raise ``UsageError`` if the schedule, or the ZeRO stage or the copies of ``layer``, contradict ``sync``."""
     sync = given.sync
@@ -285,21 +153,11 @@ def check_sync(given: PlanPins, layer: str, zero: int | None, replicate: int | N
         )
 
 
-def nothing_halved(reasons: Mapping[str, str]) -> UsageError:
-    """The error where no layer can be computed in halves, from why each cannot, by its name."""
-    reason = Counter(reasons.values()).most_common(1)[0][0]
-    layer = next(name for name, why in reasons.items() if why == reason)
-    return UsageError(
-        f"overlap={HALVES}: no layer's microbatches can be computed in two halves: {layer} {reason}",
-        "use an even number of rows on each device in a microbatch, and layers with tensor or expert parallelism; or leave overlap out",
-    )
-
-
 OF_LAYER = tuple(f.name for f in fields(LayerPins))
 OF_PLAN = tuple(f.name for f in fields(PlanPins) if f.name not in OF_LAYER)
 
 _metadata = {f.name: f.metadata for f in fields(PlanPins)}
-PINS = {name: Pin(name, name in OF_LAYER, **_metadata[name]) for name in (*OF_PLAN, *OF_LAYER)}
+PINS = {name: _PINS.get(name) or Pin(name, name in OF_LAYER, **_metadata[name]) for name in (*OF_PLAN, *OF_LAYER)}
 """The table: every pin by name, those of the plan first."""
 
 

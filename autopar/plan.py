@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,6 +12,13 @@ from typing import Any
 
 from autopar.precision import TF32
 from autopar.schedules import Schedule
+from autopar.techniques import DEFAULTS, GIVEN_UP, UNDER_SPLIT, Options, read_options
+from autopar.techniques.activations import ACTIVATIONS, FULL_HOST, HOST, INT8, RECOMPUTED
+from autopar.techniques.compilation import COMPILATION, LAYERS
+from autopar.techniques.logits import LOGITS, SLICED
+from autopar.techniques.overlap import OVERLAP
+from autopar.techniques.reduce import REDUCE, STEP
+from autopar.techniques.states import STATES
 from autopar.units import seconds
 
 
@@ -44,6 +52,11 @@ class Role(Enum):
         return not self.replicates_parameters and self is not Role.IDLE
 
     @property
+    def gathers_parameters(self) -> bool:
+        """Whether a layer gathers sharded parameters for its products, on a grid of devices."""
+        return self in (Role.TENSOR_WEIGHTS, Role.TENSOR_HIDDEN, Role.TENSOR_ROWS)
+
+    @property
     def shards_batch(self) -> bool:
         """Whether activations are sharded along the batch between layers."""
         return self in (Role.DATA, Role.EXPERT, Role.TENSOR_WEIGHTS)
@@ -59,17 +72,15 @@ NARROW_GRADIENTS = "bfloat16_gradients"
 NARROW_MOMENTS = "bfloat16_moments"
 NARROW = (NARROW_GRADIENTS, NARROW_MOMENTS)
 FP8 = "fp8"
-INT8 = "int8_activations"
 APART = "local_steps"
-ALLOWED = (MICROBATCH_STATISTICS, *NARROW, FP8, TF32, INT8, APART)
+ALLOWED = (MICROBATCH_STATISTICS, *NARROW, FP8, TF32, *GIVEN_UP, APART)
 """The kinds of exactness that a user may allow a plan to give up. ``microbatch_statistics``: a loss that needs the whole batch (a
 router's auxiliary loss, batch norm, negatives of the same batch) is computed for each microbatch separately, and the step's loss is
 their mean. For parameters of 16 bits (their master copies stay in float32): with ``bfloat16_gradients`` gradients are accumulated and
 reduced in 16 bits, with ``bfloat16_moments`` Adam's moments are in 16 bits. ``fp8``: products with weights multiply 8-bit numbers
 (``program.kernels_fp8``), in models in bfloat16. ``tf32``: matrix products of float32 round their operands to 10 bits of mantissa.
-``int8_activations``: layers may store saved activations in 8 bits (``SAVINGS``), and gradients are computed from rounded numbers.
-``local_steps``: replicas train apart for some steps, then
-their parameters are averaged."""
+``local_steps``: replicas train apart for some steps, then their parameters are averaged. The others are of techniques
+(``autopar.techniques``), which say what they give up."""
 
 DEGREES = {
     "data": (Role.DATA,),
@@ -87,36 +98,6 @@ SEQUENCES = tuple(role for role in Role if role.shards_sequence)
 RECOMPUTATIONS = ("none", "selective", "full")
 """The kinds of recomputation, from most to least saved activations."""
 
-OFFLOADS = ("none", "activations")
-"""The tensors that a layer offloads to host memory: nothing, or activations saved for the backward."""
-
-STATES = ("device", "host", "nvme")
-"""Where a layer's optimizer states and master copies are: in the device's memory, in the host's memory, or in a file on the node's NVMe."""
-
-FORMER_OFFLOADS = {"optimizer": "none", "both": "activations"}
-"""The values of ``offload`` in older plans that stood for optimizer states in the host's memory, by what they said of activations."""
-
-SAVINGS = ("exact", "int8")
-"""How a layer's saved activations are stored from forward to backward: as they are, or as 8-bit integers (``program.int8``), which is not
-exact. A layer of the latter is not recomputed, and offloads no activations; one that gives the loss stores them as they are in any case."""
-
-WHOLE, SLICED = LOGITS = ("whole", "sliced")
-"""How a layer computes the logits of its cross entropy: all at once, or in slices of the vocabulary, again in the backward pass
-(``passes.slice_logits``)."""
-
-REDUCTIONS = ("microbatch", "step")
-"""How often a layer's gradients are reduced under ZeRO 2 and 3: in the backward pass of every microbatch, or once a step."""
-
-OVERLAPS = ("none", "tensor", "halves")
-"""The collectives of a layer that run under its own arithmetic: none; those of tensor parallelism that ``passes.overlap`` starts early;
-or all of them, because the microbatch is computed in two halves that take turns (``passes.halves``). A layer that cannot be halved has the
-overlap ``tensor`` in place of ``halves``."""
-
-TENSOR_OVERLAP, HALVES = OVERLAPS[1:]
-
-COMPILATIONS = ("none", "layers")
-"""The parts of a program that ``torch.compile`` compiles: nothing, or each layer's own arithmetic."""
-
 ALL_REDUCE, PARAMETER_SERVER, LOCAL_STEPS = "all-reduce", "parameter-server", "local-steps"
 SYNCS = (ALL_REDUCE, PARAMETER_SERVER)
 """How the replicas of data parallelism are synchronised. ``all-reduce``: each has the sum of all gradients, and updates. With a
@@ -133,7 +114,8 @@ def local_steps(sync: str | None) -> int:
 
 def given_up(sync: str, strategies: Iterable[Strategy]) -> tuple[str, ...]:
     """The exactness (of ``ALLOWED``) that a synchronisation and the layers' strategies give up."""
-    return (*([INT8] if any(s.saves_int8 for s in strategies) else []), *([APART] if local_steps(sync) else []))
+    given = {technique.way(value).gives_up for s in strategies for technique, value in s.options.chosen}
+    return (*(name for name in GIVEN_UP if name in given), *([APART] if local_steps(sync) else []))
 
 
 _recomputations: dict[tuple[str, int], Recomputation] = {}
@@ -173,6 +155,13 @@ class Recomputation:
 NONE, SELECTIVE, FULL = (Recomputation(kind) for kind in RECOMPUTATIONS)
 
 
+@functools.cache
+def recomputation_of(options: Options) -> Recomputation:
+    """The part of a layer's forward that its backward pass runs again."""
+    name, layers = ACTIVATIONS.split(options[ACTIVATIONS])
+    return Recomputation(RECOMPUTED[name], layers)
+
+
 @dataclass(frozen=True, slots=True)
 class Axis:
     """One axis of a stage's mesh. ``stride`` is the distance in devices between neighbours on it (1 is the innermost)."""
@@ -182,71 +171,71 @@ class Axis:
     stride: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class Strategy:
-    """For one layer: the role of each axis of the mesh (same order), the ZeRO stage over its data axes, recomputation, offloading to host
-    memory (``OFFLOADS``), how often its gradients are reduced (``REDUCTIONS``), how its saved activations are stored (``SAVINGS``), and
-    where its optimizer states are (``STATES``).
+    """For one layer: the role of each axis of the mesh (same order), the ZeRO stage over its data axes, and a value of every technique
+    (``autopar.techniques``), the default of those that are not named.
 
-    With ``overlap`` (``OVERLAPS``) the gradient of a column-parallel product's input is reduced while the weight's gradient is computed,
-    or each half of the microbatch computes while the other's collectives run.
     ZeRO shards over the ranks whose parameters are equal. With ``replicate`` (hybrid sharding, HSDP) there are that many copies of the
     sharded state: ZeRO shards over the innermost of those axes alone, and the product of the outermost ones' sizes is ``replicate``.
-
-    ``reduce`` is a choice under ZeRO 2 and 3. Gradients that are reduced once a step add up locally and whole over the microbatches. Under
-    ZeRO 0 and 1 they always do.
-
-    With ``logits`` (``LOGITS``) "sliced" a layer that computes a cross entropy has a slice of its logits in memory at a time.
-
-    With ``compiled`` the program passes the layer's arithmetic to ``torch.compile``, if the layer's class admits it (``ops.compilation``).
     """
 
     roles: tuple[Role, ...]
-    zero: int = 0
-    recomputation: Recomputation = NONE
-    offload: str = "none"
-    replicate: int = 1
-    reduce: str = "microbatch"
-    overlap: str = TENSOR_OVERLAP
-    compiled: bool = False
-    saved: str = "exact"
-    states: str = "device"
-    logits: str = WHOLE
+    zero: int
+    replicate: int
+    options: Options
 
-    def __post_init__(self) -> None:
-        assert self.zero in (0, 1, 2, 3), self.zero
-        assert self.overlap in OVERLAPS, self.overlap
-        assert self.replicate == 1 or self.zero, self
-        assert self.reduce == "microbatch" or (self.reduce == "step" and self.zero >= 2), self
-        assert self.offload in OFFLOADS, self.offload
-        assert self.states in STATES, self.states
-        assert self.recomputation.layers == 1 or not self.offloads_activations, self
-        assert self.saved in SAVINGS, self.saved
-        assert self.logits in LOGITS, self.logits
-        assert not self.saves_int8 or (self.recomputation is NONE and not self.offloads_activations), self
-        assert self.overlap != HALVES or self.recomputation is not SELECTIVE, self
+    def __init__(
+        self, roles: tuple[Role, ...], zero: int = 0, replicate: int = 1, options: Options = DEFAULTS, **chosen: str
+    ) -> None:
+        options = options.but(**chosen) if chosen else options
+        assert zero in (0, 1, 2, 3), zero
+        assert replicate == 1 or zero, (zero, replicate)
+        assert zero >= options.zero, (zero, options)
+        for name, value in (("roles", roles), ("zero", zero), ("replicate", replicate), ("options", options)):
+            object.__setattr__(self, name, value)
+
+    def but(self, **changes: str) -> Strategy:
+        """The same strategy with other values of techniques."""
+        return Strategy(self.roles, self.zero, self.replicate, self.options, **changes)
+
+    @property
+    def recomputation(self) -> Recomputation:
+        return recomputation_of(self.options)
 
     @property
     def offloads_activations(self) -> bool:
-        return self.offload == "activations"
+        return self.options[ACTIVATIONS] in (HOST, FULL_HOST)
 
     @property
     def saves_int8(self) -> bool:
-        return self.saved == "int8"
+        return self.options[ACTIVATIONS] == INT8
+
+    @property
+    def states(self) -> str:
+        return self.options[STATES]
 
     @property
     def slices_logits(self) -> bool:
-        return self.logits == SLICED
+        return self.options[LOGITS] == SLICED
 
-    def under(self, schedule: Schedule) -> Strategy:
-        """The same strategy for a pipeline of this schedule: without overlap and not compiled if the schedule splits the backward pass,
-        because it computes the weights' gradients in a later action."""
-        return dataclasses.replace(self, overlap="none", compiled=False) if schedule.split else self
+    @property
+    def overlap(self) -> str:
+        return self.options[OVERLAP]
+
+    @property
+    def compiled(self) -> bool:
+        return self.options[COMPILATION] == LAYERS
 
     @property
     def reduces_once(self) -> bool:
         """Whether FSDP reduces the layer's gradients once a step, and not in every microbatch."""
-        return self.reduce == "step"
+        return self.options[REDUCE] == STEP
+
+    def under(self, schedule: Schedule) -> Strategy:
+        """The same strategy for a pipeline of this schedule: a schedule that splits the backward pass computes the weights' gradients in a
+        later action, and leaves some techniques no choice."""
+        return self.but(**UNDER_SPLIT) if schedule.split else self
 
     @property
     def dense(self) -> Strategy:
@@ -465,14 +454,7 @@ class Plan:
                     **s.degrees(self.mesh),
                     "zero": s.zero,
                     "replicate": s.replicate,
-                    "reduce": s.reduce,
-                    "overlap": s.overlap,
-                    "compiled": s.compiled,
-                    "recomputation": dataclasses.asdict(s.recomputation),
-                    "offload": s.offload,
-                    "states": s.states,
-                    "saved": s.saved,
-                    "logits": s.logits,
+                    **s.options.by_name,
                     "roles": [role.value for role in s.roles],
                 }
             )
@@ -552,15 +534,8 @@ class Plan:
                     Strategy(
                         tuple(Role(role) for role in layer["roles"]),
                         layer["zero"],
-                        Recomputation(**layer["recomputation"]),
-                        FORMER_OFFLOADS.get(offload := layer.get("offload", "none"), offload),
                         layer.get("replicate", 1),
-                        layer.get("reduce", "microbatch"),
-                        layer.get("overlap", "none"),
-                        layer.get("compiled", False),
-                        layer.get("saved", "exact"),
-                        layer.get("states", "host" if offload in FORMER_OFFLOADS else "device"),
-                        layer.get("logits", "whole"),
+                        read_options(layer),
                     ),
                 )
                 for layer in data["layers"]

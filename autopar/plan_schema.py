@@ -16,28 +16,11 @@ from typing import Any, Protocol
 from autopar.data_files import DataError, shown
 from autopar.errors import UsageError
 from autopar.pins import PINS, read_pins
-from autopar.plan import (
-    ALL_REDUCE,
-    ALLOWED,
-    DEGREES,
-    FORMER_OFFLOADS,
-    HALVES,
-    LOCAL_STEPS,
-    LOGITS,
-    OFFLOADS,
-    OVERLAPS,
-    RECOMPUTATIONS,
-    REDUCTIONS,
-    SAVINGS,
-    SEQUENCES,
-    STATES,
-    SYNCS,
-    Memory,
-    Prediction,
-    Role,
-)
+from autopar.plan import ALL_REDUCE, ALLOWED, DEGREES, LOCAL_STEPS, SEQUENCES, SYNCS, Memory, Prediction, Role
 from autopar.precision import PRECISIONS
 from autopar.schedules import NO_PIPELINE, SCHEDULES, Schedule, refusal
+from autopar.techniques import LAYER, conflict
+from autopar.techniques.technique import Technique
 
 MOST_DEVICES = 2**20
 MOST_LAYERS = 2**14
@@ -108,6 +91,17 @@ class Word:
     def check(self, where: str, value: Any) -> None:
         if not isinstance(value, str) or value not in self.names:
             raise DataError(f"{where} is {shown(value)}, not one of {', '.join(self.names)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A value of a technique."""
+
+    technique: Technique
+
+    def check(self, where: str, value: Any) -> None:
+        if not self.technique.known(value):
+            raise DataError(f"{where} is {shown(value)}, not one of {', '.join(self.technique.names)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +211,17 @@ _STAGE = Fields(
 
 _DEGREES = ("data", "tensor", "expert", "sequence")
 
+
+def _former(form: Any) -> Kind:
+    """The kind of a field of before (``Technique.former_fields``)."""
+    if isinstance(form, dict):
+        return Fields({name: _former(inner) for name, inner in form.items()})
+    return Flag() if form is bool else Whole(1, MOST_LAYERS) if form is int else Word(form)
+
+
+_FORMER = {name: _former(form) for technique in LAYER for name, form in technique.former_fields.items()}
+"""Fields of layers in plan files that were written before techniques had the fields of today."""
+
 _LAYER = Fields(
     {
         "name": Text(),
@@ -224,17 +229,11 @@ _LAYER = Fields(
         **dict.fromkeys(_DEGREES, _COUNT),
         "zero": Whole(0, 3),
         "replicate": _COUNT,
-        "reduce": Word(REDUCTIONS),
-        "overlap": Word(OVERLAPS),
-        "compiled": Flag(),
-        "recomputation": Fields({"kind": Word(RECOMPUTATIONS), "layers": Whole(1, MOST_LAYERS)}),
-        "offload": Word((*OFFLOADS, *FORMER_OFFLOADS)),
-        "states": Word(STATES),
-        "saved": Word(SAVINGS),
-        "logits": Word(LOGITS),
+        **{technique.name: Known(technique) for technique in LAYER},
+        **_FORMER,
         "roles": Items(Word(tuple(role.value for role in Role)), 1, _MOST_AXES),
     },
-    frozenset((*_DEGREES, "replicate", "reduce", "overlap", "compiled", "offload", "states", "saved", "logits")),
+    frozenset((*_DEGREES, "replicate", *(technique.name for technique in LAYER), *_FORMER)),
 )
 
 _PIN = Fields({"pin": Text(), "value": PinValue(), "step_time_without_s": _SECONDS, "bound_without_s": _SECONDS})
@@ -390,22 +389,27 @@ def _check_layer(where: str, layer: Mapping[str, Any], mesh: Sequence[Mapping[st
         degree = math.prod(axis["size"] for axis, role in zip(mesh, roles, strict=True) if role in used[name])
         if layer.get(name, degree) != degree:
             raise DataError(f"{where}.{name} is {layer[name]}, and the roles of its axes make {degree}")
-    zero, replicate, kind = layer["zero"], layer.get("replicate", 1), layer["recomputation"]["kind"]
-    segment, offload = layer["recomputation"]["layers"], layer.get("offload", "none")
-    stored, aside = layer.get("saved", "exact"), FORMER_OFFLOADS.get(offload, offload) != "none"
+    for technique in LAYER:
+        before = [name for name in technique.former_fields if name in layer]
+        if technique.name in layer and before:
+            raise DataError(
+                f"{where} has both {technique.name!r} and {before[0]!r}, an older field of the same decision"
+            )
+        if what := technique.unreadable(layer):
+            raise DataError(f"{where} has {what}")
+    zero, replicate = layer["zero"], layer.get("replicate", 1)
+    options = {technique.name: technique.read(layer) for technique in LAYER}
     copies = [axis["size"] for axis, role in zip(mesh, roles, strict=True) if role.replicates_parameters]
     wrong = {
         f"replicate {replicate} without ZeRO": replicate > 1 and not zero,
         f"replicate {replicate}, which is no product of its outermost data axes {copies}": replicate
         not in {math.prod(copies[:n]) for n in range(len(copies) + 1)},
-        f"gradients reduced once a step under ZeRO {zero}": layer.get("reduce") == "step" and zero < 2,
-        f"segments of {segment} layers, and its recomputation is {kind}": segment > 1 and kind != "full",
-        f"segments of {segment} layers, and offloads its activations": segment > 1 and aside,
-        f"activations saved as {stored}, and its recomputation is {kind}": stored != "exact" and kind != "none",
-        f"activations saved as {stored}, and offloads them": stored != "exact" and aside,
-        f"the overlap {HALVES}, and its recomputation is {kind}": layer.get("overlap") == HALVES
-        and kind == "selective",
     }
+    for technique in LAYER:
+        value = options[technique.name]
+        found = conflict(technique, value, options)
+        wrong[f"{technique.name} {value} under ZeRO {zero}"] = technique.way(value).zero > zero
+        wrong[f"{technique.name} {value} and {found and f'{found.other} {options[found.other]}'}"] = found is not None
     for what, is_so in wrong.items():
         if is_so:
             raise DataError(f"{where} has {what}")

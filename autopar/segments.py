@@ -1,20 +1,20 @@
 """Which layers are recomputed together, as one segment.
 
 A run consists of consecutive layers of one class in a stage, with equal strategies, each of which passes its only value to the next.
-Starting with its first layer, a run is cut into segments of ``Recomputation.layers`` layers; the last may be shorter. A segment saves its
-first layer's input. Its backward runs its forward again, and then everything that its layers save is in memory at once: for chains of n
-layers, segments of about the square root of n need least memory (Chen et al., "Training deep nets with sublinear memory cost",
-arXiv:1604.06174).
+Where their activations are ``full:N``, a run is cut into segments of N layers, beginning with its first one; the last may be shorter. A
+segment saves its first layer's input. Its backward runs its forward again, and then everything that its layers save is in memory at once:
+for chains of n layers, segments of about the square root of n need least memory (Chen et al., "Training deep nets with sublinear memory
+cost", arXiv:1604.06174).
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from autopar.graph import Graph
-from autopar.plan import Recomputation, Strategy
+from autopar.plan import Strategy
+from autopar.techniques.activations import ACTIVATIONS, full
 
 
 def segments(graph: Graph, strategies: Sequence[Strategy], bounds: Sequence[int]) -> list[range]:
@@ -32,7 +32,7 @@ def shortened(graph: Graph, strategies: Sequence[Strategy], bounds: Sequence[int
     for run in _runs(graph, strategies, bounds):
         strategy = strategies[run[0]]
         if strategy.recomputation.layers > len(run):
-            strategy = dataclasses.replace(strategy, recomputation=Recomputation("full", len(run)))
+            strategy = strategy.but(**{ACTIVATIONS.name: full(len(run))})
         found += [strategy] * len(run)
     return found
 

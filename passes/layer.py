@@ -9,8 +9,9 @@ from torch import fx
 from autopar.flow import gradient_flow, placeholders
 from autopar.graph import LayerClass
 from autopar.ops.meta import meta
-from autopar.plan import HALVES, SELECTIVE, TENSOR_OVERLAP, Strategy
+from autopar.plan import SELECTIVE, Strategy
 from autopar.sharding import Sharding, local_shape
+from autopar.techniques.overlap import HALVES, TENSOR
 from autopar.types import SpmdType
 from passes.collectives import MICROBATCH, convert, insert_collectives_pass
 from passes.defer_weights import defer_weights_pass
@@ -126,7 +127,7 @@ def local_layer(
     )
     if strategy.recomputation is SELECTIVE:
         gm = run(gm, [("selective", lambda gm: selective_pass(gm, [axis.name for axis in sharding.axes]))])
-    if strategy.overlap == TENSOR_OVERLAP:
+    if strategy.overlap == TENSOR:
         gm = run(gm, [("overlap", lambda gm: overlap_pass(gm, cls, sharding))])
     if half is not None:
         gm = run(gm, [("halves", lambda gm: halves_pass(gm, cls, half))])

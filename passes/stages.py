@@ -7,14 +7,14 @@ receiving stage converts them, as it does between two of its own layers.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from autopar.errors import UsageError
 from autopar.graph import Graph, Layer, LayerClass, Value
-from autopar.pins import nothing_halved
-from autopar.plan import HALVES, TENSOR_OVERLAP, Plan, Strategy
+from autopar.plan import Plan, Strategy
 from autopar.segments import segments, shortened
 from autopar.sharding import Sharding, local_shape
+from autopar.techniques.overlap import HALVES, OVERLAP, TENSOR, nothing_halved
 from autopar.types import I, R, S, SpmdType
 from passes.conversions import Step, effective_steps
 from passes.halves import why_whole
@@ -115,7 +115,7 @@ def _halved(cls: LayerClass, sharding: Sharding, strategy: Strategy) -> Strategy
     """The strategy, with the overlap ``tensor`` if the layer's microbatch cannot be halved."""
     if strategy.overlap != HALVES or not why_whole(cls, sharding):
         return strategy
-    return replace(strategy, overlap=TENSOR_OVERLAP)
+    return strategy.but(**{OVERLAP.name: TENSOR})
 
 
 def check_halves(graph: Graph, plan: Plan, shardings: tuple[Sharding, ...]) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import AutoparError, UsageError
-from autopar.plan import FULL, Role
+from autopar.plan import Role
 from autopar.schedules import NO_PIPELINE, ONE_F_ONE_B
 from autopar.search import SearchOptions, search
 from autopar.validate.rows import Row, labels, read_row
@@ -137,7 +137,7 @@ def automatic_s(bench: Bench, row: Row) -> float | None:
             tensor=s.tensor,
             data=s.data,
             zero=s.zero,
-            recompute=s.recomputation is FULL,
+            pin={"activations": s.activations},
             microbatches=s.global_batch // (s.data * s.microbatch),
             schedule=NO_PIPELINE if s.pipeline == 1 else ONE_F_ONE_B,
             roles=(Role.TENSOR_SEQUENCE,) if s.sequence else (Role.TENSOR,),

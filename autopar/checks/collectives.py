@@ -27,11 +27,12 @@ from autopar.flow import gradient_flow, placeholders
 from autopar.ops.cost import tensors
 from autopar.ops.meta import meta
 from autopar.ops.operands import operands
-from autopar.plan import TENSOR_OVERLAP, Axis, local_steps
+from autopar.plan import Axis, local_steps
 from autopar.price.moves import Move, layer_moves, wire
 from autopar.program import kernels
 from autopar.rules.traffic import kernel_traffic
 from autopar.sharding import Sharding, local_shape
+from autopar.techniques.overlap import TENSOR
 from autopar.types import Collective, I, P, R, S, SpmdType, conversion
 from passes.collectives import MICROBATCH, convert, share
 from passes.layer import LocalLayer
@@ -124,7 +125,7 @@ def priced(layer: LocalLayer) -> Iterator[Exchange]:
     sizes = {n.name: sum(t.numel() * t.element_size() for t in tensors(meta(n).get("val"))) for n in nodes}
     by_name = {n.name: n for n in nodes}
     for move in layer_moves(layer.cls, layer.computed.types, sizes, gradient_flow(layer.cls)):
-        under = move.under if layer.strategy.overlap == TENSOR_OVERLAP else ()
+        under = move.under if layer.strategy.overlap == TENSOR else ()
         weights = tuple(_parameter(operands(by_name[name])[1]) for name in under)
         yield from _exchanges_of(move, layer.computed.axes, weights)
 

@@ -12,7 +12,6 @@ import autopar
 from autopar.cli.options import (
     DEVICES_HELP,
     MODEL_HELP,
-    PRICED_PINS,
     WholeNumber,
     again_options,
     allow_option,
@@ -32,7 +31,8 @@ from autopar.cli.options import (
     program_options,
     size_options,
 )
-from autopar.pins import ANY, PINS
+from autopar.pins import OWNERS, PINS
+from autopar.techniques.technique import ANY
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -488,7 +488,7 @@ command(
     click.option("--context", type=WholeNumber(1), metavar="N", help="The degree of ring attention."),
     *(pin_option(PINS[name], "{}", (ANY,)) for name in ("expert", "zero", "microbatches")),
     click.option("--microbatch", type=WholeNumber(1), metavar="N", help="Sequences in one microbatch on one device."),
-    *(pin_option(PINS[name], "{}", (ANY,)) for name in ("schedule", "chunks", "sync", *PRICED_PINS)),
+    *(pin_option(PINS[name], "{}", (ANY,)) for name in ("schedule", "chunks", "sync", *OWNERS)),
     click.option(
         "--timeline", is_flag=True, help="Also show the memory of every device through the actions of one step."
     ),

@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 import click
 
 from autopar.errors import ModelError
-from autopar.pins import ANY, PINS, Pin
+from autopar.pins import PINS
 from autopar.plan import ALLOWED
+from autopar.techniques.technique import ANY, Pin
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -19,10 +20,6 @@ MODEL_HELP = """
     MODEL is file.py:factory or package.module:factory (the factory returns a module, or (module, batch), or
     (module, batch, loss_fn)), a transformers config.json, a folder that transformers saved, or a name of the zoo (`autopar models`).
     """
-
-
-PRICED_PINS = ("recompute", "segment", "offload", "states", "saved", "logits", "overlap", "compile")
-"""The pins of layers that `autopar price` takes under their own names, besides the degrees and the ZeRO stage."""
 
 
 class WholeNumber(click.IntRange):
@@ -98,9 +95,10 @@ def pin_option(pin: Pin, sentence: str, without: tuple[str, ...] = ()) -> Callab
     if ANY in names:
         text += f" {ANY}: the fastest choice; without the option, {names[0]}."
     if not pin.switch:
-        return click.option(f"--{pin.name}", type=kind, metavar=metavar, help=text)
+        return click.option(f"--{pin.name}", type=kind, metavar=metavar, help=text, hidden=pin.former)
     text += f" Without a value, {names[-1]}."
-    return click.option(f"--{pin.name}", is_flag=False, flag_value=names[-1], type=kind, metavar=metavar, help=text)
+    how: dict[str, Any] = {"is_flag": False, "flag_value": names[-1], "hidden": pin.former}
+    return click.option(f"--{pin.name}", type=kind, metavar=metavar, help=text, **how)
 
 
 pin_options = joined(

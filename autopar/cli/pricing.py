@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from typing import Any
 from autopar.cli.commands import allowed, check_pins, recapture
 from autopar.cli.console import Messages, console, plain_table
 from autopar.cli.load import Sizes, load_model
-from autopar.cli.options import PRICED_PINS
 from autopar.cli.output import output_file
 from autopar.cli.render import print_plan
 from autopar.cli.timeline import print_timeline, timeline_data
@@ -22,9 +22,8 @@ from autopar.devices import Cluster, parse
 from autopar.errors import BatchError, UsageError
 from autopar.graph import Graph
 from autopar.ops.cost import is_attention
-from autopar.pins import OF_PLAN, PlanPins, check_sync
+from autopar.pins import OF_PLAN, OWNERS, PlanPins, check_sync
 from autopar.plan import (
-    COMPILATIONS,
     REPLICATING,
     LayerPlan,
     Plan,
@@ -36,6 +35,7 @@ from autopar.search import manual_plan, memory_timeline, reprice
 from autopar.search.concessions import Concession
 from autopar.search.options import check_replicas
 from autopar.search.timeline import Moment
+from autopar.techniques import LAYER
 from autopar.units import seconds, size
 from autopar.workload import with_concession
 
@@ -213,10 +213,10 @@ def write_plan(graph: Graph, cluster: Cluster, request: Mapping[str, Any]) -> Pl
     whole = PlanPins(sync=request.get("sync"), schedule=request.get("schedule"))
     check_sync(whole, "every layer", request.get("zero"), None)
     check_replicas(graph, request.get("sync"), [rest // expert, rest])  # layers with experts, and without
-    pins = {name: request.get(name) for name in (*OF_PLAN, "tensor", "expert", *PRICED_PINS)}
+    pins = {name: request.get(name) for name in (*OF_PLAN, "tensor", "expert", *OWNERS)}
     pins |= {"data": rest // expert, "ring": context, "microbatches": microbatches}
-    pins["compile"] = pins["compile"] or COMPILATIONS[cluster.kind != "cpu"]
-    plan = manual_plan(graph, sequence=bool(request.get("sequence")), allow=allowed(dict(request)), **pins)  # type: ignore[arg-type]
+    how: dict[str, Any] = {"sequence": bool(request.get("sequence")), "compiled": cluster.kind != "cpu", **pins}
+    plan = manual_plan(graph, allow=allowed(dict(request)), **how)
 
     def own(layer: LayerPlan) -> LayerPlan:
         """The layer without expert parallelism where it has no experts, and with ZeRO where its parameters have copies."""
@@ -254,9 +254,6 @@ def compared(a: Plan, b: Plan) -> list[tuple[str, Any, Any, str]]:
     def degree(plan: Plan, name: str) -> int:
         return max(layer.strategy.degrees(plan.mesh)[name] for layer in plan.layers)
 
-    def count(plan: Plan, kind: str) -> int:
-        return sum(layer.strategy.recomputation.kind == kind for layer in plan.layers)
-
     def largest(plan: Plan, part: str) -> int:
         return max(getattr(stage.memory, part) for stage in plan.stages)
 
@@ -267,19 +264,9 @@ def compared(a: Plan, b: Plan) -> list[tuple[str, Any, Any, str]]:
         for name in ("pipeline", "chunks", "microbatches", "schedule", "sync", "global_batch")
     ]
     found.append(("ZeRO", *(max(layer.strategy.zero for layer in plan.layers) for plan in (a, b)), ""))  # type: ignore[arg-type]
-    for words, how in (("layers recomputed", "full"), ("layers recomputed in part", "selective")):
-        found.append((words, count(a, how), count(b, how), ""))
-    longest = [max(layer.strategy.recomputation.layers for layer in plan.layers) for plan in (a, b)]
-    found.append(("layers of a segment", longest[0], longest[1], ""))
-    for place, words in (("host", "in the host"), ("nvme", "on NVMe")):
-        offloaded = [sum(layer.strategy.states == place for layer in plan.layers) for plan in (a, b)]
-        found.append((f"layers' optimizer states {words}", offloaded[0], offloaded[1], ""))
-    aside = [sum(layer.strategy.offloads_activations for layer in plan.layers) for plan in (a, b)]
-    found.append(("layers' activations in the host", aside[0], aside[1], ""))
-    int8 = [sum(layer.strategy.saves_int8 for layer in plan.layers) for plan in (a, b)]
-    found.append(("layers' saved activations in 8 bits", int8[0], int8[1], ""))
-    logits = [plan.layers[-1].strategy.logits for plan in (a, b)]
-    found.append(("logits", logits[0], logits[1], ""))
+    for technique in LAYER:
+        values = [Counter(layer.strategy.options[technique] for layer in plan.layers) for plan in (a, b)]
+        found.append((technique.name, _counted(values[0]), _counted(values[1]), ""))
     for name in ("step_time_s", "compute_s", "communication_s", "bubble_s", "optimizer_s"):
         found.append(
             (name.removesuffix("_s").replace("_", " "), getattr(a.prediction, name), getattr(b.prediction, name), "s")
@@ -291,6 +278,11 @@ def compared(a: Plan, b: Plan) -> list[tuple[str, Any, Any, str]]:
         outside = [max(getattr(stage, name) for stage in plan.stages) for plan in (a, b)]
         found += [(words, outside[0], outside[1], "B")] if any(outside) else []
     return found
+
+
+def _counted(values: Counter[str]) -> str:
+    """``full 30, keep 4``: the number of layers with each value; the value alone if all have it."""
+    return next(iter(values)) if len(values) == 1 else ", ".join(f"{v} {n}" for v, n in values.most_common())
 
 
 def _form(value: Any, unit: str) -> str:

@@ -11,8 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.cli.console import plain_table
-from autopar.plan import ALL_REDUCE, GIVEN, STATES, LayerPlan, Memory, Plan, StagePlan, Strategy
+from autopar.plan import ALL_REDUCE, GIVEN, LayerPlan, Memory, Plan, StagePlan, Strategy
 from autopar.schedules import V_SHAPED
+from autopar.techniques import LAYER
 from autopar.units import seconds, size
 
 _BAR = 20  # characters of a full bar
@@ -97,19 +98,9 @@ def _layers(plan: Plan) -> RenderableType:
     hybrid = any(layer.strategy.replicate > 1 for layer in plan.layers)
     if hybrid:
         table.add_column("copies", justify="right")
-    once = any(layer.strategy.reduces_once for layer in plan.layers)
-    if once:
-        table.add_column("reduced every")
-    table.add_column("recompute")
-    offloaded = any(layer.strategy.states != STATES[0] for layer in plan.layers)
-    if offloaded:
-        table.add_column("states on")
-    offloads = any(layer.strategy.offload != "none" for layer in plan.layers)
-    if offloads:
-        table.add_column("in the host")
-    narrow = any(layer.strategy.saves_int8 for layer in plan.layers)
-    if narrow:
-        table.add_column("saved in")
+    used = [t for t in LAYER if any(t.said(layer.strategy.options[t]) for layer in plan.layers)]
+    for technique in used:
+        table.add_column(technique.name)
     for run in runs(plan):
         s, degrees = run.strategy, run.strategy.degrees(plan.mesh)
         table.add_row(
@@ -118,13 +109,7 @@ def _layers(plan: Plan) -> RenderableType:
             *(_degree(degrees[name]) for name in ("data", "tensor", "sequence")),
             str(s.zero) if degrees["data"] > 1 else "-",
             *([_degree(s.replicate)] if hybrid else []),
-            *([s.reduce if s.zero >= 2 else "step"] if once else []),
-            f"{s.recomputation.layers} as one"
-            if s.recomputation.layers > 1
-            else {"none": "-", "selective": "in part", "full": "yes"}[s.recomputation.kind],
-            *([s.states] if offloaded else []),
-            *([s.offload if s.offload != "none" else "-"] if offloads else []),
-            *([s.saved if s.saves_int8 else "-"] if narrow else []),
+            *(technique.cell(s.options[technique]) for technique in used),
         )
     return table
 

@@ -12,7 +12,8 @@ import click
 import autopar
 from autopar.cli.options import check_file
 from autopar.devices import hardware
-from autopar.pins import ANY, PINS
+from autopar.pins import PINS
+from autopar.techniques.technique import ANY
 from autopar.ui import Choices, Server
 from autopar.zoo import CATALOGUE
 
@@ -46,5 +47,6 @@ def choices(own: tuple[str, ...] = ()) -> Choices:
         {key: getattr(pin, key) for key in ("name", "meaning", "least", "most")}
         | {"values": [name for name in pin.names if not name.endswith(":K")], "any": ANY}
         for pin in PINS.values()
+        if not pin.former
     ]
     return Choices(models, devices, pins, autopar.__version__)

@@ -24,7 +24,7 @@ from autopar.emit.stage import layer_attribute, layer_spec, owned_attribute, spe
 from autopar.errors import ModelError, UsageError
 from autopar.graph import Graph
 from autopar.ops.meta import meta
-from autopar.plan import STATES, Plan, given_up, local_steps
+from autopar.plan import Plan, given_up, local_steps
 from autopar.precision import FLOAT16, name_of
 from autopar.program import FILES, copy_runtime
 from autopar.program.chimera import ORDERS
@@ -32,6 +32,7 @@ from autopar.program.state import write_initial
 from autopar.program.type_check import write_digests
 from autopar.schedules.orders import device_order
 from autopar.shard import plan_shardings
+from autopar.techniques import said
 from passes.stages import LocalProgram, cut_stages
 
 _HEADER = '''"""{model} on {devices}: {summary}.
@@ -292,13 +293,8 @@ def _uses(program: LocalProgram, index: int) -> str:
     strategy = program.layers[index].strategy
     roles = ", ".join(f"{role.value} on {a.name}" for a, role in zip(program.plan.mesh, strategy.roles, strict=True))
     copies = f" in {strategy.replicate} copies" if strategy.replicate > 1 else ""
-    parts = [f"ZeRO {strategy.zero}{copies}", str(strategy.recomputation)]
-    parts.insert(1, "gradients reduced once a step" if strategy.reduces_once else "")
-    parts.append("two halves in turn" if program.layers[index].half is not None else "")
-    parts.append("" if strategy.states == STATES[0] else f"optimizer states: {strategy.states}")
-    parts.append("saved in the host's memory" if strategy.offloads_activations else "")
-    parts.append("saved in 8 bits" if is_narrow(program.layers[index]) else "")
-    return f"{which}: {roles}; {', '.join(filter(None, parts))}."
+    parts = [f"ZeRO {strategy.zero}{copies}", *said(strategy.options)]
+    return f"{which}: {roles}; {', '.join(parts)}."
 
 
 def layouts(program: LocalProgram) -> list[dict[str, object]]:

@@ -18,8 +18,10 @@ from autopar.devices import Cluster, hardware, parse
 from autopar.errors import AutoparError, InfeasibleError, UsageError
 from autopar.explain.describe import describe, memory_bytes
 from autopar.explain.study import Study
-from autopar.pins import ANY
+from autopar.pins import OWNERS
 from autopar.plan import Plan
+from autopar.techniques import LAYER
+from autopar.techniques.technique import ANY, Context
 
 MOST_DEVICES = 65_536
 MOST_PROCESSES = 64  # of this machine
@@ -107,7 +109,8 @@ def _without_pins(study: Study, deadline: float) -> Iterator[Change]:
         plan = feasible(study, deadline, asked=study.options.without(key))
         if plan is not None:
             alone += 1
-            kind = "recomputation" if key.endswith(("recompute", "segment")) else "pin"
+            technique = OWNERS.get(key.rpartition(".")[2])
+            kind = technique.name if technique is not None else "pin"
             yield _change(kind, f"leave {key} free (it is pinned to {value})", plan, (key,))
     if not alone and len(pins) > 1:
         free = study.options
@@ -119,24 +122,32 @@ def _without_pins(study: Study, deadline: float) -> Iterator[Change]:
 
 
 def _offload(study: Study, deadline: float) -> Iterator[Change]:
-    """The part that is enough in the host's memory; both parts together if no single one is."""
-    options = study.options
-    if study.cluster.host is None or options.offload is not None or options.states is not None:
+    """The technique that is enough if it uses the host's memory; all of them together if no single one is."""
+    if study.cluster.host is None:
         return
-    states: dict[str, Any] = {"states": "host"}
-    activations: dict[str, Any] = {"offload": "activations"}
-    parts = [("optimizer states", states), ("activations", activations)]
-    parts = parts[1:] if study.cluster.has_nvme else parts  # states were free to go there
-    both = ("optimizer states and activations", states | activations)
+    parts: list[tuple[str, dict[str, Any]]] = []
+    for technique in LAYER:
+        for _, title, pins, needs in technique.families():
+            if needs != "host":
+                continue
+            names = (technique.name, *(pin.name for pin in technique.former_pins))
+            if any(study.options.of(name) is not None for name in names):
+                return
+            free = technique.candidates(Context(nvme=study.cluster.has_nvme))
+            if not any(technique.way(value).elsewhere for value in free):
+                parts.append((title, dict(pins)))
+    if not parts:
+        return
+    together = " and ".join(title for title, _ in parts), {k: v for _, pins in parts for k, v in pins.items()}
     alone = 0
-    for what, pins in (*parts, both):
+    for title, pins in (*parts, together):
         if (len(pins) > 1 and alone) or time.process_time() > deadline:
             break
         plan = feasible(study, deadline, **pins)
         if plan is not None:
             alone += 1
             flags = " ".join(f"--{name} {value}" for name, value in pins.items())
-            yield _change("offload", f"put {what} into the host's memory ({flags})", plan, **pins)
+            yield _change("offload", f"put {title} ({flags})", plan, (), **pins)
 
 
 def _precision(study: Study, deadline: float) -> Iterator[Change]:

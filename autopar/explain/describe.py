@@ -9,18 +9,15 @@ from autopar.plan import (
     APART,
     DEGREES,
     FP8,
-    FULL,
-    HALVES,
-    INT8,
     MICROBATCH_STATISTICS,
     NARROW,
     REPLICATING,
-    SELECTIVE,
     Plan,
     Strategy,
     local_steps,
 )
 from autopar.precision import TF32
+from autopar.techniques import GIVEN_UP, LAYER
 
 
 def main_strategy(plan: Plan) -> Strategy:
@@ -43,9 +40,6 @@ def describe(plan: Plan) -> str:
         parts.append(f"ZeRO {zeros[0]}" if len(zeros) == 1 else f"ZeRO {zeros[0]} to {zeros[-1]}")
         if (copies := max(layer.strategy.replicate for layer in plan.layers)) > 1:
             parts[-1] += f" in {copies} copies"
-        if once := sum(layer.strategy.reduces_once for layer in plan.layers):
-            whose = "" if once == len(plan.layers) else f" of {once} of {len(plan.layers)} layers"
-            parts.append(f"gradients{whose} reduced once a step")
     if steps := local_steps(plan.sync):
         parts.append(f"parameters averaged every {steps} steps ({APART}: not exact)")
     elif plan.sync != ALL_REDUCE:
@@ -53,26 +47,23 @@ def describe(plan: Plan) -> str:
     parts.append(f"{plan.microbatches} microbatches" if plan.microbatches > 1 else "1 microbatch")
     if MICROBATCH_STATISTICS in plan.allow:
         parts[-1] += f" with losses of their own ({MICROBATCH_STATISTICS}: not exact)"
-    for kind in (FULL, SELECTIVE):
-        again = [a.strategy.recomputation for a in plan.layers if a.strategy.recomputation.kind == kind.kind]
-        if again:
-            count = "all" if len(again) == len(plan.layers) else f"{len(again)} of {len(plan.layers)}"
-            parts.append(f"{count} layers {kind}")
-            if sizes := sorted({a.layers for a in again} - {1}):
-                parts[-1] += f" (in segments of {' to '.join(map(str, dict.fromkeys((sizes[0], sizes[-1]))))})"
-    strategies = [layer.strategy for layer in plan.layers]
-    for what, where, those in (
-        ("optimizer states", "in the host's memory", sum(s.states == "host" for s in strategies)),
-        ("optimizer states", "on NVMe", sum(s.states == "nvme" for s in strategies)),
-        ("activations", "in the host's memory", sum(s.offloads_activations for s in strategies)),
-    ):
-        if those:
-            whose = "" if those == len(plan.layers) else f" of {those} of {len(plan.layers)} layers"
-            parts.append(f"{what}{whose} {where}")
-    if any(s.overlap == HALVES for s in strategies):
-        parts.append("microbatches in halves that take turns")
-    parts += [f"{name.replace('_', ' ')} (not exact)" for name in (*NARROW, FP8, TF32, INT8) if name in plan.allow]
+    parts += _techniques(plan)
+    parts += [f"{name.replace('_', ' ')} (not exact)" for name in (*NARROW, FP8, TF32, *GIVEN_UP) if name in plan.allow]
     return ", ".join(parts)
+
+
+def _techniques(plan: Plan) -> list[str]:
+    """What techniques do to how many layers: ``"30 of 34 layers recomputed"``, ``"optimizer states of 2 of 34 layers on NVMe"``."""
+    found = []
+    for technique in LAYER:
+        for value, count in Counter(layer.strategy.options[technique] for layer in plan.layers).most_common():
+            all_of_them, words = technique.of_one or count == len(plan.layers), technique.said(value)
+            share = f"{count} of {len(plan.layers)} layers"
+            if words and technique.subject == "layers":
+                found.append(f"{'all layers' if all_of_them else share} {words}")
+            elif words:
+                found.append(f"{technique.subject}{'' if all_of_them else f' of {share}'} {words}")
+    return found
 
 
 def memory_bytes(plan: Plan) -> int:

@@ -8,9 +8,10 @@ from typing import Any
 from autopar.errors import InfeasibleError, UsageError
 from autopar.explain.describe import describe, memory_bytes
 from autopar.explain.study import Study
-from autopar.pins import OF_PLAN
-from autopar.plan import DEGREES, HALVES, REPLICATING, Plan
+from autopar.pins import OF_PLAN, OWNERS
+from autopar.plan import DEGREES, REPLICATING, Plan
 from autopar.schedules import CHIMERA, DUALPIPE_V, INTERLEAVED, SPLIT, ZERO_BUBBLE, ZERO_BUBBLE_V
+from autopar.techniques import LAYER
 
 Pins = dict[str, Any]
 
@@ -53,20 +54,13 @@ def definitions(gpus_per_node: int, count: int, hosts: bool, nvme: bool) -> list
         ("no_tensor", "no tensor parallelism", {"tensor": 1}),
         ("no_expert", "no expert parallelism", {"expert": 1}),
         ("no_sequence", "neither Ulysses nor ring attention", {"ulysses": 1, "ring": 1}),
-        ("no_recomputation", "no recomputation", {"recompute": "none"}),
-        ("selective_recomputation", "every layer recomputed in part (selective)", {"recompute": "selective"}),
-        ("full_recomputation", "every layer recomputed", {"recompute": "full"}),
-        ("halves", "microbatches in two halves that take turns", {"overlap": HALVES}),
         ("no_zero", "no ZeRO", {"zero": 0}),
         ("zero3_only", "ZeRO-3 alone", alone | {"zero": 3}),
         ("pure_data", "data parallelism alone, without ZeRO", alone | {"zero": 0}),
         ("one_microbatch", "one microbatch", {"microbatches": 1}),
     ]
-    if hosts:
-        found.append(("host_optimizer", "optimizer states in the host's memory", {"states": "host"}))
-        found.append(("host_activations", "activations in the host's memory", {"offload": "activations"}))
-    if nvme:
-        found.append(("nvme_optimizer", "optimizer states on NVMe", {"states": "nvme"}))
+    known = {"": True, "host": hosts, "nvme": nvme}
+    found += [(name, title, pins) for t in LAYER for name, title, pins, needs in t.families() if known[needs]]
     node = min(gpus_per_node, count)
     if node > 1:
         found.append(("node_tensor", f"tensor parallelism over a node ({node})", {"tensor": node}))
@@ -83,11 +77,14 @@ def obeys(plan: Plan, pins: Pins) -> bool:
             return {s.degree(plan.mesh, *DEGREES[name]) for s in strategies}
         if name == "zero":
             return {s.zero for s in strategies if s.degree(plan.mesh, *REPLICATING) > 1}
-        if name in OF_PLAN:
-            return {getattr(plan, name)}
-        return {s.recomputation.kind if name == "recompute" else getattr(s, name) for s in strategies}
+        return {getattr(plan, name)} if name in OF_PLAN else {getattr(s, name) for s in strategies}
 
-    return all(values(name) <= {value} for name, value in pins.items())
+    techniques = {name: OWNERS[name] for name in pins if name in OWNERS}
+    return all(values(name) <= {value} for name, value in pins.items() if name not in techniques) and all(
+        technique.admits(layer.strategy.options[technique], {name: pins[name]}.get)
+        for name, technique in techniques.items()
+        for layer in plan.layers
+    )
 
 
 def family(study: Study, plan: Plan, name: str, title: str, pins: Pins) -> Family:

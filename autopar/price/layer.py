@@ -20,14 +20,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from autopar.devices import Cluster
 from autopar.devices.measured import Floats
 from autopar.layer_price import LayerPrice
-from autopar.plan import NONE, SELECTIVE, TENSOR_OVERLAP, Axis, Strategy
+from autopar.plan import SELECTIVE, Axis, Strategy
 from autopar.price.collectives import Group, beside_s, group, group_time_s
 from autopar.price.host import DEVICE, Offloaded, host_update_s, waited_s
 from autopar.price.int8 import in_int8
@@ -40,6 +40,8 @@ from autopar.price.table import AxisFlags, ClassTable, Rows
 from autopar.price.trace import OUTPUT
 from autopar.price.trainer import Trainer
 from autopar.sharding import AxisTypes
+from autopar.techniques.activations import ACTIVATIONS, KEEP
+from autopar.techniques.overlap import TENSOR
 from autopar.types import Collective
 
 Runs = tuple[tuple[Axis, ...], ...]
@@ -460,7 +462,7 @@ def assemble(
 def least_time_s(c: Core, strategy: Strategy, trainer: Trainer, cluster: Cluster) -> float:
     """Seconds of one microbatch, forward plus backward, that ``assemble`` never undercuts, whatever the strategy's ZeRO stage,
     recomputation, offload and data-parallel groups: they add work and exposed communication to the layer's own."""
-    plain = replace(strategy, recomputation=NONE)
+    plain = strategy.but(**{ACTIVATIONS.name: KEEP})
     forward_wire_s, backward_wire_s = _wires_s(c, plain, trainer, cluster)
     forward_s = max(c.forward_compute_s + forward_wire_s, c.forward_host_s)
     return forward_s + max(c.backward_compute_s + backward_wire_s, c.backward_host_s)
@@ -504,7 +506,7 @@ def _wires_s(c: Core, strategy: Strategy, trainer: Trainer, cluster: Cluster) ->
 
 def _starts_early(strategy: Strategy, trainer: Trainer) -> bool:
     """Whether backward collectives run under gradients of weights."""
-    return trainer.starts_early and strategy.overlap == TENSOR_OVERLAP
+    return trainer.starts_early and strategy.overlap == TENSOR
 
 
 def gathers(strategy: Strategy) -> float:

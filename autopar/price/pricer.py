@@ -13,7 +13,7 @@ from autopar.flow import gradient_flow
 from autopar.graph import Graph, LayerClass
 from autopar.layer_price import LayerPrice
 from autopar.ops.compilation import stays_eager
-from autopar.plan import ALL_REDUCE, HALVES, SLICED, TENSOR_OVERLAP, Axis, Recomputation, Role, Strategy, local_steps
+from autopar.plan import ALL_REDUCE, Axis, Recomputation, Role, Strategy, local_steps
 from autopar.price import table as tables
 from autopar.price.collective_costs import CollectiveCost, layer_collectives, move_collectives, replica_collectives
 from autopar.price.collectives import p2p_s
@@ -42,6 +42,9 @@ from autopar.price.trainer import EMITTED, Trainer
 from autopar.rules.padding import padded, padding
 from autopar.shard.plan import MICROBATCH, LayerTypes, Solve
 from autopar.sharding import AxisTypes, Sharding
+from autopar.techniques import Options
+from autopar.techniques.logits import LOGITS, SLICED
+from autopar.techniques.overlap import HALVES, OVERLAP, TENSOR
 from autopar.types import SpmdType
 from passes.halves import ODD, Turns, is_chained, refusal, turns_of
 from passes.pad import pad_class
@@ -161,7 +164,7 @@ class Pricer:
         """The pricer of a program that computes logits in slices, in every layer that has logits."""
         if self._sliced is None:
             self._sliced = self._of_trainer(self.trainer)
-            every = [Strategy((), logits=SLICED)] * len(self.graph.layers)
+            every = [Strategy((), options=Options(**{LOGITS.name: SLICED}))] * len(self.graph.layers)
             self._sliced.graph, self._sliced._slices = sliced_graph(self.graph, every), True
             self._sliced._types, self._sliced._sharded = LayerTypes(self._sliced.graph, self._solve), {}
         return self._sliced
@@ -200,7 +203,7 @@ class Pricer:
         Strategies that differ in ZeRO, recomputation or offload alone share the bound, and it takes a small part of their prices' time.
         """
         different = {
-            (s.roles, s.overlap, s.overlap == HALVES and is_chained(s), s.compiled, s.saved, s.logits): s
+            (s.roles, s.overlap, s.overlap == HALVES and is_chained(s), s.compiled, s.saves_int8, s.slices_logits): s
             for s in strategies
         }
         least = math.inf
@@ -241,7 +244,7 @@ class Pricer:
             return found and (*found, strategy)
         half = self._half(cls_name, mesh, strategy, microbatches)
         if isinstance(half, str):
-            return *found, dataclasses.replace(strategy, overlap=TENSOR_OVERLAP)
+            return *found, strategy.but(**{OVERLAP.name: TENSOR})
         setting = found[1], self.numbers, self.trainer
         return in_halves(found[0], *half, is_chained(strategy), setting), found[1], strategy
 

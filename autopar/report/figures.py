@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from autopar.explain import describe
-from autopar.plan import STATES, LayerPlan, Plan
+from autopar.plan import LayerPlan, Plan
 from autopar.report.step import ONCE, Action, PredictedStep
 
 MOST_ACTIONS = 40_000
@@ -106,20 +106,7 @@ def _strategy(plan: Plan, layer: LayerPlan) -> dict[str, Any]:
         found["ZeRO"] = s.zero
     if s.replicate > 1:
         found["copies"] = s.replicate
-    if s.reduces_once:
-        found["gradients reduced"] = "once a step"
-    if str(s.recomputation):
-        found["recomputation"] = str(s.recomputation)
-    if s.offload != "none":
-        found["in the host's memory"] = s.offload
-    if s.states != STATES[0]:
-        found["optimizer states"] = {"host": "in the host's memory", "nvme": "on NVMe"}[s.states]
-    if s.saves_int8:
-        found["saved activations"] = s.saved
-    if s.slices_logits:
-        found["logits"] = "in slices of the vocabulary"
-    if s.compiled:
-        found["torch.compile"] = "yes"
+    found |= {technique.name: technique.said(value) or value for technique, value in s.options.chosen}
     found["roles"] = ", ".join(f"{a.name}: {role.value}" for a, role in zip(plan.mesh, s.roles, strict=True))
     return found
 

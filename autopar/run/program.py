@@ -23,7 +23,7 @@ from autopar.devices import Cluster
 from autopar.errors import AutoparError, BatchError, CheckpointError, LaunchError, NonFiniteLossError, UsageError
 from autopar.graph import Graph
 from autopar.keywords import Training
-from autopar.plan import STATES, Plan
+from autopar.plan import Plan
 from autopar.precision import FLOAT16
 from autopar.program.metrics import Meter
 from autopar.program.optimizers import Scheduler
@@ -46,6 +46,7 @@ from autopar.run.processes import Processes, when_gone
 from autopar.run.recipe import Optimizer, Recipe, recipe_for
 from autopar.run.torchrun import torchrun
 from autopar.run.training import OnStep, train
+from autopar.techniques.states import NVME
 
 _DEFAULT = Training()
 _REFUSED: dict[str, type[AutoparError]] = {
@@ -478,7 +479,7 @@ class Program:
 
     def _check_optimizer(self) -> None:
         """Raise ``UsageError`` where the optimizer would not train as on one device, before a process is started."""
-        if any(layer.strategy.states == STATES[2] for layer in self.plan.layers):
+        if any(layer.strategy.states == NVME for layer in self.plan.layers):
             try:
                 folder_of(self.plan.nvme_path)
             except PlaceError as error:

@@ -24,8 +24,7 @@ import numpy as np
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph import Graph
-from autopar.pins import ANY
-from autopar.plan import ALL_REDUCE, FP8, STATES, PinPrice, Plan
+from autopar.plan import ALL_REDUCE, FP8, PinPrice, Plan
 from autopar.precision import FLOAT8, TF32
 from autopar.schedules import copies_of
 from autopar.search.bounds.cheap import fewest_seconds
@@ -34,10 +33,21 @@ from autopar.search.minimum_memory import explain, explain_outside, least_memory
 from autopar.search.options import SearchOptions
 from autopar.search.pareto import Array
 from autopar.search.prices import Prices, Shared
-from autopar.search.problem import Choice, Devices, Pricer, choices, mirrors, no_mirror, waiting_less
+from autopar.search.problem import (
+    Choice,
+    Devices,
+    Pricer,
+    choices,
+    context_of,
+    may_split,
+    mirrors,
+    no_mirror,
+    waiting_less,
+)
 from autopar.search.state import State
 from autopar.search.steps import ONE_STAGE, advance, decided, engine_of, nothing_fits, segmented
 from autopar.search.tables import Instance
+from autopar.techniques.technique import ANY
 from autopar.units import gigabytes
 
 WAITING = 0.2
@@ -259,8 +269,8 @@ def _waiting_less(state: State, opened: list[Choice]) -> bool:
         return False
     state.waited = True
     chosen, pins = state.best[0].schedule, state.prices.pins
-    eager, small = not any(some.compiles(options.compiled) for some in pins), len(pins) <= SMALL_LAYERS
-    split = (eager or small) and all(some.may_split and options.states_of(some) == STATES[:1] for some in pins)
+    small = len(pins) <= SMALL_LAYERS
+    split = all(may_split(some, context_of(options), small) for some in pins)
     if not small:
         idle = _idle(*state.best)
         if (idle.mean() if split else idle.min()) < WAITING:

@@ -14,11 +14,6 @@ from autopar.graph import Graph
 from autopar.layer_price import LayerPrice
 from autopar.plan import (
     GIVEN,
-    OFFLOADS,
-    RECOMPUTATIONS,
-    REDUCTIONS,
-    SAVINGS,
-    STATES,
     Axis,
     LayerPlan,
     Memory,
@@ -39,6 +34,7 @@ from autopar.search.problem import Choice, Devices, Mesh, Pricer, mirrors, no_mi
 from autopar.search.tables import Instance
 from autopar.search.timeline import Counts, Device, Moment
 from autopar.segments import shortened
+from autopar.techniques import LAYER
 from autopar.units import size
 
 State = tuple[int, int, int]
@@ -318,7 +314,7 @@ def make_plan(
         prefetch=pricer.prefetch,
         sync=sync,
         allow=(*graph.allow, *given_up(sync, strategies)),
-        nvme_path=cluster.nvme_path if any(s.states == STATES[2] for s in strategies) else "",
+        nvme_path=cluster.nvme_path if any(stage.nvme_bytes for stage in stages) else "",
         gpus_per_node=cluster.node_size,
     )
     return (
@@ -515,12 +511,10 @@ def _price(graph: Graph, pricer: Pricer, index: int, mesh: Mesh, strategy: Strat
 
 
 def _effort(strategy: Strategy) -> tuple[int, ...]:
-    """How saved activations are stored, the offload, the place of the states, the ZeRO stage, its copies, its reductions and the
-    recomputation, as ranks: among equally fast strategies the plan states the lowest."""
-    again = strategy.recomputation
-    sharding = strategy.zero, strategy.replicate, REDUCTIONS.index(strategy.reduce)
-    storage = SAVINGS.index(strategy.saved), OFFLOADS.index(strategy.offload), STATES.index(strategy.states)
-    return *storage, *sharding, RECOMPUTATIONS.index(again.kind), again.layers
+    """The ranks of techniques, and of the ZeRO stage and its copies: among equally fast strategies the plan states the lowest."""
+    ranks = [technique.effort(value) for technique, value in zip(LAYER, strategy.options.values, strict=True)]
+    before, after = ([rank for parts in ranks for rank in parts[i]] for i in (0, 1))
+    return *before, strategy.zero, strategy.replicate, *after
 
 
 def tidy(instance: Instance, solution: Solution) -> Priced:

@@ -10,20 +10,15 @@ import itertools
 import math
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Unpack
+from typing import Any
 
 from autopar.errors import BatchError, UsageError
 from autopar.graph import Graph
-from autopar.pins import ANY, PinKeywords, PlanPins, check_sync, checked
+from autopar.pins import PlanPins, check_sync, checked
 from autopar.plan import (
     ALL_REDUCE,
     BATCHES,
-    OFFLOADS,
     REPLICATING,
-    SAVINGS,
-    STATES,
-    TENSOR_OVERLAP,
-    WHOLE,
     Axis,
     LayerPlan,
     Memory,
@@ -36,8 +31,10 @@ from autopar.plan import (
     given_up,
 )
 from autopar.schedules import Schedule, check_schedule, default_schedule
-from autopar.search.options import check_allowed, check_logits, check_replicas
+from autopar.search.options import check_allowed, check_refused, check_replicas
 from autopar.segments import shortened
+from autopar.techniques import LAYER, Options
+from autopar.techniques.technique import ANY, PERMISSIVE
 
 
 def make_mesh(*axes: tuple[str, int]) -> tuple[Axis, ...]:
@@ -79,13 +76,14 @@ def manual_plan(
     sequence: bool = False,
     precision: str = "float64",
     allow: Collection[str] = (),
-    **pins: Unpack[PinKeywords],
+    compiled: bool = False,
+    **pins: Any,
 ) -> Plan:
     """A plan in which every layer has the same strategy, except those that ``strategies`` gives by index.
 
     ``pins`` are decisions for the plan and for every layer (``autopar.pins``). A degree that is left out is 1, ZeRO is stage 0, and
-    nothing is recomputed or offloaded; ``zero`` takes effect if a layer has a data axis of more than one device, ``reduce="step"`` under
-    ZeRO 2 and 3 and with several microbatches, ``sync`` if a layer has several replicas. ``allow`` names the exactness that pins give up.
+    techniques have the least value that pins allow (compiled layers where ``compiled``). A value that needs ZeRO takes effect where a layer
+    has a data axis of more than one device, ``sync`` where a layer has several replicas. ``allow`` names the exactness that pins give up.
     ``sequence`` shards activations between tensor-parallel regions along the sequence. ``cuts`` are the first layers of the stages after
     the first (default: layers distributed evenly).
 
@@ -104,7 +102,7 @@ def manual_plan(
     mesh = mesh or make_mesh(
         *((name, getattr(given, name) or 1) for name in ("data", "expert", "ring", "ulysses", "tensor"))
     )
-    common = _common(mesh, _roles(mesh, sequence), given)
+    common = _common(mesh, _roles(mesh, sequence), given, compiled)
     chosen = dict.fromkeys(range(count), common) | (strategies or {})
     if len(chosen) != count:
         raise UsageError(
@@ -114,10 +112,11 @@ def manual_plan(
     schedule = given.schedule or default_schedule(pipeline, microbatches, chunks)
     check_schedule(sized := Schedule(schedule, pipeline, microbatches, chunks))
     own = [chosen[i].under(sized) for i in range(count)]
-    chosen = dict(enumerate(shortened(graph, [_with_logits(graph, i, s) for i, s in enumerate(own)], bounds)))
+    check_refused(graph, [given] * count)
+    chosen = dict(enumerate(shortened(graph, [_possible(graph, i, s) for i, s in enumerate(own)], bounds)))
     for index, strategy in chosen.items():
         _check_strategy(graph, mesh, given, index, strategy)
-    check_allowed(allow, given.sync, any(s.saves_int8 for s in chosen.values()))
+    check_allowed(allow, given.sync, _given_up(chosen.values()))
     sync = _sync(graph, mesh, given, chosen.values())
     size = math.prod(axis.size for axis in mesh)
     return Plan(
@@ -141,40 +140,34 @@ def manual_plan(
     )
 
 
-def _with_logits(graph: Graph, layer: int, strategy: Strategy) -> Strategy:
-    """The strategy of a layer; with whole logits if it does not give the loss."""
-    if graph.classes[graph.layers[layer].cls].gives_loss:
-        check_logits(graph, strategy.logits)
-        return strategy
-    return replace(strategy, logits=WHOLE)
+def _possible(graph: Graph, layer: int, strategy: Strategy) -> Strategy:
+    """The strategy of a layer, with the defaults of techniques that it cannot have."""
+    cls = graph.layers[layer].cls
+    return strategy.but(**{t.name: t.default for t, _ in strategy.options.chosen if t.refusal(graph, cls)})
 
 
-def _common(mesh: tuple[Axis, ...], roles: tuple[Role, ...], given: PlanPins) -> Strategy:
+def _given_up(strategies: Collection[Strategy]) -> dict[str, str]:
+    """The exactness that techniques give up, each with the value that does."""
+    chosen = [(technique, value) for s in strategies for technique, value in s.options.chosen]
+    return {name: f"{t.name}={value}" for t, value in chosen if (name := t.way(value).gives_up)}
+
+
+def _common(mesh: tuple[Axis, ...], roles: tuple[Role, ...], given: PlanPins, compiled: bool) -> Strategy:
     """The strategy of all layers; ZeRO if there are copies of the parameters."""
-    for name, values in (("offload", OFFLOADS), ("states", STATES)):
-        if getattr(given, name) == ANY:
+    for technique in LAYER:
+        if technique.optional and ANY in (given.of(pin.name) for pin in (technique.pin, *technique.former_pins)):
             raise UsageError(
-                f"{name}={ANY} leaves the decision to a search, and a manual plan is not searched",
-                f"write {', '.join(values)}",
+                f"{technique.name}={ANY} leaves the decision to a search, and a manual plan is not searched",
+                f"write {', '.join(technique.values)}",
             )
-    given.check_segment("every layer")
-    given.check_saved("every layer")
-    given.check_overlap("every layer", given.schedule)
-    common = Strategy(  # the least that the pins allow
-        roles,
-        0,
-        given.recomputations()[0],
-        given.offload or "none",
-        overlap=given.overlap or TENSOR_OVERLAP,
-        compiled=given.compiles(default=False),
-        saved=given.saved or SAVINGS[0],
-        states=given.states or STATES[0],
-        logits=given.logits or WHOLE,
-    )
-    if common.degree(mesh, *REPLICATING) == 1 or not given.zero:
-        return common
-    once = given.reduce == "step" and given.zero >= 2 and (given.microbatches or 1) > 1
-    return replace(common, zero=given.zero, replicate=given.replicate or 1, reduce="step" if once else common.reduce)
+    given.check("every layer", given.schedule)
+    zero = (given.zero or 0) if Strategy(roles).degree(mesh, *REPLICATING) > 1 else 0
+    context = replace(PERMISSIVE, several=(given.microbatches or 1) > 1, compiled=compiled)
+    least = {technique.name: technique.least(given.of, context) for technique in LAYER}
+    for technique in LAYER:
+        if technique.way(least[technique.name]).zero > zero:
+            least[technique.name] = technique.default
+    return Strategy(roles, zero, (given.replicate or 1) if zero else 1, Options(**least))
 
 
 def _sync(graph: Graph, mesh: tuple[Axis, ...], given: PlanPins, strategies: Collection[Strategy]) -> str:
@@ -236,12 +229,12 @@ def _check_strategy(graph: Graph, mesh: tuple[Axis, ...], given: PlanPins, index
             f"replicate is {strategy.replicate}, and the sizes of the outermost data axes multiply to {', '.join(map(str, counts))}",
             "give one of these numbers, or a mesh with other data axes",
         )
-    gathers = (Role.TENSOR_WEIGHTS, Role.TENSOR_HIDDEN, Role.TENSOR_ROWS)
-    if strategy.saves_int8 and any(role in gathers for role in strategy.roles):
-        raise UsageError(
-            f"saved=int8 is for activations, and {graph.layers[index].name} also saves parameters that it gathers on a grid of devices",
-            "leave saved out, or take roles that do not gather parameters inside of a layer",
-        )
+    for technique, value in strategy.options.chosen:
+        if reason := technique.refused_roles(value, strategy.roles):
+            raise UsageError(
+                f"{technique.name}={value}: {graph.layers[index].name} {reason}",
+                f"leave {technique.name} out, or take other roles",
+            )
     ways, microbatches = strategy.degree(mesh, *BATCHES), given.microbatches or 1
     shares = microbatches * ways
     if graph.batch_size % shares:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.graph import Graph
-from autopar.pins import nothing_halved
-from autopar.plan import APART, FP8, HALVES, INT8, NARROW_GRADIENTS, NARROW_MOMENTS, Plan, Role, Strategy, local_steps
+from autopar.plan import APART, FP8, NARROW_GRADIENTS, NARROW_MOMENTS, Plan, Role, Strategy, local_steps
 from autopar.precision import TF32
 from autopar.search.problem import Choice, Devices, Mesh, Pricer
+from autopar.techniques import LAYER
+from autopar.techniques.overlap import HALVES, nothing_halved
 from autopar.units import size
 
 
@@ -48,17 +49,11 @@ def notes_of(graph: Graph, choice: Choice, strategies: Sequence[Strategy], mesh:
         TF32: "matrix products of float32 may round their operands to TF32, 10 bits of mantissa, and add up in float32",
     }
     notes += [f"not exact, as {name} allows: {narrow[name]}" for name in graph.narrow]
-    if int8 := sum(s.saves_int8 for s in strategies):
-        notes.append(
-            f"not exact, as {INT8} allows: {int8} of {len(strategies)} layers store saved activations in 8 bits (one scale for each 64 "
-            "numbers), so gradients are computed from rounded numbers; the loss, and the layer that computes it, are not affected"
-        )
-    for layer, strategy in zip(graph.layers, strategies, strict=False):
-        if strategy.slices_logits:
-            notes.append(
-                f"{layer.name} computes its logits in slices of the vocabulary, and again in the backward pass: memory has one slice at "
-                "a time"
-            )
+    for technique in LAYER:
+        having: dict[str, list[str]] = {}
+        for layer, strategy in zip(graph.layers, strategies, strict=False):
+            having.setdefault(strategy.options[technique], []).append(layer.name)
+        notes += [note for value, names in having.items() if (note := technique.note(names, len(strategies), value))]
     return tuple(notes)
 
 

@@ -12,8 +12,9 @@ from fnmatch import fnmatchcase
 
 from autopar.errors import UsageError
 from autopar.graph import Graph
-from autopar.pins import ANY, OF_LAYER, PINS, LayerPins, PlanPins, Value, check_sync, checked
-from autopar.plan import ALLOWED, APART, INT8, SAVINGS, SLICED, STATES, Role, local_steps
+from autopar.pins import OF_LAYER, OWNERS, PINS, LayerPins, PlanPins, Value, check_sync, checked
+from autopar.plan import ALLOWED, APART, Role, local_steps
+from autopar.techniques import LAYER
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +70,18 @@ class SearchOptions(PlanPins):
             else:
                 object.__setattr__(self, key, value)
         object.__setattr__(self, "pin", some)
-        check_allowed(self.allow, self.sync, self.pins_int8)
+        check_allowed(self.allow, self.sync, self.given_up)
 
     @property
-    def pins_int8(self) -> bool:
-        """Whether a pin has some layer store its saved activations in 8 bits."""
-        return any(key.rpartition(".")[2] == "saved" and value == SAVINGS[1] for key, value in self.pins.items())
-
-    def states_of(self, pins: LayerPins) -> tuple[str, ...]:
-        """Where a layer's optimizer states may be: on the device, unless a pin or a described NVMe says otherwise."""
-        if pins.states is None and not self.nvme:
-            return STATES[:1]
-        if pins.states in (None, ANY):
-            return STATES if self.nvme else STATES[:2]
-        return (str(pins.states),)
+    def given_up(self) -> dict[str, str]:
+        """The exactness that the pins give up, each with a pin that does."""
+        found = {}
+        for key, value in self.pins.items():
+            if (technique := OWNERS.get(name := key.rpartition(".")[2])) is not None:
+                ways = [technique.way(v) for v in technique.admitted({name: value}.get)]
+                if ways and all(way.gives_up for way in ways):
+                    found[ways[0].gives_up] = f"{name}={value}"
+        return found
 
     @property
     def common(self) -> LayerPins:
@@ -103,9 +102,9 @@ class SearchOptions(PlanPins):
         return replace(self, **{key: None})  # type: ignore[arg-type]
 
 
-def check_allowed(allow: Collection[str], sync: str | None = None, int8: bool = False) -> None:
-    """Raise ``UsageError`` if ``allow`` is not a set of names in ``ALLOWED``, or does not name what ``sync`` or ``int8`` (saved activations
-    in 8 bits) gives up."""
+def check_allowed(allow: Collection[str], sync: str | None = None, given_up: Mapping[str, str] | None = None) -> None:
+    """Raise ``UsageError`` if ``allow`` is not a set of names in ``ALLOWED``, or does not name what ``sync`` or techniques give up
+    (``SearchOptions.given_up``)."""
     if isinstance(allow, str) or not set(allow) <= set(ALLOWED):
         raise UsageError(f"allow={allow!r} is not known", f"it is a set of: {', '.join(ALLOWED)}")
     if local_steps(sync) and APART not in allow:
@@ -113,11 +112,13 @@ def check_allowed(allow: Collection[str], sync: str | None = None, int8: bool = 
             f"sync={sync} is not exact: between two averages every replica trains by itself, which one device does not",
             f"allow={{'{APART}'}} (--allow {APART.replace('_', '-')}) gives that up; or leave sync out",
         )
-    if int8 and INT8 not in allow:
-        raise UsageError(
-            "saved=int8 is not exact: gradients are computed from activations that were rounded to 8 bits",
-            f"allow={{'{INT8}'}} (--allow {INT8.replace('_', '-')}) gives that up; or leave saved out",
-        )
+    for name, pin in (given_up or {}).items():
+        if name not in allow:
+            way = next(way for technique in LAYER for way in technique.ways if way.gives_up == name)
+            raise UsageError(
+                f"{pin} is not exact: {way.inexact}",
+                f"allow={{'{name}'}} (--allow {name.replace('_', '-')}) gives that up; or leave it out",
+            )
 
 
 def check_replicas(graph: Graph, sync: str | None, degrees: Sequence[int | None]) -> None:
@@ -167,29 +168,27 @@ def pins_by_layer(graph: Graph, options: SearchOptions) -> tuple[LayerPins, ...]
                 )
             found[i] = replace(found[i], **{name: value})  # type: ignore[arg-type]
     for layer, pins in zip(graph.layers, found, strict=True):
-        if pins.recompute == "selective" and pins.offload == "activations":
-            raise UsageError(
-                f"{layer.name}: selective recomputation saves activations on the device, and offload={pins.offload} moves them to the host",
-                "pin recompute=full or recompute=none, or leave offload out",
-            )
-        pins.check_segment(layer.name)
-        pins.check_saved(layer.name)
-        pins.check_overlap(layer.name, options.schedule)
+        pins.check(layer.name, options.schedule)
         check_sync(options, layer.name, pins.zero, pins.replicate)
-    check_logits(graph, found[-1].logits)
+    check_refused(graph, found)
     if any(pins.expert for pins in found):
         found = [_of_experts(graph, i, pins) for i, pins in enumerate(found)]
     check_replicas(graph, options.sync, [pins.data for pins in found])
     return tuple(found)
 
 
-def check_logits(graph: Graph, pinned: str | None) -> None:
-    """Raise ``UsageError`` if the logits are pinned to be sliced, and the layer with the loss cannot do that."""
-    if pinned == SLICED and graph.whole_logits:
-        raise UsageError(
-            f"logits=sliced: {graph.layers[-1].name} {graph.whole_logits}",
-            "leave logits out; what can be sliced is a product whose cross entropy alone reads it, at most scaled or capped in between",
-        )
+def check_refused(graph: Graph, pins: Sequence[LayerPins]) -> None:
+    """Raise ``UsageError`` if a technique is pinned, and no layer that is pinned to it can have it."""
+    for technique in LAYER:
+        wanted: dict[str, list[str]] = {}
+        for layer, own in zip(graph.layers, pins, strict=True):
+            if (value := own.of(technique.name)) not in (None, technique.default):
+                wanted.setdefault(f"{technique.name}={value}", []).append(layer.name)
+        classes = {layer.name: layer.cls for layer in graph.layers}
+        for pin, layers in wanted.items():
+            reasons = [technique.refusal(graph, classes[name]) for name in layers]
+            if all(reasons):
+                raise UsageError(f"{pin}: {layers[-1]} {reasons[-1]}", technique.advice)
 
 
 def _of_experts(graph: Graph, layer: int, pins: LayerPins) -> LayerPins:

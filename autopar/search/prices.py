@@ -10,15 +10,13 @@ import numpy as np
 from autopar.graph import Graph
 from autopar.layer_price import LayerPrice
 from autopar.pins import LayerPins
-from autopar.plan import NONE, SLICED, WHOLE, Strategy
+from autopar.plan import Strategy
 from autopar.search.options import SearchOptions, pins_by_layer
 from autopar.search.pareto import Array, Indices
-from autopar.search.problem import Choice, Devices, Pricer, for_sequence, recomputations, strategies, tied_groups
+from autopar.search.problem import Choice, Devices, Pricer, context_of, for_sequence, strategies, tied_groups
 from autopar.search.tables import Instance, Layout, Roles, Table, Ways, make_table
-
-SLICED_SHARE = 0.1
-"""The share of a device's memory limit from which on slices of logits are candidates: where whole logits take less, a plan gains little by
-slices, and a search of them takes a fifth longer."""
+from autopar.techniques import LAYER
+from autopar.techniques.technique import Technique
 
 
 def _borders(graph: Graph) -> list[int]:
@@ -74,6 +72,7 @@ class Prices:
         self.pins = pins_by_layer(graph, options)
         self.groups = tied_groups(graph)
         self._candidates: dict[tuple[object, ...], tuple[Strategy, ...]] = {}
+        self._refusals: dict[str, dict[str, str]] = {}
         self.refused: dict[int, int] = {}  # layer: number of choices in which it had no price
 
     def layout(self, choice: Choice) -> Layout:
@@ -129,15 +128,23 @@ class Prices:
     def _candidates_of(self, layer: int, choice: Choice) -> tuple[Strategy, ...]:
         """The strategies to price for a layer; layers of one class and equal pins share them."""
         cls, pins, m = self._graph.layers[layer].cls, self.pins[layer], choice.schedule.microbatches
-        tried = recomputations(self._graph.chains[cls], pins, choice.segments)
+        refused = self._refused(cls)
         batch, experts = self._graph.batch_size // m, self._graph.classes[cls].experts
-        alike = choice.mesh, batch, pins, experts, tried, choice.schedule.split, self._graph.classes[cls].gives_loss
+        known = {"chain": self._graph.chains[cls], "segments": choice.segments, "several": m > 1}
+        alike = choice.mesh, batch, pins, experts, *known.values(), choice.schedule.split, *refused.values()
         if alike not in self._candidates:
             node = self._cluster.gpus_per_node
-            found = strategies(choice.mesh, batch, node, self._options, pins, experts, tried, m > 1)
-            found = [strategy.under(choice.schedule) for strategy in self._with_logits(cls, pins, found)]
+            context = context_of(self._options, refused=refused, **known)
+            found = strategies(choice.mesh, batch, node, self._options, pins, experts, context)
+            found = [strategy.under(choice.schedule) for strategy in found]
             self._candidates[alike] = self._shared.candidates.setdefault(tuple(found), tuple(found))
         return self._candidates[alike]
+
+    def _refused(self, cls: str) -> dict[str, str]:
+        """Why layers of a class have no choice of a technique, by its name."""
+        if cls not in self._refusals:
+            self._refusals[cls] = {technique.name: technique.refusal(self._graph, cls) for technique in LAYER}
+        return self._refusals[cls]
 
     def table(self, layer: int, choice: Choice, tied: bool) -> Table | None:
         """The candidates of a layer; ``None`` if none has a price. Layers of one class and equal pins share it."""
@@ -146,19 +153,27 @@ class Prices:
         # tied layers agree in roles and ZeRO stage
         copies = not tied or pins.replicate is not None
         # the pricers and the candidates live as long as the tables, so ids are unique; pins with equal candidates share one table
-        free = self._graph.classes[cls].gives_loss and pins.logits is None
-        least = SLICED_SHARE * max(self._line(choice.schedule.pipeline).limit) if free else 0.0
-        key = (cls, id(candidates), choice.mesh, m, tied, copies, choice.schedule.split, least, *map(id, pricers))
+        refused, limit = self._refused(cls), max(self._line(choice.schedule.pipeline).limit)
+        least = {t: t.share * limit for t in LAYER if t.share and pins.of(t.name) is None and not refused[t.name]}
+        key = (
+            cls,
+            id(candidates),
+            choice.mesh,
+            m,
+            tied,
+            copies,
+            choice.schedule.split,
+            *least.values(),
+            *map(id, pricers),
+        )
         tables = self._shared.tables
         if key not in tables:
             kept, prices = [], []
             for strategy in candidates:
                 if strategy.replicate > 1 and not copies:
                     continue
-                if free and strategy.slices_logits:
-                    whole = replace(strategy, logits=WHOLE)
-                    if all(_takes(pricer.layer(cls, choice.mesh, whole, m), least) for pricer in pricers):
-                        continue
+                if any(self._is_small(cls, choice, strategy, technique, most) for technique, most in least.items()):
+                    continue
                 at = tuple(p for pricer in pricers if (p := pricer.layer(cls, choice.mesh, strategy, m)) is not None)
                 if len(at) == len(pricers):
                     kept.append(strategy)
@@ -166,18 +181,13 @@ class Prices:
             tables[key] = make_table(kept, prices, tied, choice.schedule.split) if kept else None
         return tables[key]
 
-    def _with_logits(self, cls: str, pins: LayerPins, found: list[Strategy]) -> list[Strategy]:
-        """The candidates with each way to compute the layer's logits, if it has some that may be sliced.
-
-        Slices leave little that recomputing or offloading the layer's activations would spare: unless pinned, they are candidates without
-        these only, and where the layer with whole logits takes ``SLICED_SHARE`` of a device (``table``).
-        """
-        if not self._graph.classes[cls].gives_loss or self._graph.whole_logits:
-            return found
-        if pins.logits is not None:
-            return [replace(strategy, logits=pins.logits) for strategy in found]
-        plain = [s for s in found if s.recomputation is NONE and not s.offloads_activations] or found
-        return found + [replace(strategy, logits=SLICED) for strategy in plain]
+    def _is_small(self, cls: str, choice: Choice, strategy: Strategy, technique: Technique, most: float) -> bool:
+        """Whether a layer of the class takes at most ``most`` bytes without a technique that the strategy has."""
+        if strategy.options[technique] == technique.default:
+            return False
+        plain, m = strategy.but(**{technique.name: technique.default}), choice.schedule.microbatches
+        pricers = self._line(choice.schedule.pipeline).pricers
+        return all(_takes(pricer.layer(cls, choice.mesh, plain, m), most) for pricer in pricers)
 
     def chain(self, layer: int) -> int:
         """The largest number of layers of this layer's class that may be recomputed as one."""

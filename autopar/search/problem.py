@@ -46,20 +46,10 @@ from typing import Any, Protocol
 from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.layer_price import LayerPrice
-from autopar.pins import ANY, LayerPins
+from autopar.pins import LayerPins
 from autopar.plan import (
     ALL_REDUCE,
-    FULL,
-    HALVES,
-    INT8,
-    NONE,
-    OFFLOADS,
-    REDUCTIONS,
-    SAVINGS,
-    SELECTIVE,
-    TENSOR_OVERLAP,
     Axis,
-    Recomputation,
     Role,
     Strategy,
 )
@@ -76,6 +66,8 @@ from autopar.schedules import (
 )
 from autopar.search.manual import make_mesh
 from autopar.search.options import SearchOptions
+from autopar.techniques import LAYER, UNDER_SPLIT, Options, conflict
+from autopar.techniques.technique import Context
 
 Mesh = tuple[Axis, ...]
 
@@ -86,9 +78,6 @@ MOST_CHUNKS = 8
 have several stages on each device; otherwise only the pipeline of the best plan with one stage on each device, and half of it: there
 are many such choices, their bounds are some per cent looser, and other schedules gain at most the time for which that plan's devices
 wait."""
-SEGMENTS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Numbers of layers that are tried as one segment of recomputation."""
-
 LONG_SEQUENCE = 16384
 """Sequences of at least this length are sharded without a pin: attention then outweighs the gathers for it."""
 
@@ -246,23 +235,18 @@ def strategies(
     options: SearchOptions,
     pins: LayerPins | None = None,
     experts: int = 0,
-    tried: Sequence[Recomputation] | None = None,
-    several: bool = False,
+    context: Context | None = None,
 ) -> list[Strategy]:
     """Every candidate for a layer on ``mesh`` that ``pins`` (default: the pins of every layer) allow, for a microbatch of ``batch``
-    samples; a step has ``several`` of them, or one.
+    samples. ``context`` is what techniques know of the layer (default: ``context_of`` a layer in a step of one microbatch).
 
     Data takes the longest prefix of the axes that divides the batch (or the pinned prefix), other roles a suffix; axes in between are
     idle. Since data is a prefix for every layer, the batch dim is gathered from its innermost axis outwards, and each slice stays
-    contiguous. A layer with ``experts`` may distribute them over a degree that divides their number, directly inside the data axes.
-    ``tried`` are the recomputations (default: those that ``pins`` allow, every layer by itself).
-    """
+    contiguous. A layer with ``experts`` may distribute them over a degree that divides their number, directly inside the data axes."""
     pins = options.common if pins is None else pins
     sizes = [axis.size for axis in mesh]
-    again = pins.recomputations() if tried is None else tried
-    if pins.overlap == HALVES:  # no program is written of the two together
-        again = [how for how in again if how is not SELECTIVE]
-    hows = _kept(pins, again, options)
+    context = context_of(options) if context is None else context
+    ways_of = {zero: tuple(_options(pins, context, zero)) for zero in range(4)}
     found: list[Strategy] = []
     for suffix in _suffixes(mesh, gpus_per_node, options.roles or TENSOR_ROLES, pins, experts):
         outer = len(sizes) - len(suffix)
@@ -278,50 +262,42 @@ def strategies(
         if options.sync not in (None, ALL_REDUCE):
             pins = replace(pins, zero=0)
         for zero, copies in _zeros(mesh, roles, gpus_per_node, pins):
-            for reduce in _reductions(zero, several, pins):
-                found += [
-                    Strategy(
-                        roles,
-                        zero,
-                        again,
-                        offload,
-                        copies,
-                        reduce,
-                        pins.overlap or TENSOR_OVERLAP,
-                        pins.compiles(options.compiled),
-                        saved,
-                        states,
-                    )
-                    for again, offload, saved, states in hows
-                ]
+            found += [Strategy(roles, zero, copies, way) for way in ways_of[zero]]
     return found
 
 
-def _reductions(zero: int, several: bool, pins: LayerPins) -> tuple[str, ...]:
-    """How often gradients may be reduced: both are the same with one microbatch, and ZeRO 0 and 1 have no choice."""
-    if zero < 2 or not several:
-        return REDUCTIONS[:1]
-    return REDUCTIONS if pins.reduce is None else (pins.reduce,)
+def context_of(options: SearchOptions, **known: Any) -> Context:
+    """What techniques know of a layer: what ``options`` say, and what is ``known`` of it."""
+    return Context(allow=options.allow, compiled=options.compiled, nvme=options.nvme, **known)
 
 
-def _kept(
-    pins: LayerPins, recomputations: Sequence[Recomputation], options: SearchOptions
-) -> list[tuple[Recomputation, str, str, str]]:
-    """The ways to keep activations and states: recomputation, offload, how saved activations are stored, and where states are.
+def may_split(pins: LayerPins, context: Context, small: bool) -> bool:
+    """Whether schedules that split the backward pass are tried without a pin. Not where a pin asks for what they leave out, where layers
+    may need memory besides the device's, for which such plans have no exact search; nor, unless the model is ``small``, where they leave
+    out what gains more (``Technique.outweighs_split``)."""
+    allowed = {technique: technique.allowed(pins.of, context) for technique in LAYER}
+    for technique, values in allowed.items():
+        wanted = not small and technique.outweighs_split and technique.under_split not in values
+        if wanted or any(technique.way(value).elsewhere for value in values):
+            return False
+    return all(pins.of(name) in (None, value) for name, value in UNDER_SPLIT.items())
 
-    Nothing is offloaded unless a pin allows it, nothing is in 8 bits unless ``options.allow`` has it, and states are on the device unless
-    a pin says otherwise or the cluster describes its NVMe. Values that selective recomputation saves, and values inside a segment of
-    several layers, cannot be offloaded. Values of layers that are neither recomputed nor offloaded may be in 8 bits.
-    """
-    offloads = OFFLOADS if pins.offload == ANY else (pins.offload or OFFLOADS[0],)
-    savings = (SAVINGS if INT8 in options.allow else SAVINGS[:1]) if pins.saved is None else (pins.saved,)
-    states = options.states_of(pins)
-    return [
-        (again, offload, saved, place)
-        for again, offload, saved, place in itertools.product(recomputations, offloads, savings, states)
-        if (saved == SAVINGS[0] or (again is NONE and offload == OFFLOADS[0]))
-        and (offload == OFFLOADS[0] or again in (NONE, FULL))
-    ]
+
+def _options(pins: LayerPins, context: Context, zero: int) -> list[Options]:
+    """The values of all techniques together that a layer under a ZeRO stage may have, as pins and the techniques say."""
+    allowed: list[tuple[str, ...]] = []
+    for technique in LAYER:
+        values = technique.allowed(pins.of, context)
+        allowed.append(tuple(v for v in values if technique.way(v).zero <= zero) or (technique.default,))
+    names = [technique.name for technique in LAYER]
+    every = [dict(zip(names, values, strict=True)) for values in itertools.product(*allowed)]
+    found = [way for way in every if not any(conflict(t, way[t.name], way) for t in LAYER)]
+    for technique in LAYER:
+        if pins.of(technique.name) is None:
+            pays = [way for way in found if technique.pays_beside(way[technique.name], way)]
+            said = {way[technique.name] for way in pays}
+            found = [way for way in found if way in pays or way[technique.name] not in said]
+    return [Options(**way) for way in found]
 
 
 def _suffixes(
@@ -374,16 +350,6 @@ def _wanted(
     beside = [other for other in degrees if other is not role and degrees[other] > 1 and pins[other] is None]
     node = [Role.TENSOR] if degrees[Role.TENSOR] == gpus_per_node else []
     return degree == 1 or (role in roles and beside in ([], node))
-
-
-def recomputations(chain: int, pins: LayerPins, several: bool) -> tuple[Recomputation, ...]:
-    """The recomputations to try for a class of which at most ``chain`` layers may be recomputed as one.
-
-    ``several``: segments are tried without a pin. The live memory is smallest at about the square root of a stage's layers: the segments
-    end at twice the square root of the chain.
-    """
-    tried = [n for n in SEGMENTS if n <= chain and n * n <= 4 * chain] if several else []
-    return tuple(Recomputation(r.kind, min(r.layers, chain)) for r in pins.recomputations((1, *tried)))
 
 
 def _zeros(mesh: Mesh, roles: tuple[Role, ...], gpus_per_node: int, pins: LayerPins) -> Iterator[tuple[int, int]]:

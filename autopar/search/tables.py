@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from autopar.layer_price import LayerPrice
-from autopar.plan import OFFLOADS, STATES, Role, Strategy
+from autopar.plan import Role, Strategy
 from autopar.schedules import Schedule
 from autopar.schedules.memory import fullest, passing
 from autopar.search.pareto import Array, Indices, undominated
@@ -158,7 +158,7 @@ def _one_place(candidates: list[Strategy], prices: list[LayerPrice], split: bool
         return list(np.array(list(zip(*map(attrgetter(*names), prices), strict=True)), dtype=np.float64))
 
     nothing = np.zeros(len(prices))
-    elsewhere = any(s.offload != OFFLOADS[0] or s.states != STATES[0] for s in candidates)
+    elsewhere = any(s.options.elsewhere for s in candidates)
     forward, backward, step = columns("forward_s", "backward_s", "step_s")
     parameters, gradients, optimizer = columns("parameters_bytes", "gradients_bytes", "optimizer_bytes")
     saved, transient, border = columns("saved_bytes", "transient_bytes", "border_bytes")

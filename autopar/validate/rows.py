@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.errors import UsageError
-from autopar.plan import FULL, NONE, RECOMPUTATIONS, Recomputation
 from autopar.precision import FLOAT8, SPELLINGS, TF32
+from autopar.techniques.activations import FULL, KEEP, SELECTIVE
 
 
 class RowError(UsageError):
@@ -52,7 +52,7 @@ class Setting:
     chunks: int
     sequence: bool
     zero: int
-    recomputation: Recomputation
+    activations: str  # of ``techniques.activations``
     precision: str  # "bfloat16", "float16", "float32" or "float8"
     global_batch: int
     microbatch: int
@@ -225,7 +225,7 @@ def _setting(data: Mapping[str, Any]) -> Setting:
         chunks=max(1, _integer(data, "vp", default=1)),
         sequence=tensor > 1 and (sequence is None or bool(sequence)),
         zero=_zero(data),
-        recomputation=_recomputation(data.get("recompute")),
+        activations=_activations(data.get("recompute")),
         precision=_precision(data.get("precision")),
         global_batch=batch,
         microbatch=microbatch,
@@ -253,13 +253,11 @@ def _zero(data: Mapping[str, Any]) -> int:
     return stage
 
 
-def _recomputation(value: object) -> Recomputation:
+def _activations(value: object) -> str:
     text = str(value or "none").lower()
-    for kind in RECOMPUTATIONS:
-        if text.startswith(kind):
-            return Recomputation(kind)
-    if text in ("true", "false"):
-        return FULL if text == "true" else NONE
+    for word, found in {"none": KEEP, "selective": SELECTIVE, "full": FULL, "true": FULL, "false": KEEP}.items():
+        if text.startswith(word):
+            return found
     raise RowError(f"recompute = {value!r} is neither none, selective nor full")
 
 

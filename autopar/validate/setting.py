@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from autopar.devices import Cluster, constants, described
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
-from autopar.plan import NONE, Axis, Role, Strategy
+from autopar.plan import Axis, Role, Strategy
 from autopar.schedules import INTERLEAVED, NO_PIPELINE, ONE_F_ONE_B, Schedule
 from autopar.search import make_mesh
+from autopar.techniques.activations import KEEP
 from autopar.trainers import OtherTrainer, figures
 from autopar.validate.rows import Hardware, RowError, Setting
 
@@ -41,7 +42,7 @@ def write(graph: Graph, s: Setting, context: Role) -> Written:
     strategy = Strategy(
         tuple(role[axis.name] for axis in mesh),
         zero=s.zero if s.data // s.expert * s.context > 1 else 0,
-        recomputation=s.recomputation,
+        activations=s.activations,
     )
     # if there are no experts, their axis has copies of the parameters too
     dense = dataclasses.replace(strategy.dense, zero=s.zero if s.data * s.context > 1 else 0)
@@ -49,7 +50,7 @@ def write(graph: Graph, s: Setting, context: Role) -> Written:
         strategy, dense = (dataclasses.replace(each, replicate=copies) for each in (strategy, dense))
     # the first and last layer are never recomputed: the head's logits are its last values, and the lookup saves nothing. They form the
     # root of FSDP's tree of units, whose parameters stay gathered from forward to backward
-    ends = dataclasses.replace(dense, recomputation=NONE, zero=2 if is_fsdp(s) and dense.zero else dense.zero)
+    ends = dataclasses.replace(dense.but(activations=KEEP), zero=2 if is_fsdp(s) and dense.zero else dense.zero)
     strategies = [strategy if graph.classes[layer.cls].experts else dense for layer in graph.layers]
     strategies[0] = strategies[-1] = ends
     microbatches = s.global_batch // (s.data * s.microbatch)

@@ -26,6 +26,7 @@ from autopar.schedules import (
 )
 from autopar.search.manual import grid_mesh, make_mesh, manual_plan
 from autopar.shard import plan_shardings
+from autopar.techniques import LAYER
 from passes.stages import check_halves
 
 DEGREES = ("pipeline", "data", "expert", "ring", "ulysses", "tensor")
@@ -93,7 +94,6 @@ def kinds(devices: int) -> tuple[Kind, ...]:
     return (
         *_single(devices),
         *_combined(devices),
-        *_in_halves(devices),
         *_both_ways(devices),
         *_served(devices),
         *_mixed(devices),
@@ -107,14 +107,9 @@ def _single(n: int) -> tuple[Kind, ...]:
         kind(f"data {n}, parameter server", data=n, sync=PARAMETER_SERVER, microbatches=2),
         kind(f"tensor {n}", tensor=n),
         kind(f"tensor+sequence {n}", tensor=n, sequence=True),
-        kind(f"tensor {n}, no overlap", tensor=n, overlap="none"),
-        kind(f"tensor+sequence {n}, no overlap", tensor=n, sequence=True, overlap="none"),
-        kind(f"tensor {n}, in halves", tensor=n, overlap="halves", microbatches=2),
-        kind(f"tensor+sequence {n}, in halves", tensor=n, sequence=True, overlap="halves"),
         kind(f"ulysses {n}", ulysses=n),
         kind(f"ring {n}", ring=n),
         kind(f"expert {n}", expert=n),
-        kind(f"expert {n}, in halves", expert=n, overlap="halves"),
         kind(f"pipeline {n}", pipeline=n, microbatches=4 if n <= 4 else n, schedule=ONE_F_ONE_B),
         kind(f"pipeline {n}, gpipe", pipeline=n, microbatches=2, schedule=GPIPE),
         kind(f"pipeline {n}, zero bubble", pipeline=n, microbatches=4 if n <= 4 else n, schedule=ZERO_BUBBLE),
@@ -125,18 +120,7 @@ def _single(n: int) -> tuple[Kind, ...]:
         ),
         # more than three devices would require models of many layers
         *(_in_chunks(n) if n <= 3 else ()),
-        kind(f"recompute, data {n}, zero 3", data=n, zero=3, recompute=True),
-        kind(f"recompute, tensor {n}", tensor=n, recompute=True, microbatches=2),
-        kind(f"recompute in part, tensor {n}", tensor=n, recompute="selective", microbatches=2),
-        kind(f"recompute in part, data {n}, zero 3", data=n, zero=3, recompute="selective", microbatches=2),
-        *(
-            kind(f"data {n}, zero {zero}, reduced once a step", data=n, zero=zero, reduce="step", microbatches=4)
-            for zero in (2, 3)
-        ),
-        kind(f"recompute in part, tensor+sequence {n}", tensor=n, sequence=True, recompute="selective"),
-        kind(f"logits in slices, tensor+sequence {n}", tensor=n, sequence=True, logits="sliced", microbatches=2),
-        kind(f"logits in slices, pipeline {n}", pipeline=n, logits="sliced", microbatches=4 if n <= 4 else n),
-        kind(f"logits in slices, data {n}, zero 3, recompute", data=n, zero=3, recompute=True, logits="sliced"),
+        *(kind(name, **pins) for technique in LAYER for name, pins in technique.cases(n)),
     )
 
 
@@ -223,27 +207,6 @@ def _combined(n: int) -> tuple[Kind, ...]:
             recompute=True,
             **once,
             **interleaved,
-        ),
-    )
-
-
-def _in_halves(n: int) -> tuple[Kind, ...]:
-    """Layers whose microbatches are computed in halves, with what is done around layers, and in a pipeline."""
-    if n % 2 or n < 4:
-        return ()
-    half = n // 2
-    pipelined = {"pipeline": 2, "microbatches": 2, "schedule": ONE_F_ONE_B}
-    return (
-        kind(
-            f"data 2 x tensor {half}, zero 3, recompute, in halves",
-            data=2,
-            tensor=half,
-            zero=3,
-            recompute=True,
-            overlap="halves",
-        ),
-        kind(
-            f"pipeline 2 x tensor+sequence {half}, in halves", tensor=half, sequence=True, overlap="halves", **pipelined
         ),
     )
 

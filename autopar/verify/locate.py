@@ -24,8 +24,9 @@ from autopar.flow import output_nodes
 from autopar.measure import EXACT, Error
 from autopar.ops.facts import op_name
 from autopar.ops.meta import meta
-from autopar.plan import HALVES, TENSOR_OVERLAP, Plan
+from autopar.plan import Plan
 from autopar.run.pool import WorkerPool
+from autopar.techniques.overlap import HALVES, OVERLAP, TENSOR
 from autopar.types import SpmdType
 from autopar.verify.subject import Subject
 from passes.collectives import convert
@@ -93,7 +94,7 @@ def _whole(plan: Plan) -> Plan:
     if all(layer.strategy.overlap != HALVES for layer in plan.layers):
         return plan
     layers = [
-        replace(layer, strategy=replace(layer.strategy, overlap=TENSOR_OVERLAP))
+        replace(layer, strategy=layer.strategy.but(**{OVERLAP.name: TENSOR}))
         if layer.strategy.overlap == HALVES
         else layer
         for layer in plan.layers

@@ -13,10 +13,13 @@ from dataclasses import replace
 
 from autopar.errors import UsageError
 from autopar.graph import Graph
-from autopar.plan import ALL_REDUCE, FULL, NONE, SELECTIVE, Axis, Plan, Role, Strategy
+from autopar.plan import ALL_REDUCE, Axis, Plan, Role, Strategy
 from autopar.schedules import CHIMERA, GPIPE, SPLIT, Schedule, default_schedule, refusal
 from autopar.search.manual import make_mesh, manual_plan
 from autopar.shard.plan import LayerTypes, layer_sharding, plan_shardings
+from autopar.techniques import Options, said
+from autopar.techniques.activations import ACTIVATIONS, FULL, KEEP, SELECTIVE
+from autopar.techniques.reduce import REDUCE, STEP
 
 _TRIES = 200  # most draws of a model with ordinary sizes are admitted; a model that admits none of 200 admits hardly any plan
 _PALETTE = 3  # strategies in one plan: for two kinds of layers, and for the ends
@@ -57,8 +60,7 @@ def _runs(plan: Plan) -> list[tuple[str, int]]:
         text = "/".join(role.value for role in s.roles)
         text += f" zero {s.zero}" if s.zero else ""
         text += f" in {s.replicate} copies" if s.replicate > 1 else ""
-        text += " reduced once a step" if s.reduces_once else ""
-        text += f" {s.recomputation}" if s.recomputation is not NONE else ""
+        text += "".join(f" {words}" for words in said(s.options))
         if runs and runs[-1][0] == text:
             runs[-1] = (text, runs[-1][1] + 1)
         else:
@@ -122,13 +124,19 @@ def _strategy(mesh: tuple[Axis, ...], rng: random.Random) -> Strategy:
     roles = tuple(rng.choice(list(Role)) for _ in mesh)
     replicated = math.prod(a.size for a, r in zip(mesh, roles, strict=True) if r.replicates_parameters) > 1
     zero, drawn = rng.randrange(4) if replicated else 0, rng.random()
-    strategy = Strategy(roles, zero, FULL if drawn < 0.3 else SELECTIVE if drawn < 0.5 else NONE)
-    if zero >= 2 and int(drawn * 100) % 2:  # of the same draw: another one would change all plans
-        strategy = replace(strategy, reduce="step")
+    strategy = Strategy(roles, zero, options=_options(zero, drawn))
     outermost, *others = strategy.data_axes(mesh)[1] or (None,)
     if zero and drawn > 0.7 and outermost is not None and any(axis.size > 1 for axis in others):
         return replace(strategy, replicate=outermost.size)
     return strategy
+
+
+def _options(zero: int, drawn: float) -> Options:
+    """The techniques of a strategy, all from one draw: another one would change all plans."""
+    found = {ACTIVATIONS.name: FULL if drawn < 0.3 else SELECTIVE if drawn < 0.5 else KEEP}
+    if zero >= 2 and int(drawn * 100) % 2:
+        found[REDUCE.name] = STEP
+    return Options(**found)
 
 
 def _tied(graph: Graph) -> list[list[int]]:

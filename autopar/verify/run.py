@@ -17,10 +17,11 @@ from autopar.emit import emit
 from autopar.errors import AutoparError, LaunchError, ProgramError, UsageError
 from autopar.graph import Graph
 from autopar.measure import Error
-from autopar.plan import INT8, MICROBATCH_STATISTICS, SAVINGS, Plan, local_steps
+from autopar.plan import MICROBATCH_STATISTICS, LayerPlan, Plan, local_steps
 from autopar.plan_files import check_model, read_plan
 from autopar.run.pool import WorkerPool
 from autopar.search.options import check_allowed
+from autopar.techniques import GIVEN_UP
 from autopar.units import size
 from autopar.verify.attacks import Attacks, attack
 from autopar.verify.case import check_plan
@@ -123,9 +124,9 @@ def verify_workload(
     plans: list[tuple[str, PlanOf]] = [(kind.name, kind.plan) for kind in kinds(devices)]
     if plan is not None:
         check_model(plan, real or subject.graph)
-        small = shrink_plan(_without_int8(plan), subject.graph, devices)
-        if INT8 in plan.allow:
-            run.notes.append("numbers were compared with saved activations as they are, not in 8 bits")
+        small = shrink_plan(_exact(plan), subject.graph, devices)
+        for name in (name for name in plan.allow if name in GIVEN_UP):
+            run.notes.append(f"numbers were compared with a plan that does not give up {name}")
         plans = [("the given plan", lambda graph: small)]
         run.reference = FIRST_STEP if local_steps(small.sync) else ""
         if small is not plan:
@@ -138,12 +139,17 @@ def verify_workload(
     return run.report()
 
 
-def _without_int8(plan: Plan) -> Plan:
-    """The plan with exact saved activations; itself if it has no others."""
-    if not any(layer.strategy.saves_int8 for layer in plan.layers):
+def _exact(plan: Plan) -> Plan:
+    """The plan with the defaults of techniques whose values give up exactness; itself if it has none."""
+    if not set(plan.allow) & set(GIVEN_UP):
         return plan
-    layers = (replace(layer, strategy=replace(layer.strategy, saved=SAVINGS[0])) for layer in plan.layers)
-    return replace(plan, layers=tuple(layers), allow=tuple(name for name in plan.allow if name != INT8))
+
+    def own(layer: LayerPlan) -> LayerPlan:
+        given_up = [t for t, value in layer.strategy.options.chosen if t.way(value).gives_up]
+        return replace(layer, strategy=layer.strategy.but(**{t.name: t.default for t in given_up}))
+
+    allow = tuple(name for name in plan.allow if name not in GIVEN_UP)
+    return replace(plan, layers=tuple(map(own, plan.layers)), allow=allow)
 
 
 def _own(given: Plan | None, real: Graph | None, allow: Collection[str]) -> int:

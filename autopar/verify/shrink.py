@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -10,6 +9,7 @@ from autopar.graph import Graph
 from autopar.plan import Axis, Plan, Role, Strategy, given_up
 from autopar.schedules import default_schedule
 from autopar.search.manual import make_mesh, manual_plan
+from autopar.techniques import Options
 from autopar.verify.kinds import microbatches
 
 LAYERS = 4  # a pipeline of four stages, and a first, two inner and a last block
@@ -86,10 +86,7 @@ def shrink_plan(plan: Plan, graph: Graph, devices: int) -> Plan:
     kept = [i for i, axis in enumerate(plan.mesh) if axis.name in {a.name for a in mesh}] or [0]
     strategies = {i: _strategy(plan, _place(i, count, len(plan.layers)), mesh, kept) for i in range(count)}
     if len(mesh) == 1 and mesh[0].size == 1:
-        strategies = {
-            i: dataclasses.replace(s, roles=(Role.DATA,), zero=0, replicate=1, reduce="microbatch")
-            for i, s in strategies.items()
-        }
+        strategies = {i: Strategy((Role.DATA,), options=_without_zero(s.options)) for i, s in strategies.items()}
     ways = max(
         math.prod(a.size for a, r in zip(mesh, s.roles, strict=True) if r.shards_batch) for s in strategies.values()
     )
@@ -133,12 +130,14 @@ def _strategy(plan: Plan, layer: int, mesh: tuple[Axis, ...], kept: list[int]) -
     copying = {axis.name for axis in given.data_axes(plan.mesh)[0]}
     equal = [axis for axis, role in zip(mesh, roles, strict=False) if role.replicates_parameters]
     copies = [axis.size for axis in equal if axis.name in copying]
-    whole = dataclasses.replace(given, roles=roles, zero=0, replicate=1, reduce="microbatch")
     if not equal:
-        return whole
-    return dataclasses.replace(
-        whole, zero=given.zero, replicate=math.prod(copies) if len(copies) < len(equal) else 1, reduce=given.reduce
-    )
+        return Strategy(roles, options=_without_zero(given.options))
+    return Strategy(roles, given.zero, math.prod(copies) if len(copies) < len(equal) else 1, given.options)
+
+
+def _without_zero(options: Options) -> Options:
+    """The same values, with the defaults of techniques whose values need ZeRO."""
+    return options.but(**{t.name: t.default for t, value in options.chosen if t.way(value).zero})
 
 
 def _place(index: int, count: int, other: int) -> int:

@@ -125,20 +125,48 @@ def test_what_no_plan_has_is_named(base: tuple[Any, Plan], change: dict[str, Any
         ({"data": 4}, "data is 4, and the roles of its axes make 2"),
         ({"replicate": 3}, "no product of its outermost data axes"),
         ({"zero": 0, "replicate": 2}, "replicate 2 without ZeRO"),
-        ({"zero": 1, "reduce": "step"}, "gradients reduced once a step under ZeRO 1"),
-        ({"recomputation": {"kind": "none", "layers": 2}}, "segments of 2 layers, and its recomputation is none"),
-        ({"recomputation": {"kind": "full", "layers": 2}, "offload": "activations"}, "and offloads its activations"),
-        (
-            {"recomputation": {"kind": "full", "layers": 1}, "saved": "int8"},
-            "saved as int8, and its recomputation is full",
-        ),
-        ({"saved": "int8", "offload": "both"}, "saved as int8, and offloads them"),
-        ({"recomputation": {"kind": "selective", "layers": 1}, "overlap": "halves"}, "the overlap halves"),
+        ({"zero": 1, "reduce": "step"}, "reduce step under ZeRO 1"),
+        ({"activations": "selective", "overlap": "halves"}, "overlap halves and activations selective"),
+        ({"activations": "full:1"}, "is 'full:1', not one of keep, selective, full"),
+        ({"activations": "keep:2"}, "is 'keep:2', not one of"),
+        ({"recomputation": {"kind": "full", "layers": 1}}, "both 'activations' and 'recomputation'"),
         ({"roles": ["data", "data"]}, "has 2 roles, and the mesh has 1 axes"),
     ],
 )
 def test_a_strategy_that_no_layer_can_have_is_named(base: tuple[Any, Plan], change: dict[str, Any], words: str):
     data = base[1].to_json()
+    data["layers"][0] |= change
+    with pytest.raises(DataError) as refused:
+        check_plan(data)
+    assert words in str(refused.value)
+
+
+OLDER = {"recomputation": {"kind": "none", "layers": 1}, "offload": "none", "saved": "exact", "compiled": True}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"recomputation": {"kind": "none", "layers": 2}}, "segments of 2 layers, and its recomputation is none"),
+        ({"recomputation": {"kind": "full", "layers": 2}, "offload": "activations"}, "and offloads its activations"),
+        ({"recomputation": {"kind": "selective", "layers": 1}, "offload": "both"}, "selective recomputation, and offl"),
+        (
+            {"recomputation": {"kind": "full", "layers": 1}, "saved": "int8"},
+            "saved as int8, and its recomputation is full",
+        ),
+        ({"saved": "int8", "offload": "both"}, "saved as int8, and offloads them"),
+        ({"recomputation": {"kind": "selective", "layers": 1}, "overlap": "halves"}, "overlap halves and activations"),
+        ({"compile": "layers"}, "both 'compile' and 'compiled'"),
+    ],
+)
+def test_fields_of_older_plans_that_contradict_each_other_are_named(
+    base: tuple[Any, Plan], change: dict[str, Any], words: str
+):
+    data = base[1].to_json()
+    for name in ("activations", "compile"):
+        del data["layers"][0][name]
+    data["layers"][0] |= OLDER
+    check_plan(data)
     data["layers"][0] |= change
     with pytest.raises(DataError) as refused:
         check_plan(data)

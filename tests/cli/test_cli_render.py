@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 
 from autopar.cli.render import print_plan, runs
-from autopar.plan import FULL, Axis, LayerPlan, Memory, Plan, Prediction, Role, StagePlan, Strategy
+from autopar.plan import Axis, LayerPlan, Memory, Plan, Prediction, Role, StagePlan, Strategy
 
 MESH = (Axis("outer", 4, 8), Axis("inner", 8, 1))
-BLOCK = Strategy((Role.DATA, Role.TENSOR_SEQUENCE), zero=1, recomputation=FULL)
+BLOCK = Strategy((Role.DATA, Role.TENSOR_SEQUENCE), zero=1, activations="full")
 EDGE = Strategy((Role.DATA, Role.DATA), zero=3)
 
 
@@ -67,7 +67,7 @@ def test_consecutive_layers_of_one_strategy_are_one_row():
     plan = make_plan()
     assert [(run.start, len(run.layers)) for run in runs(plan)] == [(0, 1), (1, 6), (7, 1)]
     rendered = text(plan)
-    assert row(rendered, "layers.0 ... layers.5") == ["layers.0", "...", "layers.5", "6", "4", "8", "8", "1", "yes"]
+    assert row(rendered, "layers.0 ... layers.5") == ["layers.0", "...", "layers.5", "6", "4", "8", "8", "1", "recomputed"]
     assert row(rendered, "embed") == ["embed", "1", "32", "-", "-", "3", "-"]
 
 

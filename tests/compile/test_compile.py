@@ -170,7 +170,7 @@ def test_a_plan_with_a_value_that_no_plan_has_is_refused(tmp_path, name, value, 
 def test_a_plan_with_the_former_fields_of_recomputation_is_refused(tmp_path):
     data = make_plan("1")[1].to_json()
     for layer in data["layers"]:
-        del layer["recomputation"]
+        del layer["activations"]
         layer |= {"recompute": True, "selective": False, "segment": 2}
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(data))

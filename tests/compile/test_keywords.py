@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
 import torch
@@ -14,29 +14,27 @@ from torch import nn
 import autopar
 from autopar.cli.app import cli
 from autopar.errors import AutoparError, UsageError
-from autopar.keywords import Keywords, Request, Training, as_keywords, read_keywords
-from autopar.pins import OF_LAYER, OF_PLAN, PINS, LayerPins, PinKeywords, PlanPins, checked, read_pin
+from autopar.keywords import Request, Training, as_keywords, keywords, read_keywords
+from autopar.pins import OF_LAYER, OF_PLAN, PINS, LayerPins, checked, read_pin
 from autopar.precision import normalise
+from autopar.techniques import LAYER
 
 
 def test_keywords_are_those_of_the_table():
-    assert get_type_hints(PinKeywords) == get_type_hints(PlanPins)
-    assert list(PINS) == [*OF_PLAN, *OF_LAYER] == list(PinKeywords.__annotations__)
+    assert list(PINS) == [*OF_PLAN, *OF_LAYER] == list(keywords())[: len(PINS)]
     assert set(OF_LAYER) == {f.name for f in fields(LayerPins)}
+    for technique in LAYER:
+        assert {technique.name, *(pin.name for pin in technique.former_pins)} <= set(OF_LAYER)
 
 
 def test_keywords_of_compile_are_those_of_the_records():
-    written = {name: kind for record in (Request, Training) for name, kind in record.__annotations__.items()}
-    own = {name: kind for name, kind in Keywords.__annotations__.items() if name not in PINS}
-    assert {name: getattr(kind, "__forward_arg__", kind) for name, kind in own.items()} == written
+    written = {f.name: (f.type, f.default) for record in (Request, Training) for f in fields(record)}
+    assert {name: kind for name, kind in keywords().items() if name not in PINS} == written
 
 
 def test_help_shows_every_keyword_and_its_default():
     shown = inspect.signature(autopar.compile).parameters
-    assert set(Keywords.__annotations__) < set(shown)
-    assert {f.name: f.default for record in (Request, Training) for f in fields(record)} == {
-        name: shown[name].default for name in Keywords.__annotations__ if name not in PINS
-    }
+    assert {name: shown[name].default for name in keywords()} == {name: kind[1] for name, kind in keywords().items()}
     assert all(name in (autopar.compile.__doc__ or "") for name in shown)
     program = inspect.signature(autopar.Program).parameters
     left_out = {"lr": None, "seed": None}  # those of the folder's recipe

@@ -20,7 +20,7 @@ from workers import WorkerPool
 from written_models import WRITTEN
 
 from autopar.graph import Graph
-from autopar.plan import FULL, Plan, Role, Strategy
+from autopar.plan import Plan, Role, Strategy
 from autopar.search.manual import make_mesh, manual_plan
 from autopar.verify import Kind, Outcome, Subject, alternating, check_plan, ends, kind, kinds, make_subject
 
@@ -188,7 +188,7 @@ def _three_degrees(graph: Graph) -> Plan:
     mesh = make_mesh(("outer", 2), ("inner", 2))
     cycle = [
         Strategy((Role.DATA, Role.DATA), zero=1),
-        Strategy((Role.DATA, Role.TENSOR), zero=3, recomputation=FULL),
+        Strategy((Role.DATA, Role.TENSOR), zero=3, activations="full"),
         Strategy((Role.TENSOR, Role.TENSOR)),
         Strategy((Role.DATA, Role.TENSOR_SEQUENCE), zero=2),
     ]
@@ -203,7 +203,7 @@ def _sequence_roles(graph: Graph) -> Plan:
     cycle = [
         Strategy((Role.DATA, Role.DATA), zero=3),
         Strategy((Role.RING, Role.ULYSSES), zero=2),
-        Strategy((Role.RING, Role.RING), zero=1, recomputation=FULL),
+        Strategy((Role.RING, Role.RING), zero=1, activations="full"),
         Strategy((Role.RING, Role.TENSOR_SEQUENCE)),
         Strategy((Role.DATA, Role.RING), zero=3),
     ]

@@ -157,7 +157,6 @@ def totals(rng: random.Random, plan: dict[str, Any]) -> str:
             (stage["layers"], 0), (stage["layers"], 1), (stage["devices"], 0), (stage["devices"], 1), (stage, "memory_bytes"),
             (layer, "data"), (layer, "tensor"), (layer, "sequence"), (layer, "zero"), (layer, "replicate"), (axis, "size"),
             (axis, "stride"), (plan, "pipeline"), (plan, "chunks"), (plan, "microbatches"), (plan, "global_batch"), (plan, "prefetch"),
-            (layer["recomputation"], "layers"),
         )
     )  # fmt: skip
     where[0][where[1]] = plausible
@@ -166,14 +165,17 @@ def totals(rng: random.Random, plan: dict[str, Any]) -> str:
     if rng.random() < 0.3:
         words = {
             "reduce": "step",
-            "saved": "int8",
+            "activations": rng.choice(("int8", "full:3", "selective", "host", "full:0", "keep:2")),
             "overlap": "halves",
             "states": "nvme",
             "logits": "sliced",
-            "compiled": True,
+            "compile": "layers",
         }
         layer |= dict(rng.sample(sorted(words.items()), 2))
-        layer["recomputation"]["kind"] = rng.choice(("none", "selective", "full"))
+        if rng.random() < 0.5:  # a file of before
+            del layer["activations"]
+            kind = rng.choice(("none", "selective", "full"))
+            layer |= {"recomputation": {"kind": kind, "layers": plausible}, "offload": rng.choice(("none", "activations"))}
         layer["roles"] = [rng.choice(("data", "tensor", "ring", "ulysses", "expert", "idle", "tensor+rows"))]
     if rng.random() < 0.2:
         plan |= {

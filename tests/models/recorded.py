@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from autopar.bench.models import DecoderBlock, Stack, token_loss
 from autopar.capture import capture, flatten_batch, in_float8
 from autopar.graph import Graph
-from autopar.plan import FP8, INT8, Plan
+from autopar.plan import FP8, Plan
 from autopar.search.manual import make_mesh
 from autopar.shard import annotate
+from autopar.techniques.activations import INT8_ACTIVATIONS as INT8
 from autopar.verify import Kind, kind
 from autopar.verify.recording import Recipe
 

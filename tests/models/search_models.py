@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from autopar.graph import Graph, Layer, LayerClass, Value
 from autopar.layer_price import LayerPrice
-from autopar.plan import INT8, OFFLOADS, RECOMPUTATIONS, STATES, Axis, Recomputation, Role, Strategy
+from autopar.plan import Axis, Role, Strategy
 from autopar.schedules import SPLIT, Schedule
 from autopar.schedules.memory import fullest
 from autopar.schedules.orders import device_order
@@ -107,11 +107,12 @@ def _drawn(key: object) -> str:
         return repr(key)
     kind = key.recomputation.kind
     names = {("none", "host"): "optimizer", ("activations", "device"): "activations", ("activations", "host"): "both"}
-    name = names.get((key.offload, key.states))
-    offload = f", offload={name!r}" if name else f", {key.offload} {key.states}" if key.states == "nvme" else ""
+    moved = "activations" if key.offloads_activations else "none"
+    name = names.get((moved, key.states))
+    offload = f", offload={name!r}" if name else f", {moved} {key.states}" if key.states == "nvme" else ""
     full, part = kind == "full", kind == "selective"
-    offload += f", saved={key.saved!r}" if key.saved != "exact" else ""
-    offload += f", logits={key.logits!r}" if key.slices_logits else ""
+    offload += ", saved='int8'" if key.saves_int8 else ""
+    offload += ", logits='sliced'" if key.slices_logits else ""
     return f"Strategy(roles={key.roles!r}, zero={key.zero}, recompute={full}, selective={part}{offload})"
 
 
@@ -379,27 +380,43 @@ def candidates(
                 continue
             if Strategy(roles).degree(mesh, inner) != pins.get("tensor", Strategy(roles).degree(mesh, inner)):
                 continue
-            for zero, again in itertools.product((0, 1, 2, 3) if ways > 1 else (0,), RECOMPUTATIONS):
-                if again == pins.get("recompute", again) and (ways == 1 or zero == pins.get("zero", zero)):
-                    asked, places = pins.get("offload", "none"), pins.get("states", "any" if nvme else "device")
-                    for offload, n, states in itertools.product(
-                        OFFLOADS if asked == "any" else (asked,),
-                        sizes if again == "full" else [1],
-                        (STATES if nvme else STATES[:2]) if places == "any" else (places,),
-                    ):
-                        if offload == "none" or (again != "selective" and n == 1):
-                            found.append(Strategy(roles, zero, Recomputation(again, n), offload, states=states))
-                    if again == "none" and INT8 in options.allow:
-                        plain = [s for s in found if s.roles == roles and s.zero == zero and not s.offloads_activations]
-                        found += [replace(s, saved="int8") for s in plain if s.recomputation.kind == "none"]
-            wanted = pins.get("saved")
-            found = [s for s in found if s.roles != roles or wanted in (None, s.saved)]
+            places = pins.get("states", "any" if nvme else "device")
+            ways_to_keep = [
+                n for kept in KEPT for n in ([kept] if kept != "full" else _segments(sizes)) if _kept(n, pins, options)
+            ]
+            for zero, kept, states in itertools.product(
+                (0, 1, 2, 3) if ways > 1 else (0,),
+                ways_to_keep,
+                (("device", "host", "nvme") if nvme else ("device", "host")) if places == "any" else (places,),
+            ):
+                if (ways == 1 or zero == pins.get("zero", zero)) and (kept.startswith("full:") or 1 in sizes):
+                    found.append(Strategy(roles, zero, activations=kept, states=states))
     if not graph.classes[cls].gives_loss or graph.whole_logits:
         return found
     if "logits" in pins:
-        return [replace(s, logits=pins["logits"]) for s in found]
-    plain = [s for s in found if s.recomputation.kind == "none" and s.offload == "none"] or found
-    return found + [replace(s, logits="sliced") for s in plain]
+        return [s.but(logits=str(pins["logits"])) for s in found]
+    plain = [s for s in found if s.recomputation.kind == "none" and not s.offloads_activations] or found
+    return found + [s.but(logits="sliced") for s in plain]
+
+
+KEPT = ("keep", "int8", "host", "selective", "full", "full+host")
+
+
+def _segments(sizes: Sequence[int]) -> list[str]:
+    return ["full" if n == 1 else f"full:{n}" for n in sizes]
+
+
+def _kept(kept: str, pins: Mapping[str, object], options: SearchOptions) -> bool:
+    """Whether pins, in the spelling of before, allow a value of ``activations``."""
+    again = {"selective": "selective", "full": "full", "full+host": "full"}.get(kept.partition(":")[0], "none")
+    host, int8 = "host" in kept, kept == "int8"
+    asked = pins.get("offload", "none")
+    return (
+        again == pins.get("recompute", again)
+        and asked in ("any", "activations" if host else "none")
+        and (not int8 or "int8_activations" in options.allow)
+        and pins.get("saved") in (None, "int8" if int8 else "exact")
+    )
 
 
 def every_plan(
@@ -437,7 +454,7 @@ def plans(
             tables[-1] = [
                 (s, p)
                 for s, p in tables[-1]
-                if not s.slices_logits or sizes.get(replace(s, logits="whole"), 1e99) > 0.1 * max(limits)
+                if not s.slices_logits or sizes.get(s.but(logits="whole"), 1e99) > 0.1 * max(limits)
             ]
     tied = [i for i, layer in enumerate(graph.layers) if "shared" in layer.parameters]
     memories = StageMemories(graph, tables)

@@ -11,7 +11,7 @@ from exactness import subject
 from sketch import Sketch, use, whole
 
 from autopar.graph import Graph, LayerClass
-from autopar.plan import FULL, Plan, Role, Strategy
+from autopar.plan import Plan, Role, Strategy
 from autopar.search.manual import make_mesh, manual_plan
 from autopar.shard import plan_shardings
 from autopar.types import I, R, S
@@ -91,7 +91,7 @@ class TestCutStages:
 
     def test_layers_of_one_class_differ_under_different_strategies(self) -> None:
         graph = skip_graph()
-        recomputed = {1: Strategy((Role.DATA,), recomputation=FULL)}
+        recomputed = {1: Strategy((Role.DATA,), activations="full")}
         program = cut(graph, manual_plan(graph, data=2, strategies=recomputed))
         assert program.layers[1] is not program.layers[2]
         assert program.layers[1].sharding.types[1] is program.layers[2].sharding.types[1]

@@ -14,7 +14,7 @@ from autopar.devices import Cluster, constants, parse
 from autopar.errors import UsageError
 from autopar.layer_price import LayerPrice
 from autopar.ops.cost import executed_flops, model_flops, op_cost
-from autopar.plan import FULL, NARROW_GRADIENTS, NONE, Axis, Recomputation, Role, Strategy
+from autopar.plan import NARROW_GRADIENTS, Axis, Role, Strategy
 from autopar.price.live_memory import Neighbours
 from autopar.price.state import Precision, precision, state_bytes
 from autopar.price.table import ClassTable, build
@@ -34,7 +34,7 @@ def price(
     sizes: tuple[int, ...] = (1,),
     microbatches: int = 1,
     zero: int = 0,
-    recomputation: Recomputation = NONE,
+    activations: str = "keep",
     dtype: str = "bfloat16",
     cluster=H100,
     trainer: Trainer = EMITTED,
@@ -48,7 +48,7 @@ def price(
     mesh = tuple(Axis(f"a{i}", n, s) for i, (n, s) in enumerate(zip(sizes, strides, strict=True)))
     sharding = Sharding((*mesh, Axis("microbatch", microbatches, 0)), (*map(mlp_types, roles), mlp_types(DATA)))
     cls = mlp(B, SEQ, H, F, getattr(torch, dtype))
-    strategy = Strategy(roles, zero, recomputation, reduce=reduce, overlap=overlap)
+    strategy = Strategy(roles, zero, activations=activations, reduce=reduce, overlap=overlap)
     return price_layer(cls, sharding, strategy, cluster, dtype, trainer)
 
 
@@ -170,7 +170,7 @@ def test_a_value_that_is_gathered_is_kept_at_its_gathered_size():
 
 
 def test_recomputation_keeps_the_input_alone_and_pays_a_forward():
-    plain, again = must(price((SEQUENCE,), (4,))), must(price((SEQUENCE,), (4,), recomputation=FULL))
+    plain, again = must(price((SEQUENCE,), (4,))), must(price((SEQUENCE,), (4,), activations="full"))
     assert again.saved_bytes == 2 * B * SEQ * H // 4 < plain.saved_bytes
     assert again.transient_bytes == plain.transient_bytes + plain.saved_bytes - again.saved_bytes
     assert again.backward_s == pytest.approx(plain.backward_s + plain.forward_s)
@@ -493,7 +493,7 @@ def test_processors_hide_reductions_and_wait_for_fsdp(zero: int):
 
     def seconds(cluster: Cluster, slowdown: float) -> float:
         cluster = dataclasses.replace(cluster, overlap_slowdown=slowdown)
-        found = must(price((DATA,), (2,), 1, zero, NONE, "float32", cluster, Trainer(cpu=cluster.kind == "cpu")))
+        found = must(price((DATA,), (2,), 1, zero, "keep", "float32", cluster, Trainer(cpu=cluster.kind == "cpu")))
         return found.forward_s + found.backward_s + found.step_s
 
     assert cpus.overlap_slowdown == 1.0

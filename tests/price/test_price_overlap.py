@@ -9,7 +9,7 @@ from price_models import chain, llama_block, time_s
 
 from autopar.devices import Cluster, parse
 from autopar.layer_price import LayerPrice
-from autopar.plan import NONE, SELECTIVE, Axis, Recomputation, Role, Strategy
+from autopar.plan import Axis, Role, Strategy
 from autopar.price import Pricer
 from autopar.price.collectives import beside_s
 from autopar.price.trainer import EMITTED, Trainer
@@ -28,26 +28,24 @@ def block(
     overlap: str,
     cluster: Cluster = NODE,
     role: Role = Role.TENSOR,
-    again: Recomputation = NONE,
+    activations: str = "keep",
     trainer: Trainer = EMITTED,
 ) -> LayerPrice:
     graph = chain(llama_block(BATCH, LENGTH, WIDTH, 8, 4, INNER), 2)
     found = Pricer(graph, cluster, "bfloat16", trainer=trainer).layer(
-        "block", MESH, Strategy((role,), recomputation=again, overlap=overlap), 1
+        "block", MESH, Strategy((role,), activations=activations, overlap=overlap), 1
     )
     assert found is not None
     return found
 
 
-@pytest.mark.parametrize("again", [NONE, SELECTIVE], ids=str)
+@pytest.mark.parametrize("activations", ["keep", "selective"])
 @pytest.mark.parametrize("slower", [1, 100])
-def test_a_reduction_is_exposed_where_it_is_longer_than_the_gradients_of_weights(
-    slower: int, again: Recomputation
-) -> None:
+def test_a_reduction_is_exposed_where_it_is_longer_than_the_gradients_of_weights(slower: int, activations: str) -> None:
     """A block has two: under query's, key's and value's gradients, and under gate's and up's."""
     link = dataclasses.replace(NODE.intra, bytes_per_s=NODE.intra.bytes_per_s / slower)
     cluster = dataclasses.replace(NODE, intra=link)
-    waiting, early = (block(overlap, cluster, again=again) for overlap in ("none", "tensor"))
+    waiting, early = (block(overlap, cluster, activations=activations) for overlap in ("none", "tensor"))
     reduce_s = time_s(Collective.ALL_REDUCE, 2 * BATCH * LENGTH * WIDTH, 4, 1, cluster)
     rows, flops_s = BATCH * LENGTH, cluster.gpu.peak_flops["bfloat16"]
     hidden = 0.0

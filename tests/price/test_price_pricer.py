@@ -12,7 +12,7 @@ from price_models import chain, llama_block, mlp, mlp_types, price_layer, replic
 from autopar.devices import parse
 from autopar.graph import LayerClass
 from autopar.layer_price import LayerPrice
-from autopar.plan import ALL_REDUCE, FULL, NONE, Axis, Recomputation, Role, Strategy
+from autopar.plan import ALL_REDUCE, Axis, Role, Strategy
 from autopar.price import Pricer, trace
 from autopar.price.collectives import p2p_s
 from autopar.price.layer import move_s
@@ -20,7 +20,7 @@ from autopar.price.live_memory import Neighbours
 from autopar.price.moves import wire
 from autopar.schedules import Schedule
 from autopar.search import SearchOptions, evaluate, search
-from autopar.search.problem import strategies
+from autopar.search.problem import context_of, strategies
 from autopar.sharding import Sharding
 from autopar.types import Collective, I, P, R, S, SpmdType
 
@@ -39,8 +39,8 @@ def pricer() -> Pricer:
 def test_a_pricers_layer_is_price_layers(pricer):
     cls = pricer.graph.classes["mlp"]
     for roles in ((DATA, TENSOR, TENSOR), (DATA, DATA, SEQUENCE), (TENSOR, DATA, DATA)):
-        for zero, again in ((0, NONE), (3, FULL)):
-            strategy = Strategy(roles, zero, again)
+        for zero, again in ((0, "keep"), (3, "full")):
+            strategy = Strategy(roles, zero, activations=again)
             sharding = Sharding((*MESH, Axis("microbatch", 2, 0)), (*map(mlp_types, roles), mlp_types(DATA)))
             beside = _numel(cls) // math.prod(a.size for a, r in zip(MESH, roles, strict=True) if r.shards_parameters)
             around = Neighbours(beside, beside, beside) if zero else Neighbours()  # all layers are of one class
@@ -77,7 +77,7 @@ def test_the_solver_is_asked_once_for_each_role_and_size():
 
 def test_resharding_between_layers(pricer):
     same = Strategy((DATA, DATA, TENSOR))
-    assert pricer.edge(0, MESH, same, Strategy((DATA, DATA, TENSOR), 3, FULL), 1) == 0
+    assert pricer.edge(0, MESH, same, Strategy((DATA, DATA, TENSOR), 3, activations="full"), 1) == 0
     # S(0) to I on the middle axis: a gather forward, a slice backward; one microbatch of two, halved by the outer axis
     whole = BYTES / 2 / 2
     to_tensor = pricer.edge(0, MESH, same, Strategy((DATA, TENSOR, TENSOR)), 2)
@@ -155,8 +155,8 @@ def test_a_call_is_fast_once_a_class_is_known(pricer):
     for microbatches in (1, 2, 4, 8):
         for roles in ((DATA, TENSOR, TENSOR), (DATA, DATA, SEQUENCE), (TENSOR, DATA, DATA), (SEQUENCE,) * 3):
             for zero in range(4):
-                for again in (NONE, FULL):
-                    pricer.layer("mlp", MESH, Strategy(roles, zero, again), microbatches)
+                for again in ("keep", "full"):
+                    pricer.layer("mlp", MESH, Strategy(roles, zero, activations=again), microbatches)
                     calls += 1
     assert (time.process_time() - start) / calls < 1e-3
 
@@ -170,17 +170,17 @@ def test_layers_gathered_ahead_cost_memory_under_zero_3_and_nothing_else():
     def ahead(n: int, pricer: Pricer = one) -> Pricer:
         return pricer.of_program(n, ALL_REDUCE)
 
-    def prices(zero: int, again: Recomputation = NONE) -> list[LayerPrice]:
-        found = (ahead(n).layer("mlp", mesh, Strategy((DATA,), zero, again), 2) for n in (1, 2, 3))
+    def prices(zero: int, again: str = "keep") -> list[LayerPrice]:
+        found = (ahead(n).layer("mlp", mesh, Strategy((DATA,), zero, activations=again), 2) for n in (1, 2, 3))
         return [price for price in found if price is not None]
 
-    for zero, again in ((3, NONE), (3, FULL), (2, NONE)):
+    for zero, again in ((3, "keep"), (3, "full"), (2, "keep")):
         first, second, third = prices(zero, again)
         assert dataclasses.replace(second, transient_bytes=first.transient_bytes) == first
         more = second.transient_bytes - first.transient_bytes
         assert more == (gathered if zero == 3 else more) >= 0
         assert third.transient_bytes >= second.transient_bytes
-    for zero, again in ((0, NONE), (1, NONE), (3, Recomputation("full", 2))):
+    for zero, again in ((0, "keep"), (1, "keep"), (3, "full:2")):
         assert len(set(prices(zero, again))) == 1
     assert ahead(1) is one and ahead(2) is ahead(2)
     node = ahead(2, one.on(smaller))
@@ -209,7 +209,7 @@ def test_no_strategy_is_faster_than_the_bound_without_zero_and_recomputation(whe
         pin = {"overlap": overlap, "compile": compiled, "offload": "any"}
         options = SearchOptions(allow=("int8_activations",), pin=pin)
         for m in tightest:
-            found = strategies(mesh, 8 // m, cluster.gpus_per_node, options, several=m > 1)
+            found = strategies(mesh, 8 // m, cluster.gpus_per_node, options, context=context_of(options, several=m > 1))
             for roles in {s.roles for s in found}:
                 some = [s for s in found if s.roles == roles]
                 least_s = pricer.least_time_s("block", mesh, some, m)

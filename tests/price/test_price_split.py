@@ -12,7 +12,7 @@ from price_models import Builder, aten, gpt_block, mlp, mlp_types, price_layer, 
 from autopar.devices import parse
 from autopar.graph import LayerClass
 from autopar.layer_price import LayerPrice
-from autopar.plan import FULL, Axis, Role, Strategy
+from autopar.plan import Axis, Role, Strategy
 from autopar.price.state import precision
 from autopar.price.table import build
 from autopar.program import weight_gradients
@@ -84,7 +84,7 @@ def test_the_gradients_of_other_parameters_belong_to_the_first_part():
 
 def test_inputs_and_gradients_of_products_wait_whatever_is_recomputed():
     cls = mlp(B, SEQ, H, F)
-    plain, again = price(cls), price(cls, Strategy((), recomputation=FULL))
+    plain, again = price(cls), price(cls, Strategy((), activations="full"))
     assert plain.waiting_bytes == 2 * B * SEQ * (2 * F + 2 * H)
     assert again.waiting_bytes == plain.waiting_bytes
     assert again.weight_s == pytest.approx(plain.weight_s) and again.backward_s > plain.backward_s

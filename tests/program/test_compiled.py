@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import gc
 import json
@@ -28,7 +27,7 @@ from autopar.devices import parse
 from autopar.emit import emit
 from autopar.measure import EXACT
 from autopar.ops.compilation import stays_eager
-from autopar.plan import FULL, NONE, SELECTIVE, Axis, Plan, Role, Strategy
+from autopar.plan import NONE, Axis, Plan, Role, Strategy
 from autopar.planning import find_plan
 from autopar.price import Pricer
 from autopar.run import remote as run_remote
@@ -276,10 +275,10 @@ def test_a_plan_keeps_what_is_compiled() -> None:
 def test_a_compiled_layer_is_faster_and_saves_less() -> None:
     cluster, mesh = parse("1x1xH100-80GB"), (Axis("data", 1, 1),)
     pricer = Pricer(chain(llama_block(4, 512, 1024, 8, 8, 2816), 3), cluster, "bfloat16")
-    for again in (NONE, FULL, SELECTIVE):
+    for again in ("keep", "full", "selective"):
         eager, fused = (
-            pricer.layer("block", mesh, Strategy((Role.DATA,), recomputation=again, compiled=compiled), 1)
-            for compiled in (False, True)
+            pricer.layer("block", mesh, Strategy((Role.DATA,), activations=again, compile=compiled), 1)
+            for compiled in ("none", "layers")
         )
         assert eager is not None and fused is not None
         assert fused.forward_s < eager.forward_s and fused.backward_s < eager.backward_s
@@ -337,7 +336,7 @@ def test_the_price_knows_what_a_compiled_layer_saves(model: str, workers1: Worke
     emit(graph, plan, tmp_path)
     measured = workers1.run("test_compiled:saved", str(tmp_path), batch, timeout_s=300)[0]
     pricer = Pricer(graph, parse("1"), "float32")
-    eager = dataclasses.replace(plan.layers[0].strategy, compiled=False)
+    eager = plan.layers[0].strategy.but(compile="none")
     for layer, size in zip(graph.layers[1:-1], list(measured.values())[1:-1], strict=True):
         price, without = (pricer.layer(layer.cls, plan.mesh, s, 1) for s in (plan.layers[0].strategy, eager))
         assert price is not None and without is not None
@@ -432,7 +431,7 @@ def test_a_forward_pass_leaves_the_bytes_of_the_plan(
     emit(graph, plan, tmp_path)
     measured = workers1.run("test_compiled:left", str(tmp_path), batch, timeout_s=300)[0]
     pricer = Pricer(graph, parse("1"), "float32")
-    strategy = dataclasses.replace(plan.layers[0].strategy, offload="none")
+    strategy = plan.layers[0].strategy.but(activations="keep")
     # a layer's offloaded tensors stay on the device until the next layer ends, so the first block leaves them twice
     for layer, size in zip(graph.layers[2:-1], list(measured.values())[2:-1], strict=True):
         price = pricer.layer(layer.cls, plan.mesh, strategy, 1)

@@ -24,7 +24,7 @@ from autopar.devices import parse
 from autopar.emit import emit
 from autopar.errors import UsageError
 from autopar.graph import Graph
-from autopar.plan import FULL, NONE, Axis, Plan, Recomputation, Role, Strategy
+from autopar.plan import Axis, Plan, Role, Strategy
 from autopar.price import Pricer
 from autopar.price.halves import exposed_s
 from autopar.program import finite, halves
@@ -184,10 +184,10 @@ def test_a_collective_is_beside_the_pieces_of_the_other_half() -> None:
 NODE = parse("8xH100-80GB")
 
 
-def block_s(overlap: str, role: Role, again: Recomputation = NONE, rows: int = 2) -> tuple[float, float]:
+def block_s(overlap: str, role: Role, activations: str = "keep", rows: int = 2) -> tuple[float, float]:
     """Seconds of a block of Llama-3-70B on 8 devices, and of its exposed communication."""
     graph = chain(llama_block(rows, 8192, 8192, 64, 8, 28672), 2)
-    strategy = Strategy((role,), recomputation=again, overlap=overlap)
+    strategy = Strategy((role,), activations=activations, overlap=overlap)
     found = Pricer(graph, NODE, "bfloat16").layer("block", (Axis("t", 8, 1),), strategy, 1)
     assert found is not None
     return found.forward_s + found.backward_s, found.communication_s
@@ -203,7 +203,7 @@ def test_halves_hide_most_of_a_large_blocks_collectives(role: Role) -> None:
 
 def test_halves_that_meet_at_a_layers_ends_hide_less() -> None:
     role = Role.TENSOR_SEQUENCE
-    assert block_s("halves", role)[1] < block_s("halves", role, FULL)[1] < block_s("tensor", role, FULL)[1]
+    assert block_s("halves", role)[1] < block_s("halves", role, "full")[1] < block_s("tensor", role, "full")[1]
 
 
 def test_an_odd_number_of_rows_has_the_price_of_a_whole_microbatch() -> None:
@@ -215,8 +215,8 @@ def mixed(graph: Graph) -> Plan:
     """Halves in some blocks, of which one is recomputed, and whole microbatches in between."""
     plan = manual_plan(graph, tensor=2, sequence=True, overlap="halves")
     ways = [layer.strategy for layer in plan.layers]
-    ways[2] = replace(ways[2], overlap="tensor")
-    ways[4] = replace(ways[4], recomputation=FULL)
+    ways[2] = ways[2].but(overlap="tensor")
+    ways[4] = ways[4].but(activations="full")
     return replace(plan, layers=tuple(replace(layer, strategy=s) for layer, s in zip(plan.layers, ways, strict=True)))
 
 

@@ -28,7 +28,7 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.explain import describe
 from autopar.graph import Graph
 from autopar.measure import compare
-from autopar.plan import INT8, NONE, Plan, Role, Strategy
+from autopar.plan import NONE, Plan, Role, Strategy
 from autopar.planning import plan_model
 from autopar.price import Pricer
 from autopar.price import int8 as priced
@@ -38,6 +38,7 @@ from autopar.search import SearchOptions, make_mesh, manual_plan
 from autopar.search.options import pins_by_layer
 from autopar.search.problem import strategies
 from autopar.shard import annotate
+from autopar.techniques.activations import INT8_ACTIVATIONS as INT8
 from autopar.verify import verify
 from autopar.workload import Workload
 
@@ -260,7 +261,7 @@ def test_the_price_counts_the_bytes_that_are_kept(
     blocks = 0
     for layer, record, size in zip(graph.layers, plan.layers, found.values(), strict=True):
         price = pricer.layer(layer.cls, plan.mesh, record.strategy, 1)
-        exact = pricer.layer(layer.cls, plan.mesh, replace(record.strategy, saved="exact"), 1)
+        exact = pricer.layer(layer.cls, plan.mesh, record.strategy.but(activations="keep"), 1)
         assert price is not None and exact is not None
         if layer is graph.layers[-1]:  # no hooks: it gives the loss
             assert price == exact and size == 0
@@ -310,7 +311,7 @@ def test_passes_are_priced_at_the_rate_of_the_devices_memory() -> None:
 def test_it_is_a_value_of_a_layer_that_only_an_allowance_gives() -> None:
     options = SearchOptions(allow={INT8})
     mesh = make_mesh(("data", 2))
-    assert {s.saved for s in strategies(mesh, 8, 8, SearchOptions())} == {"exact"}
+    assert not any(s.saves_int8 for s in strategies(mesh, 8, 8, SearchOptions()))
     tried = strategies(mesh, 8, 8, replace(options, offload="any"))
     narrow = [s for s in tried if s.saves_int8]
     assert narrow and all(s.recomputation is NONE and not s.offloads_activations for s in narrow)
@@ -323,9 +324,9 @@ def test_it_is_a_value_of_a_layer_that_only_an_allowance_gives() -> None:
     for against in ({"recompute": "full"}, {"segment": 2}, {"offload": "activations"}):
         with pytest.raises(UsageError, match="is pinned to"):
             pins_by_layer(captured(), SearchOptions(saved="int8", allow={INT8}, **against))  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="saved=int8 is not exact"):
+    with pytest.raises(UsageError, match="activations=int8 is not exact"):
         manual_plan(captured(), saved="int8")
-    with pytest.raises(UsageError, match="parameters that it gathers"):
+    with pytest.raises(UsageError, match="parameters too that it gathers"):
         manual_plan(captured(), mesh=make_mesh(("weights", 2)), saved="int8", allow={INT8})
 
 

@@ -17,7 +17,7 @@ from autopar.capture import capture
 from autopar.devices import parse
 from autopar.errors import UsageError
 from autopar.graph import LayerClass
-from autopar.plan import LOGITS, Axis, Plan, Role, Strategy
+from autopar.plan import Axis, Plan, Role, Strategy
 from autopar.price import Pricer
 from autopar.price.table import ClassTable, build
 from autopar.price.trainer import EMITTED
@@ -196,7 +196,8 @@ def test_the_price_of_slices_and_the_search() -> None:
     graph = annotate(capture(model, {"input_ids": ids, "labels": ids}))
     pricer, head = Pricer(graph, parse("1xH100-80GB"), "bfloat16"), graph.layers[-1].cls
     whole, sliced = (
-        pricer.layer(head, make_mesh(("axis", 1)), Strategy((Role.DATA,), logits=logits), 1) for logits in LOGITS
+        pricer.layer(head, make_mesh(("axis", 1)), Strategy((Role.DATA,), logits=logits), 1)
+        for logits in ("whole", "sliced")
     )
     assert whole is not None and sliced is not None
     assert 6 * (sliced.saved_bytes + sliced.transient_bytes) < whole.saved_bytes + whole.transient_bytes
@@ -207,7 +208,7 @@ def test_the_price_of_slices_and_the_search() -> None:
     found = {}
     for limit in (None, 1_000_000_000):
         plan = search(graph, parse("1xH100-80GB"), pricer, SearchOptions(memory_limit_bytes=limit, microbatches=1))
-        found[limit] = plan.layers[-1].strategy.logits
+        found[limit] = plan.layers[-1].strategy.options.by_name["logits"]
         assert any("in slices of the vocabulary" in note for note in plan.notes) == (found[limit] == "sliced")
         assert Plan.from_json(plan.to_json()).layers == plan.layers
     assert found == {None: "whole", 1_000_000_000: "sliced"}

@@ -24,42 +24,45 @@ from autopar import compile
 from autopar.devices import parse
 from autopar.errors import InfeasibleError, UsageError
 from autopar.layer_price import LayerPrice
-from autopar.plan import FULL, NONE, OFFLOADS, STATES, Plan, Recomputation, Role, Strategy
+from autopar.plan import Plan, Role, Strategy
 from autopar.price import Pricer
 from autopar.program.offload import _Storage, saved
 from autopar.schedules import Schedule
 from autopar.search import SearchOptions, evaluate, make_mesh, manual_plan, price_pins, search, steps
 from autopar.search.options import pins_by_layer
+from autopar.techniques.activations import ACTIVATIONS
+from autopar.techniques.states import STATES
 from autopar.verify import kind
 
 
 def test_the_plan_says_it_and_reads_it_back() -> None:
     plan = manual_plan(subject("mlp").graph, data=2)
-    assert {"offload": "none", "states": "device"}.items() <= plan.to_json()["layers"][0].items()
-    for offload, states in itertools.product(OFFLOADS, STATES):
-        layers = (replace(x, strategy=replace(x.strategy, offload=offload, states=states)) for x in plan.layers)
+    assert {"activations": "keep", "states": "device"}.items() <= plan.to_json()["layers"][0].items()
+    for kept, states in itertools.product(ACTIVATIONS.values, STATES.values):
+        layers = (replace(x, strategy=x.strategy.but(activations=kept, states=states)) for x in plan.layers)
         written = replace(plan, layers=tuple(layers), nvme_path="/nvme")
-        assert {"offload": offload, "states": states}.items() <= written.to_json()["layers"][0].items()
+        assert {"activations": kept, "states": states}.items() <= written.to_json()["layers"][0].items()
         assert Plan.from_json(written.to_json()) == written
 
 
 @pytest.mark.parametrize(
-    ("older", "offload", "states"),
+    ("older", "kept", "states"),
     [
-        ("optimizer", "none", "host"),
-        ("both", "activations", "host"),
-        ("none", "none", "device"),
-        (None, "none", "device"),
+        ("optimizer", "keep", "host"),
+        ("both", "host", "host"),
+        ("none", "keep", "device"),
+        (None, "keep", "device"),
     ],
 )
-def test_older_plans_are_read(older: str | None, offload: str, states: str) -> None:
+def test_older_plans_are_read(older: str | None, kept: str, states: str) -> None:
     """They had one word for both."""
     text = manual_plan(subject("mlp").graph, data=2).to_json()
     for layer in text["layers"]:
-        del layer["states"], layer["offload"]
+        del layer["states"], layer["activations"]
+        layer |= {"recomputation": {"kind": "none", "layers": 1}}
         layer |= {} if older is None else {"offload": older}
     strategy = Plan.from_json(text).layers[0].strategy
-    assert (strategy.offload, strategy.states) == (offload, states)
+    assert (strategy.options[ACTIVATIONS], strategy.states) == (kept, states)
 
 
 # -- prices ----------------------------------------------------------------------------------------------------------
@@ -69,11 +72,9 @@ GRAPH, MESH = chain(mlp(B, S, H, F), 4), make_mesh(("data", 8))
 TRAINABLE = 2 * H * F
 
 
-def price(
-    offload: str, zero: int = 0, devices: str = "8xH100-80GB", again: Recomputation = NONE, states: str = "device"
-) -> LayerPrice:
+def price(activations: str, zero: int = 0, devices: str = "8xH100-80GB", states: str = "device") -> LayerPrice:
     pricer = Pricer(GRAPH, parse(devices), "bfloat16", solve_mlp)
-    found = pricer.layer("mlp", MESH, Strategy((Role.DATA,), zero, again, offload=offload, states=states), 1)
+    found = pricer.layer("mlp", MESH, Strategy((Role.DATA,), zero, activations=activations, states=states), 1)
     assert found is not None
     return found
 
@@ -88,7 +89,7 @@ def test_optimizer_states_elsewhere(zero: int, states: str, tmp_path: Path) -> N
     value is read in 4 bytes and goes up in 2, or in 4 where FSDP's shard has 4. On NVMe the 12 are read and written once."""
     (tmp_path / "nvme.toml").write_text(NVME)
     devices = str(tmp_path / "nvme.toml")
-    here, there = price("none", zero, devices), price("none", zero, devices, states=states)
+    here, there = price("keep", zero, devices), price("keep", zero, devices, states=states)
     mine = TRAINABLE // 8 if zero else TRAINABLE
     assert (here.optimizer_bytes, here.host_bytes, here.nvme_bytes) == ((8 if zero == 3 else 12) * mine, 0, 0)
     assert (there.optimizer_bytes, there.host_saved_bytes) == (0, 0)
@@ -108,7 +109,7 @@ def test_optimizer_states_elsewhere(zero: int, states: str, tmp_path: Path) -> N
 
 def test_activations_in_the_host() -> None:
     """x, up(x) and gelu(up(x)) of one device's row; two layers' worth of them is on the device while one is at work."""
-    here, there = price("none"), price("activations")
+    here, there = price("keep"), price("host")
     saved = 2 * S * (H + 2 * F)
     assert (here.saved_bytes, here.host_saved_bytes) == (saved, 0)
     assert (there.saved_bytes, there.host_saved_bytes, there.host_bytes) == (0, saved, 0)
@@ -124,7 +125,7 @@ def test_activations_in_the_host() -> None:
 def test_what_a_slow_link_does_not_hide_is_waited_for(tmp_path: Path) -> None:
     file = tmp_path / "slow.toml"
     file.write_text('gpu = "H100-80GB"\nhost_gb_per_s = 1')
-    here, there = price("none"), price("activations", devices=str(file))
+    here, there = price("keep"), price("host", devices=str(file))
     way = 2 * S * (H + 2 * F) / (1e9 * 0.85)
     assert there.forward_s == pytest.approx(way) and way > here.forward_s
     assert there.backward_s == pytest.approx(way) and way > here.backward_s
@@ -132,7 +133,7 @@ def test_what_a_slow_link_does_not_hide_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_recomputed_layer_puts_its_input_aside() -> None:
-    here, there = price("none", again=FULL), price("activations", again=FULL, states="host")
+    here, there = price("full"), price("full+host", states="host")
     assert here.saved_bytes == there.host_saved_bytes == 2 * S * H
     assert there.saved_bytes == 0 and there.transient_bytes == here.transient_bytes + 2 * here.saved_bytes
     assert there.host_bytes == 12 * TRAINABLE
@@ -181,8 +182,8 @@ def test_host_memory_is_kept_to_where_the_exact_solver_is_scip(monkeypatch: pyte
         assert best is not None, seed
         assert plan.bound_s <= best * (1 + 1e-6) and best <= plan.prediction.step_time_s * (1 + 1e-9), seed
         assert all(stage.host_bytes <= cluster.host_limit_bytes for stage in plan.stages)
-        there = {(layer.strategy.offload, layer.strategy.states) for layer in plan.layers}
-        outcomes.append("there" if there != {("none", "device")} else "here")
+        there = any(layer.strategy.options.elsewhere for layer in plan.layers)
+        outcomes.append("there" if there else "here")
     assert all(outcomes.count(outcome) >= 2 for outcome in ("host", "device", "here", "there")), outcomes
 
 

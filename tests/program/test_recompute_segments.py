@@ -19,16 +19,17 @@ from autopar.devices import parse
 from autopar.emit.program import model_source
 from autopar.errors import InfeasibleError, UsageError
 from autopar.layer_price import LayerPrice
-from autopar.plan import FULL, NONE, SELECTIVE, Plan, Recomputation, Role, Strategy
+from autopar.plan import FULL, Plan, Recomputation, Role, Strategy
 from autopar.price import Pricer
 from autopar.program.segments import as_one
 from autopar.schedules import Schedule
 from autopar.search import SearchOptions, evaluate, make_mesh, manual_plan, search
 from autopar.search.options import pins_by_layer
-from autopar.search.problem import recomputations, strategies
+from autopar.search.problem import context_of, strategies
 from autopar.search.timeline import kept
 from autopar.segments import segments, shortened
 from autopar.shard import plan_shardings
+from autopar.techniques.activations import ACTIVATIONS, full
 from passes.stages import cut_stages
 
 LAYERS, BATCH = 10, 8
@@ -38,25 +39,25 @@ PRICER = Pricer(GRAPH, CLUSTER, "bfloat16", solve_mlp)
 MESH = make_mesh(("data", 1))
 
 
-def full(segment: int) -> Strategy:
-    return Strategy((Role.DATA,), recomputation=Recomputation("full", segment))
+def recomputed(segment: int) -> Strategy:
+    return Strategy((Role.DATA,), activations=full(segment))
 
 
 def priced(segment: int, schedule: str = "gpipe") -> Plan:
     return evaluate(
-        GRAPH, CLUSTER, PRICER, mesh=MESH, stage_bounds=(0, 3, LAYERS), strategies=[full(segment)] * LAYERS,
+        GRAPH, CLUSTER, PRICER, mesh=MESH, stage_bounds=(0, 3, LAYERS), strategies=[recomputed(segment)] * LAYERS,
         schedule=Schedule(schedule, 2, 4), precision="bfloat16",
     )  # fmt: skip
 
 
 class TestWhichLayers:
     def test_a_run_is_cut_from_its_first_layer_on_and_ends_with_its_stage_or_strategy(self) -> None:
-        ways = [full(2)] * 5 + [full(3)] * 4 + [Strategy((Role.DATA,))]
+        ways = [recomputed(2)] * 5 + [recomputed(3)] * 4 + [Strategy((Role.DATA,))]
         groups = segments(GRAPH, ways, (0, 3, LAYERS))
         assert [list(group) for group in groups] == [[0, 1], [2], [3, 4], [5, 6, 7], [8], [9]]
 
     def test_a_segment_is_no_longer_than_its_run(self) -> None:
-        told = shortened(GRAPH, [full(4)] * LAYERS, (0, 3, LAYERS))
+        told = shortened(GRAPH, [recomputed(4)] * LAYERS, (0, 3, LAYERS))
         assert [way.recomputation.layers for way in told] == [3] * 3 + [4] * 7
 
     def test_embeddings_and_heads_are_alone(self) -> None:
@@ -75,11 +76,11 @@ class TestWhichLayers:
 
 class TestMemory:
     def test_a_stage_keeps_the_first_inputs_of_its_segments(self) -> None:
-        alone = PRICER.layer(GRAPH.layers[1].cls, MESH, full(1), 4)
+        alone = PRICER.layer(GRAPH.layers[1].cls, MESH, recomputed(1), 4)
         plain = PRICER.layer(GRAPH.layers[1].cls, MESH, Strategy((Role.DATA,)), 4)
         assert alone is not None and plain is not None
         for segment in (2, 3, 4):
-            price = PRICER.layer(GRAPH.layers[1].cls, MESH, full(segment), 4)
+            price = PRICER.layer(GRAPH.layers[1].cls, MESH, recomputed(segment), 4)
             assert price is not None and price.kept_bytes == alone.saved_bytes
             assert price.saved_bytes == alone.saved_bytes // segment
             assert price.forward_s == alone.forward_s and price.backward_s == alone.backward_s
@@ -107,7 +108,7 @@ class TestMemory:
         name = GRAPH.layers[1].cls
 
         def backward_s(segment: int) -> float:
-            price = pricer.layer(name, mesh, replace(full(segment), zero=3), 1)
+            price = pricer.layer(name, mesh, replace(recomputed(segment), zero=3), 1)
             assert price is not None
             return price.backward_s
 
@@ -144,11 +145,9 @@ class TestText:
 class TestPins:
     def test_several_layers_mean_full_recomputation(self) -> None:
         pinned = pins_by_layer(GRAPH, SearchOptions(pin={"layers.0-3.segment": 2}))
-        assert pinned[0].recomputations() == (Recomputation("full", 2),) and pinned[4].recomputations() == (
-            NONE,
-            SELECTIVE,
-            FULL,
-        )
+        context = context_of(SearchOptions(), chain=8)
+        assert ACTIVATIONS.allowed(pinned[0].of, context) == ("full:2",)
+        assert ACTIVATIONS.allowed(pinned[4].of, context) == ("keep", "selective", "full")
         plan = search(GRAPH, CLUSTER, PRICER, SearchOptions(segment=2, precision="bfloat16"))
         runs = [layer.strategy for layer in plan.layers]
         assert all(way.recomputation is Recomputation("full", 2) for way in runs)
@@ -157,27 +156,33 @@ class TestPins:
 
     @pytest.mark.parametrize("how", ["none", "selective"])
     def test_other_recomputation_contradicts_it(self, how: str) -> None:
-        with pytest.raises(UsageError, match=f"segment of 2 layers is recomputed in full.*pinned to recompute={how}"):
+        with pytest.raises(UsageError, match=f"pinned to recompute={how} and segment=2, which contradict"):
             pins_by_layer(GRAPH, SearchOptions(recompute=how, pin={"layers.3.segment": 2}))
         with pytest.raises(UsageError, match="must be a whole number from 1"):
             SearchOptions(pin={"segment": 0})
 
     def test_what_it_keeps_stays_on_the_device(self) -> None:
-        with pytest.raises(UsageError, match="pinned to offload=activations"):
+        with pytest.raises(UsageError, match="pinned to segment=2 and offload=activations, which contradict"):
             pins_by_layer(GRAPH, SearchOptions(segment=2, offload="activations"))
         for options in ({"recompute": "none"}, {"recompute": "selective"}, {"offload": "activations"}):
-            with pytest.raises(UsageError, match="segment of 2 layers is recomputed in full"):
+            with pytest.raises(UsageError, match="every layer is pinned to .*, which contradict each other"):
                 manual_plan(GRAPH, segment=2, **options)  # type: ignore[arg-type]
         tried = strategies(MESH, BATCH, 8, SearchOptions(segment=2, offload="any"))
-        assert {way.offload for way in tried} == {"none"}
+        assert not any(way.offloads_activations for way in tried)
 
     def test_sizes_end_at_twice_the_square_root(self) -> None:
         options = SearchOptions()
-        segmented = tuple(Recomputation("full", n) for n in (1, 2, 3, 4, 6, 8))
-        assert recomputations(32, options.common, True) == (NONE, SELECTIVE, *segmented)
-        assert recomputations(32, options.common, False) == (NONE, SELECTIVE, FULL)
-        assert recomputations(1, SearchOptions(segment=4).common, True) == (FULL,)
-        assert recomputations(32, SearchOptions(segment=5).common, False) == (Recomputation("full", 5),)
+        segmented = tuple(full(n) for n in (1, 2, 3, 4, 6, 8))
+        assert tried(options, 32, True) == ("keep", "selective", *segmented)
+        assert tried(options, 32, False) == ("keep", "selective", "full")
+        assert tried(SearchOptions(segment=4), 1, True) == ("full",)
+        assert tried(SearchOptions(segment=5), 32, False) == ("full:5",)
+        assert tried(SearchOptions(activations="full:5"), 32, True) == ("full:5",)
+        assert tried(SearchOptions(activations="full"), 32, True) == segmented
+
+
+def tried(options: SearchOptions, chain: int, segments: bool) -> tuple[str, ...]:
+    return ACTIVATIONS.allowed(options.common.of, context_of(options, chain=chain, segments=segments))
 
 
 class KeepingPricer(RandomPricer):

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from autopar.devices import parse
 from autopar.errors import UsageError
 from autopar.ops.cost import tensors
-from autopar.plan import FULL, NONE, RECOMPUTATIONS, SELECTIVE, Plan, Role, Strategy
+from autopar.plan import RECOMPUTATIONS, Plan, Role, Strategy
 from autopar.price import Pricer
 from autopar.program.selective import keep, selectively
 from autopar.search import SearchOptions, manual_plan
@@ -81,7 +81,7 @@ def test_the_price_counts_the_bytes_that_the_program_keeps(model: str, role: Rol
     mesh = make_mesh(("axis", 2))
     index = len(graph.layers) // 2
     layer = graph.layers[index]
-    strategy = Strategy((role,), recomputation=SELECTIVE)
+    strategy = Strategy((role,), activations="selective")
     pricer = Pricer(graph, parse("1x2xH100-80GB"), "float64")
     price = pricer.layer(layer.cls, mesh, strategy, 1)
     try:
@@ -112,7 +112,7 @@ def test_it_lies_between_none_and_full(role: Role) -> None:
     mesh, layer = make_mesh(("axis", 2)), graph.layers[len(graph.layers) // 2]
     pricer = Pricer(graph, parse("1x2xH100-80GB"), "float64")
     none, part, full = (
-        pricer.layer(layer.cls, mesh, Strategy((role,), recomputation=how), 1) for how in (NONE, SELECTIVE, FULL)
+        pricer.layer(layer.cls, mesh, Strategy((role,), activations=how), 1) for how in ("keep", "selective", "full")
     )
     assert none is not None and part is not None and full is not None
     assert none.forward_s == part.forward_s == full.forward_s

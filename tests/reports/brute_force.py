@@ -19,9 +19,9 @@ from search_models import Devices, RandomPricer, brute_force, random_problem, wi
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph import Graph
-from autopar.plan import INT8
 from autopar.schedules import SPLIT
 from autopar.search import SearchOptions, search
+from autopar.techniques.activations import INT8_ACTIVATIONS as INT8
 
 FAMILIES = (
     "plain",

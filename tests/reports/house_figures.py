@@ -1,8 +1,8 @@
 """Figures of the sources, by one command: ``python tests/reports house`` (``make report NAME=house``).
 
 Lines and files of the product, lengths of functions, imports inside functions, cycles among packages and among files, public functions
-with many parameters, files that spell the name of an op or a schedule; then the lines of every room, by what they hold.
-``--commit ab12cd3`` adds a column for that commit.
+with many parameters, files that spell the name of an op or a schedule, files that know a technique; then the lines of every room, by what
+they hold. ``--commit ab12cd3`` adds a column for that commit.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import ast
 import io
 import json
+import re
 import subprocess
 import sys
 import tarfile
@@ -29,6 +30,20 @@ MANY_PARAMETERS = 8
 LONG_LINES = 40
 SPELLED = ("scaled_dot_product_attention", '"1f1b"', '"interleaved-1f1b"')
 """Names of one op and of two schedules: facts about each belong in one room."""
+
+TECHNIQUES = {
+    "activations: recomputed": r"\brecomputations?\b|Recomputation|\bSELECTIVE\b|selectively|selective_pass|[\"']selective\b|\brecompute\b"
+    r"|as_one",
+    "activations: in the host": r"offloads_activations|OFFLOADS|\boffload\b|FULL_HOST",
+    "activations: in 8 bits": r"saves_int8|SAVINGS|\bINT8|pins_int8|saved_int8|is_narrow|trainer\.int8|price\.int8|program\.int8",
+    "compile": r"COMPILATION|strategy\.compiled|is_compiled|_of_compiled_layers|s\.compiled|compiles_layers",
+    "logits": r"slice_logits|slices_logits|kernels_logits|whole_logits|check_logits|[\"']sliced\b|sliced_(?:graph|class)|\bLOGITS\b|SLICED",
+    "overlap": r"(?i:overlap_pass|halves|halved)|OVERLAPS?\b|strategy\.overlap|TENSOR_OVERLAP|s\.overlap|kernels_overlap",
+    "reduce": r"reduces_once|reduce_once|REDUCTIONS|\bREDUCE\b|s\.reduce\b",
+    "states": r"\bSTATES\b|strategy\.states|s\.states\b|state_places|NVME\b",
+}
+"""What a file spells that knows a technique of layers: its symbols and words, in identifiers and strings, docstrings aside. Values that are
+common words (``full``, ``host``, ``none``) are left out."""
 
 LINES = ("code", "imports", "docstrings", "comments", "blank")
 """What a line of a source file can be; a comment at the end of a line of code is code."""
@@ -142,7 +157,33 @@ def figures(texts: Sources) -> dict[str, Any]:
             if not node.name.startswith("_") and _parameters(node) > MANY_PARAMETERS
         ),
         **{f"files that spell {name}": sum(name in text for text in texts.values()) for name in SPELLED},
+        **{f"files that know {name}": len(found) for name, found in spread(texts).items()},
     }
+
+
+def spread(texts: Sources) -> dict[str, list[str]]:
+    """The files that know each technique."""
+    said = {path: _spelled(text) for path, text in texts.items()}
+    return {
+        name: sorted(path for path, words in said.items() if re.search(pattern, words))
+        for name, pattern in TECHNIQUES.items()
+    }
+
+
+def _spelled(text: str) -> str:
+    """The identifiers and strings of a file, without docstrings."""
+    docstrings: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            docstrings |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    kinds = (tokenize.NAME, tokenize.STRING)
+    return "".join(_joined(t, kinds) for t in tokens if t.start[0] not in docstrings).replace(".\n", ".")
+
+
+def _joined(token: tokenize.TokenInfo, kinds: tuple[int, ...]) -> str:
+    """A name or a string on a line of its own; names with a dot between them together."""
+    return f"\n{token.string}" if token.type in kinds else "." if token.string == "." else ""
 
 
 def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

@@ -85,7 +85,7 @@ def plan_at_64(graph: Graph, kind: Kind) -> Plan:
     assert small.pipeline == 1
     mesh = make_mesh(("data", more), *((axis.name, axis.size) for axis in small.mesh))
     wider = {
-        i: Strategy((Role.DATA, *layer.strategy.roles), layer.strategy.zero, layer.strategy.recomputation)
+        i: Strategy((Role.DATA, *layer.strategy.roles), layer.strategy.zero, options=layer.strategy.options)
         for i, layer in enumerate(small.layers)
     }
     return manual_plan(graph, mesh=mesh, strategies=wider, microbatches=small.microbatches)

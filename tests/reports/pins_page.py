@@ -1,4 +1,4 @@
-"""The table of pins in ``docs/guide/pins.md``, from ``autopar.pins`` (``make report NAME=reference``)."""
+"""The tables of pins in ``docs/guide/pins.md`` and of techniques in ``docs/reference/plan-json.md`` (``make report NAME=reference``)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import re
 from places import DOCS
 
 from autopar.pins import PINS
+from autopar.techniques import LAYER
 
 PAGE = DOCS / "guide" / "pins.md"
+FIELDS = DOCS / "reference" / "plan-json.md"
 _HEADING = "| pin | applies to | values | decides | example |\n|---|---|---|---|---|\n"
 
 
@@ -18,6 +20,17 @@ def table() -> str:
         f"| `{pin.name}` | {'layers' if pin.of_layer else 'the plan'} | {_values(pin.names) or pin.choices} | {pin.meaning} "
         f"| `--pin {pin.example}` |\n"
         for pin in PINS.values()
+        if not pin.former
+    )
+
+
+_FIELDS_HEADING = "| field | values, the default first | decides |\n|---|---|---|\n"
+
+
+def fields() -> str:
+    """The rows of every technique's field in a plan file, with the heading."""
+    return _FIELDS_HEADING + "".join(
+        f"| `{technique.name}` | {_values(technique.names)} | {technique.meaning} |\n" for technique in LAYER
     )
 
 
@@ -26,5 +39,7 @@ def _values(names: tuple[str, ...]) -> str:
 
 
 def page(text: str) -> str:
-    """The document ``text`` with the table as it should be."""
-    return re.sub(re.escape(_HEADING) + r"(?:\|.*\n)*", lambda _: table(), text)
+    """The document ``text`` with its tables as they should be."""
+    for heading, rows in ((_HEADING, table), (_FIELDS_HEADING, fields)):
+        text = re.sub(re.escape(heading) + r"(?:\|.*\n)*", lambda _, made=rows: made(), text)  # type: ignore[misc]
+    return text

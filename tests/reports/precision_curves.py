@@ -30,7 +30,8 @@ import autopar
 from autopar.bench.models import DecoderBlock, Stack, token_loss
 from autopar.errors import UsageError
 from autopar.picture import pyplot, save
-from autopar.plan import FP8, INT8
+from autopar.plan import FP8
+from autopar.techniques.activations import INT8_ACTIVATIONS as INT8
 
 WINDOW = 20
 """Steps over which a curve is smoothed: each point is the mean of the last ones."""

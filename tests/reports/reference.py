@@ -123,4 +123,5 @@ if __name__ == "__main__":
     argparse.ArgumentParser(description=__doc__).parse_args()
     for page, text in PAGES.items():
         (FOLDER / page).write_text(text())
-    pins_page.PAGE.write_text(pins_page.page(pins_page.PAGE.read_text()))
+    for path in (pins_page.PAGE, pins_page.FIELDS):
+        path.write_text(pins_page.page(path.read_text()))

@@ -32,12 +32,12 @@ from autopar.errors import AutoparError
 from autopar.explain import describe
 from autopar.graph import Graph
 from autopar.pins import LayerPins
-from autopar.plan import FULL, NONE, Plan, Recomputation, Role, Strategy
+from autopar.plan import FULL, NONE, Plan, Role, Strategy
 from autopar.price import Pricer
 from autopar.schedules import Schedule, default_schedule
 from autopar.search import SearchOptions, evaluate, make_mesh, search
 from autopar.search.manual import even_cuts
-from autopar.search.problem import divisors, meshes, strategies, tied_groups
+from autopar.search.problem import context_of, divisors, meshes, strategies, tied_groups
 from autopar.shard import annotate
 from autopar.zoo import build
 
@@ -81,7 +81,7 @@ class Uniform:
     tensor: int = 1
     sequence: bool = False
     zero: int = 0
-    recomputation: Recomputation = NONE
+    activations: str = "keep"
     microbatches: int = 1
 
 
@@ -97,7 +97,7 @@ def price(problem: Problem, choice: Uniform) -> Plan | None:
     mesh = make_mesh(("data", rest), ("tensor", choice.tensor))
     inner = Role.TENSOR_SEQUENCE if choice.sequence else Role.TENSOR
     roles = tuple(inner if axis.name == "tensor" else Role.DATA for axis in mesh)
-    strategy = Strategy(roles, choice.zero if rest > 1 else 0, choice.recomputation)
+    strategy = Strategy(roles, choice.zero if rest > 1 else 0, activations=choice.activations)
     cuts = (0, *even_cuts(len(graph.layers), choice.pipeline), len(graph.layers))
     return written(problem, mesh, cuts, [strategy] * len(graph.layers), choice.microbatches)
 
@@ -144,7 +144,7 @@ def greedy(problem: Problem) -> Plan | None:
             replace(now, microbatches=now.microbatches * 2),
             replace(now, microbatches=max(1, now.microbatches // 2)),
             replace(now, sequence=not now.sequence),
-            replace(now, recomputation=NONE if now.recomputation is FULL else FULL),
+            replace(now, activations="keep" if now.activations == "full" else "full"),
             *(replace(now, zero=zero) for zero in range(4)),
         ]
         tried = [(step, price(problem, step)) for step in dict.fromkeys(steps) if step != now]
@@ -227,7 +227,7 @@ def tied_alike(graph: Graph, chosen: list[Strategy] | None) -> Iterator[list[Str
         for group in groups:
             for i in group:
                 roles, zero = chosen[group[end]].roles, chosen[group[end]].zero
-                alike[i] = replace(chosen[i], roles=roles, zero=zero, replicate=1, reduce="microbatch")
+                alike[i] = Strategy(roles, zero, options=chosen[i].options.but(reduce="microbatch"))
         yield alike
 
 
@@ -235,7 +235,12 @@ def by_budget(problem: Problem, mesh: tuple, cuts: tuple, m: int) -> list[Strate
     """Each stage's layers by dynamic programming on a bucketed memory axis; resharding is in the costs, per pair of roles."""
     options = SearchOptions(roles=(Role.TENSOR, Role.TENSOR_SEQUENCE))
     every = strategies(
-        mesh, problem.graph.batch_size // m, problem.cluster.gpus_per_node, options, LayerPins(), several=m > 1
+        mesh,
+        problem.graph.batch_size // m,
+        problem.cluster.gpus_per_node,
+        options,
+        LayerPins(),
+        context=context_of(options, several=m > 1),
     )
     chosen: list[Strategy] = []
     for s, (i, j) in enumerate(itertools.pairwise(cuts)):

@@ -9,25 +9,12 @@ from price_models import chain, mlp, solve_mlp
 
 from autopar.devices import parse
 from autopar.explain.describe import describe
-from autopar.plan import (
-    FULL,
-    NARROW,
-    NONE,
-    OFFLOADS,
-    REDUCTIONS,
-    SELECTIVE,
-    STATES,
-    Axis,
-    Plan,
-    Recomputation,
-    Role,
-    Strategy,
-)
+from autopar.plan import NARROW, Axis, Plan, Role, Strategy
 from autopar.price import Pricer
 from autopar.schedules import INTERLEAVED, SPLIT, ZERO_BUBBLE, Schedule
 from autopar.search import SearchOptions, evaluate, make_mesh, search
 from autopar.search.manual import even_cuts
-from autopar.search.problem import choices, recomputations, strategies
+from autopar.search.problem import choices, context_of, strategies
 
 LAYERS, BATCH = 8, 32
 GRAPH = chain(mlp(BATCH, 128, 256, 1024), LAYERS)
@@ -48,8 +35,7 @@ class Written:
     mesh: tuple[Axis, ...] = make_mesh(("outer", 2), ("inner", 2))
     roles: tuple[Role, ...] = (D, T)
     zero: int = 1
-    recomputation: Recomputation = NONE
-    offload: str = "none"
+    activations: str = "keep"
     states: str = "device"
     reduce: str = "microbatch"
     cuts: tuple[int, ...] | None = None
@@ -57,7 +43,7 @@ class Written:
 
     @property
     def strategy(self) -> Strategy:
-        return Strategy(self.roles, self.zero, self.recomputation, self.offload, reduce=self.reduce, states=self.states)
+        return Strategy(self.roles, self.zero, reduce=self.reduce, activations=self.activations, states=self.states)
 
     def priced(self) -> Plan:
         cuts = even_cuts(LAYERS, self.pipeline * self.chunks) if self.cuts is None else self.cuts
@@ -78,11 +64,11 @@ DIMENSIONS: dict[str, list[Written]] = {
     "mesh factorisation": [PLAIN, replace(PLAIN, mesh=make_mesh(("inner", 4)), roles=(T,), zero=0)],
     "roles": [replace(PLAIN, roles=roles) for roles in ((D, T), (D, Role.TENSOR_SEQUENCE), (D, D))],
     "ZeRO": [replace(PLAIN, zero=zero) for zero in (0, 1, 2, 3)],
-    "reductions": [replace(PLAIN, zero=zero, reduce=how) for zero in (2, 3) for how in REDUCTIONS],
-    "recomputation": [replace(PLAIN, recomputation=how) for how in (NONE, SELECTIVE, FULL)],
-    "layers of a segment": [replace(PLAIN, recomputation=Recomputation("full", n)) for n in (1, 2, 3, 4)],
-    "offload": [replace(PLAIN, offload=what) for what in OFFLOADS],
-    "states": [replace(PLAIN, states=where) for where in STATES],
+    "reductions": [replace(PLAIN, zero=zero, reduce=how) for zero in (2, 3) for how in ("microbatch", "step")],
+    "recomputation": [replace(PLAIN, activations=how) for how in ("keep", "selective", "full")],
+    "layers of a segment": [replace(PLAIN, activations=how) for how in ("full", "full:2", "full:3", "full:4")],
+    "offload": [replace(PLAIN, activations=how) for how in ("keep", "host")],
+    "states": [replace(PLAIN, states=where) for where in ("device", "host", "nvme")],
     "precision": [replace(PLAIN, allow=allow) for allow in ALLOW],
 }
 
@@ -107,24 +93,29 @@ def test_the_search_tries_these_values() -> None:
     candidates = strategies(PLAIN.mesh, BATCH // PLAIN.microbatches, CLUSTER.gpus_per_node, SearchOptions())
     for written in (w for name in ("roles", "ZeRO", "recomputation") for w in DIMENSIONS[name]):
         assert written.strategy in candidates, written
-    assert all(
-        (candidate.offload, candidate.states) == ("none", "device") and candidate.recomputation.layers == 1
-        for candidate in candidates
-    )
-    again = recomputations(GRAPH.chains[GRAPH.layers[0].cls], SearchOptions().common, True)
+    assert all(not candidate.options.elsewhere and candidate.recomputation.layers == 1 for candidate in candidates)
+    known = context_of(SearchOptions(), chain=GRAPH.chains[GRAPH.layers[0].cls], segments=True)
     candidates = strategies(
-        PLAIN.mesh, BATCH // PLAIN.microbatches, CLUSTER.gpus_per_node, SearchOptions(), None, 0, again
+        PLAIN.mesh, BATCH // PLAIN.microbatches, CLUSTER.gpus_per_node, SearchOptions(), context=known
     )
     assert all(written.strategy in candidates for written in DIMENSIONS["layers of a segment"])
     asked = SearchOptions(offload="any", states="any", nvme=True)
     candidates = strategies(PLAIN.mesh, BATCH // PLAIN.microbatches, CLUSTER.gpus_per_node, asked)
     assert all(written.strategy in candidates for name in ("offload", "states") for written in DIMENSIONS[name])
-    candidates = strategies(PLAIN.mesh, BATCH // 4, CLUSTER.gpus_per_node, SearchOptions(), several=True)
+    candidates = strategies(
+        PLAIN.mesh,
+        BATCH // 4,
+        CLUSTER.gpus_per_node,
+        SearchOptions(),
+        context=context_of(SearchOptions(), several=True),
+    )
     assert all(written.strategy in candidates for written in DIMENSIONS["reductions"])
     for several, pinned in ((False, "step"), (True, "microbatch")):
         options = SearchOptions(reduce=pinned)
-        candidates = strategies(PLAIN.mesh, BATCH // 4, CLUSTER.gpus_per_node, options, several=several)
-        assert {candidate.reduce for candidate in candidates} == {"microbatch"}
+        candidates = strategies(
+            PLAIN.mesh, BATCH // 4, CLUSTER.gpus_per_node, options, context=context_of(options, several=several)
+        )
+        assert not any(candidate.reduces_once for candidate in candidates)
 
 
 def test_gradients_are_reduced_once_a_step_where_that_is_faster_and_fits() -> None:
@@ -138,12 +129,12 @@ def test_gradients_are_reduced_once_a_step_where_that_is_faster_and_fits() -> No
         return search(graph, cluster, pricer, options)
 
     free, every, once = found(), found(reduce="microbatch"), found(reduce="step")
-    assert {layer.strategy.reduce for layer in free.layers} == {"step"}
+    assert all(layer.strategy.reduces_once for layer in free.layers)
     assert free.prediction.step_time_s == once.prediction.step_time_s < 0.9 * every.prediction.step_time_s
     assert free.bound_s <= free.prediction.step_time_s and "reduced once a step" in describe(free)
     low, high = (max(stage.memory.total for stage in plan.stages) for plan in (every, once))
     some = found((low + high) // 2)
-    assert {layer.strategy.reduce for layer in some.layers} == {"microbatch", "step"}
+    assert {layer.strategy.reduces_once for layer in some.layers} == {False, True}
     assert once.prediction.step_time_s < some.prediction.step_time_s < every.prediction.step_time_s
 
 
@@ -155,7 +146,7 @@ def test_a_long_chain_is_faster_in_segments() -> None:
     options = SearchOptions(precision="bfloat16", memory_limit_bytes=160_000_000, microbatches=2)
     alone = search(graph, CLUSTER, pricer, replace(options, segment=1))
     several = search(graph, CLUSTER, pricer, options)
-    assert all(layer.strategy.recomputation is FULL for layer in alone.layers)
+    assert all(layer.strategy.recomputation.kind == "full" for layer in alone.layers)
     assert any(layer.strategy.recomputation.layers > 1 for layer in several.layers)
     assert several.prediction.step_time_s < 0.7 * alone.prediction.step_time_s
     assert several.bound_s <= several.prediction.step_time_s

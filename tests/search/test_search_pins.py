@@ -11,8 +11,9 @@ from autopar.cli.render import print_plan
 from autopar.errors import InfeasibleError, UsageError
 from autopar.pins import LayerPins, read_pins
 from autopar.plan import Plan, Role
-from autopar.search import SearchOptions, Shared, price_pins, problem, search
+from autopar.search import SearchOptions, Shared, price_pins, search
 from autopar.search.options import pins_by_layer, runs_of_names, selects
+from autopar.techniques import activations
 
 T = (Role.TENSOR, Role.TENSOR_SEQUENCE)
 MODEL = chain(["a", "b", "b", "b", "c"], 8)
@@ -132,7 +133,7 @@ def test_what_a_pin_leaves_over_is_idle() -> None:
 
 def test_the_price_of_each_pin_is_the_difference_of_two_optima(monkeypatch: pytest.MonkeyPatch) -> None:
     # which choices segments are looked for in depends on the best plan of a search, and a pin's price only looks for faster ones
-    monkeypatch.setattr(problem, "SEGMENTS", ())
+    monkeypatch.setattr(activations, "SEGMENTS", ())
     monkeypatch.setattr(search_models, "SEGMENTS", ())
     costly = 0
     for seed in range(6000, 6012):

@@ -265,7 +265,7 @@ class TestByHand:
         plan = manual_plan(graph, pipeline=2, data=2, tensor=2, sequence=True, zero=3, recompute=True, microbatches=2)
         assert plan.mesh == (Axis("data", 2, 2), Axis("tensor", 2, 1)) and plan.schedule == "1f1b"
         assert [(s.start, s.stop, s.devices) for s in plan.stages] == [(0, 3, (0, 4)), (3, 5, (4, 4))]
-        assert plan.layers[0].strategy == Strategy((D, TS), 3, FULL)
+        assert plan.layers[0].strategy == Strategy((D, TS), 3, activations="full")
         assert Plan.from_json(plan.to_json()) == plan
         assert manual_plan(graph, pipeline=2, cuts=(1,), zero=2).mesh == (Axis("data", 1, 1),)
 

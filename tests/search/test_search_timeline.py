@@ -9,7 +9,7 @@ from price_models import chain, mlp, solve_mlp
 
 from autopar.cli.timeline import curve, timeline_data
 from autopar.devices import parse
-from autopar.plan import FULL, NONE, Axis, Role, Strategy
+from autopar.plan import Axis, Role, Strategy
 from autopar.price import Pricer
 from autopar.schedules import SPLIT, Schedule
 from autopar.schedules.memory import StageBytes, fullest, levels, passing
@@ -88,7 +88,7 @@ def test_the_maximum_is_the_predicted_memory(pipeline, schedule, chunks):
     graph = chain(mlp(32, 128, 256, 1024), 8)
     cluster = parse(f"{2 * pipeline}xH100-80GB")
     pricer = Pricer(graph, cluster, "bfloat16", solve_mlp)
-    strategies = [Strategy((Role.DATA,), zero=1, recomputation=NONE if i % 3 else FULL) for i in range(8)]
+    strategies = [Strategy((Role.DATA,), zero=1, activations="keep" if i % 3 else "full") for i in range(8)]
     stages = pipeline * chunks
     plan = evaluate(
         graph, cluster, pricer, mesh=MESH, stage_bounds=[8 * i // stages for i in range(stages + 1)], strategies=strategies,

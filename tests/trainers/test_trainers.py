@@ -8,7 +8,7 @@ from price_models import Builder, aten, gpt_block, llama_block, mlp, mlp_types, 
 
 from autopar.devices import parse
 from autopar.layer_price import LayerPrice
-from autopar.plan import NONE, SELECTIVE, Axis, Recomputation, Role, Strategy
+from autopar.plan import Axis, Role, Strategy
 from autopar.price.state import precision
 from autopar.price.table import build
 from autopar.price.trainer import EMITTED, Trainer
@@ -21,10 +21,10 @@ B, SEQ, H, F = 16, 512, 1024, 4096
 PLAIN = OtherTrainer()
 
 
-def price(trainer: Trainer, role: Role = Role.DATA, zero: int = 0, again: Recomputation = NONE) -> LayerPrice:
+def price(trainer: Trainer, role: Role = Role.DATA, zero: int = 0, activations: str = "keep") -> LayerPrice:
     """An MLP's price on 8 devices."""
     sharding = Sharding((Axis("a", 8, 1), Axis("microbatch", 1, 0)), (mlp_types(role), mlp_types(Role.DATA)))
-    strategy = Strategy((role,), zero, again)
+    strategy = Strategy((role,), zero, activations=activations)
     found = price_layer(mlp(B, SEQ, H, F), sharding, strategy, H100, "bfloat16", trainer)
     assert found is not None
     return found
@@ -113,5 +113,5 @@ def test_copies_of_the_logits():
 
 
 def test_selective_recomputation_saves_every_second_product():
-    found, plain = price(PLAIN, again=SELECTIVE), price(PLAIN)
+    found, plain = price(PLAIN, activations="selective"), price(PLAIN)
     assert found.saved_bytes == 2 * B * SEQ * F / 8 < plain.saved_bytes  # the first product's result

@@ -14,7 +14,7 @@ from validation_page import PAGE, constants, records, written
 from autopar.cli.app import cli
 from autopar.devices import described
 from autopar.errors import UsageError
-from autopar.plan import NONE, Role
+from autopar.plan import Role
 from autopar.schedules import Schedule
 from autopar.schedules.memory import fullest
 from autopar.schedules.step_time import simulate
@@ -78,7 +78,7 @@ def test_groups_are_not_compared_with_each_other():
 def test_a_row_with_gaps_takes_defaults():
     found = read_row(row(sequence_parallel=None, recompute=None, notes="all overlap off"), 1)
     assert found.architecture.kv_heads == 8 and found.architecture.ffn == 1024 and found.architecture.gated
-    assert found.setting.sequence and found.setting.recomputation is NONE and "overlap off" in found.setting.facts
+    assert found.setting.sequence and found.setting.activations == "keep" and "overlap off" in found.setting.facts
     assert measured(row()).memory_bytes == 3 * 2**30
     printed = measured(row(measured={"tokens_per_s_per_gpu": 256.0}))
     assert printed.step_s == pytest.approx(16 * 128 / (256 * 8))

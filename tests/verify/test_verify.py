@@ -352,7 +352,7 @@ def test_a_plan_that_reduces_once_a_step_shrinks() -> None:
     graph = subject("llama").graph
     large = manual_plan(graph, data=4, tensor=2, zero=2, reduce="step", microbatches=2)
     found = {n: shrink_plan(large, graph, n).layers[0].strategy for n in (4, 2, 1)}
-    assert {n: (s.zero, s.reduce) for n, s in found.items()} == {
+    assert {n: (s.zero, s.options.by_name["reduce"]) for n, s in found.items()} == {
         4: (2, "step"),
         2: (0, "microbatch"),
         1: (0, "microbatch"),

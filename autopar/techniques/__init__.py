@@ -1,0 +1,123 @@
+"""The techniques of layers, and what is made from all of them.
+
+To add one: write its file, and put it into ``LAYER``. Nothing else in plans, pins, options, comparisons, descriptions and ``verify`` knows
+its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+from autopar.techniques.activations import ACTIVATIONS
+from autopar.techniques.compilation import COMPILATION
+from autopar.techniques.logits import LOGITS
+from autopar.techniques.overlap import OVERLAP
+from autopar.techniques.reduce import REDUCE
+from autopar.techniques.states import STATES
+from autopar.techniques.technique import Conflict, Technique
+
+LAYER: tuple[Technique, ...] = (LOGITS, REDUCE, ACTIVATIONS, STATES, OVERLAP, COMPILATION)
+"""Every technique of a layer. A search varies the last ones first."""
+
+BY_NAME = {technique.name: technique for technique in LAYER}
+
+GIVEN_UP = tuple(way.gives_up for technique in LAYER for way in technique.ways if way.gives_up)
+"""The kinds of exactness that techniques give up."""
+
+_made: dict[tuple[str, ...], Options] = {}
+
+
+class Options:
+    """A layer's value of every technique. Equal ones are one object: prices are cached by strategy, and identity is the fastest hash."""
+
+    def __new__(cls, **chosen: str) -> Options:
+        values = tuple(chosen.pop(technique.name, technique.default) for technique in LAYER)
+        assert not chosen, f"no techniques: {chosen}"
+        if values not in _made:
+            new = _made[values] = object.__new__(cls)
+            new.values = values
+            assert not new.problem, new.problem
+        return _made[values]
+
+    values: tuple[str, ...]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (self.values,)  # a copy is the same object
+
+    def __repr__(self) -> str:
+        chosen = {technique.name: value for technique, value in self.chosen}
+        return f"Options({', '.join(f'{name}={value!r}' for name, value in chosen.items())})"
+
+    def __getitem__(self, technique: Technique) -> str:
+        return self.by_name[technique.name]
+
+    def but(self, **changes: str) -> Options:
+        """The same values, except these."""
+        return Options(**(self.by_name | changes))
+
+    @cached_property
+    def by_name(self) -> dict[str, str]:
+        """Every value by its technique's name."""
+        return {technique.name: value for technique, value in zip(LAYER, self.values, strict=True)}
+
+    @property
+    def chosen(self) -> Iterator[tuple[Technique, str]]:
+        """The techniques whose value is not the default."""
+        return ((t, value) for t, value in zip(LAYER, self.values, strict=True) if value != t.default)
+
+    @cached_property
+    def zero(self) -> int:
+        """The least ZeRO stage under which a layer may have these values."""
+        return max(technique.way(value).zero for technique, value in zip(LAYER, self.values, strict=True))
+
+    @cached_property
+    def elsewhere(self) -> bool:
+        """Whether they need memory besides the device's."""
+        return any(technique.way(value).elsewhere for technique, value in self.chosen)
+
+    @cached_property
+    def problem(self) -> str:
+        """Why no layer has these values; empty if layers can."""
+        for technique, value in zip(LAYER, self.values, strict=True):
+            if not technique.known(value):
+                return f"{technique.name} is {value!r}, not one of {', '.join(technique.names)}"
+        for technique, value in self.chosen:
+            if (found := conflict(technique, value, self.by_name)) is not None:
+                return (
+                    f"{technique.name}={value} does not go with {found.other}={self.by_name[found.other]}: {found.why}"
+                )
+        return ""
+
+
+def _restored(values: tuple[str, ...]) -> Options:
+    return Options(**dict(zip(BY_NAME, values, strict=True)))
+
+
+def conflict(technique: Technique, value: str, others: Mapping[str, str]) -> Conflict | None:
+    """The first of a technique's conflicts that a value has with other decisions, by name."""
+    name, _ = technique.split(value)
+    for found in technique.conflicts:
+        if name in found.values and str(others.get(found.other, "")).partition(":")[0] in found.others:
+            return found
+    return None
+
+
+DEFAULTS = Options()
+
+UNDER_SPLIT = {technique.name: technique.under_split for technique in LAYER if technique.under_split}
+"""The values of techniques to which a schedule that splits the backward pass leaves no choice."""
+
+
+def read_options(layer: Mapping[str, Any]) -> Options:
+    """The values of a layer in a plan file, in the fields of today or of before."""
+    return Options(**{technique.name: technique.read(layer) for technique in LAYER})
+
+
+def said(options: Options) -> list[str]:
+    """What a layer's techniques do, in words: ``["recomputed", "gradients reduced once a step"]``."""
+    words = [(technique, technique.said(value)) for technique, value in options.chosen]
+    return [
+        text if technique.subject == "layers" else f"{technique.subject} {text}" for technique, text in words if text
+    ]

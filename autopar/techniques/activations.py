@@ -1,0 +1,209 @@
+"""What a layer keeps from its forward pass for its backward pass: everything, a part, its input alone; and where and in what form.
+
+``full`` recomputes the layer from its input (Chen et al. 2016, arXiv:1604.06174), ``full:4`` four consecutive layers of one class and one
+strategy from the first one's input, ``selective`` all that is cheap to compute again (Korthikanti et al. 2022, arXiv:2205.05198;
+``passes.selective`` selects). ``host`` moves what is kept into the host's memory, ``full+host`` the input of a recomputed layer. ``int8``
+stores it as 8-bit integers (``program.int8``), which is not exact: gradients are computed from rounded numbers. The layer that gives the
+loss keeps what it needs as it is in any case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from autopar.techniques.technique import ANY, Case, Context, Pin, Pinned, Technique, Value, Way
+
+KEEP, SELECTIVE, FULL, HOST, FULL_HOST, INT8 = "keep", "selective", "full", "host", "full+host", "int8"
+
+INT8_ACTIVATIONS = "int8_activations"
+"""The exactness that ``int8`` gives up."""
+
+SEGMENTS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Numbers of layers that are tried as one segment of recomputation."""
+
+RECOMPUTED = {KEEP: "none", SELECTIVE: "selective", FULL: "full", HOST: "none", FULL_HOST: "full", INT8: "none"}
+"""The part of a layer that its backward pass computes again: none, a selection, or all."""
+
+_IN_HOST = (HOST, FULL_HOST)
+
+
+class Activations(Technique):
+    name = "activations"
+    ways = (
+        Way(KEEP),
+        Way(SELECTIVE, "recomputed in part", "in part"),
+        Way(FULL, "recomputed", "recomputed"),
+        Way(HOST, "with activations in the host's memory", "in the host", elsewhere=True),
+        Way(FULL_HOST, "recomputed, with inputs in the host's memory", "recomputed, input in the host", elsewhere=True),
+        Way(
+            INT8,
+            "with activations in 8 bits",
+            "in 8 bits",
+            gives_up=INT8_ACTIVATIONS,
+            inexact="gradients are computed from activations that were rounded to 8 bits",
+        ),
+    )
+    subject = "layers"
+    meaning = (
+        "what layers keep for the backward pass: everything; a part, the rest is recomputed; their input alone, or that of the first of K; "
+        "in the host's memory; in 8 bits (if `int8_activations` is allowed)"
+    )
+    example = "activations=full"
+    counted = FULL
+    optional = True
+    former_pins = (
+        Pin(
+            "recompute",
+            True,
+            "how activations are recomputed in the backward pass",
+            "recompute=selective",
+            ("none", "selective", "full"),
+            switch=True,
+            former=True,
+        ),
+        Pin(
+            "segment",
+            True,
+            "how many consecutive layers are recomputed as one; more than one is full recomputation",
+            "segment=4",
+            former=True,
+        ),
+        Pin(
+            "offload",
+            True,
+            "whether saved activations wait in the host's memory",
+            "offload=activations",
+            ("none", "activations", ANY),
+            former=True,
+        ),
+        Pin(
+            "saved",
+            True,
+            "how saved activations are stored; exact unless `int8_activations` is allowed",
+            "saved=int8",
+            ("exact", "int8"),
+            former=True,
+        ),
+    )
+    former_fields = {
+        "recomputation": {"kind": ("none", "selective", "full"), "layers": int},
+        "offload": ("none", "activations", "optimizer", "both"),
+        "saved": ("exact", "int8"),
+    }
+    modules = ("int8", "offload", "segments", "selective")
+
+    def said(self, value: str) -> str:
+        name, layers = self.split(value)
+        return f"{self.way(name).said} in segments of {layers} layers" if layers > 1 else self.way(name).said
+
+    def cell(self, value: str) -> str:
+        name, layers = self.split(value)
+        return f"{layers} as one" if layers > 1 else self.way(name).cell
+
+    def effort(self, value: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        name, layers = self.split(value)
+        again = ("none", "selective", "full").index(RECOMPUTED[name])
+        return (int(name == INT8), int(name in _IN_HOST)), (again, layers)
+
+    def allowed(self, pinned: Pinned, context: Context) -> tuple[str, ...]:
+        own, segment = pinned(self.name), pinned("segment")
+        numbers = [1, *(_tried(context.chain) if context.segments else ())]
+        if (wanted := int(segment or self.split(str(own))[1])) > 1 or segment is not None:
+            numbers = [wanted]
+        whole = [full(min(n, context.chain)) for n in numbers if n > 1]
+        tried = [*((KEEP, INT8, HOST, SELECTIVE, FULL, FULL_HOST) if 1 in numbers else ()), *whole]
+        to_host = own is not None or pinned("offload") is not None
+        wants_8_bits = own == INT8 or pinned("saved") is not None
+        return tuple(
+            value
+            for value in dict.fromkeys(tried)
+            if self._says(value, pinned)
+            and (to_host or value not in _IN_HOST)
+            and (wants_8_bits or value != INT8 or INT8_ACTIVATIONS in context.allow)
+        )
+
+    def admits(self, value: str, pinned: Pinned) -> bool:
+        segment, (_, wanted), (_, layers) = pinned("segment"), self.split(str(pinned(self.name))), self.split(value)
+        return self._says(value, pinned) and segment in (None, layers) and wanted in (1, layers)
+
+    def _says(self, value: str, pinned: Pinned) -> bool:
+        """Whether a value satisfies every pin, whatever they say of the number of layers."""
+        name, own = self.split(value)[0], pinned(self.name)
+        said = {
+            "recompute": RECOMPUTED[name],
+            "offload": "activations" if name in _IN_HOST else "none",
+            "saved": "int8" if name == INT8 else "exact",
+        }
+        fits = own in (None, ANY) or self.split(str(own))[0] == name
+        return fits and all(pinned(pin) in (None, ANY, value) for pin, value in said.items())
+
+    def unreadable(self, layer: Mapping[str, Any]) -> str:
+        if self.name in layer:
+            return ""
+        again, saved = layer.get("recomputation"), layer.get("saved", "exact")
+        if again is None:
+            return f"no {self.name!r}"
+        kind, segment, aside = again["kind"], again["layers"], layer.get("offload", "none") in ("activations", "both")
+        wrong = {
+            f"segments of {segment} layers, and its recomputation is {kind}": segment > 1 and kind != "full",
+            f"segments of {segment} layers, and offloads its activations": segment > 1 and aside,
+            f"selective recomputation, and offloads its activations": kind == "selective" and aside,
+            f"activations saved as {saved}, and its recomputation is {kind}": saved != "exact" and kind != "none",
+            f"activations saved as {saved}, and offloads them": saved != "exact" and aside,
+        }
+        return next((what for what, is_so in wrong.items() if is_so), "")
+
+    def read(self, layer: Mapping[str, Any]) -> str:
+        if self.name in layer:
+            return str(layer[self.name])
+        again = layer["recomputation"]
+        host = layer.get("offload", "none") in ("activations", "both")
+        if again["kind"] == "full":
+            return FULL_HOST if host else full(again["layers"])
+        if layer.get("saved", "exact") == "int8":
+            return INT8
+        return HOST if host else SELECTIVE if again["kind"] == "selective" else KEEP
+
+    def refused_roles(self, value: str, roles: Sequence[Any]) -> str:
+        if value == INT8 and any(role.gathers_parameters for role in roles):
+            return (
+                "saves parameters too that it gathers on a grid of devices, and what is stored in 8 bits is activations"
+            )
+        return ""
+
+    def note(self, names: Sequence[str], total: int, value: str) -> str:
+        if value != INT8:
+            return ""
+        return (
+            f"not exact, as {INT8_ACTIVATIONS} allows: {len(names)} of {total} layers store saved activations in 8 bits (one scale for "
+            "each 64 numbers), so gradients are computed from rounded numbers; the loss, and the layer that computes it, are not affected"
+        )
+
+    def cases(self, n: int) -> Iterator[Case]:
+        full, part = {self.name: FULL}, {self.name: SELECTIVE}
+        yield f"recompute, data {n}, zero 3", {"data": n, "zero": 3} | full
+        yield f"recompute, tensor {n}", {"tensor": n, "microbatches": 2} | full
+        yield f"recompute in part, tensor {n}", {"tensor": n, "microbatches": 2} | part
+        yield f"recompute in part, data {n}, zero 3", {"data": n, "zero": 3, "microbatches": 2} | part
+        yield f"recompute in part, tensor+sequence {n}", {"tensor": n, "sequence": True} | part
+
+    def families(self) -> Iterator[tuple[str, str, dict[str, Value], str]]:
+        yield "no_recomputation", "no recomputation", {"recompute": "none"}, ""
+        yield "selective_recomputation", "every layer recomputed in part (selective)", {self.name: SELECTIVE}, ""
+        yield "full_recomputation", "every layer recomputed", {self.name: FULL}, ""
+        yield "host_activations", "activations in the host's memory", {"offload": "activations"}, "host"
+
+
+def full(layers: int) -> str:
+    """The value with which so many layers are recomputed as one."""
+    return f"{FULL}:{layers}" if layers > 1 else FULL
+
+
+def _tried(chain: int) -> list[int]:
+    """The numbers of layers that are tried as one. The live memory is smallest at about the square root of a stage's layers: the segments
+    end at twice the square root of the chain."""
+    return [n for n in SEGMENTS if n <= chain and n * n <= 4 * chain]
+
+
+ACTIVATIONS = Activations()

@@ -1,0 +1,32 @@
+"""Which parts of a program ``torch.compile`` compiles: nothing, or each layer's own arithmetic, if its class admits it
+(``ops.compilation``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from autopar.techniques.technique import Context, Technique, Way
+
+NONE, LAYERS = "none", "layers"
+
+
+class Compilation(Technique):
+    name = "compile"
+    ways = (Way(NONE), Way(LAYERS, cell="compiled"))
+    subject = "layers"
+    meaning = "what torch.compile compiles: nothing, or each layer's arithmetic; layers on GPUs and nothing on CPUs where none is pinned"
+    example = "compile=none"
+    switch = True
+    under_split = NONE
+    outweighs_split = True
+    former_fields = {"compiled": bool}
+
+    def candidates(self, context: Context) -> tuple[str, ...]:
+        return (LAYERS,) if context.compiled else (NONE,)
+
+    def read(self, layer: Mapping[str, Any]) -> str:
+        return str(layer.get(self.name, LAYERS if layer.get("compiled", False) else NONE))
+
+
+COMPILATION = Compilation()

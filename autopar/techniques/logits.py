@@ -1,0 +1,67 @@
+"""How the layer with the loss computes the logits of its cross entropy: all at once, or in slices of the vocabulary, again in the backward
+pass (``passes.slice_logits``, ``program.kernels_logits``): memory has one slice at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from autopar.techniques.activations import ACTIVATIONS, FULL, INT8, KEEP
+from autopar.techniques.technique import Case, Context, Pinned, Technique, Way
+
+WHOLE, SLICED = "whole", "sliced"
+
+
+class Logits(Technique):
+    name = "logits"
+    ways = (Way(WHOLE, cell=WHOLE), Way(SLICED, "in slices of the vocabulary", SLICED))
+    subject = "logits"
+    of_one = True
+    meaning = (
+        "how the layer with the loss computes its logits: whole, or a slice of the vocabulary at a time and again in the "
+        "backward pass"
+    )
+    example = "logits=sliced"
+    modules = ("kernels_logits",)
+    advice = "leave logits out; what can be sliced is a product whose cross entropy alone reads it, at most scaled or capped in between"
+    share = (
+        0.1  # where whole logits take less, a plan gains little by slices, and a search of them takes a fifth longer
+    )
+
+    def refusal(self, graph: Any, cls: str) -> str:
+        return graph.whole_logits if graph.classes[cls].gives_loss else "computes no loss"
+
+    def allowed(self, pinned: Pinned, context: Context) -> tuple[str, ...]:
+        return (WHOLE,) if context.refused.get(self.name) else super().allowed(pinned, context)
+
+    def candidates(self, context: Context) -> tuple[str, ...]:
+        return self.values
+
+    def least(self, pinned: Pinned, context: Context) -> str:
+        return str(pinned(self.name) or WHOLE)
+
+    def pays_beside(self, value: str, options: Mapping[str, str]) -> bool:
+        """Slices leave little that recomputing or offloading the layer's activations would spare."""
+        return value == WHOLE or options[ACTIVATIONS.name] in (KEEP, INT8)
+
+    def note(self, names: Sequence[str], total: int, value: str) -> str:
+        if value == WHOLE:
+            return ""
+        return (
+            f"{', '.join(names)} computes its logits in slices of the vocabulary, and again in the backward pass: memory has one slice "
+            "at a time"
+        )
+
+    def cases(self, n: int) -> Iterator[Case]:
+        yield (
+            f"logits in slices, tensor+sequence {n}",
+            {"tensor": n, "sequence": True, "microbatches": 2, self.name: SLICED},
+        )
+        yield f"logits in slices, pipeline {n}", {"pipeline": n, "microbatches": 4 if n <= 4 else n, self.name: SLICED}
+        yield (
+            f"logits in slices, data {n}, zero 3, recompute",
+            {"data": n, "zero": 3, ACTIVATIONS.name: FULL, self.name: SLICED},
+        )
+
+
+LOGITS = Logits()

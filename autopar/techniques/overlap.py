@@ -1,0 +1,64 @@
+"""Which collectives of a layer run under its own arithmetic.
+
+``tensor``: those of tensor parallelism that ``passes.overlap`` starts early: the gradient of a column-parallel product's input is reduced
+while the weight's gradient is computed. ``halves``: all of them, because the microbatch is computed in two halves that take turns
+(``passes.halves``; Megatron and DeepSeek-V3 do it for the all-to-alls of experts). A layer that cannot be halved has ``tensor`` in place of
+``halves``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from autopar.errors import UsageError
+from autopar.schedules import SPLIT
+from autopar.techniques.activations import ACTIVATIONS, FULL, SELECTIVE
+from autopar.techniques.technique import Case, Conflict, Technique, Value, Way
+
+TENSOR, NONE, HALVES = "tensor", "none", "halves"
+
+
+class Overlap(Technique):
+    name = "overlap"
+    ways = (Way(TENSOR, cell=TENSOR), Way(NONE, cell=NONE), Way(HALVES, "in two halves that take turns", HALVES))
+    subject = "microbatches"
+    meaning = "which collectives run under the layer's own arithmetic; tensor where none is pinned"
+    example = "overlap=none"
+    missing = NONE
+    under_split = NONE
+    conflicts = (
+        Conflict((HALVES,), ACTIVATIONS.name, (SELECTIVE,), "halves go with full recomputation"),
+        Conflict((HALVES,), "schedule", tuple(SPLIT), "halves go with schedules of whole backward passes"),
+    )
+    modules = ("halves", "halves_experts", "kernels_overlap")
+
+    def cases(self, n: int) -> Iterator[Case]:
+        yield f"tensor {n}, no overlap", {"tensor": n, self.name: NONE}
+        yield f"tensor+sequence {n}, no overlap", {"tensor": n, "sequence": True, self.name: NONE}
+        halves = {self.name: HALVES}
+        yield f"tensor {n}, in halves", {"tensor": n, "microbatches": 2} | halves
+        yield f"tensor+sequence {n}, in halves", {"tensor": n, "sequence": True} | halves
+        yield f"expert {n}, in halves", {"expert": n} | halves
+        if n % 2 == 0 and n >= 4:
+            half = n // 2
+            full = {"data": 2, "tensor": half, "zero": 3, ACTIVATIONS.name: FULL}
+            yield f"data 2 x tensor {half}, zero 3, recompute, in halves", full | halves
+            pipeline = {"tensor": half, "sequence": True, "pipeline": 2, "microbatches": 2, "schedule": "1f1b"}
+            yield f"pipeline 2 x tensor+sequence {half}, in halves", pipeline | halves
+
+    def families(self) -> Iterator[tuple[str, str, dict[str, Value], str]]:
+        yield "halves", "microbatches in two halves that take turns", {self.name: HALVES}, ""
+
+
+OVERLAP = Overlap()
+
+
+def nothing_halved(reasons: Mapping[str, str]) -> UsageError:
+    """The error where no layer can be computed in halves, from why each cannot, by its name."""
+    reason = Counter(reasons.values()).most_common(1)[0][0]
+    layer = next(name for name, why in reasons.items() if why == reason)
+    return UsageError(
+        f"overlap={HALVES}: no layer's microbatches can be computed in two halves: {layer} {reason}",
+        "use an even number of rows on each device in a microbatch, and layers with tensor or expert parallelism; or leave overlap out",
+    )

@@ -1,0 +1,44 @@
+"""Where a layer's optimizer states and master copies are: in the device's memory, in the host's memory, or in a file on the node's NVMe
+(ZeRO-Offload, arXiv:2101.06840, and ZeRO-Infinity, arXiv:2104.07857). The host updates what it has (``program.state_places``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from autopar.techniques.technique import Context, Technique, Value, Way
+
+DEVICE, HOST, NVME = "device", "host", "nvme"
+
+
+class States(Technique):
+    name = "states"
+    ways = (
+        Way(DEVICE, cell=DEVICE),
+        Way(HOST, "in the host's memory", HOST, elsewhere=True),
+        Way(NVME, "on NVMe", NVME, elsewhere=True),
+    )
+    subject = "optimizer states"
+    meaning = "where optimizer states and master copies are: on the device, in the host's memory, or on the node's NVMe"
+    example = "states=host"
+    optional = True
+
+    def effort(self, value: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (self.values.index(value),), ()
+
+    def within(self, values: Sequence[str], context: Context) -> tuple[str, ...]:
+        return tuple(values) if context.nvme else (DEVICE, HOST)
+
+    def candidates(self, context: Context) -> tuple[str, ...]:
+        return self.values if context.nvme else (DEVICE,)
+
+    def read(self, layer: Mapping[str, Any]) -> str:
+        before = HOST if layer.get("offload") in ("optimizer", "both") else DEVICE
+        return str(layer.get(self.name, before))
+
+    def families(self) -> Iterator[tuple[str, str, dict[str, Value], str]]:
+        yield "host_optimizer", "optimizer states in the host's memory", {self.name: HOST}, "host"
+        yield "nvme_optimizer", "optimizer states on NVMe", {self.name: NVME}, "nvme"
+
+
+STATES = States()

@@ -1,0 +1,271 @@
+"""A technique: one optional behaviour of a layer.
+
+Each has a file in this package, which says which values it has, what they mean, which it cannot have together, which of them a search
+tries, and under which pins ``verify`` runs it. Storage, plan files, pins, options, comparisons, descriptions and the cases of ``verify``
+are made from the registry (``autopar.techniques``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from autopar.errors import UsageError
+
+Value = int | str | bool
+"""The value of a pin."""
+
+Case = tuple[str, dict[str, Any]]
+"""The name of a plan that ``verify`` runs, and its pins."""
+
+ANY = "any"
+"""The value of a pin that leaves to the search what it would not try by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """One row of the table of pins. Without ``values`` a pin is a whole number from ``least`` to ``most``; with ``switch`` its values also
+    have the short forms ``True``, for the last one, and ``False``, for the first one. ``counted`` is a value that may be followed by a
+    colon and a whole number. ``former``: a spelling of before, which another pin has replaced."""
+
+    name: str
+    of_layer: bool
+    meaning: str
+    example: str
+    values: tuple[str, ...] = ()
+    least: int = 1
+    most: int | None = None
+    switch: bool = False
+    counted: str = ""
+    former: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The values as one writes them; none for a whole number."""
+        return (*self.values, f"{self.counted}:K") if self.counted else self.values
+
+    @property
+    def choices(self) -> str:
+        """The values in words."""
+        if self.values:
+            return f"one of {', '.join(self.names)}"
+        return f"a whole number from {self.least}" + ("" if self.most is None else f" to {self.most}")
+
+    def checked(self, key: str, value: Value) -> Value:
+        """The value in its one spelling. Raises ``UsageError``, with the name ``key``, where the pin cannot have it."""
+        if self.switch and isinstance(value, bool):
+            return self.values[-1 if value else 0]
+        if self.values:
+            counted = bool(self.counted) and re.fullmatch(rf"{self.counted}:[1-9]\d*", str(value)) is not None
+            fits = value in self.values or counted
+        else:
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            fits = whole and int(value) >= self.least and (self.most is None or int(value) <= self.most)
+        if not fits:
+            hint = f"write {key}{self.example[self.example.index('=') :]}"
+            hint += f" (true means {self.values[-1]}, false means {self.values[0]})" if self.switch else ""
+            hint += f", or {key}={ANY} for the search to decide" if ANY in self.values else ", or leave it out"
+            raise UsageError(f"{key} is {value!r}, it must be {self.choices}", hint)
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One value of a technique.
+
+    ``said`` is what it does to the technique's subject, as in "30 of 34 layers **recomputed**"; empty where there is nothing to say.
+    ``cell`` stands for it in a table. ``gives_up`` names the exactness that a user must allow (of ``plan.ALLOWED``), and ``inexact`` says
+    what is not exact. ``zero`` is the least ZeRO stage under which a layer may have it. ``elsewhere``: it needs memory besides the
+    device's.
+    """
+
+    name: str
+    said: str = ""
+    cell: str = "-"
+    gives_up: str = ""
+    inexact: str = ""
+    zero: int = 0
+    elsewhere: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """The ``values`` of a technique that do not go with some values of another decision: of a technique, or of the schedule."""
+
+    values: tuple[str, ...]
+    other: str
+    others: tuple[str, ...]
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a search knows of a layer and of an outer choice before it lists candidates.
+
+    ``refused`` says for each technique why the layer has no choice (``Technique.refusal``). ``chain`` layers of its class may be recomputed
+    as one, and ``segments`` says whether numbers of them are tried without a pin. ``several``: whether a step has several microbatches.
+    ``allow`` names the exactness that may be given up. ``compiled``: whether layers are compiled where no pin decides. ``nvme``: whether
+    the cluster describes its NVMe.
+    """
+
+    refused: Mapping[str, str] = field(default_factory=dict)
+    chain: int = 1
+    segments: bool = False
+    several: bool = False
+    allow: Collection[str] = ()
+    compiled: bool = False
+    nvme: bool = False
+
+
+PERMISSIVE = Context(chain=2**30, several=True)
+"""Of a layer of which nothing is known, and for which nothing is tried that no pin names."""
+
+Pinned = Callable[[str], Any]
+"""The value of a layer's pin by its name; ``None`` where it has none."""
+
+
+class Technique:
+    """The base of all techniques. A subclass sets the attributes, and overrides the methods in which it differs."""
+
+    name: ClassVar[str]
+    ways: ClassVar[tuple[Way, ...]]
+    """The values; the first is the default."""
+    subject: ClassVar[str]
+    """What ``Way.said`` is said of: "layers", or something that layers have."""
+    meaning: ClassVar[str]
+    """What a pin of it decides, for help and tables."""
+    example: ClassVar[str]
+    of_one: ClassVar[bool] = False
+    """Whether one layer alone has a choice."""
+    switch: ClassVar[bool] = False
+    counted: ClassVar[str] = ""
+    """A value that may be followed by a colon and a number from 2: ``full:4``."""
+    optional: ClassVar[bool] = False
+    """Whether a pin has the value ``any``, for values that a search would not try by itself."""
+    missing: ClassVar[str] = ""
+    """The value of a layer in a plan file that was written before the technique existed; the default if empty."""
+    under_split: ClassVar[str] = ""
+    """The value under schedules that split the backward pass, if they leave no choice."""
+    outweighs_split: ClassVar[bool] = False
+    """Whether it gains more than a schedule that splits the backward pass: these are then tried in small models alone."""
+    conflicts: ClassVar[tuple[Conflict, ...]] = ()
+    former_pins: ClassVar[tuple[Pin, ...]] = ()
+    """Pins of before, which say a part of the same decision."""
+    former_fields: ClassVar[Mapping[str, Any]] = {}
+    """Fields of a layer in plan files of before, each with its values (``plan_schema`` says in what form)."""
+    modules: ClassVar[tuple[str, ...]] = ()
+    """The modules of the runtime that ``model.py`` calls for it."""
+    advice: ClassVar[str] = ""
+    """The hint where a pinned value is refused."""
+    share: ClassVar[float] = 0.0
+    """Values other than the default are tried without a pin where what a layer saves and its transients take this share of a device."""
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """The names of the ways."""
+        return tuple(way.name for way in self.ways)
+
+    @property
+    def default(self) -> str:
+        return self.ways[0].name
+
+    def split(self, value: str) -> tuple[str, int]:
+        """``"full:4"`` as ``("full", 4)``; the number is 1 where there is none."""
+        name, _, number = value.partition(":")
+        return name, int(number) if number else 1
+
+    def way(self, value: str) -> Way:
+        """The record of a value."""
+        name, _ = self.split(value)
+        return next(way for way in self.ways if way.name == name)
+
+    def known(self, value: object) -> bool:
+        """Whether ``value`` is a value in its one spelling."""
+        if not isinstance(value, str):
+            return False
+        form = rf"{self.counted}:(?:[2-9]|[1-9]\d{{1,8}})" if self.counted else ""
+        return value in self.values or (bool(form) and re.fullmatch(form, value, re.ASCII) is not None)
+
+    @property
+    def pin(self) -> Pin:
+        """The row of the table of pins."""
+        values = (*self.values, ANY) if self.optional else self.values
+        return Pin(self.name, True, self.meaning, self.example, values, switch=self.switch, counted=self.counted)
+
+    def said(self, value: str) -> str:
+        """What the value does to the subject; empty for nothing to say."""
+        return self.way(value).said
+
+    def cell(self, value: str) -> str:
+        """The value in a table of layers."""
+        return self.way(value).cell
+
+    def effort(self, value: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Ranks of a value, before and after the ranks of ZeRO: among equally fast strategies a plan has the lowest."""
+        return (), ()
+
+    def allowed(self, pinned: Pinned, context: Context) -> tuple[str, ...]:
+        """The values that a search tries, in order; empty where pins contradict each other."""
+        value = pinned(self.name)
+        if value == ANY:
+            return self.within(self.values, context)
+        return self.candidates(context) if value is None else (str(value),)
+
+    def admits(self, value: str, pinned: Pinned) -> bool:
+        """Whether a layer that has the value satisfies the pins."""
+        return pinned(self.name) in (None, ANY, value)
+
+    def within(self, values: Sequence[str], context: Context) -> tuple[str, ...]:
+        """The values whose exactness, if they give up some, is allowed."""
+        return tuple(v for v in values if not (name := self.way(v).gives_up) or name in context.allow)
+
+    def candidates(self, context: Context) -> tuple[str, ...]:
+        """The values that a search tries without a pin."""
+        return (self.default,)
+
+    def least(self, pinned: Pinned, context: Context) -> str:
+        """The value of a plan that is not searched: the least that the pins allow."""
+        return self.allowed(pinned, context)[0]
+
+    def admitted(self, pinned: Pinned) -> tuple[str, ...]:
+        """The values that the pins leave, in a plan that is not searched; empty where they contradict each other."""
+        return self.allowed(pinned, PERMISSIVE)
+
+    def refusal(self, graph: Any, cls: str) -> str:
+        """Why layers of a class have the default alone, as the end of a sentence about one; empty if they have a choice."""
+        return ""
+
+    def refused_roles(self, value: str, roles: Sequence[Any]) -> str:
+        """Why a layer with these roles cannot have a value, as the end of a sentence about it; empty if it can."""
+        return ""
+
+    def pays_beside(self, value: str, options: Mapping[str, str]) -> bool:
+        """Whether a value that no pin asks for is tried beside the values of the other techniques."""
+        return True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The values as one writes them."""
+        return (*self.values, f"{self.counted}:K") if self.counted else self.values
+
+    def unreadable(self, layer: Mapping[str, Any]) -> str:
+        """What a layer in a plan file has, if its fields of before say no value of today; empty if they do."""
+        return ""
+
+    def read(self, layer: Mapping[str, Any]) -> str:
+        """The value of a layer in a plan file."""
+        return str(layer.get(self.name, self.missing or self.default))
+
+    def note(self, names: Sequence[str], total: int, value: str) -> str:
+        """A sentence for a plan's notes on the layers ``names``, of ``total``, that have the value; empty for none."""
+        return ""
+
+    def cases(self, n: int) -> Iterator[Case]:
+        """The plans with the technique that ``verify`` runs on ``n`` devices."""
+        yield from ()
+
+    def families(self) -> Iterator[tuple[str, str, dict[str, Value], str]]:
+        """Alternatives that ``explain`` compares: a name, a title, pins, and what the cluster must describe ("host", "nvme" or "")."""
+        yield from ()

@@ -1,0 +1,132 @@
+"""One suite over the registry: what every technique must do, whatever it does."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import pickle
+from typing import Any
+
+import pytest
+from exactness import subject
+
+from autopar.errors import UsageError
+from autopar.explain.describe import describe
+from autopar.pins import OWNERS, PINS, LayerPins
+from autopar.plan import ALLOWED, Plan, Role, Strategy, given_up
+from autopar.plan_schema import check_plan
+from autopar.report.figures import _strategy as figures_of
+from autopar.schedules import SCHEDULES
+from autopar.search import SearchOptions, manual_plan
+from autopar.search.problem import context_of, strategies
+from autopar.techniques import BY_NAME, DEFAULTS, GIVEN_UP, LAYER, Options, conflict
+from autopar.techniques.technique import ANY, PERMISSIVE, Technique
+from autopar.verify.kinds import kinds
+
+every = pytest.mark.parametrize("technique", LAYER, ids=lambda technique: technique.name)
+
+
+def samples(technique: Technique) -> list[str]:
+    """Every value, and one with a number."""
+    return [*technique.values, *([f"{technique.counted}:3"] if technique.counted else [])]
+
+
+def having(technique: Technique, value: str) -> Strategy:
+    return Strategy((Role.DATA,), technique.way(value).zero, options=Options(**{technique.name: value}))
+
+
+@every
+def test_its_words_and_values_are_well_formed(technique: Technique) -> None:
+    assert technique.name.isidentifier() and len(set(technique.values)) == len(technique.values) >= 2
+    assert technique.subject and technique.meaning[0].islower() and not technique.meaning.endswith(".")
+    assert not technique.said(technique.default), "the default needs no words"
+    key, _, value = technique.example.partition("=")
+    assert key == technique.name and technique.known(value)
+    assert technique.missing in ("", *technique.values) and technique.under_split in ("", *technique.values)
+    for way in technique.ways:
+        assert bool(way.gives_up) == bool(way.inexact) and (not way.gives_up or way.gives_up in ALLOWED)
+    for wrong in ("", "nothing", 3, None, True, f"{technique.values[-1]}:1", f"{technique.default}:2"):
+        assert not technique.known(wrong)
+    for conflict_ in technique.conflicts:
+        others = BY_NAME[conflict_.other].values if conflict_.other in BY_NAME else SCHEDULES
+        assert set(conflict_.values) <= set(technique.values) and set(conflict_.others) <= set(others)
+
+
+@every
+def test_a_strategy_and_a_plan_file_hold_every_value(technique: Technique) -> None:
+    graph = subject("mlp").graph
+    plan = manual_plan(graph, data=2, zero=3, microbatches=2)
+    for value in samples(technique):
+        strategy = having(technique, value)
+        assert strategy.options[technique] == value and strategy.options is having(technique, value).options
+        assert pickle.loads(pickle.dumps(strategy)) == strategy
+        layers = tuple(
+            dataclasses.replace(layer, strategy=layer.strategy.but(**{technique.name: value})) for layer in plan.layers
+        )
+        written = dataclasses.replace(plan, layers=layers, allow=given_up("all-reduce", (x.strategy for x in layers)))
+        data = json.loads(written.dumps())
+        check_plan(data)
+        assert Plan.from_json(data) == written and {layer[technique.name] for layer in data["layers"]} == {value}
+        words = technique.said(value)
+        assert not words or words in describe(written)
+        if value != technique.default:
+            assert figures_of(written, written.layers[0])[technique.name] == (words or value)
+        data["layers"][0][technique.name] = "nothing"
+        with pytest.raises(Exception, match=f"{technique.name} is 'nothing', not one of"):
+            check_plan(data)
+
+
+@every
+def test_a_pin_leaves_its_value_alone(technique: Technique) -> None:
+    """Of pinned values, and of those of before, a search tries what they say; without one, the default is among its candidates."""
+    mesh = manual_plan(subject("mlp").graph, data=2).mesh
+    free = strategies(mesh, 8, 8, SearchOptions(), context=context_of(SearchOptions(), several=True, chain=8))
+    assert technique.default in {s.options[technique] for s in free} and all(s.options in {*free_options(free)} for s in free)
+    for value in samples(technique):
+        options = SearchOptions(**{technique.name: value}, allow=GIVEN_UP)
+        known = context_of(options, several=True, chain=8)
+        found = {s.options[technique] for s in strategies(mesh, 8, 8, options, context=known) if s.zero == 3}
+        assert found and all(technique.admits(v, {technique.name: value}.get) for v in found), (value, found)
+        assert value in found
+    for pin in technique.former_pins:
+        for value in (v for v in (*pin.values, *(() if pin.values else (2,))) if v != ANY):
+            found = technique.allowed({pin.name: value}.get, PERMISSIVE)
+            assert found and all(technique.admits(v, {pin.name: value}.get) for v in found), (pin.name, value)
+
+
+def free_options(found: list[Strategy]) -> list[Options]:
+    return [s.options for s in found]
+
+
+@every
+def test_what_it_gives_up_must_be_allowed(technique: Technique) -> None:
+    for way in technique.ways:
+        if not way.gives_up:
+            continue
+        with pytest.raises(UsageError, match=f"{technique.name}={way.name} is not exact: {way.inexact}"):
+            SearchOptions(**{technique.name: way.name})
+        assert SearchOptions(**{technique.name: way.name}, allow={way.gives_up}).given_up
+        assert way.name not in technique.allowed({}.get, context_of(SearchOptions()))
+
+
+def test_values_that_exclude_each_other_are_never_together() -> None:
+    """In no strategy, no candidate and no layer's pins; the sentence names both, and why."""
+    for a, b in itertools.permutations(LAYER, 2):
+        for x, y in itertools.product(samples(a), samples(b)):
+            found = conflict(a, x, DEFAULTS.by_name | {a.name: x, b.name: y})
+            if found is None:
+                continue
+            with pytest.raises(AssertionError):
+                Options(**{a.name: x, b.name: y})
+            with pytest.raises(UsageError, match=f"{a.name}={x} does not go with {b.name}=.*\n?.*{found.why}"):
+                LayerPins(**{a.name: x, b.name: y}).check("layers.0", None)
+
+
+def test_every_technique_has_pins_and_cases() -> None:
+    assert set(BY_NAME) <= set(PINS) and all(OWNERS[name] is BY_NAME[name] for name in BY_NAME)
+    for n in (2, 4):
+        named: dict[str, Any] = {kind.name: kind.options for kind in kinds(n)}
+        for technique in LAYER:
+            for name, pins in technique.cases(n):
+                assert named[name] == pins and technique.name in pins
