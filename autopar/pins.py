@@ -21,9 +21,9 @@ from dataclasses import dataclass, field, fields, make_dataclass
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import UsageError
-from autopar.plan import ALL_REDUCE, DEGREES, LOCAL_STEPS, SYNCS
-from autopar.schedules import CHIMERA, SCHEDULES
-from autopar.techniques import LAYER
+from autopar.plan import DEGREES
+from autopar.schedules import SCHEDULES
+from autopar.techniques import ALL, LAYER, PLAN
 from autopar.techniques.technique import Pin, Technique, Value
 
 FORM = "write key=value, such as pipeline=4, tensor=8, layers.0-7.tensor=8, lm_head.zero=3 or schedule=1f1b"
@@ -64,8 +64,8 @@ class ParallelPins:
             product *= n
         return product
 
-    def check(self, layer: str, schedule: str | None) -> None:
-        """Raise ``UsageError`` if the pins of ``layer``, and that of the schedule, contradict each other."""
+    def check(self, layer: str, plan: PlanPins) -> None:
+        """Raise ``UsageError`` if the pins of ``layer``, and those of the plan, contradict each other."""
         for technique in LAYER:
             if not technique.admitted(self.of):
                 found = _said(technique, self)
@@ -73,16 +73,29 @@ class ParallelPins:
                     f"{layer} is pinned to {' and '.join(found)}, which contradict each other",
                     f"leave one of them out; {technique.name} says it in one: {', '.join(technique.pin.names)}",
                 )
-        decided = {t.name: t.admitted(self.of) for t in LAYER} | {"schedule": (schedule or "",)}
-        for technique in LAYER:
-            value = str(self.of(technique.name) or "")
+        decided = {t.name: t.admitted(self.of) for t in LAYER} | {"schedule": (plan.schedule or "",)}
+        for technique in ALL:
+            value = str((plan if technique in PLAN else self).of(technique.name) or "")
+            name, _ = technique.split(value)
             for conflict in technique.conflicts:
-                others = [technique.split(v)[0] for v in decided[conflict.other]]
-                if value in conflict.values and set(others) <= set(conflict.others):
+                others = [other.partition(":")[0] for other in decided[conflict.other]]
+                if name in conflict.values and set(others) <= set(conflict.others):
                     raise UsageError(
                         f"{technique.name}={value} does not go with {conflict.other}={others[0]}, to which {layer} is pinned",
                         f"leave one of the two out: {conflict.why}",
                     )
+        for technique in PLAN:
+            if (value := plan.of(technique.name)) is not None and technique.way(value).most_zero == 0:
+                self._check_whole(layer, f"{technique.name}={value}")
+
+    def _check_whole(self, layer: str, pin: str) -> None:
+        copies = self.replicate or 1
+        sharding = f"ZeRO {self.zero}" if self.zero else f"hybrid sharding (replicate={copies})" if copies > 1 else ""
+        if sharding:
+            raise UsageError(
+                f"{pin} needs whole parameters and gradients on every replica, and {layer} has {sharding}",
+                f"leave zero and replicate out, or leave {pin.partition('=')[0]} out",
+            )
 
     def __str__(self) -> str:
         return ", ".join(f"{f.name} {value}" for f in fields(self) if (value := self.of(f.name)) is not None)
@@ -94,11 +107,21 @@ def _said(technique: Technique, pins: ParallelPins) -> list[str]:
     return [f"{name}={value}" for name in names if (value := pins.of(name)) is not None]
 
 
-_PINS = {pin.name: pin for technique in LAYER for pin in (technique.pin, *technique.former_pins)}
+_PINS = {pin.name: pin for technique in ALL for pin in (technique.pin, *technique.former_pins)}
 """The pins of techniques, those of before among them, by name."""
 
 OWNERS = {pin.name: technique for technique in LAYER for pin in (technique.pin, *technique.former_pins)}
-"""The technique of a pin, by the pin's name."""
+"""The technique of a layer's pin, by the pin's name."""
+
+
+def _with_techniques(name: str, base: type, of_layer: bool) -> type:
+    """A dataclass with the fields of ``base`` and one for each pin of a technique."""
+    names = [pin.name for pin in _PINS.values() if pin.of_layer == of_layer]
+    added = [(each, Value | None, field(default=None)) for each in names]
+    made = make_dataclass(name, added, bases=(base,), namespace={"__doc__": base.__doc__}, frozen=True, slots=True)
+    made.__module__ = __name__
+    return made
+
 
 if TYPE_CHECKING:
 
@@ -107,20 +130,12 @@ if TYPE_CHECKING:
         """The pins of one layer: ``ParallelPins``, and those of techniques, by their names."""
 
 else:
-    LayerPins = make_dataclass(
-        "LayerPins",
-        [(name, Value | None, field(default=None)) for name in _PINS],
-        bases=(ParallelPins,),
-        namespace={"__doc__": "The pins of one layer: ``ParallelPins``, and those of techniques, by their names."},
-        frozen=True,
-        slots=True,
-    )
-    LayerPins.__module__ = __name__
+    LayerPins = _with_techniques("LayerPins", ParallelPins, of_layer=True)
 
 
 @dataclass(frozen=True, slots=True)
-class PlanPins(LayerPins):
-    """The pins of the whole plan, and those of every layer."""
+class PipelinePins(LayerPins):
+    """The pins of the whole plan besides those of techniques, and those of every layer."""
 
     pipeline: int | None = _pin("the pipeline-parallel degree", "pipeline=4")
     chunks: int | None = _pin("the number of pipeline stages on each device (virtual stages)", "chunks=2")
@@ -129,29 +144,16 @@ class PlanPins(LayerPins):
         "how many layers ahead of the computation parameters are gathered under ZeRO 2 and 3", "prefetch=2"
     )
     schedule: str | None = _pin("the pipeline schedule", "schedule=1f1b", values=SCHEDULES)
-    sync: str | None = _pin(
-        "how replicas are synchronized under ZeRO 0; all-reduce where none is pinned",
-        "sync=parameter-server",
-        values=SYNCS,
-        counted=LOCAL_STEPS,
-    )
 
 
-def check_sync(given: PlanPins, layer: str, zero: int | None, replicate: int | None) -> None:
-    """Raise ``UsageError`` if the schedule, or the ZeRO stage or the copies of ``layer``, contradict ``sync``."""
-    sync = given.sync
-    if sync not in (None, ALL_REDUCE) and given.schedule == CHIMERA:
-        raise UsageError(
-            f"sync={sync} is for replicas of whole pipelines, and {CHIMERA} sums the gradients of a stage's two copies by {ALL_REDUCE}",
-            f"use another schedule, or leave sync out: {ALL_REDUCE} goes with every schedule",
-        )
-    sharding = f"ZeRO {zero}" if zero else f"hybrid sharding (replicate={replicate})" if (replicate or 1) > 1 else ""
-    if sync not in (None, ALL_REDUCE) and sharding:
-        raise UsageError(
-            f"sync={sync} needs whole parameters and gradients on every replica, and {layer} has {sharding}",
-            f"leave zero and replicate out, or leave sync out: {ALL_REDUCE} goes with every ZeRO stage",
-        )
+if TYPE_CHECKING:
 
+    @dataclass(frozen=True, slots=True)
+    class PlanPins(PipelinePins):
+        """The pins of the whole plan, and those of every layer."""
+
+else:
+    PlanPins = _with_techniques("PlanPins", PipelinePins, of_layer=False)
 
 OF_LAYER = tuple(f.name for f in fields(LayerPins))
 OF_PLAN = tuple(f.name for f in fields(PlanPins) if f.name not in OF_LAYER)
@@ -159,6 +161,11 @@ OF_PLAN = tuple(f.name for f in fields(PlanPins) if f.name not in OF_LAYER)
 _metadata = {f.name: f.metadata for f in fields(PlanPins)}
 PINS = {name: _PINS.get(name) or Pin(name, name in OF_LAYER, **_metadata[name]) for name in (*OF_PLAN, *OF_LAYER)}
 """The table: every pin by name, those of the plan first."""
+
+
+def technique_of(name: str) -> Technique | None:
+    """The technique that a pin decides, or decides a part of."""
+    return OWNERS.get(name) or next((technique for technique in PLAN if technique.name == name), None)
 
 
 def checked(key: str, value: Value) -> Value:

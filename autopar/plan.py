@@ -19,6 +19,7 @@ from autopar.techniques.logits import LOGITS, SLICED
 from autopar.techniques.overlap import OVERLAP
 from autopar.techniques.reduce import REDUCE, STEP
 from autopar.techniques.states import STATES
+from autopar.techniques.sync import SYNC
 from autopar.units import seconds
 
 
@@ -72,15 +73,13 @@ NARROW_GRADIENTS = "bfloat16_gradients"
 NARROW_MOMENTS = "bfloat16_moments"
 NARROW = (NARROW_GRADIENTS, NARROW_MOMENTS)
 FP8 = "fp8"
-APART = "local_steps"
-ALLOWED = (MICROBATCH_STATISTICS, *NARROW, FP8, TF32, *GIVEN_UP, APART)
+ALLOWED = (MICROBATCH_STATISTICS, *NARROW, FP8, TF32, *GIVEN_UP)
 """The kinds of exactness that a user may allow a plan to give up. ``microbatch_statistics``: a loss that needs the whole batch (a
 router's auxiliary loss, batch norm, negatives of the same batch) is computed for each microbatch separately, and the step's loss is
 their mean. For parameters of 16 bits (their master copies stay in float32): with ``bfloat16_gradients`` gradients are accumulated and
 reduced in 16 bits, with ``bfloat16_moments`` Adam's moments are in 16 bits. ``fp8``: products with weights multiply 8-bit numbers
 (``program.kernels_fp8``), in models in bfloat16. ``tf32``: matrix products of float32 round their operands to 10 bits of mantissa.
-``local_steps``: replicas train apart for some steps, then their parameters are averaged. The others are of techniques
-(``autopar.techniques``), which say what they give up."""
+The others are of techniques (``autopar.techniques``), which say what they give up."""
 
 DEGREES = {
     "data": (Role.DATA,),
@@ -98,24 +97,12 @@ SEQUENCES = tuple(role for role in Role if role.shards_sequence)
 RECOMPUTATIONS = ("none", "selective", "full")
 """The kinds of recomputation, from most to least saved activations."""
 
-ALL_REDUCE, PARAMETER_SERVER, LOCAL_STEPS = "all-reduce", "parameter-server", "local-steps"
-SYNCS = (ALL_REDUCE, PARAMETER_SERVER)
-"""How the replicas of data parallelism are synchronised. ``all-reduce``: each has the sum of all gradients, and updates. With a
-``parameter-server`` one rank of each group of replicas gets the sum, has the optimizer states, updates, and broadcasts the parameters.
-Besides, ``local-steps:k`` (``LOCAL_STEPS`` with a number): each replica updates by the gradients of its own samples, and every *k* steps
-the replicas average their parameters (local SGD, Stich 2019, arXiv:1805.09767)."""
-
-
-def local_steps(sync: str | None) -> int:
-    """The *k* of ``local-steps:k``; 0 if replicas are synchronised in every step."""
-    kind, _, steps = (sync or ALL_REDUCE).partition(":")
-    return int(steps) if kind == LOCAL_STEPS else 0
-
 
 def given_up(sync: str, strategies: Iterable[Strategy]) -> tuple[str, ...]:
     """The exactness (of ``ALLOWED``) that a synchronisation and the layers' strategies give up."""
     given = {technique.way(value).gives_up for s in strategies for technique, value in s.options.chosen}
-    return (*(name for name in GIVEN_UP if name in given), *([APART] if local_steps(sync) else []))
+    given.add(SYNC.way(sync).gives_up)
+    return tuple(name for name in GIVEN_UP if name in given)
 
 
 _recomputations: dict[tuple[str, int], Recomputation] = {}
@@ -274,9 +261,9 @@ class Strategy:
 
 
 def effective_sync(sync: str, mesh: tuple[Axis, ...], strategies: Iterable[Strategy]) -> str:
-    """``sync``, or ``all-reduce`` if every layer has one replica alone: there is nothing to synchronise."""
-    roles = (Role.DATA,) if local_steps(sync) else REPLICATING
-    return sync if any(s.degree(mesh, *roles) > 1 for s in strategies) else ALL_REDUCE
+    """``sync``, or the default if every layer has one replica alone: there is nothing to synchronise."""
+    roles = (Role.DATA,) if SYNC.way(sync).gives_up else REPLICATING
+    return sync if any(s.degree(mesh, *roles) > 1 for s in strategies) else SYNC.default
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,7 +370,7 @@ class Plan:
     planning_memory_bytes: int = 0
     chunks: int = 1
     prefetch: int = 1  # layers whose parameters FSDP gathers ahead of the computation, under ZeRO 2 and 3
-    sync: str = ALL_REDUCE  # one of ``SYNCS``, or ``local-steps:k``
+    sync: str = SYNC.default
     pins: tuple[PinPrice, ...] = ()
     allow: tuple[str, ...] = ()
     nvme_path: str = ""  # the folder for optimizer states on NVMe, if the cluster names one
@@ -395,7 +382,7 @@ class Plan:
         assert self.stages[0].start == 0 and self.stages[-1].stop == len(self.layers)
         assert all(a.stop == b.start for a, b in zip(self.stages, self.stages[1:], strict=False))
         assert all(len(layer.strategy.roles) == len(self.mesh) for layer in self.layers)
-        assert self.sync == ALL_REDUCE or not any(layer.strategy.zero for layer in self.layers), self.sync
+        assert all(layer.strategy.zero <= SYNC.way(self.sync).most_zero for layer in self.layers), self.sync
 
     def __str__(self) -> str:
         """The plan in a sentence; ``autopar price`` prints all of it."""
@@ -550,7 +537,7 @@ class Plan:
             planning_memory_bytes=data["planning_memory_bytes"],
             chunks=data.get("chunks", 1),
             prefetch=data.get("prefetch", 1),
-            sync=data.get("sync", ALL_REDUCE),
+            sync=data.get("sync", SYNC.default),
             pins=tuple(PinPrice(**pin) for pin in data.get("pins", ())),
             allow=tuple(data.get("allow", ())),
             nvme_path=data.get("nvme_path", ""),

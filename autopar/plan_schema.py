@@ -16,10 +16,10 @@ from typing import Any, Protocol
 from autopar.data_files import DataError, shown
 from autopar.errors import UsageError
 from autopar.pins import PINS, read_pins
-from autopar.plan import ALL_REDUCE, ALLOWED, DEGREES, LOCAL_STEPS, SEQUENCES, SYNCS, Memory, Prediction, Role
+from autopar.plan import ALLOWED, DEGREES, SEQUENCES, Memory, Prediction, Role
 from autopar.precision import PRECISIONS
 from autopar.schedules import NO_PIPELINE, SCHEDULES, Schedule, refusal
-from autopar.techniques import LAYER, conflict
+from autopar.techniques import LAYER, PLAN, conflict
 from autopar.techniques.technique import Technique
 
 MOST_DEVICES = 2**20
@@ -186,12 +186,6 @@ _SIZE = Whole(0, _BYTES)
 _COUNT = Whole(1, MOST_DEVICES)
 _AXIS_NAME = Text(64, r"[A-Za-z][A-Za-z0-9_+]*", "a letter, then letters, digits, _ or +")
 _MODULE_NAME = Text(200, r"[^\W\d]\w*(\.[^\W\d]\w*)*", "the dotted name of a Python module")
-_SYNC = Text(
-    40,
-    rf"{'|'.join(map(re.escape, SYNCS))}|{LOCAL_STEPS}:[1-9]\d{{0,8}}",
-    f"one of {', '.join(SYNCS)}, {LOCAL_STEPS}:K",
-)
-
 _AXIS = Fields({"name": _AXIS_NAME, "size": _COUNT, "stride": _COUNT})
 
 _STAGE = Fields(
@@ -266,7 +260,7 @@ _PLAN = Fields(
         "microbatches": Whole(1, MOST_ACTIONS),
         "schedule": Word(SCHEDULES),
         "prefetch": Whole(1, MOST_LAYERS),
-        "sync": _SYNC,
+        **{technique.name: Known(technique) for technique in PLAN},
         "global_batch": Whole(1, MOST_ROWS),
         "precision": Word(PRECISIONS),
         "mesh": Items(_AXIS, 1, _MOST_AXES),
@@ -284,10 +278,9 @@ _PLAN = Fields(
         "request": _REQUEST,
         "timeline": Unread(),  # of ``autopar price --timeline``
     },
-    frozenset(
-        {"feasible", "pipeline", "chunks", "prefetch", "sync", "imports", "pins", "allow", "nvme_path", "request"}
-    )
-    | {"gpus_per_node", "timeline"},
+    frozenset({"feasible", "pipeline", "chunks", "prefetch", "imports", "pins", "allow", "nvme_path", "request"})
+    | {"gpus_per_node", "timeline"}
+    | {technique.name for technique in PLAN},
 )
 
 
@@ -301,10 +294,16 @@ def check_plan(data: Any) -> None:
     _check_stages(data)
     for i, layer in enumerate(data["layers"]):
         _check_layer(f"layers[{i}]", layer, data["mesh"])
-    sync = data.get("sync", ALL_REDUCE)
-    sharded = next((layer for layer in data["layers"] if layer["zero"]), None)
-    if sync != ALL_REDUCE and sharded is not None:
-        raise DataError(f"sync is {sync}, and layer {shown(sharded['name'])} has ZeRO {sharded['zero']}")
+    for technique in PLAN:
+        value = technique.read(data)
+        most = technique.way(value).most_zero
+        sharded = next((layer for layer in data["layers"] if layer["zero"] > most), None)
+        if sharded is not None:
+            raise DataError(
+                f"{technique.name} is {value}, and layer {shown(sharded['name'])} has ZeRO {sharded['zero']}"
+            )
+        if (found := conflict(technique, value, {"schedule": data["schedule"]})) is not None:
+            raise DataError(f"{technique.name} is {value}, and {found.other} is {data[found.other]}")
     try:
         read_pins(data.get("request", {}).get("pins", ()))
     except UsageError as error:

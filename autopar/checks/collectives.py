@@ -27,12 +27,13 @@ from autopar.flow import gradient_flow, placeholders
 from autopar.ops.cost import tensors
 from autopar.ops.meta import meta
 from autopar.ops.operands import operands
-from autopar.plan import Axis, local_steps
+from autopar.plan import Axis
 from autopar.price.moves import Move, layer_moves, wire
 from autopar.program import kernels
 from autopar.rules.traffic import kernel_traffic
 from autopar.sharding import Sharding, local_shape
 from autopar.techniques.overlap import TENSOR
+from autopar.techniques.sync import local_steps
 from autopar.types import Collective, I, P, R, S, SpmdType, conversion
 from passes.collectives import MICROBATCH, convert, share
 from passes.layer import LocalLayer

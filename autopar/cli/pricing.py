@@ -22,7 +22,7 @@ from autopar.devices import Cluster, parse
 from autopar.errors import BatchError, UsageError
 from autopar.graph import Graph
 from autopar.ops.cost import is_attention
-from autopar.pins import OF_PLAN, OWNERS, PlanPins, check_sync
+from autopar.pins import OF_PLAN, OWNERS, PlanPins
 from autopar.plan import (
     REPLICATING,
     LayerPlan,
@@ -210,9 +210,10 @@ def write_plan(graph: Graph, cluster: Cluster, request: Mapping[str, Any]) -> Pl
                 f"a global batch of {graph.batch_size} does not divide into microbatches of {size} on {rest} data-parallel devices",
                 f"--microbatch times {rest} must divide it; without --microbatch there is one microbatch",
             )
-    whole = PlanPins(sync=request.get("sync"), schedule=request.get("schedule"))
-    check_sync(whole, "every layer", request.get("zero"), None)
-    check_replicas(graph, request.get("sync"), [rest // expert, rest])  # layers with experts, and without
+    names = (*OF_PLAN, "zero")
+    whole: PlanPins = PlanPins(**{name: request.get(name) for name in names if name in request})
+    whole.check("every layer", whole)
+    check_replicas(graph, whole, [rest // expert, rest])  # layers with experts, and without
     pins = {name: request.get(name) for name in (*OF_PLAN, "tensor", "expert", *OWNERS)}
     pins |= {"data": rest // expert, "ring": context, "microbatches": microbatches}
     how: dict[str, Any] = {"sequence": bool(request.get("sequence")), "compiled": cluster.kind != "cpu", **pins}

@@ -11,9 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.cli.console import plain_table
-from autopar.plan import ALL_REDUCE, GIVEN, LayerPlan, Memory, Plan, StagePlan, Strategy
+from autopar.plan import GIVEN, LayerPlan, Memory, Plan, StagePlan, Strategy
 from autopar.schedules import V_SHAPED
 from autopar.techniques import LAYER
+from autopar.techniques.sync import SYNC
 from autopar.units import seconds, size
 
 _BAR = 20  # characters of a full bar
@@ -60,8 +61,8 @@ def _overview(plan: Plan) -> RenderableType:
     table.add_row("mesh", f"{axes}{spread}" + (" (last axis innermost)" if len(plan.mesh) > 1 else ""))
     batch = f"{plan.global_batch:,} in {_plural(plan.microbatches, 'microbatch', 'microbatches')}"
     table.add_row("batch", batch if plan.schedule == "none" else f"{batch}, schedule {plan.schedule}")
-    if plan.sync != ALL_REDUCE:
-        table.add_row("replicas", f"synchronized by {plan.sync}")
+    if words := SYNC.said(plan.sync):
+        table.add_row(SYNC.subject, words)
     table.add_row("precision", plan.precision)
     return table
 

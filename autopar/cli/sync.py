@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 from autopar.cli.console import console, plain_table
 from autopar.devices import Cluster, parse
-from autopar.plan import ALL_REDUCE, LOCAL_STEPS, PARAMETER_SERVER, Axis
+from autopar.plan import Axis
 from autopar.price.algorithms import ALGORITHMS, algorithm
 from autopar.price.collectives import group, group_time_s
 from autopar.price.state import Precision
 from autopar.price.state import precision as numbers_of
+from autopar.techniques.sync import ALL_REDUCE, LOCAL_STEPS, PARAMETER_SERVER
 from autopar.types import Collective
 from autopar.units import parse_count, seconds, size
 

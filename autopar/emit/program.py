@@ -24,7 +24,7 @@ from autopar.emit.stage import layer_attribute, layer_spec, owned_attribute, spe
 from autopar.errors import ModelError, UsageError
 from autopar.graph import Graph
 from autopar.ops.meta import meta
-from autopar.plan import Plan, given_up, local_steps
+from autopar.plan import Plan, given_up
 from autopar.precision import FLOAT16, name_of
 from autopar.program import FILES, copy_runtime
 from autopar.program.chimera import ORDERS
@@ -33,6 +33,7 @@ from autopar.program.type_check import write_digests
 from autopar.schedules.orders import device_order
 from autopar.shard import plan_shardings
 from autopar.techniques import said
+from autopar.techniques.sync import local_steps
 from passes.stages import LocalProgram, cut_stages
 
 _HEADER = '''"""{model} on {devices}: {summary}.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 
 from autopar.plan import (
-    ALL_REDUCE,
-    APART,
     DEGREES,
     FP8,
     MICROBATCH_STATISTICS,
@@ -14,10 +12,10 @@ from autopar.plan import (
     REPLICATING,
     Plan,
     Strategy,
-    local_steps,
 )
 from autopar.precision import TF32
 from autopar.techniques import GIVEN_UP, LAYER
+from autopar.techniques.sync import SYNC
 
 
 def main_strategy(plan: Plan) -> Strategy:
@@ -40,10 +38,8 @@ def describe(plan: Plan) -> str:
         parts.append(f"ZeRO {zeros[0]}" if len(zeros) == 1 else f"ZeRO {zeros[0]} to {zeros[-1]}")
         if (copies := max(layer.strategy.replicate for layer in plan.layers)) > 1:
             parts[-1] += f" in {copies} copies"
-    if steps := local_steps(plan.sync):
-        parts.append(f"parameters averaged every {steps} steps ({APART}: not exact)")
-    elif plan.sync != ALL_REDUCE:
-        parts.append(plan.sync.replace("-", " "))
+    if words := SYNC.said(plan.sync):
+        parts.append(f"{SYNC.subject} {words}")
     parts.append(f"{plan.microbatches} microbatches" if plan.microbatches > 1 else "1 microbatch")
     if MICROBATCH_STATISTICS in plan.allow:
         parts[-1] += f" with losses of their own ({MICROBATCH_STATISTICS}: not exact)"

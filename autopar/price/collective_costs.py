@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autopar.devices import Cluster
-from autopar.plan import PARAMETER_SERVER, SELECTIVE, Axis, Strategy, local_steps
+from autopar.plan import SELECTIVE, Axis, Strategy
 from autopar.price.collectives import FLAT, SHARDED, Group, group, group_time_s
 from autopar.price.layer import Bound, Runs, gathers, way_over
 from autopar.price.moves import Move
 from autopar.price.replicas import Tensors
 from autopar.price.state import Precision
+from autopar.techniques.sync import PARAMETER_SERVER, local_steps
 from autopar.types import Collective
 
 _SILENT = (Collective.NONE, Collective.LOCAL)

@@ -13,7 +13,7 @@ from autopar.flow import gradient_flow
 from autopar.graph import Graph, LayerClass
 from autopar.layer_price import LayerPrice
 from autopar.ops.compilation import stays_eager
-from autopar.plan import ALL_REDUCE, Axis, Recomputation, Role, Strategy, local_steps
+from autopar.plan import Axis, Recomputation, Role, Strategy
 from autopar.price import table as tables
 from autopar.price.collective_costs import CollectiveCost, layer_collectives, move_collectives, replica_collectives
 from autopar.price.collectives import p2p_s
@@ -45,6 +45,7 @@ from autopar.sharding import AxisTypes, Sharding
 from autopar.techniques import Options
 from autopar.techniques.logits import LOGITS, SLICED
 from autopar.techniques.overlap import HALVES, OVERLAP, TENSOR
+from autopar.techniques.sync import ALL_REDUCE, local_steps
 from autopar.types import SpmdType
 from passes.halves import ODD, Turns, is_chained, refusal, turns_of
 from passes.pad import pad_class

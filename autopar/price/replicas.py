@@ -6,10 +6,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.devices import Cluster
-from autopar.plan import PARAMETER_SERVER, Axis, local_steps
+from autopar.plan import Axis
 from autopar.price.collectives import Group, group
 from autopar.price.state import Precision
 from autopar.price.trainer import Trainer
+from autopar.techniques.sync import PARAMETER_SERVER, local_steps
 from autopar.types import Collective
 
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph import Graph
-from autopar.plan import ALL_REDUCE, FP8, PinPrice, Plan
+from autopar.plan import FP8, PinPrice, Plan
 from autopar.precision import FLOAT8, TF32
 from autopar.schedules import copies_of
 from autopar.search.bounds.cheap import fewest_seconds
@@ -47,6 +47,7 @@ from autopar.search.problem import (
 from autopar.search.state import State
 from autopar.search.steps import ONE_STAGE, advance, decided, engine_of, nothing_fits, segmented
 from autopar.search.tables import Instance
+from autopar.techniques.sync import SYNC
 from autopar.techniques.technique import ANY
 from autopar.units import gigabytes
 
@@ -136,7 +137,9 @@ def explore(
     if cluster.count < 1:
         raise UsageError(f"a plan needs at least one device, not {cluster.count}")
     deadline = time.monotonic() + options.time_limit_s
-    pricer = pricer.of_program(options.prefetch or 1, options.sync or ALL_REDUCE).mirrored(copies_of(options.schedule))
+    pricer = pricer.of_program(options.prefetch or 1, options.of(SYNC.name) or SYNC.default).mirrored(
+        copies_of(options.schedule)
+    )
     options = replace(options, compiled=pricer.compiled, nvme=cluster.has_nvme)
     state = State(options, Prices(graph, cluster, pricer, options, shared), pricer, deadline, step_s=known_s)
     opened = _open_all(graph, cluster, state)

@@ -14,9 +14,8 @@ from typing import Any
 
 from autopar.errors import BatchError, UsageError
 from autopar.graph import Graph
-from autopar.pins import PlanPins, check_sync, checked
+from autopar.pins import PlanPins, checked
 from autopar.plan import (
-    ALL_REDUCE,
     BATCHES,
     REPLICATING,
     Axis,
@@ -33,7 +32,8 @@ from autopar.plan import (
 from autopar.schedules import Schedule, check_schedule, default_schedule
 from autopar.search.options import check_allowed, check_refused, check_replicas
 from autopar.segments import shortened
-from autopar.techniques import LAYER, Options
+from autopar.techniques import LAYER, PLAN, Options
+from autopar.techniques.sync import SYNC
 from autopar.techniques.technique import ANY, PERMISSIVE
 
 
@@ -116,7 +116,7 @@ def manual_plan(
     chosen = dict(enumerate(shortened(graph, [_possible(graph, i, s) for i, s in enumerate(own)], bounds)))
     for index, strategy in chosen.items():
         _check_strategy(graph, mesh, given, index, strategy)
-    check_allowed(allow, given.sync, _given_up(chosen.values()))
+    check_allowed(allow, _given_up(given, chosen.values()))
     sync = _sync(graph, mesh, given, chosen.values())
     size = math.prod(axis.size for axis in mesh)
     return Plan(
@@ -146,9 +146,10 @@ def _possible(graph: Graph, layer: int, strategy: Strategy) -> Strategy:
     return strategy.but(**{t.name: t.default for t, _ in strategy.options.chosen if t.refusal(graph, cls)})
 
 
-def _given_up(strategies: Collection[Strategy]) -> dict[str, str]:
+def _given_up(given: PlanPins, strategies: Collection[Strategy]) -> dict[str, str]:
     """The exactness that techniques give up, each with the value that does."""
     chosen = [(technique, value) for s in strategies for technique, value in s.options.chosen]
+    chosen += [(technique, given.of(technique.name) or technique.default) for technique in PLAN]
     return {name: f"{t.name}={value}" for t, value in chosen if (name := t.way(value).gives_up)}
 
 
@@ -160,7 +161,7 @@ def _common(mesh: tuple[Axis, ...], roles: tuple[Role, ...], given: PlanPins, co
                 f"{technique.name}={ANY} leaves the decision to a search, and a manual plan is not searched",
                 f"write {', '.join(technique.values)}",
             )
-    given.check("every layer", given.schedule)
+    given.check("every layer", given)
     zero = (given.zero or 0) if Strategy(roles).degree(mesh, *REPLICATING) > 1 else 0
     context = replace(PERMISSIVE, several=(given.microbatches or 1) > 1, compiled=compiled)
     least = {technique.name: technique.least(given.of, context) for technique in LAYER}
@@ -171,11 +172,11 @@ def _common(mesh: tuple[Axis, ...], roles: tuple[Role, ...], given: PlanPins, co
 
 
 def _sync(graph: Graph, mesh: tuple[Axis, ...], given: PlanPins, strategies: Collection[Strategy]) -> str:
-    """How replicas are synchronised. Under local steps all layers have the same data axes."""
+    """How replicas are synchronised. Where that gives up exactness, all layers must have the same data axes."""
     axes = {strategy.replicas(mesh)[0] for strategy in strategies}
     degrees = [s.degree(mesh, Role.DATA) for s in strategies]
-    check_replicas(graph, given.sync, [None] if len(axes) > 1 else degrees)
-    return effective_sync(given.sync or ALL_REDUCE, mesh, strategies)
+    check_replicas(graph, given, [None] if len(axes) > 1 else degrees)
+    return effective_sync(given.of(SYNC.name) or SYNC.default, mesh, strategies)
 
 
 def _roles(mesh: tuple[Axis, ...], sequence: bool) -> tuple[Role, ...]:
@@ -217,7 +218,14 @@ def _bounds(count: int, stages: int, cuts: tuple[int, ...] | None) -> tuple[int,
 
 def _check_strategy(graph: Graph, mesh: tuple[Axis, ...], given: PlanPins, index: int, strategy: Strategy) -> None:
     """Raise if a layer's strategy does not fit the mesh or the pins of the plan, or if its data axes do not divide the batch."""
-    check_sync(given, graph.layers[index].name, strategy.zero, strategy.replicate)
+    for technique in PLAN:
+        value = given.of(technique.name) or technique.default
+        if strategy.zero > technique.way(value).most_zero:
+            raise UsageError(
+                f"{technique.name}={value} needs whole parameters and gradients on every replica, and {graph.layers[index].name} has ZeRO "
+                f"{strategy.zero}",
+                f"leave zero out, or leave {technique.name} out",
+            )
     if len(strategy.roles) != len(mesh):
         raise UsageError(
             f"the strategy of layer {index} has {len(strategy.roles)} roles for a mesh of {len(mesh)} axes"

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.graph import Graph
-from autopar.plan import APART, FP8, NARROW_GRADIENTS, NARROW_MOMENTS, Plan, Role, Strategy, local_steps
+from autopar.plan import FP8, NARROW_GRADIENTS, NARROW_MOMENTS, Plan, Role, Strategy
 from autopar.precision import TF32
 from autopar.search.problem import Choice, Devices, Mesh, Pricer
 from autopar.techniques import LAYER
 from autopar.techniques.overlap import HALVES, nothing_halved
+from autopar.techniques.sync import SYNC
 from autopar.units import size
 
 
@@ -59,13 +60,8 @@ def notes_of(graph: Graph, choice: Choice, strategies: Sequence[Strategy], mesh:
 
 def sync_notes(sync: str) -> tuple[str, ...]:
     """A note on replicas that are not synchronised in every step."""
-    if not (steps := local_steps(sync)):
-        return ()
-    every = "in every step" if steps == 1 else f"every {steps} steps"
-    return (
-        f"not exact, as {APART} allows: each replica updates with the gradients of its own samples, and parameters are averaged {every}; "
-        "optimizer states are not",
-    )
+    found = SYNC.note((), 0, sync)
+    return (found,) if found else ()
 
 
 def outside_notes(outside: Sequence[tuple[int, int]], stages: Sequence[Devices]) -> tuple[str, ...]:

@@ -12,9 +12,9 @@ from fnmatch import fnmatchcase
 
 from autopar.errors import UsageError
 from autopar.graph import Graph
-from autopar.pins import OF_LAYER, OWNERS, PINS, LayerPins, PlanPins, Value, check_sync, checked
-from autopar.plan import ALLOWED, APART, Role, local_steps
-from autopar.techniques import LAYER
+from autopar.pins import OF_LAYER, PINS, LayerPins, PlanPins, Value, checked, technique_of
+from autopar.plan import ALLOWED, Role
+from autopar.techniques import ALL, LAYER, PLAN
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +70,14 @@ class SearchOptions(PlanPins):
             else:
                 object.__setattr__(self, key, value)
         object.__setattr__(self, "pin", some)
-        check_allowed(self.allow, self.sync, self.given_up)
+        check_allowed(self.allow, self.given_up)
 
     @property
     def given_up(self) -> dict[str, str]:
         """The exactness that the pins give up, each with a pin that does."""
         found = {}
         for key, value in self.pins.items():
-            if (technique := OWNERS.get(name := key.rpartition(".")[2])) is not None:
+            if (technique := technique_of(name := key.rpartition(".")[2])) is not None:
                 ways = [technique.way(v) for v in technique.admitted({name: value}.get)]
                 if ways and all(way.gives_up for way in ways):
                     found[ways[0].gives_up] = f"{name}={value}"
@@ -102,43 +102,27 @@ class SearchOptions(PlanPins):
         return replace(self, **{key: None})  # type: ignore[arg-type]
 
 
-def check_allowed(allow: Collection[str], sync: str | None = None, given_up: Mapping[str, str] | None = None) -> None:
-    """Raise ``UsageError`` if ``allow`` is not a set of names in ``ALLOWED``, or does not name what ``sync`` or techniques give up
+def check_allowed(allow: Collection[str], given_up: Mapping[str, str] | None = None) -> None:
+    """Raise ``UsageError`` if ``allow`` is not a set of names in ``ALLOWED``, or does not name what pins give up
     (``SearchOptions.given_up``)."""
     if isinstance(allow, str) or not set(allow) <= set(ALLOWED):
         raise UsageError(f"allow={allow!r} is not known", f"it is a set of: {', '.join(ALLOWED)}")
-    if local_steps(sync) and APART not in allow:
-        raise UsageError(
-            f"sync={sync} is not exact: between two averages every replica trains by itself, which one device does not",
-            f"allow={{'{APART}'}} (--allow {APART.replace('_', '-')}) gives that up; or leave sync out",
-        )
     for name, pin in (given_up or {}).items():
         if name not in allow:
-            way = next(way for technique in LAYER for way in technique.ways if way.gives_up == name)
+            way = next(way for technique in ALL for way in technique.ways if way.gives_up == name)
             raise UsageError(
                 f"{pin} is not exact: {way.inexact}",
                 f"allow={{'{name}'}} (--allow {name.replace('_', '-')}) gives that up; or leave it out",
             )
 
 
-def check_replicas(graph: Graph, sync: str | None, degrees: Sequence[int | None]) -> None:
-    """Raise ``UsageError`` if ``sync`` asks that replicas train apart, and ``graph`` does not admit it. ``degrees`` are the layers' pinned
-    degrees of data parallelism: the number of replicas is the user's decision, since it changes what is computed."""
-    if not local_steps(sync):
-        return
-    hint = "leave sync out: other synchronisations compute what one device computes"
-    if graph.unmicrobatchable:
-        raise UsageError(f"sync={sync}: replicas cannot train apart: {graph.unmicrobatchable}", hint)
-    if graph.buffers:
-        raise UsageError(
-            f"sync={sync}: replicas cannot train apart: the model writes {next(iter(graph.buffers))}", hint
-        )
-    if len(set(degrees)) > 1 or None in degrees:
-        found = ", ".join("any" if n is None else str(n) for n in dict.fromkeys(degrees))
-        raise UsageError(
-            f"sync={sync} needs one number of replicas, which decides what is computed, and the layers' data degrees are {found}",
-            "pin data, for every layer alike, and leave expert out",
-        )
+def check_replicas(graph: Graph, plan: PlanPins, data: Sequence[int | None]) -> None:
+    """Raise ``UsageError`` if ``graph`` does not admit a technique of the plan that is pinned. ``data`` are the layers' pinned degrees of
+    data parallelism."""
+    for technique in PLAN:
+        value = plan.of(technique.name)
+        if value is not None and (reason := technique.refusal_of_plan(graph, value, data)):
+            raise UsageError(f"{technique.name}={value}: {reason}", technique.advice)
 
 
 def pins_by_layer(graph: Graph, options: SearchOptions) -> tuple[LayerPins, ...]:
@@ -168,12 +152,11 @@ def pins_by_layer(graph: Graph, options: SearchOptions) -> tuple[LayerPins, ...]
                 )
             found[i] = replace(found[i], **{name: value})  # type: ignore[arg-type]
     for layer, pins in zip(graph.layers, found, strict=True):
-        pins.check(layer.name, options.schedule)
-        check_sync(options, layer.name, pins.zero, pins.replicate)
+        pins.check(layer.name, options)
     check_refused(graph, found)
     if any(pins.expert for pins in found):
         found = [_of_experts(graph, i, pins) for i, pins in enumerate(found)]
-    check_replicas(graph, options.sync, [pins.data for pins in found])
+    check_replicas(graph, options, [pins.data for pins in found])
     return tuple(found)
 
 

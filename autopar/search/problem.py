@@ -48,7 +48,6 @@ from autopar.graph import Graph
 from autopar.layer_price import LayerPrice
 from autopar.pins import LayerPins
 from autopar.plan import (
-    ALL_REDUCE,
     Axis,
     Role,
     Strategy,
@@ -66,7 +65,7 @@ from autopar.schedules import (
 )
 from autopar.search.manual import make_mesh
 from autopar.search.options import SearchOptions
-from autopar.techniques import LAYER, UNDER_SPLIT, Options, conflict
+from autopar.techniques import LAYER, PLAN, UNDER_SPLIT, Options, conflict
 from autopar.techniques.technique import Context
 
 Mesh = tuple[Axis, ...]
@@ -259,7 +258,8 @@ def strategies(
             continue
         prefix = prefixes[-1]
         roles = (Role.DATA,) * prefix + (Role.IDLE,) * (outer - prefix) + suffix
-        if options.sync not in (None, ALL_REDUCE):
+        most = min(t.way(options.of(t.name) or t.default).most_zero for t in PLAN)
+        if most == 0:
             pins = replace(pins, zero=0)
         for zero, copies in _zeros(mesh, roles, gpus_per_node, pins):
             found += [Strategy(roles, zero, copies, way) for way in ways_of[zero]]

@@ -1,7 +1,7 @@
-"""The techniques of layers, and what is made from all of them.
+"""The techniques of layers and plans, and what is made from all of them.
 
-To add one: write its file, and put it into ``LAYER``. Nothing else in plans, pins, options, comparisons, descriptions and ``verify`` knows
-its name.
+To add one: write its file, and put it into ``LAYER`` or ``PLAN``. Nothing else in plans, pins, options, comparisons, descriptions and
+``verify`` knows its name.
 """
 
 from __future__ import annotations
@@ -16,14 +16,19 @@ from autopar.techniques.logits import LOGITS
 from autopar.techniques.overlap import OVERLAP
 from autopar.techniques.reduce import REDUCE
 from autopar.techniques.states import STATES
+from autopar.techniques.sync import SYNC
 from autopar.techniques.technique import Conflict, Technique
 
 LAYER: tuple[Technique, ...] = (LOGITS, REDUCE, ACTIVATIONS, STATES, OVERLAP, COMPILATION)
 """Every technique of a layer. A search varies the last ones first."""
 
+PLAN: tuple[Technique, ...] = (SYNC,)
+"""Every technique of the whole plan."""
+
+ALL = (*PLAN, *LAYER)
 BY_NAME = {technique.name: technique for technique in LAYER}
 
-GIVEN_UP = tuple(way.gives_up for technique in LAYER for way in technique.ways if way.gives_up)
+GIVEN_UP = tuple(way.gives_up for technique in (*LAYER, *PLAN) for way in technique.ways if way.gives_up)
 """The kinds of exactness that techniques give up."""
 
 _made: dict[tuple[str, ...], Options] = {}

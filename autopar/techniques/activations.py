@@ -33,7 +33,7 @@ class Activations(Technique):
     ways = (
         Way(KEEP),
         Way(SELECTIVE, "recomputed in part", "in part"),
-        Way(FULL, "recomputed", "recomputed"),
+        Way(FULL, "recomputed", "recomputed", counted=2),
         Way(HOST, "with activations in the host's memory", "in the host", elsewhere=True),
         Way(FULL_HOST, "recomputed, with inputs in the host's memory", "recomputed, input in the host", elsewhere=True),
         Way(
@@ -50,7 +50,6 @@ class Activations(Technique):
         "in the host's memory; in 8 bits (if `int8_activations` is allowed)"
     )
     example = "activations=full"
-    counted = FULL
     optional = True
     former_pins = (
         Pin(
@@ -148,7 +147,7 @@ class Activations(Technique):
         wrong = {
             f"segments of {segment} layers, and its recomputation is {kind}": segment > 1 and kind != "full",
             f"segments of {segment} layers, and offloads its activations": segment > 1 and aside,
-            f"selective recomputation, and offloads its activations": kind == "selective" and aside,
+            "selective recomputation, and offloads its activations": kind == "selective" and aside,
             f"activations saved as {saved}, and its recomputation is {kind}": saved != "exact" and kind != "none",
             f"activations saved as {saved}, and offloads them": saved != "exact" and aside,
         }

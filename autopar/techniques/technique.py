@@ -20,6 +20,9 @@ Value = int | str | bool
 Case = tuple[str, dict[str, Any]]
 """The name of a plan that ``verify`` runs, and its pins."""
 
+LAYER, PLAN = "layer", "plan"
+"""The scopes of techniques."""
+
 ANY = "any"
 """The value of a pin that leaves to the search what it would not try by itself."""
 
@@ -28,7 +31,7 @@ ANY = "any"
 class Pin:
     """One row of the table of pins. Without ``values`` a pin is a whole number from ``least`` to ``most``; with ``switch`` its values also
     have the short forms ``True``, for the last one, and ``False``, for the first one. ``counted`` is a value that may be followed by a
-    colon and a whole number. ``former``: a spelling of before, which another pin has replaced."""
+    colon and a whole number from ``least``. ``former``: a spelling of before, which another pin has replaced."""
 
     name: str
     of_layer: bool
@@ -58,8 +61,9 @@ class Pin:
         if self.switch and isinstance(value, bool):
             return self.values[-1 if value else 0]
         if self.values:
-            counted = bool(self.counted) and re.fullmatch(rf"{self.counted}:[1-9]\d*", str(value)) is not None
-            fits = value in self.values or counted
+            name, _, number = str(value).partition(":")
+            counted = bool(self.counted) and name == self.counted and re.fullmatch(r"[1-9]\d{0,8}", number, re.ASCII)
+            fits = value in self.values or bool(counted and int(number) >= self.least)
         else:
             whole = isinstance(value, int) and not isinstance(value, bool)
             fits = whole and int(value) >= self.least and (self.most is None or int(value) <= self.most)
@@ -77,8 +81,9 @@ class Way:
 
     ``said`` is what it does to the technique's subject, as in "30 of 34 layers **recomputed**"; empty where there is nothing to say.
     ``cell`` stands for it in a table. ``gives_up`` names the exactness that a user must allow (of ``plan.ALLOWED``), and ``inexact`` says
-    what is not exact. ``zero`` is the least ZeRO stage under which a layer may have it. ``elsewhere``: it needs memory besides the
-    device's.
+    what is not exact. Layers may have it under the ZeRO stages from ``zero`` to ``most_zero``. ``elsewhere``: it needs memory besides the
+    device's. ``counted``: it is followed by a colon and a number from this one (``full:4``); from 2, the value without a number is that
+    of 1.
     """
 
     name: str
@@ -87,7 +92,9 @@ class Way:
     gives_up: str = ""
     inexact: str = ""
     zero: int = 0
+    most_zero: int = 3
     elsewhere: bool = False
+    counted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +136,8 @@ Pinned = Callable[[str], Any]
 class Technique:
     """The base of all techniques. A subclass sets the attributes, and overrides the methods in which it differs."""
 
+    scope: ClassVar[str] = LAYER
+    """Whether each layer has a value, or the whole plan."""
     name: ClassVar[str]
     ways: ClassVar[tuple[Way, ...]]
     """The values; the first is the default."""
@@ -140,8 +149,6 @@ class Technique:
     of_one: ClassVar[bool] = False
     """Whether one layer alone has a choice."""
     switch: ClassVar[bool] = False
-    counted: ClassVar[str] = ""
-    """A value that may be followed by a colon and a number from 2: ``full:4``."""
     optional: ClassVar[bool] = False
     """Whether a pin has the value ``any``, for values that a search would not try by itself."""
     missing: ClassVar[str] = ""
@@ -185,14 +192,30 @@ class Technique:
         """Whether ``value`` is a value in its one spelling."""
         if not isinstance(value, str):
             return False
-        form = rf"{self.counted}:(?:[2-9]|[1-9]\d{{1,8}})" if self.counted else ""
-        return value in self.values or (bool(form) and re.fullmatch(form, value, re.ASCII) is not None)
+        name, colon, number = value.partition(":")
+        way = next((way for way in self.ways if way.name == name), None)
+        if way is None or not colon:
+            return way is not None and way.counted != 1
+        return (
+            bool(way.counted)
+            and re.fullmatch(r"[1-9]\d{0,8}", number, re.ASCII) is not None
+            and int(number) >= way.counted
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The values as one writes them."""
+        plain = (way.name for way in self.ways if way.counted != 1)
+        return (*plain, *(f"{way.name}:K" for way in self.ways if way.counted))
 
     @property
     def pin(self) -> Pin:
         """The row of the table of pins."""
         values = (*self.values, ANY) if self.optional else self.values
-        return Pin(self.name, True, self.meaning, self.example, values, switch=self.switch, counted=self.counted)
+        counted = next((way for way in self.ways if way.counted), None)
+        plain = tuple(value for value in values if self.known(value) or value == ANY)
+        form = {} if counted is None else {"counted": counted.name, "least": counted.counted}
+        return Pin(self.name, self.scope == LAYER, self.meaning, self.example, plain, switch=self.switch, **form)  # type: ignore[arg-type]
 
     def said(self, value: str) -> str:
         """What the value does to the subject; empty for nothing to say."""
@@ -237,6 +260,11 @@ class Technique:
         """Why layers of a class have the default alone, as the end of a sentence about one; empty if they have a choice."""
         return ""
 
+    def refusal_of_plan(self, graph: Any, value: str, data: Sequence[int | None]) -> str:
+        """Why a plan of ``graph`` cannot have a value; empty if it can. ``data`` are the layers' pinned degrees of data parallelism,
+        ``None`` where one is free."""
+        return ""
+
     def refused_roles(self, value: str, roles: Sequence[Any]) -> str:
         """Why a layer with these roles cannot have a value, as the end of a sentence about it; empty if it can."""
         return ""
@@ -244,11 +272,6 @@ class Technique:
     def pays_beside(self, value: str, options: Mapping[str, str]) -> bool:
         """Whether a value that no pin asks for is tried beside the values of the other techniques."""
         return True
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The values as one writes them."""
-        return (*self.values, f"{self.counted}:K") if self.counted else self.values
 
     def unreadable(self, layer: Mapping[str, Any]) -> str:
         """What a layer in a plan file has, if its fields of before say no value of today; empty if they do."""

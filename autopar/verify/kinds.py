@@ -13,7 +13,7 @@ from typing import Any
 
 from autopar.errors import UsageError
 from autopar.graph import Graph
-from autopar.plan import PARAMETER_SERVER, Plan, Role, Strategy
+from autopar.plan import Plan, Role, Strategy
 from autopar.schedules import (
     CHIMERA,
     DUALPIPE_V,
@@ -26,7 +26,7 @@ from autopar.schedules import (
 )
 from autopar.search.manual import grid_mesh, make_mesh, manual_plan
 from autopar.shard import plan_shardings
-from autopar.techniques import LAYER
+from autopar.techniques import ALL
 from passes.stages import check_halves
 
 DEGREES = ("pipeline", "data", "expert", "ring", "ulysses", "tensor")
@@ -95,7 +95,6 @@ def kinds(devices: int) -> tuple[Kind, ...]:
         *_single(devices),
         *_combined(devices),
         *_both_ways(devices),
-        *_served(devices),
         *_mixed(devices),
     )
 
@@ -104,7 +103,6 @@ def _single(n: int) -> tuple[Kind, ...]:
     return (
         kind(f"data {n}", data=n, microbatches=2),
         *(kind(f"data {n}, zero {zero}", data=n, zero=zero, microbatches=2) for zero in (1, 2, 3)),
-        kind(f"data {n}, parameter server", data=n, sync=PARAMETER_SERVER, microbatches=2),
         kind(f"tensor {n}", tensor=n),
         kind(f"tensor+sequence {n}", tensor=n, sequence=True),
         kind(f"ulysses {n}", ulysses=n),
@@ -120,7 +118,7 @@ def _single(n: int) -> tuple[Kind, ...]:
         ),
         # more than three devices would require models of many layers
         *(_in_chunks(n) if n <= 3 else ()),
-        *(kind(name, **pins) for technique in LAYER for name, pins in technique.cases(n)),
+        *(kind(name, **pins) for technique in ALL for name, pins in technique.cases(n)),
     )
 
 
@@ -229,26 +227,6 @@ def _split(half: int) -> tuple[Kind, ...]:
             schedule=DUALPIPE_V,
             **two,
         ),
-    )
-
-
-def _served(n: int) -> tuple[Kind, ...]:
-    """Parameter servers of each stage or slice."""
-    if n % 2 or n < 4:
-        return ()
-    half = n // 2
-    served = {"data": half, "sync": PARAMETER_SERVER, "pipeline": 2, "microbatches": 4}
-    return (
-        kind(
-            f"data {half} x tensor+sequence 2, parameter server",
-            data=half,
-            tensor=2,
-            sequence=True,
-            sync=PARAMETER_SERVER,
-        ),
-        kind(f"ring 2 x ulysses {half}, parameter server", ring=2, ulysses=half, sync=PARAMETER_SERVER),
-        kind(f"pipeline 2 x data {half}, parameter server, recompute", **served, schedule=ONE_F_ONE_B, recompute=True),
-        kind(f"pipeline 2, zero bubble x data {half}, parameter server", **served, schedule=ZERO_BUBBLE),
     )
 
 

@@ -13,13 +13,14 @@ from dataclasses import replace
 
 from autopar.errors import UsageError
 from autopar.graph import Graph
-from autopar.plan import ALL_REDUCE, Axis, Plan, Role, Strategy
+from autopar.plan import Axis, Plan, Role, Strategy
 from autopar.schedules import CHIMERA, GPIPE, SPLIT, Schedule, default_schedule, refusal
 from autopar.search.manual import make_mesh, manual_plan
 from autopar.shard.plan import LayerTypes, layer_sharding, plan_shardings
 from autopar.techniques import Options, said
 from autopar.techniques.activations import ACTIVATIONS, FULL, KEEP, SELECTIVE
 from autopar.techniques.reduce import REDUCE, STEP
+from autopar.techniques.sync import SYNC
 
 _TRIES = 200  # most draws of a model with ordinary sizes are admitted; a model that admits none of 200 admits hardly any plan
 _PALETTE = 3  # strategies in one plan: for two kinds of layers, and for the ends
@@ -49,7 +50,7 @@ def describe(plan: Plan) -> str:
     stages = f"{len(plan.stages)} stages{devices} (cut at {cuts}) of " if plan.pipeline > 1 else ""
     mesh = " x ".join(f"{axis.name} {axis.size}" for axis in plan.mesh)
     runs = "; ".join(f"{count} of {text}" for text, count in _runs(plan))
-    sync = f", {plan.sync}" if plan.sync != ALL_REDUCE else ""
+    sync = f", {plan.sync}" if plan.sync != SYNC.default else ""
     return f"{stages}{mesh}, {plan.schedule}, {plan.microbatches} microbatches{sync}: {runs}"
 
 

@@ -17,11 +17,12 @@ from autopar.emit import emit
 from autopar.errors import AutoparError, LaunchError, ProgramError, UsageError
 from autopar.graph import Graph
 from autopar.measure import Error
-from autopar.plan import MICROBATCH_STATISTICS, LayerPlan, Plan, local_steps
+from autopar.plan import MICROBATCH_STATISTICS, LayerPlan, Plan
 from autopar.plan_files import check_model, read_plan
 from autopar.run.pool import WorkerPool
 from autopar.search.options import check_allowed
 from autopar.techniques import GIVEN_UP
+from autopar.techniques.sync import SYNC
 from autopar.units import size
 from autopar.verify.attacks import Attacks, attack
 from autopar.verify.case import check_plan
@@ -128,7 +129,7 @@ def verify_workload(
         for name in (name for name in plan.allow if name in GIVEN_UP):
             run.notes.append(f"numbers were compared with a plan that does not give up {name}")
         plans = [("the given plan", lambda graph: small)]
-        run.reference = FIRST_STEP if local_steps(small.sync) else ""
+        run.reference = FIRST_STEP if SYNC.way(small.sync).gives_up else ""
         if small is not plan:
             run.check_types(plan, real or subject.graph, small.device_count)
     with run.pools:

@@ -67,7 +67,17 @@ def test_consecutive_layers_of_one_strategy_are_one_row():
     plan = make_plan()
     assert [(run.start, len(run.layers)) for run in runs(plan)] == [(0, 1), (1, 6), (7, 1)]
     rendered = text(plan)
-    assert row(rendered, "layers.0 ... layers.5") == ["layers.0", "...", "layers.5", "6", "4", "8", "8", "1", "recomputed"]
+    assert row(rendered, "layers.0 ... layers.5") == [
+        "layers.0",
+        "...",
+        "layers.5",
+        "6",
+        "4",
+        "8",
+        "8",
+        "1",
+        "recomputed",
+    ]
     assert row(rendered, "embed") == ["embed", "1", "32", "-", "-", "3", "-"]
 
 

@@ -175,7 +175,10 @@ def totals(rng: random.Random, plan: dict[str, Any]) -> str:
         if rng.random() < 0.5:  # a file of before
             del layer["activations"]
             kind = rng.choice(("none", "selective", "full"))
-            layer |= {"recomputation": {"kind": kind, "layers": plausible}, "offload": rng.choice(("none", "activations"))}
+            layer |= {
+                "recomputation": {"kind": kind, "layers": plausible},
+                "offload": rng.choice(("none", "activations")),
+            }
         layer["roles"] = [rng.choice(("data", "tensor", "ring", "ulysses", "expert", "idle", "tensor+rows"))]
     if rng.random() < 0.2:
         plan |= {

@@ -14,7 +14,7 @@ from torch import fx
 from autopar.devices import Cluster
 from autopar.graph import Graph, Layer, LayerClass, Value
 from autopar.layer_price import LayerPrice
-from autopar.plan import ALL_REDUCE, Axis, Role, Strategy
+from autopar.plan import Axis, Role, Strategy
 from autopar.price.collectives import group, group_time_s
 from autopar.price.layer import assemble, bind, core, divisible, measure
 from autopar.price.live_memory import Neighbours
@@ -23,6 +23,7 @@ from autopar.price.table import build, flags
 from autopar.price.trainer import EMITTED, Trainer
 from autopar.shard.plan import MICROBATCH
 from autopar.sharding import AxisTypes, Sharding
+from autopar.techniques.sync import ALL_REDUCE
 from autopar.types import Collective, I, P, R, S, SpmdType
 from passes.pad import pad_class
 

@@ -12,7 +12,7 @@ from price_models import chain, llama_block, mlp, mlp_types, price_layer, replic
 from autopar.devices import parse
 from autopar.graph import LayerClass
 from autopar.layer_price import LayerPrice
-from autopar.plan import ALL_REDUCE, Axis, Role, Strategy
+from autopar.plan import Axis, Role, Strategy
 from autopar.price import Pricer, trace
 from autopar.price.collectives import p2p_s
 from autopar.price.layer import move_s
@@ -22,6 +22,7 @@ from autopar.schedules import Schedule
 from autopar.search import SearchOptions, evaluate, search
 from autopar.search.problem import context_of, strategies
 from autopar.sharding import Sharding
+from autopar.techniques.sync import ALL_REDUCE
 from autopar.types import Collective, I, P, R, S, SpmdType
 
 DATA, TENSOR, SEQUENCE = Role.DATA, Role.TENSOR, Role.TENSOR_SEQUENCE

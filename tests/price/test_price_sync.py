@@ -11,10 +11,11 @@ from autopar.devices import Cluster, Gpu, Link, parse
 from autopar.errors import UsageError
 from autopar.explain.describe import describe
 from autopar.layer_price import LayerPrice
-from autopar.plan import ALL_REDUCE, PARAMETER_SERVER, Axis, Role, Strategy
+from autopar.plan import Axis, Role, Strategy
 from autopar.price import Pricer
 from autopar.price.collectives import beside_s
 from autopar.search import SearchOptions, price_pins, reprice, search
+from autopar.techniques.sync import ALL_REDUCE, PARAMETER_SERVER
 from autopar.types import Collective
 
 CLUSTER = parse("2x8xH100-80GB")

@@ -82,7 +82,9 @@ def test_a_pin_leaves_its_value_alone(technique: Technique) -> None:
     """Of pinned values, and of those of before, a search tries what they say; without one, the default is among its candidates."""
     mesh = manual_plan(subject("mlp").graph, data=2).mesh
     free = strategies(mesh, 8, 8, SearchOptions(), context=context_of(SearchOptions(), several=True, chain=8))
-    assert technique.default in {s.options[technique] for s in free} and all(s.options in {*free_options(free)} for s in free)
+    assert technique.default in {s.options[technique] for s in free} and all(
+        s.options in {*free_options(free)} for s in free
+    )
     for value in samples(technique):
         options = SearchOptions(**{technique.name: value}, allow=GIVEN_UP)
         known = context_of(options, several=True, chain=8)

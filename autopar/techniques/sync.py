@@ -1,0 +1,102 @@
+"""How the replicas of data parallelism are synchronised, of the whole plan.
+
+``all-reduce``: each has the sum of all gradients, and updates. With a ``parameter-server`` one rank of each group of replicas gets the sum,
+has the optimizer states, updates, and broadcasts the parameters. With ``local-steps:K`` each replica updates by the gradients of its own
+samples, and every *K* steps the replicas average their parameters (local SGD, Stich 2019, arXiv:1805.09767), which is not exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from autopar.schedules import CHIMERA
+from autopar.techniques.activations import ACTIVATIONS, FULL
+from autopar.techniques.technique import PLAN, Case, Conflict, Technique, Way
+
+ALL_REDUCE, PARAMETER_SERVER, LOCAL_STEPS = "all-reduce", "parameter-server", "local-steps"
+
+APART = "local_steps"
+"""The exactness that ``local-steps`` gives up."""
+
+
+class Sync(Technique):
+    scope = PLAN
+    name = "sync"
+    ways = (
+        Way(ALL_REDUCE, cell=ALL_REDUCE),
+        Way(PARAMETER_SERVER, "synchronized by a parameter server", PARAMETER_SERVER, most_zero=0),
+        Way(
+            LOCAL_STEPS,
+            "averaged every {} steps",
+            LOCAL_STEPS,
+            gives_up=APART,
+            inexact="between two averages every replica trains by itself, which one device does not",
+            most_zero=0,
+            counted=1,
+        ),
+    )
+    subject = "replicas"
+    meaning = "how replicas are synchronized under ZeRO 0; all-reduce where none is pinned"
+    example = "sync=parameter-server"
+    conflicts = (
+        Conflict(
+            (PARAMETER_SERVER, LOCAL_STEPS),
+            "schedule",
+            (CHIMERA,),
+            f"{CHIMERA} sums the gradients of a stage's two copies by {ALL_REDUCE}, which goes with every schedule",
+        ),
+    )
+    advice = f"leave sync out: {ALL_REDUCE} computes what one device computes"
+
+    def refusal_of_plan(self, graph: Any, value: str, data: Sequence[int | None]) -> str:
+        if not self.way(value).gives_up:
+            return ""
+        if graph.unmicrobatchable:
+            return f"replicas cannot train apart: {graph.unmicrobatchable}"
+        if graph.buffers:
+            return f"replicas cannot train apart: the model writes {next(iter(graph.buffers))}"
+        if len(set(data)) > 1 or None in data:
+            found = ", ".join("any" if n is None else str(n) for n in dict.fromkeys(data))
+            return (
+                "the number of replicas decides what is computed: it must be pinned, for every layer alike and without expert "
+                f"parallelism, and the layers' data degrees are {found}"
+            )
+        return ""
+
+    def said(self, value: str) -> str:
+        return self.way(value).said.format(self.split(value)[1])
+
+    def note(self, names: Sequence[str], total: int, value: str) -> str:
+        if not (steps := local_steps(value)):
+            return ""
+        every = "in every step" if steps == 1 else f"every {steps} steps"
+        return (
+            f"not exact, as {APART} allows: each replica updates with the gradients of its own samples, and parameters are averaged "
+            f"{every}; optimizer states are not"
+        )
+
+    def cases(self, n: int) -> Iterator[Case]:
+        server = {self.name: PARAMETER_SERVER}
+        yield f"data {n}, parameter server", {"data": n, "microbatches": 2} | server
+        if n % 2 or n < 4:
+            return
+        half = n // 2
+        yield (
+            f"data {half} x tensor+sequence 2, parameter server",
+            {"data": half, "tensor": 2, "sequence": True} | server,
+        )
+        yield f"ring 2 x ulysses {half}, parameter server", {"ring": 2, "ulysses": half} | server
+        pipelined = {"data": half, "pipeline": 2, "microbatches": 4} | server
+        recomputed = {"schedule": "1f1b", ACTIVATIONS.name: FULL}
+        yield f"pipeline 2 x data {half}, parameter server, recompute", pipelined | recomputed
+        yield f"pipeline 2, zero bubble x data {half}, parameter server", pipelined | {"schedule": "zero-bubble"}
+
+
+SYNC = Sync()
+
+
+def local_steps(sync: str) -> int:
+    """The *K* of ``local-steps:K``; 0 if replicas are synchronised in every step."""
+    kind, steps = SYNC.split(sync)
+    return steps if kind == LOCAL_STEPS else 0
