@@ -103,13 +103,8 @@ def compile(
         if folder is not None and ranks.is_first_of_machine():
             folder_for_program(folder)
         cluster = parse(devices, memory_limit_bytes=request.memory_limit_bytes, calibration=request.calibration)
-        wanted: dict[str, Any] = {
-            "pin": pin or {},
-            "allow": request.allow,
-            "time_limit_s": request.time_limit_s,
-            **pins,
-        }
-        options = SearchOptions(**wanted)
+        pins |= {"pin": pin or {}, "allow": request.allow, "time_limit_s": request.time_limit_s}
+        options = SearchOptions(**pins)
         model = with_tables(model, request.init)
         workload = Workload(model, without_inference(batch), loss_fn, None, request.precision, request.local_batch_norm)
         try:

@@ -13,7 +13,7 @@ from typing import Any
 from autopar.precision import TF32
 from autopar.schedules import Schedule
 from autopar.techniques import DEFAULTS, GIVEN_UP, UNDER_SPLIT, Options, read_options
-from autopar.techniques.activations import ACTIVATIONS, FULL_HOST, HOST, INT8, RECOMPUTED
+from autopar.techniques.activations import ACTIVATIONS, IN_HOST, INT8, RECOMPUTED
 from autopar.techniques.compilation import COMPILATION, LAYERS
 from autopar.techniques.logits import LOGITS, SLICED
 from autopar.techniques.overlap import OVERLAP
@@ -192,7 +192,7 @@ class Strategy:
 
     @property
     def offloads_activations(self) -> bool:
-        return self.options[ACTIVATIONS] in (HOST, FULL_HOST)
+        return self.options[ACTIVATIONS] in IN_HOST
 
     @property
     def saves_int8(self) -> bool:

@@ -17,10 +17,11 @@ from autopar.capture import apart, capture, in_float8
 from autopar.capture.batch import BatchStructure, flatten_batch
 from autopar.errors import AutoparError, BatchError, ModelError, UsageError
 from autopar.graph import Graph
-from autopar.plan import FP8, INT8
+from autopar.plan import FP8
 from autopar.precision import normalise
 from autopar.search.concessions import Concession
 from autopar.shard import annotate
+from autopar.techniques import GIVEN_UP
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def with_concession(graph: Graph, recapture: Recapture, concession: Concession) 
     """The graph of plans that make the concession: of one microbatch where each microbatch has its own statistics and loss, and with
     products in 8 bits where they are allowed."""
     part = apart(graph, lambda rows: recapture(global_batch=rows), concession.microbatches)
-    narrow = tuple(name for name in concession.narrow if name not in (FP8, INT8))
+    narrow = tuple(name for name in concession.narrow if name not in (FP8, *GIVEN_UP))
     part = part if part.narrow == narrow else dataclasses.replace(part, narrow=narrow)
     return in_float8(part) if FP8 in concession.narrow else part
 

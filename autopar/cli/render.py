@@ -99,7 +99,7 @@ def _layers(plan: Plan) -> RenderableType:
     hybrid = any(layer.strategy.replicate > 1 for layer in plan.layers)
     if hybrid:
         table.add_column("copies", justify="right")
-    used = [t for t in LAYER if any(t.said(layer.strategy.options[t]) for layer in plan.layers)]
+    used = [t for t in LAYER if t.shown or any(t.said(layer.strategy.options[t]) for layer in plan.layers)]
     for technique in used:
         table.add_column(technique.name)
     for run in runs(plan):

@@ -102,8 +102,7 @@ def manual_plan(
     mesh = mesh or make_mesh(
         *((name, getattr(given, name) or 1) for name in ("data", "expert", "ring", "ulysses", "tensor"))
     )
-    common = _common(mesh, _roles(mesh, sequence), given, compiled)
-    chosen = dict.fromkeys(range(count), common) | (strategies or {})
+    chosen = dict.fromkeys(range(count), _common(mesh, _roles(mesh, sequence), given, compiled)) | (strategies or {})
     if len(chosen) != count:
         raise UsageError(
             f"strategies are given for layers {sorted(set(chosen) - set(range(count)))}, the model has {count} layers"

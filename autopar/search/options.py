@@ -153,11 +153,24 @@ def pins_by_layer(graph: Graph, options: SearchOptions) -> tuple[LayerPins, ...]
             found[i] = replace(found[i], **{name: value})  # type: ignore[arg-type]
     for layer, pins in zip(graph.layers, found, strict=True):
         pins.check(layer.name, options)
+        _check_searched(layer.name, pins)
     check_refused(graph, found)
     if any(pins.expert for pins in found):
         found = [_of_experts(graph, i, pins) for i, pins in enumerate(found)]
     check_replicas(graph, options, [pins.data for pins in found])
     return tuple(found)
+
+
+def _check_searched(layer: str, pins: LayerPins) -> None:
+    """Raise ``UsageError`` if pins leave a layer only values that no search takes."""
+    for technique in LAYER:
+        reasons = [technique.way(value).unsearched for value in technique.admitted(pins.of)]
+        if all(reasons):
+            value = technique.admitted(pins.of)[0]
+            raise UsageError(
+                f"{layer} is pinned to {technique.name}={value}, which a plan may have and a search does not take: {reasons[0]}",
+                "leave the pin out; `autopar price` prices such a plan",
+            )
 
 
 def check_refused(graph: Graph, pins: Sequence[LayerPins]) -> None:

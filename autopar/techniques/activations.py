@@ -2,9 +2,10 @@
 
 ``full`` recomputes the layer from its input (Chen et al. 2016, arXiv:1604.06174), ``full:4`` four consecutive layers of one class and one
 strategy from the first one's input, ``selective`` all that is cheap to compute again (Korthikanti et al. 2022, arXiv:2205.05198;
-``passes.selective`` selects). ``host`` moves what is kept into the host's memory, ``full+host`` the input of a recomputed layer. ``int8``
-stores it as 8-bit integers (``program.int8``), which is not exact: gradients are computed from rounded numbers. The layer that gives the
-loss keeps what it needs as it is in any case.
+``passes.selective`` selects). ``host`` moves what is kept into the host's memory, ``full+host`` the input of a recomputed layer, and
+``selective+host`` what a layer that is recomputed in part keeps besides the selected values. ``int8`` stores it as 8-bit integers
+(``program.int8``), which is not exact: gradients are computed from rounded numbers. The layer that gives the loss keeps what it needs as it
+is in any case.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any
 
 from autopar.techniques.technique import ANY, Case, Context, Pin, Pinned, Technique, Value, Way
 
-KEEP, SELECTIVE, FULL, HOST, FULL_HOST, INT8 = "keep", "selective", "full", "host", "full+host", "int8"
+KEEP, SELECTIVE, FULL, HOST, INT8 = "keep", "selective", "full", "host", "int8"
+FULL_HOST, SELECTIVE_HOST = "full+host", "selective+host"
 
 INT8_ACTIVATIONS = "int8_activations"
 """The exactness that ``int8`` gives up."""
@@ -22,10 +24,18 @@ INT8_ACTIVATIONS = "int8_activations"
 SEGMENTS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of layers that are tried as one segment of recomputation."""
 
-RECOMPUTED = {KEEP: "none", SELECTIVE: "selective", FULL: "full", HOST: "none", FULL_HOST: "full", INT8: "none"}
+RECOMPUTED = {
+    KEEP: "none",
+    SELECTIVE: "selective",
+    FULL: "full",
+    HOST: "none",
+    FULL_HOST: "full",
+    INT8: "none",
+    SELECTIVE_HOST: "selective",
+}
 """The part of a layer that its backward pass computes again: none, a selection, or all."""
 
-_IN_HOST = (HOST, FULL_HOST)
+IN_HOST = (HOST, FULL_HOST, SELECTIVE_HOST)
 
 
 class Activations(Technique):
@@ -43,8 +53,16 @@ class Activations(Technique):
             gives_up=INT8_ACTIVATIONS,
             inexact="gradients are computed from activations that were rounded to 8 bits",
         ),
+        Way(
+            SELECTIVE_HOST,
+            "recomputed in part, with inputs in the host's memory",
+            "in part, input in the host",
+            elsewhere=True,
+            unsearched="what selective recomputation keeps stays on the device",
+        ),
     )
     subject = "layers"
+    shown = True
     meaning = (
         "what layers keep for the backward pass: everything; a part, the rest is recomputed; their input alone, or that of the first of K; "
         "in the host's memory; in 8 bits (if `int8_activations` is allowed)"
@@ -103,7 +121,7 @@ class Activations(Technique):
     def effort(self, value: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         name, layers = self.split(value)
         again = ("none", "selective", "full").index(RECOMPUTED[name])
-        return (int(name == INT8), int(name in _IN_HOST)), (again, layers)
+        return (int(name == INT8), int(name in IN_HOST)), (again, layers)
 
     def allowed(self, pinned: Pinned, context: Context) -> tuple[str, ...]:
         own, segment = pinned(self.name), pinned("segment")
@@ -111,14 +129,15 @@ class Activations(Technique):
         if (wanted := int(segment or self.split(str(own))[1])) > 1 or segment is not None:
             numbers = [wanted]
         whole = [full(min(n, context.chain)) for n in numbers if n > 1]
-        tried = [*((KEEP, INT8, HOST, SELECTIVE, FULL, FULL_HOST) if 1 in numbers else ()), *whole]
+        tried = [*((KEEP, INT8, HOST, SELECTIVE, FULL, FULL_HOST, SELECTIVE_HOST) if 1 in numbers else ()), *whole]
         to_host = own is not None or pinned("offload") is not None
         wants_8_bits = own == INT8 or pinned("saved") is not None
         return tuple(
             value
             for value in dict.fromkeys(tried)
             if self._says(value, pinned)
-            and (to_host or value not in _IN_HOST)
+            and (to_host or value not in IN_HOST)
+            and (value != SELECTIVE_HOST or ANY not in (own, pinned("offload")))
             and (wants_8_bits or value != INT8 or INT8_ACTIVATIONS in context.allow)
         )
 
@@ -131,7 +150,7 @@ class Activations(Technique):
         name, own = self.split(value)[0], pinned(self.name)
         said = {
             "recompute": RECOMPUTED[name],
-            "offload": "activations" if name in _IN_HOST else "none",
+            "offload": "activations" if name in IN_HOST else "none",
             "saved": "int8" if name == INT8 else "exact",
         }
         fits = own in (None, ANY) or self.split(str(own))[0] == name
@@ -147,7 +166,6 @@ class Activations(Technique):
         wrong = {
             f"segments of {segment} layers, and its recomputation is {kind}": segment > 1 and kind != "full",
             f"segments of {segment} layers, and offloads its activations": segment > 1 and aside,
-            "selective recomputation, and offloads its activations": kind == "selective" and aside,
             f"activations saved as {saved}, and its recomputation is {kind}": saved != "exact" and kind != "none",
             f"activations saved as {saved}, and offloads them": saved != "exact" and aside,
         }
@@ -160,9 +178,11 @@ class Activations(Technique):
         host = layer.get("offload", "none") in ("activations", "both")
         if again["kind"] == "full":
             return FULL_HOST if host else full(again["layers"])
+        if again["kind"] == "selective":
+            return SELECTIVE_HOST if host else SELECTIVE
         if layer.get("saved", "exact") == "int8":
             return INT8
-        return HOST if host else SELECTIVE if again["kind"] == "selective" else KEEP
+        return HOST if host else KEEP
 
     def refused_roles(self, value: str, roles: Sequence[Any]) -> str:
         if value == INT8 and any(role.gathers_parameters for role in roles):

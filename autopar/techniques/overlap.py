@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 
 from autopar.errors import UsageError
 from autopar.schedules import SPLIT
-from autopar.techniques.activations import ACTIVATIONS, FULL, SELECTIVE
+from autopar.techniques.activations import ACTIVATIONS, FULL, SELECTIVE, SELECTIVE_HOST
 from autopar.techniques.technique import Case, Conflict, Technique, Value, Way
 
 TENSOR, NONE, HALVES = "tensor", "none", "halves"
@@ -28,7 +28,7 @@ class Overlap(Technique):
     missing = NONE
     under_split = NONE
     conflicts = (
-        Conflict((HALVES,), ACTIVATIONS.name, (SELECTIVE,), "halves go with full recomputation"),
+        Conflict((HALVES,), ACTIVATIONS.name, (SELECTIVE, SELECTIVE_HOST), "halves go with full recomputation"),
         Conflict((HALVES,), "schedule", tuple(SPLIT), "halves go with schedules of whole backward passes"),
     )
     modules = ("halves", "halves_experts", "kernels_overlap")

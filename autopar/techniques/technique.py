@@ -82,8 +82,8 @@ class Way:
     ``said`` is what it does to the technique's subject, as in "30 of 34 layers **recomputed**"; empty where there is nothing to say.
     ``cell`` stands for it in a table. ``gives_up`` names the exactness that a user must allow (of ``plan.ALLOWED``), and ``inexact`` says
     what is not exact. Layers may have it under the ZeRO stages from ``zero`` to ``most_zero``. ``elsewhere``: it needs memory besides the
-    device's. ``counted``: it is followed by a colon and a number from this one (``full:4``); from 2, the value without a number is that
-    of 1.
+    device's. ``unsearched``: why its price does not tell its memory, so that a plan may have it and no search takes it. ``counted``: it is
+    followed by a colon and a number from this one (``full:4``); from 2, the value without a number is that of 1.
     """
 
     name: str
@@ -94,6 +94,7 @@ class Way:
     zero: int = 0
     most_zero: int = 3
     elsewhere: bool = False
+    unsearched: str = ""
     counted: int = 0
 
 
@@ -146,6 +147,8 @@ class Technique:
     meaning: ClassVar[str]
     """What a pin of it decides, for help and tables."""
     example: ClassVar[str]
+    shown: ClassVar[bool] = False
+    """Whether a table of layers has a column for it even if all have the default."""
     of_one: ClassVar[bool] = False
     """Whether one layer alone has a choice."""
     switch: ClassVar[bool] = False

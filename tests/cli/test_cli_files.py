@@ -149,7 +149,6 @@ OLDER = {"recomputation": {"kind": "none", "layers": 1}, "offload": "none", "sav
     [
         ({"recomputation": {"kind": "none", "layers": 2}}, "segments of 2 layers, and its recomputation is none"),
         ({"recomputation": {"kind": "full", "layers": 2}, "offload": "activations"}, "and offloads its activations"),
-        ({"recomputation": {"kind": "selective", "layers": 1}, "offload": "both"}, "selective recomputation, and offl"),
         (
             {"recomputation": {"kind": "full", "layers": 1}, "saved": "int8"},
             "saved as int8, and its recomputation is full",

@@ -97,7 +97,10 @@ def test_local_steps_need_a_number_of_replicas_and_leave_to_be_inexact() -> None
     apart = {"sync": "local-steps:4", "allow": ("local_steps",), "time_limit_s": 60}
     with pytest.raises(UsageError, match="is not exact"):
         SearchOptions(sync="local-steps:4")
-    with pytest.raises(UsageError, match="(?s)one number of replicas.*degrees are any.*pin data"):
+    with pytest.raises(
+        UsageError,
+        match="(?s)number of replicas decides what is computed: it must be pinned.*degrees are any.*leave sync out",
+    ):
         search(GRAPH, CLUSTER, pricer, SearchOptions(**apart))
     options = SearchOptions(**apart, data=16)
     plan = search(GRAPH, CLUSTER, pricer, options)

@@ -274,10 +274,10 @@ def test_the_price_counts_the_bytes_that_are_kept(
 def test_a_layer_at_work_has_its_tensors_besides_and_passes_take_time() -> None:
     graph, mesh = captured("bfloat16"), make_mesh(("data", 2))
     pricer, name = Pricer(graph, parse("2xH100-80GB"), "bfloat16"), graph.layers[1].cls
-    for compiled in (False, True):
+    for compiled in ("none", "layers"):
         exact, narrow = (
-            pricer.layer(name, mesh, Strategy((Role.DATA,), compiled=compiled, saved=saved), 1)
-            for saved in ("exact", "int8")
+            pricer.layer(name, mesh, Strategy((Role.DATA,), compile=compiled, activations=kept), 1)
+            for kept in ("keep", "int8")
         )
         assert exact is not None and narrow is not None
         assert 0.4 < narrow.saved_bytes / exact.saved_bytes < 0.75
@@ -352,7 +352,8 @@ def test_the_search_takes_it_where_memory_is_short_and_the_plan_says_so() -> Non
     assert Plan.from_json(json.loads(plan.dumps())) == plan
     older = plan.to_json()
     for layer in older["layers"]:
-        del layer["saved"]
+        del layer["activations"]
+        layer["recomputation"] = {"kind": "none", "layers": 1}
     assert not any(layer.strategy.saves_int8 for layer in Plan.from_json(older).layers)
     with pytest.raises(InfeasibleError):
         planned(set(), memory=(least + most) // 2, **only)
@@ -445,4 +446,4 @@ def test_verify_compares_the_plan_without_rounding() -> None:
     graph = annotate(capture(model, batch, nn.functional.mse_loss))
     plan = manual_plan(graph, data=2, saved="int8", allow={INT8}, precision="float32")
     report = verify(model, batch, nn.functional.mse_loss, devices=2, plan=plan)
-    assert not report.failures and any("not in 8 bits" in note for note in report.notes)
+    assert not report.failures and any("does not give up int8_activations" in note for note in report.notes)

@@ -148,7 +148,7 @@ def test_processes_of_this_machine_have_no_memory_but_the_hosts() -> None:
         assert price is not None
         return price
 
-    here, saved = found("bfloat16"), found("bfloat16", offload="activations")
+    here, saved = found("bfloat16"), found("bfloat16", activations="host")
     for precision, size in (("bfloat16", 12), ("float32", 12)):  # in float32 the master copy is one copy more
         host, nvme = found(precision, states="host"), found(precision, states="nvme")
         assert (host.optimizer_bytes, host.host_bytes, host.nvme_bytes) == (size * TRAINABLE, 0, 0)
@@ -191,7 +191,9 @@ def test_pins() -> None:
     assert SearchOptions().offload is None and SearchOptions(offload="any").pins == {"offload": "any"}
     with pytest.raises(UsageError, match="states is 'disk', it must be one of device, host, nvme, any"):
         SearchOptions(states="disk")
-    with pytest.raises(UsageError, match="selective recomputation saves activations on the device"):
+    with pytest.raises(
+        UsageError, match=r"layers.1 is pinned to activations=selective\+host.* search does not take: what selective"
+    ):
         pins_by_layer(GRAPH, SearchOptions(recompute="selective", pin={"layers.1.offload": "activations"}))
     graph, cluster, pricer, _ = random_offload(0)
     everything = replace(cluster, memory_limit_bytes=10**9, host_limit_bytes=10**9)
@@ -214,7 +216,7 @@ def test_a_plan_that_is_written_down_says_when_the_host_is_full(tmp_path: Path) 
             Pricer(GRAPH, cluster, "bfloat16", solve_mlp),
             mesh=MESH,
             stage_bounds=(0, 4),
-            strategies=[Strategy((Role.DATA,), offload="activations", states="host")] * 4,
+            strategies=[Strategy((Role.DATA,), activations="host", states="host")] * 4,
             schedule=Schedule("none", 1, 1),
             precision="bfloat16",
         )

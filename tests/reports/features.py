@@ -193,7 +193,7 @@ def layout(plan: Plan) -> str:
     for layer in data:
         how = f"d{layer['data']} t{layer['tensor']} z{layer['zero']}"
         how += f"/{layer['replicate']}" if layer["replicate"] > 1 else ""
-        how += f" {layer['recomputation']['kind']}" if layer["recomputation"]["kind"] != "none" else ""
+        how += f" {layer['activations']}" if layer["activations"] != "keep" else ""
         counts[how] = counts.get(how, 0) + 1
     most = sorted(counts.items(), key=lambda pair: -pair[1])[:2]
     chunks = f" x {plan.chunks}" if plan.chunks > 1 else ""

@@ -13,7 +13,7 @@ from exactness import subject
 
 from autopar.errors import UsageError
 from autopar.explain.describe import describe
-from autopar.pins import OWNERS, PINS, LayerPins
+from autopar.pins import OWNERS, PINS, LayerPins, PlanPins
 from autopar.plan import ALLOWED, Plan, Role, Strategy, given_up
 from autopar.plan_schema import check_plan
 from autopar.report.figures import _strategy as figures_of
@@ -29,7 +29,8 @@ every = pytest.mark.parametrize("technique", LAYER, ids=lambda technique: techni
 
 def samples(technique: Technique) -> list[str]:
     """Every value, and one with a number."""
-    return [*technique.values, *([f"{technique.counted}:3"] if technique.counted else [])]
+    plain = [way.name for way in technique.ways if technique.known(way.name)]
+    return [*plain, *(f"{way.name}:3" for way in technique.ways if way.counted)]
 
 
 def having(technique: Technique, value: str) -> Strategy:
@@ -122,7 +123,7 @@ def test_values_that_exclude_each_other_are_never_together() -> None:
             with pytest.raises(AssertionError):
                 Options(**{a.name: x, b.name: y})
             with pytest.raises(UsageError, match=f"{a.name}={x} does not go with {b.name}=.*\n?.*{found.why}"):
-                LayerPins(**{a.name: x, b.name: y}).check("layers.0", None)
+                LayerPins(**{a.name: x, b.name: y}).check("layers.0", PlanPins())
 
 
 def test_every_technique_has_pins_and_cases() -> None:
