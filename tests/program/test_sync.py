@@ -402,7 +402,7 @@ def test_where_replicas_cannot_train_apart(tmp_path: Path) -> None:
         planned(tied(), data=2, sync="local-steps:0", allow={"local_steps"})
     mesh = make_mesh(("data", 2), ("inner", 2))
     mixed = {0: Strategy((Role.DATA, Role.DATA)), 1: Strategy((Role.DATA, Role.TENSOR))}
-    with pytest.raises(UsageError, match="one number of replicas"):
+    with pytest.raises(UsageError, match="the number of replicas decides what is computed"):
         planned(tied(), mesh=mesh, strategies=mixed, **local(4))
     x, y = torch.randn(2, 8, 4)
     graph = annotate(capture(Coupled(), (x, y), nn.functional.mse_loss))
@@ -417,7 +417,8 @@ def test_a_plan_and_its_program_say_that_they_are_not_exact(tmp_path: Path) -> N
     text = (Path(program(tmp_path, data=2, **local(4))) / "model.py").read_text()
     assert "Replicas train apart, as local_steps allows" in text and "averaged every 4 step(s)" in text
     plan = planned(tied(), data=2, **local(4))[1]
-    assert plan.allow == ("local_steps",) and "every 4 steps (local_steps: not exact)" in describe(plan)
+    assert plan.allow == ("local_steps",) and "replicas averaged every 4 steps" in (words := describe(plan))
+    assert "local steps (not exact)" in words
     assert Plan.from_json(plan.to_json()) == plan
     alone = planned(tied(), tensor=2, **local(4))[1]  # one replica: what one device computes
     assert (alone.sync, alone.allow) == ("all-reduce", ())

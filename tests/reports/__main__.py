@@ -126,6 +126,7 @@ REPORTS = {
         (program("rehearsals"),),
     ),
     "simpler": Report("simpler searches under the same prices", (program("simpler"),)),
+    "space": Report("whether a pin beats the plan that no pin constrains (hours)", (program("space"),)),
     "soak": Report("how the memory of a process grows that compiles again and again", (program("soak"),)),
     "startup": Report(
         "memory of every process while a 7B model starts and saves (19 GB of memory, 41 GB of disk, 20 minutes)",

@@ -32,7 +32,7 @@ from autopar.errors import AutoparError
 from autopar.explain import describe
 from autopar.graph import Graph
 from autopar.pins import LayerPins
-from autopar.plan import FULL, NONE, Plan, Role, Strategy
+from autopar.plan import Plan, Role, Strategy
 from autopar.price import Pricer
 from autopar.schedules import Schedule, default_schedule
 from autopar.search import SearchOptions, evaluate, make_mesh, search
@@ -163,7 +163,7 @@ def megatron(problem: Problem) -> Plan | None:
     tensors = divisors(node)
     pipelines = [p for p in divisors(problem.cluster.count // node) if p <= len(problem.graph.layers)]
     ladder = [(t, 1) for t in tensors] + [(node, p) for p in pipelines if p > 1]
-    for again in (NONE, FULL):
+    for again in ("keep", "full"):
         for tensor, pipeline in ladder:
             found = None
             for m in divisors(problem.graph.batch_size):
@@ -193,7 +193,7 @@ def every_uniform(problem: Problem) -> Iterator[Uniform]:
             for m in divisors(problem.graph.batch_size):
                 if pipeline > 1 and m < pipeline:
                     continue
-                for sequence, zero, again in itertools.product((False, True), range(4), (NONE, FULL)):
+                for sequence, zero, again in itertools.product((False, True), range(4), ("keep", "full")):
                     if not (sequence and tensor == 1):
                         yield Uniform(pipeline, tensor, sequence, zero, again, m)
 
