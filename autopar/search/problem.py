@@ -353,14 +353,15 @@ def _wanted(
 
 
 def _zeros(mesh: Mesh, roles: tuple[Role, ...], gpus_per_node: int, pins: LayerPins) -> Iterator[tuple[int, int]]:
-    """ZeRO stages, and numbers of copies of what they shard: one, or as many as keep the shards of each copy in one node."""
+    """ZeRO stages, and numbers of copies of what they shard: from one to as many as keep the shards of each copy in one node. More copies
+    would save little, since links inside of a node are alike."""
     axes = [axis for axis, role in zip(mesh, roles, strict=True) if role.replicates_parameters]
     total = math.prod(axis.size for axis in axes)
     counts = [
         math.prod(axis.size for axis in axes[:i]) for i in range(len(axes))
     ]  # not of all axes: ZeRO shards over one at least
-    in_a_node = [n for n, axis in zip(counts, axes, strict=True) if axis.size * axis.stride <= gpus_per_node]
-    tried = {1, *in_a_node[:1]} if pins.replicate is None else {pins.replicate}
+    across = [n for n, axis in zip(counts, axes, strict=True) if axis.size * axis.stride > gpus_per_node]
+    tried = {1, *across, *counts[len(across) : len(across) + 1]} if pins.replicate is None else {pins.replicate}
     for zero in ((0, 1, 2, 3) if pins.zero is None else (pins.zero,)) if total > 1 else (0,):
         if zero:
             yield from ((zero, n) for n in sorted(tried) if n in counts)
