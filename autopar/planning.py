@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import time
 from pathlib import Path
+from typing import Any
 
 from autopar.capture import NOT_COMPARED, check_capture
 from autopar.devices import Cluster
@@ -14,15 +15,18 @@ from autopar.explain import Study, suggest
 from autopar.graph import Graph
 from autopar.measure import peak_memory_bytes
 from autopar.ops.compilation import stays_eager
+from autopar.ops.cost import is_attention
 from autopar.plan import Plan
 from autopar.plan_files import check_devices, check_model, read_plan
 from autopar.precision import name_of
 from autopar.price import Pricer as LayerPricer
 from autopar.progress import Progress, report
 from autopar.run import ranks
-from autopar.search import Pricer, SearchOptions, Shared, price_pins, search, search_faster
+from autopar.schedules import INTERLEAVED
+from autopar.search import Pricer, SearchOptions, Shared, price_pins, search, search_also, search_faster
 from autopar.search.concessions import Concession, best_plan, concessions
 from autopar.search.notes import odd_experts, whole_layers
+from autopar.search.problem import LONG_SEQUENCE
 from autopar.workload import Recapture, Workload, sequence_length, with_concession
 
 
@@ -152,6 +156,10 @@ def find_plan(
     pricer = pricer or LayerPricer(graph, cluster, options.precision)
     shared = Shared()
     found, cluster = _on_the_best_devices(graph, cluster, options, pricer, shared, may_be_idle)
+    left_s = options.time_limit_s - (time.perf_counter() - start_s)
+    if besides := _few_rows(graph, cluster, options):
+        asked = dataclasses.replace(options, time_limit_s=max(left_s, 0.0))
+        found = search_also(graph, cluster, pricer.on(cluster), asked, found, besides, shared)
     if options.pin_time_s is not None:
         found = price_pins(graph, cluster, pricer.on(cluster), options, found, options.pin_time_s, shared)
     without_rule = f"replicated, because no sharding rule covers it: {', '.join(graph.replicated)}"
@@ -163,6 +171,26 @@ def find_plan(
     )
     wall_time_s = time.perf_counter() - start_s
     return dataclasses.replace(found, wall_time_s=wall_time_s, planning_memory_bytes=peak_memory_bytes(), notes=notes)
+
+
+SEQUENCE_DEGREES = (8, 4, 2, 16)
+"""Degrees of ring and of Ulysses that are searched, in this order, where a batch has fewer rows than there are devices."""
+
+
+def _few_rows(graph: Graph, cluster: Cluster, options: SearchOptions) -> list[dict[str, Any]]:
+    """The pins with which a request is searched again, besides the space of one search, where the batch has fewer rows than there are
+    devices, so that data parallelism alone cannot use them: those that shard sequences (long ones are sharded in every search), and
+    several stages on each device, since pipelines have few microbatches then."""
+    length = graph.tokens // graph.batch_size
+    decided = options.roles is not None or options.ring is not None or options.ulysses is not None
+    if decided or graph.batch_size >= cluster.count or length >= LONG_SEQUENCE:
+        return []
+    if not any(is_attention(n) for c in graph.classes.values() for n in c.graph.graph.nodes if n.op == "call_function"):
+        return []
+    degrees = [n for n in SEQUENCE_DEGREES if cluster.count % n == 0 and length % n == 0]
+    pins: list[dict[str, Any]] = [{role: n} for n in degrees for role in ("ring", "ulysses")]
+    several = options.schedule is None and options.chunks is None and options.pipeline != 1
+    return [*pins, *([{"schedule": INTERLEAVED}] if several else [])]
 
 
 def _eager_layers(graph: Graph, plan: Plan) -> tuple[str, ...]:

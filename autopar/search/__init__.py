@@ -4,7 +4,7 @@
 ``manual_plan`` writes a plan without prices.
 """
 
-from autopar.search.driver import price_pins, search, search_faster
+from autopar.search.driver import price_pins, search, search_also, search_faster
 from autopar.search.evaluation import evaluate, memory_timeline, reprice
 from autopar.search.manual import make_mesh, manual_plan
 from autopar.search.options import SearchOptions
@@ -22,5 +22,6 @@ __all__ = [
     "price_pins",
     "reprice",
     "search",
+    "search_also",
     "search_faster",
 ]

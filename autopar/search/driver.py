@@ -17,8 +17,9 @@ from __future__ import annotations
 import heapq
 import resource
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -94,6 +95,45 @@ def search_faster(
     return None if state.best is None else _record(graph, cluster, state, started)
 
 
+def search_also(
+    graph: Graph,
+    cluster: Devices,
+    pricer: Pricer,
+    options: SearchOptions,
+    plan: Plan,
+    pins: Sequence[Mapping[str, Any]],
+    shared: Shared | None = None,
+) -> Plan:
+    """``plan``, found with ``options``, or a faster one with one of ``pins`` besides, in their order; its bound is of the plans with each
+    of them, too. Where the time of ``options`` ends first, only the arithmetic at the devices' peak is known of the pins that are left, and
+    a note names them.
+    """
+    deadline, best, bound_s, late = time.monotonic() + options.time_limit_s, plan, plan.bound_s, []
+    for pin in pins:
+        started, left_s = time.monotonic(), deadline - time.monotonic()
+        share = replace(options, **pin, time_limit_s=max(left_s, 0.0))
+        try:
+            state = explore(graph, cluster, pricer, share, best.prediction.step_time_s, shared)
+        except (UsageError, InfeasibleError):  # these devices or this model do not admit it
+            continue
+        bound_s = min(bound_s, state.bound_s)
+        late += [f"{name}={value}" for name, value in pin.items() if left_s <= 0]
+        if state.best is not None:
+            found = _record(graph, cluster, state, started)
+            best = found if found.prediction.step_time_s < best.prediction.step_time_s else best
+    notes = (f"time ran out before these were searched: {', '.join(late)}; pin one to search it",) if late else ()
+    bound_s = min(bound_s, best.prediction.step_time_s)
+    gap = max(0.0, 1 - bound_s / best.prediction.step_time_s) if best.prediction.step_time_s > 0 else 0.0
+    return replace(best, bound_s=bound_s, gap=gap, notes=(*best.notes, *notes))
+
+
+def _asked(cluster: Devices, pricer: Pricer, options: SearchOptions) -> tuple[Pricer, SearchOptions]:
+    """The pricer of the program that ``options`` ask for, and the options with what cluster and pricer say."""
+    sync = options.of(SYNC.name) or SYNC.default
+    pricer = pricer.of_program(options.prefetch or 1, sync).mirrored(copies_of(options.schedule))
+    return pricer, replace(options, compiled=pricer.compiled, nvme=cluster.has_nvme)
+
+
 def price_pins(
     graph: Graph,
     cluster: Devices,
@@ -137,10 +177,7 @@ def explore(
     if cluster.count < 1:
         raise UsageError(f"a plan needs at least one device, not {cluster.count}")
     deadline = time.monotonic() + options.time_limit_s
-    pricer = pricer.of_program(options.prefetch or 1, options.of(SYNC.name) or SYNC.default).mirrored(
-        copies_of(options.schedule)
-    )
-    options = replace(options, compiled=pricer.compiled, nvme=cluster.has_nvme)
+    pricer, options = _asked(cluster, pricer, options)
     state = State(options, Prices(graph, cluster, pricer, options, shared), pricer, deadline, step_s=known_s)
     opened = _open_all(graph, cluster, state)
     while state.left_s() > 0:
