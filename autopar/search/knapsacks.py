@@ -44,11 +44,17 @@ class Front:
 
     def picks(self, way: int) -> list[tuple[int, int]]:
         """The table and the candidate of each layer of a way."""
-        made = int(self.made[way])
-        if self.parts is None:
-            return [(self.table, made)] if self.table else []
-        first, second = self.parts
-        return [*first.picks(made // len(second)), *second.picks(made % len(second))]
+        found: list[tuple[int, int]] = []
+        waiting = [(self, way)]  # a stack: a stage may have more layers than Python has frames
+        while waiting:
+            of, here = waiting.pop()
+            made = int(of.made[here])
+            if of.parts is not None:
+                first, second = of.parts
+                waiting += [(second, made % len(second)), (first, made // len(second))]
+            elif of.table:
+                found.append((of.table, made))
+        return found
 
 
 def front(live: Array, cost: Array, candidates: Indices, table: int) -> Front:
@@ -129,18 +135,22 @@ class Knapsacks:
         if not parts:
             return NOTHING
         if parts not in self._fronts:
-            *before, (table, level, number) = parts
-            single = self._levels[table][level][1]
+            *before, last = parts
             if before:
                 made = merged(self._of(parts[-1:]), self._of(tuple(before)), self.regime[3], self.bound)
             else:
-                made = (
-                    merged(single, self._of(((table, level, number - 1),)), self.regime[3], self.bound)
-                    if number > 1
-                    else single
-                )
+                made = self._alike(*last)
             self._fronts[parts] = made
         return self._fronts[parts]
+
+    def _alike(self, table: int, level: int, number: int) -> Front:
+        """The ways to run ``number`` layers of one table: those of one layer less, and one more."""
+        single = self._levels[table][level][1]
+        known = next((n for n in range(number - 1, 1, -1) if ((table, level, n),) in self._fronts), 1)
+        made = single if known == 1 else self._fronts[((table, level, known),)]
+        for n in range(known + 1, number + 1):
+            made = self._fronts[((table, level, n),)] = merged(single, made, self.regime[3], self.bound)
+        return made
 
     def _levelled(self, layers: Layers) -> list[tuple[float, list[Part]]]:
         """For each level that the transients of such a stage may reach: the remaining memory, and the parts whose transients stay below

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 
 import pytest
@@ -150,3 +151,11 @@ def test_a_long_chain_is_faster_in_segments() -> None:
     assert any(layer.strategy.recomputation.layers > 1 for layer in several.layers)
     assert several.prediction.step_time_s < 0.7 * alone.prediction.step_time_s
     assert several.bound_s <= several.prediction.step_time_s
+
+
+def test_more_layers_than_python_has_frames_are_planned() -> None:
+    layers = sys.getrecursionlimit() + 20
+    graph, cluster = chain(mlp(64, 128, 64, 256), layers), parse("1x4xH100-80GB")
+    pricer = Pricer(graph, cluster, "bfloat16", solve_mlp)
+    plan = search(graph, cluster, pricer, SearchOptions(precision="bfloat16", pipeline=1))
+    assert len(plan.layers) == layers and plan.gap <= 0.01
