@@ -10,11 +10,13 @@ from functools import lru_cache
 
 from torch import nn
 
+from autopar.techniques import ALL
+
 # Modules of the folder whose functions an emitted module may call.
 CALLED = frozenset(
-    """custom flattened guards halves halves_experts int8 kernels kernels_ctc kernels_experts kernels_fp8 kernels_logits kernels_norm
-    kernels_overlap kernels_random kernels_ring kernels_rnn kernels_vocab offload opaque segments selective weight_gradients""".split()  # noqa: SIM905  a list of words
-)
+    """custom flattened guards kernels kernels_ctc kernels_experts kernels_fp8 kernels_norm kernels_random kernels_ring kernels_rnn
+    kernels_vocab opaque weight_gradients""".split()  # noqa: SIM905  a list of words
+) | {module for technique in ALL for module in technique.modules}
 
 # Names that an emitted module defines or imports itself.
 _RESERVED = CALLED | frozenset(

@@ -106,7 +106,7 @@ class TestMeshes:
 
         whole = {(zero, 1) for zero in range(4)}
         assert copies(8) == whole
-        assert copies(32) == whole | {(zero, 4) for zero in (1, 2, 3)}
+        assert copies(32) == whole | {(zero, n) for zero in (1, 2, 3) for n in (2, 4)}
         assert copies(32, replicate=2) == {(zero, 2) for zero in (1, 2, 3)}
         assert copies(32, replicate=2, zero=3) == {(3, 2)}
         assert copies(32, replicate=3) == copies(32, replicate=32) == set()
