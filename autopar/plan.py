@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from autopar.precision import TF32
 from autopar.schedules import Schedule
@@ -105,38 +105,17 @@ def given_up(sync: str, strategies: Iterable[Strategy]) -> tuple[str, ...]:
     return tuple(name for name in GIVEN_UP if name in given)
 
 
-_recomputations: dict[tuple[str, int], Recomputation] = {}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Recomputation:
+class Recomputation(NamedTuple):
     """The part of a layer's forward that its backward pass runs again.
 
     ``kind`` is one of ``RECOMPUTATIONS``: ``selective`` saves results that are expensive to compute (``passes.selective`` selects them) and
     runs the rest again, ``full`` saves only the layer's input. ``layers`` is the number of consecutive layers, of one class and one
     strategy in one stage, that are recomputed as one segment: only the first layer's input is saved. The last segment of a run may be
     shorter.
-
-    Equal values are one object. Prices are cached by strategy, and an object's own hash costs less than that of its fields.
     """
 
     kind: str
     layers: int = 1
-
-    def __new__(cls, kind: str, layers: int = 1) -> Recomputation:
-        return _recomputations.setdefault((kind, layers), object.__new__(cls))
-
-    def __post_init__(self) -> None:
-        assert self.kind in RECOMPUTATIONS, self.kind
-        assert self.layers == 1 or (self.layers > 1 and self.kind == "full"), self
-
-    def __reduce__(self) -> tuple[type[Recomputation], tuple[str, int]]:
-        return Recomputation, (self.kind, self.layers)  # a copy is the same object
-
-    def __str__(self) -> str:
-        """``"recomputed in segments of 4 layers"``; empty where nothing is recomputed."""
-        how = {"none": "", "selective": "recomputed in part", "full": "recomputed"}[self.kind]
-        return f"{how} in segments of {self.layers} layers" if self.layers > 1 else how
 
 
 NONE, SELECTIVE, FULL = (Recomputation(kind) for kind in RECOMPUTATIONS)

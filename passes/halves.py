@@ -123,7 +123,7 @@ def why_whole(cls: LayerClass, sharding: Sharding) -> str:
 
 def is_chained(strategy: Strategy) -> bool:
     """Whether halves go on from one layer into the next without meeting in between: nothing is done around a layer as a whole."""
-    around = strategy.zero >= 2 or strategy.recomputation is not NONE or strategy.offloads_activations
+    around = strategy.zero >= 2 or strategy.recomputation != NONE or strategy.offloads_activations
     return not (around or strategy.saves_int8)
 
 

@@ -125,7 +125,7 @@ def local_layer(
             ("grouped_widths", grouped_widths_pass),
         ],
     )
-    if strategy.recomputation is SELECTIVE:
+    if strategy.recomputation == SELECTIVE:
         gm = run(gm, [("selective", lambda gm: selective_pass(gm, [axis.name for axis in sharding.axes]))])
     if strategy.overlap == TENSOR:
         gm = run(gm, [("overlap", lambda gm: overlap_pass(gm, cls, sharding))])

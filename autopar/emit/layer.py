@@ -184,12 +184,12 @@ def _outer(
         call = "halves.interleaved"
         operands = f"self.compute, {halved(arguments, rows, rows_of(layer.cls, layer.sharding.types[0])[1])}"
     found: list[str] = []
-    if layer.strategy.recomputation is FULL:  # the stage handles segments of several layers
+    if layer.strategy.recomputation == FULL:  # the stage handles segments of several layers
         found = [
             "        # Recomputed in the backward pass: only the arguments are kept.",
             f"        return checkpoint({call}, {operands}, use_reentrant=False, preserve_rng_state=False)",
         ]
-    elif layer.strategy.recomputation is SELECTIVE:
+    elif layer.strategy.recomputation == SELECTIVE:
         found = [
             "        # Recomputed in the backward pass, but for what is kept.",
             f"        return selective.selectively(self.compute, {given})",

@@ -56,7 +56,7 @@ def layer_collectives(
 ) -> Iterator[CollectiveCost]:
     """The collectives inside of a layer; a forward collective runs again if the layer's recomputation contains it."""
     for move in bound.moves:
-        partly = strategy.recomputation is SELECTIVE and move in bound.selected.moves
+        partly = strategy.recomputation == SELECTIVE and move in bound.selected.moves
         again = partly or strategy.recomputation.kind == "full"
         yield from move_collectives(move, runs, cluster, "activations", (1 + again) * microbatches, microbatches)
 

@@ -403,7 +403,7 @@ def assemble(
     trainable, offloaded = math.ceil(c.trainable), Offloaded.of(strategy, cluster)
     gather, reduce = spread.gather_s[zero >= 2], spread.reduce_s[zero >= 2]
     exposed = functools.partial(trainer.exposed_sharded_s, slowdown=cluster.overlap_slowdown)
-    again, part = strategy.recomputation.kind == "full", strategy.recomputation is SELECTIVE
+    again, part = strategy.recomputation.kind == "full", strategy.recomputation == SELECTIVE
     forward_wire_s, backward_wire_s = _wires_s(c, strategy, trainer, cluster)
     each_time = zero >= 2 and not strategy.reduces_once  # gradients are reduced in every microbatch
     copies_s = _copies_s(spread, strategy, zero)
@@ -499,7 +499,7 @@ def _wires_s(c: Core, strategy: Strategy, trainer: Trainer, cluster: Cluster) ->
         )
     if strategy.recomputation.kind == "full":
         backward_s += forward_s
-    elif strategy.recomputation is SELECTIVE:
+    elif strategy.recomputation == SELECTIVE:
         backward_s += trainer.exposed_tensor_s(c.selective_wire_s)
     return forward_s, backward_s
 
@@ -529,7 +529,7 @@ def _waits_s(
     back = c.backward_meetings + gathers * (1 + again if strategy.zero == 3 else 0)
     if strategy.recomputation.kind == "full":
         back += c.forward_meetings
-    elif strategy.recomputation is SELECTIVE:
+    elif strategy.recomputation == SELECTIVE:
         back += c.selective_meetings
     wait_s = cluster.wires.wait_s
     forward_wait_s, reduced_s = wait_s(c.forward_meetings + gathers, forward_s), wait_s(back + gathers, backward_s)
@@ -589,7 +589,7 @@ def _activations(c: Core, strategy: Strategy, segment: int) -> tuple[float, floa
     if strategy.recomputation.kind == "full":
         share = c.input_bytes / segment
         return share, max(c.input_bytes, segment * saved) - (c.input_bytes - share)
-    if strategy.recomputation is SELECTIVE:
+    if strategy.recomputation == SELECTIVE:
         return c.selective_bytes, max(c.selective_bytes, c.selective_working_bytes, saved)
     return saved, saved + c.restored_bytes
 

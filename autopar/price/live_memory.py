@@ -110,7 +110,7 @@ def sharded_bytes(share: Share, data: int, strategy: Strategy, numbers: Precisio
     earlier = (sent if strategy.reduces_once else shard) if share.microbatches > 1 else 0.0  # of earlier microbatches
     before = share.saved_bytes + (whole if strategy.zero == 2 else 0.0)
     after = shard - earlier
-    saving = strategy.recomputation is NONE  # a recomputed forward finds its parameters gathered
+    saving = strategy.recomputation == NONE  # a recomputed forward finds its parameters gathered
     # a segment gathers the parameters of all its layers but the last again
     again = strategy.zero == 3 and strategy.recomputation.layers > 1
     phases = (

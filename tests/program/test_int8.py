@@ -314,7 +314,7 @@ def test_it_is_a_value_of_a_layer_that_only_an_allowance_gives() -> None:
     assert not any(s.saves_int8 for s in strategies(mesh, 8, 8, SearchOptions()))
     tried = strategies(mesh, 8, 8, replace(options, offload="any"))
     narrow = [s for s in tried if s.saves_int8]
-    assert narrow and all(s.recomputation is NONE and not s.offloads_activations for s in narrow)
+    assert narrow and all(s.recomputation == NONE and not s.offloads_activations for s in narrow)
     plain = strategies(mesh, 8, 8, SearchOptions(offload="any"))
     assert [s for s in tried if not s.saves_int8] == plain
     for pins in ({"saved": "int8"}, {"pin": {"layers.0.saved": "int8"}}):

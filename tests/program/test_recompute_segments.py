@@ -150,9 +150,9 @@ class TestPins:
         assert ACTIVATIONS.allowed(pinned[4].of, context) == ("keep", "selective", "full")
         plan = search(GRAPH, CLUSTER, PRICER, SearchOptions(segment=2, precision="bfloat16"))
         runs = [layer.strategy for layer in plan.layers]
-        assert all(way.recomputation is Recomputation("full", 2) for way in runs)
+        assert all(way.recomputation == Recomputation("full", 2) for way in runs)
         free = search(GRAPH, CLUSTER, PRICER, SearchOptions(pin={"segment": 1}, precision="bfloat16"))
-        assert not any(layer.strategy.recomputation is FULL for layer in free.layers)
+        assert not any(layer.strategy.recomputation == FULL for layer in free.layers)
 
     @pytest.mark.parametrize("how", ["none", "selective"])
     def test_other_recomputation_contradicts_it(self, how: str) -> None:

@@ -188,7 +188,7 @@ class TestPlans:
         for layer in plan.layers:
             strategy = layer.strategy
             assert strategy.degree(plan.mesh, T, TS) == 2 and strategy.degree(plan.mesh, D) == 2
-            assert strategy.zero == 1 and strategy.recomputation is FULL
+            assert strategy.zero == 1 and strategy.recomputation == FULL
 
     def test_1f1b_has_a_microbatch_for_every_stage(self) -> None:
         graph, cluster = chain(["a", "b", "b", "a"], 8), Devices(4, 10_000)
@@ -340,7 +340,7 @@ class FlatPricer(RandomPricer):
     """Recomputation and ZeRO save bytes and cost nothing: only readers can tell the optima apart."""
 
     def layer(self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int) -> LayerPrice | None:
-        saved = 5 if strategy.recomputation is FULL else 10
+        saved = 5 if strategy.recomputation == FULL else 10
         return LayerPrice(1.0, 2.0, 0.0, 0.5, 10 - strategy.zero, 10, 20, saved, 1, 1e12)
 
 
@@ -349,7 +349,7 @@ def test_of_equal_optima_the_simplest_is_told() -> None:
     plan = search(graph, Devices(2, 10_000), FlatPricer(graph, 0, 1.0, 0.0))
     assert {(layer.strategy.zero, layer.strategy.recomputation) for layer in plan.layers} == {(0, NONE)}
     tight = search(graph, Devices(2, 10_000), FlatPricer(graph, 0, 1.0, 0.0), SearchOptions(recompute=True, zero=3))
-    assert all(layer.strategy.recomputation is FULL for layer in tight.layers)
+    assert all(layer.strategy.recomputation == FULL for layer in tight.layers)
 
 
 class TestMixedDevices:

@@ -74,7 +74,7 @@ function time(plan) {
 }
 
 const chips = (strategy) => h('ul', { class: 'chips' },
-  Object.entries(strategy).filter(([key]) => key !== 'roles').map(([key, value]) => h('li', {}, key === 'recomputation' ? value : `${key} ${value}`)),
+  Object.entries(strategy).filter(([key]) => key !== 'roles').map(([key, value]) => h('li', {}, `${key} ${value}`)),
   h('li', {}, strategy.roles));
 
 function kindTable(kind) {
