@@ -298,27 +298,29 @@ def _where_nothing_fits(state: State) -> bool:
 
 def _waiting_less(state: State, opened: list[Choice]) -> bool:
     """Try the pipeline of the best plan, and one with half as many devices and microbatches, with the schedules under which devices wait
-    less, if no pin decides the schedule or the number of stages. In models of at most ``SMALL_LAYERS`` layers every pipeline is tried,
-    whatever the best plan is.
+    less, if no pin decides the schedule or the number of stages. Every pipeline is tried in models of at most ``SMALL_LAYERS`` layers, and
+    where a faster plan than a known one is searched for and there is none so far, which could say whose devices wait.
 
     Schedules that split backward passes leave layers eager: they are tried where layers are eager in any case, and in models of at most
     ``SMALL_LAYERS``, if all that a layer keeps is on the device.
     """
     options = state.options
-    if state.best is None or state.waited or options.schedule is not None or options.chunks is not None:
+    if state.waited or options.schedule is not None or options.chunks is not None:
         return False
     state.waited = True
-    chosen, pins = state.best[0].schedule, state.prices.pins
+    pins = state.prices.pins
     small = len(pins) <= SMALL_LAYERS
     split = all(may_split(some, context_of(options), small) for some in pins)
-    if not small:
+    if state.best is not None and not small:
         idle = _idle(*state.best)
         if (idle.mean() if split else idle.min()) < WAITING:
             return False
-    sizes = (chosen.pipeline, chosen.microbatches), (chosen.pipeline / 2, chosen.microbatches / 2)
+    every = small or state.best is None
+    chosen = None if state.best is None else state.best[0].schedule
+    sizes = [] if chosen is None else [(chosen.pipeline / n, chosen.microbatches / n) for n in (1, 2)]
     for plain in opened:
         line = plain.schedule.pipeline
-        if small or (line, plain.schedule.microbatches) in sizes:
+        if every or (line, plain.schedule.microbatches) in sizes:
             for first, *more in waiting_less(plain, len(pins), split):
                 if state.open(first, more):
                     state.schedules.setdefault(first.schedule.name, set()).add(line)
