@@ -113,7 +113,7 @@ def search_also(
         started, left_s = time.monotonic(), deadline - time.monotonic()
         share = replace(options, **pin, time_limit_s=max(left_s, 0.0))
         try:
-            state = explore(graph, cluster, pricer, share, best.prediction.step_time_s, shared)
+            state = explore(graph, cluster, pricer, share, best.prediction.step_time_s, shared, every_schedule=True)
         except (UsageError, InfeasibleError):  # these devices or this model do not admit it
             continue
         bound_s = min(bound_s, state.bound_s)
@@ -172,13 +172,16 @@ def explore(
     options: SearchOptions,
     known_s: float = np.inf,
     shared: Shared | None = None,
+    every_schedule: bool = False,
 ) -> State:
-    """The search itself. ``known_s`` is the step time of a plan known to be possible: only faster plans are searched for."""
+    """The search itself. ``known_s`` is the step time of a plan known to be possible: only faster plans are searched for. With
+    ``every_schedule`` other schedules are tried for every pipeline, if no plan is found that could say whose devices wait."""
     if cluster.count < 1:
         raise UsageError(f"a plan needs at least one device, not {cluster.count}")
     deadline = time.monotonic() + options.time_limit_s
     pricer, options = _asked(cluster, pricer, options)
     state = State(options, Prices(graph, cluster, pricer, options, shared), pricer, deadline, step_s=known_s)
+    state.every_schedule = every_schedule
     opened = _open_all(graph, cluster, state)
     while state.left_s() > 0:
         if not state.waited and state.left_s() < options.time_limit_s / 2:
@@ -299,13 +302,15 @@ def _where_nothing_fits(state: State) -> bool:
 def _waiting_less(state: State, opened: list[Choice]) -> bool:
     """Try the pipeline of the best plan, and one with half as many devices and microbatches, with the schedules under which devices wait
     less, if no pin decides the schedule or the number of stages. Every pipeline is tried in models of at most ``SMALL_LAYERS`` layers, and
-    where a faster plan than a known one is searched for and there is none so far, which could say whose devices wait.
+    with ``State.every_schedule`` where there is no best plan.
 
     Schedules that split backward passes leave layers eager: they are tried where layers are eager in any case, and in models of at most
     ``SMALL_LAYERS``, if all that a layer keeps is on the device.
     """
     options = state.options
     if state.waited or options.schedule is not None or options.chunks is not None:
+        return False
+    if state.best is None and not state.every_schedule:
         return False
     state.waited = True
     pins = state.prices.pins
