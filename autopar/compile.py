@@ -103,8 +103,7 @@ def compile(
         if folder is not None and ranks.is_first_of_machine():
             folder_for_program(folder)
         cluster = parse(devices, memory_limit_bytes=request.memory_limit_bytes, calibration=request.calibration)
-        pins |= {"pin": pin or {}, "allow": request.allow, "time_limit_s": request.time_limit_s}
-        options = SearchOptions(**pins)
+        options = SearchOptions(pin=pin or {}, allow=request.allow, time_limit_s=request.time_limit_s, **pins)
         model = with_tables(model, request.init)
         workload = Workload(model, without_inference(batch), loss_fn, None, request.precision, request.local_batch_norm)
         try:

@@ -84,21 +84,22 @@ class ParallelPins:
                         f"{technique.name}={value} does not go with {conflict.other}={others[0]}, to which {layer} is pinned",
                         f"leave one of the two out: {conflict.why}",
                     )
-        for technique in PLAN:
-            if (value := plan.of(technique.name)) is not None and technique.way(value).most_zero == 0:
-                self._check_whole(layer, f"{technique.name}={value}")
-
-    def _check_whole(self, layer: str, pin: str) -> None:
-        copies = self.replicate or 1
-        sharding = f"ZeRO {self.zero}" if self.zero else f"hybrid sharding (replicate={copies})" if copies > 1 else ""
-        if sharding:
-            raise UsageError(
-                f"{pin} needs whole parameters and gradients on every replica, and {layer} has {sharding}",
-                f"leave zero and replicate out, or leave {pin.partition('=')[0]} out",
-            )
+        check_whole(plan, layer, self.zero or 0, self.replicate or 1)
 
     def __str__(self) -> str:
         return ", ".join(f"{f.name} {value}" for f in fields(self) if (value := self.of(f.name)) is not None)
+
+
+def check_whole(plan: PlanPins, layer: str, zero: int, copies: int) -> None:
+    """Raise ``UsageError`` if the ZeRO stage of ``layer``, or its copies of sharded state, contradict a technique of the plan."""
+    sharding = f"ZeRO {zero}" if zero else f"hybrid sharding (replicate={copies})" if copies > 1 else ""
+    for technique in PLAN:
+        value = plan.of(technique.name) or technique.default
+        if sharding and technique.way(value).most_zero == 0:
+            raise UsageError(
+                f"{technique.name}={value} needs whole parameters and gradients on every replica, and {layer} has {sharding}",
+                f"leave zero and replicate out, or leave {technique.name} out",
+            )
 
 
 def _said(technique: Technique, pins: ParallelPins) -> list[str]:
@@ -110,8 +111,8 @@ def _said(technique: Technique, pins: ParallelPins) -> list[str]:
 _PINS = {pin.name: pin for technique in ALL for pin in (technique.pin, *technique.former_pins)}
 """The pins of techniques, those of before among them, by name."""
 
-OWNERS = {pin.name: technique for technique in LAYER for pin in (technique.pin, *technique.former_pins)}
-"""The technique of a layer's pin, by the pin's name."""
+OWNERS = {pin.name: technique for technique in ALL for pin in (technique.pin, *technique.former_pins)}
+"""The technique that a pin decides, or decides a part of, by the pin's name."""
 
 
 def _with_techniques(name: str, base: type, of_layer: bool) -> type:
@@ -161,11 +162,6 @@ OF_PLAN = tuple(f.name for f in fields(PlanPins) if f.name not in OF_LAYER)
 _metadata = {f.name: f.metadata for f in fields(PlanPins)}
 PINS = {name: _PINS.get(name) or Pin(name, name in OF_LAYER, **_metadata[name]) for name in (*OF_PLAN, *OF_LAYER)}
 """The table: every pin by name, those of the plan first."""
-
-
-def technique_of(name: str) -> Technique | None:
-    """The technique that a pin decides, or decides a part of."""
-    return OWNERS.get(name) or next((technique for technique in PLAN if technique.name == name), None)
 
 
 def checked(key: str, value: Value) -> Value:

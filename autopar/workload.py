@@ -21,7 +21,7 @@ from autopar.plan import FP8
 from autopar.precision import normalise
 from autopar.search.concessions import Concession
 from autopar.shard import annotate
-from autopar.techniques import GIVEN_UP
+from autopar.techniques import OF_LAYERS
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def with_concession(graph: Graph, recapture: Recapture, concession: Concession) 
     """The graph of plans that make the concession: of one microbatch where each microbatch has its own statistics and loss, and with
     products in 8 bits where they are allowed."""
     part = apart(graph, lambda rows: recapture(global_batch=rows), concession.microbatches)
-    narrow = tuple(name for name in concession.narrow if name not in (FP8, *GIVEN_UP))
+    narrow = tuple(name for name in concession.narrow if name not in (FP8, *OF_LAYERS))
     part = part if part.narrow == narrow else dataclasses.replace(part, narrow=narrow)
     return in_float8(part) if FP8 in concession.narrow else part
 

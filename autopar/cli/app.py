@@ -32,7 +32,6 @@ from autopar.cli.options import (
     size_options,
 )
 from autopar.pins import OWNERS, PINS
-from autopar.techniques import PLAN
 from autopar.techniques.technique import ANY
 
 
@@ -489,10 +488,7 @@ command(
     click.option("--context", type=WholeNumber(1), metavar="N", help="The degree of ring attention."),
     *(pin_option(PINS[name], "{}", (ANY,)) for name in ("expert", "zero", "microbatches")),
     click.option("--microbatch", type=WholeNumber(1), metavar="N", help="Sequences in one microbatch on one device."),
-    *(
-        pin_option(PINS[name], "{}", (ANY,))
-        for name in ("schedule", "chunks", *(technique.name for technique in PLAN), *OWNERS)
-    ),
+    *(pin_option(PINS[name], "{}", (ANY,)) for name in ("schedule", "chunks", *OWNERS)),
     click.option(
         "--timeline", is_flag=True, help="Also show the memory of every device through the actions of one step."
     ),

@@ -140,7 +140,7 @@ def _offload(study: Study, deadline: float) -> Iterator[Change]:
         return
     together = " and ".join(title for title, _ in parts), {k: v for _, pins in parts for k, v in pins.items()}
     alone = 0
-    for title, pins in (*parts, together):
+    for title, pins in (*parts, *([together] if len(parts) > 1 else [])):
         if (len(pins) > 1 and alone) or time.process_time() > deadline:
             break
         plan = feasible(study, deadline, **pins)

@@ -79,7 +79,7 @@ def obeys(plan: Plan, pins: Pins) -> bool:
             return {s.zero for s in strategies if s.degree(plan.mesh, *REPLICATING) > 1}
         return {getattr(plan, name)} if name in OF_PLAN else {getattr(s, name) for s in strategies}
 
-    techniques = {name: OWNERS[name] for name in pins if name in OWNERS}
+    techniques = {name: OWNERS[name] for name in pins if name in OWNERS and name not in OF_PLAN}
     return all(values(name) <= {value} for name, value in pins.items() if name not in techniques) and all(
         technique.admits(layer.strategy.options[technique], {name: pins[name]}.get)
         for name, technique in techniques.items()

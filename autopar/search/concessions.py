@@ -14,7 +14,7 @@ from autopar.graph import Graph
 from autopar.plan import FP8, MICROBATCH_STATISTICS, NARROW, Plan
 from autopar.precision import TF32
 from autopar.search.options import SearchOptions
-from autopar.techniques import GIVEN_UP
+from autopar.techniques import OF_LAYERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Concession:
     """The exactness that one plan gives up.
 
     ``narrow`` names what is in 16 bits (some of ``NARROW``), ``FP8`` if products are in 8 bits, ``TF32`` if float32 products are of TF32,
-    and names of ``GIVEN_UP`` if techniques may give up exactness. Each of ``microbatches`` computes its own statistics and loss; with one
+    and names of ``OF_LAYERS`` if techniques may give up exactness. Each of ``microbatches`` computes its own statistics and loss; with one
     microbatch, the whole batch, they are exact.
     """
 
@@ -32,7 +32,7 @@ class Concession:
     @staticmethod
     def of(plan: Plan) -> Concession:
         """The exactness that ``plan`` gives up."""
-        narrow = tuple(name for name in (*NARROW, FP8, TF32, *GIVEN_UP) if name in plan.allow)
+        narrow = tuple(name for name in (*NARROW, FP8, TF32, *OF_LAYERS) if name in plan.allow)
         return Concession(narrow, plan.microbatches if MICROBATCH_STATISTICS in plan.allow else 1)
 
 
@@ -45,9 +45,9 @@ def concessions(graph: Graph, options: SearchOptions) -> list[Concession]:
     names = [name for name in NARROW if name in options.allow and graph.dtype.itemsize == 2]
     names += [FP8] if FP8 in options.allow and graph.dtype == torch.bfloat16 else []
     names += [TF32] if TF32 in options.allow and graph.dtype == torch.float32 else []
-    names += [name for name in GIVEN_UP if name in options.allow]
+    names += [name for name in OF_LAYERS if name in options.allow]
     narrow = [some for count in range(len(names) + 1) for some in itertools.combinations(names, count)]
-    narrow = [some for some in narrow if set(options.given_up) <= set(some)]
+    narrow = [some for some in narrow if set(options.given_up) & set(OF_LAYERS) <= set(some)]
     counts = [1]
     if MICROBATCH_STATISTICS in options.allow and graph.unmicrobatchable:
         counts = [m for m in range(1, graph.batch_size + 1) if graph.batch_size % m == 0]
@@ -75,7 +75,7 @@ def best_plan(
     why: InfeasibleError | None = None
     for concession in candidates:
         try:
-            allow = {name for name in share.allow if name not in GIVEN_UP or name in concession.narrow}
+            allow = {name for name in share.allow if name not in OF_LAYERS or name in concession.narrow}
             plans.append(find(concession, dataclasses.replace(share, allow=allow)))
         except CaptureError as error:  # a batch norm cannot have one row
             refused(f"not as {concession.microbatches} microbatches: {error.message}")

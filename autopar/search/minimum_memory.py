@@ -19,6 +19,7 @@ from autopar.search.pareto import Array, Indices
 from autopar.search.runs import compositions
 from autopar.search.tables import Instance, Regime
 from autopar.search.timeline import Counts
+from autopar.techniques import LAYER
 from autopar.units import gigabytes
 
 NOTHING = 1e300
@@ -334,11 +335,12 @@ def explain_outside(instance: Instance, solution: Solution) -> InfeasibleError:
     worst, i = max(
         itertools.product(range(len(outside)), range(2)), key=lambda at: outside[at[0]][at[1]] - rooms[at[0]][at[1]]
     )
+    names = [t.name for t in LAYER if any(way.elsewhere for way in t.ways)]
     size, limit, what = outside[worst][i], rooms[worst][i], ("host memory", "NVMe")[i]
     return InfeasibleError(
         f"no plan was found that fits {gigabytes(instance.layout.limit[worst])} per device and {gigabytes(limit)} of {what}: the plan "
         f"that needs the least device memory ({instance.choice}) needs {gigabytes(size)} of {what}",
-        f"take more devices or nodes with more {what}, or leave the pins offload and states out",
+        f"take more devices or nodes with more {what}, or leave the pins {' and '.join(names)} out",
     )
 
 

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 
 from autopar.errors import UsageError
 from autopar.graph import Graph
-from autopar.pins import OF_LAYER, PINS, LayerPins, PlanPins, Value, checked, technique_of
+from autopar.pins import OF_LAYER, OWNERS, PINS, LayerPins, PlanPins, Value, checked
 from autopar.plan import ALLOWED, Role
 from autopar.techniques import ALL, LAYER, PLAN
 
@@ -77,7 +77,7 @@ class SearchOptions(PlanPins):
         """The exactness that the pins give up, each with a pin that does."""
         found = {}
         for key, value in self.pins.items():
-            if (technique := technique_of(name := key.rpartition(".")[2])) is not None:
+            if (technique := OWNERS.get(name := key.rpartition(".")[2])) is not None:
                 ways = [technique.way(v) for v in technique.admitted({name: value}.get)]
                 if ways and all(way.gives_up for way in ways):
                     found[ways[0].gives_up] = f"{name}={value}"

@@ -241,8 +241,11 @@ def strategies(
 
     Data takes the longest prefix of the axes that divides the batch (or the pinned prefix), other roles a suffix; axes in between are
     idle. Since data is a prefix for every layer, the batch dim is gathered from its innermost axis outwards, and each slice stays
-    contiguous. A layer with ``experts`` may distribute them over a degree that divides their number, directly inside the data axes."""
+    contiguous. A layer with ``experts`` may distribute them over a degree that divides their number, directly inside the data axes.
+    """
     pins = options.common if pins is None else pins
+    if any(t.way(options.of(t.name) or t.default).most_zero == 0 for t in PLAN):
+        pins = replace(pins, zero=0)
     sizes = [axis.size for axis in mesh]
     context = context_of(options) if context is None else context
     ways_of = {zero: tuple(_options(pins, context, zero)) for zero in range(4)}
@@ -258,9 +261,6 @@ def strategies(
             continue
         prefix = prefixes[-1]
         roles = (Role.DATA,) * prefix + (Role.IDLE,) * (outer - prefix) + suffix
-        most = min(t.way(options.of(t.name) or t.default).most_zero for t in PLAN)
-        if most == 0:
-            pins = replace(pins, zero=0)
         for zero, copies in _zeros(mesh, roles, gpus_per_node, pins):
             found += [Strategy(roles, zero, copies, way) for way in ways_of[zero]]
     return found

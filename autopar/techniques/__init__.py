@@ -28,7 +28,10 @@ PLAN: tuple[Technique, ...] = (SYNC,)
 ALL = (*PLAN, *LAYER)
 BY_NAME = {technique.name: technique for technique in LAYER}
 
-GIVEN_UP = tuple(way.gives_up for technique in (*LAYER, *PLAN) for way in technique.ways if way.gives_up)
+OF_LAYERS = tuple(way.gives_up for technique in LAYER for way in technique.ways if way.gives_up)
+"""The kinds of exactness that techniques of layers give up: a search decides which layers do."""
+
+GIVEN_UP = (*OF_LAYERS, *(way.gives_up for technique in PLAN for way in technique.ways if way.gives_up))
 """The kinds of exactness that techniques give up."""
 
 _made: dict[tuple[str, ...], Options] = {}

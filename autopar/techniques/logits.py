@@ -24,9 +24,8 @@ class Logits(Technique):
     example = "logits=sliced"
     modules = ("kernels_logits",)
     advice = "leave logits out; what can be sliced is a product whose cross entropy alone reads it, at most scaled or capped in between"
-    share = (
-        0.1  # where whole logits take less, a plan gains little by slices, and a search of them takes a fifth longer
-    )
+    # where whole logits take less, a plan gains little by slices, and a search of them takes a fifth longer
+    share = 0.1
 
     def refusal(self, graph: Any, cls: str) -> str:
         return graph.whole_logits if graph.classes[cls].gives_loss else "computes no loss"

@@ -21,7 +21,7 @@ from autopar.plan import MICROBATCH_STATISTICS, LayerPlan, Plan
 from autopar.plan_files import check_model, read_plan
 from autopar.run.pool import WorkerPool
 from autopar.search.options import check_allowed
-from autopar.techniques import GIVEN_UP
+from autopar.techniques import OF_LAYERS
 from autopar.techniques.sync import SYNC
 from autopar.units import size
 from autopar.verify.attacks import Attacks, attack
@@ -126,7 +126,7 @@ def verify_workload(
     if plan is not None:
         check_model(plan, real or subject.graph)
         small = shrink_plan(_exact(plan), subject.graph, devices)
-        for name in (name for name in plan.allow if name in GIVEN_UP):
+        for name in (name for name in plan.allow if name in OF_LAYERS):
             run.notes.append(f"numbers were compared with a plan that does not give up {name}")
         plans = [("the given plan", lambda graph: small)]
         run.reference = FIRST_STEP if SYNC.way(small.sync).gives_up else ""
@@ -142,14 +142,14 @@ def verify_workload(
 
 def _exact(plan: Plan) -> Plan:
     """The plan with the defaults of techniques whose values give up exactness; itself if it has none."""
-    if not set(plan.allow) & set(GIVEN_UP):
+    if not set(plan.allow) & set(OF_LAYERS):
         return plan
 
     def own(layer: LayerPlan) -> LayerPlan:
         given_up = [t for t, value in layer.strategy.options.chosen if t.way(value).gives_up]
         return replace(layer, strategy=layer.strategy.but(**{t.name: t.default for t in given_up}))
 
-    allow = tuple(name for name in plan.allow if name not in GIVEN_UP)
+    allow = tuple(name for name in plan.allow if name not in OF_LAYERS)
     return replace(plan, layers=tuple(map(own, plan.layers)), allow=allow)
 
 

@@ -19,8 +19,9 @@ from autopar.plan_schema import check_plan
 from autopar.report.figures import _strategy as figures_of
 from autopar.schedules import SCHEDULES
 from autopar.search import SearchOptions, manual_plan
+from autopar.search.concessions import concessions
 from autopar.search.problem import context_of, strategies
-from autopar.techniques import BY_NAME, DEFAULTS, GIVEN_UP, LAYER, Options, conflict
+from autopar.techniques import ALL, BY_NAME, DEFAULTS, GIVEN_UP, LAYER, OF_LAYERS, Options, conflict
 from autopar.techniques.technique import ANY, PERMISSIVE, Technique
 from autopar.verify.kinds import kinds
 
@@ -37,7 +38,7 @@ def having(technique: Technique, value: str) -> Strategy:
     return Strategy((Role.DATA,), technique.way(value).zero, options=Options(**{technique.name: value}))
 
 
-@every
+@pytest.mark.parametrize("technique", ALL, ids=lambda technique: technique.name)
 def test_its_words_and_values_are_well_formed(technique: Technique) -> None:
     assert technique.name.isidentifier() and len(set(technique.values)) == len(technique.values) >= 2
     assert technique.subject and technique.meaning[0].islower() and not technique.meaning.endswith(".")
@@ -47,7 +48,7 @@ def test_its_words_and_values_are_well_formed(technique: Technique) -> None:
     assert technique.missing in ("", *technique.values) and technique.under_split in ("", *technique.values)
     for way in technique.ways:
         assert bool(way.gives_up) == bool(way.inexact) and (not way.gives_up or way.gives_up in ALLOWED)
-    for wrong in ("", "nothing", 3, None, True, f"{technique.values[-1]}:1", f"{technique.default}:2"):
+    for wrong in ("", "nothing", 3, None, True, f"{technique.values[1]}:1", f"{technique.default}:2"):
         assert not technique.known(wrong)
     for conflict_ in technique.conflicts:
         others = BY_NAME[conflict_.other].values if conflict_.other in BY_NAME else SCHEDULES
@@ -83,9 +84,7 @@ def test_a_pin_leaves_its_value_alone(technique: Technique) -> None:
     """Of pinned values, and of those of before, a search tries what they say; without one, the default is among its candidates."""
     mesh = manual_plan(subject("mlp").graph, data=2).mesh
     free = strategies(mesh, 8, 8, SearchOptions(), context=context_of(SearchOptions(), several=True, chain=8))
-    assert technique.default in {s.options[technique] for s in free} and all(
-        s.options in {*free_options(free)} for s in free
-    )
+    assert technique.default in {s.options[technique] for s in free}
     for value in samples(technique):
         options = SearchOptions(**{technique.name: value}, allow=GIVEN_UP)
         known = context_of(options, several=True, chain=8)
@@ -98,19 +97,24 @@ def test_a_pin_leaves_its_value_alone(technique: Technique) -> None:
             assert found and all(technique.admits(v, {pin.name: value}.get) for v in found), (pin.name, value)
 
 
-def free_options(found: list[Strategy]) -> list[Options]:
-    return [s.options for s in found]
+@pytest.mark.parametrize("name", GIVEN_UP)
+def test_what_it_gives_up_must_be_allowed(name: str) -> None:
+    technique, way = next((t, way) for t in ALL for way in t.ways if way.gives_up == name)
+    value = f"{way.name}:{way.counted}" if way.counted else way.name
+    with pytest.raises(UsageError, match=f"{technique.name}={value} is not exact: {way.inexact}"):
+        SearchOptions(**{technique.name: value})
+    assert list(SearchOptions(**{technique.name: value}, allow={name}).given_up) == [name]
+    assert value not in technique.allowed({}.get, context_of(SearchOptions()))
 
 
-@every
-def test_what_it_gives_up_must_be_allowed(technique: Technique) -> None:
-    for way in technique.ways:
-        if not way.gives_up:
-            continue
-        with pytest.raises(UsageError, match=f"{technique.name}={way.name} is not exact: {way.inexact}"):
-            SearchOptions(**{technique.name: way.name})
-        assert SearchOptions(**{technique.name: way.name}, allow={way.gives_up}).given_up
-        assert way.name not in technique.allowed({}.get, context_of(SearchOptions()))
+def test_only_what_layers_give_up_is_searched_with_and_without() -> None:
+    """Whether replicas are averaged is the user's decision: a search without the pin has nothing to compare."""
+    graph = subject("mlp").graph
+    assert [each.narrow for each in concessions(graph, SearchOptions(allow={"local_steps"}))] == [()]
+    pinned = SearchOptions(sync="local-steps:2", allow={"local_steps"})
+    assert [each.narrow for each in concessions(graph, pinned)] == [()]
+    both = SearchOptions(allow=GIVEN_UP)
+    assert {each.narrow for each in concessions(graph, both)} == {(), OF_LAYERS}
 
 
 def test_values_that_exclude_each_other_are_never_together() -> None:
@@ -127,9 +131,9 @@ def test_values_that_exclude_each_other_are_never_together() -> None:
 
 
 def test_every_technique_has_pins_and_cases() -> None:
-    assert set(BY_NAME) <= set(PINS) and all(OWNERS[name] is BY_NAME[name] for name in BY_NAME)
+    assert set(BY_NAME) <= set(PINS) and all(OWNERS[t.name] is t for t in ALL)
     for n in (2, 4):
         named: dict[str, Any] = {kind.name: kind.options for kind in kinds(n)}
-        for technique in LAYER:
+        for technique in ALL:
             for name, pins in technique.cases(n):
                 assert named[name] == pins and technique.name in pins
