@@ -201,8 +201,8 @@ class Graph:
     model asked about the whole batch's values; the graph equals the model for batches with the same answers. The prelude computes the
     tensors that they ask about, after the scalars.
     ``carried`` names the globals and the like in which the forward pass leaves tensors for its next call, which the graph does not do.
-    ``whole_logits`` says why the layer with the loss cannot compute its logits in slices, as the end of a sentence about it (empty: it
-    can).
+    ``refused`` says, by the name of a technique that rewrites classes and by class, why the class cannot be rewritten, as the end of a
+    sentence about the layer (empty: it can).
     """
 
     name: str
@@ -229,7 +229,7 @@ class Graph:
     state: tuple[StateTensor, ...] = ()
     guards: tuple[Guard, ...] = ()
     carried: tuple[str, ...] = ()
-    whole_logits: str = "was not asked for logits"
+    refused: dict[tuple[str, str], str] = field(default_factory=dict)
 
     @property
     def batch_size(self) -> int:

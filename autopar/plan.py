@@ -14,8 +14,6 @@ from autopar.precision import TF32
 from autopar.schedules import Schedule
 from autopar.techniques import DEFAULTS, GIVEN_UP, UNDER_SPLIT, Options, read_options
 from autopar.techniques.activations import ACTIVATIONS, IN_HOST, INT8, RECOMPUTED
-from autopar.techniques.compilation import COMPILATION, LAYERS
-from autopar.techniques.logits import LOGITS, SLICED
 from autopar.techniques.overlap import OVERLAP
 from autopar.techniques.reduce import REDUCE, STEP
 from autopar.techniques.states import STATES
@@ -182,16 +180,12 @@ class Strategy:
         return self.options[STATES]
 
     @property
-    def slices_logits(self) -> bool:
-        return self.options[LOGITS] == SLICED
-
-    @property
     def overlap(self) -> str:
         return self.options[OVERLAP]
 
     @property
     def compiled(self) -> bool:
-        return self.options[COMPILATION] == LAYERS
+        return self.options.compiled
 
     @property
     def reduces_once(self) -> bool:

@@ -1,27 +1,27 @@
 """Which layers are recomputed together, as one segment.
 
 A run consists of consecutive layers of one class in a stage, with equal strategies, each of which passes its only value to the next.
-Where their activations are ``full:N``, a run is cut into segments of N layers, beginning with its first one; the last may be shorter. A
-segment saves its first layer's input. Its backward runs its forward again, and then everything that its layers save is in memory at once:
-for chains of n layers, segments of about the square root of n need least memory (Chen et al., "Training deep nets with sublinear memory
-cost", arXiv:1604.06174).
+Where their strategy treats N layers as one (``Options.together``), a run is cut into segments of N layers, beginning with its first one;
+the last may be shorter. A segment saves its first layer's input. Its backward runs its forward again, and then everything that its layers
+save is in memory at once: for chains of n layers, segments of about the square root of n need least memory (Chen et al., "Training deep
+nets with sublinear memory cost", arXiv:1604.06174).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from autopar.graph import Graph
 from autopar.plan import Strategy
-from autopar.techniques.activations import ACTIVATIONS, full
 
 
 def segments(graph: Graph, strategies: Sequence[Strategy], bounds: Sequence[int]) -> list[range]:
     """The layers of the whole model, one range per segment. ``bounds`` are (0, first layer of stage 1, ..., number of layers)."""
     found = []
     for run in _runs(graph, strategies, bounds):
-        segment = strategies[run[0]].recomputation.layers
+        segment = strategies[run[0]].options.together
         found += [run[at : at + segment] for at in range(0, len(run), segment)]
     return found
 
@@ -31,9 +31,7 @@ def shortened(graph: Graph, strategies: Sequence[Strategy], bounds: Sequence[int
     found: list[Strategy] = []
     for run in _runs(graph, strategies, bounds):
         strategy = strategies[run[0]]
-        if strategy.recomputation.layers > len(run):
-            strategy = strategy.but(**{ACTIVATIONS.name: full(len(run))})
-        found += [strategy] * len(run)
+        found += [replace(strategy, options=strategy.options.of_at_most(len(run)))] * len(run)
     return found
 
 
@@ -44,7 +42,7 @@ def _runs(graph: Graph, strategies: Sequence[Strategy], bounds: Sequence[int]) -
         first = start
         for i in range(start + 1, stop + 1):
             cls, strategy = graph.layers[first].cls, strategies[first]
-            several = strategy.recomputation.layers > 1 and graph.chains[cls] > 1
+            several = strategy.options.together > 1 and graph.chains[cls] > 1
             if i < stop and several and graph.layers[i].cls == cls and strategies[i] == strategy:
                 continue
             yield range(first, i)

@@ -20,7 +20,7 @@ from autopar.ops.experts import Experts
 from autopar.ops.facts import facts, is_random
 from autopar.ops.meta import meta
 from autopar.ops.operands import is_tensor, operands, shape_of
-from autopar.plan import NONE, Axis, Strategy
+from autopar.plan import Axis, Strategy
 from autopar.sharding import AxisTypes, Sharding
 from autopar.types import Collective, I, R, S, SpmdType, conversion
 from passes.collectives import MICROBATCH, convert
@@ -123,8 +123,7 @@ def why_whole(cls: LayerClass, sharding: Sharding) -> str:
 
 def is_chained(strategy: Strategy) -> bool:
     """Whether halves go on from one layer into the next without meeting in between: nothing is done around a layer as a whole."""
-    around = strategy.zero >= 2 or strategy.recomputation != NONE or strategy.offloads_activations
-    return not (around or strategy.saves_int8)
+    return strategy.zero < 2 and not strategy.options.around
 
 
 # -- where they take turns ---------------------------------------------------------------------------------------------

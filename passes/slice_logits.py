@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.graph import Graph, LayerClass, cached_for_graphs
+from autopar.graph import LayerClass, cached_for_graphs
 from autopar.ops.facts import Kind, facts, op_name
 from autopar.ops.meta import meta
 from autopar.ops.operands import arguments, dtype_of, shape_of
-from autopar.plan import Strategy
 from autopar.program import kernels_logits
 
 COLUMNS = 8192
@@ -33,7 +32,7 @@ Steps = tuple[kernels_logits.Step, ...]
 
 
 @cached_for_graphs(maxsize=1024)
-def sliced_class(cls: LayerClass) -> LayerClass | str:
+def rewrite(cls: LayerClass) -> LayerClass | str:
     """``cls`` with its logits in slices, or why it has none to slice, as the end of a sentence about the layer."""
     losses = [node for node in cls.graph.graph.nodes if facts(node).kind is Kind.CLASS_LOSS]
     if len(losses) != 1:
@@ -49,15 +48,6 @@ def sliced_class(cls: LayerClass) -> LayerClass | str:
     module = fx.GraphModule(cls.graph, graph)
     module.meta.update(cls.graph.meta)
     return dataclasses.replace(cls, graph=module)
-
-
-def sliced_graph(graph: Graph, strategies: list[Strategy] | tuple[Strategy, ...]) -> Graph:
-    """``graph`` with the classes of the layers whose strategy slices their logits; ``graph`` itself if there is none."""
-    found = {}
-    for layer, strategy in zip(graph.layers, strategies, strict=True):
-        if strategy.slices_logits and isinstance(cls := sliced_class(graph.classes[layer.cls]), LayerClass):
-            found[layer.cls] = cls
-    return dataclasses.replace(graph, classes=graph.classes | found) if found else graph
 
 
 def _join(graph: fx.Graph, loss: fx.Node) -> str:

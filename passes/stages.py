@@ -19,7 +19,7 @@ from autopar.types import I, R, S, SpmdType
 from passes.conversions import Step, effective_steps
 from passes.halves import why_whole
 from passes.layer import LocalLayer, local_layer, mesh_types
-from passes.slice_logits import sliced_graph
+from passes.rewrite import rewritten_graph
 
 Types = tuple[SpmdType, ...]
 
@@ -93,7 +93,7 @@ def cut_stages(graph: Graph, plan: Plan, shardings: tuple[Sharding, ...]) -> Loc
     """Run the layers' passes (once per layer class and sharding) and cut at the plan's stages."""
     check_halves(graph, plan, shardings)
     made: dict[object, LocalLayer] = {}
-    classes = sliced_graph(graph, [layer.strategy for layer in plan.layers]).classes
+    classes = rewritten_graph(graph, [layer.strategy for layer in plan.layers]).classes
     layers = []
     bounds = [0, *(stage.stop for stage in plan.stages)]
     schedule = plan.sized_schedule

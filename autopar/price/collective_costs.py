@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autopar.devices import Cluster
-from autopar.plan import SELECTIVE, Axis, Strategy
+from autopar.plan import Axis, Strategy
+from autopar.price.assemble import gathers
 from autopar.price.collectives import FLAT, SHARDED, Group, group, group_time_s
-from autopar.price.layer import Bound, Runs, gathers, way_over
+from autopar.price.layer import Runs, way_over
+from autopar.price.microbatch import Core, Kept
 from autopar.price.moves import Move
 from autopar.price.replicas import Tensors
 from autopar.price.state import Precision
@@ -51,14 +53,12 @@ class CollectiveCost:
         return self.bytes * share.get(self.collective, (n - 1) / n)
 
 
-def layer_collectives(
-    bound: Bound, runs: Runs, cluster: Cluster, strategy: Strategy, microbatches: int
-) -> Iterator[CollectiveCost]:
-    """The collectives inside of a layer; a forward collective runs again if the layer's recomputation contains it."""
-    for move in bound.moves:
-        partly = strategy.recomputation == SELECTIVE and move in bound.selected.moves
-        again = partly or strategy.recomputation.kind == "full"
-        yield from move_collectives(move, runs, cluster, "activations", (1 + again) * microbatches, microbatches)
+def layer_collectives(core: Core, runs: Runs, cluster: Cluster, microbatches: int) -> Iterator[CollectiveCost]:
+    """The collectives inside of a layer; a forward collective runs again if the layer's backward computes it again."""
+    again = set(core.kept.moves)
+    for move in core.sized.bound.moves:
+        forwards = (1 + (move in again)) * microbatches
+        yield from move_collectives(move, runs, cluster, "activations", forwards, microbatches)
 
 
 def move_collectives(
@@ -81,6 +81,7 @@ def replica_collectives(
     cluster: Cluster,
     numbers: Precision,
     strategy: Strategy,
+    kept: Kept,
     sync: str,
 ) -> Iterator[CollectiveCost]:
     """The collectives of data parallelism, with the arguments of ``replicas.spread``."""
@@ -107,7 +108,7 @@ def replica_collectives(
             masters = trainable * (numbers.at_rest or numbers.width)
             yield from over("parameters", Collective.ALL_REDUCE, masters, copies, 1 / steps)
         return
-    again = gathers(strategy) if zero == 3 else 0
+    again = gathers(kept) if zero == 3 else 0
     passes = microbatches * (1 + again) if zero >= 2 else 1
     yield from over("parameters", Collective.ALL_GATHER, gathered, shards, passes)
     each = microbatches if zero >= 2 and not strategy.reduces_once else 1

@@ -6,13 +6,9 @@ bandwidth of their memory, and parameters are copied back, chunk by chunk: the c
 the slowest of link, memory and drives takes its time. On NVMe the states and the master copy are read and written once; the drives do one
 after the other. Buffers for two chunks, 128 MB at most, are not counted.
 
-*Activations*: the tensors that the layer saves for its backward are copied to the host after its forward, and back before its backward,
-during the arithmetic of other layers; the device waits for copies that take longer than the layer's own arithmetic. Device memory has
-the saved tensors of the running layer and of one layer that is being copied, assumed to be as large.
-
 A price is that of one microbatch in the steady state, so both directions are assumed busy at once (``Cluster.host_link_bytes_per_s``).
-If devices and host share one memory (``Cluster.host`` is ``None``), offloading saves no memory. States in host memory then count as the
-device's. The saved tensors stay in memory, and while a layer runs, so do the copies of its tensors and of the next layer's.
+If devices and host share one memory (``Cluster.host`` is ``None``), states in host memory count as the device's. Activations are in
+``kept``.
 """
 
 from __future__ import annotations
@@ -28,16 +24,14 @@ DEVICE, HOST, NVME = "device", "host", "nvme"
 
 @dataclass(frozen=True, slots=True)
 class Offloaded:
-    """Where a layer's optimizer states are, whether its activations are in host memory, and whether that is ``separate`` from device
-    memory."""
+    """Where a layer's optimizer states are, and whether the host's memory is ``separate`` from the device's."""
 
     states: str
-    activations: bool
     separate: bool
 
     @staticmethod
     def of(strategy: Strategy, cluster: Cluster) -> Offloaded:
-        return Offloaded(strategy.states, strategy.offloads_activations, cluster.host is not None)
+        return Offloaded(strategy.states, cluster.host is not None)
 
     def in_host(self, elements: int, numbers: Precision) -> int:
         """Bytes of the states of ``elements`` in host memory; 0 if host and device share one memory."""

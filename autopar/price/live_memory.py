@@ -26,28 +26,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.plan import NONE, Strategy
+from autopar.price.microbatch import Alive, Kept
 from autopar.price.state import Precision
-
-
-@dataclass(frozen=True, slots=True)
-class Alive:
-    """Peaks of live memory above the bytes that the layer saves for its backward; negative if it has not saved all yet, or has freed
-    some.
-
-    ``forward``: in the forward pass. In the backward pass: ``backward`` without gradients of parameters, ``one_gradient`` with those of
-    the running op, ``all_gradients`` with those of all ops that have run.
-    """
-
-    forward: float
-    backward: float
-    one_gradient: float
-    all_gradients: float
-
-    @property
-    def activations(self) -> float:
-        """The peak of both passes without gradients of parameters."""
-        return max(0.0, self.forward, self.backward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +46,11 @@ class Neighbours:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A layer's part on one device. ``saved_bytes``: saved for a microbatch. ``working_bytes``: all of its activations while its
-    backward runs (in a segment of several layers, those of the whole segment). ``plain_bytes``: saved without recomputation.
-    Elements of its parameters: all of them, the trainable ones, the ``largest`` trainable parameter."""
+    """A layer's part on one device. ``plain_bytes``: saved if the layer keeps everything. Elements of its parameters: all of them, the
+    trainable ones, the ``largest`` trainable parameter."""
 
     alive: Alive
-    saved_bytes: float
-    working_bytes: float
+    kept: Kept
     plain_bytes: float
     parameters: int
     trainable: int
@@ -92,38 +70,41 @@ def replicated_transient(share: Share, data: int, zero: int, numbers: Precision,
     later, freed = share.neighbours.later_trainable, share.neighbours.later_saved
     # of the two layers after (the second is taken to be no larger), whose saved activations are freed by then
     in_flight = max(0.0, later * kept - freed, (later + min(later, share.trainable)) * kept - 2 * freed)
-    running = share.working_bytes + max(0.0, share.alive.forward, share.alive.one_gradient) + in_flight
+    running = share.kept.working_bytes + max(0.0, share.alive.forward, share.alive.one_gradient) + in_flight
     reducing = (share.trainable + later) * kept
     own = share.trainable * numbers.reduced / (data if zero else 1)
     updating = 2 * min(own, share.largest * numbers.reduced) if cpu else 0.0
-    return max(running, reducing, updating) - share.saved_bytes
+    return max(running, reducing, updating) - share.kept.saved_bytes
 
 
-def sharded_bytes(share: Share, data: int, strategy: Strategy, numbers: Precision, cpu: bool) -> tuple[float, float]:
-    """The gradients and the transient of a layer under ZeRO 2 and 3."""
+def sharded_bytes(
+    share: Share, data: int, zero: int, reduces_once: bool, numbers: Precision, cpu: bool
+) -> tuple[float, float]:
+    """The gradients and the transient of a layer under ZeRO 2 and 3; ``reduces_once``: gradients are reduced once a step."""
+    kept = share.kept
     whole, made = share.parameters * numbers.width, share.trainable * numbers.width
     sent = share.trainable * numbers.reduced
     shard = sent / data
     next_gathered = share.neighbours.later * numbers.width  # in the forward
-    previous_gathered = share.neighbours.earlier * numbers.width if strategy.zero == 3 else 0.0  # in the backward
+    previous_gathered = share.neighbours.earlier * numbers.width if zero == 3 else 0.0  # in the backward
     reducing = share.neighbours.later_trainable * numbers.reduced
-    earlier = (sent if strategy.reduces_once else shard) if share.microbatches > 1 else 0.0  # of earlier microbatches
-    before = share.saved_bytes + (whole if strategy.zero == 2 else 0.0)
+    earlier = (sent if reduces_once else shard) if share.microbatches > 1 else 0.0  # of earlier microbatches
+    before = kept.saved_bytes + (whole if zero == 2 else 0.0)
     after = shard - earlier
-    saving = strategy.recomputation == NONE  # a recomputed forward finds its parameters gathered
-    # a segment gathers the parameters of all its layers but the last again
-    again = strategy.zero == 3 and strategy.recomputation.layers > 1
+    # where several layers run again as one, the parameters of all of them but the last are gathered again
+    again = zero == 3 and kept.layers > 1
     phases = (
-        share.working_bytes - share.plain_bytes + share.alive.forward + 3 * whole + reducing if again else 0.0,
-        share.saved_bytes
+        kept.working_bytes - share.plain_bytes + share.alive.forward + 3 * whole + reducing if again else 0.0,
+        kept.saved_bytes
         + 2 * whole
         + reducing
-        + (share.neighbours.earlier_ready * numbers.width if strategy.zero == 3 else 0.0),
-        share.working_bytes
+        + (share.neighbours.earlier_ready * numbers.width if zero == 3 else 0.0),
+        kept.working_bytes
         + share.alive.forward
         + whole
-        + (whole + next_gathered if saving else previous_gathered + reducing),
-        share.working_bytes + max(0.0, share.alive.all_gradients) + whole + previous_gathered + reducing,
+        # a forward that runs again finds its parameters gathered
+        + (previous_gathered + reducing if kept.recomputes else whole + next_gathered),
+        kept.working_bytes + max(0.0, share.alive.all_gradients) + whole + previous_gathered + reducing,
         made + sent + previous_gathered,
         sent * (2 if cpu else 1) + shard + previous_gathered,
     )

@@ -4,37 +4,27 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 
 from autopar.devices import Cluster
-from autopar.flow import gradient_flow
 from autopar.graph import Graph, LayerClass
 from autopar.layer_price import LayerPrice
 from autopar.ops.compilation import stays_eager
-from autopar.plan import Axis, Recomputation, Role, Strategy
+from autopar.plan import Axis, Role, Strategy
+from autopar.price import order
 from autopar.price import table as tables
+from autopar.price.assemble import assemble, least_time_s
 from autopar.price.collective_costs import CollectiveCost, layer_collectives, move_collectives, replica_collectives
 from autopar.price.collectives import p2p_s
 from autopar.price.experts import odd_widths
-from autopar.price.halves import in_halves
 from autopar.price.host import Offloaded
-from autopar.price.layer import (
-    Bound,
-    Core,
-    Runs,
-    Sizes,
-    assemble,
-    bind,
-    core,
-    divisible,
-    least_time_s,
-    measure,
-    move_s,
-    saved_bytes,
-)
+from autopar.price.kept import kept
+from autopar.price.layer import Bound, Runs, Sized, Sizes, bind, divisible, measure, move_s, size
 from autopar.price.live_memory import Neighbours
+from autopar.price.microbatch import Core
 from autopar.price.moves import Move, wire
 from autopar.price.replicas import Spread, Tensors, spread
 from autopar.price.state import state_bytes
@@ -43,17 +33,18 @@ from autopar.rules.padding import padded, padding
 from autopar.shard.plan import MICROBATCH, LayerTypes, Solve
 from autopar.sharding import AxisTypes, Sharding
 from autopar.techniques import Options
-from autopar.techniques.logits import LOGITS, SLICED
-from autopar.techniques.overlap import HALVES, OVERLAP, TENSOR
+from autopar.techniques.activations import ACTIVATIONS
 from autopar.techniques.sync import ALL_REDUCE, local_steps
 from autopar.types import SpmdType
-from passes.halves import ODD, Turns, is_chained, refusal, turns_of
 from passes.pad import pad_class
-from passes.slice_logits import sliced_graph
+from passes.rewrite import rewritten_class
 
 Mesh = tuple[Axis, ...]
-Around = tuple[list[tuple[list[Core], list[Core]]], dict[tuple[Recomputation, bool], Neighbours]]
-"""The layers before and after a layer, by distance; and as its price needs them, by recomputation and whether activations are offloaded."""
+Around = tuple[list[tuple[list[Sized], list[Sized]]], dict[tuple[Options, bool], Neighbours]]
+"""The layers before and after a layer, by distance; and as its price needs them, by its techniques and whether ZeRO gathers parameters."""
+
+Place = tuple[str, int, tuple[Role, ...], int]
+"""A class, the number of a mesh, the roles of its axes, and the microbatches of a step."""
 
 ALONE = Neighbours()
 
@@ -84,12 +75,12 @@ class Pricer:
         self._sharded: dict[tuple[str, int], frozenset[int]] = {}
         self._flags: dict[tuple[str, int], tables.AxisFlags] = {}
         self._bound: dict[tuple[str, tuple[int, ...], tuple[int, ...]], Bound] = {}
-        self._cores: dict[tuple[int, Sizes, bool], Core | None] = {}
-        self._placed: dict[tuple[str, int, tuple[Role, ...], int], tuple[Core, Cluster] | None] = {}
+        self._sized: dict[tuple[int, Sizes, bool], Sized | None] = {}
+        self._placed: dict[Place, tuple[Sized, Cluster] | None] = {}
+        self._cores: dict[tuple[Place | int, Options, bool], Core] = {}
         self._spread: dict[tuple[str, int, tuple[Role, ...], int, int], Spread] = {}
         self._beside: dict[tuple[str, int, tuple[Role, ...], int], Around] = {}
         self._layers: dict[tuple[str, int, Strategy, int], LayerPrice | None] = {}
-        self._turns_of: dict[int, Turns | str] = {}  # by the id of a bound class
         self._meshes: dict[Mesh, int] = {}  # a number per mesh: hashing a mesh takes longer than the rest of a look-up
         self._latest: tuple[Mesh, int] = ((), -1)
         self._edges: dict[tuple[int, Mesh, tuple[Role, ...], tuple[Role, ...], int], float] = {}
@@ -97,10 +88,8 @@ class Pricer:
         self._elsewhere: dict[Cluster, Pricer] = {}
         self._programs: dict[tuple[int, str], Pricer] = {}
         self._mirrored: dict[int, Pricer] = {}
-        self._compiled: Pricer | None = None
-        self._int8: Pricer | None = None
-        self._sliced: Pricer | None = None
-        self._compiles = self._slices = False  # whether this prices compiled layers, and logits in slices
+        self._kernels: dict[tuple[tuple[str, ...], bool], Pricer] = {}
+        self._compiles = False
         self._makers = {name: (i, k) for i, layer in enumerate(graph.layers) for k, name in enumerate(layer.outputs)}
         self._readers = self._find_readers()
         self._adjacent = [self._find_adjacent(1)]
@@ -113,7 +102,7 @@ class Pricer:
         if _nameless(cluster) not in self._elsewhere:
             other = self._variant()
             other.cluster, other._pipelined = cluster, dataclasses.replace(cluster, pipelined=True)
-            other._cores, other._placed, other._spread = {}, {}, {}
+            other._sized, other._cores, other._placed, other._spread = {}, {}, {}, {}
             other._beside, other._edges, other._p2p = {}, {}, {}
             self._elsewhere[_nameless(cluster)] = other
         return self._elsewhere[_nameless(cluster)]
@@ -148,40 +137,10 @@ class Pricer:
             self._mirrored[copies] = other
         return self._mirrored[copies]
 
-    def _of_compiled_layers(self) -> Pricer:
-        """The pricer of a program that compiles the layers whose classes admit it. Layouts do not depend on that, and are shared."""
-        if self._compiled is None:
-            self._compiled = self._of_trainer(dataclasses.replace(self.trainer, fused=True))
-            self._compiled._compiles = True
-        return self._compiled
-
-    def _of_saved_int8(self) -> Pricer:
-        """The pricer of a program whose layers store saved activations in 8 bits."""
-        if self._int8 is None:
-            self._int8 = self._of_trainer(dataclasses.replace(self.trainer, int8=True))
-        return self._int8
-
-    def _of_sliced_logits(self) -> Pricer:
-        """The pricer of a program that computes logits in slices, in every layer that has logits."""
-        if self._sliced is None:
-            self._sliced = self._of_trainer(self.trainer)
-            every = [Strategy((), options=Options(**{LOGITS.name: SLICED}))] * len(self.graph.layers)
-            self._sliced.graph, self._sliced._slices = sliced_graph(self.graph, every), True
-            self._sliced._types, self._sliced._sharded = LayerTypes(self._sliced.graph, self._solve), {}
-        return self._sliced
-
-    def _of_trainer(self, trainer: Trainer) -> Pricer:
-        other = self._variant()
-        other.trainer = trainer
-        other._tables, other._flags, other._bound, other._cores, other._turns_of = {}, {}, {}, {}, {}
-        other._placed, other._spread, other._beside = {}, {}, {}
-        return other
-
     def _variant(self) -> Pricer:
         """A copy of this pricer without prices of layers, and without variants of its own."""
         other = copy.copy(self)
-        other._layers, other._elsewhere, other._programs, other._mirrored = {}, {}, {}, {}
-        other._compiled = other._int8 = other._sliced = None
+        other._layers, other._elsewhere, other._programs, other._mirrored, other._kernels = {}, {}, {}, {}, {}
         return other
 
     def layer(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> LayerPrice | None:
@@ -201,58 +160,75 @@ class Pricer:
     def least_time_s(self, cls_name: str, mesh: Mesh, strategies: Sequence[Strategy], microbatches: int) -> float:
         """A lower bound of the seconds of one microbatch, forward plus backward, under any of ``strategies``; infinite if none has a price.
 
-        Strategies that differ in ZeRO, recomputation or offload alone share the bound, and it takes a small part of their prices' time.
+        Strategies that differ in ZeRO, or in techniques that add work, share the bound, and it takes a small part of their prices' time.
         """
-        different = {
-            (s.roles, s.overlap, s.overlap == HALVES and is_chained(s), s.compiled, s.saves_int8, s.slices_logits): s
-            for s in strategies
-        }
+        different = {(s.roles, s.options.quickest, s.zero >= 2): s for s in strategies}
         least = math.inf
         for strategy in different.values():
             pricer = self._variant_for(strategy)
-            found = pricer._overlapped(cls_name, mesh, strategy, microbatches)
+            quickest = Strategy(strategy.roles, strategy.zero, strategy.replicate, strategy.options.quickest)
+            found = pricer._core(cls_name, mesh, quickest, microbatches)
             if found is not None:
-                least = min(least, least_time_s(found[0], found[2], pricer.trainer, found[1]))
+                least = min(least, least_time_s(found[0], pricer.trainer))
         return least
 
     def _variant_for(self, strategy: Strategy) -> Pricer:
-        """The pricer of programs with the strategy's kernels."""
-        if strategy.compiled and not self._compiles:
-            return self._of_compiled_layers()._variant_for(strategy)
-        if strategy.saves_int8 and not self.trainer.int8:
-            return self._of_saved_int8()._variant_for(strategy)
-        if strategy.slices_logits and not self._slices:
-            return self._of_sliced_logits()._variant_for(strategy)
-        return self
+        """The pricer of programs with the strategy's classes and kernels."""
+        key = strategy.options.rewrites, strategy.options.compiled
+        if key == ((), False):
+            return self
+        if key not in self._kernels:
+            self._kernels[key] = self._of_kernels(strategy.options)
+        return self._kernels[key]
+
+    def _of_kernels(self, options: Options) -> Pricer:
+        """The pricer of a program whose layers are all rewritten and compiled as ``options`` say, if their classes admit it."""
+        other = self._variant()
+        other._tables, other._flags, other._bound, other._sized, other._cores = {}, {}, {}, {}, {}
+        other._placed, other._spread, other._beside, other._kernels = {}, {}, {}, {}
+        other._kernels[options.rewrites, options.compiled] = other
+        other.trainer = dataclasses.replace(self.trainer, fused=self.trainer.fused or options.compiled)
+        other._compiles = options.compiled
+        if options.rewrites:
+            classes = {name: rewritten_class(cls, options) for name, cls in self.graph.classes.items()}
+            other.graph = dataclasses.replace(self.graph, classes=classes)
+            other._types, other._sharded = LayerTypes(other.graph, self._solve), {}
+        return other
 
     def _price(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> LayerPrice | None:
         """``layer``, computed."""
-        found = self._overlapped(cls_name, mesh, strategy, microbatches)
+        found = self._core(cls_name, mesh, strategy, microbatches)
         if found is None:
             return None
-        c, cluster, strategy = found
+        core, cluster = found
         around = self._neighbours(cls_name, mesh, strategy, microbatches)
-        copies = self._copies(cls_name, mesh, strategy, microbatches, c, cluster)
-        return assemble(c, copies, strategy, cluster, self.numbers, self.trainer, around)
+        copies = self._copies(cls_name, mesh, strategy, microbatches, core.sized, cluster)
+        return assemble(core, copies, strategy, cluster, self.numbers, self.trainer, around)
 
-    def _overlapped(
-        self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int
-    ) -> tuple[Core, Cluster, Strategy] | None:
-        """A price before ZeRO and recomputation, the cluster as the mesh sees it, and the strategy with the overlap that the layer admits;
-        ``None`` if there is no price."""
+    def _core(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> tuple[Core, Cluster] | None:
+        """A price before ZeRO, and the cluster as the mesh sees it; ``None`` if there is no price."""
         found = self._place(cls_name, mesh, strategy.roles, microbatches)
-        if found is None or strategy.overlap != HALVES:
-            return found and (*found, strategy)
-        half = self._half(cls_name, mesh, strategy, microbatches)
-        if isinstance(half, str):
-            return *found, strategy.but(**{OVERLAP.name: TENSOR})
-        setting = found[1], self.numbers, self.trainer
-        return in_halves(found[0], *half, is_chained(strategy), setting), found[1], strategy
+        if found is None:
+            return None
+        sized, cluster = found
+        in_parts = order.in_parts(strategy)
+        where = (cls_name, self._number(mesh), strategy.roles, microbatches) if in_parts else id(sized)
+        key = where, strategy.options, strategy.zero >= 2
+        if key not in self._cores:
+            half = functools.partial(self._half, cls_name, mesh, strategy.roles, microbatches)
+            self._cores[key] = self._core_of(sized, strategy, half)
+        return self._cores[key], cluster
+
+    def _core_of(self, sized: Sized, strategy: Strategy, half: order.Half) -> Core:
+        passes = order.passes(sized, strategy, half, self.trainer)
+        return Core(sized, passes, kept(sized, passes, strategy.options[ACTIVATIONS]))
 
     def why_whole(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> str:
         """Why the microbatches of a layer class are not computed in halves (``passes.halves``); empty if they can be."""
-        found = self._half(cls_name, mesh, strategy, microbatches)
-        return found if isinstance(found, str) else ""
+        half = functools.partial(self._half, cls_name, mesh, strategy.roles, microbatches)
+        runs = ((Axis(MICROBATCH, 2 * self.graph.parts(microbatches), 0),), *self._runs(mesh, strategy.roles))
+        bound = self._bind(cls_name, runs, mesh, strategy.roles)
+        return "does not admit its role" if bound is None else order.why_whole(bound, half)
 
     def odd_experts(self, cls_name: str, mesh: Mesh, strategy: Strategy) -> tuple[int, int] | None:
         """The widths of a product of a layer class's experts that its program computes expert by expert (``ops.experts.odd_products``)."""
@@ -260,41 +236,19 @@ class Pricer:
         types = [by_role[role] for role in strategy.roles] if by_role else []
         return odd_widths(self.graph.classes[cls_name], mesh, types) if by_role else None
 
-    def _half(
-        self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int
-    ) -> tuple[Core, Bound, Sizes, Turns] | str:
-        """A half of a microbatch and where the halves take turns; or why there are no halves."""
-        runs = ((Axis(MICROBATCH, 2 * self.graph.parts(microbatches), 0),), *self._runs(mesh, strategy.roles))
-        bound = self._bind(cls_name, runs, mesh, strategy.roles)
-        if bound is None:
-            return "does not admit its role"
-        if id(bound) not in self._turns_of:
-            by_role = self._types.by_role(cls_name, mesh, strategy.roles) or {}
-            types = (by_role[Role.DATA], *(by_role[role] for role, _ in itertools.groupby(strategy.roles)))
-            of_class = (bound.table.cls, types, gradient_flow(bound.table.cls))
-            self._turns_of[id(bound)] = refusal(*of_class) or turns_of(*of_class)
-        turns, cluster = self._turns_of[id(bound)], self._seen_by(mesh)
-        if isinstance(turns, str):
-            return turns
-        half = self._core(bound, runs, cluster)
-        return ODD if half is None else (half, bound, measure(bound, runs, cluster), turns)
-
     def collectives(
         self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int
     ) -> tuple[CollectiveCost, ...]:
         """The collectives of a layer class in one step on one device; none if the layer has no price."""
-        if strategy.slices_logits and not self._slices:
-            return self._of_sliced_logits().collectives(cls_name, mesh, strategy, microbatches)
-        placed = self._place(cls_name, mesh, strategy.roles, microbatches)
-        runs = ((Axis(MICROBATCH, self.graph.parts(microbatches), 0),), *self._runs(mesh, strategy.roles))
-        bound = self._bind(cls_name, runs, mesh, strategy.roles)
-        if placed is None or bound is None:
+        pricer = self._variant_for(strategy)
+        found = pricer._core(cls_name, mesh, strategy, microbatches)
+        if found is None:
             return ()
-        (c, cluster), mine = placed, microbatches // self.copies
-        own = replica_collectives(
-            _tensors(c), self._replicas(mesh, strategy), mine, cluster, self.numbers, strategy, self.sync
-        )
-        return (*layer_collectives(bound, runs, cluster, strategy, mine), *own)
+        (core, cluster), mine = found, microbatches // self.copies
+        runs = ((Axis(MICROBATCH, self.graph.parts(microbatches), 0),), *self._runs(mesh, strategy.roles))
+        axes, tensors = self._replicas(mesh, strategy), _tensors(core.sized)
+        own = replica_collectives(tensors, axes, mine, cluster, self.numbers, strategy, core.kept, self.sync)
+        return (*layer_collectives(core, runs, cluster, mine), *own)
 
     def edge(self, layer_index: int, mesh: Mesh, left: Strategy, right: Strategy, microbatches: int) -> float:
         """Seconds of resharding between layer ``layer_index`` and the next: forward plus backward, one microbatch.
@@ -376,22 +330,34 @@ class Pricer:
 
     def _place(
         self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...], microbatches: int
-    ) -> tuple[Core, Cluster] | None:
-        """A price before ZeRO and recomputation, and the cluster as the mesh sees it; ``None`` if there is none."""
+    ) -> tuple[Sized, Cluster] | None:
+        """A class at the sizes that it has there, and the cluster as the mesh sees it; ``None`` if its shapes are not whole."""
         key = (cls_name, self._number(mesh), roles, microbatches)
         if key not in self._placed:
-            self._placed[key] = None
-            parts = self.graph.parts(microbatches)
-            runs = ((Axis(MICROBATCH, parts, 0),), *self._runs(mesh, roles))
-            bound = self._bind(cls_name, runs, mesh, roles)
-            cluster = self._seen_by(mesh)
-            c = None if bound is None else self._core(bound, runs, cluster)
-            if c is not None:
-                self._placed[key] = c, cluster
+            sized, cluster = self._at(cls_name, mesh, roles, self.graph.parts(microbatches)), self._seen_by(mesh)
+            self._placed[key] = None if sized is None else (sized, cluster)
         return self._placed[key]
 
+    def _half(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...], microbatches: int) -> Sized | None:
+        """Half a microbatch; ``None`` if its shapes are not whole."""
+        return self._at(cls_name, mesh, roles, 2 * self.graph.parts(microbatches))
+
+    def _at(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...], parts: int) -> Sized | None:
+        """A class at the sizes of a batch that is cut into ``parts``. Many meshes share a sized class: pipelines of any length, with
+        microbatches and data parallelism in any proportion."""
+        runs = ((Axis(MICROBATCH, parts, 0),), *self._runs(mesh, roles))
+        bound = self._bind(cls_name, runs, mesh, roles)
+        if bound is None:
+            return None
+        cluster = self._seen_by(mesh)
+        given = measure(bound, runs, cluster)
+        key = (id(bound), given, cluster is self.cluster)  # self._bound keeps them alive, so that ids stay unique
+        if key not in self._sized:
+            self._sized[key] = size(bound, given, cluster, self.numbers) if divisible(bound, given) else None
+        return self._sized[key]
+
     def _copies(
-        self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int, c: Core, cluster: Cluster
+        self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int, c: Sized, cluster: Cluster
     ) -> Spread:
         """The layer's data-parallel groups."""
         key = (cls_name, self._number(mesh), strategy.roles, microbatches, strategy.replicate)
@@ -416,19 +382,24 @@ class Pricer:
         if strategy.zero == 0:
             return ALONE
         around, known = self._around(cls_name, mesh, strategy, microbatches)
-        how = strategy.recomputation, strategy.offloads_activations
+        how = strategy.options, strategy.zero >= 2
         if how not in known:
-            if strategy.recomputation.layers > 1:
-                around = around[:1]  # programs gather one layer ahead in segments
+            if strategy.options.together > 1:
+                around = around[:1]  # programs gather one layer ahead where several are recomputed as one
             later = around[0][1]
             known[how] = Neighbours(
                 sum(_largest(earlier) for earlier, _ in around),
                 sum(_largest(after) for _, after in around),
                 max((math.ceil(c.trainable) for c in later), default=0),
-                min((saved_bytes(c, strategy) for c in later), default=0.0),
+                min((self._saved_bytes(c, strategy) for c in later), default=0.0),
                 sum(_largest(earlier) for earlier, _ in around[:-1]),
             )
         return known[how]
+
+    def _saved_bytes(self, sized: Sized, strategy: Strategy) -> float:
+        """Bytes on the device that a layer saves for the backward of one microbatch."""
+        found = kept(sized, order.plain(sized), strategy.options[ACTIVATIONS])
+        return 0.0 if found.copied_bytes else found.saved_bytes
 
     def _around(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> Around:
         """The layers that may run before and after a layer of the class in the strategy's roles, by distance."""
@@ -437,21 +408,13 @@ class Pricer:
             # a neighbour without experts has data parallelism on their axes
             ways = (strategy.roles, strategy.dense.roles)
 
-            def cores(names: set[str]) -> list[Core]:
+            def sized(names: set[str]) -> list[Sized]:
                 placed = [[self._place(name, mesh, roles, microbatches) for roles in ways] for name in sorted(names)]
                 return [next(iter(found))[0] for each in placed if (found := [p for p in each if p is not None])]
 
-            found = [tuple(map(cores, adjacent[cls_name])) for adjacent in self._adjacent]
+            found = [tuple(map(sized, adjacent[cls_name])) for adjacent in self._adjacent]
             self._beside[key] = [(earlier, later) for earlier, later in found], {}
         return self._beside[key]
-
-    def _core(self, bound: Bound, runs: Runs, cluster: Cluster) -> Core | None:
-        """A core, which many meshes share: pipelines of any length, with microbatches and data parallelism in any proportion."""
-        given = measure(bound, runs, cluster)
-        key = (id(bound), given, cluster is self.cluster)  # self._bound keeps them alive, so that ids stay unique
-        if key not in self._cores:
-            self._cores[key] = core(bound, given, cluster, self.numbers) if divisible(bound, given) else None
-        return self._cores[key]
 
     def _bind(self, cls_name: str, runs: Runs, mesh: Mesh, roles: tuple[Role, ...]) -> Bound | None:
         by_role = self._types.by_role(cls_name, mesh, roles)
@@ -567,11 +530,11 @@ def _both_s(move: Move, axes: Mesh, cluster: Cluster) -> float:
     return move_s(move, move.forward, axes, cluster) + move_s(move, move.backward, axes, cluster)
 
 
-def _tensors(c: Core) -> Tensors:
+def _tensors(c: Sized) -> Tensors:
     """A layer's parameters on one device."""
     return Tensors(math.ceil(c.parameters), math.ceil(c.trainable), c.tensors)
 
 
-def _largest(cores: list[Core]) -> int:
+def _largest(layers: list[Sized]) -> int:
     """The parameters of the largest layer; 0 if there is none."""
-    return max((math.ceil(c.parameters) for c in cores), default=0)
+    return max((math.ceil(c.parameters) for c in layers), default=0)

@@ -22,8 +22,7 @@ from autopar.ops.operands import operands
 from autopar.precision import FLOAT8
 from autopar.price.draft import Draft, draft
 from autopar.price.gradients import gradient_bytes, held_gradients
-from autopar.price.int8 import may_be_int8
-from autopar.price.selective import Flags, Selection
+from autopar.price.selection import Flags, Selection
 from autopar.price.split import product_shares, waiting, weight_shares
 from autopar.price.state import Precision
 from autopar.price.trace import INTERNAL, OUTPUT, Saved
@@ -55,7 +54,7 @@ class ClassTable:
     saved: tuple[Saved, ...]
     saved_bytes: Floats
     saved_numel: Floats
-    saved_int8: Flags  # the entries that may be in 8 bits
+    saved_argument: Flags  # the entries that are arguments of the layer
     fused: bool  # the layer is compiled
     weight_share: Floats  # of each op's backward, see ``price.split``
     product_share: Floats  # of each linear's backward: the gradient of its weight
@@ -70,6 +69,8 @@ class ClassTable:
     value_gradient: dict[str, bool]
     activations: tuple[str, ...]
     output_bytes: Floats
+    width: int  # bytes of a parameter's element in computations
+    index: dict[str, int]  # of each op, by its node's name
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,7 @@ def build(cls: LayerClass, numbers: Precision, trainer: Trainer = EMITTED) -> tu
     weight_share = weight_shares(ops, run, parameters)
     waits = waiting(ops, run, weight_share)
     saved, selection = trainer.selection(cls, ops, run, costs.saved)
+    arguments = {run.storage[name] for name in names if name in run.storage}
     table = ClassTable(
         cls=cls,
         ops=ops,
@@ -145,7 +147,7 @@ def build(cls: LayerClass, numbers: Precision, trainer: Trainer = EMITTED) -> tu
         saved=saved,
         saved_bytes=np.array([s.numel * element_bytes(s.dtype, dtype, numbers) for s in saved], dtype=float),
         saved_numel=np.array([s.numel for s in saved], dtype=float),
-        saved_int8=may_be_int8(cls, run, saved) & trainer.int8,
+        saved_argument=np.array([entry.storage in arguments for entry in saved], dtype=bool),
         fused=trainer.fused,
         weight_share=weight_share,
         product_share=product_shares(ops, run),
@@ -160,6 +162,8 @@ def build(cls: LayerClass, numbers: Precision, trainer: Trainer = EMITTED) -> tu
         value_gradient=run.requires_grad,
         activations=activations,
         output_bytes=np.array([v.numel * element_bytes(v.dtype, dtype, numbers) for v in cls.outputs], dtype=float),
+        width=numbers.width,
+        index={node.name: i for i, node in enumerate(ops)},
     )
     return table, _rows(table, nodes)
 

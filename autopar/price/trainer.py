@@ -10,13 +10,12 @@ from torch import fx
 
 from autopar.devices import Cluster
 from autopar.graph import LayerClass
-from autopar.plan import Strategy
 from autopar.price.collectives import FLAT, SHARDED, Group, beside_s, group_time_s
 from autopar.price.draft import Draft
 from autopar.price.fusion import merge
 from autopar.price.live_memory import Share, replicated_transient, sharded_bytes
 from autopar.price.moves import Move
-from autopar.price.selective import Selection, select_emitted
+from autopar.price.selection import Selection, select_emitted
 from autopar.price.state import Precision, precision
 from autopar.price.trace import INTERNAL, OUTPUT, Saved, Trace, trace
 from autopar.sharding import AxisTypes
@@ -31,14 +30,13 @@ class Trainer:
     ``starts_early``: the gradient of a column-parallel product's input is reduced while the weight's gradient is computed
     (``passes.overlap``). ``fused``: a chain of pointwise ops and reductions is one kernel and saves only its inputs, as in layers that
     ``torch.compile`` compiles and in hand-written kernels (``price.fusion``). ``compiles``: on GPUs layers are compiled where no
-    pin decides. ``int8``: saved activations are stored in 8 bits (``price.int8``).
+    pin decides.
     """
 
     cpu: bool = False
     starts_early: bool = True
     fused: bool = False
     compiles: bool = True
-    int8: bool = False
 
     def precision(self, name: str, allow: Collection[str] = ()) -> Precision:
         """Bytes per element: parameters, the copies of gradients, optimizer state."""
@@ -122,12 +120,12 @@ class Trainer:
         return size
 
     def live_bytes(
-        self, share: Share, gradients: int, data: int, zero: int, strategy: Strategy, numbers: Precision
+        self, share: Share, gradients: int, data: int, zero: int, reduces_once: bool, numbers: Precision
     ) -> tuple[float, float]:
         """Bytes of the layer's gradients (``gradients`` counts only the copies) and its transient, see ``live_memory``."""
         if zero < 2:
             return gradients, replicated_transient(share, data, zero, numbers, self.cpu)
-        return sharded_bytes(share, data, strategy, numbers, self.cpu)
+        return sharded_bytes(share, data, zero, reduces_once, numbers, self.cpu)
 
 
 EMITTED = Trainer()

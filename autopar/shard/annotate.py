@@ -19,14 +19,15 @@ from autopar.rules.traffic import OF_MICROBATCHES
 from autopar.shard.conversions import conversions
 from autopar.shard.plan import role_types
 from autopar.sharding import AxisTypes
+from autopar.techniques import LAYER
 from autopar.torch_private import without_function_modes
 from autopar.types import SpmdType, legal_in_time
 from passes.clean.nodes import module_path
-from passes.slice_logits import sliced_class
+from passes.rewrite import rewrite_of
 
 
 def annotate(graph: Graph) -> Graph:
-    """The graph with ``replicated`` (ops that no rule covers, with their layers), ``unmicrobatchable`` and ``whole_logits`` filled."""
+    """The graph with ``replicated`` (ops that no rule covers, with their layers), ``unmicrobatchable`` and ``refused`` filled."""
     with without_function_modes():  # active modes concern the model's own calls
         return _annotated(graph)
 
@@ -45,9 +46,17 @@ def _annotated(graph: Graph) -> Graph:
                 replicated.setdefault(op_name(node), layer.name)
         couples = couples or _couples_batch(graph, index, cls)
     named = tuple(f"{op} (in {layer})" for op, layer in replicated.items())
-    last = sliced_class(graph.classes[graph.layers[-1].cls])
-    whole = last if isinstance(last, str) else ""
-    return dataclasses.replace(graph, replicated=named, unmicrobatchable=couples, whole_logits=whole)
+    return dataclasses.replace(graph, replicated=named, unmicrobatchable=couples, refused=_refused(graph))
+
+
+def _refused(graph: Graph) -> dict[tuple[str, str], str]:
+    """For every technique that rewrites classes, and every class: why it cannot be rewritten; empty if it can."""
+    found = {}
+    for technique in (technique for technique in LAYER if technique.rewrite):
+        for name, cls in graph.classes.items():
+            changed = rewrite_of(technique.rewrite)(cls)
+            found[technique.name, name] = changed if isinstance(changed, str) else ""
+    return found
 
 
 def _couples_batch(graph: Graph, index: int, cls: LayerClass) -> str:

@@ -16,7 +16,7 @@ from autopar.shard.solve import solve
 from autopar.sharding import AxisTypes, Sharding
 from autopar.types import SpmdType
 from passes.conversions import conversion_steps
-from passes.slice_logits import sliced_graph
+from passes.rewrite import rewritten_graph
 
 MICROBATCH = "microbatch"
 Solve = Callable[[LayerClass, Role, int], AxisTypes | None]
@@ -115,7 +115,7 @@ def plan_shardings(graph: Graph, plan: Plan) -> tuple[Sharding, ...]:
             f"the model is captured as {graph.accumulated} microbatches, each with its own statistics, and not as {plan.microbatches}",
             "capture it for the plan's number of microbatches",
         )
-    graph = sliced_graph(graph, [layer.strategy for layer in plan.layers])
+    graph = rewritten_graph(graph, [layer.strategy for layer in plan.layers])
     types = LayerTypes(graph)
     found = []
     for index, layer in enumerate(plan.layers):

@@ -86,6 +86,41 @@ class Options:
         return any(technique.way(value).elsewhere for technique, value in self.chosen)
 
     @cached_property
+    def around(self) -> bool:
+        """Whether something is done before and after the layer as a whole."""
+        return any(technique.way(value).around for technique, value in self.chosen)
+
+    @cached_property
+    def together(self) -> int:
+        """The number of consecutive layers that are treated as one."""
+        return max((technique.split(value)[1] for technique, value in self.chosen), default=1)
+
+    def of_at_most(self, layers: int) -> Options:
+        """The same values, with no more than so many consecutive layers treated as one."""
+        limited = {
+            technique.name: name if layers == 1 else f"{name}:{layers}"
+            for technique, value in self.chosen
+            for name, number in (technique.split(value),)
+            if number > layers
+        }
+        return self.but(**limited) if limited else self
+
+    @cached_property
+    def rewrites(self) -> tuple[str, ...]:
+        """The modules of ``passes`` that rewrite the layer's class (``Technique.rewrite``)."""
+        return tuple(technique.rewrite for technique, _ in self.chosen if technique.rewrite)
+
+    @cached_property
+    def compiled(self) -> bool:
+        """Whether ``torch.compile`` compiles the layer's arithmetic, if its class admits it."""
+        return any(value in technique.compiled for technique, value in self.chosen)
+
+    @cached_property
+    def quickest(self) -> Options:
+        """The values with which a microbatch takes the least time: the default of every technique that only adds work."""
+        return self.but(**{technique.name: technique.default for technique, _ in self.chosen if technique.adds_work})
+
+    @cached_property
     def problem(self) -> str:
         """Why no layer has these values; empty if layers can."""
         for technique, value in zip(LAYER, self.values, strict=True):

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from autopar.schedules import CHIMERA, DUALPIPE_V, INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE
 from autopar.techniques.technique import ANY, Case, Context, Pin, Pinned, Technique, Value, Way
 
 KEEP, SELECTIVE, FULL, HOST, INT8 = "keep", "selective", "full", "host", "int8"
@@ -42,22 +43,30 @@ class Activations(Technique):
     name = "activations"
     ways = (
         Way(KEEP),
-        Way(SELECTIVE, "recomputed in part", "in part"),
-        Way(FULL, "recomputed", "recomputed", counted=2),
-        Way(HOST, "with activations in the host's memory", "in the host", elsewhere=True),
-        Way(FULL_HOST, "recomputed, with inputs in the host's memory", "recomputed, input in the host", elsewhere=True),
+        Way(SELECTIVE, "recomputed in part", "in part", around=True),
+        Way(FULL, "recomputed", "recomputed", counted=2, around=True),
+        Way(HOST, "with activations in the host's memory", "in the host", elsewhere=True, around=True),
+        Way(
+            FULL_HOST,
+            "recomputed, with inputs in the host's memory",
+            "recomputed, input in the host",
+            elsewhere=True,
+            around=True,
+        ),
         Way(
             INT8,
             "with activations in 8 bits",
             "in 8 bits",
             gives_up=INT8_ACTIVATIONS,
             inexact="gradients are computed from activations that were rounded to 8 bits",
+            around=True,
         ),
         Way(
             SELECTIVE_HOST,
             "recomputed in part, with inputs in the host's memory",
             "in part, input in the host",
             elsewhere=True,
+            around=True,
             unsearched="what selective recomputation keeps stays on the device",
         ),
     )
@@ -108,6 +117,7 @@ class Activations(Technique):
         "offload": ("none", "activations", "optimizer", "both"),
         "saved": ("exact", "int8"),
     }
+    adds_work = True
     modules = ("int8", "offload", "segments", "selective")
 
     def said(self, value: str) -> str:
@@ -201,11 +211,39 @@ class Activations(Technique):
 
     def cases(self, n: int) -> Iterator[Case]:
         full, part = {self.name: FULL}, {self.name: SELECTIVE}
+        if n == 1:
+            yield "one device, recompute", {"microbatches": 2} | full
+            return
         yield f"recompute, data {n}, zero 3", {"data": n, "zero": 3} | full
         yield f"recompute, tensor {n}", {"tensor": n, "microbatches": 2} | full
         yield f"recompute in part, tensor {n}", {"tensor": n, "microbatches": 2} | part
         yield f"recompute in part, data {n}, zero 3", {"data": n, "zero": 3, "microbatches": 2} | part
         yield f"recompute in part, tensor+sequence {n}", {"tensor": n, "sequence": True} | part
+        if n <= 3:  # more would require models of many layers
+            two = {"pipeline": n, "chunks": 2, "microbatches": 4}
+            yield f"pipeline {n} of 2 chunks, zero bubble, recompute in part", two | {"schedule": ZERO_BUBBLE} | part
+            yield f"pipeline {n}, DualPipeV, recompute", two | {"schedule": DUALPIPE_V} | full
+        if n % 2 == 0 and n >= 4:
+            yield from self._combined(n // 2)
+
+    def _combined(self, half: int) -> Iterator[Case]:
+        """On two times ``half`` devices, beside pipelines and sequence parallelism."""
+        full, part = {self.name: FULL}, {self.name: SELECTIVE}
+        sequence, sharded = {"tensor": half, "sequence": True}, {"data": half, "zero": 3}
+        one = {"pipeline": 2, "microbatches": 2, "schedule": ONE_F_ONE_B}
+        split, both = ({"pipeline": 2, "microbatches": 4, "schedule": name} for name in (ZERO_BUBBLE, CHIMERA))
+        interleaved = {"pipeline": 2, "chunks": 2, "microbatches": 4, "schedule": INTERLEAVED}
+        yield f"ring 2 x tensor {half}, recompute", {"ring": 2, "tensor": half} | full
+        yield f"pipeline 2 x tensor+sequence {half}, recompute in part", sequence | one | part
+        yield f"pipeline 2 x ring {half}, zero 2, recompute", {"ring": half, "zero": 2} | one | full
+        yield f"pipeline 2 x data {half}, zero 3, recompute", sharded | one | full
+        yield f"pipeline 2 of 2 chunks x data {half}, zero 3, recompute", sharded | interleaved | full
+        yield f"pipeline 2, zero bubble x data {half}, zero 1, recompute", {"data": half, "zero": 1} | split | full
+        yield f"pipeline 2, Chimera x data {half}, zero 3, recompute", sharded | both | full
+        yield f"pipeline 2, Chimera x tensor+sequence {half}, recompute in part", sequence | both | part
+
+    def drawn(self, number: float, zero: int) -> str:
+        return FULL if number < 0.3 else SELECTIVE if number < 0.5 else KEEP
 
     def families(self) -> Iterator[tuple[str, str, dict[str, Value], str]]:
         yield "no_recomputation", "no recomputation", {"recompute": "none"}, ""

@@ -18,6 +18,7 @@ class Compilation(Technique):
     meaning = "what torch.compile compiles: nothing, or each layer's arithmetic; layers on GPUs and nothing on CPUs where none is pinned"
     example = "compile=none"
     switch = True
+    compiled = (LAYERS,)
     under_split = NONE
     outweighs_split = True
     former_fields = {"compiled": bool}

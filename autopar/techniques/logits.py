@@ -23,12 +23,13 @@ class Logits(Technique):
     )
     example = "logits=sliced"
     modules = ("kernels_logits",)
+    rewrite = "slice_logits"
     advice = "leave logits out; what can be sliced is a product whose cross entropy alone reads it, at most scaled or capped in between"
     # where whole logits take less, a plan gains little by slices, and a search of them takes a fifth longer
     share = 0.1
 
     def refusal(self, graph: Any, cls: str) -> str:
-        return graph.whole_logits if graph.classes[cls].gives_loss else "computes no loss"
+        return super().refusal(graph, cls) if graph.classes[cls].gives_loss else "computes no loss"
 
     def allowed(self, pinned: Pinned, context: Context) -> tuple[str, ...]:
         return (WHOLE,) if context.refused.get(self.name) else super().allowed(pinned, context)
@@ -52,6 +53,8 @@ class Logits(Technique):
         )
 
     def cases(self, n: int) -> Iterator[Case]:
+        if n == 1:
+            return
         yield (
             f"logits in slices, tensor+sequence {n}",
             {"tensor": n, "sequence": True, "microbatches": 2, self.name: SLICED},

@@ -34,6 +34,8 @@ class Overlap(Technique):
     modules = ("halves", "halves_experts", "kernels_overlap")
 
     def cases(self, n: int) -> Iterator[Case]:
+        if n == 1:
+            return
         yield f"tensor {n}, no overlap", {"tensor": n, self.name: NONE}
         yield f"tensor+sequence {n}, no overlap", {"tensor": n, "sequence": True, self.name: NONE}
         halves = {self.name: HALVES}

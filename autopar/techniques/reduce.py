@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from autopar.schedules import CHIMERA, DUALPIPE_V, GPIPE, INTERLEAVED, ONE_F_ONE_B
+from autopar.techniques.activations import ACTIVATIONS, FULL, SELECTIVE
 from autopar.techniques.technique import Case, Context, Pinned, Technique, Way
 
 MICROBATCH, STEP = "microbatch", "step"
@@ -18,6 +20,7 @@ class Reduce(Technique):
     subject = "gradients"
     meaning = "how often gradients are reduced under ZeRO 2 and 3: in every microbatch, or once a step"
     example = "reduce=step"
+    adds_work = True
 
     def effort(self, value: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (), (self.values.index(value),)
@@ -29,9 +32,36 @@ class Reduce(Technique):
         return self.values
 
     def cases(self, n: int) -> Iterator[Case]:
-        for zero in (2, 3):
-            pins = {"data": n, "zero": zero, self.name: STEP, "microbatches": 4}
-            yield f"data {n}, zero {zero}, reduced once a step", pins
+        once = {self.name: STEP}
+        for zero in (2, 3) if n > 1 else ():
+            yield f"data {n}, zero {zero}, reduced once a step", {"data": n, "zero": zero, "microbatches": 4} | once
+        if n % 2 == 0 and n >= 4:
+            yield from self._combined(n // 2)
+
+    def _combined(self, half: int) -> Iterator[Case]:
+        """On two times ``half`` devices, beside copies of shards and pipelines."""
+        two, three = ({"data": half, "zero": zero, self.name: STEP} for zero in (2, 3))
+        copies = {"mesh": (("replicas", 2), ("data", half)), "replicate": 2, "zero": 3, self.name: STEP}
+        one, gpipe = ({"pipeline": 2, "microbatches": 2, "schedule": name} for name in (ONE_F_ONE_B, GPIPE))
+        chunks = {"pipeline": 2, "chunks": 2, "microbatches": 4}
+        full, part = {ACTIVATIONS.name: FULL}, {ACTIVATIONS.name: SELECTIVE}
+        yield f"data {half} in 2 copies, zero 3, reduced once a step", copies | {"microbatches": 2}
+        yield f"pipeline 2 x data {half}, zero 2, reduced once a step", two | one
+        yield (
+            f"pipeline 2, gpipe x data {half}, zero 3, recompute in part, reduced once a step",
+            three | gpipe | part,
+        )
+        yield (
+            f"pipeline 2 of 2 chunks x data {half}, zero 3, recompute, reduced once a step",
+            three | chunks | {"schedule": INTERLEAVED} | full,
+        )
+        dualpipe = three | chunks | {"schedule": DUALPIPE_V}
+        yield f"pipeline 2, DualPipeV x data {half}, zero 3, reduced once a step", dualpipe
+        chimera = two | {"pipeline": 2, "microbatches": 4, "schedule": CHIMERA}
+        yield f"pipeline 2, Chimera x data {half}, zero 2, reduced once a step", chimera
+
+    def drawn(self, number: float, zero: int) -> str:
+        return STEP if zero >= 2 and int(number * 100) % 2 else MICROBATCH
 
 
 REDUCE = Reduce()

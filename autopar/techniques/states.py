@@ -22,6 +22,7 @@ class States(Technique):
     meaning = "where optimizer states and master copies are: on the device, in the host's memory, or on the node's NVMe"
     example = "states=host"
     optional = True
+    adds_work = True
 
     def effort(self, value: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (self.values.index(value),), ()

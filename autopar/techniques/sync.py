@@ -77,6 +77,8 @@ class Sync(Technique):
         )
 
     def cases(self, n: int) -> Iterator[Case]:
+        if n == 1:
+            return
         server = {self.name: PARAMETER_SERVER}
         yield f"data {n}, parameter server", {"data": n, "microbatches": 2} | server
         if n % 2 or n < 4:

@@ -83,7 +83,8 @@ class Way:
     ``cell`` stands for it in a table. ``gives_up`` names the exactness that a user must allow (of ``plan.ALLOWED``), and ``inexact`` says
     what is not exact. Layers may have it under the ZeRO stages from ``zero`` to ``most_zero``. ``elsewhere``: it needs memory besides the
     device's. ``unsearched``: why its price does not tell its memory, so that a plan may have it and no search takes it. ``counted``: it is
-    followed by a colon and a number from this one (``full:4``); from 2, the value without a number is that of 1.
+    followed by a colon and a number from this one (``full:4``); from 2, the value without a number is that of 1. ``around``: something is
+    done before and after the layer as a whole.
     """
 
     name: str
@@ -96,6 +97,7 @@ class Way:
     elsewhere: bool = False
     unsearched: str = ""
     counted: int = 0
+    around: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +169,12 @@ class Technique:
     """Fields of a layer in plan files of before, each with its values (``plan_schema`` says in what form)."""
     modules: ClassVar[tuple[str, ...]] = ()
     """The modules of the runtime that ``model.py`` calls for it."""
+    rewrite: ClassVar[str] = ""
+    """The module of ``passes`` whose function ``rewrite`` changes a layer class for every value but the default (``passes.rewrite``)."""
+    adds_work: ClassVar[bool] = False
+    """Whether no value takes a microbatch less time than the default."""
+    compiled: ClassVar[tuple[str, ...]] = ()
+    """The values with which ``torch.compile`` compiles a layer's arithmetic."""
     advice: ClassVar[str] = ""
     """The hint where a pinned value is refused."""
     share: ClassVar[float] = 0.0
@@ -261,7 +269,7 @@ class Technique:
 
     def refusal(self, graph: Any, cls: str) -> str:
         """Why layers of a class have the default alone, as the end of a sentence about one; empty if they have a choice."""
-        return ""
+        return graph.refused.get((self.name, cls), "was not asked") if self.rewrite else ""
 
     def refusal_of_plan(self, graph: Any, value: str, data: Sequence[int | None]) -> str:
         """Why a plan of ``graph`` cannot have a value; empty if it can. ``data`` are the layers' pinned degrees of data parallelism,
@@ -289,8 +297,13 @@ class Technique:
         return ""
 
     def cases(self, n: int) -> Iterator[Case]:
-        """The plans with the technique that ``verify`` runs on ``n`` devices."""
+        """The plans with the technique that ``verify`` runs on ``n`` devices: names and pins. ``mesh`` among the pins has the names and
+        sizes of a mesh's axes."""
         yield from ()
+
+    def drawn(self, number: float, zero: int) -> str:
+        """The value in a plan that is drawn at random, for a layer under ZeRO stage ``zero``; ``number`` is drawn between 0 and 1."""
+        return self.default
 
     def families(self) -> Iterator[tuple[str, str, dict[str, Value], str]]:
         """Alternatives that ``explain`` compares: a name, a title, pins, and what the cluster must describe ("host", "nvme" or "")."""

@@ -13,12 +13,12 @@ from autopar.graph import LayerClass
 from autopar.ops import cost
 from autopar.ops.facts import facts
 from autopar.ops.operands import operands
-from autopar.plan import NARROW_GRADIENTS, Strategy
+from autopar.plan import NARROW_GRADIENTS
 from autopar.price.collectives import FLAT, SHARDED, Group, beside_s, group_time_s
 from autopar.price.draft import Draft, Slot
 from autopar.price.live_memory import Share
 from autopar.price.moves import Move
-from autopar.price.selective import Selection
+from autopar.price.selection import Selection
 from autopar.price.state import Precision
 from autopar.price.trace import INTERNAL, Saved, Trace
 from autopar.price.trainer import Trainer
@@ -156,9 +156,9 @@ class OtherTrainer(Trainer):
         return 0.0
 
     def live_bytes(
-        self, share: Share, gradients: int, data: int, zero: int, strategy: Strategy, numbers: Precision
+        self, share: Share, gradients: int, data: int, zero: int, reduces_once: bool, numbers: Precision
     ) -> tuple[float, float]:
-        transient = share.working_bytes - share.saved_bytes + share.alive.activations
+        transient = share.kept.working_bytes - share.kept.saved_bytes + share.alive.activations
         if zero >= 2:  # one gradient filled and the last one reduced; parameters of this layer and the next
             gathered = share.parameters * numbers.width if zero == 3 else 0
             transient += 2 * share.trainable * numbers.gradient + 2 * gathered

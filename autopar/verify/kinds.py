@@ -89,14 +89,21 @@ def kind(name: str, **options: Any) -> Kind:
 
 def kinds(devices: int) -> tuple[Kind, ...]:
     """At least one kind for every way to parallelize over ``devices`` processes, then combinations and plans of mixed layers."""
+    techniques = (_case(name, pins) for technique in ALL for name, pins in technique.cases(devices))
     if devices == 1:
-        return (kind("one device"), kind("one device, recompute", recompute=True, microbatches=2))
+        return (kind("one device"), *techniques)
     return (
         *_single(devices),
         *_combined(devices),
         *_both_ways(devices),
         *_mixed(devices),
+        *techniques,
     )
+
+
+def _case(name: str, pins: dict[str, Any]) -> Kind:
+    """A kind from a technique's case, whose mesh, if it has one, is the names and sizes of axes."""
+    return kind(name, **(pins | {"mesh": make_mesh(*pins["mesh"])} if "mesh" in pins else pins))
 
 
 def _single(n: int) -> tuple[Kind, ...]:
@@ -118,7 +125,6 @@ def _single(n: int) -> tuple[Kind, ...]:
         ),
         # more than three devices would require models of many layers
         *(_in_chunks(n) if n <= 3 else ()),
-        *(kind(name, **pins) for technique in ALL for name, pins in technique.cases(n)),
     )
 
 
@@ -126,14 +132,7 @@ def _in_chunks(n: int) -> tuple[Kind, ...]:
     two = {"pipeline": n, "chunks": 2, "microbatches": 4}
     return (
         kind(f"pipeline {n} of 2 chunks", **two),
-        kind(
-            f"pipeline {n} of 2 chunks, zero bubble, recompute in part",
-            **two,
-            schedule=ZERO_BUBBLE,
-            recompute="selective",
-        ),
         kind(f"pipeline {n}, ZBV", **two, schedule=ZERO_BUBBLE_V),
-        kind(f"pipeline {n}, DualPipeV, recompute", **two, schedule=DUALPIPE_V, recompute=True),
     )
 
 
@@ -145,7 +144,6 @@ def _combined(n: int) -> tuple[Kind, ...]:
     copies = make_mesh(("replicas", 2), ("data", half))
     pipelined = {"pipeline": 2, "microbatches": 2, "schedule": ONE_F_ONE_B}
     interleaved = {"pipeline": 2, "chunks": 2, "microbatches": 4, "schedule": INTERLEAVED}
-    once = {"data": half, "reduce": "step"}
     return (
         kind(f"data 2 x tensor {half}, zero 3", data=2, tensor=half, zero=3),
         kind(f"data 2 x tensor+sequence {half}, zero 1", data=2, tensor=half, sequence=True, zero=1, microbatches=2),
@@ -159,53 +157,17 @@ def _combined(n: int) -> tuple[Kind, ...]:
         kind(f"ulysses 2 x ring {half}", ulysses=2, ring=half),
         kind(f"data 2 x ulysses {half}, zero 3", data=2, ulysses=half, zero=3),
         kind(f"data 2 x ring {half}, zero 3", data=2, ring=half, zero=3, microbatches=2),
-        kind(f"ring 2 x tensor {half}, recompute", ring=2, tensor=half, recompute=True),
         kind(f"ring 2 x tensor+sequence {half}", ring=2, tensor=half, sequence=True),
         kind(f"tensor 2 x ulysses {half}", mesh=make_mesh(("tensor", 2), ("ulysses", half))),
         kind(f"data 2 x expert {half}, zero 2", data=2, expert=half, zero=2),
         kind(f"expert 2 x tensor {half}", expert=2, tensor=half),
         kind(f"pipeline 2 x tensor {half}", tensor=half, **pipelined),
-        kind(
-            f"pipeline 2 x tensor+sequence {half}, recompute in part",
-            tensor=half,
-            sequence=True,
-            recompute="selective",
-            **pipelined,
-        ),
         kind(f"pipeline 2 x expert {half}", expert=half, **pipelined),
         kind(f"pipeline 2 x ulysses {half}", ulysses=half, **pipelined),
-        kind(f"pipeline 2 x ring {half}, zero 2, recompute", ring=half, zero=2, recompute=True, **pipelined),
         kind(f"pipeline 2 x data {half}, zero 2", data=half, zero=2, **pipelined),
-        kind(f"pipeline 2 x data {half}, zero 3, recompute", data=half, zero=3, recompute=True, **pipelined),
         kind(f"pipeline 2 of 2 chunks x data {half}, zero 1", data=half, zero=1, **interleaved),
-        kind(
-            f"pipeline 2 of 2 chunks x data {half}, zero 3, recompute", data=half, zero=3, recompute=True, **interleaved
-        ),
         kind(f"pipeline 2 of 2 chunks x tensor {half}", tensor=half, **interleaved),
         *_split(half),
-        kind(
-            f"data {half} in 2 copies, zero 3, reduced once a step",
-            mesh=copies,
-            zero=3,
-            replicate=2,
-            reduce="step",
-            microbatches=2,
-        ),
-        kind(f"pipeline 2 x data {half}, zero 2, reduced once a step", zero=2, **once, **pipelined),
-        kind(
-            f"pipeline 2, gpipe x data {half}, zero 3, recompute in part, reduced once a step",
-            zero=3,
-            recompute="selective",
-            **once,
-            **(pipelined | {"schedule": GPIPE}),
-        ),
-        kind(
-            f"pipeline 2 of 2 chunks x data {half}, zero 3, recompute, reduced once a step",
-            zero=3,
-            recompute=True,
-            **once,
-            **interleaved,
-        ),
     )
 
 
@@ -214,19 +176,10 @@ def _split(half: int) -> tuple[Kind, ...]:
     one = {"pipeline": 2, "microbatches": 4, "schedule": ZERO_BUBBLE}
     two = {"pipeline": 2, "chunks": 2, "microbatches": 4}
     return (
-        kind(f"pipeline 2, zero bubble x data {half}, zero 1, recompute", data=half, zero=1, recompute=True, **one),
         kind(f"pipeline 2, zero bubble x tensor+sequence {half}", tensor=half, sequence=True, **one),
         kind(f"pipeline 2, zero bubble x expert {half}, zero 3", expert=half, zero=3, **one),
         kind(f"pipeline 2, ZBV x data {half}, zero 3", data=half, zero=3, schedule=ZERO_BUBBLE_V, **two),
         kind(f"pipeline 2, DualPipeV x data {half}, zero 2", data=half, zero=2, schedule=DUALPIPE_V, **two),
-        kind(
-            f"pipeline 2, DualPipeV x data {half}, zero 3, reduced once a step",
-            data=half,
-            zero=3,
-            reduce="step",
-            schedule=DUALPIPE_V,
-            **two,
-        ),
     )
 
 
@@ -238,17 +191,6 @@ def _both_ways(n: int) -> tuple[Kind, ...]:
     two = {"pipeline": 2, "microbatches": 4, "schedule": CHIMERA}
     return (
         kind(f"pipeline 2, Chimera x data {half}, zero 1", data=half, zero=1, **two),
-        kind(f"pipeline 2, Chimera x data {half}, zero 3, recompute", data=half, zero=3, recompute=True, **two),
-        kind(
-            f"pipeline 2, Chimera x data {half}, zero 2, reduced once a step", data=half, zero=2, reduce="step", **two
-        ),
-        kind(
-            f"pipeline 2, Chimera x tensor+sequence {half}, recompute in part",
-            tensor=half,
-            sequence=True,
-            recompute="selective",
-            **two,
-        ),
         kind(f"pipeline 2, Chimera x expert {half}, zero 2", expert=half, zero=2, **two),
     )
 

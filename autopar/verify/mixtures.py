@@ -17,9 +17,7 @@ from autopar.plan import Axis, Plan, Role, Strategy
 from autopar.schedules import CHIMERA, GPIPE, SPLIT, Schedule, default_schedule, refusal
 from autopar.search.manual import make_mesh, manual_plan
 from autopar.shard.plan import LayerTypes, layer_sharding, plan_shardings
-from autopar.techniques import Options, said
-from autopar.techniques.activations import ACTIVATIONS, FULL, KEEP, SELECTIVE
-from autopar.techniques.reduce import REDUCE, STEP
+from autopar.techniques import LAYER, Options, said
 from autopar.techniques.sync import SYNC
 
 _TRIES = 200  # most draws of a model with ordinary sizes are admitted; a model that admits none of 200 admits hardly any plan
@@ -125,19 +123,13 @@ def _strategy(mesh: tuple[Axis, ...], rng: random.Random) -> Strategy:
     roles = tuple(rng.choice(list(Role)) for _ in mesh)
     replicated = math.prod(a.size for a, r in zip(mesh, roles, strict=True) if r.replicates_parameters) > 1
     zero, drawn = rng.randrange(4) if replicated else 0, rng.random()
-    strategy = Strategy(roles, zero, options=_options(zero, drawn))
+    # all techniques from one draw: another one would change all plans
+    options = Options(**{technique.name: technique.drawn(drawn, zero) for technique in LAYER})
+    strategy = Strategy(roles, zero, options=options)
     outermost, *others = strategy.data_axes(mesh)[1] or (None,)
     if zero and drawn > 0.7 and outermost is not None and any(axis.size > 1 for axis in others):
         return replace(strategy, replicate=outermost.size)
     return strategy
-
-
-def _options(zero: int, drawn: float) -> Options:
-    """The techniques of a strategy, all from one draw: another one would change all plans."""
-    found = {ACTIVATIONS.name: FULL if drawn < 0.3 else SELECTIVE if drawn < 0.5 else KEEP}
-    if zero >= 2 and int(drawn * 100) % 2:
-        found[REDUCE.name] = STEP
-    return Options(**found)
 
 
 def _tied(graph: Graph) -> list[list[int]]:

@@ -15,14 +15,19 @@ from autopar.devices import Cluster
 from autopar.graph import Graph, Layer, LayerClass, Value
 from autopar.layer_price import LayerPrice
 from autopar.plan import Axis, Role, Strategy
+from autopar.price import order
+from autopar.price.assemble import assemble
 from autopar.price.collectives import group, group_time_s
-from autopar.price.layer import assemble, bind, core, divisible, measure
+from autopar.price.kept import kept
+from autopar.price.layer import bind, divisible, measure, size
 from autopar.price.live_memory import Neighbours
+from autopar.price.microbatch import Core
 from autopar.price.replicas import Tensors, spread
 from autopar.price.table import build, flags
 from autopar.price.trainer import EMITTED, Trainer
 from autopar.shard.plan import MICROBATCH
 from autopar.sharding import AxisTypes, Sharding
+from autopar.techniques.activations import ACTIVATIONS
 from autopar.techniques.sync import ALL_REDUCE
 from autopar.types import Collective, I, P, R, S, SpmdType
 from passes.pad import pad_class
@@ -235,8 +240,8 @@ def price_layer(
     """
     numbers = trainer.precision(precision_name)
     # time is outermost: a microbatch is cut from the batch before the mesh divides it
-    order = sorted(range(len(sharding.axes)), key=lambda i: sharding.axes[i].name != MICROBATCH)
-    axes, types = tuple(sharding.axes[i] for i in order), tuple(sharding.types[i] for i in order)
+    outermost = sorted(range(len(sharding.axes)), key=lambda i: sharding.axes[i].name != MICROBATCH)
+    axes, types = tuple(sharding.axes[i] for i in outermost), tuple(sharding.types[i] for i in outermost)
     whole = build(cls, numbers, trainer)[0].model_flops
     table, rows = build(pad_class(cls, Sharding(axes, types)), numbers, trainer)
     table = replace(table, model_flops=whole)  # padding is no work of the model's
@@ -247,8 +252,10 @@ def price_layer(
         return None
     mesh = tuple(axis for axis in axes if axis.name != MICROBATCH)
     microbatches = math.prod(axis.size for axis in axes if axis.stride == 0)
-    c = core(bound, given, cluster, numbers)
+    c = size(bound, given, cluster, numbers)
+    passes = order.passes(c, strategy, lambda: None, trainer)
+    core = Core(c, passes, kept(c, passes, strategy.options[ACTIVATIONS]))
     flops = table.model_flops / microbatches
     tensors = Tensors(math.ceil(c.parameters), math.ceil(c.trainable), c.tensors)
     around = spread(tensors, strategy.data_axes(mesh), microbatches, flops, cluster, numbers, trainer, ALL_REDUCE)
-    return assemble(c, around, strategy, cluster, numbers, trainer, neighbours)
+    return assemble(core, around, strategy, cluster, numbers, trainer, neighbours)

@@ -23,6 +23,7 @@ from autopar.search.driver import SMALL_LAYERS
 from autopar.search.manual import make_mesh
 from autopar.search.options import SearchOptions
 from autopar.search.problem import Choice
+from autopar.techniques.logits import LOGITS
 
 SEGMENTS = (2, 3, 4)
 """Numbers of layers that brute force recomputes as one."""
@@ -98,7 +99,7 @@ def with_logits(graph: Graph) -> Graph:
     *others, last = graph.layers
     head = replace(graph.classes[last.cls], name="head", outputs=(Value("loss", (), torch.float32),))
     layers, classes = (*others, replace(last, cls="head")), graph.classes | {"head": head}
-    return replace(graph, layers=layers, classes=classes, whole_logits="")
+    return replace(graph, layers=layers, classes=classes, refused={(LOGITS.name, "head"): ""})
 
 
 def _drawn(key: object) -> str:
@@ -391,7 +392,7 @@ def candidates(
             ):
                 if (ways == 1 or zero == pins.get("zero", zero)) and (kept.startswith("full:") or 1 in sizes):
                     found.append(Strategy(roles, zero, activations=kept, states=states))
-    if not graph.classes[cls].gives_loss or graph.whole_logits:
+    if not graph.classes[cls].gives_loss or graph.refused.get((LOGITS.name, cls), "was not asked"):
         return found
     if "logits" in pins:
         return [s.but(logits=str(pins["logits"])) for s in found]

@@ -26,7 +26,7 @@ from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.plan import Axis, Plan, Role, Strategy
 from autopar.price import Pricer
-from autopar.price.halves import exposed_s
+from autopar.price.order import exposed_s
 from autopar.program import finite, halves
 from autopar.program.mesh_axes import on_mesh
 from autopar.run.folder import program_modules

@@ -25,9 +25,10 @@ from autopar.program.kernels_logits import loss_in_slices
 from autopar.search import SearchOptions, make_mesh, manual_plan, search
 from autopar.shard import annotate, solve
 from autopar.sharding import Sharding
+from autopar.techniques.logits import LOGITS
 from autopar.verify import check_plan, kind, make_subject
 from passes.pad import pad_class
-from passes.slice_logits import sliced_class
+from passes.slice_logits import rewrite
 
 CAP = (("div", 3.0), ("tanh",), ("mul", 3.0))
 
@@ -109,8 +110,9 @@ def batch() -> dict[str, Tensor]:
 )
 def test_what_is_sliced_is_proved_and_what_is_not_is_refused_by_name(case: str, why: str) -> None:
     graph = annotate(capture(Head(case).double(), batch()))
-    cls = sliced_class(graph.classes[graph.layers[-1].cls])
-    assert why in graph.whole_logits and bool(why) == bool(graph.whole_logits), graph.whole_logits
+    cls = rewrite(graph.classes[graph.layers[-1].cls])
+    refused = graph.refused[LOGITS.name, graph.layers[-1].cls]
+    assert why in refused and bool(why) == bool(refused), refused
     assert isinstance(cls, str) == bool(why)
     if why:
         with pytest.raises(UsageError, match=f"logits=sliced: .* {why}"):
@@ -155,7 +157,7 @@ def test_a_padded_layer_saves_what_the_layer_saves(case: str) -> None:
     values in the same order, whether it makes all logits or a slice at a time."""
     graph = annotate(capture(Head(case).double(), batch()))
     whole = graph.classes[graph.layers[-1].cls]
-    for cls in (whole, sliced_class(whole)):
+    for cls in (whole, rewrite(whole)):
         assert isinstance(cls, LayerClass)
         types = solve(cls, Role.TENSOR, 3)
         assert types is not None
@@ -173,7 +175,7 @@ def test_a_padded_layer_saves_what_the_layer_saves(case: str) -> None:
 
 def test_products_in_8_bits_convert_operands_and_no_logits() -> None:
     graph = annotate(capture(Head("plain").bfloat16(), batch()))
-    cls = sliced_class(graph.classes[graph.layers[-1].cls])
+    cls = rewrite(graph.classes[graph.layers[-1].cls])
     assert isinstance(cls, LayerClass)
     tables = [build(cls, EMITTED.precision(name))[0] for name in ("bfloat16", "float8")]
     names = [op.name for op in tables[0].ops]

@@ -20,6 +20,7 @@ from autopar.report.figures import _strategy as figures_of
 from autopar.schedules import SCHEDULES
 from autopar.search import SearchOptions, manual_plan
 from autopar.search.concessions import concessions
+from autopar.search.manual import make_mesh
 from autopar.search.problem import context_of, strategies
 from autopar.techniques import ALL, BY_NAME, DEFAULTS, GIVEN_UP, LAYER, OF_LAYERS, Options, conflict
 from autopar.techniques.technique import ANY, PERMISSIVE, Technique
@@ -136,4 +137,5 @@ def test_every_technique_has_pins_and_cases() -> None:
         named: dict[str, Any] = {kind.name: kind.options for kind in kinds(n)}
         for technique in ALL:
             for name, pins in technique.cases(n):
+                pins = pins | {"mesh": make_mesh(*pins["mesh"])} if "mesh" in pins else pins
                 assert named[name] == pins and technique.name in pins

@@ -1,0 +1,184 @@
+"""The price of a layer: one microbatch, with ZeRO over the data axes, the optimizer, and the memories of both.
+
+Collectives of tensor parallelism are waited for, except those that ``order`` hides. The reductions of ZeRO 0 and 1, and on GPUs FSDP's
+gathers and reductions, overlap a layer's compute; the excess is exposed. Gradients that are reduced once a step overlap the backward of the
+last microbatch. Not counted: the first gather of a stage's forward, and the last reduction of its backward, in every microbatch, which
+nothing hides. They are one layer's of all that the stage has.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+from autopar.devices import Cluster
+from autopar.layer_price import LayerPrice
+from autopar.plan import Strategy
+from autopar.price.host import DEVICE, Offloaded, host_update_s, waited_s
+from autopar.price.live_memory import Neighbours, Share
+from autopar.price.microbatch import Core, Kept, Pass
+from autopar.price.replicas import Spread
+from autopar.price.state import Precision, padded, state_bytes
+from autopar.price.trainer import Trainer
+
+
+def assemble(
+    core: Core,
+    spread: Spread,
+    strategy: Strategy,
+    cluster: Cluster,
+    numbers: Precision,
+    trainer: Trainer,
+    neighbours: Neighbours,
+) -> LayerPrice:
+    """Add ZeRO over the data axes, and other memories. ``neighbours`` are assumed to have the same strategy."""
+    c, kept, forward, backward = core.sized, core.kept, core.forward, core.backward
+    data, zero = spread.size, strategy.zero if spread.size > 1 else 0
+    trainable, offloaded = math.ceil(c.trainable), Offloaded.of(strategy, cluster)
+    gather, reduce = spread.gather_s[zero >= 2], spread.reduce_s[zero >= 2]
+    exposed = functools.partial(trainer.exposed_sharded_s, slowdown=cluster.overlap_slowdown)
+    each_time = zero >= 2 and not strategy.reduces_once  # gradients are reduced in every microbatch
+    copies_s = _copies_s(spread, strategy, kept, zero)
+    forward_wire_s = _exposed_s(forward, trainer)
+    backward_wire_s = _exposed_s(backward, trainer) + _exposed_s(kept.again, trainer)
+    forward_compute_s = max(forward.compute_s + copies_s[0], forward.host_s - forward_wire_s)
+    accumulate_s = _accumulate_s(spread, trainable / (data if each_time else 1), numbers, cluster)
+    device_s = backward.compute_s + accumulate_s + copies_s[1] + kept.again.compute_s
+    backward_compute_s = max(device_s, backward.host_s + kept.again.host_s - backward_wire_s)
+    waits_s = _waits_s(core, strategy, data if zero >= 2 else 1, cluster, forward_compute_s, backward_compute_s)
+    forward_wire_s, backward_wire_s = forward_wire_s + waits_s[0], backward_wire_s + waits_s[1]
+    forward_exposed = exposed(gather * (zero >= 2), forward_compute_s)
+    back_s = reduce * each_time + gathers(kept) * gather * (zero == 3)
+    backward_exposed = exposed(back_s, backward_compute_s)
+    if kept.copied_bytes:
+        forward_exposed += waited_s(kept.copied_bytes, forward_compute_s, cluster)
+        backward_exposed += waited_s(kept.copied_bytes, backward_compute_s, cluster)
+    updated = trainable / (data if zero else 1)
+    step_s = _update_s(updated, c.tensors, offloaded.states, zero, numbers, cluster)
+    if zero < 2:
+        step_s += spread.once_s(zero, forward_compute_s, backward_compute_s, trainer, cluster.overlap_slowdown)
+    elif not each_time:  # the last backward is longer by the copies
+        last_s = exposed(back_s + reduce, backward_compute_s + copies_s[2])
+        step_s += copies_s[2] + last_s - exposed(back_s, backward_compute_s) + waits_s[2]
+    if zero >= 2:
+        step_s += spread.mirror_s
+    parameters, gradients, optimizer, saved, transient = _bytes(
+        core, spread, strategy, zero, numbers, trainer, offloaded, neighbours
+    )
+    weight_s = core.passes.weight_s + accumulate_s
+    return LayerPrice(
+        forward_s=forward_compute_s + forward_wire_s + forward_exposed,
+        backward_s=backward_compute_s + backward_wire_s + backward_exposed,
+        communication_s=forward_wire_s + backward_wire_s + forward_exposed + backward_exposed,
+        step_s=step_s,
+        parameters_bytes=parameters,
+        gradients_bytes=gradients,
+        optimizer_bytes=optimizer,
+        saved_bytes=saved,
+        transient_bytes=transient,
+        flops=spread.flops,
+        fresh_bytes=trainable * numbers.fresh,
+        border_bytes=math.ceil(trainer.border_bytes(c.input_bytes or c.output_bytes)),
+        # if launching from the host takes longer than the device's work, its time is divided in the same proportion
+        weight_s=weight_s / device_s * backward_compute_s if weight_s else 0.0,
+        waiting_bytes=math.ceil(c.waiting_bytes),
+        segment=kept.layers,
+        kept_bytes=math.ceil(kept.first_bytes),
+        host_bytes=offloaded.in_host(math.ceil(updated), numbers),
+        nvme_bytes=offloaded.on_nvme(math.ceil(updated), numbers),
+        host_saved_bytes=math.ceil(kept.host_bytes),
+    )
+
+
+def least_time_s(core: Core, trainer: Trainer) -> float:
+    """Seconds of one microbatch, forward plus backward, that ``assemble`` never undercuts, whatever the ZeRO stage and the data-parallel
+    groups: they add work and exposed communication to the layer's own. Nor does what is computed again take them below."""
+    forward, backward = core.forward, core.backward
+    return sum(max(p.compute_s + _exposed_s(p, trainer), p.host_s) for p in (forward, backward))
+
+
+def _exposed_s(part: Pass, trainer: Trainer) -> float:
+    """Seconds of exposed communication."""
+    return trainer.exposed_tensor_s(part.wire_s) + part.exposed_s
+
+
+def _accumulate_s(spread: Spread, elements: float, numbers: Precision, cluster: Cluster) -> float:
+    """Seconds in which a microbatch adds ``elements`` to the gradients; the first microbatch of a step overwrites them."""
+    return (1 - 1 / spread.microbatches) * elements * numbers.accumulated / cluster.gpu.bytes_per_s
+
+
+def _update_s(updated: float, tensors: int, states: str, zero: int, numbers: Precision, cluster: Cluster) -> float:
+    """Seconds of the optimizer for ``updated`` elements."""
+    if states != DEVICE:
+        return host_update_s(updated, states, zero, numbers, cluster)
+    return cluster.gpu.update_s(updated * update_bytes(numbers), tensors)
+
+
+def _copies_s(spread: Spread, strategy: Strategy, kept: Kept, zero: int) -> tuple[float, float, float]:
+    """Seconds of the copies of ZeRO 2 and 3: in a forward, in a backward, and once a step."""
+    if zero < 2:
+        return 0.0, 0.0, 0.0
+    gather_s, reduce_s = spread.copies_s
+    back_s = gathers(kept) * gather_s if zero == 3 else 0.0
+    return (gather_s, back_s, reduce_s) if strategy.reduces_once else (gather_s, back_s + reduce_s, 0.0)
+
+
+def gathers(kept: Kept) -> float:
+    """How often a backward gathers a layer's parameters under ZeRO 3: twice where several layers run again as one, except once for the
+    last of them."""
+    return 2 - 1 / kept.layers
+
+
+def _waits_s(
+    core: Core, strategy: Strategy, shards: int, cluster: Cluster, forward_s: float, backward_s: float
+) -> tuple[float, float, float]:
+    """Seconds that collectives wait for the slowest member of their group, forward and backward, if such waits were measured; and what the
+    last microbatch's backward adds if gradients are reduced once a step.
+
+    ``shards`` is the size of the group that gathers the layer's parameters and reduces its gradients; 1 if there is none.
+    """
+    if cluster.wires is None:
+        return 0.0, 0.0, 0.0
+    gathers = (shards,) if shards > 1 else ()
+    again = core.kept.layers > 1  # one gather more, except for the last of these layers
+    back = core.backward.meetings + gathers * (1 + again if strategy.zero == 3 else 0) + core.kept.again.meetings
+    wait_s = cluster.wires.wait_s
+    forward_wait_s = wait_s(core.forward.meetings + gathers, forward_s)
+    reduced_s = wait_s(back + gathers, backward_s)
+    if not strategy.reduces_once:
+        return forward_wait_s, reduced_s, 0.0
+    unreduced_s = wait_s(back, backward_s)
+    return forward_wait_s, unreduced_s, reduced_s - unreduced_s
+
+
+def _bytes(
+    core: Core,
+    spread: Spread,
+    strategy: Strategy,
+    zero: int,
+    numbers: Precision,
+    trainer: Trainer,
+    offloaded: Offloaded,
+    neighbours: Neighbours,
+) -> tuple[int, int, int, int, int]:
+    """Bytes of parameters, gradients, optimizer state, saved activations of one microbatch, and transients."""
+    c, kept, data = core.sized, core.kept, spread.size
+    parameters, trainable = math.ceil(c.parameters), math.ceil(c.trainable)
+    flat = zero < 2 and (data > 1 or numbers.master or offloaded.states != DEVICE)
+    elements = parameters, trainable
+    if flat:
+        elements = padded(elements, c.padding, data if zero else 1, numbers.width)
+    stored, gradients, optimizer = state_bytes(
+        *elements, data, zero, numbers, offloaded.here(numbers), strategy.reduces_once
+    )
+    share = Share(
+        core.passes.alive, kept, c.plain_bytes, parameters, trainable, c.largest, spread.microbatches, neighbours
+    )
+    live, transient = trainer.live_bytes(share, gradients, data, zero, strategy.reduces_once, numbers)
+    saved = math.ceil(kept.saved_bytes) if kept.layers == 1 else int(kept.saved_bytes)
+    return stored, math.ceil(live), optimizer, saved, math.ceil(transient)
+
+
+def update_bytes(numbers: Precision) -> int:
+    """Bytes that an update moves per parameter: the loss scale's, the gradient is read, its state and the parameter read and written."""
+    return numbers.unscaled + numbers.gradient + 2 * numbers.optimizer + 2 * numbers.shard
