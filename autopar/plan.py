@@ -192,6 +192,16 @@ class Strategy:
         """Whether FSDP reduces the layer's gradients once a step, and not in every microbatch."""
         return self.options[REDUCE] == STEP
 
+    @property
+    def uninterrupted(self) -> bool:
+        """Whether nothing is done before and after the layer as a whole, by ZeRO or by a technique."""
+        return self.zero < 2 and not self.options.around
+
+    @property
+    def whole(self) -> Strategy:
+        """The same strategy with whole microbatches."""
+        return dataclasses.replace(self, options=self.options.whole)
+
     def under(self, schedule: Schedule) -> Strategy:
         """The same strategy for a pipeline of this schedule: a schedule that splits the backward pass computes the weights' gradients in a
         later action, and leaves some techniques no choice."""

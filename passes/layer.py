@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from torch import fx
@@ -9,20 +10,19 @@ from torch import fx
 from autopar.flow import gradient_flow, placeholders
 from autopar.graph import LayerClass
 from autopar.ops.meta import meta
-from autopar.plan import SELECTIVE, Strategy
-from autopar.sharding import Sharding, local_shape
-from autopar.techniques.overlap import HALVES, TENSOR
+from autopar.plan import Strategy
+from autopar.sharding import AxisTypes, Sharding, local_shape
+from autopar.techniques import UNDER_SPLIT
 from autopar.types import SpmdType
 from passes.collectives import MICROBATCH, convert, insert_collectives_pass
 from passes.defer_weights import defer_weights_pass
 from passes.fuse_bias import fuse_bias_pass
 from passes.grouped_widths import grouped_widths_pass
-from passes.halves import halves_pass, is_chained, of_half
 from passes.localise_layer import localise_pass, random_seed
-from passes.overlap import JOINED, converted_types, overlap_pass
+from passes.overlap import JOINED, converted_types
 from passes.pad import pad_class
+from passes.rewrite import local_rewrites
 from passes.runner import run
-from passes.selective import selective_pass
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class LocalLayer:
     @property
     def chained(self) -> bool:
         """Whether the layer is halved, and its halves go on into the next layer without meeting in between."""
-        return self.half is not None and is_chained(self.strategy)
+        return self.half is not None and self.strategy.uninterrupted
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -99,6 +99,11 @@ class LocalLayer:
         return mesh_types(self.sharding, self.sharding.output(index))
 
 
+def rows_of(cls: LayerClass, time: AxisTypes) -> tuple[tuple[int | None, ...], tuple[int | None, ...]]:
+    """The dim of each placeholder that has the microbatch's rows (``None``: it has none), and that of each result."""
+    return tuple(time.produced[node.name].dim for node in placeholders(cls)), tuple(t.dim for t in time.outputs)
+
+
 def mesh_types(sharding: Sharding, types: tuple[SpmdType, ...]) -> tuple[SpmdType, ...]:
     """``types`` without the microbatch axis's type."""
     return tuple(t for axis, t in zip(sharding.axes, types, strict=True) if axis.name != MICROBATCH)
@@ -109,31 +114,29 @@ def local_layer(
 ) -> LocalLayer:
     """Run the passes on one layer class. ``deferred`` are the indices of the parameters whose gradients the schedule may compute later
     than those of activations; a strategy of such a schedule has no overlap (``Strategy.under``)."""
-    assert not deferred or strategy.overlap == "none", strategy
-    half = of_half(cls, sharding) if strategy.overlap == HALVES else None
-    assert (half is None) == (strategy.overlap != HALVES), strategy
-    cls = pad_class(cls, half or sharding)
+    assert not deferred or strategy.options == strategy.options.but(**UNDER_SPLIT), strategy
+    rewrites = list(local_rewrites(strategy.options))
+    own = sharding
+    for _, value, module in rewrites:
+        own = module.computed(cls, own, value)
+    cls = pad_class(cls, own)
     flow = gradient_flow(cls)
     for node in cls.graph.graph.nodes:
         meta(node)["gradient"] = flow.get(node.name, False)
     gm = run(
         cls.graph,
         [
-            ("insert_collectives", lambda gm: insert_collectives_pass(gm, half or sharding)),
-            ("localise_shapes", lambda gm: localise_pass(gm, half or sharding)),
+            ("insert_collectives", lambda gm: insert_collectives_pass(gm, own)),
+            ("localise_shapes", lambda gm: localise_pass(gm, own)),
             ("fuse_bias", fuse_bias_pass),
             ("grouped_widths", grouped_widths_pass),
         ],
     )
-    if strategy.recomputation == SELECTIVE:
-        gm = run(gm, [("selective", lambda gm: selective_pass(gm, [axis.name for axis in sharding.axes]))])
-    if strategy.overlap == TENSOR:
-        gm = run(gm, [("overlap", lambda gm: overlap_pass(gm, cls, sharding))])
-    if half is not None:
-        gm = run(gm, [("halves", lambda gm: halves_pass(gm, cls, half))])
+    for name, value, module in rewrites:
+        gm = run(gm, [(name, functools.partial(module.rewrite_local, cls=cls, sharding=own, value=value))])
     if deferred:
-        own = [node for node in gm.graph.nodes if node.op == "placeholder"][-len(cls.parameters) :]
-        late = [own[i] for i in deferred]
+        parameters = [node for node in gm.graph.nodes if node.op == "placeholder"][-len(cls.parameters) :]
+        late = [parameters[i] for i in deferred]
         gm = run(gm, [("defer_weights", lambda gm: defer_weights_pass(gm, late))])
     nodes = placeholders(cls)[len(placeholders(cls)) - len(cls.parameters) :]
     local = tuple(
@@ -145,4 +148,4 @@ def local_layer(
         )
         for node, value in zip(nodes, cls.parameters, strict=True)
     )
-    return LocalLayer(cls, strategy, sharding, gm, local, half)
+    return LocalLayer(cls, strategy, sharding, gm, local, own if own is not sharding else None)

@@ -11,8 +11,11 @@ from collections.abc import Callable, Sequence
 
 from torch import fx
 
+from autopar.graph import LayerClass
 from autopar.ops.facts import facts
 from autopar.ops.meta import meta
+from autopar.sharding import Sharding
+from autopar.techniques.activations import ACTIVATIONS, RECOMPUTED, SELECTIVE
 from passes.collectives import MICROBATCH, convert
 
 
@@ -30,11 +33,24 @@ def recomputed(nodes: Sequence[fx.Node], flows: Callable[[fx.Node], bool]) -> li
     return ops
 
 
-def selective_pass(gm: fx.GraphModule, axes: Sequence[str]) -> fx.GraphModule:
-    """Marks the nodes whose results are kept: ``meta["kept"]``.
+def computed(cls: LayerClass, sharding: Sharding, value: str) -> Sharding:
+    """The whole microbatch, whatever is kept."""
+    return sharding
 
-    Runs on a local graph, in which conversions are nodes; ``axes`` are the names of the axes of its types.
+
+def why_not(cls: LayerClass, sharding: Sharding, value: str) -> str:
+    """Nothing: every layer admits every value of ``activations``."""
+    return ""
+
+
+def rewrite_local(gm: fx.GraphModule, cls: LayerClass, sharding: Sharding, value: str) -> fx.GraphModule:
+    """Mark the nodes whose results are kept, if ``value`` of ``activations`` recomputes in part: ``meta["kept"]``.
+
+    Runs on a local graph, in which conversions are nodes.
     """
+    if RECOMPUTED[ACTIVATIONS.split(value)[0]] != SELECTIVE:
+        return gm
+    axes = [axis.name for axis in sharding.axes]
     for node in recomputed(list(gm.graph.nodes), lambda node: bool(meta(node).get("gradient"))):
         if node.target is convert:
             meta(node)["kept"] = node.args[2] == "P" and facts(_converted(node)).may_be_summed

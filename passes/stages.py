@@ -14,12 +14,11 @@ from autopar.graph import Graph, Layer, LayerClass, Value
 from autopar.plan import Plan, Strategy
 from autopar.segments import segments, shortened
 from autopar.sharding import Sharding, local_shape
-from autopar.techniques.overlap import HALVES, OVERLAP, TENSOR, nothing_halved
+from autopar.techniques import nowhere
 from autopar.types import I, R, S, SpmdType
 from passes.conversions import Step, effective_steps
-from passes.halves import why_whole
 from passes.layer import LocalLayer, local_layer, mesh_types
-from passes.rewrite import rewritten_graph
+from passes.rewrite import rewritten_graph, why_whole
 
 Types = tuple[SpmdType, ...]
 
@@ -91,7 +90,7 @@ class LocalProgram:
 
 def cut_stages(graph: Graph, plan: Plan, shardings: tuple[Sharding, ...]) -> LocalProgram:
     """Run the layers' passes (once per layer class and sharding) and cut at the plan's stages."""
-    check_halves(graph, plan, shardings)
+    check_parts(graph, plan, shardings)
     made: dict[object, LocalLayer] = {}
     classes = rewritten_graph(graph, [layer.strategy for layer in plan.layers]).classes
     layers = []
@@ -100,7 +99,7 @@ def cut_stages(graph: Graph, plan: Plan, shardings: tuple[Sharding, ...]) -> Loc
     strategies = shortened(graph, [planned.strategy.under(schedule) for planned in plan.layers], bounds)
     for i, (layer, sharding, strategy) in enumerate(zip(graph.layers, shardings, strategies, strict=True)):
         deferred = _deferred(graph, plan, i) if schedule.split else frozenset()
-        strategy = _halved(graph.classes[layer.cls], sharding, strategy)
+        strategy = admitted(graph.classes[layer.cls], sharding, strategy)
         key = (layer.cls, strategy, tuple(id(types) for types in sharding.types), deferred)
         if key not in made:
             made[key] = local_layer(classes[layer.cls], sharding, strategy, deferred)
@@ -111,19 +110,22 @@ def cut_stages(graph: Graph, plan: Plan, shardings: tuple[Sharding, ...]) -> Loc
     return LocalProgram(graph, plan, tuple(layers), stages)
 
 
-def _halved(cls: LayerClass, sharding: Sharding, strategy: Strategy) -> Strategy:
-    """The strategy, with the overlap ``tensor`` if the layer's microbatch cannot be halved."""
-    if strategy.overlap != HALVES or not why_whole(cls, sharding):
-        return strategy
-    return strategy.but(**{OVERLAP.name: TENSOR})
+def admitted(cls: LayerClass, sharding: Sharding, strategy: Strategy) -> Strategy:
+    """The strategy, with whole microbatches if the layer's cannot be computed in parts."""
+    return strategy.whole if why_whole(cls, sharding, strategy.options) else strategy
 
 
-def check_halves(graph: Graph, plan: Plan, shardings: tuple[Sharding, ...]) -> None:
-    """Raise ``UsageError`` if layers are to be computed in halves, and none of them can."""
-    wanted = [i for i, planned in enumerate(plan.layers) if planned.strategy.overlap == HALVES]
-    reasons = {graph.layers[i].name: why_whole(graph.classes[graph.layers[i].cls], shardings[i]) for i in wanted}
+def check_parts(graph: Graph, plan: Plan, shardings: tuple[Sharding, ...]) -> None:
+    """Raise ``UsageError`` if layers are to compute their microbatches in parts, and none of them can."""
+    wanted = {
+        i: planned.strategy.options for i, planned in enumerate(plan.layers) if planned.strategy.options.parts > 1
+    }
+    reasons = {
+        graph.layers[i].name: why_whole(graph.classes[graph.layers[i].cls], shardings[i], options)
+        for i, options in wanted.items()
+    }
     if wanted and all(reasons.values()):
-        raise nothing_halved(reasons)
+        raise nowhere(next(iter(wanted.values())), reasons)
 
 
 def _deferred(graph: Graph, plan: Plan, layer: int) -> frozenset[int]:

@@ -15,8 +15,7 @@ from autopar.ops.compilation import stays_eager
 from autopar.ops.meta import meta
 from autopar.plan import FULL, SELECTIVE
 from autopar.types import SpmdType
-from passes.halves import rows_of
-from passes.layer import LocalLayer
+from passes.layer import LocalLayer, rows_of
 from passes.localise_layer import random_seed
 
 

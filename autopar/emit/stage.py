@@ -18,7 +18,7 @@ from autopar.ops.facts import is_custom, op_of
 from autopar.plan import Axis
 from autopar.program.spec import LayerSpec
 from autopar.types import R, SpmdType
-from passes.halves import rows_of
+from passes.layer import rows_of
 from passes.stages import LocalProgram, Stage, argument_keys
 
 Types = tuple[SpmdType, ...]

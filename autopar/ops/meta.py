@@ -68,7 +68,7 @@ class NodeMeta(TypedDict, total=False):
     kept: bool
     """Whether selective recomputation keeps the result. Written by ``passes.selective``, read by ``emit``."""
     turn: bool
-    """Whether the other half of the microbatch computes before the node. Written by ``passes.halves``, read by ``emit``; so are the next
+    """Whether the other half of the microbatch computes before the node. Written by ``passes.overlap``, read by ``emit``; so are the next
     five."""
     inner: bool
     """Whether it computes while the node's own kernel waits for what it sent."""

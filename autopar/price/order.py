@@ -5,8 +5,8 @@ A layer waits for its collectives, except for those that a kernel runs beside it
 **Early collectives** (``passes.overlap``): the gradient of a column-parallel product's input is reduced while the gradients of weights are
 computed.
 
-**Halves** (``passes.halves``, ``program.halves``): the microbatch is computed in two halves that take turns. A half is a microbatch of half
-the rows: its ops and collectives have the prices of those smaller shapes, kernels' launches included, and there are twice as many. The
+**Halves** (``passes.overlap``, ``program.halves``): the microbatch is computed in two halves that take turns. A half has half of the
+rows: its ops and collectives have the prices of those smaller shapes, kernels' launches included, and there are twice as many. The
 layer's ops are cut into pieces *p_1 ... p_n*, whose seconds are *t_k*, forward and backward alike in number. The halves run them in the
 order A1, A2, B1, A3, B2, ... A collective that one half issues at the end of its piece *i* and awaits before its piece *j* has these pieces
 of the other half beside it::
@@ -44,7 +44,7 @@ from autopar.price.trace import OUTPUT
 from autopar.price.trainer import Trainer
 from autopar.techniques.overlap import HALVES, TENSOR
 from autopar.types import Collective
-from passes.halves import ODD, Turns, is_chained, refusal, turns_of
+from passes.overlap import ODD, Turns, refusal, turns_of
 
 Span = tuple[int, int, float]
 """A collective: the piece in which it is issued, the one before which it is awaited, and its seconds."""
@@ -58,13 +58,13 @@ def passes(sized: Sized, strategy: Strategy, half: Half, trainer: Trainer) -> Pa
     if strategy.overlap == HALVES:
         found = _half_and_turns(sized.bound, half)
         if not isinstance(found, str):
-            return _in_halves(plain(sized), *found, is_chained(strategy), trainer)
+            return _in_halves(plain(sized), *found, strategy.uninterrupted, trainer)
     return _early(sized, trainer) if trainer.starts_early and strategy.overlap in (TENSOR, HALVES) else plain(sized)
 
 
 def in_parts(strategy: Strategy) -> bool:
     """Whether the microbatch is computed in parts, if it can be."""
-    return strategy.overlap == HALVES
+    return strategy.options.parts > 1
 
 
 def why_whole(bound: Bound, half: Half) -> str:

@@ -224,7 +224,7 @@ class Pricer:
         return Core(sized, passes, kept(sized, passes, strategy.options[ACTIVATIONS]))
 
     def why_whole(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> str:
-        """Why the microbatches of a layer class are not computed in halves (``passes.halves``); empty if they can be."""
+        """Why the microbatches of a layer class are not computed in parts; empty if they can be."""
         half = functools.partial(self._half, cls_name, mesh, strategy.roles, microbatches)
         runs = ((Axis(MICROBATCH, 2 * self.graph.parts(microbatches), 0),), *self._runs(mesh, strategy.roles))
         bound = self._bind(cls_name, runs, mesh, strategy.roles)

@@ -8,8 +8,7 @@ from autopar.graph import Graph
 from autopar.plan import FP8, NARROW_GRADIENTS, NARROW_MOMENTS, Plan, Role, Strategy
 from autopar.precision import TF32
 from autopar.search.problem import Choice, Devices, Mesh, Pricer
-from autopar.techniques import LAYER
-from autopar.techniques.overlap import HALVES, nothing_halved
+from autopar.techniques import LAYER, in_parts, nowhere
 from autopar.techniques.sync import SYNC
 from autopar.units import size
 
@@ -79,20 +78,22 @@ def outside_notes(outside: Sequence[tuple[int, int]], stages: Sequence[Devices])
 
 
 def whole_layers(plan: Plan, pricer: Pricer) -> tuple[str, ...]:
-    """A note on the layers whose microbatches are not halved in a plan that halves others.
+    """A note on the layers whose microbatches are not computed in parts in a plan that does so in others.
 
     Raises:
-        UsageError: the plan asks for halves, and no layer admits them.
+        UsageError: the plan asks for parts, and no layer admits them.
     """
-    wanted = [layer for layer in plan.layers if layer.strategy.overlap == HALVES]
+    wanted = [layer for layer in plan.layers if layer.strategy.options.parts > 1]
     reasons = {
         layer.name: pricer.why_whole(layer.cls, plan.mesh, layer.strategy, plan.microbatches) for layer in wanted
     }
     whole = {name: reason for name, reason in reasons.items() if reason}
     if wanted and len(whole) == len(wanted):
-        raise nothing_halved(whole)
-    name = next(iter(whole), None)
-    return (f"{len(whole)} of {len(wanted)} layers are not computed in halves: {name} {whole[name]}",) if name else ()
+        raise nowhere(wanted[0].strategy.options, whole)
+    if not whole:
+        return ()
+    name, how = next(iter(whole)), in_parts(wanted[0].strategy.options)
+    return (f"{len(whole)} of {len(wanted)} layers are not computed {how}: {name} {whole[name]}",)
 
 
 def odd_experts(plan: Plan, pricer: Pricer) -> tuple[str, ...]:

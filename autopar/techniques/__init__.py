@@ -6,10 +6,12 @@ To add one: write its file, and put it into ``LAYER`` or ``PLAN``. Nothing else 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
+from autopar.errors import UsageError
 from autopar.techniques.activations import ACTIVATIONS
 from autopar.techniques.compilation import COMPILATION
 from autopar.techniques.logits import LOGITS
@@ -106,6 +108,17 @@ class Options:
         return self.but(**limited) if limited else self
 
     @cached_property
+    def parts(self) -> int:
+        """The number of parts in which the layer's microbatches are computed, if it admits them."""
+        return max(technique.way(value).parts for technique, value in zip(LAYER, self.values, strict=True))
+
+    @cached_property
+    def whole(self) -> Options:
+        """The same values, with whole microbatches."""
+        ways = {technique.name: technique.way(value) for technique, value in self.chosen}
+        return self.but(**{name: way.fallback for name, way in ways.items() if way.parts > 1})
+
+    @cached_property
     def rewrites(self) -> tuple[str, ...]:
         """The modules of ``passes`` that rewrite the layer's class (``Technique.rewrite``)."""
         return tuple(technique.rewrite for technique, _ in self.chosen if technique.rewrite)
@@ -156,6 +169,22 @@ UNDER_SPLIT = {technique.name: technique.under_split for technique in LAYER if t
 def read_options(layer: Mapping[str, Any]) -> Options:
     """The values of a layer in a plan file, in the fields of today or of before."""
     return Options(**{technique.name: technique.read(layer) for technique in LAYER})
+
+
+def in_parts(options: Options) -> str:
+    """How microbatches are computed in parts, in words: ``"in two halves that take turns"``."""
+    return next(technique.said(value) for technique, value in options.chosen if technique.way(value).parts > 1)
+
+
+def nowhere(options: Options, reasons: Mapping[str, str]) -> UsageError:
+    """The error where no layer's microbatches can be computed in parts, from why each layer's cannot, by its name."""
+    technique, value = next((t, value) for t, value in options.chosen if t.way(value).parts > 1)
+    reason = Counter(reasons.values()).most_common(1)[0][0]
+    layer = next(name for name, why in reasons.items() if why == reason)
+    how = technique.said(value)
+    return UsageError(
+        f"{technique.name}={value}: no layer's microbatches can be computed {how}: {layer} {reason}", technique.advice
+    )
 
 
 def said(options: Options) -> list[str]:

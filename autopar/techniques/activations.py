@@ -118,6 +118,7 @@ class Activations(Technique):
         "saved": ("exact", "int8"),
     }
     adds_work = True
+    rewrite_local = "selective"
     modules = ("int8", "offload", "segments", "selective")
 
     def said(self, value: str) -> str:

@@ -2,16 +2,13 @@
 
 ``tensor``: those of tensor parallelism that ``passes.overlap`` starts early: the gradient of a column-parallel product's input is reduced
 while the weight's gradient is computed. ``halves``: all of them, because the microbatch is computed in two halves that take turns
-(``passes.halves``; Megatron and DeepSeek-V3 do it for the all-to-alls of experts). A layer that cannot be halved has ``tensor`` in place of
-``halves``.
+(Megatron and DeepSeek-V3 do it for the all-to-alls of experts). A layer that cannot be halved has ``tensor`` in place of ``halves``.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from autopar.errors import UsageError
 from autopar.schedules import SPLIT
 from autopar.techniques.activations import ACTIVATIONS, FULL, SELECTIVE, SELECTIVE_HOST
 from autopar.techniques.technique import Case, Conflict, Technique, Value, Way
@@ -21,7 +18,11 @@ TENSOR, NONE, HALVES = "tensor", "none", "halves"
 
 class Overlap(Technique):
     name = "overlap"
-    ways = (Way(TENSOR, cell=TENSOR), Way(NONE, cell=NONE), Way(HALVES, "in two halves that take turns", HALVES))
+    ways = (
+        Way(TENSOR, cell=TENSOR),
+        Way(NONE, cell=NONE),
+        Way(HALVES, "in two halves that take turns", HALVES, parts=2, fallback=TENSOR),
+    )
     subject = "microbatches"
     meaning = "which collectives run under the layer's own arithmetic; tensor where none is pinned"
     example = "overlap=none"
@@ -32,6 +33,8 @@ class Overlap(Technique):
         Conflict((HALVES,), "schedule", tuple(SPLIT), "halves go with schedules of whole backward passes"),
     )
     modules = ("halves", "halves_experts", "kernels_overlap")
+    rewrite_local = "overlap"
+    advice = "use an even number of rows on each device in a microbatch, and layers with tensor or expert parallelism; or leave overlap out"
 
     def cases(self, n: int) -> Iterator[Case]:
         if n == 1:
@@ -54,13 +57,3 @@ class Overlap(Technique):
 
 
 OVERLAP = Overlap()
-
-
-def nothing_halved(reasons: Mapping[str, str]) -> UsageError:
-    """The error where no layer can be computed in halves, from why each cannot, by its name."""
-    reason = Counter(reasons.values()).most_common(1)[0][0]
-    layer = next(name for name, why in reasons.items() if why == reason)
-    return UsageError(
-        f"overlap={HALVES}: no layer's microbatches can be computed in two halves: {layer} {reason}",
-        "use an even number of rows on each device in a microbatch, and layers with tensor or expert parallelism; or leave overlap out",
-    )

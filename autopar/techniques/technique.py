@@ -84,7 +84,8 @@ class Way:
     what is not exact. Layers may have it under the ZeRO stages from ``zero`` to ``most_zero``. ``elsewhere``: it needs memory besides the
     device's. ``unsearched``: why its price does not tell its memory, so that a plan may have it and no search takes it. ``counted``: it is
     followed by a colon and a number from this one (``full:4``); from 2, the value without a number is that of 1. ``around``: something is
-    done before and after the layer as a whole.
+    done before and after the layer as a whole. ``parts``: microbatches are computed in so many parts; a layer that does not admit them has
+    the value ``fallback``.
     """
 
     name: str
@@ -98,6 +99,8 @@ class Way:
     unsearched: str = ""
     counted: int = 0
     around: bool = False
+    parts: int = 1
+    fallback: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +174,8 @@ class Technique:
     """The modules of the runtime that ``model.py`` calls for it."""
     rewrite: ClassVar[str] = ""
     """The module of ``passes`` whose function ``rewrite`` changes a layer class for every value but the default (``passes.rewrite``)."""
+    rewrite_local: ClassVar[str] = ""
+    """The module of ``passes`` that rewrites a layer's local graph for its values (``passes.rewrite.LocalRewrite``)."""
     adds_work: ClassVar[bool] = False
     """Whether no value takes a microbatch less time than the default."""
     compiled: ClassVar[tuple[str, ...]] = ()

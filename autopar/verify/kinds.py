@@ -27,7 +27,7 @@ from autopar.schedules import (
 from autopar.search.manual import grid_mesh, make_mesh, manual_plan
 from autopar.shard import plan_shardings
 from autopar.techniques import ALL
-from passes.stages import check_halves
+from passes.stages import check_parts
 
 DEGREES = ("pipeline", "data", "expert", "ring", "ulysses", "tensor")
 
@@ -52,7 +52,7 @@ class Kind:
         """
         plan = self.mixed(graph) if self.mixed is not None else manual_plan(graph, **self._fitted(graph))
         assert plan.device_count == self.devices, (self, plan.device_count)
-        check_halves(graph, plan, plan_shardings(graph, plan))
+        check_parts(graph, plan, plan_shardings(graph, plan))
         return plan
 
     def _fitted(self, graph: Graph) -> dict[str, Any]:

@@ -26,7 +26,6 @@ from autopar.ops.facts import op_name
 from autopar.ops.meta import meta
 from autopar.plan import Plan
 from autopar.run.pool import WorkerPool
-from autopar.techniques.overlap import HALVES, OVERLAP, TENSOR
 from autopar.types import SpmdType
 from autopar.verify.subject import Subject
 from passes.collectives import convert
@@ -90,16 +89,10 @@ def locate(subject: Subject, plan: Plan, pool: WorkerPool, error: Error) -> Diff
 
 
 def _whole(plan: Plan) -> Plan:
-    """The plan, with whole microbatches in layers that are computed in halves: a half's values are not those of the graph."""
-    if all(layer.strategy.overlap != HALVES for layer in plan.layers):
+    """The plan, with whole microbatches in layers that are computed in parts: a part's values are not those of the graph."""
+    if all(layer.strategy.options.parts == 1 for layer in plan.layers):
         return plan
-    layers = [
-        replace(layer, strategy=layer.strategy.but(**{OVERLAP.name: TENSOR}))
-        if layer.strategy.overlap == HALVES
-        else layer
-        for layer in plan.layers
-    ]
-    return replace(plan, layers=tuple(layers))
+    return replace(plan, layers=tuple(replace(layer, strategy=layer.strategy.whole) for layer in plan.layers))
 
 
 class _Search:

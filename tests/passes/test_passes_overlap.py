@@ -19,7 +19,7 @@ from autopar.sharding import AxisTypes, Sharding
 from autopar.types import I, P, R, S, SpmdType
 from passes.collectives import MICROBATCH, convert
 from passes.layer import local_layer
-from passes.overlap import JOINED, overlap_pass, results_of, weights_of
+from passes.overlap import JOINED, results_of, rewrite_local, weights_of
 
 aten = torch.ops.aten
 LINEAR, LINEARS = JOINED
@@ -208,7 +208,7 @@ def test_joining_twice_changes_nothing() -> None:
     types = column(cls, "linear_default", "linear_default_1")
     gm = local(cls, types)
     before = [(node.op, node.target, str(node.args)) for node in gm.graph.nodes]
-    again = overlap_pass(gm, cls, Sharding((TIME, TENSOR), (types_of(cls, {}, {}, R), types)))
+    again = rewrite_local(gm, cls, Sharding((TIME, TENSOR), (types_of(cls, {}, {}, R), types)), "tensor")
     assert [(node.op, node.target, str(node.args)) for node in again.graph.nodes] == before
 
 
