@@ -15,7 +15,6 @@ from autopar.schedules import Schedule
 from autopar.techniques import DEFAULTS, GIVEN_UP, UNDER_SPLIT, Options, read_options
 from autopar.techniques.activations import ACTIVATIONS, IN_HOST, INT8, RECOMPUTED
 from autopar.techniques.overlap import OVERLAP
-from autopar.techniques.reduce import REDUCE, STEP
 from autopar.techniques.states import STATES
 from autopar.techniques.sync import SYNC
 from autopar.units import seconds
@@ -182,15 +181,6 @@ class Strategy:
     @property
     def overlap(self) -> str:
         return self.options[OVERLAP]
-
-    @property
-    def compiled(self) -> bool:
-        return self.options.compiled
-
-    @property
-    def reduces_once(self) -> bool:
-        """Whether FSDP reduces the layer's gradients once a step, and not in every microbatch."""
-        return self.options[REDUCE] == STEP
 
     @property
     def uninterrupted(self) -> bool:

@@ -195,7 +195,7 @@ def _few_rows(graph: Graph, cluster: Cluster, options: SearchOptions) -> list[di
 
 def _eager_layers(graph: Graph, plan: Plan) -> tuple[str, ...]:
     """A note on the layers that stay eager in a plan that compiles layers."""
-    wanted = [layer for layer in plan.layers if layer.strategy.compiled]
+    wanted = [layer for layer in plan.layers if layer.strategy.options.compiled]
     reasons = {name: stays_eager(cls) for name, cls in graph.classes.items()}
     eager = [layer for layer in wanted if reasons[layer.cls]]
     if not eager:

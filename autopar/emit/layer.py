@@ -155,7 +155,7 @@ def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], w
 
 def is_compiled(layer: LocalLayer) -> bool:
     """Whether ``torch.compile`` compiles the layer's arithmetic."""
-    return layer.strategy.compiled and not stays_eager(layer.cls)
+    return layer.strategy.options.compiled and not stays_eager(layer.cls)
 
 
 def is_narrow(layer: LocalLayer) -> bool:

@@ -118,7 +118,7 @@ def _spec_of(program: LocalProgram, layer: int, users: Sequence[int], updates: t
         zero=strategy.zero,
         data_axes=copies + shards,
         replicate_axes=copies,
-        reduce_once=strategy.reduces_once,
+        reduce_once=strategy.options.whole_gradients,
         states=strategy.states,
         segment=strategy.recomputation.layers,
         backward=any(value.requires_grad for value in local.cls.outputs),

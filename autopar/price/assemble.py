@@ -37,7 +37,7 @@ def assemble(
     trainable, offloaded = math.ceil(c.trainable), Offloaded.of(strategy, cluster)
     gather, reduce = spread.gather_s[zero >= 2], spread.reduce_s[zero >= 2]
     exposed = functools.partial(trainer.exposed_sharded_s, slowdown=cluster.overlap_slowdown)
-    each_time = zero >= 2 and not strategy.reduces_once  # gradients are reduced in every microbatch
+    each_time = zero >= 2 and not strategy.options.whole_gradients  # gradients are reduced in every microbatch
     copies_s = _copies_s(spread, strategy, kept, zero)
     forward_wire_s = _exposed_s(forward, trainer)
     backward_wire_s = _exposed_s(backward, trainer) + _exposed_s(kept.again, trainer)
@@ -120,7 +120,7 @@ def _copies_s(spread: Spread, strategy: Strategy, kept: Kept, zero: int) -> tupl
         return 0.0, 0.0, 0.0
     gather_s, reduce_s = spread.copies_s
     back_s = gathers(kept) * gather_s if zero == 3 else 0.0
-    return (gather_s, back_s, reduce_s) if strategy.reduces_once else (gather_s, back_s + reduce_s, 0.0)
+    return (gather_s, back_s, reduce_s) if strategy.options.whole_gradients else (gather_s, back_s + reduce_s, 0.0)
 
 
 def gathers(kept: Kept) -> float:
@@ -145,7 +145,7 @@ def _waits_s(
     wait_s = cluster.wires.wait_s
     forward_wait_s = wait_s(core.forward.meetings + gathers, forward_s)
     reduced_s = wait_s(back + gathers, backward_s)
-    if not strategy.reduces_once:
+    if not strategy.options.whole_gradients:
         return forward_wait_s, reduced_s, 0.0
     unreduced_s = wait_s(back, backward_s)
     return forward_wait_s, unreduced_s, reduced_s - unreduced_s
@@ -169,12 +169,12 @@ def _bytes(
     if flat:
         elements = padded(elements, c.padding, data if zero else 1, numbers.width)
     stored, gradients, optimizer = state_bytes(
-        *elements, data, zero, numbers, offloaded.here(numbers), strategy.reduces_once
+        *elements, data, zero, numbers, offloaded.here(numbers), strategy.options.whole_gradients
     )
     share = Share(
         core.passes.alive, kept, c.plain_bytes, parameters, trainable, c.largest, spread.microbatches, neighbours
     )
-    live, transient = trainer.live_bytes(share, gradients, data, zero, strategy.reduces_once, numbers)
+    live, transient = trainer.live_bytes(share, gradients, data, zero, strategy.options.whole_gradients, numbers)
     saved = math.ceil(kept.saved_bytes) if kept.layers == 1 else int(kept.saved_bytes)
     return stored, math.ceil(live), optimizer, saved, math.ceil(transient)
 

@@ -111,7 +111,7 @@ def replica_collectives(
     again = gathers(kept) if zero == 3 else 0
     passes = microbatches * (1 + again) if zero >= 2 else 1
     yield from over("parameters", Collective.ALL_GATHER, gathered, shards, passes)
-    each = microbatches if zero >= 2 and not strategy.reduces_once else 1
+    each = microbatches if zero >= 2 and not strategy.options.whole_gradients else 1
     yield from over("gradients", Collective.REDUCE_SCATTER, trainable * numbers.reduced, shards, each)
     shard = -(-trainable // group(shards, cluster).size) * numbers.averaged
     yield from over("gradients", Collective.ALL_REDUCE, shard, inside if zero >= 2 else copies, each)

@@ -78,9 +78,9 @@ def replicated_transient(share: Share, data: int, zero: int, numbers: Precision,
 
 
 def sharded_bytes(
-    share: Share, data: int, zero: int, reduces_once: bool, numbers: Precision, cpu: bool
+    share: Share, data: int, zero: int, whole_gradients: bool, numbers: Precision, cpu: bool
 ) -> tuple[float, float]:
-    """The gradients and the transient of a layer under ZeRO 2 and 3; ``reduces_once``: gradients are reduced once a step."""
+    """The gradients and the transient of a layer under ZeRO 2 and 3; ``whole_gradients``: gradients are reduced once a step."""
     kept = share.kept
     whole, made = share.parameters * numbers.width, share.trainable * numbers.width
     sent = share.trainable * numbers.reduced
@@ -88,7 +88,7 @@ def sharded_bytes(
     next_gathered = share.neighbours.later * numbers.width  # in the forward
     previous_gathered = share.neighbours.earlier * numbers.width if zero == 3 else 0.0  # in the backward
     reducing = share.neighbours.later_trainable * numbers.reduced
-    earlier = (sent if reduces_once else shard) if share.microbatches > 1 else 0.0  # of earlier microbatches
+    earlier = (sent if whole_gradients else shard) if share.microbatches > 1 else 0.0  # of earlier microbatches
     before = kept.saved_bytes + (whole if zero == 2 else 0.0)
     after = shard - earlier
     # where several layers run again as one, the parameters of all of them but the last are gathered again

@@ -321,7 +321,7 @@ class Pricer:
         zero = strategy.zero if shards > 1 else 0
         offloaded = Offloaded.of(strategy, self.cluster).here(self.numbers)
         trainable = numel if table.trainable[k] else 0
-        return state_bytes(numel, trainable, shards, zero, self.numbers, offloaded, strategy.reduces_once)
+        return state_bytes(numel, trainable, shards, zero, self.numbers, offloaded, strategy.options.whole_gradients)
 
     def types(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...]) -> tuple[AxisTypes, ...] | None:
         """The types on the microbatch axis, then on every axis of the mesh; ``None`` if a role is inadmissible."""

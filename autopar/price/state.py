@@ -80,7 +80,7 @@ def state_bytes(
     zero: int,
     numbers: Precision,
     offloaded: int | None = None,
-    reduces_once: bool = False,
+    whole_gradients: bool = False,
 ) -> tuple[int, int, int]:
     """Bytes of parameters, gradients and optimizer state on one device, at the peak of the step.
 
@@ -91,10 +91,10 @@ def state_bytes(
             from forward to backward, and, if the optimizer has no master copy, there is also a shard of them.
         offloaded: bytes in device memory of an element's states that are not the device's own (in host memory, which may be the device's,
             or on NVMe); ``None`` if they are. FSDP's shards, under stages 2 and 3, are then besides the master copies, and as wide.
-        reduces_once: gradients are whole until the last microbatch, also under stages 2 and 3.
+        whole_gradients: gradients are whole until the last microbatch, also under stages 2 and 3.
     """
     state = -(-trainable // data) if zero >= 1 else trainable
-    gradients = -(-trainable // data) if zero >= 2 and not reduces_once else trainable
+    gradients = -(-trainable // data) if zero >= 2 and not whole_gradients else trainable
     stored = -(-parameters // data) if zero == 3 else parameters
     optimizer = state * (numbers.optimizer if offloaded is None else offloaded)
     wide = numbers.at_rest or numbers.shard

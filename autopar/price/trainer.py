@@ -120,12 +120,12 @@ class Trainer:
         return size
 
     def live_bytes(
-        self, share: Share, gradients: int, data: int, zero: int, reduces_once: bool, numbers: Precision
+        self, share: Share, gradients: int, data: int, zero: int, whole_gradients: bool, numbers: Precision
     ) -> tuple[float, float]:
         """Bytes of the layer's gradients (``gradients`` counts only the copies) and its transient, see ``live_memory``."""
         if zero < 2:
             return gradients, replicated_transient(share, data, zero, numbers, self.cpu)
-        return sharded_bytes(share, data, zero, reduces_once, numbers, self.cpu)
+        return sharded_bytes(share, data, zero, whole_gradients, numbers, self.cpu)
 
 
 EMITTED = Trainer()

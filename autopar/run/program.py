@@ -46,7 +46,6 @@ from autopar.run.processes import Processes, when_gone
 from autopar.run.recipe import Optimizer, Recipe, recipe_for
 from autopar.run.torchrun import torchrun
 from autopar.run.training import OnStep, train
-from autopar.techniques.states import NVME
 
 _DEFAULT = Training()
 _REFUSED: dict[str, type[AutoparError]] = {
@@ -479,7 +478,7 @@ class Program:
 
     def _check_optimizer(self) -> None:
         """Raise ``UsageError`` where the optimizer would not train as on one device, before a process is started."""
-        if any(layer.strategy.states == NVME for layer in self.plan.layers):
+        if any(layer.strategy.options.on_nvme for layer in self.plan.layers):
             try:
                 folder_of(self.plan.nvme_path)
             except PlaceError as error:

@@ -35,7 +35,6 @@ from autopar.search.tables import Instance
 from autopar.search.timeline import Counts, Device, Moment
 from autopar.segments import shortened
 from autopar.techniques import LAYER
-from autopar.techniques.states import NVME
 from autopar.units import size
 
 State = tuple[int, int, int]
@@ -315,7 +314,7 @@ def make_plan(
         prefetch=pricer.prefetch,
         sync=sync,
         allow=(*graph.allow, *given_up(sync, strategies)),
-        nvme_path=cluster.nvme_path if any(s.states == NVME for s in strategies) else "",
+        nvme_path=cluster.nvme_path if any(s.options.on_nvme for s in strategies) else "",
         gpus_per_node=cluster.node_size,
     )
     return (

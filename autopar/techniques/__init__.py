@@ -88,6 +88,11 @@ class Options:
         return any(technique.way(value).elsewhere for technique, value in self.chosen)
 
     @cached_property
+    def on_nvme(self) -> bool:
+        """Whether they need room on the node's NVMe."""
+        return any(technique.way(value).elsewhere == "nvme" for technique, value in self.chosen)
+
+    @cached_property
     def around(self) -> bool:
         """Whether something is done before and after the layer as a whole."""
         return any(technique.way(value).around for technique, value in self.chosen)
@@ -106,6 +111,11 @@ class Options:
             if number > layers
         }
         return self.but(**limited) if limited else self
+
+    @cached_property
+    def whole_gradients(self) -> bool:
+        """Whether gradients add up whole over a step's microbatches, and are reduced once a step, also under ZeRO 2 and 3."""
+        return any(technique.way(value).whole_gradients for technique, value in self.chosen)
 
     @cached_property
     def parts(self) -> int:

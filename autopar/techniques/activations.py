@@ -45,12 +45,12 @@ class Activations(Technique):
         Way(KEEP),
         Way(SELECTIVE, "recomputed in part", "in part", around=True),
         Way(FULL, "recomputed", "recomputed", counted=2, around=True),
-        Way(HOST, "with activations in the host's memory", "in the host", elsewhere=True, around=True),
+        Way(HOST, "with activations in the host's memory", "in the host", elsewhere="host", around=True),
         Way(
             FULL_HOST,
             "recomputed, with inputs in the host's memory",
             "recomputed, input in the host",
-            elsewhere=True,
+            elsewhere="host",
             around=True,
         ),
         Way(
@@ -65,7 +65,7 @@ class Activations(Technique):
             SELECTIVE_HOST,
             "recomputed in part, with inputs in the host's memory",
             "in part, input in the host",
-            elsewhere=True,
+            elsewhere="host",
             around=True,
             unsearched="what selective recomputation keeps stays on the device",
         ),

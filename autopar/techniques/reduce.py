@@ -16,7 +16,7 @@ MICROBATCH, STEP = "microbatch", "step"
 
 class Reduce(Technique):
     name = "reduce"
-    ways = (Way(MICROBATCH, cell=MICROBATCH), Way(STEP, "reduced once a step", STEP, zero=2))
+    ways = (Way(MICROBATCH, cell=MICROBATCH), Way(STEP, "reduced once a step", STEP, zero=2, whole_gradients=True))
     subject = "gradients"
     meaning = "how often gradients are reduced under ZeRO 2 and 3: in every microbatch, or once a step"
     example = "reduce=step"

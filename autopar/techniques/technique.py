@@ -81,11 +81,14 @@ class Way:
 
     ``said`` is what it does to the technique's subject, as in "30 of 34 layers **recomputed**"; empty where there is nothing to say.
     ``cell`` stands for it in a table. ``gives_up`` names the exactness that a user must allow (of ``plan.ALLOWED``), and ``inexact`` says
-    what is not exact. Layers may have it under the ZeRO stages from ``zero`` to ``most_zero``. ``elsewhere``: it needs memory besides the
-    device's. ``unsearched``: why its price does not tell its memory, so that a plan may have it and no search takes it. ``counted``: it is
-    followed by a colon and a number from this one (``full:4``); from 2, the value without a number is that of 1. ``around``: something is
-    done before and after the layer as a whole. ``parts``: microbatches are computed in so many parts; a layer that does not admit them has
-    the value ``fallback``.
+    what is not exact. Layers may have it under the ZeRO stages from ``zero`` to ``most_zero``. ``unsearched``: why its price does not tell
+    its memory, so that a plan may have it and no search takes it. ``counted``: it is followed by a colon and a number from this one
+    (``full:4``); from 2, the value without a number is that of 1.
+
+    The others are facts for prices, passes and programs. ``elsewhere`` names the memory that it needs besides the device's: ``host`` or
+    ``nvme``. ``around``: something is done before and after the layer as a whole. ``whole_gradients``: gradients add up whole over a step's
+    microbatches, also under ZeRO 2 and 3. ``parts``: microbatches are computed in so many parts; a layer that does not admit them has the
+    value ``fallback``.
     """
 
     name: str
@@ -95,10 +98,11 @@ class Way:
     inexact: str = ""
     zero: int = 0
     most_zero: int = 3
-    elsewhere: bool = False
+    elsewhere: str = ""
     unsearched: str = ""
     counted: int = 0
     around: bool = False
+    whole_gradients: bool = False
     parts: int = 1
     fallback: str = ""
 

@@ -156,7 +156,7 @@ class OtherTrainer(Trainer):
         return 0.0
 
     def live_bytes(
-        self, share: Share, gradients: int, data: int, zero: int, reduces_once: bool, numbers: Precision
+        self, share: Share, gradients: int, data: int, zero: int, whole_gradients: bool, numbers: Precision
     ) -> tuple[float, float]:
         transient = share.kept.working_bytes - share.kept.saved_bytes + share.alive.activations
         if zero >= 2:  # one gradient filled and the last one reduced; parameters of this layer and the next

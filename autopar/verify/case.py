@@ -56,7 +56,7 @@ def check_plan(
         state = Path(folder) / "initial.pt"
         torch.save(subject.state, state)
         files = (str(program), str(state))
-        limit_s = COMPILING_S if any(layer.strategy.compiled for layer in plan.layers) else RUNNING_S
+        limit_s = COMPILING_S if any(layer.strategy.options.compiled for layer in plan.layers) else RUNNING_S
         if attack is None:
             answers = pool.run("autopar.verify.remote:gradients", *files, subject.batch, timeout_s=limit_s)
             return Outcome(compare_step(subject, *answers[0]), stages)

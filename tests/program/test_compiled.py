@@ -266,7 +266,7 @@ def test_schedules_that_split_the_backward_pass_compile_nothing() -> None:
 def test_a_plan_keeps_what_is_compiled() -> None:
     graph = blocks(2)
     plan = manual_plan(graph, compile="layers")
-    assert all(layer.strategy.compiled for layer in Plan.from_json(json.loads(plan.dumps())).layers)
+    assert all(layer.strategy.options.compiled for layer in Plan.from_json(json.loads(plan.dumps())).layers)
 
 
 # -- prices -----------------------------------------------------------------------------------------------------------
@@ -444,8 +444,8 @@ def test_plans_for_gpus_compile_layers_unless_a_pin_says_no() -> None:
     cluster = parse("1x4xH100-80GB")
     pricer = Pricer(graph, cluster, "bfloat16")
     eager, fused = (search(graph, cluster, pricer, SearchOptions(compile=how)) for how in ("none", None))
-    assert not any(layer.strategy.compiled for layer in eager.layers)
-    assert all(layer.strategy.compiled for layer in fused.layers)
+    assert not any(layer.strategy.options.compiled for layer in eager.layers)
+    assert all(layer.strategy.options.compiled for layer in fused.layers)
     assert fused.prediction.step_time_s < eager.prediction.step_time_s
 
 
@@ -456,4 +456,4 @@ def test_a_plan_says_which_layers_stay_eager() -> None:
     assert "not compiled" not in " ".join(
         find_plan(graph, cluster, SearchOptions(compile="none", recompute=False)).notes
     )
-    assert not any(layer.strategy.compiled for layer in find_plan(graph, parse("1"), SearchOptions()).layers)
+    assert not any(layer.strategy.options.compiled for layer in find_plan(graph, parse("1"), SearchOptions()).layers)

@@ -170,7 +170,7 @@ def _result(case: Case, pools: dict[int, WorkerPool]) -> dict[str, Any]:
         return {"reason": error.message}
     pool = pools.setdefault(case.devices, WorkerPool(case.devices))
     line: dict[str, Any] = {}
-    if any(layer.strategy.compiled for layer in plan.layers):
+    if any(layer.strategy.options.compiled for layer in plan.layers):
         line["backend"] = backend_of(case)
         pool.run("matrix:compile_with", line["backend"])
     outcome = check_plan(given, plan, pool)
