@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
+
+from autopar.errors import UsageError
 
 
 def console(width: int = 120) -> Console:
@@ -83,17 +87,24 @@ def _in_parts(widths: list[int], most: int, gap: int) -> Iterator[list[int]]:
 
 
 def plain_table(
-    title: str | None = None, words: Sequence[str] = (), numbers: Sequence[str] = (), **options: Any
+    title: str | None = None,
+    words: Sequence[str] = (),
+    numbers: Sequence[str] = (),
+    texts: Sequence[str] = (),
+    **options: Any,
 ) -> PlainTable:
-    """A table without lines, two spaces between its columns; ``options`` are those of ``rich.table.Table``.
+    """Return a table without lines, two spaces between its columns; ``options`` are those of ``rich.table.Table``.
 
-    It begins with columns of ``words`` and then of ``numbers``, by their headers, each cell on one line.
+    It begins with columns of ``words`` and then of ``numbers``, by their headers, each cell on one line; cells of ``texts`` may take
+    several.
     """
     table = PlainTable(title=title, **_PLAIN, **options)
     for name in words:
         table.add_column(name, no_wrap=True)
     for name in numbers:
         table.add_column(name, justify="right")
+    for name in texts:
+        table.add_column(name, overflow="fold")
     return table
 
 
@@ -146,3 +157,42 @@ class Messages:
         elif stage != self._stage:
             self.console.print(f"{stage} ...", highlight=False)
         self._stage = stage
+
+    def say(self, text: str) -> None:
+        """Print a line that can be copied."""
+        self.console.print(text, highlight=False, soft_wrap=True)
+
+
+_PICTURES = (".png", ".svg", ".pdf")
+
+
+def output_file(name: str | Path, option: str, picture: bool = False) -> Path:
+    """Return the file ``name`` that ``option`` gave: it is checked before the work begins, not after an hour of measurements.
+
+    Raises:
+        UsageError: the file cannot be written, or with ``picture`` its ending names no format of pictures.
+    """
+    path = Path(name)
+    if path.is_dir():
+        raise UsageError(f"{option} {path} is a folder, and the result is a file", f"give {option} the name of a file")
+    if picture and path.suffix.lower() not in _PICTURES:
+        raise UsageError(
+            f"{option} {path} is not the name of a picture", f"give a name that ends in one of {', '.join(_PICTURES)}"
+        )
+    if not path.parent.is_dir():
+        raise UsageError(
+            f"{option} {path} cannot be written: there is no folder {path.parent}", "make the folder first"
+        )
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UsageError(f"{option} {path} cannot be written: no permission", "choose another place")
+    return path
+
+
+def show(as_json: bool, data: Any, *parts: RenderableType, width: int = 120) -> None:
+    """Print a command's result on stdout: ``data`` as JSON, or ``parts`` for people."""
+    if as_json:
+        print(json.dumps(data, indent=1))
+        return
+    out = console(width)
+    for part in parts:
+        out.print(part, markup=False, soft_wrap=isinstance(part, str))

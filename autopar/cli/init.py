@@ -14,6 +14,7 @@ import click
 import torch
 from torch import Tensor
 
+from autopar.cli.commands import default_precision
 from autopar.cli.load import Sizes, called_factory, is_pretrained, load_model
 from autopar.devices import Cluster, parse
 from autopar.errors import AutoparError, ModelError, UsageError
@@ -38,22 +39,22 @@ def init_command(
     for name in (CLUSTER, SCRIPT):
         if (home / name).exists():
             raise UsageError(
-                f"{home / name} exists, and init does not overwrite files", "name another folder: autopar init DIR"
+                f"{home / name} exists, and init does not overwrite files", "name another folder: autopar dev init DIR"
             )
     if yes and not model:
         raise UsageError("--yes asks no question, but there is no --model", "add --model, such as --model gpt2")
-    model = model or _ask("model: a name of `autopar models`, a config.json, or file.py:factory", str, "gpt2")
+    model = model or _ask("model: a name of `autopar help models`, a config.json, or file.py:factory", str, "gpt2")
     devices = HERE if yes and not devices else devices
     words, cluster = (
         _cluster(devices) if devices else _ask("devices: 8xH100-80GB, 64 H100, this machine", _cluster, HERE)
     )
     sizes = Sizes(seq, global_batch)
     ask_sizes = not yes and sizes == Sizes() and ":" not in model
-    workload = load_model(model, sizes, default_precision=_precision(cluster))
+    workload = load_model(model, sizes, default_precision=default_precision(cluster))
     if ask_sizes:
         own = "x".join(map(str, _first(workload.batch).shape[:2]))
         sizes = _ask("global batch, or global batch x tokens of a sequence", _sizes, own)
-        workload = load_model(model, sizes, default_precision=_precision(cluster))
+        workload = load_model(model, sizes, default_precision=default_precision(cluster))
     script = _script(model, cluster, workload, sizes)
     try:
         home.mkdir(parents=True, exist_ok=True)
@@ -116,10 +117,6 @@ def _cluster(text: str) -> tuple[str, Cluster]:
     else:
         lines.append("# inter_node_gb_per_s, memory_limit_gb and more: docs/reference/cluster-toml.md")
     return "\n".join([f'name = "{cluster.name if not cluster.local else HERE}"', *lines, ""]), cluster
-
-
-def _precision(cluster: Cluster) -> str:
-    return "float32" if cluster.kind == "cpu" else "bfloat16"
 
 
 def _first(batch: Any) -> Tensor:
@@ -213,7 +210,7 @@ def _described(model: str, cluster: Cluster, workload: Workload) -> _Parts:
     """The parts for a model of the zoo or of a configuration: on meta, with random numbers for a batch."""
     shape = _first(workload.batch).shape
     seq = shape[1] if len(shape) == 2 else None
-    given = f'seq={seq}, global_batch={shape[0]}, precision="{_precision(cluster)}"'
+    given = f'seq={seq}, global_batch={shape[0]}, precision="{default_precision(cluster)}"'
     modules: tuple[str, ...] = ("torch",)
     if model.endswith(".json") or is_pretrained(model):
         path = Path(model, "config.json") if is_pretrained(model) else Path(model)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from autopar.cli.console import console, plain_table, progress_bar
-from autopar.cli.output import output_file
+from autopar.cli.console import console, output_file, plain_table, progress_bar
 from autopar.devices.calibration import Calibration, default_path
 from autopar.errors import UsageError
 from autopar.profile import profile

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -22,9 +22,9 @@ _PARTS = ("parameters", "gradients", "optimizer", "activations", "transients")
 _OUTSIDE = {"in the host": "host_bytes", "on NVMe": "nvme_bytes"}
 
 
-def print_plan(plan: Plan, console: Console, hint: str = "") -> None:
-    """Prints every table of ``plan``, the most important one first, and a hint in the end."""
-    console.print(Group(*_sections(plan, hint)))
+def plan_tables(plan: Plan, hint: str = "") -> Group:
+    """Return every table of ``plan``, the most important one first, and a hint in the end."""
+    return Group(*_sections(plan, hint))
 
 
 def _sections(plan: Plan, hint: str) -> Iterable[RenderableType]:

@@ -1,4 +1,4 @@
-"""``autopar init`` writes a cluster file and a script; what is written runs."""
+"""``autopar dev init`` writes a cluster file and a script; what is written runs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ TINY = {
 
 
 def invoke(*arguments: str, words: str | None = None) -> str:
-    return CliRunner().invoke(cli, ["init", *arguments], input=words, catch_exceptions=False).output
+    return CliRunner().invoke(cli, ["dev", "init", *arguments], input=words, catch_exceptions=False).output
 
 
 def test_the_script_of_a_configuration_trains_on_processes_of_this_machine(tmp_path: Path, capsys):
     config, home = tmp_path / "config.json", tmp_path / "new" / "training"
     config.write_text(json.dumps(TINY))
-    said = invoke(str(home), "--model", str(config), "--devices", "2", "--batch", "4", "--seq", "16", "--yes")
+    said = invoke(str(home), "--model", str(config), "--devices", "2", "--global-batch", "4", "--seq", "16", "--yes")
     assert f"python {home / 'train.py'}" in said
     script = (home / "train.py").read_text()
     assert 20 <= script.count("\n") <= 40 and "torch.randint(0, 128, (4, 16))" in script
