@@ -25,6 +25,7 @@ from autopar.cli.options import (
     joined,
     json_option,
     model_options,
+    option,
     pin_option,
     pin_options,
     plan_file_option,
@@ -32,6 +33,7 @@ from autopar.cli.options import (
     precision_option,
     program_options,
     size_options,
+    switch,
     written_options,
 )
 
@@ -129,15 +131,12 @@ command(
     ),
     model_options,
     pin_option,
-    click.option("--microbatch", type=WholeNumber(1), metavar="N", help="Sequences in one microbatch on one device."),
-    click.option(
+    option("--microbatch", "N", "Sequences in one microbatch on one device.", type=WholeNumber(1)),
+    switch(
         "--sequence",
-        is_flag=True,
-        help="Shard activations between tensor-parallel regions along the sequence (Megatron-LM's sequence parallelism).",
+        "Shard activations between tensor-parallel regions along the sequence (Megatron-LM's sequence parallelism).",
     ),
-    click.option(
-        "--timeline", is_flag=True, help="Also show the memory of every device through the actions of one step."
-    ),
+    switch("--timeline", "Also show the memory of every device through the actions of one step."),
     plan_file_option,
     plan_output_option,
     json_option("Print the plan as one JSON object."),
@@ -154,7 +153,7 @@ command(
     ),
     program_options,
     init_option,
-    click.option("-o", "--output", required=True, metavar="DIR", help="The folder to write."),
+    option("-o --output", "DIR", "The folder to write.", required=True),
     json_option("Print the folder and its start command as one JSON object."),
     module="commands",
 )
@@ -172,36 +171,24 @@ command(
     program_options,
     init_option,
     count_option("--steps", 10, "Number of steps."),
-    click.option(
-        "--lr",
-        type=click.FloatRange(0),
-        default=3e-4,
-        show_default=True,
-        metavar="RATE",
-        help="Learning rate of AdamW.",
-    ),
+    option("--lr", "RATE", "Learning rate of AdamW.", type=click.FloatRange(0), default=3e-4),
     count_option("--seed", 0, "Random seed of the initial parameters and of the batch.", least=0, most=2**63 - 1),
-    click.option("-o", "--output", metavar="DIR", help="Write the program into this folder, and leave it there."),
-    click.option("--checkpoint", metavar="DIR", help="Write checkpoints into this folder."),
+    option("-o --output", "DIR", "Write the program into this folder, and leave it there."),
+    option("--checkpoint", "DIR", "Write checkpoints into this folder."),
     count_option("--every", 100, "Steps between checkpoints."),
     count_option("--keep", 2, "Number of newest checkpoints to keep.", metavar="K"),
-    click.option(
-        "--resume",
-        is_flag=True,
-        help="Continue from the newest checkpoint, if there is one, until --steps steps are done in total.",
-    ),
-    click.option(
+    switch("--resume", "Continue from the newest checkpoint, if there is one, until --steps steps are done in total."),
+    option(
         "--elastic",
-        metavar="MIN:MAX",
-        help="Train on MIN to MAX nodes with --devices each. When a node fails, the remaining nodes make a plan for their number and "
+        "MIN:MAX",
+        "Train on MIN to MAX nodes with --devices each. When a node fails, the remaining nodes make a plan for their number and "
         "continue from the newest checkpoint. Start the same command on every node.",
     ),
-    click.option(
+    option(
         "--meet",
+        "HOST:PORT",
+        "Rendezvous address for --elastic. HOST is one of the nodes, and must not fail.",
         default="localhost:29400",
-        show_default=True,
-        metavar="HOST:PORT",
-        help="Rendezvous address for --elastic. HOST is one of the nodes, and must not fail.",
     ),
     count_option("--restarts", 10, "How many times --elastic restarts after a failure.", least=0),
     json_option("Print one JSON object for each step."),
@@ -221,26 +208,18 @@ command(
         "verify llama3-405b --plan plan.json --collectives",
     ),
     click.argument("model"),
-    count_option("--devices", 2, "Number of devices, each a local process.", "processes", most=64),
-    click.option(
-        "--plan",
-        "plan_file",
-        metavar="FILE",
-        help="Check this plan only. A plan for more than N devices is shrunk to N, and type-checked at its full size; with "
+    count_option("--devices processes", 2, "Number of devices, each a local process.", most=64),
+    option(
+        "--plan plan_file",
+        "FILE",
+        "Check this plan only. A plan for more than N devices is shrunk to N, and type-checked at its full size; with "
         "--collectives it is checked as it is.",
     ),
     *size_options,
-    click.option(
-        "--memory-limit",
-        default="8GB",
-        show_default=True,
-        metavar="SIZE",
-        help="How much of this machine's memory the comparison may use.",
-    ),
-    click.option(
+    option("--memory-limit", "SIZE", "How much of this machine's memory the comparison may use.", default="8GB"),
+    switch(
         "--collectives",
-        is_flag=True,
-        help="Check what NCCL would do instead: record every rank without communication, and look for ranks that issue different "
+        "Check what NCCL would do instead: record every rank without communication, and look for ranks that issue different "
         "collectives, deadlocks, results that are read too early, and buffers that are written while they are sent. Of a large plan the "
         "distinct ranks are recorded at the plan's own sizes.",
     ),
@@ -262,26 +241,23 @@ command(
     ),
     click.argument("plan", metavar="PLAN"),
     click.argument("other", metavar="[OTHER]", required=False),
-    click.option("-o", "--output", "page", metavar="FILE", help="The page to write, such as report.html."),
-    click.option(
-        "--plot", "figure", metavar="FILE", help="Draw the timeline and the memory as a figure (.png, .svg or .pdf)."
-    ),
-    click.option(
+    option("-o --output page", "FILE", "The page to write, such as report.html."),
+    option("--plot figure", "FILE", "Draw the timeline and the memory as a figure (.png, .svg or .pdf)."),
+    option(
         "--trace",
-        metavar="FILE",
-        help="Write the predicted step in Chrome's trace-event format, which https://ui.perfetto.dev opens: a process for each "
+        "FILE",
+        "Write the predicted step in Chrome's trace-event format, which https://ui.perfetto.dev opens: a process for each "
         "pipeline rank, with its actions, its sends and its memory.",
     ),
-    click.option(
+    option(
         "--measured",
-        metavar="FILE",
-        help="A trace that the plan's program recorded (`train.py --trace FILE`). --trace shows it below the prediction, and the "
+        "FILE",
+        "A trace that the plan's program recorded (`train.py --trace FILE`). --trace shows it below the prediction, and the "
         "seconds of each action are compared.",
     ),
-    click.option(
+    switch(
         "--explain",
-        is_flag=True,
-        help="Also search for alternatives and for changes that help, as `autopar explain` does. This takes minutes.",
+        "Also search for alternatives and for changes that help, as `autopar explain` does. This takes minutes.",
     ),
     written_options,
     json_option("Print the files' paths, and the seconds of each action, as one JSON object."),
@@ -299,21 +275,19 @@ command(
         "sweep gpt2 --devices 8,16 --gpu H100-80GB,A100-80GB --seq 1024 --plot sweep.svg",
     ),
     click.argument("model"),
-    click.option("--devices", "counts", required=True, metavar="RANGE", help="Numbers of GPUs, such as 8..1024."),
-    click.option(
-        "--gpu", default="H100-80GB", show_default=True, metavar="KINDS", help="GPU kinds, separated by commas."
-    ),
-    click.option("--seq", "lengths", metavar="RANGE", help="Tokens in a sequence of the batch."),
-    click.option("--global-batch", "batches", metavar="RANGE", help="Sequences (or images) in a batch of one step."),
+    option("--devices counts", "RANGE", "Numbers of GPUs, such as 8..1024.", required=True),
+    option("--gpu", "KINDS", "GPU kinds, separated by commas.", default="H100-80GB"),
+    option("--seq lengths", "RANGE", "Tokens in a sequence of the batch."),
+    option("--global-batch batches", "RANGE", "Sequences (or images) in a batch of one step."),
     precision_option,
-    click.option(
+    option(
         "--gpu-hour",
+        "PRICE",
+        "Price of one GPU hour: 2.5 for every kind, or H100-80GB=2.5 for one kind. May be repeated.",
         multiple=True,
-        metavar="PRICE",
-        help="Price of one GPU hour: 2.5 for every kind, or H100-80GB=2.5 for one kind. May be repeated.",
     ),
     pin_options,
-    click.option("--plot", "plot_file", metavar="FILE", help="Also draw the figures (.png, .svg or .pdf)."),
+    option("--plot plot_file", "FILE", "Also draw the figures (.png, .svg or .pdf)."),
     json_option("Print every combination as one JSON object."),
 )
 
@@ -324,21 +298,13 @@ command(
     In under two minutes: matrix products, attention, memory bandwidth, launch time of an op, the optimizer, and collectives of several
     sizes, with 2 and with 4 processes. The command writes a calibration file, from which plans for this machine's devices are priced.""",
     ("profile", "profile --processes 1 --device cuda -o h100.json"),
-    click.option(
-        "--processes",
-        default="2,4",
-        show_default=True,
-        metavar="N,...",
-        help="Numbers of local processes to measure with.",
-    ),
+    option("--processes", "N,...", "Numbers of local processes to measure with.", default="2,4"),
     click.option(
         "--device",
         type=click.Choice(["cpu", "cuda"]),
         help="What to measure. Default: GPUs if there is one for each process.",
     ),
-    click.option(
-        "-o", "--output", metavar="FILE", help="The calibration file to write. Default: the file that planning reads."
-    ),
+    option("-o --output", "FILE", "The calibration file to write. Default: the file that planning reads."),
     json_option("Print the calibration as one JSON object."),
 )
 
@@ -355,12 +321,12 @@ command(
     count_option("--steps", 3, "Timed steps in each round."),
     count_option("--seed", 0, "Random seed of the order in which programs run.", least=0),
     calibration_option,
-    click.option("-o", "--output", metavar="FILE", help="Also write the results here, one JSON object a line."),
-    click.option("--plot", "plot_file", metavar="FILE", help="Also draw the step times (.png, .svg or .pdf)."),
-    click.option(
+    option("-o --output", "FILE", "Also write the results here, one JSON object a line."),
+    option("--plot plot_file", "FILE", "Also draw the step times (.png, .svg or .pdf)."),
+    option(
         "--published",
-        metavar="FILE",
-        help="Measure nothing. Read layouts and their measured times from FILE (JSON Lines, as docs/evidence/validation.md describes), and "
+        "FILE",
+        "Measure nothing. Read layouts and their measured times from FILE (JSON Lines, as docs/evidence/validation.md describes), and "
         "print for each cell how much slower the automatic layout was than the best layout.",
     ),
     json_option("Print the results as one JSON object."),
@@ -373,7 +339,7 @@ command(
     Packages, compiler, memory, ports, GPUs and their kinds, the calibration file; then what programs need: an all-reduce between processes
     (gloo, NCCL), and torch.compile. Each problem has a hint. The exit status is 1 if something that every run needs is broken.""",
     ("doctor", "doctor --quick --json"),
-    click.option("--quick", is_flag=True, help="Skip the checks that start processes."),
+    switch("--quick", "Skip the checks that start processes."),
     json_option("Print the findings as one JSON object."),
 )
 
@@ -387,7 +353,7 @@ command(
     ("ui", "ui model.py:factory --port 8080"),
     click.argument("model", nargs=-1, metavar="[MODEL]..."),
     count_option("--port", 0, "TCP port; 0 takes any free port.", least=0, most=65535),
-    click.option("--browser", is_flag=True, help="Open the page in this machine's browser."),
+    switch("--browser", "Open the page in this machine's browser."),
 )
 
 command(
@@ -407,18 +373,16 @@ command(
     "init",
     """Write a cluster file and a script for your model.
 
-    The command asks for the model, the devices and the batch, and writes cluster.toml and a short training script, train.py, into DIR
-    (default: the current folder). Existing files are never overwritten. --yes asks nothing, and an option that is given is not asked
-    for."""
+    The folder DIR gets cluster.toml, and train.py, a short script that trains on it with random numbers as data. Existing files are never
+    overwritten."""
     + MODEL_HELP,
-    ("dev init training", 'dev init training --model llama3-8b --devices "64 H100" --yes'),
-    click.argument("folder", metavar="[DIR]", default="."),
-    click.option("--model", metavar="MODEL", help="The model."),
-    click.option("--devices", metavar="SPEC", help="8xH100-80GB, '64 H100', 4, 'this machine', or a cluster.toml."),
-    *size_options,
-    click.option(
-        "--yes", is_flag=True, help="Ask nothing. Without other options, use this machine and the model's own batch."
+    ("dev init gpt2", 'dev init llama3-8b --devices "64 H100" -o training'),
+    click.argument("model"),
+    option(
+        "--devices", "SPEC", "8xH100-80GB, '64 H100', 4, 'this machine', or a cluster.toml.", default="this machine"
     ),
+    *size_options,
+    option("-o --output", "DIR", "The folder to write into.", default="."),
     json_option("Print the files as one JSON object."),
     group=dev,
 )
@@ -433,8 +397,8 @@ command(
     ("dev launch program --slurm train.sbatch -- --checkpoint saved --dataset data.pt",),
     click.argument("folder"),
     click.argument("options", nargs=-1, type=click.UNPROCESSED),
-    click.option("--slurm", required=True, metavar="FILE", help="The batch file to write."),
-    click.option("--time", default="24:00:00", show_default=True, metavar="H:M:S", help="The time limit of one job."),
+    option("--slurm", "FILE", "The batch file to write.", required=True),
+    option("--time", "H:M:S", "The time limit of one job.", default="24:00:00"),
     count_option(
         "--save-before",
         300,
@@ -455,13 +419,12 @@ command(
     + MODEL_HELP,
     ("dev rehearse llama3-8b --devices 64xH100-80GB --rank 0 --rank 63",),
     program_options,
-    click.option(
-        "--rank",
-        "ranks",
+    option(
+        "--rank ranks",
+        "N",
+        "A rank to run; may be repeated. Default: the first rank of every stage.",
         type=int,
         multiple=True,
-        metavar="N",
-        help="A rank to run; may be repeated. Default: the first rank of every stage.",
     ),
     click.option(
         "--device", type=click.Choice(["cpu", "cuda"]), help="Where the ranks run. Default: the GPU if there is one."
@@ -480,7 +443,7 @@ command(
     plans price it.""",
     ("dev sync 7B --devices 64xH100-80GB",),
     click.argument("parameters"),
-    click.option("--devices", required=True, metavar="SPEC", help=DEVICES_HELP),
+    option("--devices", "SPEC", DEVICES_HELP, required=True),
     precision_option,
     count_option("--steps", 8, "Steps between averages of local-steps:K.", metavar="K"),
     calibration_option,

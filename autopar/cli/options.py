@@ -98,46 +98,57 @@ def joined(*options: Callable[[Any], Any]) -> Callable[[F], F]:
     return decorate
 
 
+def option(names: str, metavar: str, help: str, **how: Any) -> Callable[[Any], Any]:
+    """Return an option with a value; ``names`` are its names and, if it differs from them, that of its argument."""
+    if how.get("default") is not None:
+        how["show_default"] = True
+    return click.option(*names.split(), metavar=metavar, help=help, **how)
+
+
+def switch(names: str, help: str, value: bool = True) -> Callable[[Any], Any]:
+    """Return an option without a value; its argument is ``value`` if the option is given."""
+    return click.option(*names.split(), is_flag=True, default=not value, flag_value=value, help=help)
+
+
 DEVICES_HELP = "4 (of this machine), 8xH100-80GB, 128x8xH100-80GB (nodes x GPUs x kind), or a cluster.toml."
-calibration_option = click.option(
+calibration_option = option(
     "--calibration",
-    metavar="FILE",
-    help="A file that `autopar profile` wrote. Default: the file that it writes by default, if there is one.",
+    "FILE",
+    "A file that `autopar profile` wrote. Default: the file that it writes by default, if there is one.",
 )
-precision_option = click.option(
-    "--precision", metavar="NAME", help="Dtype of parameters and activations: bfloat16, float16, float32 or float64."
+precision_option = option(
+    "--precision", "NAME", "Dtype of parameters and activations: bfloat16, float16, float32 or float64."
 )
 size_options = (
-    click.option("--seq", type=int, metavar="N", help="Tokens in a sequence of the batch."),
-    click.option("--global-batch", type=int, metavar="N", help="Sequences (or images) in a batch of one step."),
+    option("--seq", "N", "Tokens in a sequence of the batch.", type=int),
+    option("--global-batch", "N", "Sequences (or images) in a batch of one step.", type=int),
 )
-allow_option = click.option(
+allow_option = option(
     "--allow",
+    "NAME",
+    "Allow plans that give up exactness, if they are faster or if no other fits. May be repeated; `autopar help exactness` lists "
+    "the names.",
     multiple=True,
     type=click.Choice([name.replace("_", "-") for name in ALLOWED]),
-    metavar="NAME",
-    help="Allow plans that give up exactness, if they are faster or if no other fits. May be repeated; `autopar help exactness` lists "
-    "the names.",
 )
 batch_options = joined(calibration_option, *size_options, precision_option, allow_option)
 model_options = joined(
     click.argument("model"),
-    click.option("--devices", required=True, metavar="SPEC", help=DEVICES_HELP),
+    option("--devices", "SPEC", DEVICES_HELP, required=True),
     batch_options,
 )
 
 
 def json_option(help: str) -> Callable[[Any], Any]:
     """Return the option that prints a command's result as JSON."""
-    return click.option("--json", "as_json", is_flag=True, help=help)
+    return switch("--json as_json", help)
 
 
 def count_option(
-    name: str, default: int, help: str, *dest: str, least: int = 1, most: int | None = None, metavar: str = "N"
+    names: str, default: int, help: str, least: int = 1, most: int | None = None, metavar: str = "N"
 ) -> Callable[[Any], Any]:
-    """Return the option of a whole number that has a default; ``dest`` is the name of its argument, if not the option's."""
-    kind = WholeNumber(least, most)
-    return click.option(name, *dest, type=kind, default=default, show_default=True, metavar=metavar, help=help)
+    """Return the option of a whole number that has a default."""
+    return option(names, metavar, help, type=WholeNumber(least, most), default=default)
 
 
 class PinText(click.ParamType):
@@ -181,74 +192,54 @@ def _with_pins(words: Sequence[str]) -> Iterator[str]:
             yield from ("--pin", f"{pin.name}={value if equals or not rest else rest.pop(0)}")
 
 
-pin_option = click.option(
-    "--pin",
-    "pins",
+pin_option = option(
+    "--pin pins",
+    "KEY=VALUE",
+    "Pin a decision: schedule=1f1b, tensor=8, or layers.0-7.tensor=8 for some layers. May be repeated; `autopar help pins` lists "
+    "all pins.",
     multiple=True,
     type=PinText(),
-    metavar="KEY=VALUE",
-    help="Pin a decision: schedule=1f1b, tensor=8, or layers.0-7.tensor=8 for some layers. May be repeated; `autopar help pins` lists "
-    "all pins.",
 )
 pin_options = joined(
     pin_option,
-    click.option(
-        "--memory-limit", metavar="SIZE", help="Most memory that a plan may use on one device, such as 40GB or 37GiB."
-    ),
-    click.option(
+    option("--memory-limit", "SIZE", "Most memory that a plan may use on one device, such as 40GB or 37GiB."),
+    switch(
         "--local-batch-norm",
-        is_flag=True,
-        help="Let batch norm use the statistics of each device's part of the batch, not of the whole batch.",
+        "Let batch norm use the statistics of each device's part of the batch, not of the whole batch.",
     ),
-    click.option(
-        "--time-limit",
-        type=click.FloatRange(0),
-        default=PlanRequest.time_limit,
-        show_default=True,
-        metavar="SECONDS",
-        help="Time limit of the search.",
+    option(
+        "--time-limit", "SECONDS", "Time limit of the search.", type=click.FloatRange(0), default=PlanRequest.time_limit
     ),
 )
-plan_file_option = click.option(
-    "--plan", "plan_file", metavar="FILE", help="Use the plan in this file (of `autopar plan -o FILE`)."
-)
-plan_output_option = click.option(
-    "-o", "--output", metavar="FILE", help="Also write the plan into this file, as JSON: other commands read it."
+plan_file_option = option("--plan plan_file", "FILE", "Use the plan in this file (of `autopar plan -o FILE`).")
+plan_output_option = option(
+    "-o --output", "FILE", "Also write the plan into this file, as JSON: other commands read it."
 )
 
 
-init_option = click.option(
+init_option = option(
     "--init",
-    metavar="own|PATH",
-    help="Initial values of a model on the meta device. own: the model's own initialisers, tensor by tensor, written into the program's "
+    "own|PATH",
+    "Initial values of a model on the meta device. own: the model's own initialisers, tensor by tensor, written into the program's "
     "folder. PATH: safetensors, a file or a folder, from which each process reads its shards; the default if MODEL is such a folder of "
     "transformers.",
 )
 
 
-capture_check_option = click.option(
-    "--no-capture-check",
-    "capture_check",
-    is_flag=True,
-    default=True,
-    flag_value=False,
-    help="Do not compare the captured graph with the model. The plan notes that the check was skipped.",
+capture_check_option = switch(
+    "--no-capture-check capture_check",
+    "Do not compare the captured graph with the model. The plan notes that the check was skipped.",
+    value=False,
 )
-
-
-type_check_option = click.option(
-    "--no-type-check",
-    "type_check",
-    is_flag=True,
-    default=True,
-    flag_value=False,
-    help="Do not type-check the program. The plan notes that the check was skipped.",
+type_check_option = switch(
+    "--no-type-check type_check",
+    "Do not type-check the program. The plan notes that the check was skipped.",
+    value=False,
 )
-
 program_options = joined(model_options, pin_options, plan_file_option, capture_check_option, type_check_option)
 written_options = joined(
-    click.option("--model", metavar="MODEL", help="The model of PLAN, if the plan does not name it."),
-    click.option("--devices", metavar="SPEC", help=DEVICES_HELP),
+    option("--model", "MODEL", "The model of PLAN, if the plan does not name it."),
+    option("--devices", "SPEC", DEVICES_HELP),
     batch_options,
     pin_options,
 )

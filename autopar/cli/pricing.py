@@ -20,6 +20,7 @@ from autopar.cli.render import plan_tables
 from autopar.cli.timeline import timeline_data, timeline_table
 from autopar.devices import Cluster
 from autopar.graph import Graph
+from autopar.pins import OF_PLAN
 from autopar.plan import Plan
 from autopar.plan_files import check_devices, check_model, read_plan
 from autopar.planning import write_plan
@@ -98,11 +99,8 @@ def compared(a: Plan, b: Plan) -> list[tuple[str, Any, Any, str]]:
         return max(getattr(stage.memory, part) for stage in plan.stages)
 
     found: list[tuple[str, Any, Any, str]] = [("model", a.model, b.model, ""), ("devices", a.devices, b.devices, "")]
-    found += [(name, degree(a, name), degree(b, name), "") for name in ("data", "tensor", "expert", "sequence")]
-    found += [
-        (name, getattr(a, name), getattr(b, name), "")
-        for name in ("pipeline", "chunks", "microbatches", "schedule", "sync", "global_batch")
-    ]
+    found += [(name, degree(a, name), degree(b, name), "") for name in a.layers[0].strategy.degrees(a.mesh)]
+    found += [(name, getattr(a, name), getattr(b, name), "") for name in (*OF_PLAN, "global_batch")]
     found.append(("ZeRO", *(max(layer.strategy.zero for layer in plan.layers) for plan in (a, b)), ""))  # type: ignore[arg-type]
     for technique in LAYER:
         values = [Counter(layer.strategy.options[technique] for layer in plan.layers) for plan in (a, b)]

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from autopar.cli.commands import allowed
 from autopar.cli.console import plain_table, progress_bar, show
-from autopar.cli.load import Sizes, load_model, names_code, read_config
+from autopar.cli.load import Sizes, config_file, load_model, names_code, read_config
 from autopar.cli.options import PlanRequest
 from autopar.graph import Graph
 from autopar.measure import EXACT
@@ -73,13 +73,13 @@ def _load(model: str, devices: int, sizes: Sizes) -> tuple[Workload, list[str]]:
     """Return the model with its batch, on the CPU, and notes about the sizes that were made smaller."""
     if names_code(model):
         return load_model(model, sizes, device="cpu", default_precision="float32"), []
-    is_file = model.endswith(".json") or Path(model).is_file()
-    config = read_config(Path(model)) if is_file else find(model).config
+    file = config_file(model)
+    config = find(model).config if file is None else read_config(file)
     small = shrink_config(config)
     rows, seq = sizes.global_batch or max(_ROWS, 2 * devices), sizes.seq or _SEQ
     module, batch = build_config(small, seq, rows, "float32", "cpu")
     changed = ", ".join(f"{key} {small[key]}" for key in small if small[key] != config.get(key))
-    name = Path(model).stem if is_file else model
+    name = model if file is None else Path(model).stem
     return Workload(module, batch, name=name), [
         f"shrunk: {changed}; batch of {rows}" + (f" x {seq}" if "input_ids" in batch else "")
     ]

@@ -92,10 +92,9 @@ PLAN = ("plan", "gpt2", "--global-batch", "8")
             "leave --plan out, or --pin zero=1",
         ),
         (
-            ("dev", "init", __file__, "--model", "gpt2", "--devices", "2", "--global-batch", "8", "--yes"),
+            ("dev", "init", "gpt2", "--devices", "2", "--global-batch", "8", "-o", __file__),
             "cannot be made",
         ),
-        (("dev", "init", "--devices", "2", "--model", "", "--yes"), "--yes asks no question"),
         (("ui", "/nowhere/model.py:model"), "no file /nowhere/model.py"),
         (("plan", ":model", "--devices", "2"), "no file before the colon"),
         (("emit", "gpt2", "--devices", "4", "-o", ""), "is no path"),
