@@ -23,7 +23,6 @@ from autopar.cli.options import (
     count_option,
     init_option,
     joined,
-    json_option,
     model_options,
     option,
     pin_option,
@@ -59,10 +58,12 @@ def command(
     *options: Callable[[Any], Any],
     module: str = "",
     group: click.Group = cli,
+    json: str = "Print the result as JSON.",
 ) -> None:
     """Add a command that calls ``NAME_command`` of ``autopar.cli.NAME`` (or ``module``) with its options; the module is imported then.
 
-    The first line of ``help`` is its line in the list of commands. Options that say what is planned arrive as one ``PlanRequest``.
+    The first line of ``help`` is its line in the list of commands, ``json`` the help of ``--json``; without it the command has no such
+    option. Options that say what is planned arrive as one ``PlanRequest``.
     """
 
     def run(**values: Any) -> None:
@@ -73,7 +74,8 @@ def command(
 
     epilog = "\b\nExamples:\n" + "\n".join(f"  autopar {line}" for line in examples)
     short = help.partition("\n")[0]
-    group.command(name, PinnedCommand, short_help=short, help=help, epilog=epilog)(joined(*options)(run))
+    every = joined(*options, *([switch("--json as_json", json)] if json else []))
+    group.command(name, PinnedCommand, short_help=short, help=help, epilog=epilog)(every(run))
 
 
 command(
@@ -88,7 +90,6 @@ command(
     pin_options,
     capture_check_option,
     plan_output_option,
-    json_option("Print the plan as one JSON object."),
     module="commands",
 )
 
@@ -103,7 +104,6 @@ command(
     ("explain plan.json", "explain llama3-8b --devices 8xH100-80GB --global-batch 64"),
     click.argument("target", metavar="PLAN|MODEL"),
     written_options,
-    json_option("Print the explanation as one JSON object."),
 )
 
 command(
@@ -114,7 +114,6 @@ command(
     ("compare plan.json other.json",),
     click.argument("first"),
     click.argument("second"),
-    json_option("Print the result as JSON."),
     module="pricing",
 )
 
@@ -139,7 +138,6 @@ command(
     switch("--timeline", "Also show the memory of every device through the actions of one step."),
     plan_file_option,
     plan_output_option,
-    json_option("Print the plan as one JSON object."),
     click.argument("flags", nargs=-1, type=click.UNPROCESSED),
     module="pricing",
 )
@@ -154,7 +152,6 @@ command(
     program_options,
     init_option,
     option("-o --output", "DIR", "The folder to write.", required=True),
-    json_option("Print the folder and its start command as one JSON object."),
     module="commands",
 )
 
@@ -191,7 +188,7 @@ command(
         default="localhost:29400",
     ),
     count_option("--restarts", 10, "How many times --elastic restarts after a failure.", least=0),
-    json_option("Print one JSON object for each step."),
+    json="Print one JSON object for each step.",
 )
 
 command(
@@ -224,7 +221,6 @@ command(
         "distinct ranks are recorded at the plan's own sizes.",
     ),
     allow_option,
-    json_option("Print the result as one JSON object."),
 )
 
 command(
@@ -260,7 +256,6 @@ command(
         "Also search for alternatives and for changes that help, as `autopar explain` does. This takes minutes.",
     ),
     written_options,
-    json_option("Print the files' paths, and the seconds of each action, as one JSON object."),
 )
 
 command(
@@ -288,7 +283,6 @@ command(
     ),
     pin_options,
     option("--plot plot_file", "FILE", "Also draw the figures (.png, .svg or .pdf)."),
-    json_option("Print every combination as one JSON object."),
 )
 
 command(
@@ -305,7 +299,6 @@ command(
         help="What to measure. Default: GPUs if there is one for each process.",
     ),
     option("-o --output", "FILE", "The calibration file to write. Default: the file that planning reads."),
-    json_option("Print the calibration as one JSON object."),
 )
 
 command(
@@ -329,7 +322,6 @@ command(
         "Measure nothing. Read layouts and their measured times from FILE (JSON Lines, as docs/evidence/validation.md describes), and "
         "print for each cell how much slower the automatic layout was than the best layout.",
     ),
-    json_option("Print the results as one JSON object."),
 )
 
 command(
@@ -340,7 +332,6 @@ command(
     (gloo, NCCL), and torch.compile. Each problem has a hint. The exit status is 1 if something that every run needs is broken.""",
     ("doctor", "doctor --quick --json"),
     switch("--quick", "Skip the checks that start processes."),
-    json_option("Print the findings as one JSON object."),
 )
 
 command(
@@ -354,6 +345,7 @@ command(
     click.argument("model", nargs=-1, metavar="[MODEL]..."),
     count_option("--port", 0, "TCP port; 0 takes any free port.", least=0, most=65535),
     switch("--browser", "Open the page in this machine's browser."),
+    json="",
 )
 
 command(
@@ -365,7 +357,6 @@ command(
     ("help pins", "help models", "help hardware H100-80GB"),
     click.argument("topic", type=click.Choice(["pins", "exactness", "models", "hardware"])),
     click.argument("name", required=False, metavar="[NAME]"),
-    json_option("Print the topic as JSON."),
     module="topics",
 )
 
@@ -383,7 +374,6 @@ command(
     ),
     *size_options,
     option("-o --output", "DIR", "The folder to write into.", default="."),
-    json_option("Print the files as one JSON object."),
     group=dev,
 )
 
@@ -405,7 +395,6 @@ command(
         "Seconds before the time limit at which ranks save: more than one step and one checkpoint take.",
         metavar="SECONDS",
     ),
-    json_option("Print the file's path as a JSON object."),
     group=dev,
 )
 
@@ -430,7 +419,7 @@ command(
         "--device", type=click.Choice(["cpu", "cuda"]), help="Where the ranks run. Default: the GPU if there is one."
     ),
     count_option("--steps", 5, "Number of timed steps."),
-    json_option("Print one JSON object for each rank."),
+    json="Print one JSON object for each rank.",
     group=dev,
 )
 
@@ -447,7 +436,6 @@ command(
     precision_option,
     count_option("--steps", 8, "Steps between averages of local-steps:K.", metavar="K"),
     calibration_option,
-    json_option("Print the rows as JSON."),
     group=dev,
 )
 
@@ -459,7 +447,6 @@ command(
     docs/evidence/validation.md describes the fields of a row.""",
     ("dev validate measured.jsonl --json",),
     click.argument("file", metavar="FILE"),
-    json_option("Print scores, predictions and refusals as one JSON object."),
     module="validation",
     group=dev,
 )

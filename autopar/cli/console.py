@@ -19,13 +19,13 @@ from autopar.errors import UsageError
 
 
 def console(width: int = 120) -> Console:
-    """The console of stdout; ``width`` is the number of columns where stdout is a file or a pipe, and ``COLUMNS`` does not say it."""
+    """Return the console of stdout; ``width`` is the number of columns if stdout is a file or a pipe and ``COLUMNS`` is not set."""
     out = Console(highlight=False)
     return out if out.is_terminal or "COLUMNS" in os.environ else Console(highlight=False, width=width)
 
 
 class PlainTable(Table):
-    """A table without lines that cuts no number: where its columns do not fit, it is printed in parts, each with the first column.
+    """A table without lines that cuts no number: if its columns do not fit, it is printed in parts, each with the first column.
 
     Columns of numbers (``justify="right"``) stay on one line; others may take several.
     """
@@ -56,7 +56,7 @@ class PlainTable(Table):
 
     @staticmethod
     def _needs(out: Console, column: Column) -> int:
-        """The columns of the terminal that a column needs: all of a number, some words of a text."""
+        """Return the columns of the terminal that a column needs: all of a number, some words of a text."""
         wide = out.options.update(max_width=10_000)
         cells = [column.header, *column.cells]
         most = max(Measurement.get(out, wide, cell).maximum for cell in cells)
@@ -74,7 +74,7 @@ _PLAIN: dict[str, Any] = {
 
 
 def _in_parts(widths: list[int], most: int, gap: int) -> Iterator[list[int]]:
-    """Columns by number, in as few parts as ``most`` columns of the terminal allow, each with column 0."""
+    """Yield columns by number, in as few parts as ``most`` columns of the terminal allow, each with column 0."""
     part, used = [0], widths[0] if widths else 0
     for index in range(1, len(widths)):
         if used + gap + widths[index] > most and len(part) > 1:
@@ -110,9 +110,9 @@ def plain_table(
 
 @contextmanager
 def progress_bar(name: str, total: int | None = None, lines: bool = False) -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar on stderr until the block ends. The block calls the result with (the name of the current item, items done, total).
+    """Show a progress bar on stderr until the block ends. The block calls the result with (name of the current item, items done, total).
 
-    Where stderr is no terminal, ``lines`` prints a line for everything that is done.
+    If stderr is no terminal, ``lines`` prints a line for everything that is done.
     """
     to = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -128,7 +128,7 @@ def progress_bar(name: str, total: int | None = None, lines: bool = False) -> It
 
 
 class Messages:
-    """A context in which calling the object with (stage, text) reports progress, on one moving line where there is a terminal.
+    """A context in which calling the object with (stage, text) reports progress, on one moving line if stderr is a terminal.
 
     Elsewhere (a log file, a pipe) each stage prints one line when it begins. Output of the model's own code goes to stderr meanwhile:
     stdout is for the result only.

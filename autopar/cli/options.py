@@ -139,11 +139,6 @@ model_options = joined(
 )
 
 
-def json_option(help: str) -> Callable[[Any], Any]:
-    """Return the option that prints a command's result as JSON."""
-    return switch("--json as_json", help)
-
-
 def count_option(
     names: str, default: int, help: str, least: int = 1, most: int | None = None, metavar: str = "N"
 ) -> Callable[[Any], Any]:

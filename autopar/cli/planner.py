@@ -43,7 +43,7 @@ Tell = Callable[[str, str], None]
 
 
 class Planner:
-    """Plans one request after the other; ``tell`` is called with (stage, text) as the work goes on."""
+    """Plan one request after the other; ``tell`` is called with (stage, text) as the work goes on."""
 
     def __init__(self, tell: Tell) -> None:
         self._tell = tell
@@ -85,7 +85,7 @@ class Planner:
 
 
 def failure(error: BaseException) -> dict[str, Any]:
-    """What the page shows: a sentence, what to do, and what would make an infeasible request feasible."""
+    """Return what the page shows: a sentence, what to do, and what would make an infeasible request feasible."""
     if isinstance(error, AutoparError):
         changes = [change.text for change in getattr(error, "changes", ())]
         return {"message": error.message, "hint": error.hint or "", "changes": changes}

@@ -116,7 +116,7 @@ def _train(
 
 
 class Stop:
-    """A context in which signals that ask for an end do not end this process: ``asked`` is the name of the last one.
+    """A context in which signals that ask for an end do not end this process; ``asked`` is the name of the last one.
 
     A second Ctrl-C ends it at once.
     """
@@ -181,6 +181,6 @@ class Checkpoints:
         return program.load(self.folder)
 
     def save(self, program: Program, step: int, last: int) -> None:
-        """Write a checkpoint after this step, if it is time to."""
+        """Write a checkpoint after this step if one is due."""
         if self.folder is not None and (step % self.every == 0 or step == last):
             program.save(self.folder, keep=self.keep)

@@ -1,4 +1,4 @@
-"""The memory timeline of a plan, printed and as data: the memory of each pipeline rank at each action of a step."""
+"""Show the memory timeline of a plan as a table and as data: the memory of each pipeline rank at each action of a step."""
 
 from __future__ import annotations
 
