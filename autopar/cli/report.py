@@ -46,8 +46,10 @@ def report_command(
     }
     if not paths:
         raise UsageError("nothing is written", f"add {', '.join(f'{option} FILE' for option in options.values())}")
-    if measured is not None and (other or "trace" not in paths):
-        raise UsageError("--measured FILE goes into the trace of one plan", "add --trace FILE, and name one plan")
+    if "trace" in paths and other is not None:
+        raise UsageError("a trace is of one plan, and two are named", "leave --trace out, or one of the plans")
+    if measured is not None and "trace" not in paths:
+        raise UsageError("--measured FILE goes into the trace, and no trace is written", "add --trace FILE")
     events = None if measured is None else read_trace(measured)
     files = [plan, *([other] if other else [])]
     plans = [read_plan(file) for file in files]

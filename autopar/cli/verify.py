@@ -64,7 +64,8 @@ def verify_command(request: PlanRequest, processes: int, collectives: bool, as_j
                     workload, processes, plan=plan, real=real, memory_limit_bytes=limit, allow=allow, progress=progress
                 )
     data = report.to_json()
-    show(as_json, data | {"notes": [*notes, *data.get("notes", ())]}, *_shown(report, notes))
+    parts = [Text(part) if isinstance(part, str) else part for part in _shown(report, notes)]
+    show(as_json, data | {"notes": [*notes, *data.get("notes", ())]}, *parts)
     if not (report.clean if isinstance(report, CollectivesReport) else report.agrees):
         sys.exit(1)
 
