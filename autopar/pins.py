@@ -8,8 +8,8 @@ that a selector before the last dot names::
 A selector is a layer's name or the end of one (``layers.3`` is ``model.layers.3``), or a layer class. A range of numbers (``0-7``, both
 ends included) may stand for a number, and ``*`` for any text. A pin on named layers overrides a pin on all layers.
 
-Each field says which values it has, what it means and how one writes it. The keywords of ``autopar.compile``, the options of the command
-line, the checks and the table in ``docs/guide/pins.md`` are made from ``PINS``.
+Each field says which values it has, what it means and how one writes it. The keywords of ``autopar.compile``, the page
+``autopar help pins``, the checks and the table in ``docs/guide/pins.md`` are made from ``PINS``.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from autopar.precision import TF32
 from autopar.schedules import Schedule
-from autopar.techniques import DEFAULTS, GIVEN_UP, UNDER_SPLIT, Options, read_options
+from autopar.techniques import DEFAULTS, GIVEN_UP, LAYER, PLAN, UNDER_SPLIT, Options, read_options
 from autopar.techniques.activations import ACTIVATIONS, IN_HOST, INT8, RECOMPUTED
 from autopar.techniques.overlap import OVERLAP
 from autopar.techniques.states import STATES
@@ -70,13 +70,15 @@ NARROW_GRADIENTS = "bfloat16_gradients"
 NARROW_MOMENTS = "bfloat16_moments"
 NARROW = (NARROW_GRADIENTS, NARROW_MOMENTS)
 FP8 = "fp8"
-ALLOWED = (MICROBATCH_STATISTICS, *NARROW, FP8, TF32, *GIVEN_UP)
-"""The kinds of exactness that a user may allow a plan to give up. ``microbatch_statistics``: a loss that needs the whole batch (a
-router's auxiliary loss, batch norm, negatives of the same batch) is computed for each microbatch separately, and the step's loss is
-their mean. For parameters of 16 bits (their master copies stay in float32): with ``bfloat16_gradients`` gradients are accumulated and
-reduced in 16 bits, with ``bfloat16_moments`` Adam's moments are in 16 bits. ``fp8``: products with weights multiply 8-bit numbers
-(``program.kernels_fp8``), in models in bfloat16. ``tf32``: matrix products of float32 round their operands to 10 bits of mantissa.
-The others are of techniques (``autopar.techniques``), which say what they give up."""
+ALLOWED = {
+    MICROBATCH_STATISTICS: "a loss that needs the whole batch (a router's auxiliary loss, batch norm, negatives of the same batch) is "
+    "computed for each microbatch separately, and the step's loss is their mean",
+    NARROW_GRADIENTS: "gradients of 16-bit parameters are accumulated and reduced in 16 bits",
+    NARROW_MOMENTS: "Adam's moments of 16-bit parameters are in 16 bits",
+    FP8: "products with weights multiply 8-bit floating-point numbers, in models in bfloat16",
+    TF32: "matrix products of float32 round their operands to 10 bits of mantissa",
+} | {way.gives_up: way.inexact for technique in (*LAYER, *PLAN) for way in technique.ways if way.gives_up}
+"""The kinds of exactness that a user may allow a plan to give up, and what is not exact then."""
 
 DEGREES = {
     "data": (Role.DATA,),

@@ -270,7 +270,7 @@ _PLAN = Fields(
         "notes": Items(Text(20_000), 0, 1000),
         "imports": Items(_MODULE_NAME, 0, 1000),
         "pins": Items(_PIN, 0, MOST_LAYERS),
-        "allow": Items(Word(ALLOWED), 0, len(ALLOWED)),
+        "allow": Items(Word(tuple(ALLOWED)), 0, len(ALLOWED)),
         "nvme_path": Text(4096),
         "gpus_per_node": Whole(0, MOST_DEVICES),
         "wall_time_s": _SECONDS,

@@ -23,7 +23,7 @@ from autopar.price import Pricer as LayerPricer
 from autopar.progress import Progress, report
 from autopar.run import ranks
 from autopar.schedules import INTERLEAVED
-from autopar.search import Pricer, SearchOptions, Shared, price_pins, search, search_also, search_faster
+from autopar.search import Pricer, SearchOptions, Shared, filled_plan, price_pins, search, search_also, search_faster
 from autopar.search.concessions import Concession, best_plan, concessions
 from autopar.search.notes import odd_experts, whole_layers
 from autopar.search.problem import LONG_SEQUENCE
@@ -92,6 +92,37 @@ def plan_graph(
         check_model(plan, of_plan)
         check_devices(plan, cluster, may_be_idle=True)
     return of_plan, chosen
+
+
+def write_plan(
+    graph: Graph, cluster: Cluster, options: SearchOptions, *, microbatch: int | None = None, sequence: bool = False
+) -> Plan:
+    """Return the plan that the pins of ``options`` describe, without a search and without a price (``autopar.search.filled_plan``).
+
+    Raises:
+        UsageError: pins of named layers, or pins that the devices or the model do not admit.
+        BatchError: a batch that does not divide.
+    """
+    if options.pin:
+        raise UsageError(
+            f"{next(iter(options.pin))} pins some layers, and a plan without a search has the same pins for every layer",
+            "leave the layers out of the key, or let `autopar plan` complete the plan",
+        )
+    if (options.ring or 1) > 1 and not _has_attention(graph):
+        raise UsageError(
+            f"ring={options.ring}: {graph.name} has no attention, whose keys and values a ring sends on",
+            "leave ring out",
+        )
+    compiled = cluster.kind != "cpu"
+    return filled_plan(
+        graph,
+        cluster.count,
+        options.pins,
+        microbatch=microbatch,
+        sequence=sequence,
+        allow=options.allow,
+        compiled=compiled,
+    )
 
 
 def capture_model(workload: Workload, progress: Progress | None = None) -> Graph:
@@ -185,12 +216,17 @@ def _few_rows(graph: Graph, cluster: Cluster, options: SearchOptions) -> list[di
     decided = options.roles is not None or options.ring is not None or options.ulysses is not None
     if decided or graph.batch_size >= cluster.count or length >= LONG_SEQUENCE:
         return []
-    if not any(is_attention(n) for c in graph.classes.values() for n in c.graph.graph.nodes if n.op == "call_function"):
+    if not _has_attention(graph):
         return []
     degrees = [n for n in SEQUENCE_DEGREES if cluster.count % n == 0 and length % n == 0]
     pins: list[dict[str, Any]] = [{role: n} for n in degrees for role in ("ring", "ulysses")]
     several = options.schedule is None and options.chunks is None and options.pipeline != 1
     return [*pins, *([{"schedule": INTERLEAVED}] if several else [])]
+
+
+def _has_attention(graph: Graph) -> bool:
+    nodes = (node for cls in graph.classes.values() for node in cls.graph.graph.nodes)
+    return any(is_attention(node) for node in nodes if node.op == "call_function")
 
 
 def _eager_layers(graph: Graph, plan: Plan) -> tuple[str, ...]:

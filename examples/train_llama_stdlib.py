@@ -22,7 +22,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopar
-from autopar.cli.render import print_plan
+from autopar.cli.render import plan_tables
 
 BATCH, SEQ = 8, 128  # windows in a step, bytes in a window
 TEXT_BYTES = 8_000_000  # about a third of the library
@@ -131,7 +131,7 @@ def main() -> None:
     )
 
     plan, many, many_s = train(args.processes, batches, args.out / "program")
-    print_plan(plan, Console(highlight=False, width=120))
+    Console(highlight=False, width=120).print(plan_tables(plan))
     _, one, one_s = train(1, batches, None)
 
     names = (f"{args.processes} processes", "1 process")

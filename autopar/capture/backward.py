@@ -54,7 +54,7 @@ def own_gradients_refused(engine: Callable[..., Any]) -> Iterator[None]:
         if type(self) is hooks or not type(self).__module__.startswith("torch."):
             raise CaptureError(
                 f"{caller()} changes what is saved for the backward pass: torch.export loses the hooks",
-                hint="leave them out: a plan recomputes where memory is short, and --offload any keeps saved tensors in the host's memory",
+                hint="leave them out: a plan recomputes if memory is short, or, with --pin activations=any, uses the host's memory",
             )
         return enter(self)
 
@@ -100,7 +100,7 @@ def refuse_scripts(model: nn.Module) -> None:
             raise CaptureError(
                 f"{path or 'the model'} ({name}) is compiled by TorchScript and has {len(held)} parameters and buffers, which a graph "
                 "cannot read out of its code",
-                hint="give the Python module itself, before torch.jit.script or torch.jit.trace; a plan compiles layers by --compile",
+                hint="give the Python module itself, before torch.jit.script or torch.jit.trace; --pin compile=layers compiles layers",
             )
 
 

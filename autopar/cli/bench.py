@@ -1,25 +1,26 @@
-"""``autopar bench``."""
+"""``autopar bench`` measures automatic programs against hand-written ones."""
 
 from __future__ import annotations
 
 import difflib
-import json
+import itertools
 from dataclasses import dataclass
 from typing import Any
+
+from rich.console import RenderableType
 
 from autopar.bench import MODELS, contest
 from autopar.bench.contest import Result
 from autopar.bench.published import CellResult, published, summary, to_json
 from autopar.bench.report import failures, plot, table, verdict, write_lines
-from autopar.cli.console import Messages, console, plain_table, progress_bar
-from autopar.cli.output import output_file
+from autopar.cli.console import Messages, output_file, plain_table, progress_bar, show
 from autopar.devices import parse
 from autopar.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """How the programs are measured: the options of ``autopar bench`` that say it."""
+    """The options of ``autopar bench`` that say how programs are measured."""
 
     processes: int
     rounds: int
@@ -28,16 +29,16 @@ class Measurement:
     calibration: str | None
 
     def result(self, model: str) -> Result:
-        """The contest of ``model``'s programs, with a progress bar."""
+        """Return the contest of ``model``'s programs, with a progress bar."""
         cluster = parse(self.processes, calibration=self.calibration)
-        with progress_bar(model) as show:
-            return contest(model, cluster, rounds=self.rounds, steps=self.steps, seed=self.seed, progress=show)
+        with progress_bar(model) as progress:
+            return contest(model, cluster, rounds=self.rounds, steps=self.steps, seed=self.seed, progress=progress)
 
 
 def bench_command(
     names: tuple[str, ...], output: str | None, plot_file: str | None, published: str | None, as_json: bool, **how: Any
 ) -> None:
-    """Measures, prints tables or one JSON object, and writes the files that were asked for; or reads published measurements."""
+    """Measure, print tables or one JSON object, and write the files that were asked for; or read published measurements."""
     if published is not None:
         _print_published(published, as_json)
         return
@@ -56,25 +57,14 @@ def bench_command(
         write_lines(results, lines)
     if picture:
         plot([result.to_json() for result in results], picture)
-    if as_json:
-        print(json.dumps({"models": [result.to_json() for result in results]}, indent=1))
-        return
-    out = console()
-    for result in results:
-        out.print(table(result, plain_table))
-        for line in failures(result):
-            out.print(line, soft_wrap=True, markup=False)
-        out.print(verdict(result), soft_wrap=True)
-        out.print()
+    parts = [[table(result, plain_table), *failures(result), verdict(result), ""] for result in results]
+    show(as_json, {"models": [result.to_json() for result in results]}, *itertools.chain.from_iterable(parts))
 
 
 def _print_published(path: str, as_json: bool) -> None:
-    """The automatic layout of every cell of ``path`` beside the best that was measured there."""
+    """Print the automatic layout of every cell of ``path`` next to the best that was measured there."""
     with Messages() as messages:
         cells = published(path, lambda what, done, total: messages("bench", f"{what}: {done} of {total} cells"))
-    if as_json:
-        print(json.dumps(to_json(cells), indent=1))
-        return
     table = plain_table()
     for column in ("cell", "GPUs", "ran", "automatic", "measured", "best", "measured", "regret"):
         table.add_column(
@@ -89,9 +79,9 @@ def _print_published(path: str, as_json: bool) -> None:
 
     for cell in cells:
         table.add_row(*row(cell))
-    out = console(width=150)
-    out.print(table)
     found = summary(cells)
+    parts: list[RenderableType] = [table]
     if found["cells"]:
         worst = f"{found['worst_regret']:.1%} at worst"
-        out.print(f"regret {found['mean_regret']:.1%} on average, {worst}; {found['failed']} choices failed")
+        parts.append(f"regret {found['mean_regret']:.1%} on average, {worst}; {found['failed']} choices failed")
+    show(as_json, to_json(cells), *parts, width=150)

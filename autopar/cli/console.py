@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -13,15 +15,17 @@ from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
+from autopar.errors import UsageError
+
 
 def console(width: int = 120) -> Console:
-    """The console of stdout; ``width`` is the number of columns where stdout is a file or a pipe, and ``COLUMNS`` does not say it."""
+    """Return the console of stdout; ``width`` is the number of columns if stdout is a file or a pipe and ``COLUMNS`` is not set."""
     out = Console(highlight=False)
     return out if out.is_terminal or "COLUMNS" in os.environ else Console(highlight=False, width=width)
 
 
 class PlainTable(Table):
-    """A table without lines that cuts no number: where its columns do not fit, it is printed in parts, each with the first column.
+    """A table without lines that cuts no number: if its columns do not fit, it is printed in parts, each with the first column.
 
     Columns of numbers (``justify="right"``) stay on one line; others may take several.
     """
@@ -52,7 +56,7 @@ class PlainTable(Table):
 
     @staticmethod
     def _needs(out: Console, column: Column) -> int:
-        """The columns of the terminal that a column needs: all of a number, some words of a text."""
+        """Return the columns of the terminal that a column needs: all of a number, some words of a text."""
         wide = out.options.update(max_width=10_000)
         cells = [column.header, *column.cells]
         most = max(Measurement.get(out, wide, cell).maximum for cell in cells)
@@ -70,7 +74,7 @@ _PLAIN: dict[str, Any] = {
 
 
 def _in_parts(widths: list[int], most: int, gap: int) -> Iterator[list[int]]:
-    """Columns by number, in as few parts as ``most`` columns of the terminal allow, each with column 0."""
+    """Yield columns by number, in as few parts as ``most`` columns of the terminal allow, each with column 0."""
     part, used = [0], widths[0] if widths else 0
     for index in range(1, len(widths)):
         if used + gap + widths[index] > most and len(part) > 1:
@@ -83,25 +87,32 @@ def _in_parts(widths: list[int], most: int, gap: int) -> Iterator[list[int]]:
 
 
 def plain_table(
-    title: str | None = None, words: Sequence[str] = (), numbers: Sequence[str] = (), **options: Any
+    title: str | None = None,
+    words: Sequence[str] = (),
+    numbers: Sequence[str] = (),
+    texts: Sequence[str] = (),
+    **options: Any,
 ) -> PlainTable:
-    """A table without lines, two spaces between its columns; ``options`` are those of ``rich.table.Table``.
+    """Return a table without lines, two spaces between its columns; ``options`` are those of ``rich.table.Table``.
 
-    It begins with columns of ``words`` and then of ``numbers``, by their headers, each cell on one line.
+    It begins with columns of ``words`` and then of ``numbers``, by their headers, each cell on one line; cells of ``texts`` may take
+    several.
     """
     table = PlainTable(title=title, **_PLAIN, **options)
     for name in words:
         table.add_column(name, no_wrap=True)
     for name in numbers:
         table.add_column(name, justify="right")
+    for name in texts:
+        table.add_column(name, overflow="fold")
     return table
 
 
 @contextmanager
 def progress_bar(name: str, total: int | None = None, lines: bool = False) -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar on stderr until the block ends. The block calls the result with (the name of the current item, items done, total).
+    """Show a progress bar on stderr until the block ends. The block calls the result with (name of the current item, items done, total).
 
-    Where stderr is no terminal, ``lines`` prints a line for everything that is done.
+    If stderr is no terminal, ``lines`` prints a line for everything that is done.
     """
     to = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -117,7 +128,7 @@ def progress_bar(name: str, total: int | None = None, lines: bool = False) -> It
 
 
 class Messages:
-    """A context in which calling the object with (stage, text) reports progress, on one moving line where there is a terminal.
+    """A context in which calling the object with (stage, text) reports progress, on one moving line if stderr is a terminal.
 
     Elsewhere (a log file, a pipe) each stage prints one line when it begins. Output of the model's own code goes to stderr meanwhile:
     stdout is for the result only.
@@ -146,3 +157,42 @@ class Messages:
         elif stage != self._stage:
             self.console.print(f"{stage} ...", highlight=False)
         self._stage = stage
+
+    def say(self, text: str) -> None:
+        """Print a line that can be copied."""
+        self.console.print(text, highlight=False, soft_wrap=True)
+
+
+_PICTURES = (".png", ".svg", ".pdf")
+
+
+def output_file(name: str | Path, option: str, picture: bool = False) -> Path:
+    """Return the file ``name`` that ``option`` gave: it is checked before the work begins, not after an hour of measurements.
+
+    Raises:
+        UsageError: the file cannot be written, or with ``picture`` its ending names no format of pictures.
+    """
+    path = Path(name)
+    if path.is_dir():
+        raise UsageError(f"{option} {path} is a folder, and the result is a file", f"give {option} the name of a file")
+    if picture and path.suffix.lower() not in _PICTURES:
+        raise UsageError(
+            f"{option} {path} is not the name of a picture", f"give a name that ends in one of {', '.join(_PICTURES)}"
+        )
+    if not path.parent.is_dir():
+        raise UsageError(
+            f"{option} {path} cannot be written: there is no folder {path.parent}", "make the folder first"
+        )
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UsageError(f"{option} {path} cannot be written: no permission", "choose another place")
+    return path
+
+
+def show(as_json: bool, data: Any, *parts: RenderableType, width: int = 120) -> None:
+    """Print a command's result on stdout: ``data`` as JSON, or ``parts`` for people."""
+    if as_json:
+        print(json.dumps(data, indent=1))
+        return
+    out = console(width)
+    for part in parts:
+        out.print(part, markup=False, soft_wrap=isinstance(part, str))

@@ -1,4 +1,4 @@
-"""The entry point of the console script: errors as a sentence and a hint, and the exit status."""
+"""The entry point of the console script prints errors as a sentence and a hint, and sets the exit status."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopar.errors import AutoparError
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Entry point of the console script; ends the process with the exit status."""
+    """Run the command line ``argv``, and end the process with its exit status."""
     # graphs and prices live as long as the command: looking for garbage among them takes a tenth of the time
     gc.set_threshold(1_000_000, 20, 100)
     try:

@@ -1,88 +1,61 @@
-"""``autopar explain``: why a plan was chosen."""
+"""``autopar explain`` says why a plan was chosen."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 import shlex
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autopar.cli.commands import asked, given, load, planned, print_infeasible, recapture
-from autopar.cli.console import Messages, console, plain_table
-from autopar.cli.load import names_code
+from autopar.cli.commands import asked, captured, factory_of, planned, print_infeasible, recorded, repeated
+from autopar.cli.console import Messages, plain_table, show
+from autopar.cli.options import PlanRequest
 from autopar.data_files import DataError, read_json
-from autopar.devices import Cluster
 from autopar.errors import InfeasibleError, UsageError
 from autopar.explain import Explanation, Study, describe, explain, suggest
-from autopar.graph import Graph
 from autopar.plan import Plan
 from autopar.plan_files import check_devices, check_model, read_plan
-from autopar.planning import capture_model, find_plan
-from autopar.search.concessions import Concession
+from autopar.planning import find_plan
 from autopar.units import seconds, size
-from autopar.workload import Recapture, sequence_length, with_concession
-
-_SAME = 1e-6  # relative: prices that agree to this are the prices that the plan was made with
+from autopar.workload import sequence_length
 
 
-def explain_command(target: str, model: str | None, as_json: bool, **request: Any) -> None:
-    """Reads or finds the plan and prints the explanation."""
+def explain_command(request: PlanRequest, target: str, as_json: bool) -> None:
+    """Read or find the plan and print the explanation."""
     written = _read(target)
-    request |= {"model": model}
-    request = repeated(written, request) if written is not None else request | {"model": target}
+    request = repeated(written, request) if written is not None else replace(request, model=target)
     check_named(target, request, written)
     try:
-        if written is None and request["allow"]:  # the plan says which microbatches to explain
+        if written is None and request.allow:  # the plan says which microbatches to explain
             written = planned(request)[-1]
         found = explained(request, written)
     except InfeasibleError as error:
         if not as_json:
             raise
         print_infeasible(error)
-    if as_json:
-        print(json.dumps(found.to_json(), indent=1))
-    else:
-        print_explanation(found, console())
+    show(as_json, found.to_json(), Group(*_sections(found)))
 
 
-def check_named(file: str, request: dict[str, Any], written: Plan | None) -> None:
+def check_named(file: str, request: PlanRequest, written: Plan | None) -> None:
     """Raise ``UsageError`` if a request does not name the model or the devices."""
     if (found := lacking(request, written)) is not None:
         raise UsageError(f"{file} {found[0]}", f"add {found[1]}")
 
 
-def lacking(request: dict[str, Any], written: Plan | None) -> tuple[str, str] | None:
-    """What the file of the plan ``written`` does not say of the model and the devices, as the end of a sentence about the file, and the
-    options that say it; ``None`` where the request names both."""
-    lacks = [option for option in ("model", "devices") if not request.get(option)]
+def lacking(request: PlanRequest, written: Plan | None) -> tuple[str, str] | None:
+    """Return what the file of the plan ``written`` does not say of the model and the devices, as the end of a sentence about the file, and
+    the options that say it; ``None`` if the request names both."""
+    lacks = [option for option in ("model", "devices") if not getattr(request, option)]
     if not lacks:
         return None
-    code = _factory_of(written) if lacks[0] == "model" else ""
+    code = factory_of(written) if lacks[0] == "model" else ""
     options = [f"--{option} {shlex.quote(code)}" if code and option == "model" else f"--{option}" for option in lacks]
     why = f"names the model {code}, which is code, and no file's code is run"
     return why if code else f"does not name its {' and '.join(lacks)}", " and ".join(options)
-
-
-def _factory_of(written: Plan | None) -> str:
-    """The factory that a plan's file names; empty if its model is data."""
-    model = "" if written is None else str(written.request.get("model", ""))
-    return model if names_code(model) else ""
-
-
-def repeated(written: Plan, request: dict[str, Any]) -> dict[str, Any]:
-    """The request with the values that the plan was made with where it has none. A factory comes from the command line alone: one that a
-    file names is never imported."""
-    # where the first command line left the batch to the factory, this one does, too
-    before = written.request or {"global_batch": written.global_batch, "devices": written.devices}
-    if _factory_of(written):
-        before = {key: value for key, value in before.items() if key != "model"}
-    return request | {key: value for key, value in before.items() if request.get(key) in (None, False, ())}
 
 
 def _read(target: str) -> Plan | None:
@@ -99,8 +72,8 @@ def _read(target: str) -> Plan | None:
     return read_plan(path) if isinstance(data, dict) and "stages" in data else None  # a model's configuration
 
 
-def explained(request: dict[str, Any], written: Plan | None) -> Explanation:
-    """The explanation of ``written``, or of the best plan for the request."""
+def explained(request: PlanRequest, written: Plan | None) -> Explanation:
+    """Return the explanation of ``written``, or of the best plan for the request."""
     cluster, options = asked(request)
     with Messages() as messages:
         graph, again = captured(request, cluster, written, messages)
@@ -110,37 +83,21 @@ def explained(request: dict[str, Any], written: Plan | None) -> Explanation:
             check_model(written, graph)
             check_devices(written, cluster)
             plan = study.reprice(written, cluster)
-            before, now = written.prediction.step_time_s, plan.prediction.step_time_s
-            if written.bound_s and math.isclose(before, now, rel_tol=_SAME):
-                plan = dataclasses.replace(plan, bound_s=written.bound_s, gap=written.gap, solver=written.solver)
+            if written.bound_s and same_prices(written, plan.prediction.step_time_s):
+                plan = replace(plan, bound_s=written.bound_s, gap=written.gap, solver=written.solver)
         best = plan
         if best is None or not best.bound_s:
             try:
                 best = find_plan(graph, cluster, options, pricer=study.pricer(), progress=messages)
             except InfeasibleError as error:
                 raise suggest(study, error, lambda text: messages("explain", text)) from None
-        best = dataclasses.replace(best, request=given(request))
+        best = replace(best, request=recorded(request))
         return explain(study, plan or best, best, lambda text: messages("explain", text))
 
 
-def captured(
-    request: dict[str, Any], cluster: Cluster, written: Plan | None, messages: Messages
-) -> tuple[Graph, Recapture]:
-    """The graph of a request, and how to make it again with other sizes; both give up the exactness that the plan ``written`` gives up."""
-    concession = Concession() if written is None else Concession.of(written)
-    whole = recapture(request, cluster)
-
-    def again(**sizes: Any) -> Graph:
-        return with_concession(whole(**sizes), lambda **rows: whole(**sizes | rows), concession)
-
-    if concession != Concession():
-        return again(), again
-    return capture_model(load(request, cluster, messages), messages), again
-
-
-def print_explanation(found: Explanation, to: Console) -> None:
-    """Prints every section of the explanation."""
-    to.print(Group(*_sections(found)))
+def same_prices(written: Plan, step_s: float) -> bool:
+    """Return whether a plan's file has today's step time: the prices are those that the plan was made with."""
+    return math.isclose(written.prediction.step_time_s, step_s, rel_tol=1e-6)
 
 
 def _sections(found: Explanation) -> list[RenderableType]:

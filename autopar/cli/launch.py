@@ -1,4 +1,4 @@
-"""``autopar launch FOLDER --slurm FILE``: the batch file that starts a program under SLURM, saves before the time limit, and goes on."""
+"""``autopar dev launch`` writes the batch file that starts a program under SLURM, saves before the time limit, and resumes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from autopar.cli.output import output_file, print_file
+from autopar.cli.console import output_file, show
 from autopar.devices import parse
 from autopar.errors import ProgramError, UsageError
 from autopar.plan_files import read_plan
@@ -22,7 +22,7 @@ _BATCH_FILE = """#!/bin/bash
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
-# {devices} devices for the program in {folder!r}. Written by `autopar launch`; yours to edit.
+# {devices} devices for the program in {folder!r}. Written by `autopar dev launch`; yours to edit.
 # {before} s before the time limit this shell gets SIGUSR1: the ranks save a checkpoint and end, and the job is queued again.
 
 export MASTER_ADDR MASTER_PORT
@@ -65,11 +65,11 @@ def launch_command(folder: str, slurm: str, time: str, save_before: int, options
     """Write the file and print its path; ``options`` are those of ``train.py``."""
     path = output_file(slurm, "--slurm")
     path.write_text(batch_file(Path(folder), time, save_before, options), "utf-8", "surrogateescape")
-    print_file(path, as_json)
+    show(as_json, {"file": str(path)}, str(path))
 
 
 def batch_file(folder: Path, time: str, save_before_s: int, options: Sequence[str]) -> str:
-    """The text of the batch file for the program in ``folder``.
+    """Return the text of the batch file for the program in ``folder``.
 
     Raises:
         ProgramError: there is no program.

@@ -32,7 +32,7 @@ _RETURNS = "a factory returns a torch.nn.Module, or (module, batch), or (module,
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes and the precision that a command line gives; ``None`` where it gives none.
+    """The sizes and the precision that a command line gives; ``None`` for one that it leaves out.
 
     Raises:
         BatchError: a size below 1.
@@ -51,56 +51,60 @@ class Sizes:
 
 
 def load_model(model: str, sizes: Sizes, *, device: str = "meta", default_precision: str = "bfloat16") -> Workload:
-    """The model that ``model`` names, with its batch.
+    """Return the model that ``model`` names, with its batch.
 
-    Configurations and zoo models are built on ``device`` in ``sizes.precision`` or the default one; a factory chooses for itself,
-    and is called with ``seq``, ``global_batch`` and ``precision`` where they are given; it must have parameters for them.
+    Configurations and zoo models are built on ``device`` in ``sizes.precision`` or the default one. A factory chooses for itself; it is
+    called with those of ``seq``, ``global_batch`` and ``precision`` that are given, and must have parameters for them.
 
     Raises:
         ModelError: no model has that name, or the user's code raised (with the file and line).
-        BatchError: sizes that the model cannot take, or a factory that gives no batch.
+        BatchError: the model cannot take the sizes, or a factory returns no batch.
     """
-    if sizes.precision is not None:
-        sizes = Sizes(sizes.seq, sizes.global_batch, normalise(sizes.precision))
+    precision = default_precision if sizes.precision is None else normalise(sizes.precision)
     if ":" in model:
-        return _from_factory(model, sizes, device)
+        return _from_factory(model, sizes if sizes.precision is None else replace(sizes, precision=precision), device)
     if names_code(model):
         check_file(model)
         raise ModelError(f"{model} names a file but no factory in it", _factory_hint(Path(model), model))
-    if model.endswith(".json") or Path(model).is_file() or is_pretrained(model):
-        path = Path(model, "config.json") if is_pretrained(model) else Path(model)
-        module, batch = build_config(
-            read_config(path), sizes.seq, sizes.global_batch, sizes.precision or default_precision, device
-        )
-        return Workload(module, batch, name=path.stem if path == Path(model) else Path(model).name)
-    module, batch = zoo.build(model, sizes.seq, sizes.global_batch, sizes.precision or default_precision, device)
+    if (file := config_file(model)) is not None:
+        module, batch = build_config(read_config(file), sizes.seq, sizes.global_batch, precision, device)
+        return Workload(module, batch, name=Path(model).name if is_pretrained(model) else file.stem)
+    module, batch = zoo.build(model, sizes.seq, sizes.global_batch, precision, device)
     return Workload(module, batch, name=model)
 
 
 def names_code(model: str) -> bool:
-    """Whether loading the model runs code that its name points to: a factory, and not a model of the zoo or a configuration."""
+    """Return whether loading the model runs code that its name points to: a factory, and not a model of the zoo or a configuration."""
     return ":" in model or model.endswith(".py")
 
 
 def is_pretrained(model: str) -> bool:
-    """Whether the argument MODEL is a folder that transformers saved: a ``config.json`` and safetensors."""
+    """Return whether the argument MODEL is a folder that transformers saved: a ``config.json`` and safetensors."""
     return Path(model, "config.json").is_file()
 
 
+def config_file(model: str) -> Path | None:
+    """Return the configuration that the argument MODEL names, as a file or by its folder, or ``None``."""
+    if is_pretrained(model):
+        return Path(model, "config.json")
+    return Path(model) if model.endswith(".json") or Path(model).is_file() else None
+
+
 def read_config(path: Path) -> dict[str, Any]:
+    """Return the configuration in a file, or raise ``ModelError``."""
     try:
         config = read_json(path)
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror}", "give a transformers config.json") from error
-    except DataError as error:
-        raise ModelError(f"{path} holds no configuration: {error}", "give a transformers config.json") from error
+    except (OSError, DataError) as error:
+        why = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else f"holds no configuration: {error}"
+        raise ModelError(f"{path} {why}", "give a transformers config.json") from error
     if not isinstance(config, dict):
         raise ModelError(f"{path} is not a JSON object", "give a transformers config.json")
     return config
 
 
 def called_factory(model: str, sizes: Sizes) -> tuple[Any, dict[str, int | str]]:
-    """What the factory ``model`` returns, and the sizes that it was called with: those that are given and that it has parameters for.
+    """Return what the factory ``model`` returns, and the sizes that it was called with: those that are given, if it has parameters for
+    them.
 
     Raises:
         ModelError: there is no such factory, or the user's code raised.
@@ -151,7 +155,7 @@ def _import_package(source: str) -> ModuleType:
 
 
 def _guarded(what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls the user's code; whatever it raises becomes one sentence with the line in it."""
+    """Call the user's code; turn whatever it raises into one sentence with the line in it."""
     try:
         return function(*args, **kwargs)
     except AutoparError:
@@ -181,7 +185,7 @@ def _guarded(what: str, function: Callable[..., Any], *args: Any, **kwargs: Any)
 
 
 def _arguments(function: Callable[..., Any], sizes: Sizes) -> dict[str, Any]:
-    """The given sizes for which the factory has parameters."""
+    """Return the given sizes for which the factory has parameters."""
     parameters = inspect.signature(function).parameters
     anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     given = {"seq": sizes.seq, "global_batch": sizes.global_batch, "precision": sizes.precision}
@@ -211,8 +215,8 @@ _PLAIN = ("model", "net", "network", "module", "factory", "main", "build", "make
 
 
 def _title(model: str, module: nn.Module) -> str:
-    """The name of the factory's model: the factory's own where it says something, else that of the model's class, or of the file where the
-    class is torch's."""
+    """Return the name of the factory's model: the factory's name if it says something, else the name of the model's class, or of the file
+    if the class is torch's."""
     source, _, factory = model.rpartition(":")
     if any(part and part not in _PLAIN for part in factory.split("_")):
         return factory
@@ -222,7 +226,7 @@ def _title(model: str, module: nn.Module) -> str:
 
 
 def batch_of(model: str, module: nn.Module, sizes: Sizes, device: str) -> Any:
-    """A batch for a module that came without one: transformers models say what they take, others do not."""
+    """Return a batch for a module without one: models of transformers say what they take, others do not."""
     config = getattr(module, "config", None)
     if not hasattr(config, "model_type"):
         raise BatchError(
@@ -235,7 +239,7 @@ def batch_of(model: str, module: nn.Module, sizes: Sizes, device: str) -> Any:
 
 
 def _factory_hint(path: Path, source: str, wanted: str = "") -> str:
-    """The functions of a file, found without running it, as a hint in the user's spelling of it: those like ``wanted`` first."""
+    """Return the functions of a file, found without running it, as a hint in the user's spelling; those like ``wanted`` come first."""
     try:
         body = ast.parse(path.read_text()).body
     except (OSError, SyntaxError, UnicodeDecodeError):

@@ -2,24 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
-from autopar.errors import ModelError
+from autopar.errors import ModelError, UsageError
 from autopar.pins import PINS
 from autopar.plan import ALLOWED
-from autopar.techniques.technique import ANY, Pin
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """The options of a command line that say what is planned, and how; ``pins`` are texts, KEY=VALUE.
+
+    A command that takes one has the values of its own options in it, and defaults for the options that it lacks.
+    """
+
+    model: str = ""
+    devices: str = ""
+    calibration: str | None = None
+    seq: int | None = None
+    global_batch: int | None = None
+    precision: str | None = None
+    allow: Sequence[str] = ()
+    pins: Sequence[str] = ()
+    memory_limit: str | None = None
+    local_batch_norm: bool = False
+    time_limit: float = 20.0
+    plan_file: str | None = None
+    capture_check: bool = True
+    type_check: bool = True
+    init: str | None = None
+
+    @classmethod
+    def taken_from(cls, values: dict[str, Any]) -> PlanRequest:
+        """Remove the request's fields from the values of a command's options, and return them as a request."""
+        found = {field.name: values.pop(field.name) for field in fields(cls) if field.name in values}
+        return cls(**{name: value for name, value in found.items() if value is not None})
+
+
 MODEL_HELP = """
 
-    MODEL is file.py:factory or package.module:factory (the factory returns a module, or (module, batch), or
-    (module, batch, loss_fn)), a transformers config.json, a folder that transformers saved, or a name of the zoo (`autopar models`).
-    """
+    MODEL is file.py:factory or package.module:factory (the factory returns a module, or (module, batch), or (module, batch, loss_fn)), a
+    transformers config.json, a folder that transformers saved, or a model of `autopar help models`."""
+
+MOVED = {"trace": "report PLAN --trace FILE", "models": "help models", "hardware": "help hardware"}
+"""What replaces commands of before; the group ``dev`` has others."""
+
+
+class Commands(click.Group):
+    """A group whose commands are listed in the order in which they were added, and which says where a command went."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names in the order in which they were added."""
+        return list(self.commands)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that the first argument names, or raise ``UsageError``, which names the one that is meant."""
+        name, path = args[0], ctx.command_path
+        if name in self.commands or name.startswith("-"):
+            return super().resolve_command(ctx, args)
+        groups = {group: command for group, command in self.commands.items() if isinstance(command, click.Group)}
+        moved = {inner: f"{group} {inner}" for group, command in groups.items() for inner in command.commands}
+        moved |= MOVED if groups else {}
+        if name in moved:
+            raise UsageError(f"`{path} {name}` has another name now", f"write `{path} {moved[name]}`")
+        near = difflib.get_close_matches(name, [*self.commands, *moved], n=1)
+        hint = f"did you mean `{path} {moved.get(near[0], near[0])}`?" if near else f"`{path} --help` lists them"
+        raise UsageError(f"there is no command `{path} {name}`", hint)
 
 
 class WholeNumber(click.IntRange):
@@ -29,7 +88,7 @@ class WholeNumber(click.IntRange):
 
 
 def joined(*options: Callable[[Any], Any]) -> Callable[[F], F]:
-    """One decorator for several options."""
+    """Return one decorator for several options."""
 
     def decorate(function: F) -> F:
         for option in reversed(options):
@@ -39,138 +98,144 @@ def joined(*options: Callable[[Any], Any]) -> Callable[[F], F]:
     return decorate
 
 
+def option(names: str, metavar: str, help: str, **how: Any) -> Callable[[Any], Any]:
+    """Return an option with a value; ``names`` are its names and, if it differs from them, that of its argument."""
+    if how.get("default") is not None:
+        how["show_default"] = True
+    return click.option(*names.split(), metavar=metavar, help=help, **how)
+
+
+def switch(names: str, help: str, value: bool = True) -> Callable[[Any], Any]:
+    """Return an option without a value; its argument is ``value`` if the option is given."""
+    return click.option(*names.split(), is_flag=True, default=not value, flag_value=value, help=help)
+
+
 DEVICES_HELP = "4 (of this machine), 8xH100-80GB, 128x8xH100-80GB (nodes x GPUs x kind), or a cluster.toml."
-calibration_option = click.option(
+calibration_option = option(
     "--calibration",
-    metavar="FILE",
-    help="A file that `autopar profile` wrote. Default: the file that it writes by default, if there is one.",
+    "FILE",
+    "A file that `autopar profile` wrote. Default: the file that it writes by default, if there is one.",
 )
-precision_option = click.option(
-    "--precision", metavar="NAME", help="Dtype of parameters and activations: bfloat16, float16, float32 or float64."
+precision_option = option(
+    "--precision", "NAME", "Dtype of parameters and activations: bfloat16, float16, float32 or float64."
 )
-batch_options = (
-    calibration_option,
-    click.option("--seq", type=int, metavar="N", help="Tokens in a sequence of the batch."),
-    click.option("--global-batch", type=int, metavar="N", help="Sequences (or images) in a batch of one step."),
-    precision_option,
+size_options = (
+    option("--seq", "N", "Tokens in a sequence of the batch.", type=int),
+    option("--global-batch", "N", "Sequences (or images) in a batch of one step.", type=int),
 )
-allow_option = click.option(
+allow_option = option(
     "--allow",
+    "NAME",
+    "Allow plans that give up exactness, if they are faster or if no other fits. May be repeated; `autopar help exactness` lists "
+    "the names.",
     multiple=True,
     type=click.Choice([name.replace("_", "-") for name in ALLOWED]),
-    help="Allow plans that give up exactness, where they are faster or fit. microbatch-statistics: several microbatches even if the loss "
-    "couples the examples of a batch, each microbatch with its own statistics and loss; bfloat16-gradients, bfloat16-moments: gradients, "
-    "or Adam's moments, in 16 bits; fp8: products with weights in 8-bit floating point; tf32: float32 products in TF32; "
-    "int8-activations: activations saved for the backward in 8 bits; local-steps: replicas that train apart, with --sync local-steps:K.",
 )
-size_options = (click.option("--devices", metavar="SPEC", help=DEVICES_HELP), *batch_options)
+batch_options = joined(calibration_option, *size_options, precision_option, allow_option)
 model_options = joined(
     click.argument("model"),
-    click.option("--devices", required=True, metavar="SPEC", help=DEVICES_HELP),
-    *batch_options,
-    allow_option,
+    option("--devices", "SPEC", DEVICES_HELP, required=True),
+    batch_options,
 )
 
 
-def json_option(help: str) -> Callable[[Any], Any]:
-    """The option that prints a command's result as JSON."""
-    return click.option("--json", "as_json", is_flag=True, help=help)
+def count_option(
+    names: str, default: int, help: str, least: int = 1, most: int | None = None, metavar: str = "N"
+) -> Callable[[Any], Any]:
+    """Return the option of a whole number that has a default."""
+    return option(names, metavar, help, type=WholeNumber(least, most), default=default)
 
 
-def count_option(name: str, default: int, help: str, least: int = 1, metavar: str = "N") -> Callable[[Any], Any]:
-    """A whole number that has a default."""
-    kind = WholeNumber(least)
-    return click.option(name, type=kind, default=default, show_default=True, metavar=metavar, help=help)
+class PinText(click.ParamType):
+    """A pin as text, ``KEY=VALUE``; shells complete the keys and, after ``=``, the values."""
+
+    name = "pin"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Return the pins that begin with ``incomplete``."""
+        key, equals, _ = incomplete.partition("=")
+        pins = [pin for pin in PINS.values() if not pin.former and (not equals or pin.name == key)]
+        texts = [f"{pin.name}={value}" for pin in pins for value in (pin.values if equals else ("",))]
+        return [CompletionItem(text) for text in texts if text.startswith(incomplete)]
 
 
-def pin_option(pin: Pin, sentence: str, without: tuple[str, ...] = ()) -> Callable[[Any], Any]:
-    """The option ``--NAME`` of a pin, with the values that it has in the table except those in ``without``."""
-    names = [name for name in pin.names if name not in without]
-    kind: click.ParamType = click.Choice(names) if names else WholeNumber(pin.least, pin.most)
-    metavar = None if names else "N" if pin.most is None else f"{pin.least}-{pin.most}"
-    if pin.counted:  # checked with the other pins
-        kind, metavar = click.STRING, f"[{'|'.join(names)}]"
-    meaning = sentence.format(pin.meaning)
-    text = f"{meaning[0].upper()}{meaning[1:]}."
-    if ANY in names:
-        text += f" {ANY}: the fastest choice; without the option, {names[0]}."
-    if not pin.switch:
-        return click.option(f"--{pin.name}", type=kind, metavar=metavar, help=text, hidden=pin.former)
-    text += f" Without a value, {names[-1]}."
-    how: dict[str, Any] = {"is_flag": False, "flag_value": names[-1], "hidden": pin.former}
-    return click.option(f"--{pin.name}", type=kind, metavar=metavar, help=text, **how)
+class PinnedCommand(click.Command):
+    """A command that reads ``--NAME VALUE``, where NAME is a pin, as ``--pin NAME=VALUE``. Scripts written before ``--pin`` use it."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments, with every pin written as ``--pin``."""
+        has_pins = any(param.name == "pins" for param in self.params)
+        return super().parse_args(ctx, list(_with_pins(args)) if has_pins else args)
 
 
+def _with_pins(words: Sequence[str]) -> Iterator[str]:
+    """The words of a command line with ``--tensor 8`` as ``--pin tensor=8``; a switch may have no value, or be ``--no-NAME``."""
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        off = name.startswith("no-") and not equals
+        pin = PINS.get(name.removeprefix("no-") if off else name) if word.startswith("--") else None
+        if word == "--":
+            yield from (word, *rest)
+            return
+        if pin is None or (off and not pin.switch):
+            yield word
+        elif off or (pin.switch and not equals and (not rest or rest[0].startswith("-"))):
+            yield from ("--pin", f"{pin.name}={'false' if off else 'true'}")
+        else:
+            yield from ("--pin", f"{pin.name}={value if equals or not rest else rest.pop(0)}")
+
+
+pin_option = option(
+    "--pin pins",
+    "KEY=VALUE",
+    "Pin a decision: schedule=1f1b, tensor=8, or layers.0-7.tensor=8 for some layers. May be repeated; `autopar help pins` lists "
+    "all pins.",
+    multiple=True,
+    type=PinText(),
+)
 pin_options = joined(
-    click.option(
-        "--pin",
-        "pins",
-        multiple=True,
-        metavar="KEY=VALUE",
-        help="Pin a decision of the plan, of every layer, or of named layers: schedule=1f1b, tensor=8, layers.0-7.tensor=8, "
-        "lm_head.zero=3. May be repeated. The options below are short forms for the whole plan and for every layer.",
-    ),
-    *(pin_option(pin, "pin {}") for pin in PINS.values()),
-    click.option("--no-recompute", "recompute", flag_value="none", help="The same as --recompute none."),
-    click.option(
-        "--memory-limit", metavar="SIZE", help="Most memory that a plan may use on one device, such as 40GB or 37GiB."
-    ),
-    click.option(
+    pin_option,
+    option("--memory-limit", "SIZE", "Most memory that a plan may use on one device, such as 40GB or 37GiB."),
+    switch(
         "--local-batch-norm",
-        is_flag=True,
-        help="Let batch norm use the statistics of each device's part of the batch, not of the whole batch.",
+        "Let batch norm use the statistics of each device's part of the batch, not of the whole batch.",
     ),
-    click.option(
-        "--time-limit",
-        type=click.FloatRange(0),
-        default=20.0,
-        show_default=True,
-        metavar="SECONDS",
-        help="Time limit of the search.",
+    option(
+        "--time-limit", "SECONDS", "Time limit of the search.", type=click.FloatRange(0), default=PlanRequest.time_limit
     ),
 )
-plan_file_option = click.option(
-    "--plan", "plan_file", metavar="FILE", help="Use the plan in this file (of `autopar plan -o FILE`)."
-)
-plan_output_option = click.option(
-    "-o", "--output", metavar="FILE", help="Also write the plan into this file, as JSON: other commands read it."
+plan_file_option = option("--plan plan_file", "FILE", "Use the plan in this file (of `autopar plan -o FILE`).")
+plan_output_option = option(
+    "-o --output", "FILE", "Also write the plan into this file, as JSON: other commands read it."
 )
 
 
-init_option = click.option(
+init_option = option(
     "--init",
-    metavar="own|PATH",
-    help="Initial values of a model on the meta device. own: the model's own initialisers, tensor by tensor, written into the program's "
+    "own|PATH",
+    "Initial values of a model on the meta device. own: the model's own initialisers, tensor by tensor, written into the program's "
     "folder. PATH: safetensors, a file or a folder, from which each process reads its shards; the default if MODEL is such a folder of "
     "transformers.",
 )
 
 
-capture_check_option = click.option(
-    "--no-capture-check",
-    "capture_check",
-    is_flag=True,
-    default=True,
-    flag_value=False,
-    help="Do not compare the captured graph with the model. The plan notes that the check was skipped.",
+capture_check_option = switch(
+    "--no-capture-check capture_check",
+    "Do not compare the captured graph with the model. The plan notes that the check was skipped.",
+    value=False,
 )
-
-
-type_check_option = click.option(
-    "--no-type-check",
-    "type_check",
-    is_flag=True,
-    default=True,
-    flag_value=False,
-    help="Do not type-check the program. The plan notes that the check was skipped.",
+type_check_option = switch(
+    "--no-type-check type_check",
+    "Do not type-check the program. The plan notes that the check was skipped.",
+    value=False,
 )
-
 program_options = joined(model_options, pin_options, plan_file_option, capture_check_option, type_check_option)
-model_of_plan_option = click.option("--model", metavar="MODEL", help="The model of PLAN, if the plan does not name it.")
-again_options = joined(
-    model_of_plan_option,
-    *size_options,
-    allow_option,
+written_options = joined(
+    option("--model", "MODEL", "The model of PLAN, if the plan does not name it."),
+    option("--devices", "SPEC", DEVICES_HELP),
+    batch_options,
     pin_options,
 )
 

@@ -23,7 +23,8 @@ from typing import Any
 import click
 
 from autopar.cli.app import cli
-from autopar.cli.commands import asked, given, load, recapture
+from autopar.cli.commands import asked, load, recapture, recorded
+from autopar.cli.options import PlanRequest
 from autopar.compile import emit_program
 from autopar.devices import Cluster
 from autopar.devices.figures import cluster_figures
@@ -36,12 +37,13 @@ from autopar.precision import name_of
 from autopar.price import Pricer
 from autopar.report import Subject, page, predict_step
 from autopar.run.worker import read_calls
+from autopar.search import SearchOptions
 
 Tell = Callable[[str, str], None]
 
 
 class Planner:
-    """Plans one request after the other; ``tell`` is called with (stage, text) as the work goes on."""
+    """Plan one request after the other; ``tell`` is called with (stage, text) as the work goes on."""
 
     def __init__(self, tell: Tell) -> None:
         self._tell = tell
@@ -49,43 +51,41 @@ class Planner:
         self._graph: Graph | None = None
 
     def plan(self, arguments: list[str], folder: Path) -> None:
-        request, cluster, graph = self._captured(arguments)
-        _, options = asked(request)
+        request, cluster, options, graph = self._captured(arguments)
         options = dataclasses.replace(options, pin_time_s=options.time_limit_s / 2)
         graph, plan = plan_graph(graph, cluster, options, recapture(request, cluster), progress=self._tell)
-        plan = dataclasses.replace(plan, request=given(request))
+        plan = dataclasses.replace(plan, request=recorded(request))
         self._tell("report", "")
         step = predict_step(graph, cluster, Pricer(graph, cluster, name_of(graph.dtype)), plan)
-        subject = Subject(Path(request["model"]).name, plan, step, provenance=cluster_figures(cluster))
+        subject = Subject(Path(request.model).name, plan, step, provenance=cluster_figures(cluster))
         (folder / "report.html").write_text(page([subject]), "utf-8")
         (folder / "plan.json").write_text(plan.dumps() + "\n", "utf-8")
 
     def program(self, arguments: list[str], folder: Path) -> None:
-        request, cluster, graph = self._captured(arguments)
+        request, cluster, options, graph = self._captured(arguments)
         plan: Plan = read_plan(folder / "plan.json")
-        _, options = asked(request)
         again = recapture(request, cluster)
         graph, plan = plan_graph(graph, cluster, options, again, plan=plan, progress=self._tell)
         shutil.rmtree(folder / "program", ignore_errors=True)  # what a cancelled job has left
         emit_program(graph, plan, folder / "program", self._tell)
 
-    def _captured(self, arguments: list[str]) -> tuple[dict[str, Any], Cluster, Graph]:
-        request = cli.commands["plan"].make_context("plan", list(arguments)).params
+    def _captured(self, arguments: list[str]) -> tuple[PlanRequest, Cluster, SearchOptions, Graph]:
+        request = PlanRequest.taken_from(cli.commands["plan"].make_context("plan", list(arguments)).params)
         cluster, options = asked(request)
         check_schedule(options)
-        sizes = [request[name] for name in ("seq", "global_batch", "precision", "local_batch_norm")]
-        model = Path(request["model"])
-        key = (model.read_text("utf-8") if model.suffix == ".json" else model, *sizes, cluster.kind)
+        model = Path(request.model)
+        text = model.read_text("utf-8") if model.suffix == ".json" else request.model
+        key = (text, request.seq, request.global_batch, request.precision, request.local_batch_norm, cluster.kind)
         if self._graph is None or self._key != key:
             self._graph = None
             self._tell("load", model.name)
             workload = load(request, cluster)
             self._graph, self._key = compared_graph(workload, progress=self._tell), key
-        return request, cluster, self._graph
+        return request, cluster, options, self._graph
 
 
 def failure(error: BaseException) -> dict[str, Any]:
-    """What the page shows: a sentence, what to do, and what would make an infeasible request feasible."""
+    """Return what the page shows: a sentence, what to do, and what would make an infeasible request feasible."""
     if isinstance(error, AutoparError):
         changes = [change.text for change in getattr(error, "changes", ())]
         return {"message": error.message, "hint": error.hint or "", "changes": changes}

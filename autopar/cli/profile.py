@@ -1,11 +1,12 @@
-"""``autopar profile``."""
+"""``autopar profile`` measures this machine."""
 
 from __future__ import annotations
 
 import math
 
-from autopar.cli.console import console, plain_table, progress_bar
-from autopar.cli.output import output_file
+from rich.table import Table
+
+from autopar.cli.console import output_file, plain_table, progress_bar, show
 from autopar.devices.calibration import Calibration, default_path
 from autopar.errors import UsageError
 from autopar.profile import profile
@@ -16,13 +17,13 @@ _ARITHMETIC_S = 5e-3
 
 
 def profile_command(processes: str, device: str | None, output: str | None, as_json: bool) -> None:
-    """Measures with a progress bar on stderr, writes the file, prints what was found."""
+    """Measure with a progress bar on stderr, write the file, and print the main figures."""
     counts = _counts(processes)
     path = output_file(output, "-o") if output else default_path()
     if path is None:
         raise UsageError("AUTOPAR_CALIBRATION is empty, so there is no place for the file", "name a file with -o FILE")
-    with progress_bar("profile") as show:
-        found = profile(counts, device, show)
+    with progress_bar("profile") as progress:
+        found = profile(counts, device, progress)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(found.dumps())
@@ -30,9 +31,8 @@ def profile_command(processes: str, device: str | None, output: str | None, as_j
         raise UsageError(f"{path} cannot be written: {error.strerror}", "name a file with -o FILE") from error
     if as_json:
         print(found.dumps(), end="")
-        return
-    _print(found)
-    print(path)
+    else:
+        show(False, None, _table(found), str(path))
 
 
 def _counts(text: str) -> list[int]:
@@ -46,8 +46,8 @@ def _counts(text: str) -> list[int]:
     return counts
 
 
-def _print(found: Calibration) -> None:
-    """Prints the main figures, one column for each number of processes."""
+def _table(found: Calibration) -> Table:
+    """Return the main figures, one column for each number of processes."""
     keys = dict.fromkeys((f.device, f.processes) for f in found.figures)
     table = plain_table(None, ("median, all processes at work",), [f"{count} x {device}" for device, count in keys])
     rows: dict[str, dict[tuple[str, int], str]] = {}
@@ -85,4 +85,4 @@ def _print(found: Calibration) -> None:
             rows.setdefault(shown[0], {})[f.device, f.processes] = shown[1]
     for name, values in rows.items():
         table.add_row(name, *(values.get(key, "") for key in keys))
-    console().print(table)
+    return table

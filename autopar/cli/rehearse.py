@@ -1,16 +1,16 @@
-"""``autopar rehearse``: ranks of a plan alone on one device, measured against the prediction."""
+"""``autopar dev rehearse`` runs single ranks of a plan on one device, and compares them with the prediction."""
 
 from __future__ import annotations
 
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from autopar.cli.commands import planned
 from autopar.cli.console import console, plain_table, progress_bar
+from autopar.cli.options import PlanRequest
 from autopar.cli.pricing import price_plan
 from autopar.compile import emit_program
 from autopar.errors import UsageError
@@ -19,8 +19,10 @@ from autopar.run.rehearsal import Rehearsal, check_ranks, drawn_batch, first_ran
 from autopar.units import seconds, size
 
 
-def rehearse_command(ranks: tuple[int, ...], device: str | None, steps: int, as_json: bool, **request: Any) -> None:
-    """Prints the table, or one JSON object a rank."""
+def rehearse_command(
+    request: PlanRequest, ranks: tuple[int, ...], device: str | None, steps: int, as_json: bool
+) -> None:
+    """Print the table, or one JSON object for each rank."""
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("this machine has no GPU to rehearse on", "leave --device out, or write --device cpu")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -31,7 +33,7 @@ def rehearse_command(ranks: tuple[int, ...], device: str | None, steps: int, as_
     alone = price_plan(graph, free, plan, Pricer(graph, free, plan.precision))
     found: list[Rehearsal] = []
     with tempfile.TemporaryDirectory() as folder, progress_bar("rehearsal", len(ranks), lines=True) as show:
-        emit_program(graph, plan, Path(folder), type_check=request["type_check"])
+        emit_program(graph, plan, Path(folder), type_check=request.type_check)
         show(f"rank {ranks[0]}", 0, len(ranks))
         for rehearsal in rehearse(folder, alone, drawn_batch(graph), ranks, device, steps):
             found.append(rehearsal)

@@ -1,4 +1,4 @@
-"""A plan as tables: mesh, stages, runs of layers, where time and memory go, and how good the choice is."""
+"""Show a plan as tables: mesh, stages, runs of layers, where time and memory go, and how good the choice is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -22,9 +22,9 @@ _PARTS = ("parameters", "gradients", "optimizer", "activations", "transients")
 _OUTSIDE = {"in the host": "host_bytes", "on NVMe": "nvme_bytes"}
 
 
-def print_plan(plan: Plan, console: Console, hint: str = "") -> None:
-    """Prints every table of ``plan``, the most important one first, and a hint in the end."""
-    console.print(Group(*_sections(plan, hint)))
+def plan_tables(plan: Plan, hint: str = "") -> Group:
+    """Return every table of ``plan``, the most important one first, and a hint at the end."""
+    return Group(*_sections(plan, hint))
 
 
 def _sections(plan: Plan, hint: str) -> Iterable[RenderableType]:
@@ -85,7 +85,7 @@ class LayerRun:
 
 
 def runs(plan: Plan) -> list[LayerRun]:
-    """The plan's layers, grouped into runs of consecutive layers with the same strategy."""
+    """Return the plan's layers, grouped into runs of consecutive layers with the same strategy."""
     found, start = [], 0
     for _, group in itertools.groupby(plan.layers, key=lambda layer: layer.strategy):
         layers = tuple(group)
@@ -136,7 +136,7 @@ def _stages(plan: Plan) -> RenderableType:
 
 
 def _alike(stages: tuple[StagePlan, ...]) -> Iterable[tuple[int, int, StagePlan]]:
-    """Stages as (first, last, example); consecutive stages with equal numbers of layers and equal memory are one row."""
+    """Yield stages as (first, last, example); consecutive stages with equal numbers of layers and equal memory are one row."""
 
     def key(item: tuple[int, StagePlan]) -> tuple[int, Memory, int, int]:
         stage = item[1]
@@ -177,7 +177,7 @@ def _quality(plan: Plan) -> RenderableType:
 
 
 def _pins(plan: Plan) -> RenderableType:
-    """What each pin costs: the time that the best plan found without it saves, and the most that any plan without it can save."""
+    """Return what each pin costs: the time that the best plan found without it saves, and the most that any plan without it can save."""
     table = plain_table("the price of each pin", ("pin",), ("best step without it", "saves", "at most"))
     for pin in plan.pins:
         saves, most = pin.gain(plan.prediction.step_time_s)

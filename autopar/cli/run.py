@@ -1,4 +1,4 @@
-"""``autopar run``: plan, start the processes, train on the factory's batch, with checkpoints; or become an agent of ``--elastic``."""
+"""``autopar run`` plans, starts the processes and trains on the factory's batch, with checkpoints, or becomes an agent of ``--elastic``."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ import torch
 
 from autopar.cli.commands import init_of, planned
 from autopar.cli.console import Messages
-from autopar.cli.elastic import elastic_command
+from autopar.cli.elastic import become_node
 from autopar.cli.load import Sizes, batch_of
+from autopar.cli.options import PlanRequest
 from autopar.compile import start_program
 from autopar.devices import parse
 from autopar.errors import LaunchError, UsageError
@@ -35,32 +36,41 @@ if TYPE_CHECKING:
     from autopar.run import Program
 
 
-def run_command(checkpoint: str | None, every: int, keep: int, resume: bool, **request: Any) -> None:
-    """Trains here, or with ``--elastic`` becomes the agent of this node."""
-    elastic = {name: request.pop(name) for name in ("elastic", "meet", "restarts")}
-    if elastic["elastic"] is not None:
-        options = {name: request.pop(name) for name in ("steps", "lr", "seed")}
-        del request["as_json"]  # train.py prints nothing else
-        options |= {"checkpoint": checkpoint, "every": every, "keep": keep}
-        elastic_command(Nodes.read(*elastic.values()), request, request.pop("output"), options)
-    _train(checkpoints=Checkpoints(checkpoint, every, keep, resume), **request)
+def run_command(
+    request: PlanRequest,
+    output: str | None,
+    elastic: str | None,
+    meet: str,
+    restarts: int,
+    as_json: bool,
+    **training: Any,
+) -> None:
+    """Train here, or with ``--elastic`` become the agent of this node; ``training`` are the options of the training, by name."""
+    if elastic is not None:
+        del training["resume"]  # every start of the ranks resumes
+        become_node(
+            Nodes.read(elastic, meet, restarts), request, output, training
+        )  # train.py prints nothing else than steps
+    steps, lr, seed = (training.pop(name) for name in ("steps", "lr", "seed"))
+    _train(
+        request, Training(seed=seed, lr=lr), steps, output, Checkpoints(training.pop("checkpoint"), **training), as_json
+    )
 
 
 def _train(
-    steps: int, seed: int, lr: float, output: str | None, as_json: bool, *, checkpoints: Checkpoints, **request: Any
+    request: PlanRequest, training: Training, steps: int, output: str | None, checkpoints: Checkpoints, as_json: bool
 ) -> None:
-    """Trains on the factory's batch over and over, prints the loss of each step."""
-    devices = request["devices"]
-    here = parse(devices)
+    """Train on the factory's batch over and over, and print the loss of each step."""
+    here = parse(request.devices)
     if not here.local:
         raise LaunchError(
-            f"{devices} describes devices that are not here, so nothing can run on them",
+            f"{request.devices} describes devices that are not here, so nothing can run on them",
             "`autopar emit` writes the program for them; `--devices 4` runs on this machine",
         )
     check_count(here.count)  # before a minute of planning
     folder = folder_for_program(output) if output else None
     claim = checkpoints.claim()
-    torch.manual_seed(seed)
+    torch.manual_seed(training.seed)
     init = init_of(request)
     workload, cluster, graph, plan = planned(request, device="meta" if init else "cpu")
     with Messages() as messages:
@@ -70,14 +80,14 @@ def _train(
             cluster,
             workload.model,
             folder,
-            training=Training(seed=seed, lr=lr),
-            request=Request(type_check=request["type_check"], init=init),
+            training=training,
+            request=Request(type_check=request.type_check, init=init),
             progress=messages,
         )
     batch = workload.batch
-    if init and request["model"].partition(":")[1] == "":  # made on meta with the model
-        sizes = Sizes(request["seq"], request["global_batch"], request["precision"])
-        batch = batch_of(request["model"], workload.model, sizes, "cpu")
+    if init and ":" not in request.model:  # made on meta with the model
+        sizes = Sizes(request.seq, request.global_batch, request.precision)
+        batch = batch_of(request.model, workload.model, sizes, "cpu")
     with program, Stop(checkpoints.folder is not None and not is_one_of_several()) as stop:
         done = begun = checkpoints.load(program)
 
@@ -106,7 +116,7 @@ def _train(
 
 
 class Stop:
-    """A context in which signals that ask for an end do not end this process: ``asked`` is the name of the last one.
+    """A context in which signals that ask for an end do not end this process; ``asked`` is the name of the last one.
 
     A second Ctrl-C ends it at once.
     """
@@ -165,12 +175,12 @@ class Checkpoints:
         return claim
 
     def load(self, program: Program) -> int:
-        """Go on from the newest checkpoint, if asked to and if there is one; the number of steps that it has."""
+        """Load the newest checkpoint, if asked to and if there is one, and return the number of steps that it has."""
         if self.folder is None or not self.resume or not has_any(Path(self.folder)):
             return 0
         return program.load(self.folder)
 
     def save(self, program: Program, step: int, last: int) -> None:
-        """Write a checkpoint after this step, if it is time to."""
+        """Write a checkpoint after this step if one is due."""
         if self.folder is not None and (step % self.every == 0 or step == last):
             program.save(self.folder, keep=self.keep)

@@ -1,12 +1,11 @@
-"""``autopar sync``: traffic and seconds of the ways to synchronise replicas, by textbook algorithm and as priced."""
+"""``autopar dev sync`` shows traffic and seconds of each synchronisation of replicas, by textbook algorithm and as priced."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass
 
-from autopar.cli.console import console, plain_table
+from autopar.cli.console import plain_table, show
 from autopar.devices import Cluster, parse
 from autopar.plan import Axis
 from autopar.price.algorithms import ALGORITHMS, algorithm
@@ -23,7 +22,7 @@ PRICED = "as priced"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One way to synchronise, by one algorithm, per step of training: of several steps between averages the mean.
+    """One synchronisation by one algorithm, per step of training: the mean over the steps between two averages.
 
     ``messages`` follow one another; ``busiest_bytes`` pass through one rank, in and out, and all ranks send ``traffic_bytes``: no figures
     where NCCL or gloo choose the algorithm.
@@ -38,8 +37,8 @@ class Row:
 
 
 def rows(elements: int, cluster: Cluster, numbers: Precision, steps: int) -> list[Row]:
-    """The synchronisations of a model of ``elements`` parameters whose replicas are the devices of ``cluster``, one on each; ``steps`` are
-    those between two averages."""
+    """Return the synchronisations of a model of ``elements`` parameters with a replica on each device of ``cluster``; ``steps`` are those
+    between two averages."""
     members = group((Axis("data", cluster.count, 1),), cluster)
     gradients, parameters = elements * numbers.averaged, elements * numbers.width
     masters = elements * (numbers.at_rest or numbers.width)
@@ -69,16 +68,14 @@ def rows(elements: int, cluster: Cluster, numbers: Precision, steps: int) -> lis
 
 
 def sync_command(
-    parameters: str, devices: str, precision: str, steps: int, calibration: str | None, as_json: bool
+    parameters: str, devices: str, precision: str | None, steps: int, calibration: str | None, as_json: bool
 ) -> None:
-    """Prints the table."""
+    """Print the table."""
     cluster = parse(devices, calibration=calibration)
-    found = rows(parse_count(parameters), cluster, numbers_of(precision), steps)
-    if as_json:
-        print(json.dumps([dataclasses.asdict(row) for row in found], indent=1))
-        return
+    numbers = numbers_of(precision or "bfloat16")
+    found = rows(parse_count(parameters), cluster, numbers, steps)
     table = plain_table(
-        f"{parameters} parameters in {precision}, one replica on each of {cluster.count} devices ({cluster}); per step",
+        f"{parameters} parameters in {numbers.name}, one replica on each of {cluster.count} devices ({cluster}); per step",
         ("sync", "algorithm"),
         ("messages in turn", "busiest rank", "all ranks", "time"),
     )
@@ -86,4 +83,4 @@ def sync_command(
         through, sent = ("-" if n is None else size(round(n)) for n in (row.busiest_bytes, row.traffic_bytes))
         messages = "-" if row.messages is None else f"{row.messages:,.4g}"
         table.add_row(row.sync, row.algorithm, messages, through, sent, seconds(row.seconds))
-    console().print(table)
+    show(as_json, [dataclasses.asdict(row) for row in found], table)

@@ -1,4 +1,4 @@
-"""The memory timeline of a plan, printed and as data: the memory of each pipeline rank at each action of a step."""
+"""Show the memory timeline of a plan as a table and as data: the memory of each pipeline rank at each action of a step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
+from rich.table import Table
 
 from autopar.cli.console import plain_table
 from autopar.search.timeline import Moment
@@ -19,7 +19,7 @@ Timeline = Sequence[Sequence[Moment]]
 
 
 def timeline_data(devices: Timeline) -> list[dict[str, Any]]:
-    """The actions of each device in order, with bytes by part; ``memory_bytes`` is the largest total."""
+    """Return the actions of each device in order, with bytes by part; ``memory_bytes`` is the largest total."""
     return [
         {
             "device": d,
@@ -39,25 +39,23 @@ def timeline_data(devices: Timeline) -> list[dict[str, Any]]:
     ]
 
 
-def print_timeline(devices: Timeline, console: Console) -> None:
-    """Prints a curve for each device, on one scale for all, and the action at which the memory is largest."""
+def timeline_table(devices: Timeline) -> Table:
+    """Return a curve for each device, on one scale for all, and the action at which the memory is largest."""
     numbers = ("device", "most at", "activations", "transients", "total")
     table = plain_table("memory through one step", numbers=numbers)
     table.add_column("from the first action to the last", no_wrap=True)
     most = max(moment.memory.total for moments in devices for moment in moments)
     for d, moments in enumerate(devices):
         top = max(moments, key=lambda moment: moment.memory.total)
-        m = top.memory
-        action = f"{top.kind}{top.microbatch}" + (
-            f" of stage {top.stage}" if len({x.stage for x in moments}) > 1 else ""
-        )
+        m, several = top.memory, len({moment.stage for moment in moments}) > 1
+        action = f"{top.kind}{top.microbatch}" + (f" of stage {top.stage}" if several else "")
         sizes = map(size, (m.activations, m.transients, m.total))
         table.add_row(str(d), action, *sizes, curve([x.memory.total for x in moments], most))
-    console.print(table)
+    return table
 
 
 def curve(values: Sequence[int], most: int) -> str:
-    """``values`` as a line of blocks of at most ``_COLUMNS`` characters, each showing the largest of its share."""
+    """Return ``values`` as a line of blocks of at most ``_COLUMNS`` characters, each showing the largest of its share."""
     columns = min(_COLUMNS, len(values))
     bounds = [len(values) * i // columns for i in range(columns + 1)]
     shares = [max(values[a:b]) / most if most else 0.0 for a, b in zip(bounds, bounds[1:], strict=False)]

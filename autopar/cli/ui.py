@@ -1,4 +1,4 @@
-"""``autopar ui``: the local page."""
+"""``autopar ui`` serves a local page."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORKER = (sys.executable, "-W", "ignore", "-m", "autopar.cli.planner")
 
 
 def ui_command(model: tuple[str, ...], port: int, browser: bool) -> None:
-    """Serves the page until it is interrupted, and prints its address."""
+    """Serve the page until it is interrupted, and print its address."""
     for name in model:
         check_file(name)
     for number in (signal.SIGINT, signal.SIGTERM):  # both remove the folder of plans
@@ -38,7 +38,7 @@ def ui_command(model: tuple[str, ...], port: int, browser: bool) -> None:
 
 
 def choices(own: tuple[str, ...] = ()) -> Choices:
-    """What the page offers; ``own`` are models that the user named on the command line."""
+    """Return what the page offers; ``own`` are models that the user named on the command line."""
     models: list[dict[str, Any]] = [{"name": name, "kind": "your model", "parameters": None} for name in own]
     keys = ("name", "kind", "parameters", "seq", "global_batch")
     models += [{key: getattr(entry, key) for key in keys} for entry in CATALOGUE]

@@ -1,34 +1,31 @@
-"""``autopar validate``: predictions against a file of measurements, as tables or as one JSON object."""
+"""``autopar dev validate`` compares predictions with a file of measurements."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
-from rich.console import Console
+from rich.console import RenderableType
 
-from autopar.cli.console import Messages, console, plain_table
+from autopar.cli.console import Messages, plain_table, show
 from autopar.validate import Report, Score, scores, validate
 
 _LISTED = 20  # rows that could not be priced, by name
 
 
 def validate_command(file: str, as_json: bool) -> None:
-    """Prices every row of ``file`` and prints how well the prices agree with the measurements."""
+    """Predict every row of ``file`` and print how well the predictions agree with the measurements."""
     with Messages() as messages:
         messages("price", file)
         report = validate(file, lambda done, total: messages("price", f"{done} of {total} rows"))
     found = scores(report)
-    if as_json:
-        print(json.dumps(as_data(report, found), indent=1))
-        return
-    _print(report, found, console(width=170))
+    show(as_json, _as_data(report, found), *_shown(report, found), width=170)
 
 
-def as_data(report: Report, found: dict[str, Any]) -> dict[str, Any]:
-    """What ``--json`` prints: the scores, the rows that could not be priced, and every row's prediction."""
+def _as_data(report: Report, found: dict[str, Any]) -> dict[str, Any]:
+    """Return what ``--json`` prints: the scores, the rows that could not be priced, and every row's prediction."""
     return {
         "overall": dataclasses.asdict(found["overall"]),
         "sources": {name: dataclasses.asdict(score) for name, score in found["sources"].items()},
@@ -52,7 +49,8 @@ def as_data(report: Report, found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _print(report: Report, found: dict[str, Any], out: Console) -> None:
+def _shown(report: Report, found: dict[str, Any]) -> Iterator[RenderableType]:
+    """Return the tables of scores, and the rows that could not be priced."""
     for title in ("sources", "groups"):
         table = plain_table(title)
         table.add_column(title.removesuffix("s"), overflow="ellipsis", no_wrap=True, max_width=52)
@@ -62,13 +60,12 @@ def _print(report: Report, found: dict[str, Any], out: Console) -> None:
         rows = {**found[title], **({"all": found["overall"]} if title == "sources" else {})}
         for name, score in rows.items():
             table.add_row(name, *_cells(score))
-        out.print(table)
-        out.print()
+        yield from (table, "")
     unpriced = [o for o in report.outcomes if not o.priced]
-    out.print(f"{len(unpriced)} of {len(report.outcomes)} rows could not be priced")
+    yield f"{len(unpriced)} of {len(report.outcomes)} rows could not be priced"
     for reason, count in Counter(o.reason for o in unpriced).most_common(_LISTED):
         first = next(o.id for o in unpriced if o.reason == reason)
-        out.print(f"  {count} x {reason} ({first}{', ...' if count > 1 else ''})", soft_wrap=True)
+        yield f"  {count} x {reason} ({first}{', ...' if count > 1 else ''})"
 
 
 def _cells(score: Score) -> list[str]:

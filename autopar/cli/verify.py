@@ -1,20 +1,22 @@
-"""``autopar verify``: loads the model at a size that local processes can run, verifies it and prints the report."""
+"""``autopar verify`` loads the model at a size that local processes can run, verifies it, and prints the report."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import RenderableType
+from rich.text import Text
 
-from autopar.cli.collectives import print_collectives
 from autopar.cli.commands import allowed
-from autopar.cli.console import console, plain_table, progress_bar
-from autopar.cli.load import Sizes, load_model, names_code, read_config
+from autopar.cli.console import plain_table, progress_bar, show
+from autopar.cli.load import Sizes, config_file, load_model, names_code, read_config
+from autopar.cli.options import PlanRequest
 from autopar.graph import Graph
 from autopar.measure import EXACT
 from autopar.plan import Plan
@@ -23,7 +25,7 @@ from autopar.run.processes import check_count
 from autopar.search.concessions import Concession
 from autopar.units import parse_size
 from autopar.verify import Report, shrink_config
-from autopar.verify.collectives import verify_collectives, verify_plan_collectives
+from autopar.verify.collectives import CollectivesReport, verify_collectives, verify_plan_collectives
 from autopar.verify.run import verify_workload
 from autopar.workload import Workload, with_concession
 from autopar.zoo import find
@@ -33,88 +35,59 @@ _SEQ = 16  # tokens of a shrunken model's sequences
 _ROWS = 8  # of a batch that is not given: enough for eight data-parallel devices, or four microbatches on two
 
 
-def verify_command(
-    model: str,
-    devices: int,
-    plan_file: str | None,
-    collectives: bool,
-    as_json: bool,
-    **request: Any,
-) -> None:
-    """Ends the process with status 1 unless the model is exact under all plans that were checked, or, where a plan gives up exactness,
-    agrees with what it is compared with; with ``collectives``, unless nothing is found."""
-    if collectives:
-        _collectives(model, devices, plan_file, request, as_json)
-        return
-    limit, seq, global_batch = parse_size(request["memory_limit"]), request["seq"], request["global_batch"]
-    check_count(devices)
-    plan = read_plan(plan_file) if plan_file else None
+def verify_command(request: PlanRequest, processes: int, collectives: bool, as_json: bool) -> None:
+    """Print the report, and end with status 1 unless the model is exact under all plans that were checked (or, if a plan gives up
+    exactness, agrees with what it is compared with); with ``collectives``, unless nothing is found."""
+    limit = parse_size(request.memory_limit or "")
+    plan = read_plan(request.plan_file) if request.plan_file else None
+    sizes, allow = Sizes(request.seq, request.global_batch), allowed(request.allow)
+    if plan is None or not collectives:
+        check_count(processes)
     torch.manual_seed(0)
-    with (
-        redirect_stdout(sys.stderr),
-        progress_bar("verify", lines=True) as show,
-    ):  # the model's own code may print, and stdout is for the result only
-        sizes = Sizes(
-            seq, global_batch
-        )  # with a plan and a shrunken model, the sizes of the model that the plan is for
-        workload, notes = _load(model, devices, Sizes() if plan_file and not names_code(model) else sizes)
-        real = _real(model, plan, seq) if plan is not None and notes else None
-        report = verify_workload(
-            workload,
-            devices,
-            plan=plan,
-            real=real,
-            memory_limit_bytes=limit,
-            allow=allowed(request),
-            progress=show,
-        )
-    if as_json:
-        data = report.to_json()
-        print(json.dumps(data | {"notes": [*notes, *data["notes"]]}, indent=1))
-    else:
-        _print(report, notes)
-    if not report.agrees:
-        sys.exit(1)
-
-
-def _collectives(model: str, devices: int, plan_file: str | None, request: dict[str, Any], as_json: bool) -> None:
-    plan = read_plan(plan_file) if plan_file else None
-    torch.manual_seed(0)
-    with redirect_stdout(sys.stderr), progress_bar("verify", lines=True) as show:
-        if plan is None:
-            check_count(devices)
-            workload, notes = _load(model, devices, Sizes(request["seq"], request["global_batch"]))
-            report = verify_collectives(workload, devices, allow=allowed(request), progress=show)
-        else:
-            graph, notes = _real(model, plan, request["seq"]), []
+    report: Report | CollectivesReport
+    with redirect_stdout(sys.stderr), progress_bar("verify", lines=True) as progress:  # the model's own code may print
+        notes: list[str] = []
+        if collectives and plan is not None:
+            graph = _real(request.model, plan, request.seq)
             check_model(plan, graph)
-            report = verify_plan_collectives(graph, plan, progress=show)
-    if as_json:
-        print(json.dumps(report.to_json() | {"notes": notes}, indent=1))
-    else:
-        print_collectives(report, notes)
-    if not report.clean:
+            report = verify_plan_collectives(graph, plan, progress=progress)
+        else:
+            # with a plan and a shrunken model, the sizes of the model that the plan is for
+            workload, notes = _load(
+                request.model, processes, sizes if plan is None or names_code(request.model) else Sizes()
+            )
+            if collectives:
+                report = verify_collectives(workload, processes, allow=allow, progress=progress)
+            else:
+                real = _real(request.model, plan, request.seq) if plan is not None and notes else None
+                report = verify_workload(
+                    workload, processes, plan=plan, real=real, memory_limit_bytes=limit, allow=allow, progress=progress
+                )
+    data = report.to_json()
+    parts = [Text(part) if isinstance(part, str) else part for part in _shown(report, notes)]
+    show(as_json, data | {"notes": [*notes, *data.get("notes", ())]}, *parts)
+    if not (report.clean if isinstance(report, CollectivesReport) else report.agrees):
         sys.exit(1)
 
 
 def _load(model: str, devices: int, sizes: Sizes) -> tuple[Workload, list[str]]:
-    """The model with its batch, on the CPU, and notes about the sizes that were made smaller."""
+    """Return the model with its batch, on the CPU, and notes about the sizes that were made smaller."""
     if names_code(model):
         return load_model(model, sizes, device="cpu", default_precision="float32"), []
-    is_file = model.endswith(".json") or Path(model).is_file()
-    config = read_config(Path(model)) if is_file else find(model).config
+    file = config_file(model)
+    config = find(model).config if file is None else read_config(file)
     small = shrink_config(config)
     rows, seq = sizes.global_batch or max(_ROWS, 2 * devices), sizes.seq or _SEQ
     module, batch = build_config(small, seq, rows, "float32", "cpu")
     changed = ", ".join(f"{key} {small[key]}" for key in small if small[key] != config.get(key))
-    name = Path(model).stem if is_file else model
+    name = model if file is None else Path(model).stem
     return Workload(module, batch, name=name), [
         f"shrunk: {changed}; batch of {rows}" + (f" x {seq}" if "input_ids" in batch else "")
     ]
 
 
 def _real(model: str, plan: Plan, seq: int | None) -> Graph:
-    """The graph of the model that the plan was made for, at full size, captured on meta."""
+    """Return the graph of the model that the plan was made for, at full size, captured on meta."""
 
     def again(*, global_batch: int | None = None, **_: Any) -> Graph:
         loaded = load_model(model, Sizes(seq, global_batch, plan.precision), device="meta")
@@ -123,34 +96,55 @@ def _real(model: str, plan: Plan, seq: int | None) -> Graph:
     return with_concession(again(global_batch=plan.global_batch), again, Concession.of(plan))
 
 
-def _print(report: Report, notes: list[str]) -> None:
-    out = console()
-    table = plain_table()
-    table.add_column("plan", no_wrap=True)
-    table.add_column("error", justify="right", no_wrap=True)
-    table.add_column("largest in")
-    for check in report.checked:
-        table.add_row(check.kind, f"{check.error:.1e}", check.where, style=None if check.error <= EXACT else "red")
-    out.print(table)
-    if report.attacks:
-        out.print(f"tried on one device: {', '.join(attack.name for attack in report.attacks)}", markup=False)
-    for name, reason in report.attacks_skipped.items():
-        out.print(f"not tried: {name}: {reason}", markup=False)
-    for kind, reason in report.skipped.items():
-        out.print(f"not admitted: {kind}: {reason}", markup=False)
+def _shown(report: Report | CollectivesReport, notes: list[str]) -> Iterator[RenderableType]:
+    """Return what a report shows: a table, findings, what was left out, notes, and the verdict."""
+    if isinstance(report, CollectivesReport):
+        table = plain_table(words=("plan",), numbers=("ranks", "operations", "found"))
+        for plan in report.plans:
+            counts = (str(len(plan.ranks)), f"{plan.operations:,}", str(len(plan.findings)))
+            table.add_row(plan.kind, *counts, style="red" if plan.findings else None)
+        yield table
+        for plan in report.plans:
+            yield from (Text(f"found: {plan.kind} ({plan.plan}): {finding}", "red") for finding in plan.findings)
+            yield from (f"{plan.kind}: {note}" for note in plan.notes)
+    else:
+        table = plain_table(words=("plan",), numbers=("error",), texts=("largest in",))
+        for check in report.checked:
+            table.add_row(check.kind, f"{check.error:.1e}", check.where, style=None if check.error <= EXACT else "red")
+        yield table
+        if report.attacks:
+            yield f"tried on one device: {', '.join(attack.name for attack in report.attacks)}"
+        yield from (f"not tried: {name}: {reason}" for name, reason in report.attacks_skipped.items())
+    yield from (f"not admitted: {kind}: {reason}" for kind, reason in report.skipped.items())
+    if isinstance(report, CollectivesReport):
+        yield from notes
+        yield Text(collectives_verdict(report), "bold green" if report.clean else "bold red")
+        return
     for failure in report.failures:
-        out.print(f"failed: {failure.kind} ({failure.plan}): {failure.message}", markup=False, style="red")
+        yield Text(f"failed: {failure.kind} ({failure.plan}): {failure.message}", "red")
         if failure.first is not None:
-            out.print(f"  first to differ: {failure.first}", markup=False)
-    for op in report.replicated_ops:
-        out.print(f"replicated, because no sharding rule covers it: {op}", markup=False)
-    for note in (*notes, *report.notes):
-        out.print(note, markup=False)
-    out.print(verdict(report), markup=False, style="bold green" if report.agrees else "bold red")
+            yield f"  first to differ: {failure.first}"
+    yield from (f"replicated, because no sharding rule covers it: {op}" for op in report.replicated_ops)
+    yield from (*notes, *report.notes)
+    yield Text(verdict(report), "bold green" if report.agrees else "bold red")
+
+
+def collectives_verdict(report: CollectivesReport) -> str:
+    """Return the report on collectives in one sentence."""
+    if not report.plans:
+        return f"nothing was recorded: {report.model} admits no plan for so many devices"
+    ranks = sum(len(plan.ranks) for plan in report.plans)
+    operations = sum(plan.operations for plan in report.plans)
+    several = f"{len(report.plans)} plans" if len(report.plans) > 1 else "1 plan"
+    what = f"{operations:,} operations on {ranks} ranks of {several} of {report.model}"
+    if report.clean:
+        return f"clean: {what}, in {report.modes} modes of NCCL: no deadlock, and the same collectives on all ranks of every group"
+    count = sum(len(plan.findings) for plan in report.plans)
+    return f"not clean: {count} finding{'s' if count != 1 else ''} in {what}"
 
 
 def verdict(report: Report) -> str:
-    """The report in one sentence."""
+    """Return the report in one sentence."""
     count = f"{len(report.checked)} plans of {report.model} on {report.devices} processes"
     count += f" and {len(report.attacks)} attacks on one device" if report.attacks else ""
     if report.exact:

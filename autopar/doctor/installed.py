@@ -97,6 +97,6 @@ def _compiler() -> Finding:
     if path is None:
         said = f"none of {', '.join(names)} found: torch.compile needs one"
         return Finding(
-            PART, "C++ compiler", WARNING, said, "install one (`apt-get install g++`), or run with --compile none"
+            PART, "C++ compiler", WARNING, said, "install one (`apt-get install g++`), or run with --pin compile=none"
         )
     return Finding(PART, "C++ compiler", OK, path)

@@ -52,7 +52,7 @@ def nccl() -> Finding:
 def compiler() -> Finding:
     """``torch.compile`` of a small function, in a process of its own."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    hint = "install a C++ compiler (`apt-get install g++`) and Python's headers, or run with --compile none"
+    hint = "install a C++ compiler (`apt-get install g++`) and Python's headers, or run with --pin compile=none"
     workers = Processes(1)
     try:
         (error,) = workers.call("autopar.doctor.remote:compiled", device, timeout_s=_TRY_S + START_S)

@@ -146,7 +146,7 @@ def _offload(study: Study, deadline: float) -> Iterator[Change]:
         plan = feasible(study, deadline, **pins)
         if plan is not None:
             alone += 1
-            flags = " ".join(f"--{name} {value}" for name, value in pins.items())
+            flags = " ".join(f"--pin {name}={value}" for name, value in pins.items())
             yield _change("offload", f"put {title} ({flags})", plan, (), **pins)
 
 

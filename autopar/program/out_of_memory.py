@@ -15,11 +15,11 @@ import torch
 
 _SIGNS = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "out of memory")
 _CHANGES = {
-    "activations": "recompute more (--recompute full), or make microbatches smaller (--microbatches)",
-    "transients": "make microbatches smaller (--microbatches), or shard layers (--tensor)",
-    "optimizer": "shard the optimizer's states (--zero 1), or keep them in the host's memory (--states host)",
-    "gradients": "shard gradients (--zero 2)",
-    "parameters": "shard parameters (--zero 3), or use more pipeline stages (--pipeline)",
+    "activations": "recompute more (--pin activations=full), or make microbatches smaller (--pin microbatches=N)",
+    "transients": "make microbatches smaller (--pin microbatches=N), or shard layers (--pin tensor=N)",
+    "optimizer": "shard the optimizer's states (--pin zero=1), or keep them in the host's memory (--pin states=host)",
+    "gradients": "shard gradients (--pin zero=2)",
+    "parameters": "shard parameters (--pin zero=3), or use more pipeline stages (--pin pipeline=N)",
 }
 
 

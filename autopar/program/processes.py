@@ -78,7 +78,7 @@ def meet(environment: MutableMapping[str, str], place: Place) -> None:
                 f"srun has started {place.size} processes on {environment['SLURM_STEP_NUM_NODES']} nodes, and MASTER_ADDR is not set, the "
                 "address of the first one",
                 'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) before srun, or start torchrun on every '
-                "node (autopar launch writes such a file)",
+                "node (autopar dev launch writes such a file)",
             )
         environment.setdefault("MASTER_PORT", str(20000 + int(environment.get("SLURM_JOB_ID", "0")) % 20000))
     found = {"RANK": place.rank, "WORLD_SIZE": place.size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}

@@ -143,7 +143,7 @@ def _step(step: PredictedStep, most_actions: int) -> dict[str, Any]:
         said = f"{len(ranks_shown)} of {line} pipeline ranks are drawn"
         if longest < max(map(len, step.actions)):
             said += f", the first {longest:,} of {max(map(len, step.actions)):,} actions of each"
-        said += f": the step has {count:,} actions. `autopar trace` writes all of them."
+        said += f": the step has {count:,} actions. `autopar report --trace FILE` writes all of them."
     else:
         ranks_shown = list(ranks)
     sends: dict[str, list[float]] = {}

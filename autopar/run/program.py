@@ -155,7 +155,7 @@ class Program:
     def trace(self, batch: Any, path: str | os.PathLike[str]) -> float:
         """``step(batch)``, and a file with what every rank did, in Chrome's trace-event format, which https://ui.perfetto.dev opens.
 
-        ``autopar trace PLAN --measured FILE`` puts the predicted step above it. Profiling makes the step slower.
+        ``autopar report PLAN --trace OUT --measured FILE`` puts the predicted step above it. Profiling makes the step slower.
         """
         return float(self._call("trace", self._inputs(batch), str(Path(path).resolve())))
 

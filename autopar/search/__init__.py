@@ -6,7 +6,7 @@
 
 from autopar.search.driver import price_pins, search, search_also, search_faster
 from autopar.search.evaluation import evaluate, memory_timeline, reprice
-from autopar.search.manual import make_mesh, manual_plan
+from autopar.search.manual import filled_plan, make_mesh, manual_plan
 from autopar.search.options import SearchOptions
 from autopar.search.prices import Shared
 from autopar.search.problem import Pricer
@@ -16,6 +16,7 @@ __all__ = [
     "SearchOptions",
     "Shared",
     "evaluate",
+    "filled_plan",
     "manual_plan",
     "make_mesh",
     "memory_timeline",

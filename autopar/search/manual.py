@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 from autopar.errors import BatchError, UsageError
 from autopar.graph import Graph
-from autopar.pins import PlanPins, check_whole, checked
+from autopar.pins import PINS, PlanPins, check_whole, checked
 from autopar.plan import (
     BATCHES,
     REPLICATING,
@@ -99,9 +99,7 @@ def manual_plan(
     given = PlanPins(**{name: checked(name, value) for name, value in pins.items() if value is not None})  # type: ignore[arg-type]
     count = len(graph.layers)
     pipeline, chunks, microbatches = given.pipeline or 1, given.chunks or 1, given.microbatches or 1
-    mesh = mesh or make_mesh(
-        *((name, getattr(given, name) or 1) for name in ("data", "expert", "ring", "ulysses", "tensor"))
-    )
+    mesh = mesh or _dense_mesh(given)
     chosen = dict.fromkeys(range(count), _common(mesh, _roles(mesh, sequence), given, compiled)) | (strategies or {})
     if len(chosen) != count:
         raise UsageError(
@@ -137,6 +135,62 @@ def manual_plan(
         sync=sync,
         allow=(*graph.allow, *given_up(sync, chosen.values())),
     )
+
+
+def filled_plan(
+    graph: Graph,
+    devices: int,
+    pins: Mapping[str, Any],
+    *,
+    microbatch: int | None = None,
+    sequence: bool = False,
+    allow: Collection[str] = (),
+    compiled: bool = False,
+) -> Plan:
+    """Return the manual plan for ``devices`` devices in which every layer has ``pins`` and data parallelism uses the remaining devices.
+
+    ``microbatch`` is the number of sequences of one microbatch on one device; the other arguments are those of ``manual_plan``. Layers
+    without experts take data parallelism in place of expert parallelism.
+
+    Raises:
+        UsageError: the degrees do not divide the devices, or the model does not admit one of them.
+        BatchError: the batch does not divide into microbatches.
+    """
+    given = PlanPins(**{name: checked(name, value) for name, value in pins.items()})  # type: ignore[arg-type]
+    ways = {name: getattr(given, name) or 1 for name in ("tensor", "pipeline", "ulysses", "ring", "expert")}
+    data, odd = divmod(devices, math.prod(ways.values()))
+    if odd or not data or given.data not in (None, data):
+        ways |= {} if given.data is None else {"data": given.data}
+        raise UsageError(
+            f"{devices} devices do not divide into {' x '.join(f'{name} {n}' for name, n in ways.items())}",
+            "the product of the degrees must divide the number of devices; data parallelism uses the rest",
+        )
+    classes = [graph.classes[layer.cls] for layer in graph.layers]
+    if given.expert and given.expert > 1 and not any(cls.experts for cls in classes):
+        raise UsageError(f"expert={given.expert}: {graph.name} has no mixture of experts", "leave expert out")
+    replicas = data * ways["expert"]
+    if microbatch is not None:
+        count, odd = divmod(graph.batch_size, replicas * microbatch)
+        if odd or not count or given.microbatches not in (None, count):
+            raise UsageError(
+                f"a global batch of {graph.batch_size} does not divide into microbatches of {microbatch} on {replicas} data-parallel "
+                "devices" + (f", {given.microbatches} of them" if given.microbatches else ""),
+                f"--microbatch times {replicas} must divide it; without --microbatch there is one microbatch",
+            )
+        given = replace(given, microbatches=count)
+    given = replace(given, data=data)
+    given.check("every layer", given)
+    check_replicas(graph, given, [data, replicas])  # layers with experts, and without
+    mesh = _dense_mesh(given)
+    dense = tuple(Role.DATA if role is Role.EXPERT else role for role in _roles(mesh, sequence))
+    own = {i: _common(mesh, dense, given, compiled) for i, cls in enumerate(classes) if not cls.experts}
+    values = {name: value for name in PINS if (value := given.of(name)) is not None}
+    return manual_plan(graph, mesh=mesh, strategies=own, sequence=sequence, allow=allow, compiled=compiled, **values)
+
+
+def _dense_mesh(given: PlanPins) -> tuple[Axis, ...]:
+    """Return the mesh with an axis for each pinned degree."""
+    return make_mesh(*((name, getattr(given, name) or 1) for name in ("data", "expert", "ring", "ulysses", "tensor")))
 
 
 def _possible(graph: Graph, layer: int, strategy: Strategy) -> Strategy:

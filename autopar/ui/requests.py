@@ -39,7 +39,7 @@ def arguments(request: Any, models: Collection[str], folder: Path) -> list[str]:
     for name, value in _mapping(request, "pins").items():
         if name not in PINS:
             raise UsageError(f"there is no pin {shown(name)}", f"the pins are {', '.join(PINS)}")
-        found.append(f"--{name}={_word(name, value)}")
+        found.append(f"--pin={name}={_word(name, value)}")
     for name in ("pin", "allow"):
         words = request.get(name) or []
         if not isinstance(words, list):

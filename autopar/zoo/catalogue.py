@@ -263,6 +263,6 @@ def find(name: str) -> ZooModel:
         f"there is no model called {name!r} in the zoo",
         f"did you mean {' or '.join(near)}?"
         if near
-        else "`autopar models` lists the zoo; a model of your own is "
+        else "`autopar help models` lists the zoo; a model of your own is "
         "file.py:factory, package.module:factory or a transformers config.json",
     )

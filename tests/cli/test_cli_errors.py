@@ -40,14 +40,25 @@ PLAN = ("plan", "gpt2", "--global-batch", "8")
     [
         (("plan",), "Missing argument 'MODEL'"),
         (("plan", "gpt2"), "Missing option '--devices'"),
-        (("fly",), "No such command 'fly'"),
+        (("trace", "plan.json"), "write `autopar report PLAN --trace FILE`"),
+        (("launch", "program"), "write `autopar dev launch`"),
+        (("models",), "write `autopar help models`"),
+        (("launhc",), "did you mean `autopar dev launch`?"),
+        (("dev", "zzz"), "`autopar dev --help` lists them"),
+        (("help", "models", "gpt2"), "has no part 'gpt2'"),
+        (("price", "gpt2", "--devices", "8xH100-80GB", "--pin", "head.zero=1"), "has the same pins for every layer"),
+        (("price", "gpt2", "--devices", "8xH100-80GB", "--pin", "data=4"), "do not divide into"),
+        (("report", "plan.json"), "add -o FILE, --plot FILE, --trace FILE"),
+        (("report", "plan.json", "-o", "a.html", "--measured", "b.json"), "add --trace FILE"),
+        (("report", "a.json", "b.json", "--trace", "c.json"), "leave --trace out, or one of the plans"),
+        (("fly",), "there is no command `autopar fly`"),
         ((*PLAN, "--devices", "0"), "0 devices"),
         ((*PLAN, "--devices", "-4"), "-4 devices"),
         ((*PLAN, "--devices", "8xH1000-80GB"), "H1000"),
         ((*PLAN, "--devices", "8xH100-80GB", "--memory-limit", "much"), "'much' is not a size"),
-        ((*PLAN, "--devices", "8xH100-80GB", "--zero", "4"), "--zero"),
+        ((*PLAN, "--devices", "8xH100-80GB", "--zero", "4"), "zero is 4, it must be a whole number from 0 to 3"),
         ((*PLAN, "--devices", "8xH100-80GB", "--schedule", "zigzag"), "zigzag"),
-        ((*PLAN, "--devices", "8xH100-80GB", "--pipeline", "0"), "--pipeline"),
+        ((*PLAN, "--devices", "8xH100-80GB", "--pipeline", "0"), "pipeline is 0"),
         ((*PLAN, "--devices", "8xH100-80GB", "--precision", "int3"), "no precision 'int3'"),
         (("plan", "gpt22", "--devices", "8xH100-80GB"), "no model called 'gpt22'"),
         (("emit", "gpt2", "--devices", "4", "-o", __file__), "is a file"),
@@ -75,14 +86,16 @@ PLAN = ("plan", "gpt2", "--global-batch", "8")
         (("price", "gpt2", "--devices", "8xH100-80GB", "-o", "/"), "/ is a folder"),
         (
             ("price", "gpt2", "--devices", "8xH100-80GB", "--plan", "a.json", "--tensor", "2"),
-            "leave --plan out, or --tensor",
+            "leave --plan out, or --pin tensor=2",
         ),
         (
             ("emit", "gpt2", "--devices", "2", "-o", "p", "--plan", "a.json", "--pin", "zero=1"),
-            "leave --plan out, or --pin",
+            "leave --plan out, or --pin zero=1",
         ),
-        (("init", __file__, "--model", "gpt2", "--devices", "2", "--global-batch", "8", "--yes"), "cannot be made"),
-        (("init", "--devices", "2", "--model", "", "--yes"), "--yes asks no question"),
+        (
+            ("dev", "init", "gpt2", "--devices", "2", "--global-batch", "8", "-o", __file__),
+            "cannot be made",
+        ),
         (("ui", "/nowhere/model.py:model"), "no file /nowhere/model.py"),
         (("plan", ":model", "--devices", "2"), "no file before the colon"),
         (("emit", "gpt2", "--devices", "4", "-o", ""), "is no path"),
@@ -174,9 +187,9 @@ def test_a_plan_beside_other_files_does_not_make_a_program_of_their_folder(capsy
 
 
 def test_models_lists_the_zoo(capsys):
-    status, out, _ = invoke(capsys, "models")
+    status, out, _ = invoke(capsys, "help", "models")
     assert status == 0 and "llama3-70b" in out and "resnet50" in out
-    status, out, _ = invoke(capsys, "models", "--json")
+    status, out, _ = invoke(capsys, "help", "models", "--json")
     assert {"name", "parameters", "source"} <= set(json.loads(out)[0])
 
 

@@ -18,8 +18,9 @@ from places import ROOT
 from plan_attacks import EVIL, FACTORY, KINDS, MARK, TEXTS, read_attacks
 
 from autopar.cli.app import cli
-from autopar.cli.explain import repeated
+from autopar.cli.commands import recorded, repeated
 from autopar.cli.load import Sizes, load_model
+from autopar.cli.options import PlanRequest
 from autopar.data_files import MOST_BYTES, MOST_LEVELS, DataError, parse_json, read_json
 from autopar.devices import calibration, parse
 from autopar.emit.names import identifier, quoted, remark
@@ -190,12 +191,13 @@ def test_the_text_of_a_plan_is_no_code_in_a_program(base: tuple[Any, Plan]):
         assert ast.get_docstring(ast.parse(f'"""{remark(text)}"""'), clean=False) is not None
 
 
-@pytest.mark.parametrize("command", ["report", "explain", "trace"])
+@pytest.mark.parametrize("command", ["report", "explain", "report --trace"])
 @pytest.mark.parametrize("name", ["evil.py:model", "evil:model", "./victim.py:attacked", "evil.py"])
 def test_a_factory_that_a_file_names_is_not_imported(here: Path, base: tuple[Any, Plan], command: str, name: str):
     request = {"model": name, "devices": "2"}
     (here / "plan.json").write_text(dataclasses.replace(base[1], request=request).dumps())
-    words = [command, "plan.json", *(["-o", "out.html"] if command != "explain" else [])]
+    options = {"report": ["-o", "out.html"], "explain": [], "report --trace": ["--trace", "out.json"]}[command]
+    words = [command.partition(" ")[0], "plan.json", *options]
     done = CliRunner().invoke(cli, words)
     assert not (here / "attacked").exists()
     if command == "report":
@@ -213,8 +215,27 @@ def test_a_factory_that_a_file_names_is_not_imported(here: Path, base: tuple[Any
 def test_a_model_that_is_data_is_taken_from_a_file(base: tuple[Any, Plan]):
     for name in ("gpt2", "config.json", "saved"):
         plan = dataclasses.replace(base[1], request={"model": name, "devices": "2"})
-        assert repeated(plan, {"model": None, "devices": None}) == plan.request
-        assert repeated(plan, {"model": "own.py:model", "devices": None})["model"] == "own.py:model"
+        assert repeated(plan, PlanRequest()) == PlanRequest(model=name, devices="2")
+        assert repeated(plan, PlanRequest(model="own.py:model")).model == "own.py:model"
+
+
+def test_the_request_of_a_plan_is_read_as_older_versions_wrote_it(base: tuple[Any, Plan]):
+    older = {
+        "model": "gpt2",
+        "devices": "2",
+        "tensor": 2,
+        "recompute": "full",
+        "pins": ["head.zero=3"],
+        "allow": ["fp8"],
+    }
+    plan = dataclasses.replace(base[1], request=older)
+    check_plan(plan.to_json())
+    found = repeated(plan, PlanRequest(pins=("tensor=1",)))
+    assert found.pins == ("recompute=full", "head.zero=3", "tensor=1") and list(found.allow) == ["fp8"]
+    assert repeated(dataclasses.replace(plan, request=recorded(found)), PlanRequest()) == dataclasses.replace(
+        found, allow=["fp8"]
+    )
+    check_plan(dataclasses.replace(plan, request=recorded(found)).to_json())
 
 
 @pytest.mark.parametrize(

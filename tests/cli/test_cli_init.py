@@ -1,4 +1,4 @@
-"""``autopar init`` writes a cluster file and a script; what is written runs."""
+"""``autopar dev init`` writes a cluster file and a script; what is written runs."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ TINY = {
 }  # fmt: skip
 
 
-def invoke(*arguments: str, words: str | None = None) -> str:
-    return CliRunner().invoke(cli, ["init", *arguments], input=words, catch_exceptions=False).output
+def invoke(*arguments: str) -> str:
+    return CliRunner().invoke(cli, ["dev", "init", *arguments], catch_exceptions=False).output
 
 
 def test_the_script_of_a_configuration_trains_on_processes_of_this_machine(tmp_path: Path, capsys):
     config, home = tmp_path / "config.json", tmp_path / "new" / "training"
     config.write_text(json.dumps(TINY))
-    said = invoke(str(home), "--model", str(config), "--devices", "2", "--batch", "4", "--seq", "16", "--yes")
+    said = invoke(str(config), "-o", str(home), "--devices", "2", "--global-batch", "4", "--seq", "16")
     assert f"python {home / 'train.py'}" in said
     script = (home / "train.py").read_text()
     assert 20 <= script.count("\n") <= 40 and "torch.randint(0, 128, (4, 16))" in script
@@ -38,9 +38,11 @@ def test_the_script_of_a_configuration_trains_on_processes_of_this_machine(tmp_p
     assert (home / "checkpoints").is_dir()
 
 
-def test_questions_are_asked_again_until_they_are_answered(tmp_path: Path):
-    said = invoke(str(tmp_path), words="gpt2\n9 T4\n64 H100\n16x\n16x128\n")
-    assert "the GPU 'T4' is not known" in said and "hint: " in said and "'16x' is not a batch" in said
+def test_devices_are_read_as_people_write_them(tmp_path: Path):
+    with pytest.raises(DeviceError, match="the GPU 'T4' is not known") as error:
+        invoke("gpt2", "--devices", "9 T4", "-o", str(tmp_path))
+    assert error.value.hint
+    said = invoke("gpt2", "--devices", "64 H100", "--global-batch", "16", "--seq", "128", "-o", str(tmp_path))
     cluster = parse(str(tmp_path / "cluster.toml"))
     assert (cluster.nodes, cluster.gpus_per_node, cluster.gpu.name) == (8, 8, "H100-80GB-SXM")
     assert 'zoo.build("gpt2", seq=128, global_batch=16, precision="bfloat16")' in (tmp_path / "train.py").read_text()
@@ -50,14 +52,12 @@ def test_questions_are_asked_again_until_they_are_answered(tmp_path: Path):
 
 def test_a_factory_is_imported_and_nothing_is_replaced(tmp_path: Path):
     factory = f"{ROOT}/examples/mlp.py:model"
-    invoke(str(tmp_path), "--model", factory, "--devices", "2", "--global-batch", "32", "--yes")
+    invoke(factory, "-o", str(tmp_path), "--devices", "2", "--global-batch", "32")
     script = (tmp_path / "train.py").read_text()
     assert "from mlp import model as make" in script and "model, batch, loss_fn = make(global_batch=32)" in script
     with pytest.raises(UsageError, match="train.py exists|cluster.toml exists"):
-        invoke(str(tmp_path), "--model", "gpt2", "--yes")
+        invoke("gpt2", "-o", str(tmp_path))
     assert (tmp_path / "train.py").read_text() == script
-    with pytest.raises(UsageError, match="no --model"):
-        invoke(str(tmp_path / "other"), "--yes")
 
 
 def test_a_cluster_file_of_processors_takes_no_keys_of_gpus(tmp_path: Path):

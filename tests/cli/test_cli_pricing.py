@@ -1,4 +1,4 @@
-"""``autopar price``, ``compare`` and ``hardware``: plans written by hand, side by side, and figures with their sources."""
+"""``autopar price``, ``compare`` and ``help hardware``: plans written by hand, side by side, and figures with their sources."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from click.testing import CliRunner
 from places import ROOT
 
 from autopar.cli.app import cli
-from autopar.cli.pricing import read_flags, translated
 from autopar.devices import gpu_names
 from autopar.errors import UsageError
+from autopar.trainers.flags import read_flags
 
 GPT2 = ["gpt2", "--devices", "8xH100-80GB", "--seq", "256", "--global-batch", "64"]
 
@@ -23,7 +23,9 @@ def invoke(*arguments: str) -> str:
 
 
 def test_a_hand_written_plan_has_the_price_of_the_same_plan_in_a_file(tmp_path: Path):
-    printed = invoke("price", *GPT2, "--tensor", "2", "--pipeline", "2", "--zero", "1", "--microbatch", "8", "--json")
+    printed = invoke(
+        "price", *GPT2, "--pin", "tensor=2", "--pin", "pipeline=2", "--pin", "zero=1", "--microbatch", "8", "--json"
+    )
     plan = json.loads(printed)
     assert plan["pipeline"] == 2 and plan["microbatches"] == 4 and plan["layers"][3]["tensor"] == 2
     assert plan["layers"][3]["zero"] == 1 and plan["step_time_s"] > 0 and plan["solver"] == "given"
@@ -57,29 +59,31 @@ def test_a_plan_for_other_devices_or_layers_is_refused(tmp_path: Path, request_o
 
 def test_a_ring_needs_attention_and_slices_belong_to_the_loss():
     model = f"{ROOT}/examples/mlp.py:model"
-    with pytest.raises(UsageError, match="context 2: mlp has no attention") as error:
-        invoke("price", model, "--devices", "4xH100-80GB", "--context", "2")
-    assert error.value.hint == "leave out --context"
-    plan = json.loads(invoke("price", *GPT2, "--context", "2", "--logits", "sliced", "--json"))
+    with pytest.raises(UsageError, match="ring=2: mlp has no attention") as error:
+        invoke("price", model, "--devices", "4xH100-80GB", "--pin", "ring=2")
+    assert error.value.hint == "leave ring out"
+    plan = json.loads(invoke("price", *GPT2, "--pin", "ring=2", "--pin", "logits=sliced", "--json"))
     assert {layer["sequence"] for layer in plan["layers"]} == {2}
     assert {layer["logits"] for layer in plan["layers"][:-1]} == {"whole"} and plan["layers"][-1]["logits"] == "sliced"
 
 
 def test_the_flags_of_other_trainers_mean_the_same():
-    megatron = translated(read_flags(
+    megatron = read_flags(
         ["--tensor-model-parallel-size", "4", "--pipeline-model-parallel-size=2", "--micro-batch-size", "1", "--sequence-parallel",
          "--use-distributed-optimizer", "--recompute-granularity", "selective", "--bf16"]
-    ))  # fmt: skip
-    assert megatron == {
-        "tensor": 4, "pipeline": 2, "microbatch": 1, "sequence": True, "zero": 1, "recompute": "selective", "precision": "bfloat16",
-    }  # fmt: skip
-    titan = translated(
-        read_flags(["--parallelism.data_parallel_shard_degree=8", "--activation_checkpoint.mode", "off"])
+    )  # fmt: skip
+    assert megatron == (
+        ["pipeline=2", "tensor=4", "zero=1", "activations=selective"],
+        {"microbatch": 1, "sequence": True, "precision": "bfloat16"},
     )
-    assert titan == {"zero": 3, "recompute": "none"}
+    titan = ["--parallelism.data_parallel_shard_degree=8", "--activation_checkpoint.mode", "off"]
+    assert read_flags(titan) == (["zero=3", "activations=keep"], {})
     uniform = ["--recompute-granularity=full", "--recompute-method", "uniform", "--recompute-num-layers=4"]
-    assert translated(read_flags(uniform)) == {"recompute": "full", "segment": 4}
-    with pytest.raises(UsageError, match="--recompute-method block"):
+    assert read_flags(uniform) == (["activations=full:4"], {})
+    assert read_flags(["--context-parallel-size=2", "--seq-length", "64"]) == (["ring=2"], {"seq": 64})
+    with pytest.raises(UsageError, match="--micro-batch-size: 'one' is not a whole number"):
+        read_flags(["--micro-batch-size", "one"])
+    with pytest.raises(UsageError, match="--recompute-method: the method block is not supported"):
         read_flags(["--recompute-method", "block"])
     with pytest.raises(UsageError, match="--fast"):
         read_flags(["--fast"])
@@ -89,15 +93,22 @@ def test_the_flags_of_other_trainers_mean_the_same():
 
 def test_degrees_that_do_not_divide_are_refused():
     with pytest.raises(UsageError, match="do not divide into tensor 3"):
-        invoke("price", *GPT2, "--tensor", "3")
+        invoke("price", *GPT2, "--pin", "tensor=3")
 
 
 def test_every_kind_can_be_shown_with_its_sources():
-    listed = {row["name"] for row in json.loads(invoke("hardware", "--json"))}
+    listed = {row["name"] for row in json.loads(invoke("help", "hardware", "--json"))}
     assert listed == {*gpu_names(), "cpu"} and {"GB200", "MI300X", "L40S", "RTX4090"} <= listed
     for name in ("H100-80GB", "V100-32GB-SXM2", "cpu"):
-        figures = json.loads(invoke("hardware", "show", name, "--json"))
+        figures = json.loads(invoke("help", "hardware", name, "--json"))
         assert all(row["value"] > 0 and row["unit"] and row["source"] for row in figures), name
-    assert "all-gather, 8 nodes" in invoke("hardware", "show", "H100-80GB")
+    assert "all-gather, 8 nodes" in invoke("help", "hardware", "H100-80GB")
     with pytest.raises(UsageError, match="not known"):
-        invoke("hardware", "draw")
+        invoke("help", "hardware", "draw")
+
+
+def test_a_price_has_every_pin_of_the_request():
+    """A value that needs ZeRO is not left out because layers are given their ZeRO stage one by one."""
+    words = ("--pin", "zero=3", "--pin", "reduce=step", "--pin", "microbatches=4")
+    layers = json.loads(invoke("price", *GPT2, *words, "--json"))["layers"]
+    assert {(layer["zero"], layer["reduce"]) for layer in layers} == {(3, "step")}

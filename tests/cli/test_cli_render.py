@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from autopar.cli.render import print_plan, runs
+from autopar.cli.render import plan_tables, runs
 from autopar.plan import Axis, LayerPlan, Memory, Plan, Prediction, Role, StagePlan, Strategy
 
 MESH = (Axis("outer", 4, 8), Axis("inner", 8, 1))
@@ -46,7 +46,7 @@ def make_plan(stages: int = 2) -> Plan:
 
 def text(plan: Plan) -> str:
     console = Console(file=io.StringIO(), width=120, highlight=False)
-    print_plan(plan, console)
+    console.print(plan_tables(plan))
     return console.file.getvalue()
 
 
@@ -114,5 +114,5 @@ def test_quality_and_notes():
 @pytest.mark.parametrize("width", [120, 200])
 def test_no_line_is_wider_than_the_console(width):
     console = Console(file=io.StringIO(), width=width, highlight=False)
-    print_plan(make_plan(), console)
+    console.print(plan_tables(make_plan()))
     assert max(len(line) for line in console.file.getvalue().splitlines()) <= width

@@ -1,4 +1,4 @@
-"""``autopar sync``: the table of synchronisations."""
+"""``autopar dev sync``: the table of synchronisations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autopar.units import parse_count
 
 
 def invoke(*arguments: str) -> str:
-    return CliRunner().invoke(cli, ("sync", *arguments), catch_exceptions=False).stdout
+    return CliRunner().invoke(cli, ("dev", "sync", *arguments), catch_exceptions=False).stdout
 
 
 def test_every_way_and_algorithm_has_a_row() -> None:

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.cli.app import cli
 from autopar.errors import AutoparError, UsageError
 from autopar.keywords import Request, Training, as_keywords, keywords, read_keywords
 from autopar.pins import OF_LAYER, OF_PLAN, PINS, LayerPins, checked, read_pin
@@ -39,12 +38,6 @@ def test_help_shows_every_keyword_and_its_default():
     program = inspect.signature(autopar.Program).parameters
     left_out = {"lr": None, "seed": None}  # those of the folder's recipe
     assert as_keywords(Training()) | left_out == {f.name: program[f.name].default for f in fields(Training)}
-
-
-def test_every_command_that_searches_has_an_option_for_every_pin():
-    for command in ("plan", "explain", "sweep", "emit", "run"):
-        names = {parameter.name for parameter in cli.commands[command].params}
-        assert set(PINS) < names, command
 
 
 def test_keywords_are_sorted_into_records():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopar.cli.app import cli
+from autopar.cli.options import PlanRequest
 from autopar.run.elastic import Elastic
 
 STEPS, LR = 400, 1e-3
@@ -48,9 +50,7 @@ def straight() -> list[float]:
 def asked(folder: Path, ranks: int = 1, devices: str = "1") -> Elastic:
     """As ``autopar run --elastic`` asks for the training of this model, with ``devices`` of each node."""
     words = ["elastic_model:model", "--devices", devices, "--precision", "float64", "--time-limit", "600"]
-    request = cli.commands["run"].make_context("run", words).params
+    request = PlanRequest.taken_from(cli.commands["run"].make_context("run", words).params)
     options = ("--device", "cpu", "--steps", str(STEPS), "--lr", str(LR), "--checkpoint", str(folder / "saved"))
     options += ("--every", "10", "--lost-after", "6", "--resume")
-    names = ("steps", "lr", "seed", "output", "checkpoint", "every", "keep", "resume", "elastic", "meet", "restarts")
-    kept = {name: value for name, value in request.items() if name not in names}
-    return Elastic(kept, ranks, 0, str(folder / "programs"), options)
+    return Elastic(asdict(request), ranks, 0, str(folder / "programs"), options)

@@ -36,12 +36,12 @@ def test_the_sentence_has_the_stage_of_the_rank_and_its_largest_part() -> None:
     assert said.startswith(
         "out of memory on rank 1, stage 0: the plan predicts 61 GB (parameters 10 GB, gradients 10 GB, optimizer 40 GB, activations "
         "0 bytes, transients 1 GB) of 80 GB, the most that was allocated is 70 GB; plan again with --memory-limit 71GB, or shard the "
-        "optimizer's states (--zero 1)"
+        "optimizer's states (--pin zero=1)"
     )
     said = sentence(PLAN, 2, (10**9, "m"), "")
     assert (
         "stage 1: the plan predicts 111 GB" in said
-        and "--memory-limit 72GB, or recompute more (--recompute full)" in said
+        and "--memory-limit 72GB, or recompute more (--pin activations=full)" in said
     )
 
 

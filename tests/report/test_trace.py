@@ -1,4 +1,4 @@
-"""``autopar trace``: the predicted step as a trace, and what programs write of the steps that they run."""
+"""``autopar report --trace``: the predicted step as a trace, and what programs write of the steps that they run."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_the_predicted_trace_has_every_action_and_every_send(tmp_path: Path):
     split = ("--pipeline", "2", "--schedule", "zero-bubble", "--microbatches", "4")
     file.write_text(invoke("price", MLP, *request, *split, "--json"))
     with pytest.raises(UsageError, match="does not name its model"):
-        invoke("trace", str(file), "-o", str(out))
-    assert invoke("trace", str(file), "--model", MLP, *request, "-o", str(out)) == f"{out}\n"
+        invoke("report", str(file), "--trace", str(out))
+    assert invoke("report", str(file), "--model", MLP, *request, "--trace", str(out)) == f"{out}\n"
     events = json.loads(out.read_text())["traceEvents"]
     plan = Plan.from_json(json.loads(file.read_text()))
     actions, sends = spans(events, COMPUTATION), spans(events, COMMUNICATION)
@@ -120,7 +120,7 @@ def test_a_step_writes_what_it_did(workers2: WorkerPool, tmp_path: Path):
         "    return model, torch.zeros(2, 16, 16, dtype=torch.float64).unbind(), nn.functional.mse_loss\n"
     )
     again = ["--model", f"{factory}:model", "--devices", "2"]
-    printed = invoke("trace", str(file), *again, "--measured", str(tmp_path / "3.json"), "-o", str(out))
+    printed = invoke("report", str(file), *again, "--measured", str(tmp_path / "3.json"), "--trace", str(out))
     assert {f"{WORDS[kind]}, stage {stage}" for kind in "FIW" for stage in (0, 1)} <= {
         line.split("  ")[0] for line in printed.splitlines()
     }

@@ -23,7 +23,7 @@ CASES: tuple[tuple[str, tuple[str, ...], float], ...] = (  # what, the request, 
     ("Mixtral 8x7B", ("mixtral-8x7b", "--devices", "64x8xH100-80GB"), 12.0),
     (
         "128 layers of 8 kinds",
-        ("tests/models/kinds.py:kinds", "--devices", "2048x8xH100-80GB", "--pipeline", "8"),
+        ("tests/models/kinds.py:kinds", "--devices", "2048x8xH100-80GB", "--pin", "pipeline=8"),
         60.0,
     ),
 )
@@ -37,7 +37,7 @@ def page(lines: list[dict[str, Any]]) -> str:
         f"{machine_words(lines)}\n",
         "At default settings, which look for interleaved pipelines (several chunks of layers on each device) too:\n",
         *_table([line for line in lines if not line["plain"]]),
-        "\nThe same requests with `--chunks 1`, one chunk on each device, where the proof is tighter and the plan may be slower:\n",
+        "\nThe same requests with `--pin chunks=1`, one chunk on each device, where the proof is tighter and the plan may be slower:\n",
         *_table([line for line in lines if line["plain"]]),
         f"\nWanted are the seconds, at most {GAP:.0%} between the plan and its proved bound, and {MEMORY_BYTES / 1e9:.0f} GB; "
         "in bold is what is more than that.\n\nMade by `make report NAME=endtoend`. Do not edit.",
@@ -76,7 +76,10 @@ def main() -> None:
     requests = {name: request for name, request, _ in CASES}
 
     def one(case: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-        return {**case, **measure((*requests[case["case"]], *(["--chunks", "1"] if case["plain"] else [])), limit_s)}
+        return {
+            **case,
+            **measure((*requests[case["case"]], *(["--pin", "chunks=1"] if case["plain"] else [])), limit_s),
+        }
 
     cases = [{"case": name, "plain": plain} for plain in (False, True) for name in requests]
     lines = resumed(EVIDENCE / "endtoend.jsonl", cases, one, __doc__, 600.0)

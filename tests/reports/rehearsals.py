@@ -3,7 +3,7 @@
 
 On a GPU (``--device cuda``) plans of published models at full size; elsewhere the same models at reduced width and few layers, whose plans
 have the same axes, stages and schedules. Each rank runs the emitted program at its local shapes with collectives that return at once
-(``autopar rehearse``). With ``--calibration FILE`` (of ``autopar profile``) prices are those of the ops measured on such a device.
+(``autopar dev rehearse``). With ``--calibration FILE`` (of ``autopar profile``) prices are those of the ops measured on such a device.
 
 One JSON line for each rank; a run does what the file lacks for its device (``--fresh``: everything).
 """
@@ -147,7 +147,7 @@ def run_case(case: Case, calibration: str | None, done: set[int]) -> Iterator[Li
 HEAD = """# Ranks of large plans alone on one device
 
 Each rank runs its emitted program alone: the real stage modules at the real local shapes and the real schedule, with collectives that
-return at once (`autopar rehearse`). Peak memory is that of PyTorch's allocator over a whole step; the time is that of arithmetic and update
+return at once (`autopar dev rehearse`). Peak memory is that of PyTorch's allocator over a step; the time is that of arithmetic and update
 without communication, and the prediction is that of the same prices.
 """
 

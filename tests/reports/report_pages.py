@@ -28,8 +28,16 @@ LOADS = 5
 
 PLANS = {
     "405b": ("llama3-405b", "--devices", "2048x8xH100-80GB"),
-    "8b": ("llama3-8b", "--devices", "4x8xH100-80GB", "--pipeline", "4"),
-    "8b-zero-bubble": ("llama3-8b", "--devices", "4x8xH100-80GB", "--pipeline", "2", "--schedule", "zero-bubble"),
+    "8b": ("llama3-8b", "--devices", "4x8xH100-80GB", "--pin", "pipeline=4"),
+    "8b-zero-bubble": (
+        "llama3-8b",
+        "--devices",
+        "4x8xH100-80GB",
+        "--pin",
+        "pipeline=2",
+        "--pin",
+        "schedule=zero-bubble",
+    ),
 }
 PAGES = {  # the plans of a page, and options of `autopar report`
     "405b": (("405b",), ()),

@@ -97,7 +97,7 @@ def test_the_command(tmp_path: Path):
     request = [f"{factory}:build", "--devices", "1x8xH100-80GB", "--data", "8", "--compile", "none", "--device", "cpu"]
 
     def invoke(*options: str) -> Any:
-        return CliRunner().invoke(cli, ["rehearse", *request, "--steps", "1", *options], catch_exceptions=False)
+        return CliRunner().invoke(cli, ["dev", "rehearse", *request, "--steps", "1", *options], catch_exceptions=False)
 
     (line,) = invoke("--json").stdout.splitlines()
     assert json.loads(line)["rank"] == 0 and json.loads(line)["peak_bytes"] > 0

@@ -8,11 +8,12 @@ import re
 import pytest
 from exactness import subject
 
-from autopar.cli.pricing import price_plan, write_plan
+from autopar.cli.pricing import price_plan
 from autopar.devices import parse
 from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.plan import Plan, Role
+from autopar.planning import write_plan
 from autopar.price import Pricer
 from autopar.search import SearchOptions, search
 from autopar.search.options import pins_by_layer
@@ -114,13 +115,14 @@ class TestSearch:
         cluster = parse("8xH100-80GB")
         pricer = Pricer(mixtral, cluster, "bfloat16")
         plans = [
-            price_plan(mixtral, cluster, write_plan(mixtral, cluster, {"expert": n, "zero": 1}), pricer) for n in (1, 8)
+            price_plan(mixtral, cluster, write_plan(mixtral, cluster, SearchOptions(expert=n, zero=1)), pricer)
+            for n in (1, 8)
         ]
         assert degrees(plans[1], mixtral) == {(True, 8), (False, 1)}
         kept = [plan.stages[0].memory for plan in plans]
         assert kept[1].parameters < 0.3 * kept[0].parameters and kept[1].gradients < 0.3 * kept[0].gradients
         with pytest.raises(UsageError, match="expert 3"):
-            write_plan(mixtral, cluster, {"expert": 3})
+            write_plan(mixtral, cluster, SearchOptions(expert=3))
 
 
 @pytest.mark.parametrize(

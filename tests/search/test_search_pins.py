@@ -7,7 +7,7 @@ import search_models
 from search_models import Devices, RandomPricer, brute_force, chain, random_problem
 
 from autopar.cli.entry import main
-from autopar.cli.render import print_plan
+from autopar.cli.render import plan_tables
 from autopar.errors import InfeasibleError, UsageError
 from autopar.pins import LayerPins, read_pins
 from autopar.plan import Plan, Role
@@ -169,6 +169,6 @@ def test_without_time_the_price_of_a_pin_says_what_is_not_known(capsys: pytest.C
     (pin,) = plan.pins
     saves, most = pin.gain(plan.prediction.step_time_s)
     assert saves == 0.0 < most
-    print_plan(plan, Console(width=120))
+    Console(width=120).print(plan_tables(plan))
     out = capsys.readouterr().out
     assert "the price of each pin" in out and f"{most:.1%}" in out and "zero=3" in out

@@ -130,7 +130,7 @@ def test_a_plan_is_the_one_of_the_command_line_and_a_pin_has_a_price(server: Ser
     (price,) = pinned["plan"]["pins"]
     assert price["pin"] == "tensor" and price["step_time_without_s"] == pytest.approx(free["plan"]["step_time_s"])
     assert pinned["plan"]["step_time_s"] > free["plan"]["step_time_s"]
-    assert pinned["command"].endswith("--devices 8xH100-80GB --tensor 8")
+    assert pinned["command"].endswith("--devices 8xH100-80GB --pin tensor=8")
     status, headers, report = send(server, "GET", f"api/plans/{pinned['id']}/report")
     assert status == 200 and "sandbox allow-scripts" in headers["Content-Security-Policy"]
     figures = json.loads(re.search(r'id="figures">(.*?)</script>', report, re.DOTALL)[1])
@@ -181,7 +181,7 @@ def test_what_is_wrong_is_said_with_a_hint(server: Server):
             {"config": {"model_type": HOSTILE, "auto_map": {"AutoModel": "evil--evil.Model"}}},
             "cannot read the configuration",
         ),
-        ({"model": "gpt2", "pins": {"zero": 7}}, "--zero"),
+        ({"model": "gpt2", "pins": {"zero": 7}}, "zero is 7, it must be"),
         ({"model": "gpt2", "devices": "8xT4"}, "GPU 'T4' is not known"),
         ({"model": "gpt2", "cluster": "gpus = 3"}, "unknown key 'gpus'"),
         ({"model": "gpt2", "devices": "--help"}, "not a description of devices"),

@@ -1,4 +1,4 @@
-"""``autopar validate``: rows read and refused, plans written from them, scores by hand, and the cost model's rank on a published sweep."""
+"""``autopar dev validate``: rows read and refused, plans written from them, scores by hand, and the rank on a published sweep."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def write_rows(folder: Path, rows: list[object]) -> Path:
 
 def test_the_command_lists_what_it_cannot_price(tmp_path):
     path = write_rows(tmp_path, [row(), "not json", row(id="b", gpu="abacus"), row(id="c", pp=8, tp=1, oom=True), 7])
-    result = CliRunner().invoke(cli, ["validate", str(path), "--json"], catch_exceptions=False)
+    result = CliRunner().invoke(cli, ["dev", "validate", str(path), "--json"], catch_exceptions=False)
     found = json.loads(result.stdout)
     keys = {"n_ran", "n_failed", "spearman", "regret", "ran_called_infeasible", "failed_called_infeasible",
             "time_median_error", "time_p90_error", "memory_median_error", "memory_p90_error"}  # fmt: skip
@@ -203,7 +203,7 @@ def test_the_command_lists_what_it_cannot_price(tmp_path):
     assert found["n_unpriced"] == 3 and [u["id"] for u in found["unpriced"]] == ["line 2", "b", "line 5"]
     assert found["overall"]["failed_called_infeasible"] == 1, "4 blocks do not make 8 stages"
     assert found["rows"][0]["step_time_s"] > 0
-    printed = CliRunner().invoke(cli, ["validate", str(path)], catch_exceptions=False).stdout
+    printed = CliRunner().invoke(cli, ["dev", "validate", str(path)], catch_exceptions=False).stdout
     assert "3 of 5 rows could not be priced" in printed and "by hand" in printed
 
 

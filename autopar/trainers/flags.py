@@ -1,0 +1,92 @@
+"""The flags with which Megatron-LM and torchtitan describe a plan, as autopar's pins and sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from autopar.errors import UsageError
+from autopar.pins import PINS
+
+MICROBATCH, SEQUENCE = "microbatch", "sequence"
+"""The names of values that are neither pins nor sizes of the batch: the sequences of a microbatch, Megatron-LM's sequence parallelism."""
+
+_RECOMPUTED = {"off": "keep", "none": "keep"}
+_LAYERS = "layers"  # that are recomputed as one
+
+
+def _whole(text: str) -> int:
+    if not text.isdigit():
+        raise UsageError(f"{text!r} is not a whole number", "degrees and sizes are whole numbers")
+    return int(text)
+
+
+def _recomputed(text: str) -> str:
+    return _RECOMPUTED.get(text, text)
+
+
+def _uniform(text: str) -> None:
+    if text != "uniform":
+        raise UsageError(f"the method {text} is not supported", "write uniform, or a plan's JSON file")
+
+
+def _sharded(text: str) -> int:
+    """torchtitan shards parameters, gradients and optimizer states over this degree."""
+    return 3 if _whole(text) > 1 else 0
+
+
+# What a flag decides, and its value: made from the flag's text by a function, or the same for all flags without a text.
+FLAGS: dict[str, tuple[str, Callable[[str], Any] | int | str | bool]] = {
+    "--tensor-model-parallel-size": ("tensor", _whole),
+    "--pipeline-model-parallel-size": ("pipeline", _whole),
+    "--context-parallel-size": ("ring", _whole),
+    "--expert-model-parallel-size": ("expert", _whole),
+    "--micro-batch-size": (MICROBATCH, _whole),
+    "--global-batch-size": ("global_batch", _whole),
+    "--seq-length": ("seq", _whole),
+    "--sequence-parallel": (SEQUENCE, True),
+    "--use-distributed-optimizer": ("zero", 1),
+    "--recompute-granularity": ("activations", _recomputed),
+    "--recompute-method": ("", _uniform),
+    "--recompute-num-layers": (_LAYERS, _whole),
+    "--num-virtual-stages-per-pipeline-rank": ("chunks", _whole),
+    "--bf16": ("precision", "bfloat16"),
+    "--fp16": ("precision", "float16"),
+    "--parallelism.tensor_parallel_degree": ("tensor", _whole),
+    "--parallelism.pipeline_parallel_degree": ("pipeline", _whole),
+    "--parallelism.context_parallel_degree": ("ring", _whole),
+    "--parallelism.expert_parallel_degree": ("expert", _whole),
+    "--parallelism.data_parallel_shard_degree": ("zero", _sharded),
+    "--parallelism.data_parallel_replicate_degree": ("replicate", _whole),
+    "--training.local_batch_size": (MICROBATCH, _whole),
+    "--training.global_batch_size": ("global_batch", _whole),
+    "--training.seq_len": ("seq", _whole),
+    "--activation_checkpoint.mode": ("activations", _recomputed),
+}
+
+
+def read_flags(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Return the pins, each as ``KEY=VALUE``, and the other values, by name, of ``--flag value`` or ``--flag=value``.
+
+    Raises:
+        UsageError: a flag that is not in ``FLAGS``, a flag without its value, or a value that the flag cannot have.
+    """
+    values: dict[str, Any] = {}
+    queue = list(words)
+    while queue:
+        flag, equals, text = queue.pop(0).partition("=")
+        if flag not in FLAGS:
+            raise UsageError(f"{flag!r} is not a supported flag", f"these are: {', '.join(FLAGS)}")
+        name, value = FLAGS[flag]
+        if callable(value):
+            if not equals and not queue:
+                raise UsageError(f"{flag} has no value", f"write {flag} followed by its value")
+            try:
+                value = value(text if equals else queue.pop(0))
+            except UsageError as error:
+                raise UsageError(f"{flag}: {error.message}", error.hint) from None
+        values |= {name: value} if name else {}
+    layers = values.pop(_LAYERS, 1)
+    if layers > 1 and values.get("activations", "full") == "full":  # other recomputation has no use for it
+        values["activations"] = f"full:{layers}"
+    return [f"{name}={values.pop(name)}" for name in PINS if name in values], values
