@@ -44,6 +44,7 @@ from autopar.ops.facts import facts, op_name
 from autopar.ops.meta import graph_meta, meta
 from autopar.torch_private import as_if_exported, is_fake, masks_as_given, memory, plain_averages
 from passes.clean.nodes import like, note
+from passes.clean.selections import selections_pass
 
 
 class _RefusedError(Exception):
@@ -256,18 +257,18 @@ def _exported(
 
     with buffers_kept(copied.module):
         program, left = run()
-        notes = check_again(program, before, left, copied, run)
+        notes, carried = check_again(program, before, left, copied, run)
     lifted = _lifted(program)
     found = expand(program.graph_module, lifted, repeats, model) if repeats is not None else lifted
     if found is None:
         copied = cloned()
         program, left = _export(model, copied, structure)
         found = _lifted(program)
-    gm = program.graph_module
+    gm = selections_pass(program.graph_module)
     values = _label(gm, found, program.constants, model, copied, structure)
     for sentence in notes:
         note(gm, sentence)
-    graph_meta(gm)["carried"] = left.tensors
+    graph_meta(gm)["carried"] = carried
     _check_dtypes(gm)
     refuse_nodes(gm)
     refuse_derivatives(gm)

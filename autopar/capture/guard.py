@@ -35,6 +35,7 @@ def guarded(model: nn.Module, twin: nn.Module) -> Iterator[None]:
         stack.enter_context(_no_draws())
         stack.enter_context(_casts_without_effect())
         stack.enter_context(_Meant(model, twin))
+        stack.enter_context(_Selecting())
         yield
 
 
@@ -83,6 +84,53 @@ def assigned_buffers_written(module: nn.Module, registered: Collection[str]) -> 
         with torch.no_grad():
             buffer.copy_(new)
         owner._buffers[name] = buffer
+
+
+class _Selecting(TorchFunctionMode):
+    """Selects rows by the first of equal boolean masks: ``x[m > 0]`` and ``y[m > 0]`` then have the same number of rows, which export
+    cannot know for two masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: dict[Any, tuple[Tensor, int]] = {}
+        self.known: dict[
+            int, tuple[Any, Tensor, int]
+        ] = {}  # by the mask's id: how it was computed, and its version then
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "").strip("_")
+        if name in _SELECTING and args and not kwargs:
+            args = tuple(self._equal(arg) if isinstance(arg, Tensor) else arg for arg in args)
+            if name == "masked_select":
+                value, mask = args if args[0].shape == args[1].shape else torch.broadcast_tensors(*args)
+                return value[mask]
+        if name not in _COMPARING or not args or kwargs:
+            return func(*args, **kwargs)
+        key = (name, *map(self._key, args))
+        result = func(*args)
+        if isinstance(result, Tensor) and result is not args[0] and result.dtype == torch.bool:
+            self.known[id(result)] = key, result, result._version
+            self.first.setdefault(key, (result, result._version))
+        return result
+
+    def _key(self, value: Any) -> Any:
+        """How a tensor was computed, if it is a mask that was not written to since; another tensor by its identity and version."""
+        if not isinstance(value, Tensor):
+            return repr(value)
+        key, _, version = self.known.setdefault(id(value), (id(value), value, -1))
+        return key if version == value._version else (id(value), value._version)
+
+    def _equal(self, value: Tensor) -> Tensor:
+        first, version = self.first.get(self._key(value), (value, value._version))
+        return first if first._version == version else value
+
+
+_SELECTING = frozenset(("getitem", "masked_select", "nonzero", "where"))
+_COMPARING = frozenset(
+    """gt ge lt le eq ne isnan isinf isfinite logical_not logical_and logical_or logical_xor bitwise_not bitwise_and bitwise_or invert
+    and or""".split()  # noqa: SIM905  a list of words
+)
 
 
 class _Meant(TorchFunctionMode):

@@ -42,7 +42,7 @@ class Model(nn.Module):
         if self.kind == "item":
             y = y * x.max().item()
         if self.kind == "select":
-            y = y[y > 0]
+            y = y[y > 0].cumsum(0)
         if self.kind == "reversed":
             y = Reversed.apply(y, self)
         if self.kind == "hook":

@@ -33,7 +33,7 @@ class Branches(Linear):
 
 class Selects(Linear):
     def forward(self, x: torch.Tensor) -> Any:  # type: ignore[override]
-        return self.linear(x[x.sum(-1) > 0]).mean()
+        return self.linear(x[x.sum(-1) > 0]).max()
 
 
 class Reads(Linear):
