@@ -9,7 +9,6 @@ parameter, a written buffer or a random draw affects the tensor, the answer is n
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.capture.backward import OPAQUE_HINT, KeptWholeError, caller
 from autopar.capture.blocks import stack
+from autopar.capture.storage import copied
 from autopar.errors import CaptureError
 from autopar.graph import Graph, Guard
 from autopar.ops.facts import is_random
@@ -126,10 +126,10 @@ def _is_question(func: Any) -> bool:
 def listen(model: nn.Module, run: Callable[[nn.Module], object]) -> Answers | None:
     """The questions of a copy of the model when ``run`` runs it, in the mode in which it is exported; ``None`` if it asks nothing, fails,
     or asks for an answer that cannot be recorded."""
-    copied, listening = copy.deepcopy(model), _Listening()
+    (twin,), listening = copied([model]), _Listening()
     with torch.random.fork_rng(devices=[]), as_if_exported(), listening:
         try:
-            run(copied)
+            run(twin)
         except Exception:  # the model fails by itself, too: the error of export says where
             return None
     values = [answer.value for answer in listening.found]

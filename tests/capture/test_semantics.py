@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from test_capture_models import assert_equals_eager, pair
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from autopar.capture import capture, check_capture, opaque
 from autopar.errors import CaptureError
@@ -278,6 +279,37 @@ def test_a_cache_that_the_first_call_fills_is_computed_in_every_step(
     assert "equals the model over two steps" in check_capture(
         capture(model, batch, F.mse_loss), model, batch, F.mse_loss
     )
+
+
+def weight_norm(model: nn.Module) -> None:
+    nn.utils.weight_norm(model.a)  # type: ignore[arg-type]
+
+
+def pruned(model: nn.Module) -> None:
+    prune.random_unstructured(model.a, "weight", 0.3)
+
+
+def called(model: nn.Module) -> None:
+    pruned(model)
+    model(pair(8, 4)[0])
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+@pytest.mark.parametrize("change", [weight_norm, pruned, called])
+def test_a_weight_that_a_hook_computes_before_each_call(change: Callable[[nn.Module], None]) -> None:
+    torch.manual_seed(0)
+    model, batch = Model(lambda m, y: y.tanh()).double(), pair(8, 4)
+    change(model)
+    graph = capture(model, batch, F.mse_loss)
+    assert {"a.weight_g", "a.weight_v"} <= graph.parameters.keys() or "a.weight_orig" in graph.parameters
+    assert "equals the model over two steps" in check_capture(graph, model, batch, F.mse_loss)
+
+
+def test_a_weight_that_was_computed_before_is_refused() -> None:
+    model = Model(lambda m, y: y @ m.twice, twice=None).double()
+    model.twice = model.a.weight * 2
+    with pytest.raises(CaptureError, match=r"(?s)self.act\(self.*reads a tensor \[8, 8\] that requires a gradient"):
+        capture(model, pair(8, 4), F.mse_loss)
 
 
 def test_a_loss_that_reads_the_model_itself_trains_it() -> None:
