@@ -44,6 +44,7 @@ from autopar.ops.facts import facts, op_name
 from autopar.ops.meta import graph_meta, meta
 from autopar.torch_private import as_if_exported, is_fake, masks_as_given, memory, plain_averages
 from passes.clean.nodes import like, note
+from passes.clean.regions import inline_regions_pass
 from passes.clean.selections import selections_pass
 
 
@@ -282,6 +283,7 @@ def _exported(
     graph_meta(gm)["carried"] = carried
     _check_dtypes(gm)
     refuse_nodes(gm)
+    gm = inline_regions_pass(gm)
     refuse_derivatives(gm)
     keep_guards(gm, answers)
     return gm, values
