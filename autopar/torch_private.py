@@ -146,10 +146,20 @@ def target_of_to(
     return device, dtype, layout
 
 
-def has_gradient_hooks(thing: torch.nn.Module | torch.Tensor) -> bool:
-    """Whether a module's or a parameter's gradient passes through a hook. (torch 2.11, 2.13)"""
-    names = ("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks")
-    return any(getattr(thing, name, None) for name in names)
+def gradient_hooks(thing: torch.nn.Module | torch.Tensor) -> tuple[list[Any], list[Any]] | None:
+    """The hooks that the gradients of a module's inputs, or of a parameter, pass through, and those of a module's outputs; ``None`` if
+    there are hooks of another kind. (torch 2.11, 2.13)"""
+    inputs, outputs = (
+        list((getattr(thing, n, None) or {}).values()) for n in ("_backward_hooks", "_backward_pre_hooks")
+    )
+    not_full = isinstance(thing, torch.nn.Module) and inputs and not thing._is_full_backward_hook
+    return None if not_full or getattr(thing, "_post_accumulate_grad_hooks", None) else (inputs, outputs)
+
+
+def remove_gradient_hooks(module: torch.nn.Module) -> None:
+    """Remove a module's hooks on gradients. (torch 2.11, 2.13)"""
+    module._backward_hooks.clear()
+    module._backward_pre_hooks.clear()
 
 
 @contextmanager

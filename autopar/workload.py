@@ -131,9 +131,10 @@ def resize_batch(batch: Any, seq: int | None, rows: int | None) -> Any:
     if seq is not None and (len(lengths) != 1 or seq > max(lengths)):
         raise BatchError(f"the batch has no single sequence dim that could be shortened to {seq}")
     length = lengths.pop() if seq is not None else None
+    most = max((t.shape[0] for t in _tensors(batch) if t.dim()), default=0)
 
     def resized(tensor: Tensor) -> Tensor:
-        if rows is not None and tensor.dim():
+        if rows is not None and tensor.dim() and tensor.shape[0] == most:  # not what all examples share
             tensor = tensor.index_select(0, torch.arange(rows, device=tensor.device) % tensor.shape[0])
         if seq is not None and tensor.dim() > 1 and tensor.shape[1] == length:
             tensor = tensor.narrow(1, 0, seq).contiguous()

@@ -20,16 +20,16 @@ from autopar.errors import CaptureError
 from autopar.ops.facts import facts, op_name
 from autopar.ops.meta import meta
 from autopar.ops.operands import arguments
-from autopar.torch_private import has_gradient_hooks, patch_backward
+from autopar.torch_private import gradient_hooks, patch_backward
 
 OPAQUE_HINT = "keep that module whole and replicated: wrap it in autopar.opaque(module)"
-_OP_HINT = (
+OP_HINT = (
     "make it a torch.library.custom_op with register_autograd (and autopar.register_rule, to shard it), or "
     + OPAQUE_HINT
 )
 
 TORCH = str(Path(torch.__file__).parent)
-OURS = (TORCH, str(Path(__file__).parent), has_gradient_hooks.__code__.co_filename)
+OURS = (TORCH, str(Path(__file__).parent), gradient_hooks.__code__.co_filename)
 """Frames in files with these paths are not the user's code."""
 
 
@@ -45,7 +45,7 @@ class KeptWholeError(CaptureError):
 @contextmanager
 def own_gradients_refused(engine: Callable[..., Any]) -> Iterator[None]:
     """Inside this context, code that makes gradients other than through the forward pass raises ``CaptureError`` with the line of the
-    call: a user's ``autograd.Function``, a tensor's ``register_hook``, hooks on saved tensors. ``engine`` replaces torch's function that
+    call: a user's ``autograd.Function``, hooks on saved tensors. ``engine`` replaces torch's function that
     computes gradients."""
     hooks = torch.autograd.graph.saved_tensors_hooks
     enter = hooks.__enter__
@@ -60,30 +60,18 @@ def own_gradients_refused(engine: Callable[..., Any]) -> Iterator[None]:
 
     with ExitStack() as around:
         around.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(_apply)))
-        around.enter_context(mock.patch.object(torch.Tensor, "register_hook", _register_hook))
         around.enter_context(mock.patch.object(hooks, "__enter__", saved))
         around.enter_context(patch_backward(refuse_backward, engine))
         yield
 
 
-def refuse_hooks(model: nn.Module) -> None:
-    """Raise ``CaptureError`` where a module or a parameter has a hook that gradients pass through."""
-    for kind, things in (("module", model.named_modules()), ("parameter", model.named_parameters())):
-        for name, thing in things:
-            if has_gradient_hooks(thing):
-                raise CaptureError(
-                    f"the {kind} {name or type(thing).__name__} has a hook on its gradient, which a captured graph would lose",
-                    hint="remove the hook; what it does to gradients belongs into the loss, the optimizer, or a torch.library.custom_op "
-                    "with register_autograd",
-                )
-
-
 def refuse_strays(model: nn.Module) -> None:
-    """Raise ``CaptureError`` where a module holds a tensor that requires a gradient and is no parameter: nothing would train it."""
+    """Raise ``CaptureError`` where a module holds a tensor that requires a gradient and is no parameter: nothing would train it. A computed
+    tensor in an attribute is refused where forward reads it, because a hook may compute it anew before."""
     for path, module in model.named_modules():
         buffers = dict(module.named_buffers(recurse=False))
         for name, value in (buffers | vars(module)).items():
-            if isinstance(value, torch.Tensor) and value.requires_grad:
+            if isinstance(value, torch.Tensor) and value.requires_grad and (value.is_leaf or name in buffers):
                 what = "a buffer" if name in buffers else "a plain attribute"
                 raise CaptureError(
                     f"{path + '.' if path else ''}{name} requires a gradient and is {what}, not a parameter",
@@ -167,15 +155,8 @@ def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
         return found
     raise KeptWholeError(
         f"{caller()} calls the autograd.Function {function.__name__}: torch.export keeps its forward and loses its backward",
-        hint=_OP_HINT,
+        hint=OP_HINT,
         function=None if kept is not None else function,
-    )
-
-
-def _register_hook(tensor: torch.Tensor, hook: Any) -> Any:
-    """Replaces ``Tensor.register_hook`` during export, which would forget the hook."""
-    raise KeptWholeError(
-        f"{caller()} hooks a function into a gradient: torch.export keeps the tensor and loses the hook", hint=_OP_HINT
     )
 
 

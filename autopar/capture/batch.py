@@ -2,7 +2,8 @@
 
 A batch is one tensor, a tuple (positional arguments), or a dict (keyword arguments); with a ``loss_fn`` it is the pair ``(inputs,
 targets)``, where ``inputs`` is one of those three. Tensors may be nested deeper (a dict of tuples); values that are not tensors
-(``None``, a flag) are part of the structure and must stay the same.
+(``None``, a flag) are part of the structure and must stay the same. A number (a tensor without dims) and a row that all examples share
+become one equal row for each example.
 """
 
 from __future__ import annotations
@@ -23,14 +24,21 @@ from autopar.errors import BatchError
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """The position of one tensor in a batch: its name in ``Graph.inputs``, global shape and dtype."""
+    """The position of one tensor in a batch: its name in ``Graph.inputs``, global shape and dtype. ``shared`` is the shape in the user's
+    batch of a tensor that all examples share, which has no dims or one row."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    shared: tuple[int, ...] | None = None
+
+    @property
+    def given(self) -> tuple[int, ...]:
+        """The shape in the user's batch."""
+        return self.shape if self.shared is None else self.shared
 
     def __str__(self) -> str:
-        return f"{self.name}: {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        return f"{self.name}: {str(self.dtype).removeprefix('torch.')}{list(self.given)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +80,7 @@ def describe_batch(
     else:
         names = _Names(dtype)
         tree = names.arguments(model, batch)
-    structure = BatchStructure(tree, paired=paired)
+    structure = BatchStructure(_with_rows(tree), paired=paired)
     leaves = structure.leaves
     if not leaves:
         raise BatchError(
@@ -84,9 +92,25 @@ def describe_batch(
         if not leaf.shape or leaf.shape[0] != leaves[0].shape[0]:
             raise BatchError(
                 f"the batch's tensors disagree on dim 0, the batch: {leaves[0]} and {leaf}",
-                hint="every tensor of a batch has one row per example in dim 0",
+                hint="every tensor of a batch has one row per example in dim 0, or one row for all examples, or no dims",
             )
     return structure
+
+
+def _with_rows(tree: Any) -> Any:
+    """The nest with as many rows for the tensors that all examples share as the other tensors have."""
+    rows = max((leaf.shape[0] for leaf in _leaves(tree) if leaf.shape), default=0)
+
+    def shared(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: shared(item) for key, item in value.items()}
+        if isinstance(value, tuple):
+            return tuple(map(shared, value))
+        if isinstance(value, Leaf) and rows and (not value.shape or value.shape[0] == 1 < rows):
+            return Leaf(value.name, (rows, *value.shape[1:]), value.dtype, shared=value.shape)
+        return value
+
+    return shared(tree)
 
 
 def check_tensors(where: str, value: Any) -> None:
@@ -120,19 +144,23 @@ def flatten_batch(structure: BatchStructure, batch: Any) -> dict[str, torch.Tens
     return tensors
 
 
-def rebuild_batch(structure: BatchStructure, tensors: Sequence[torch.Tensor]) -> Any:
-    """The inverse of ``flatten_batch``: the nest, with ``tensors`` (in the order of the leaves) at their positions."""
-    return _rebuild(structure.tree, iter(tensors))
+def rebuild_batch(structure: BatchStructure, tensors: Sequence[torch.Tensor], *, by_rows: bool = False) -> Any:
+    """The inverse of ``flatten_batch``: the nest, with ``tensors`` (in the order of the leaves) at their positions. With ``by_rows``
+    a tensor whose one row all examples share keeps a row for each example."""
+    return _rebuild(structure.tree, iter(tensors), by_rows)
 
 
-def _rebuild(tree: Any, tensors: Iterator[torch.Tensor]) -> Any:
+def _rebuild(tree: Any, tensors: Iterator[torch.Tensor], by_rows: bool) -> Any:
     if isinstance(tree, Leaf):
-        return next(tensors)
+        tensor = next(tensors)
+        if tree.shared is None or (tree.shared and by_rows):
+            return tensor
+        return tensor[:1] if tree.shared else tensor[0]
     if isinstance(tree, Static):
         return tree.value
     if isinstance(tree, dict):
-        return {key: _rebuild(value, tensors) for key, value in tree.items()}
-    return tuple(_rebuild(value, tensors) for value in tree)
+        return {key: _rebuild(value, tensors, by_rows) for key, value in tree.items()}
+    return tuple(_rebuild(value, tensors, by_rows) for value in tree)
 
 
 def _leaves(tree: Any) -> Iterator[Leaf]:
@@ -181,13 +209,13 @@ def _checked(leaf: Leaf, tensor: Any, where: str) -> torch.Tensor:
         )
     if tensor.is_floating_point() and leaf.dtype.is_floating_point and tensor.dtype != leaf.dtype:
         tensor = tensor.to(leaf.dtype)
-    if tuple(tensor.shape) != leaf.shape or tensor.dtype != leaf.dtype:
+    if tuple(tensor.shape) != leaf.given or tensor.dtype != leaf.dtype:
         got = Leaf(leaf.name, tuple(tensor.shape), tensor.dtype)
         raise BatchError(
             f"{where} does not fit the captured graph: it takes {leaf}, and this is {got}",
             hint="a graph is captured for one global batch shape: pad or drop the last batch, or capture again",
         )
-    return tensor
+    return tensor if leaf.shared is None else tensor.expand(leaf.shape)
 
 
 # Names that a stage's forward and the schedule's step use for other things; a user's tensor may have any name.

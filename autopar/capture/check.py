@@ -107,11 +107,11 @@ def _without_comparison(graph: Graph, why: str) -> str:
     """The note for a plan whose graph is not compared, because there are no values or they are too many.
 
     Raises:
-        CaptureError: forward leaves tensors for its next call, so that only a comparison tells whether the graph is right.
+        CaptureError: forward leaves state for its next call, so that only a comparison tells whether the graph is right.
     """
     if graph.carried:
         raise CaptureError(
-            f"forward leaves tensors for its next call in {', '.join(graph.carried[:3])}, and whether that call needs them cannot be "
+            f"forward leaves state for its next call in {', '.join(graph.carried[:3])}, and whether that call needs it cannot be "
             f"compared: {why}",
             f"{BUFFER_HINT}; --no-capture-check (capture_check=False) plans as if every call were the first",
         )
@@ -221,7 +221,7 @@ class _Comparison:
     def _refused(self, off: str, step: int, small: Graph, tensors: list[Tensor]) -> CaptureError:
         if carried := list(dict.fromkeys((*self.graph.carried, *small.carried))):
             return CaptureError(
-                f"forward leaves tensors for its next call in {', '.join(carried[:3])}, which a program does not: the captured graph "
+                f"forward leaves state for its next call in {', '.join(carried[:3])}, which a program does not: the captured graph "
                 f"does not compute what the model computes {off}, in step {step + 1}",
                 BUFFER_HINT,
             )
@@ -325,7 +325,9 @@ def _compared(mine: Step, theirs: Step, written: set[str]) -> tuple[Error, str]:
     error = _compare(mine.loss, mine.gradients, theirs.loss, theirs.gradients, floor=FLOOR)
     if not error.exact:
         return error, "the loss" if error.where == "loss" else "a gradient"
-    moved = {name: value for name, value in theirs.buffers.items() if value.is_floating_point() or name in written}
+    # a buffer that forward has registered or filled itself is a cache, whose effect the second step shows
+    kept = {name: value for name, value in theirs.buffers.items() if name in mine.buffers}
+    moved = {name: value for name, value in kept.items() if value.is_floating_point() or name in written}
     return _compare(0.0, {n: mine.buffers[n] for n in moved}, 0.0, moved), "a buffer"
 
 

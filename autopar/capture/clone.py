@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.storage import tied_first
+from autopar.capture.hooks import move_hooks
+from autopar.capture.storage import computed, tied_first
 from autopar.capture.surroundings import Surroundings
 from autopar.errors import CaptureError
 from autopar.torch_private import fake_tensors
@@ -45,6 +46,7 @@ def twin(
     *,
     meta: bool = False,
     without: Collection[str] = (),
+    cache: bool = False,
 ) -> Twin:
     """Clone ``model``, and ``loss_fn`` where it is a module, without touching or copying their tensors.
 
@@ -52,8 +54,9 @@ def twin(
     is, so that a forward that mixes in tensors of the default device works on it; those of a ``meta`` twin are on meta, which is several
     times faster. Tensors that are plain attributes become buffers, so that export sees them. ``dtype`` casts the floating tensors, except
     that running statistics are never cast to a narrower dtype, because they change by a small fraction of themselves. The parameters in
-    ``without`` are left out: they are ``None`` in the twin. transformers' key/value cache is switched off, and its mixtures of experts
-    use their grouped implementation: the others have shapes that depend on data, or copy the experts' matrices for every token.
+    ``without`` are left out: they are ``None`` in the twin. transformers' key/value cache is switched off unless ``cache`` is set, and its
+    mixtures of experts use their grouped implementation: the others have shapes that depend on data, or copy the experts' matrices for
+    every token.
     """
     mode = contextlib.nullcontext() if meta else fake_tensors()
     device = "meta" if meta else "cpu"
@@ -73,6 +76,8 @@ def twin(
     for name, parameter in model.named_parameters():
         made = None if name in without else nn.Parameter(fake(parameter), requires_grad=parameter.requires_grad)
         memo[id(parameter)] = memo.get(id(first[id(parameter)]), made)
+    # forward replaces these tensors before it reads them; otherwise it reads a tensor that nothing trains, and is refused
+    memo |= {id(tensor): fake(tensor).requires_grad_() for tensor in computed(model).values()}
     whole = nn.ModuleDict({"model": model})
     if isinstance(loss_fn, nn.Module):
         whole[_LOSS_KEY] = loss_fn
@@ -80,7 +85,7 @@ def twin(
     values: dict[str, torch.Tensor] = {}
     for path, name, tensor in stored_tensors(whole):
         owner = whole.get_submodule(path)
-        if name in vars(owner) and not isinstance(tensor, nn.Parameter):
+        if name in vars(owner) and not isinstance(tensor, nn.Parameter) and tensor.grad_fn is None:
             plain.setdefault((id(owner), name), path)
         if id(tensor) not in memo:
             memo[id(tensor)] = fake(tensor)
@@ -99,18 +104,23 @@ def twin(
         delattr(owner, name)
         owner.register_buffer(name, tensor, persistent=False)
     module = copied["model"]
-    _configure(module)
+    _configure(module, cache)
     loss_fn = copied[_LOSS_KEY] if isinstance(loss_fn, nn.Module) else loss_fn
     return Twin(module, loss_fn, values, mode, surroundings)
 
 
-def _configure(module: nn.Module) -> None:
-    """Choose what can be captured where a model of transformers has the choice."""
-    for child in module.modules():
-        config: Any = getattr(child, "config", None)
-        if getattr(config, "use_cache", False):
-            config.use_cache = False
+def _configure(module: nn.Module, cache: bool) -> None:
+    """Choose what can be captured where a model of transformers has the choice, and replace hooks on gradients."""
+    for config in () if cache else configs_with_cache(module):
+        config.use_cache = False
     choose_experts(module, _EXPERTS)
+    move_hooks(module)
+
+
+def configs_with_cache(module: nn.Module) -> list[Any]:
+    """The configurations in a model of transformers that switch its key/value cache on."""
+    configs: list[Any] = [getattr(child, "config", None) for child in module.modules()]
+    return [config for config in configs if getattr(config, "use_cache", False)]
 
 
 def choose_experts(module: nn.Module, implementation: str) -> None:

@@ -14,7 +14,6 @@ from torch import fx, nn
 from autopar.capture.backward import (
     OPAQUE_HINT,
     KeptWholeError,
-    refuse_hooks,
     refuse_nodes,
     refuse_scripts,
     refuse_stray,
@@ -24,16 +23,17 @@ from autopar.capture.backward import (
 from autopar.capture.batch import BatchStructure, flatten_batch, rebuild_batch
 from autopar.capture.blocks import stack
 from autopar.capture.boundary import HINT, user_line
-from autopar.capture.clone import LOSS, Twin, choose_experts, twin
+from autopar.capture.clone import LOSS, Twin, choose_experts, configs_with_cache, twin
 from autopar.capture.derivative import refuse_derivatives
 from autopar.capture.functions import Functions, functions_kept, observed
 from autopar.capture.guard import assigned_buffers_written, guarded
+from autopar.capture.hooks import has_hooks, refuse_hooks
 from autopar.capture.loops import ShortLoops
 from autopar.capture.opaque import observe
 from autopar.capture.questions import Answering, Answers, keep_guards, listen
 from autopar.capture.repeat import Lifted, Repeats, expand, members, record, traced_once
 from autopar.capture.state import Left, State, buffers, buffers_kept, check_again, state
-from autopar.capture.storage import identity, refuse_overlaps
+from autopar.capture.storage import computed, identity, refuse_overlaps
 from autopar.capture.surroundings import Run, Surroundings
 from autopar.capture.whole import find as find_whole
 from autopar.capture.whole import keep as keep_whole
@@ -44,6 +44,8 @@ from autopar.ops.facts import facts, op_name
 from autopar.ops.meta import graph_meta, meta
 from autopar.torch_private import as_if_exported, is_fake, masks_as_given, memory, plain_averages
 from passes.clean.nodes import like, note
+from passes.clean.regions import inline_regions_pass
+from passes.clean.selections import selections_pass
 
 
 class _RefusedError(Exception):
@@ -81,7 +83,7 @@ class _Captured(nn.Module):
         given = buffers(self.module)
         try:
             with assigned_buffers_written(self.module, self.registered):
-                loss = call_model(self.module, self.structure, self.loss_fn, tensors)
+                loss = call_model(self.module, self.structure, self.loss_fn, tensors, by_rows=True)
         except Exception as error:
             raise _RefusedError(error) from error
         replaced = {key: b for key, b in buffers(self.module).items() if b is not given.get(key)}
@@ -99,10 +101,16 @@ _STATE: list[State] = []
 
 
 def call_model(
-    module: nn.Module, structure: BatchStructure, loss_fn: Callable[..., Any] | None, tensors: Sequence[torch.Tensor]
+    module: nn.Module,
+    structure: BatchStructure,
+    loss_fn: Callable[..., Any] | None,
+    tensors: Sequence[torch.Tensor],
+    *,
+    by_rows: bool = False,
 ) -> torch.Tensor:
-    """The loss that a training step computes for a batch, given as its tensors in the order of the structure's leaves."""
-    batch = rebuild_batch(structure, tensors)
+    """The loss that a training step computes for a batch, given as its tensors in the order of the structure's leaves; ``by_rows`` as for
+    ``rebuild_batch``."""
+    batch = rebuild_batch(structure, tensors, by_rows=by_rows)
     arguments, targets = batch if structure.paired else (batch, None)
     output = module(**arguments) if isinstance(arguments, dict) else module(*arguments)
     if loss_fn is not None:
@@ -242,12 +250,15 @@ def _exported(
     """The labelled graph and the values, with one op for each module in ``kept``. ``answers`` holds the answers to questions about
     values."""
 
+    # with a cache, transformers does not look for the documents that position_ids separate
+    cache = any(leaf.name == "position_ids" for leaf in structure.leaves) and bool(configs_with_cache(model))
+
     def cloned(**options: Any) -> Twin:
-        copied = twin(model, dtype, loss_fn, surroundings, **options)
+        copied = twin(model, dtype, loss_fn, surroundings, cache=cache, **options)
         keep_whole(kept, copied.module)
         return copied
 
-    repeats = _repeats(model, structure, cloned) if answers is None else None
+    repeats = None if answers is not None or has_hooks(model) else _repeats(model, structure, cloned)
     copied = cloned(without=repeats.unread(model) if repeats is not None else ())
     before = state(copied.module)
 
@@ -256,20 +267,23 @@ def _exported(
 
     with buffers_kept(copied.module):
         program, left = run()
-        notes = check_again(program, before, left, copied, run)
+        notes, carried = check_again(program, before, left, copied, run)
     lifted = _lifted(program)
     found = expand(program.graph_module, lifted, repeats, model) if repeats is not None else lifted
     if found is None:
         copied = cloned()
         program, left = _export(model, copied, structure)
         found = _lifted(program)
-    gm = program.graph_module
+    gm = selections_pass(program.graph_module)
     values = _label(gm, found, program.constants, model, copied, structure)
+    if cache:
+        note(gm, "config.use_cache is on: transformers then ignores that position_ids may separate documents")
     for sentence in notes:
         note(gm, sentence)
-    graph_meta(gm)["carried"] = left.tensors
+    graph_meta(gm)["carried"] = carried
     _check_dtypes(gm)
     refuse_nodes(gm)
+    gm = inline_regions_pass(gm)
     refuse_derivatives(gm)
     keep_guards(gm, answers)
     return gm, values
@@ -287,7 +301,7 @@ def _repeats(model: nn.Module, structure: BatchStructure, cloned: Callable[..., 
             with copied.mode, _traceable(model, copied), as_if_exported():
                 tensors = [torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in structure.leaves]
                 with assigned_buffers_written(copied.module, _registered(model)):
-                    call_model(copied.module, structure, copied.loss_fn, tensors)
+                    call_model(copied.module, structure, copied.loss_fn, tensors, by_rows=True)
 
         repeats = record(copied.module, run)
         if repeats is not None:
@@ -389,7 +403,7 @@ def _label(
     for node in (node for part in gm.modules() if isinstance(part, fx.GraphModule) for node in part.graph.nodes):
         if "val" in meta(node):
             meta(node)["val"] = _plain(meta(node)["val"], node)
-    names = _parameter_names(model)
+    names, strays = _parameter_names(model), computed(model)
     shapes = dict(model.named_parameters())
     registered = dict(copied.module.named_buffers(remove_duplicate=False))
     sharing = _sharing(registered, model)
@@ -427,6 +441,8 @@ def _label(
             if target in sharing:
                 meta(node)["shares"] = sharing[target]
             real = constants.get(lifted_as)
+            if target in strays and node.users:
+                refuse_stray(f"{source(next(iter(node.users)))}\nreads a tensor", strays[target])
             if target in copied.buffers:
                 values[target] = copied.buffers[target]
             elif kind == "CONSTANT_TENSOR" and isinstance(real, torch.Tensor):

@@ -7,7 +7,6 @@ draws no random numbers and writes nothing. Its results' shapes are found by run
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture.opaque import Shapes, call, described, register, shapes, without_values
+from autopar.capture.storage import copied
 from autopar.errors import CaptureError
 from autopar.program.opaque import Applied
 
@@ -63,7 +63,7 @@ def observed(function: Any, model: nn.Module, run: Callable[[nn.Module], object]
 
     with torch.random.fork_rng(devices=[]), mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
         try:
-            run(copy.deepcopy(model))
+            run(copied([model])[0])
         except Exception:  # the model fails by itself, too: the error of export says where
             return None
     return kept if kept.sound and kept.given else None

@@ -7,8 +7,10 @@ itself), past torch (Python's random numbers) or past autograd (``.data``) would
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterator
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import MethodWrapperType
 from typing import Any
 from unittest import mock
 
@@ -16,12 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
-from autopar.capture.backward import caller, own_gradients_refused, refuse_stray
+from autopar.capture.backward import OP_HINT, KeptWholeError, caller, own_gradients_refused, refuse_stray
 from autopar.capture.ctc import CtcLoss
 from autopar.capture.derivative import differentiated
+from autopar.capture.hooks import Hook, parameter_hooks, scaled, scales
 from autopar.errors import CaptureError
-from autopar.torch_private import inference_as_no_grad, is_stray, target_of_to
+from autopar.program.opaque import tensors_in
+from autopar.torch_private import inference_as_no_grad, is_stray, is_traced, target_of_to, without_function_modes
 
 _RANDOM_HINT = "draw with torch (torch.rand, nn.Dropout): such draws are made anew in every step, the same on one device and on many"
 
@@ -34,7 +39,12 @@ def guarded(model: nn.Module, twin: nn.Module) -> Iterator[None]:
         stack.enter_context(inference_as_no_grad())
         stack.enter_context(_no_draws())
         stack.enter_context(_casts_without_effect())
-        stack.enter_context(_Meant(model, twin))
+        meant = _Meant(model, twin)
+        stack.enter_context(
+            mock.patch.object(Tensor, "register_hook", lambda tensor, hook: meant.register(tensor, hook))
+        )
+        stack.enter_context(meant)
+        stack.enter_context(_Selecting())
         yield
 
 
@@ -85,13 +95,65 @@ def assigned_buffers_written(module: nn.Module, registered: Collection[str]) -> 
         owner._buffers[name] = buffer
 
 
+class _Selecting(TorchFunctionMode):
+    """Selects rows by the first of equal boolean masks: ``x[m > 0]`` and ``y[m > 0]`` then have the same number of rows, which export
+    cannot know for two masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: dict[Any, tuple[Tensor, int]] = {}
+        self.known: dict[
+            int, tuple[Any, Tensor, int]
+        ] = {}  # by the mask's id: how it was computed, and its version then
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "").strip("_")
+        if name in _SELECTING and args and not kwargs:
+            args = tuple(self._equal(arg) if isinstance(arg, Tensor) else arg for arg in args)
+            if name == "masked_select":
+                value, mask = args if args[0].shape == args[1].shape else torch.broadcast_tensors(*args)
+                return value[mask]
+        if name not in _COMPARING or not args or kwargs:
+            return func(*args, **kwargs)
+        key = (name, *map(self._key, args))
+        result = func(*args)
+        if isinstance(result, Tensor) and result is not args[0] and result.dtype == torch.bool:
+            self.known[id(result)] = key, result, result._version
+            self.first.setdefault(key, (result, result._version))
+        return result
+
+    def _key(self, value: Any) -> Any:
+        """How a tensor was computed, if it is a mask that was not written to since; another tensor by its identity and version."""
+        if not isinstance(value, Tensor):
+            return repr(value)
+        key, _, version = self.known.setdefault(id(value), (id(value), value, -1))
+        return key if version == value._version else (id(value), value._version)
+
+    def _equal(self, value: Tensor) -> Tensor:
+        first, version = self.first.get(self._key(value), (value, value._version))
+        return first if first._version == version else value
+
+
+_SELECTING = frozenset(("getitem", "masked_select", "nonzero", "where"))
+_COMPARING = frozenset(
+    """gt ge lt le eq ne isnan isinf isfinite logical_not logical_and logical_or logical_xor bitwise_not bitwise_and bitwise_or invert
+    and or""".split()  # noqa: SIM905  a list of words
+)
+
+
 class _Meant(TorchFunctionMode):
-    """Reads a tensor of the model as its twin's, ``tensor.data`` as ``tensor.detach()``, and refuses changes to tensors that a graph
-    cannot see."""
+    """Reads a tensor of the model as its twin's, ``tensor.data`` as ``tensor.detach()``, a tensor with hooks as one whose gradient is
+    scaled, and refuses changes to tensors that a graph cannot see."""
 
     def __init__(self, model: nn.Module, twin: nn.Module) -> None:
         super().__init__()
         self.ctc = CtcLoss()
+        self.hooks = parameter_hooks(model, twin)
+        self.scaled: dict[
+            int, tuple[Tensor, Tensor]
+        ] = {}  # by the id of the first: the tensor, and it with a scaled gradient
+        self.read: dict[int, Tensor] = {}
         # by the tensor's id: the twin's module with the corresponding tensor, and the tensor's name
         self.twins: dict[int, tuple[nn.Module, str]] = {}
         for path, module in model.named_modules():
@@ -100,6 +162,8 @@ class _Meant(TorchFunctionMode):
             self.twins |= {id(t): (own, name) for name, t in tensors if isinstance(t, Tensor)}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not isinstance(func, MethodWrapperType):  # reading an attribute is no computation
+            self.read.update((id(tensor), tensor) for tensor in tensors_in((args, kwargs)))
         args, kwargs = self._meant(args), self._meant(kwargs or {})
         if func == _DATA.__set__:
             raise CaptureError(
@@ -111,13 +175,35 @@ class _Meant(TorchFunctionMode):
         self._check_toggle(func, args, kwargs)
         return self.ctc.call(func, args, kwargs)
 
+    def register(self, tensor: Tensor, hook: Hook) -> RemovableHandle:
+        """``tensor.register_hook(hook)`` in forward."""
+        if id(tensor) in self.read or not scales(hook):
+            raise KeptWholeError(
+                f"{caller()} hooks a function into a gradient: torch.export keeps the tensor and loses the hook",
+                OP_HINT,
+            )
+        assert self.hooks is not None
+        self._scale(tensor, [hook])
+        return RemovableHandle(OrderedDict())
+
+    def _scale(self, tensor: Tensor, hooks: Sequence[Hook]) -> None:
+        with without_function_modes():
+            for hook in hooks:
+                self.scaled[id(tensor)] = tensor, scaled(self.scaled.get(id(tensor), (tensor, tensor))[1], hook)
+
+    def _with_hooks(self, tensor: Tensor) -> Tensor:
+        for owner, name, hooks in self.hooks:  # a trace puts other tensors in place of the twin's parameters
+            if getattr(owner, name) is tensor and id(tensor) not in self.scaled and is_traced():
+                self._scale(tensor, hooks)
+        return self.scaled.get(id(tensor), (tensor, tensor))[1]
+
     def _meant(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             module, name = self.twins.get(id(value), (None, ""))
             found = None if module is None else getattr(module, name)
             if found is None and is_stray(value):
                 refuse_stray(f"{caller()} reads a tensor", value)
-            return value if found is None else found
+            return self._with_hooks(value if found is None else found)
         if type(value) in (tuple, list):
             return type(value)(self._meant(item) for item in value)
         if type(value) is dict:

@@ -13,7 +13,6 @@ attributes (``autopar.emit.opaque``), which must be plain data.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.func import functional_call
 
+from autopar.capture.storage import copied
 from autopar.errors import CaptureError, UsageError
 from autopar.precision import name_of
 from autopar.program.opaque import tensors_in
@@ -132,7 +132,7 @@ def observe(model: nn.Module, run: Callable[[nn.Module], object]) -> None:
         return
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         try:
-            run(copy.deepcopy(model))
+            run(copied([model])[0])
         except CaptureError:
             raise
         except Exception:  # the model fails by itself, too: the error of export says where

@@ -4,13 +4,14 @@ check them.
 A trace has no values. The model first runs on the batch once, and every question is recorded with its line and its answer. The trace gets
 the same answers in the same order, and returns the tensors in question from the graph. Such a tensor must be computed from the batch
 alone: the prelude computes it in every step, and a running program refuses a batch with another answer (``autopar.program.guards``). If a
-parameter, a written buffer or a random draw affects the tensor, the answer is no property of the batch, and the question stays refused.
+parameter, a written buffer or a random draw affects the tensor, the answer is no property of the batch. Such a question is left out, with
+a note, if the other answer makes the model raise an error (``assert h.isfinite().all()``); otherwise it stays refused.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,8 +20,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from autopar.capture.backward import OPAQUE_HINT, KeptWholeError, caller
+from autopar.capture.backward import OPAQUE_HINT, OURS, KeptWholeError, caller
 from autopar.capture.blocks import stack
+from autopar.capture.storage import copied
 from autopar.errors import CaptureError
 from autopar.graph import Graph, Guard
 from autopar.ops.facts import is_random
@@ -61,10 +63,12 @@ class Answer:
 
 @dataclass
 class Answers:
-    """The answers of one forward, in order. ``asked`` are the tensors that the current trace has asked about."""
+    """The answers of one forward, in order. ``asked`` are the tensors that the current trace has asked about. ``otherwise(index)`` runs
+    the model with another answer to one question, and returns whether it raises an error at once."""
 
     known: list[Answer]
     asked: list[Tensor] = field(default_factory=list)
+    otherwise: Callable[[int], bool] = lambda index: False
 
     def give(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is Tensor.tolist:
@@ -111,6 +115,22 @@ class _Listening(TorchFunctionMode):
         return result
 
 
+class _Otherwise(TorchFunctionMode):
+    """Gives the opposite of the answer to the question with number ``index``; ``decided`` is set if another decision follows."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.left, self.decided = index, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not _is_question(func):
+            return result
+        self.decided |= self.left < 0 and isinstance(result, bool)
+        self.left -= len(_numbers(result)) if isinstance(result, list) else 1
+        return not result if self.left == -1 and isinstance(result, bool) else result
+
+
 def _numbers(value: Any) -> list[Any]:
     """The leaves of nested lists, in order."""
     return [number for item in value for number in _numbers(item)] if isinstance(value, list) else [value]
@@ -126,15 +146,28 @@ def _is_question(func: Any) -> bool:
 def listen(model: nn.Module, run: Callable[[nn.Module], object]) -> Answers | None:
     """The questions of a copy of the model when ``run`` runs it, in the mode in which it is exported; ``None`` if it asks nothing, fails,
     or asks for an answer that cannot be recorded."""
-    copied, listening = copy.deepcopy(model), _Listening()
+
+    def otherwise(index: int) -> bool:
+        (twin,), other = copied([model]), _Otherwise(index)
+        with torch.random.fork_rng(devices=[]), as_if_exported(), other:
+            try:
+                run(twin)
+            except (
+                Exception
+            ) as error:  # of any kind: what matters is that the model's own code ends the step, whatever the values are
+                own = not traceback.extract_tb(error.__traceback__)[-1].filename.startswith(OURS)
+                return own and not other.decided
+        return False
+
+    (twin,), listening = copied([model]), _Listening()
     with torch.random.fork_rng(devices=[]), as_if_exported(), listening:
         try:
-            run(copied)
+            run(twin)
         except Exception:  # the model fails by itself, too: the error of export says where
             return None
     values = [answer.value for answer in listening.found]
     plain = all(type(value) in (bool, int) for value in values)  # a real number differs in every batch
-    return Answers(listening.found) if plain and 0 < len(values) <= MOST else None
+    return Answers(listening.found, otherwise=otherwise) if plain and 0 < len(values) <= MOST else None
 
 
 def keep_guards(gm: fx.GraphModule, answers: Answers | None) -> None:
@@ -149,10 +182,22 @@ def keep_guards(gm: fx.GraphModule, answers: Answers | None) -> None:
             f"{answers.known[len(answers.asked)].line} asks for a tensor's value, but not while it is exported",
             OPAQUE_HINT,
         )
-    for guard, node in zip(graph_meta(gm)["guards"], _nodes(gm), strict=True):
-        for source in ancestors([node]):
-            if "parameter" in meta(source) or (source.op == "call_function" and is_random(source)):
-                raise _undecided(guard, node)
+    guards, nodes, kept = graph_meta(gm)["guards"], _nodes(gm), []
+    for index, (guard, node) in enumerate(zip(guards, nodes, strict=True)):
+        sources = ancestors([node])
+        drawn = any("parameter" in meta(n) or (n.op == "call_function" and is_random(n)) for n in sources)
+        if not drawn and not any("buffer" in meta(n) for n in sources):
+            kept.append(index)
+        elif answers is not None and answers.otherwise(index):
+            note(gm, f"{guard.line} raises an error where the answer is not {guard.value}, and a program does not ask")
+        elif drawn:
+            raise _undecided(guard, node)
+        else:
+            kept.append(index)
+    gm.graph.output_node().args = (
+        (returned(gm)[0], *(nodes[index] for index in kept), *returned(gm)[1 + len(nodes) :]),
+    )
+    graph_meta(gm)["guards"] = tuple(guards[index] for index in kept)
 
 
 def settle_guards(gm: fx.GraphModule) -> list[tuple[Guard, fx.Node]]:

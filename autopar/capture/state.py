@@ -1,9 +1,10 @@
 """Python state that a forward leaves in its modules, or outside of them: a counter, a list, a tensor stored for the next call.
 
-A graph records the first call. If a forward has changed attributes or globals, the model is exported once more in its new state. If that
-gives another graph, later steps would compute something else, and capture refuses the model and names them. Caches that a first call
-fills give the same graph; attributes that keep changing are noted. Tensors outside of the modules are removed after every run
-(``surroundings``), and the comparison of the graph with the model (``check``) finds out whether a later call needs them.
+A graph records the first call. If a forward has changed attributes or globals, the model is exported again in its new state. The same
+graph means that the state is not read; attributes that keep changing are noted. If the second graph differs from the first and the third
+from the second, capture refuses the model and names the attributes. If the second and third graphs are equal, the first call has filled a
+cache, or has done something that later calls do not: the comparison of the graph with the model over two steps (``check``) tells which.
+It also tells whether a later call needs tensors outside of the modules, which are removed after every run (``surroundings``).
 """
 
 from __future__ import annotations
@@ -108,40 +109,50 @@ def changes(before: State, after: State) -> dict[str, tuple[Any, Any]]:
 
 def check_again(
     program: Any, before: State, after: Left, copied: Twin, again: Callable[[], tuple[Any, Left]]
-) -> list[str]:
-    """Export once more, with the twin in the state that the first export's forward left; return notes on attributes that keep changing.
+) -> tuple[list[str], tuple[str, ...]]:
+    """Export again, with the twin in the state that the first export's forward left. Return notes on attributes that keep changing, and
+    the names of everything that only later calls read in the same state, which the comparison with the model must clear.
 
     ``again`` exports the twin and returns the program, and what this forward left.
 
     Raises:
-        CaptureError: the second graph differs from the first.
+        CaptureError: the second graph differs from the first, and the third from the second.
     """
     inside = changes(before, after.state)
     changed = inside | after.plain
     if not changed:
-        return []
+        return [], after.tensors
+
+    def text(left: State) -> tuple[list[Any], State, State]:
+        """The graph of a call that starts from ``left``, and the state before and after the call."""
+        _set(copied.module, {key: _copied(value, blank) for key, value in left.items()})
+        start = state(copied.module)
+        program, end = again()
+        return _text(program), start, end.state
 
     def blank(tensor: Tensor) -> Tensor:
         with copied.mode:
             return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
-    _set(copied.module, {key: _copied(value, blank) for key, value in after.state.items()})
-    left = state(copied.module)
+    same = settled = False
+    start = end = after.state
     try:
-        second, finally_ = again()
-        same = _text(second) == _text(program)
-    except CaptureError:  # an error from the first call's state, which a first call does not meet
-        same = False
+        second, start, end = text(after.state)
+        same = second == _text(program)
+        settled = same or second == text(end)[0]
+    except CaptureError:  # an error from the state of an earlier call, which a first call does not meet
+        pass
     finally:
         _set(copied.module, before)
-    words = ", ".join(f"{name} ({_short(old)}, then {_short(new)})" for name, (old, new) in list(changed.items())[:5])
-    if not same:
+    if not settled:
+        words = ", ".join(f"{n} ({_short(old)}, then {_short(new)})" for n, (old, new) in list(changed.items())[:5])
         raise CaptureError(
             f"forward changes Python state and reads it in its next call: {words}; the graph would repeat its first call",
             hint=BUFFER_HINT,
         )
-    moving = [n for n in changes(left, finally_.state) if n in inside and not _holds_tensors(inside[n][1])]
-    return [f"forward changes the attribute {name} in every call, which a program does not" for name in moving]
+    moving = [n for n in changes(start, end) if n in inside and not _holds_tensors(inside[n][1])]
+    notes = [f"forward changes the attribute {name} in every call, which a program does not" for name in moving]
+    return notes, after.tensors if same else (*changed, *after.tensors)
 
 
 def _set(module: nn.Module, values: State) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import CaptureError
-from autopar.torch_private import byte_range, has_storage, memory, place_in_memory
+from autopar.torch_private import byte_range, gradient_hooks, has_storage, memory, place_in_memory
 
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _OPAQUE = (nn.Module, type, types.FunctionType, types.ModuleType, types.MethodType)
@@ -137,19 +137,28 @@ def _refused(name: str, parameter: Tensor, kind: str, other: str, tensor: Tensor
 
 
 def apart(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """The parameters, each with memory of its own."""
+    """The parameters, each with memory of its own and without hooks."""
     shared = Counter(memory(parameter) for parameter in parameters.values() if has_storage(parameter))
     return {
         name: parameter.detach().clone().requires_grad_(parameter.requires_grad)
-        if has_storage(parameter) and shared[memory(parameter)] > 1
+        if has_storage(parameter) and (shared[memory(parameter)] > 1 or gradient_hooks(parameter) != ([], []))
         else parameter
         for name, parameter in parameters.items()
     }
 
 
+def computed(module: nn.Module) -> dict[str, Tensor]:
+    """The tensors in attributes that were computed from parameters, by name: ``weight_norm`` and ``prune`` compute them before each
+    call."""
+    found = ((path, name, value) for path, each in module.named_modules() for name, value in vars(each).items())
+    named = {f"{path}.{name}" if path else name: value for path, name, value in found if isinstance(value, Tensor)}
+    return {name: tensor for name, tensor in named.items() if tensor.grad_fn is not None}
+
+
 def copied(modules: list[nn.Module]) -> list[nn.Module]:
-    """Deep copies in which tensors share memory as the originals do: ``copy.deepcopy`` gives every parameter memory of its own."""
-    memo: dict[int, Any] = {}
+    """Deep copies in which tensors share memory as the originals do: ``copy.deepcopy`` gives every parameter memory of its own, and
+    refuses computed tensors, whose copies are constants."""
+    memo: dict[int, Any] = {id(t): t.detach().clone() for module in modules for t in computed(module).values()}
     first: dict[Any, nn.Parameter] = {}
     for parameter in (parameter for module in modules for parameter in module.parameters()):
         if not has_storage(parameter):
@@ -160,6 +169,8 @@ def copied(modules: list[nn.Module]) -> list[nn.Module]:
         else:
             made: Any = type(parameter)
             memo[id(parameter)] = made(copy.deepcopy(parameter.detach(), memo), parameter.requires_grad)
+            for hook in (gradient_hooks(parameter) or ([],))[0]:
+                memo[id(parameter)].register_hook(hook)
     return copy.deepcopy(modules, memo)
 
 

@@ -8,7 +8,6 @@ again. The shape of its result is found by running a copy of the model on the ba
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from autopar.capture.backward import KeptWholeError
 from autopar.capture.functions import OTHERS
 from autopar.capture.opaque import Opaque, Shapes, call, described, register, shapes, without_values
 from autopar.capture.state import describe, equal, state
-from autopar.capture.storage import identity
+from autopar.capture.storage import copied, identity
 from autopar.errors import CaptureError
 from autopar.program.opaque import tensors_in
 
@@ -119,14 +118,14 @@ def _ties(module: nn.Module) -> list[tuple[Any, ...]]:
 
 def _observed(model: nn.Module, paths: list[str], run: Callable[[nn.Module], object]) -> dict[str, _Calls]:
     """The observed calls of the modules at ``paths``, in a run of a copy of the model; empty if the copy does not run."""
-    copied = copy.deepcopy(model)
+    (twin,) = copied([model])
     calls = {path: _Calls() for path in paths}
     with torch.random.fork_rng(devices=[]):
         for path in paths:
-            module = copied.get_submodule(path)
+            module = twin.get_submodule(path)
             vars(module)["forward"] = functools.partial(_observe, module, module.forward, calls[path])
         try:
-            run(copied)
+            run(twin)
         except Exception:  # the model fails by itself, too: the error of export says where
             return {}
     return calls

@@ -98,7 +98,7 @@ class GraphMeta(TypedDict, total=False):
     valueless: dict[str, None]
     """The names of the buffers whose values are needed but not available (the model is on meta)."""
     carried: tuple[str, ...]
-    """The globals and the like in which forward leaves tensors for its next call."""
+    """The attributes and globals that forward changes for its next call, which then has another graph."""
     guards: tuple[Guard, ...]
     """Questions that the model asked about its values, and the answers for which the graph is captured."""
 

@@ -83,7 +83,7 @@ def is_row_wise(node: fx.Node, rows: set[fx.Node]) -> bool:
     if op_name(node) in _SIZED:
         return False
     wanted = tuple(S(0) if operand in rows else R for operand in operands(node))
-    return any(c.operands == wanted and c.result == S(0) for c in candidates(node))
+    return any(c.operands == wanted and c.result == S(0) and c.kernel is None for c in candidates(node))
 
 
 _SIZED = frozenset(

@@ -88,7 +88,11 @@ def with_batch(
     subject: Subject, model: nn.Module, tensors: dict[str, Tensor], loss_fn: Callable[..., Any] | None
 ) -> Subject:
     """The subject of ``model`` with another batch of the same shapes, by input name. Raises any error that the model raises."""
-    copied = prepared(model, loss_fn)
+    copied, structure = prepared(model, loss_fn), subject.graph.structure
+    assert isinstance(structure, BatchStructure)
+    tensors = flatten_batch(
+        structure, rebuild_batch(structure, list(tensors.values()))
+    )  # what examples share stays shared
     with Surroundings(model, loss_fn).restored(), WholeFloat64(), WithoutDropout():
         given = copied.model, subject.graph, copied.loss_fn, tensors, subject.state
         loss, gradients, after = _eager(*given)

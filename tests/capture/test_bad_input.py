@@ -42,11 +42,11 @@ class Model(nn.Module):
         if self.kind == "item":
             y = y * x.max().item()
         if self.kind == "select":
-            y = y[y > 0]
+            y = y[y > 0].cumsum(0)
         if self.kind == "reversed":
             y = Reversed.apply(y, self)
         if self.kind == "hook":
-            y.register_hook(lambda grad: 2 * grad)
+            y.register_hook(lambda grad: grad.clamp(-1, 1))
         if self.kind == "reentrant":
             y = checkpoint(torch.tanh, y, use_reentrant=True)
         return {"logits": y, "features": x, "count": 3} if self.kind == "no loss" else y.sum()
@@ -77,14 +77,14 @@ def test_refusals_say_where_and_what_to_do(kind: str, batch: Any, words: str, hi
 
 
 @pytest.mark.parametrize("where", ["linear", "linear.weight", "embed"])
-def test_hooks_on_gradients_are_refused(where: str) -> None:
+def test_hooks_that_do_more_than_scale_gradients_are_refused(where: str) -> None:
     model = Model("plain")
     if where == "linear":
-        model.linear.register_full_backward_hook(lambda module, before, after: (2 * before[0],))
+        model.linear.register_full_backward_hook(lambda module, before, after: (2 * before[0] + after[0].sum(),))
     elif where == "embed":
-        model.embed.register_full_backward_pre_hook(lambda module, after: (2 * after[0],))
+        model.embed.register_full_backward_pre_hook(lambda module, after: (after[0].sign(),))
     else:
-        model.linear.weight.register_hook(lambda grad: 2 * grad)
+        model.linear.weight.register_hook(lambda grad: grad if grad.sum() > 0 else 2 * grad)
     with pytest.raises(CaptureError, match=f"(module|parameter) {where} has a hook"):
         capture(model, X)
 

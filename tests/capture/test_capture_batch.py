@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from workers import WorkerPool
 
-from autopar.capture import WholeFloat64, capture, flatten_batch, reference
+from autopar.capture import WholeFloat64, capture, check_capture, flatten_batch, rebuild_batch, reference
 from autopar.errors import BatchError, CaptureError
+from autopar.search.manual import manual_plan
+from autopar.verify import check_plan, make_subject
 
 
 class Linear(nn.Module):
@@ -33,7 +36,7 @@ class Branches(Linear):
 
 class Selects(Linear):
     def forward(self, x: torch.Tensor) -> Any:  # type: ignore[override]
-        return self.linear(x[x.sum(-1) > 0]).mean()
+        return self.linear(x[x.sum(-1) > 0]).max()
 
 
 class Reads(Linear):
@@ -214,3 +217,49 @@ def test_a_shape_that_does_not_fit_is_told_once(capfd: pytest.CaptureFixture[str
     with pytest.raises(CaptureError, match="test_capture_batch.py"):
         capture(Linear(), (torch.zeros(2, 3), torch.ones(2, 4)))
     assert "Traceback" not in capfd.readouterr().err
+
+
+class Shared(nn.Module):
+    """Takes a number, and a row that all examples share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, scale: torch.Tensor, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        return (self.last((self.second(self.first(x + position).tanh()) * scale).tanh()) ** 2).mean()
+
+
+def shared_batch() -> dict[str, torch.Tensor]:
+    return {"scale": torch.tensor(0.5), "x": X, "position": torch.linspace(0, 1, 4)[None]}
+
+
+@pytest.mark.parametrize(
+    "options", [{"data": 2, "zero": 3}, {"tensor": 2}, {"pipeline": 2, "microbatches": 2}], ids=str
+)
+def test_what_all_examples_share_is_exact(options: dict[str, Any], workers2: WorkerPool) -> None:
+    torch.manual_seed(0)
+    subject = make_subject(Shared(), shared_batch())
+    assert [value.shape for value in subject.graph.inputs] == [(6,), (6, 4), (6, 4)]
+    assert len(subject.graph.scalars) == 1
+    assert check_plan(subject, manual_plan(subject.graph, **options), workers2).error.exact
+
+
+def test_what_all_examples_share_is_compared() -> None:
+    class Summing(Shared):
+        def forward(self, scale: torch.Tensor, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+            return super().forward(scale, x, position) * position.sum()
+
+    model = Summing()
+    graph = capture(model, shared_batch())
+    with pytest.raises(CaptureError, match="does not compute what the model computes"):
+        check_capture(graph, model, shared_batch(), None)
+
+
+def test_what_all_examples_share_keeps_its_shape() -> None:
+    structure: Any = capture(Shared(), shared_batch()).structure
+    flat = flatten_batch(structure, shared_batch())
+    rebuilt = rebuild_batch(structure, list(flat.values()))
+    assert {name: tensor.shape for name, tensor in rebuilt.items()} == {n: t.shape for n, t in shared_batch().items()}
+    with pytest.raises(BatchError, match=r"it takes scale: float32\[\], and this is scale: float32\[1\]"):
+        flatten_batch(structure, shared_batch() | {"scale": torch.ones(1)})

@@ -11,11 +11,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from workers import WorkerPool
 
-from autopar.capture import WholeFloat64, capture, flatten_batch, opaque
+from autopar.capture import WholeFloat64, capture, check_capture, flatten_batch, opaque
 from autopar.capture.reference import run
 from autopar.graph import Graph
+from autopar.search.manual import manual_plan
 from autopar.shard import annotate
+from autopar.verify import check_plan, make_subject
 
 transformers = pytest.importorskip("transformers")
 
@@ -369,3 +372,30 @@ def test_batch_norm_forbids_microbatches() -> None:
     kept = {buffer.dtype for name, buffer in narrow.buffers.items() if "running" in name}
     assert narrow.dtype == torch.bfloat16 and kept == {torch.float32}  # they move by less than bfloat16 tells apart
     assert capture(mlp(), pair(8, 4), F.mse_loss, precision="float64").unmicrobatchable == ""
+
+
+def documents() -> dict[str, torch.Tensor]:
+    """Two documents in every row, of other lengths in each."""
+    lengths = [1 + 3 * row for row in range(language()["input_ids"].shape[0])]
+    length = language()["input_ids"].shape[1]
+    rows = [torch.cat([torch.arange(n % length), torch.arange(length - n % length)]) for n in lengths]
+    return language() | {"position_ids": torch.stack(rows)}
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_documents_are_separated_as_transformers_does(use_cache: bool) -> None:
+    torch.manual_seed(0)
+    model = llama()
+    model.config.use_cache = use_cache
+    graph = capture(model, documents())
+    assert "equals the model over two steps" in check_capture(graph, model, documents(), None)
+    assert any("use_cache is on" in sentence for sentence in graph.notes) is use_cache
+
+
+@pytest.mark.parametrize("options", [{"data": 2, "zero": 3}, {"tensor": 2}], ids=str)
+def test_programs_for_documents_are_exact(options: dict[str, Any], workers2: WorkerPool) -> None:
+    torch.manual_seed(0)
+    model = llama()
+    model.config.use_cache = False
+    subject = make_subject(model, documents())
+    assert check_plan(subject, manual_plan(subject.graph, **options), workers2).error.exact

@@ -155,6 +155,73 @@ def test_a_written_buffer_stays_refused() -> None:
         capture(Counting(branch), batch(), None)
 
 
+def asserted(x: Tensor, labels: Tensor, h: Tensor) -> float:
+    assert h.isfinite().all(), f"the largest is {h.max().item()}"
+    return 2.0
+
+
+def limited(x: Tensor, labels: Tensor, h: Tensor) -> float:
+    if not (labels < CLASSES).all() or (x.abs().max() * h.abs().max() > 1e9):
+        raise ValueError("too large")
+    return 3.0
+
+
+@pytest.mark.parametrize("ask", [asserted, limited])
+def test_a_check_that_only_raises_is_left_out_with_a_note(ask: Callable[[Tensor, Tensor, Tensor], Any]) -> None:
+    subject = make_subject(model(ask), batch())
+    assert hold(subject).exact
+    assert any("raises an error where the answer is not" in note and ask.__name__ for note in subject.graph.notes)
+    assert not subject.graph.opaque
+
+
+def other_branch(x: Tensor, labels: Tensor, h: Tensor) -> Tensor:
+    return h[:, :1] if h.abs().max() < 1e9 else h[:, labels + 100].sum(1, keepdim=True)
+
+
+def decides_again(x: Tensor, labels: Tensor, h: Tensor) -> float:
+    if h.abs().max() > 1e9:
+        if h.min() < 1e9:
+            raise ValueError("too large")
+        return 2.0
+    return 3.0
+
+
+@pytest.mark.parametrize("ask", [other_branch, decides_again])
+def test_a_branch_that_may_go_on_is_refused(ask: Callable[[Tensor, Tensor, Tensor], Any]) -> None:
+    """An error of an op depends on values, and so does a decision after the first one."""
+    with pytest.raises(CaptureError, match="depends on the data, which is more than the batch"):
+        capture(model(ask), batch(), None)
+
+
+class Initialised(Asking):
+    """Asks for a buffer inside a region, as codebooks do, and writes another."""
+
+    def __init__(self, ask: Callable[[Tensor, Tensor, Tensor], Any]) -> None:
+        super().__init__(ask)
+        self.register_buffer("initted", torch.tensor([True]))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False), torch.no_grad():
+            mean = torch.tanh(self.a(x)).mean()
+            if not self.initted:
+                self.limit.copy_(mean)
+                self.initted.fill_(True)
+            self.seen.lerp_(mean, 0.5)
+        return super().forward(x, labels) + self.seen.detach() * self.d.weight.sum()
+
+
+def test_a_buffer_that_is_asked_for_in_a_region_needs_no_guard() -> None:
+    torch.manual_seed(0)
+    subject = make_subject(Initialised(branch), batch())
+    assert hold(subject).exact
+    assert set(subject.graph.buffers) == {"seen"}
+    assert not any("self.initted" in guard.line for guard in subject.graph.guards)
+    fresh = Initialised(branch)
+    fresh.get_buffer("initted").fill_(False)
+    with pytest.raises(CaptureError, match=r"if not self.initted.*depends on the data"):
+        capture(fresh, batch(), None)
+
+
 class Limited(Asking):
     """Asks for a buffer that nothing writes."""
 

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from test_capture_models import assert_equals_eager, pair
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
-from autopar.capture import capture, opaque
+from autopar.capture import capture, check_capture, opaque
 from autopar.errors import CaptureError
 
 HELD = nn.Parameter(torch.ones(4, dtype=torch.float64))
@@ -142,7 +143,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "frozen attribute": (lambda: Model(frozen_attribute), "model.b.weight.requires_grad = False", "torch.no_grad()"),
     "saved tensors": (lambda: Model(saved_hooks), "saved_tensors_hooks(lambda t: t * 0", "recomputes"),
     "counter": (lambda: Model(counted, calls=0), "calls (0, then 1)", "register_buffer"),
-    "memory": (lambda: Model(remembered, last=None), "last (None, then a tensor [6, 8])", "register_buffer"),
     "list": (lambda: Model(listed, log=[]), "log ([], then [1])", "register_buffer"),
     "seed": (lambda: Model(seeded), "torch.manual_seed(0)", "seed before training"),
     "random": (lambda: Model(lambda m, y: y * random.random()), "random.random()", "draw with torch"),
@@ -169,6 +169,22 @@ def test_refused_with_the_line_and_a_way_out(case: str) -> None:
     with pytest.raises(CaptureError) as refused:
         capture(make().double(), pair(8, 4), F.mse_loss)
     assert words in refused.value.message and hint in str(refused.value.hint)
+
+
+def first_call(model: Any, y: Tensor) -> Tensor:
+    was_first, model.first = model.first, False
+    return y * 2 if was_first else y
+
+
+@pytest.mark.parametrize(("act", "held"), [(remembered, {"last": None}), (first_call, {"first": True})])
+def test_state_that_the_second_call_reads_is_refused(
+    act: Callable[[Any, Tensor], Tensor], held: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    model, batch = Model(act, **held).double(), pair(8, 4)
+    graph = capture(model, batch, F.mse_loss)
+    with pytest.raises(CaptureError, match=f"leaves state for its next call in {next(iter(held))}"):
+        check_capture(graph, model, batch, F.mse_loss)
 
 
 @pytest.mark.parametrize("option", [{"scale_grad_by_freq": True}, {"max_norm": 1.0}, {"sparse": True}])
@@ -212,6 +228,26 @@ def cached(model: Any, y: Tensor) -> Tensor:
     return y * model.longest
 
 
+def table(model: Any, y: Tensor) -> Tensor:
+    """Computed in the first call, and for another size."""
+    if model.table is None or model.table.shape[0] != y.shape[1]:
+        model.table = torch.arange(y.shape[1], dtype=y.dtype, device=y.device).cos()
+    return y + model.table
+
+
+def tables(model: Any, y: Tensor) -> Tensor:
+    if y.shape[1] not in model.tables:
+        model.tables[y.shape[1]] = (torch.arange(y.shape[1], dtype=y.dtype), "cos")
+    return y + model.tables[y.shape[1]][0]
+
+
+def filled(model: Any, y: Tensor) -> Tensor:
+    if not model.ready:
+        model.register_buffer("late", torch.linspace(0, 1, y.shape[1], dtype=y.dtype), persistent=False)
+        model.ready = True
+    return y * model.late
+
+
 RIGHT: dict[str, tuple[Callable[[Any, Tensor], Tensor], dict[str, Any], int]] = {
     "data read": (lambda m, y: y + (y.round() - y).data, {}, 0),
     "weight's data": (lambda m, y: y @ m.a.weight.data, {}, 0),
@@ -230,6 +266,50 @@ def test_equals_eager(case: str) -> None:
     act, held, notes = RIGHT[case]
     torch.manual_seed(0)
     assert len(assert_equals_eager(Model(act, **held), pair(8, 4), F.mse_loss).notes) == notes
+
+
+@pytest.mark.parametrize(
+    ("act", "held"), [(table, {"table": None}), (tables, {"tables": {}}), (filled, {"ready": False})]
+)
+def test_a_cache_that_the_first_call_fills_is_computed_in_every_step(
+    act: Callable[[Any, Tensor], Tensor], held: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    model, batch = Model(act, **held).double(), pair(8, 4)
+    assert "equals the model over two steps" in check_capture(
+        capture(model, batch, F.mse_loss), model, batch, F.mse_loss
+    )
+
+
+def weight_norm(model: nn.Module) -> None:
+    nn.utils.weight_norm(model.a)  # type: ignore[arg-type]
+
+
+def pruned(model: nn.Module) -> None:
+    prune.random_unstructured(model.a, "weight", 0.3)
+
+
+def called(model: nn.Module) -> None:
+    pruned(model)
+    model(pair(8, 4)[0])
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+@pytest.mark.parametrize("change", [weight_norm, pruned, called])
+def test_a_weight_that_a_hook_computes_before_each_call(change: Callable[[nn.Module], None]) -> None:
+    torch.manual_seed(0)
+    model, batch = Model(lambda m, y: y.tanh()).double(), pair(8, 4)
+    change(model)
+    graph = capture(model, batch, F.mse_loss)
+    assert {"a.weight_g", "a.weight_v"} <= graph.parameters.keys() or "a.weight_orig" in graph.parameters
+    assert "equals the model over two steps" in check_capture(graph, model, batch, F.mse_loss)
+
+
+def test_a_weight_that_was_computed_before_is_refused() -> None:
+    model = Model(lambda m, y: y @ m.twice, twice=None).double()
+    model.twice = model.a.weight * 2
+    with pytest.raises(CaptureError, match=r"(?s)self.act\(self.*reads a tensor \[8, 8\] that requires a gradient"):
+        capture(model, pair(8, 4), F.mse_loss)
 
 
 def test_a_loss_that_reads_the_model_itself_trains_it() -> None:
@@ -263,7 +343,7 @@ class Chosen(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
         rows = (x[:, 0] > 0).nonzero().squeeze(1)
-        return y.index_copy(0, rows, y[rows] * 2)
+        return y.index_copy(0, rows, y[rows].flip(0))
 
 
 class Parted(torch.autograd.Function):
@@ -405,7 +485,7 @@ class Shrinking(nn.Module):
 
 class Selecting(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return x[x[:, 0] > 0]
+        return x[x[:, 0] > 0].flip(0)
 
 
 WHOLE: dict[str, tuple[list[Callable[[], nn.Module]], str, int]] = {

@@ -195,7 +195,7 @@ def test_state_for_the_next_call_is_refused_by_name(name: str, called: bool) -> 
         assert "equals the model over two steps" in checked(model)
         return
     before = model(rows()) if called else None
-    with pytest.raises(CaptureError, match="forward leaves tensors for its next call in") as raised:
+    with pytest.raises(CaptureError, match="forward leaves state for its next call in") as raised:
         checked(model)
     assert place in raised.value.message and "register_buffer" in str(raised.value.hint)
     assert fakes(model) == []
@@ -216,7 +216,7 @@ def test_the_state_is_what_it_was() -> None:
 def test_without_a_comparison_it_is_refused_or_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = capture(InDict(), rows())
     assert graph.carried == (f"{__name__}.CACHE.last",)
-    with monkeypatch.context() as patch, pytest.raises(CaptureError, match="whether that call needs them"):
+    with monkeypatch.context() as patch, pytest.raises(CaptureError, match="whether that call needs it"):
         patch.setattr(check_module, "MOST_OPERATIONS", 100)
         check_capture(graph, InDict(), rows(), None)
     plan = autopar.compile(InDict(), 1, rows(), capture_check=False, type_check=False).plan

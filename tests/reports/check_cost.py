@@ -138,7 +138,7 @@ that takes more than 16 GB with its gradients in float64, or more than 10^14 ope
 more than 64 rows that takes no fewer. The plan says so, with the reason, in a note that begins with "{NOT_COMPARED}".
 
 **What is refused.** A model that could be compared and does not run: it raises an error on the CPU, its loss is no number, or it cannot be
-copied. And a model that leaves tensors outside of its modules for its next call (in a global, an attribute of a class, a closure, a default
+copied. And a model that leaves state for its next call (in a global, an attribute of a class, a closure, a default
 argument), where that call needs them, or where nothing can be compared. A model that does not
 run in float64 is compared in its own precision, as far as that tells rounding from a fault. Precision itself is not compared:
 what a model casts to float32 in between is the program's to keep.

@@ -1,0 +1,131 @@
+"""Hooks that multiply gradients by constants: a captured graph has the same gradients without them.
+
+For a hook ``g -> g * c`` a tensor ``y`` becomes ``y.detach() + (y - y.detach()) * c``: its value is the same, and its gradient is
+multiplied by ``c``. A symbolic trace of the hook proves that it does nothing else. Other hooks are refused: a gradient that is clamped,
+for example, must be the sum over all ranks and microbatches first.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from autopar.errors import CaptureError
+from autopar.torch_private import gradient_hooks, remove_gradient_hooks
+
+Hook = Callable[[Any], Any]
+"""A function of a gradient; the result replaces it."""
+HINT = (
+    "remove the hook, unless it multiplies by constants; what it does to gradients belongs into the loss, the optimizer, or a "
+    "torch.library.custom_op with register_autograd"
+)
+
+_PRODUCTS = (operator.mul, torch.mul, "mul")
+_QUOTIENTS = (operator.truediv, torch.div, "div")
+_SIGNS = (operator.neg, torch.neg, "neg")
+
+
+def scales(hook: Hook) -> bool:
+    """Whether ``hook`` only multiplies its argument by constants."""
+
+    def alone(gradient: Any) -> Any:
+        return hook(gradient)  # without default arguments, which a trace takes for tensors
+
+    try:
+        graph = fx.Tracer().trace(alone)
+    except Exception:  # a branch on values, or an error of the hook itself
+        return False
+    found: Any = None
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            found = node
+        elif node.op == "output":
+            return node.args == (found,)
+        elif node.op != "get_attr":  # a tensor among the constants
+            others = [arg for arg in node.args if arg is not found]
+            factor = node.target in _PRODUCTS or (node.target in _QUOTIENTS and node.args[0] is found)
+            if node.kwargs or len(node.args) - len(others) != 1 or len(others) != (0 if node.target in _SIGNS else 1):
+                return False
+            if not factor and node.target not in _SIGNS:
+                return False
+            found = node
+    return False
+
+
+def scaled(value: Tensor, hook: Hook) -> Tensor:
+    """The value, with a gradient that is multiplied as ``hook`` does."""
+    constant = value.detach()
+    return constant + (value - constant) * hook(torch.ones_like(constant)).detach()
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Raise ``CaptureError`` where a module or a parameter has a hook on its gradient that does more than multiply it."""
+    named: list[tuple[str, Any]] = [("module", model.named_modules()), ("parameter", model.named_parameters())]
+    for kind, things in named:
+        for name, thing in things:
+            hooks = gradient_hooks(thing)
+            if hooks is None or not all(map(scales, (*_of_input(thing), *_of_output(thing)))):
+                raise CaptureError(
+                    f"the {kind} {name or type(thing).__name__} has a hook on its gradient, which a captured graph would lose",
+                    HINT,
+                )
+
+
+def has_hooks(model: nn.Module) -> bool:
+    return any(gradient_hooks(thing) != ([], []) for thing in (*model.modules(), *model.parameters()))
+
+
+def _of_input(thing: Any) -> list[Hook]:
+    """The hooks on a parameter's gradient, or on that of a module's only input."""
+    hooks, _ = gradient_hooks(thing) or ([], [])
+    return [_of_first(hook, thing) for hook in hooks] if isinstance(thing, nn.Module) else hooks
+
+
+def _of_output(thing: Any) -> list[Hook]:
+    _, hooks = gradient_hooks(thing) or ([], [])
+    return [_of_first(hook, thing, pre=True) for hook in hooks]
+
+
+def _of_first(hook: Any, module: nn.Module, pre: bool = False) -> Hook:
+    """A module's hook as a function of one gradient."""
+
+    def of_one(gradient: Any) -> Any:
+        result = hook(module, (gradient,)) if pre else hook(module, (gradient,), (None,))
+        return result[0] if isinstance(result, tuple | list) else None
+
+    return of_one
+
+
+def move_hooks(twin: nn.Module) -> None:
+    """Replace the hooks of a twin's modules by changes to the modules' inputs and outputs."""
+    for module in twin.modules():
+        before, after = _of_input(module), _of_output(module)
+        if before or after:
+            remove_gradient_hooks(module)
+            module.register_forward_pre_hook(lambda module, args, hooks=before: _changed(module, args, hooks))
+            module.register_forward_hook(lambda module, _, result, hooks=after: _changed(module, (result,), hooks)[0])
+
+
+def _changed(module: nn.Module, values: tuple[Any, ...], hooks: list[Hook]) -> tuple[Any, ...]:
+    if hooks and (len(values) != 1 or not isinstance(values[0], Tensor)):
+        raise CaptureError(
+            f"a hook on the gradients of {type(module).__name__}, which takes or gives several values", HINT
+        )
+    for hook in hooks:
+        values = (scaled(values[0], hook),)
+    return values
+
+
+def parameter_hooks(model: nn.Module, twin: nn.Module) -> list[tuple[nn.Module, str, list[Hook]]]:
+    """The twin's modules with a parameter that has hooks in ``model``, the parameter's name, and the hooks."""
+    found = []
+    for name, parameter in model.named_parameters():
+        hooks, _ = gradient_hooks(parameter) or ([], [])
+        path, _, own = name.rpartition(".")
+        if hooks:
+            found.append((twin.get_submodule(path), own, hooks))
+    return found

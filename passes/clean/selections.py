@@ -1,0 +1,331 @@
+"""Rows that a boolean mask selects: ``loss[mask].mean()`` becomes a sum over all rows, divided by a count.
+
+The number of selected rows depends on the data, so the pass computes all rows instead. The others are constant where they enter, add zero
+to every sum, and get no gradient.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from autopar.ops.facts import Kind, facts, op_name
+from autopar.ops.meta import meta
+from autopar.ops.operands import args_of, argument, arguments, dtype_of, operands, shape_of, val
+from autopar.rules import is_row_wise
+from passes.clean.nodes import add, aten, calls, replace
+
+_NONE, _MEAN = 0, 1  # torch's reductions
+_CLASS_LOSSES = frozenset(("aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd"))
+_ARITHMETIC = frozenset(("aten.add", "aten.sub", "aten.mul", "aten.div"))
+_IGNORED = -100  # torch's default
+_SAME = frozenset(("aten.squeeze", "aten.select", "_operator.getitem", "aten.view", "aten.reshape"))
+_RESHAPES = frozenset(("aten.view", "aten.reshape"))
+_WRITES = frozenset(
+    f"aten.{name}" for name in ("index_put", "index_put_", "index_copy", "index_copy_", "index_add", "index_add_")
+)
+
+
+def selections_pass(gm: fx.GraphModule) -> fx.GraphModule:
+    """``mean(index(x, [mask]))`` becomes ``sum(where(mask, x, 0)) / sum(mask)``; likewise losses, sizes, row-wise ops between the two,
+    and writes of the rows back to their places. A graph that uses selected rows otherwise stays as it is."""
+    if any(map(_is_symbolic, calls(gm))):
+        _Selections(gm).replace()
+    return gm
+
+
+class _UnsupportedError(Exception):
+    """Selected rows go into an op without an equivalent on all rows."""
+
+
+def _is_symbolic(node: fx.Node) -> bool:
+    value = meta(node).get("val")
+    tensors = value if isinstance(value, tuple | list) else [value]
+    return any(type(size) is not int for each in tensors if isinstance(each, torch.Tensor) for size in each.shape)
+
+
+def _is_number(node: fx.Node) -> bool:
+    return isinstance(meta(node).get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+class _Selections:
+    """Builds the equivalent on all rows beside the graph, and puts it in place if it is complete.
+
+    ``dense`` has the node on all rows for every node on selected rows, and ``mask`` its mask, with one dim. ``constant`` are the dense
+    nodes that are constant where the mask is false, ``places`` the nodes that list the selected rows' positions, ``counts`` the number of
+    rows for every size that depends on the data.
+    """
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.gm = gm
+        self.dense: dict[fx.Node, fx.Node] = {}
+        self.mask: dict[fx.Node, fx.Node] = {}
+        self.constant: set[fx.Node] = set()
+        self.places: set[fx.Node] = set()
+        self.counts: dict[fx.Node, fx.Node] = {}
+        self.results: list[tuple[fx.Node, fx.Node]] = []
+        self.flat: dict[fx.Node, fx.Node] = {}
+
+    def replace(self) -> None:
+        before = set(self.gm.graph.nodes)
+        try:
+            for node in calls(self.gm):
+                if node not in self.dense:
+                    self._visit(node)
+            if any(node in self.dense or _is_number(node) for node in self.gm.graph.output_node().all_input_nodes):
+                raise _UnsupportedError
+        except _UnsupportedError:
+            for node in [n for n in reversed(self.gm.graph.nodes) if n not in before]:
+                self.gm.graph.erase_node(node)
+            return
+        for node, new in self.results:
+            replace(node, new)
+        for node in reversed(list(self.gm.graph.nodes)):
+            if node in self.dense or _is_number(node) or op_name(node) == "aten._assert_scalar":
+                self.gm.graph.erase_node(node)
+
+    def _visit(self, node: fx.Node) -> None:
+        name, selected = op_name(node), [n for n in node.all_input_nodes if n in self.dense]
+        if (
+            node.target is aten.index.Tensor
+            and node.args[0] not in self.dense
+            and self._selects(argument(node, 1, "indices"))
+        ):
+            self._select(node)
+        elif name in ("aten.nonzero", "aten.where") and len(node.args) == 1:
+            self._list(node)
+        elif name in _WRITES and node.args[0] not in self.dense and selected:
+            self._write(node, selected)
+        elif name == "aten.sym_size" and selected and argument(node, 1, "dim") == 0:
+            self.counts[node] = add(node, aten.sum.default, (self._common(selected),))
+        elif selected:
+            self._compute(node, selected)
+        elif name in _ARITHMETIC and any(n in self.counts for n in node.all_input_nodes):
+            self.results.append((node, self._add(node, node.args)))
+        elif _is_symbolic(node) or (any(map(_is_number, node.all_input_nodes)) and not _is_check(node)):
+            raise _UnsupportedError
+
+    def _add(self, node: fx.Node, args: Any, **changed: Any) -> fx.Node:
+        """The same op on all rows; ``changed`` has other values for arguments."""
+        given: dict[str, Any] = {**node.kwargs}
+        if changed:
+            args, given = tuple((arguments(node) | changed).values()), {}
+        args, given = map_arg((args, given), lambda n: self.counts.get(n, self.dense.get(n, n)))
+        try:
+            new = add(node, node.target, args, given)
+        except (
+            RuntimeError,
+            TypeError,
+            ValueError,
+            IndexError,
+        ) as error:  # an argument that depends on the number of rows
+            raise _UnsupportedError from error
+        if any(_is_number(each) for each in new.all_input_nodes):
+            raise _UnsupportedError
+        return new
+
+    def _keep(self, node: fx.Node, new: fx.Node, mask: fx.Node, *, constant: bool = False) -> None:
+        self.dense[node], self.mask[new] = new, mask
+        if constant:
+            self.constant.add(new)
+
+    def _common(self, selected: Iterable[fx.Node]) -> fx.Node:
+        """The mask that selects the rows of all these nodes."""
+        found = {self.mask[self.dense[node]] for node in selected}
+        if len(found) != 1:
+            raise _UnsupportedError
+        return found.pop()
+
+    def _flat(self, mask: fx.Node, anchor: fx.Node) -> fx.Node:
+        """The mask with one dim."""
+        if mask not in self.flat:
+            sizes = shape_of(mask)
+            one = [math.prod(sizes)]
+            self.flat[mask] = mask if len(sizes) == 1 else add(anchor, aten.reshape.default, (mask, one))
+        return self.flat[mask]
+
+    # -- from all rows to selected ones, and back -----------------------------------------------------------------------
+
+    def _selects(self, indices: Any) -> bool:
+        """Whether the indices are a mask, or the positions where one is true."""
+        first, *rest = indices
+        is_mask = isinstance(first, fx.Node) and (first in self.places or dtype_of(first) == torch.bool)
+        return is_mask and all(index is None for index in rest)
+
+    def _mask_of(self, index: fx.Node) -> fx.Node:
+        if index in self.dense and index not in self.places:
+            raise _UnsupportedError
+        return self.mask[self.dense[index]] if index in self.places else index
+
+    def _select(self, node: fx.Node) -> None:
+        """``x[mask]``."""
+        source: Any = node.args[0]
+        mask = self._mask_of(argument(node, 1, "indices")[0])
+        lead, sizes = len(shape_of(mask)), shape_of(source)
+        new = _only(node, mask, source, 1)
+        if lead > 1:
+            new = add(node, aten.reshape.default, (new, [math.prod(sizes[:lead]), *sizes[lead:]]))
+        self._keep(node, new, self._flat(mask, node), constant=True)
+
+    def _list(self, node: fx.Node) -> None:
+        """``nonzero(mask)`` and ``where(mask)``: the positions of all rows."""
+        mask: Any = node.args[0]
+        if mask in self.dense or len(shape_of(mask)) != 1 or dtype_of(mask) != torch.bool:
+            raise _UnsupportedError
+        new = add(node, aten.arange.default, shape_of(mask))
+        if op_name(node) == "aten.nonzero":
+            new = add(node, aten.unsqueeze.default, (new, 1))
+        self._keep(node, new, mask, constant=True)
+        self.places.add(node)
+
+    def _write(self, node: fx.Node, selected: list[fx.Node]) -> None:
+        """Rows that are written, or added, to their own places, or added to the rows of an index."""
+        kind = op_name(node).removeprefix("aten.").removesuffix("_")
+        base: Any = node.args[0]
+        index: Any
+        value: Any
+        index, value = (node.args[1][0], node.args[2]) if kind == "index_put" else node.args[2:4]  # type: ignore[index]
+        put = kind == "index_put"
+        if (len(node.args) > (3 if put else 4)) or node.kwargs or (put and not self._selects(node.args[1])):
+            raise _UnsupportedError
+        if (not put and node.args[1] != 0) or value not in self.dense:
+            raise _UnsupportedError
+        own = put or index in self.places
+        mask = self._mask_of(index) if own else self._common(selected)
+        if self._common([value]) is not self._flat(mask, node) or (kind == "index_copy" and not own):
+            raise _UnsupportedError
+        rows = self.dense[value]
+        if len(shape_of(mask)) > 1:
+            rows = add(node, aten.reshape.default, (rows, list(shape_of(base))))
+        if kind == "index_add":
+            rows = _only(node, mask, rows, 0)
+            new = (
+                add(node, aten.add.Tensor, (base, rows))
+                if own
+                else add(node, aten.index_add.default, (base, 0, self.dense[index], rows))
+            )
+        else:
+            new = add(node, aten.where.self, (_wide(node, mask, rows), rows, base))
+        if op_name(node).endswith("_"):
+            new = add(node, aten.copy_.default, (base, new))
+        self.results.append((node, new))
+
+    # -- ops on selected rows -------------------------------------------------------------------------------------------
+
+    def _compute(self, node: fx.Node, selected: list[fx.Node]) -> None:
+        name, mask = op_name(node), self._common(selected)
+        first = self.dense[selected[0]]
+        result: fx.Node | None = None
+        if name == "aten._assert_tensor_metadata" or (node.target is operator.getitem and _is_tensor(first)):
+            result = first  # a check without a result, or an item of ``where(mask)``
+        elif name == "aten.broadcast_tensors":
+            self._broadcast(node, mask)
+        elif name in _CLASS_LOSSES and not dtype_of(args_of(node)[1]).is_floating_point:
+            self._class_loss(node, mask)
+        elif facts(node).kind is Kind.LOSS and not _is_symbolic(node):
+            terms = self._row_wise(node, self._add(node, (), reduction=_NONE), mask)
+            self._total(node, terms, mask, mean=arguments(node)["reduction"] == _MEAN)
+        elif name in ("aten.sum", "aten.mean") and not _is_symbolic(node):
+            self._total(node, first, mask, mean=name == "aten.mean")
+        elif name in _RESHAPES:
+            sizes = val(node).shape
+            if not sizes or str(sizes[0]) != str(val(selected[0]).shape[0]):
+                raise _UnsupportedError
+            result = self._add(node, (first, [shape_of(first)[0], *sizes[1:]]))
+        else:
+            result = self._row_wise(node, self._add(node, node.args), mask)
+        if result is not None:
+            self._keep(node, result, mask)
+            if selected[0] in self.places and name in _SAME:
+                self.places.add(node)
+
+    def _row_wise(self, node: fx.Node, new: fx.Node, mask: fx.Node) -> fx.Node:
+        """``new``, if it treats rows alike. An operand that all rows share gets no gradient from the rows that are not selected: there
+        the other operands are finite, and the result's gradient is zero."""
+        if any(operand not in self.mask for operand in operands(new)):
+            for operand in [n for n in operands(new) if n in self.mask and n not in self.constant]:
+                new.replace_input_with(operand, self._constant(new, operand, mask))
+            if not is_row_wise(new, set(self.mask)):
+                raise _UnsupportedError
+            return self._constant(node, new, mask)
+        if not is_row_wise(new, set(self.mask)):
+            raise _UnsupportedError
+        return new
+
+    def _constant(self, anchor: fx.Node, new: fx.Node, mask: fx.Node) -> fx.Node:
+        """``new`` with ones in the rows that are not selected."""
+        if not _is_tensor(new):
+            raise _UnsupportedError
+        found = _only(anchor, mask, new, 1)
+        self.mask[found] = mask
+        self.constant.add(found)
+        return found
+
+    def _broadcast(self, node: fx.Node, mask: fx.Node) -> None:
+        """``broadcast_tensors`` of tensors of equal shape: the tensors themselves."""
+        given = [self.dense.get(each, each) for each in args_of(node)[0]]
+        if len({shape_of(each) for each in given}) != 1:
+            raise _UnsupportedError
+        for user in list(node.users):
+            self._keep(user, given[args_of(user)[1]], mask, constant=given[args_of(user)[1]] in self.constant)
+        self._keep(node, given[0], mask)
+
+    def _class_loss(self, node: fx.Node, mask: fx.Node) -> None:
+        """A loss with class labels ignores the labels of the rows that are not selected."""
+        ignored = argument(node, 4, "ignore_index", _IGNORED)
+        target = _only(node, mask, self.dense.get(args_of(node)[1], args_of(node)[1]), ignored)
+        new = self._add(node, (), target=target)
+        if _is_symbolic(node):
+            self._keep(node, new, mask)
+        else:
+            self.results.append((node, new))
+
+    def _total(self, node: fx.Node, terms: fx.Node, mask: fx.Node, *, mean: bool) -> None:
+        """The sum of the terms of the selected rows; with ``mean``, divided by their number."""
+        sizes = shape_of(terms)
+        dims = argument(node, 1, "dim") if op_name(node) in ("aten.sum", "aten.mean") else None
+        if node.kwargs and facts(node).kind is not Kind.LOSS:
+            raise _UnsupportedError
+        summed = {dim % len(sizes) for dim in dims} if dims else set(range(len(sizes)))
+        zeros = _only(node, mask, terms, 0)
+        rest = (list(summed), argument(node, 2, "keepdim", False)) if dims else ()
+        new = add(node, aten.sum.dim_IntList if dims else aten.sum.default, (zeros, *rest))
+        if mean:
+            count = add(node, aten.to.dtype, (add(node, aten.sum.default, (mask,)), dtype_of(new)))
+            meta(count)["scalar_name"] = "selected_rows"
+            each = math.prod(sizes[dim] for dim in summed - {0})
+            new = add(node, aten.div.Tensor, (new, add(node, aten.mul.Tensor, (count, each)) if each != 1 else count))
+        self.results.append((node, new))
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    """Whether the node's value is one tensor."""
+    return isinstance(meta(node)["val"], torch.Tensor)
+
+
+def _is_check(node: fx.Node) -> bool:
+    """Whether the node only compares sizes."""
+    return _is_number(node) or op_name(node) == "aten._assert_scalar"
+
+
+def _wide(anchor: fx.Node, mask: fx.Node, like: fx.Node) -> fx.Node:
+    """The mask with as many dims as ``like``, which it selects from."""
+    more = len(shape_of(like)) - len(shape_of(mask))
+    return add(anchor, aten.reshape.default, (mask, [*shape_of(mask), *[1] * more])) if more else mask
+
+
+def _only(anchor: fx.Node, mask: fx.Node, value: fx.Node, other: int) -> fx.Node:
+    """``value`` where the mask is true, and ``other`` elsewhere: 0 in place of 1 for integers, which may be an index."""
+    kind = dtype_of(value)
+    number: Any = float(other) if kind.is_floating_point or kind.is_complex else other if other != 1 else 0
+    return add(
+        anchor,
+        aten.where.ScalarOther,
+        (_wide(anchor, mask, value), value, bool(number) if kind == torch.bool else number),
+    )
