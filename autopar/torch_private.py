@@ -6,8 +6,10 @@ They are in one module so that a new torch release is checked in one place.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -384,6 +386,32 @@ def tree_unflatten(leaves: list[Any], structure: Any) -> Any:
     from torch.utils import _pytree
 
     return _pytree.tree_unflatten(leaves, structure)
+
+
+@contextmanager
+def traces_of_functions() -> Iterator[None]:
+    """Inside, nodes note the lines of the functions that ``forward`` methods call too, except torch's and ours: torch notes the lines of
+    methods called ``forward`` alone. (torch 2.11, 2.13)"""
+    from torch.fx.proxy import TracerBase
+
+    tracer: Any = TracerBase
+    usual = getattr(tracer, "_filter_traceback_frames", None)
+    if usual is None:
+        yield
+        return
+    homes = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
+
+    def kept(self: Any, summary: Any) -> Any:
+        first = next((i for i, frame in enumerate(summary) if frame.name == "forward"), len(summary))
+        of_users = [f for f in summary[first:] if f.name == "forward" or not f.filename.startswith(homes)]
+        found = type(summary).from_list(of_users)
+        return found if self._record_forward_stack_traces_only else usual(self, found)
+
+    tracer._filter_traceback_frames = kept
+    try:
+        yield
+    finally:
+        tracer._filter_traceback_frames = usual
 
 
 @contextmanager

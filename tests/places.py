@@ -9,3 +9,10 @@ ROOT = TESTS.parent
 DOCS = ROOT / "docs"
 EVIDENCE = DOCS / "evidence"
 GROUNDTRUTH = EVIDENCE / "groundtruth"
+
+
+def file_of(program: Path, name: str) -> Path:
+    """A file of an emitted program: ``model.py``, ``train.py`` and data are in its folder, other modules in its runtime."""
+    return (
+        program / name if name in ("model.py", "train.py") or not name.endswith(".py") else program / "runtime" / name
+    )

@@ -18,8 +18,8 @@ from autopar.capture.blocks import stack
 from autopar.capture.functions import apply_of_torch, kept_function
 from autopar.errors import CaptureError
 from autopar.ops.facts import facts, op_name
-from autopar.ops.meta import meta
 from autopar.ops.operands import arguments
+from autopar.ops.source import frames
 from autopar.torch_private import gradient_hooks, patch_backward
 
 OPAQUE_HINT = "keep that module whole and replicated: wrap it in autopar.opaque(module)"
@@ -136,10 +136,10 @@ def _refuse_table(node: fx.Node) -> None:
 
 def source(node: fx.Node) -> str:
     """The last line of the user's code that made the node; torch's line if none is the user's."""
-    trace = str(meta(node).get("stack_trace") or "").strip().split("\n")
-    frames = [trace[k : k + 2] for k in range(0, len(trace), 2)]
-    users = [frame for frame in frames if f'"{Path(torch.__file__).parent}' not in frame[0]]
-    return "\n".join((users or frames)[-1])
+    found = [frame for frame in frames(node) if frame[2] == "forward"]
+    users = [frame for frame in found if not frame[0].startswith(str(Path(torch.__file__).parent))]
+    file, line, function, text = (users or found)[-1]
+    return f'File "{file}", line {line}, in {function}\n    {text}'
 
 
 def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:

@@ -9,12 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from autopar.capture.evaluate import Evaluator, TooLargeError, constant_nodes, same_bits, stored_bytes
+from autopar.capture.layers import identifier, unique
 from autopar.ops.facts import op_name
 from autopar.ops.meta import meta
 from autopar.ops.operands import args_of, dtype_of, shape_of, val
+from autopar.ops.source import source_name
 from passes.clean.nodes import add, aten, calls, like, replace
 
 # The layers compute a larger folded table themselves, from its own small constants: there it may be sharded.
@@ -85,7 +87,7 @@ def _place(gm: fx.GraphModule, constants: dict[str, torch.Tensor], node: fx.Node
         known = constants[name] if name is not None else None
         if known is not None and (known.dtype, known.shape) == (value.dtype, value.shape) and same_bits(known, value):
             return other
-    name = f"constant_{len(constants)}"
+    name = unique(identifier(source_name(node)), {*constants, *dir(nn.Module)}, separator="_")
     constants[name] = value.contiguous().clone()
     with gm.graph.inserting_before(next(iter(gm.graph.nodes))):
         placeholder = gm.graph.placeholder(name)

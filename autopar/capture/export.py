@@ -42,7 +42,7 @@ from autopar.errors import CaptureError
 from autopar.graph import Parameter
 from autopar.ops.facts import facts, op_name
 from autopar.ops.meta import graph_meta, meta
-from autopar.torch_private import as_if_exported, is_fake, masks_as_given, memory, plain_averages
+from autopar.torch_private import as_if_exported, is_fake, masks_as_given, memory, plain_averages, traces_of_functions
 from passes.clean.nodes import like, note
 from passes.clean.regions import inline_regions_pass
 from passes.clean.selections import selections_pass
@@ -348,6 +348,7 @@ def _export(
             run = around.enter_context(_traceable(model, copied))
             if repeats is not None:
                 around.enter_context(traced_once(captured.module, repeats))
+            around.enter_context(traces_of_functions())
             program = torch.export.export(captured, tensors, strict=False)
         _complete_users(program.graph_module)
         return program, Left(_STATE.pop(), run.changes)

@@ -10,11 +10,13 @@ from torch import fx
 from autopar.emit.expressions import Text, expression, joined_call, literal
 from autopar.emit.names import Names, remark
 from autopar.ops.meta import meta
+from autopar.ops.source import is_bound, source_name
 from passes.clean.nodes import module_path
 from passes.collectives import convert
 from passes.overlap import JOINED, converted_types, passed_on, results_of, weights_of
 
 WIDTH = 110  # a longer line is split: its expression gets a name
+SHORT = 50  # the longest expression with a name in the user's code that stands inside another one
 
 
 def statements(
@@ -113,12 +115,11 @@ def _with_deletions(lines: list[str], named: list[str], ends: list[int]) -> list
 
 
 def value_name(node: fx.Node) -> str:
-    """The node's name; a conversion is named after its value and its new type (``linear_3_i``), a product with its bias after the
-    product."""
+    """The name that the user's code gives to the node's value; a conversion is named after its value and its new type (``logits_i``)."""
     if (before := passed_on(node)) is not None:
         return f"{value_name(before)}_r"
     if node.target is not convert:
-        return meta(node).get("product", node.name)
+        return source_name(node)
     value, _, _, target = node.args
     assert isinstance(value, fx.Node) and isinstance(target, str)
     return f"{value_name(value)}_{target[0].lower()}"
@@ -126,22 +127,23 @@ def value_name(node: fx.Node) -> str:
 
 def _inline(node: fx.Node, text: Text) -> bool:
     """Whether the expression may stand in its only reader: a conversion always gets its own line, so that readers see it, and so does the
-    input of joined products."""
+    input of joined products. What the user's code binds to a name stands alone sooner; what is returned does not."""
     if (
         any(meta(node).get(key) for key in ("turn", "sends", "across", "inner"))
         or meta(node).get("kept")
-        or node.target is convert
         or node.target in JOINED
         or len(node.users) != 1
-        or len(text.text) > WIDTH // 2
     ):
         return False
     user = next(iter(node.users))
-    if user.target in JOINED and user.args[0] is node:
-        return False
     places: list[fx.Node] = []
     fx.map_arg((user.args, user.kwargs), lambda n: places.append(n) if n is node else None)
-    return len(places) == 1 and user.op != "output"
+    if len(places) != 1 or user.target in JOINED and user.args[0] is node:
+        return False
+    if user.op == "output":
+        return not meta(node).get("flies") and len(text.text) <= WIDTH
+    most = WIDTH * 4 // 5 if meta(user).get("module") else SHORT if is_bound(node) else WIDTH * 2 // 3
+    return node.target is not convert and len(text.text) <= most
 
 
 def _scope(node: fx.Node) -> str:

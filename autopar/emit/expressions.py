@@ -97,6 +97,13 @@ def literal(value: Any, texts: Texts) -> str:
     return repr(value)
 
 
+def module_input(node: fx.Node) -> fx.Node:
+    """The operand of a product, a norm or an embedding that is no parameter."""
+    found = arguments(node)["indices" if op_name(node) == "aten.embedding" else "input"]
+    assert isinstance(found, fx.Node), node.format_node()
+    return found
+
+
 def kernel_module(node: fx.Node) -> str | None:
     """The module of the program, a sibling of ``model.py``, whose function the node calls; ``None`` for torch's functions."""
     package, _, module = str(getattr(node.target, "__module__", "")).rpartition(".")
@@ -115,6 +122,8 @@ def expression(node: fx.Node, texts: Texts) -> Text:
 
 
 def _call(node: fx.Node, texts: Texts) -> Text:
+    if (path := meta(node).get("module")) is not None:
+        return Text(f"self.{path}({texts[module_input(node)].text})")
     if node.target is share:
         return Text(f"{texts[_operand(node)].within(PRODUCT)} / {node.args[1]}", PRODUCT)
     if node.target is scale:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import fx
 
 from autopar.emit.body import statements
 from autopar.emit.experts import body_method, name_bodies
 from autopar.emit.expressions import Text, literal
+from autopar.emit.modules import torch_modules
 from autopar.emit.names import Names, attributes, remark
 from autopar.emit.pieces import compiled_pieces
 from autopar.ops.compilation import stays_eager
@@ -19,27 +21,13 @@ from passes.layer import LocalLayer, rows_of
 from passes.localise_layer import random_seed
 
 
-def layer_class(
-    layer: LocalLayer,
-    name: str,
-    head: tuple[str, str],
-    axes: tuple[str, ...],
-    shared: frozenset[int],
-    watch: bool = False,
-) -> str:
-    """The source of the class.
+def layer_body(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], watch: bool = False) -> str:
+    """The source of the layer's class below its docstring.
 
-    With ``watch`` every value gets a line, and ``self.watched`` holds all values by node name, to find a wrong one.
-
-    ``head`` says in words which layers use the class and how they are sharded, and has the text of their ``LayerSpec``; ``shared`` are the
+    With ``watch`` every value gets a line, and ``self.watched`` holds all values by node name, to find a wrong one. ``shared`` are the
     indices (among the class's parameters) of those that the stage owns because several layers use them: they become arguments.
     """
-    uses, spec = head
-    lines = [f"class {name}(nn.Module):", f'    """{remark(uses)}"""', "", f"    SPEC = {spec}", ""]
-    lines += _constructor(layer, axes, shared)
-    lines += [""]
-    lines += _forward(layer, axes, shared, watch)
-    return "\n".join(lines) + "\n"
+    return "\n".join([*_constructor(layer, axes, shared), "", *_forward(layer, axes, shared, watch)]) + "\n"
 
 
 def parameter_paths(layer: LocalLayer) -> dict[str, str]:
@@ -62,35 +50,48 @@ def types_text(axes: tuple[str, ...], types: tuple[SpmdType, ...]) -> str:
 def _constructor(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int]) -> list[str]:
     own = [(i, p) for i, p in enumerate(layer.parameters) if i not in shared]
     number = "number: int, " if layer.random else ""
-    lines = [f"    def __init__(self, {number}**factory: object) -> None:", "        super().__init__()"]
+    lines = [
+        f"    def __init__(self, spec: LayerSpec, {number}**factory: object) -> None:",
+        "        super().__init__(spec)",
+    ]
     if layer.random:
         lines.append("        self.number = number  # tells this layer's random numbers from another's")
+    layouts = {parameter.types for _, parameter in own}
+    if len(layouts) == 1 and len(own) > 1:
+        lines.append(f"        # Every parameter is {types_text(axes, own[0][1].types)}.")
     made: set[str] = set()
-    paths = parameter_paths(layer)
+    paths, modules = parameter_paths(layer), torch_modules(layer, shared)
     for index, parameter in own:
         path = paths[parameter.name]
-        parts = path.split(".")
-        for depth in range(1, len(parts)):
-            owner = ".".join(parts[:depth])
-            if owner not in made:
-                made.add(owner)
-                lines.append(f"        self.{owner} = nn.Module()")
-        value = layer.cls.parameters[index]
-        shape = ", ".join(map(str, parameter.shape))
-        grad = "" if value.requires_grad else ", requires_grad=False"
-        tensor = f"torch.empty({shape or '()'}, **factory, dtype={value.dtype})"
-        lines.append(f"        self.{path} = nn.Parameter({tensor}{grad})  # {types_text(axes, parameter.types)}")
+        remarks = f"  # {types_text(axes, parameter.types)}" if len(layouts) > 1 or len(own) == 1 else ""
+        owner = path.rpartition(".")[0]
+        if owner in modules:
+            lines += _owners(owner.rpartition(".")[0], made)
+            lines += [] if owner in made else [f"        self.{owner} = {modules[owner]}{remarks}"]
+            made.add(owner)
+            continue
+        lines += _owners(owner, made)
+        grad = "" if layer.cls.parameters[index].requires_grad else ", requires_grad=False"
+        tensor = _empty(parameter.shape, layer.cls.parameters[index].dtype)
+        lines.append(f"        self.{path} = nn.Parameter({tensor}{grad}){remarks}")
     for path, value in zip(buffer_paths(layer).values(), layer.cls.buffers, strict=True):
         owner, _, leaf = path.rpartition(".")
-        parts = owner.split(".") if owner else []
-        for depth in range(1, len(parts) + 1):
-            if (above := ".".join(parts[:depth])) not in made:
-                made.add(above)
-                lines.append(f"        self.{above} = nn.Module()")
-        shape = ", ".join(map(str, value.shape))
-        tensor = f"torch.empty({shape or '()'}, **factory, dtype={value.dtype})"
-        lines.append(f'        {".".join(["self", *parts])}.register_buffer("{leaf}", {tensor})')
+        lines += _owners(owner, made)
+        holder = f"self.{owner}" if owner else "self"
+        lines.append(f'        {holder}.register_buffer("{leaf}", {_empty(value.shape, value.dtype)})')
     return lines
+
+
+def _owners(path: str, made: set[str]) -> list[str]:
+    """The lines that make the modules down to ``path``, except those that were ``made`` before."""
+    parts = path.split(".") if path else []
+    missing = [owner for depth in range(len(parts)) if (owner := ".".join(parts[: depth + 1])) not in made]
+    made.update(missing)
+    return [f"        self.{owner} = nn.Module()" for owner in missing]
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype) -> str:
+    return f"torch.empty({', '.join(map(str, shape)) or '()'}, **factory, dtype={dtype})"
 
 
 def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], watch: bool) -> list[str]:
@@ -99,7 +100,7 @@ def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], w
     arguments: list[str] = []
     resident: list[str] = []
     rows: list[int | None] = []
-    notes: list[str] = []
+    notes: dict[str, list[str]] = {}  # arguments by their shapes and types
     nodes = list(layer.graph.graph.nodes)
     bodies = name_bodies(nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
@@ -120,7 +121,9 @@ def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], w
         rows.append(dims[index])
         if kind != "activation":
             resident.append(argument)
-        notes.append(f"        # {argument} {tuple(meta(node)['val'].shape)}: {types_text(axes, layer.border(index))}")
+        described = f"{tuple(meta(node)['val'].shape)}: {types_text(axes, layer.border(index))}"
+        notes.setdefault(described, []).append(argument)
+    heads = [f"        # {', '.join(several)} {described}" for described, several in notes.items()]
     compiled = is_compiled(layer) and not watch
     seeds = [node for node in nodes if node.target is random_seed] if compiled else []
     texts.update({node: Text(f"seeds[{number}]") for number, node in enumerate(seeds)})
@@ -131,10 +134,10 @@ def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], w
     if compiled and layer.half is not None:
         decorators = []
         computed, pieces = compiled_pieces(nodes, texts, names)
-        body = [*notes, *computed]
+        body = [*heads, *computed]
     else:
         decorators = ["    @torch.compile(dynamic=False)"] if compiled else []
-        body = [*notes, *statements(nodes, texts, names, watch, compiled)]
+        body = [*heads, *statements(nodes, texts, names, watch, compiled)]
     count = len(layer.cls.outputs) + len(layer.cls.updates)
     returns = "torch.Tensor" if count == 1 else "tuple[torch.Tensor, ...]"
     body += [line for op, name in bodies.items() for line in body_method(op, name)]

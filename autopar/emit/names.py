@@ -20,8 +20,8 @@ CALLED = frozenset(
 
 # Names that an emitted module defines or imports itself.
 _RESERVED = CALLED | frozenset(
-    """self torch nn F spmd checkpoint key seeds prelude Callable LayerSpec StageSpec TensorSpec ProgramSpec
-    Prelude""".split()  # noqa: SIM905  a list of words
+    """self torch nn F spmd checkpoint key seeds prelude Layer LayerSpec StageSpec TensorSpec ProgramSpec
+    Prelude Tensors Total""".split()  # noqa: SIM905  a list of words
 )
 
 # Attributes that every module has: the user's attributes may not replace them.

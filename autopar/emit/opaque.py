@@ -1,4 +1,4 @@
-"""The description of a graph's opaque modules, from which the program rebuilds them: ``opaque.json``.
+"""The description of a graph's opaque modules, from which the program rebuilds them: ``runtime/opaque.json``.
 
 Data only, no pickle: classes by name, attributes that JSON can hold. Any other attribute is refused by name.
 """
@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from autopar.errors import AutoparError, ProgramError
 from autopar.graph import Graph
 from autopar.precision import name_of
-from autopar.program import FILES
 from autopar.program.opaque import Applied, TorchOp
 
 # Modules of the program's folder: a user's module of the same name could not be imported next to them.
-TAKEN = frozenset({"model", *(name.removesuffix(".py") for name in FILES)})
+TAKEN = frozenset({"model", "train", "runtime"})
 
 _APPLIED = f":{Applied.__qualname__}"
 _OURS = {Applied: _APPLIED, TorchOp: f":{TorchOp.__qualname__}"}

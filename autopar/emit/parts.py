@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from autopar.emit.stage import layer_attribute, layer_spec, own_spec
+from autopar.emit.stage import layer_path, layer_spec, own_spec
 from autopar.precision import FLOAT16
 from autopar.program.optimizers import cut
 from autopar.program.parameters import kind_of
@@ -59,5 +59,5 @@ def _loaded(program: LocalProgram, layouts: list[dict[str, Any]]) -> Program:
 
 def _layers(program: LocalProgram, stage: Stage) -> dict[str, LayerSpec]:
     own = own_spec(program, stage)
-    layers = {layer_attribute(program, layer): layer_spec(program, layer) for layer in stage.layers}
+    layers = {layer_path(program, layer): layer_spec(program, layer) for layer in stage.layers}
     return layers if own is None else {**layers, "": own}

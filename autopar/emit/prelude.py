@@ -7,11 +7,13 @@ from typing import Any
 
 from torch import fx
 
+from autopar.emit.body import WIDTH
 from autopar.emit.expressions import Text, expression, literal
 from autopar.emit.names import Names, quoted
 from autopar.graph import Graph
 from autopar.ops.meta import meta
 from autopar.ops.operands import operands
+from autopar.ops.source import source_name
 from autopar.rules.candidates import candidates
 from autopar.types import P, R, S, SpmdType
 
@@ -26,11 +28,7 @@ def prelude_function(graph: Graph) -> tuple[str, str]:
     sums = row_sums(graph.prelude)
     reads = [node.target for node in graph.prelude.graph.nodes if node.op == "placeholder" and node.users]
     lines = [
-        "def prelude(",
-        "    batch: dict[str, torch.Tensor],",
-        "    constants: dict[str, torch.Tensor],",
-        "    total: Callable[[torch.Tensor], torch.Tensor],",
-        ") -> dict[str, torch.Tensor]:",
+        "def prelude(batch: Tensors, constants: Tensors, total: Total) -> Tensors:",
         f'    """Scalars of {batch}, such as its number of valid tokens."""',
     ]
     for node in graph.prelude.graph.nodes:
@@ -48,10 +46,13 @@ def prelude_function(graph: Graph) -> tuple[str, str]:
             entries = ", ".join(f"{quoted(value.name)}: {literal(result, texts)}" for value, result in pairs)
             lines.append(f"    return {{{entries}}}")
         else:
-            name = names.fresh(node.name)
-            text = expression(node, texts).text
-            lines.append(f"    {name} = total({text})" if sums and node in sums else f"    {name} = {text}")
-            texts[node] = Text(name)
+            text = expression(node, texts)
+            text = Text(f"total({text.text})") if sums and node in sums else text
+            if len(node.users) == 1 and len(text.text) <= WIDTH // 2:
+                texts[node] = text
+                continue
+            texts[node] = Text(names.fresh(source_name(node)))
+            lines.append(f"    {texts[node].text} = {text.text}")
     return "\n".join(lines) + "\n", f"Prelude(prelude, reads={literal(tuple(reads), {})}, by_rows={sums is not None})"
 
 

@@ -1,12 +1,13 @@
-"""Writes the program folder: ``model.py``, ``plan.json``, ``layouts.json``, folded constants, under Chimera ``schedule.csv``, and unchanged
-copies of the support files."""
+"""Writes the program folder: ``model.py``, ``train.py``, ``plan.json``, ``layouts.json``, the initial values, and the package ``runtime``
+with the tensors and records that it reads."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
 import json
-from collections.abc import Mapping, Set
+import textwrap
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 
 import torch
@@ -15,21 +16,23 @@ from torch import Tensor
 from autopar.emit.custom import custom_modules
 from autopar.emit.expressions import literal
 from autopar.emit.ignored import ignored_labels
-from autopar.emit.layer import buffer_paths, is_compiled, is_narrow, layer_class, parameter_paths
+from autopar.emit.layer import buffer_paths, is_compiled, is_narrow, layer_body, parameter_paths
 from autopar.emit.names import CALLED, Names, quoted, remark
 from autopar.emit.opaque import describe_opaque, imported_modules
 from autopar.emit.parts import runtime_parts
 from autopar.emit.prelude import prelude_function
-from autopar.emit.stage import layer_attribute, layer_spec, owned_attribute, spec_text, stage_class
+from autopar.emit.runtime import PACKAGE, copy_runtime
+from autopar.emit.stage import layer_path, owned_attribute, stage_class
 from autopar.errors import ModelError, UsageError
 from autopar.graph import Graph
 from autopar.ops.meta import meta
 from autopar.plan import Plan, given_up
 from autopar.precision import FLOAT16, name_of
-from autopar.program import FILES, copy_runtime
 from autopar.program.chimera import ORDERS
-from autopar.program.state import write_initial
+from autopar.program.opaque import OPAQUE
+from autopar.program.state import CONSTANTS, write_initial
 from autopar.program.type_check import write_digests
+from autopar.program.weights import write_file
 from autopar.schedules.orders import device_order
 from autopar.shard import plan_shardings
 from autopar.techniques import said
@@ -39,16 +42,13 @@ from passes.stages import LocalProgram, cut_stages
 _HEADER = '''"""{model} on {devices}: {summary}.
 
 A step takes {batch} rows{microbatches}. Each device runs the layers below on its part of the rows.{apart}
-
-On each axis of the mesh a tensor has a type, which comments and calls name: S(d) is a slice of dim d; R the same values everywhere, and
-terms of the gradient; I the same values and the same gradient; P a term of the sum. A collective turns one type into another.
-
-model.py is the model, from its layers to PROGRAM at the end; train.py trains it:
+Comments and calls name the type of a tensor on each axis of the mesh: S(d) is a slice of dim d; R the same values everywhere, and terms
+of the gradient; I the same values and the same gradient; P a term of the sum. A collective turns one type into another.
 
     torchrun --nproc-per-node {processes} train.py --dataset FILE
 
-runtime.py is the trainer, plan.json the plan with its prices, layouts.json says what of the original parameters each device holds.
-Written by autopar; yours to edit.
+trains PROGRAM, at the end of this file, with the trainer in runtime/. plan.json is the plan with its prices, and layouts.json says what of
+the original parameters each device holds. Written by autopar; yours to edit.
 """
 
 from __future__ import annotations
@@ -117,18 +117,15 @@ def emit(
         )
         + "\n"
     )
+    copy_runtime(path, _imported(source))
     _write_orders(path, plan)
+    for file in (path / OPAQUE, path / CONSTANTS):
+        file.unlink(missing_ok=True)
     if modules:
-        (path / "opaque.json").write_text(json.dumps(modules, indent=1) + "\n")
-    else:
-        (path / "opaque.json").unlink(missing_ok=True)
-    constants = path / "constants.pt"
+        (path / OPAQUE).write_text(json.dumps(modules, indent=1) + "\n")
     values = {f"buffer {buffer.name}": buffer.value for buffer in graph.buffers.values() if buffer.value is not None}
     if graph.constants or values:
-        torch.save({**graph.constants, **values}, constants)
-    else:
-        constants.unlink(missing_ok=True)
-    copy_runtime(path, _imported(source), _is_compiled(local))
+        write_file(path / CONSTANTS, {**graph.constants, **values})
     write_digests(path)
     return local
 
@@ -206,32 +203,41 @@ def _count(number: int, noun: str) -> str:
 
 def _imported(source: str) -> set[str]:
     """The files of the runtime that the text of a ``model.py`` imports."""
-    found = [node for node in ast.parse(source).body if isinstance(node, ast.Import | ast.ImportFrom)]
-    names = {alias.name for node in found if isinstance(node, ast.Import) for alias in node.names}
-    names |= {str(node.module) for node in found if isinstance(node, ast.ImportFrom)}
-    return {name for name in names if f"{name}.py" in FILES}
+    found = [node for node in ast.parse(source).body if isinstance(node, ast.ImportFrom)]
+    names = {alias.name for node in found if node.module == PACKAGE for alias in node.names}
+    of_package = f"{PACKAGE}."
+    return names | {
+        str(node.module).removeprefix(of_package) for node in found if str(node.module).startswith(of_package)
+    }
 
 
 def _imports(body: str, modules: Set[str], program: LocalProgram) -> str:
-    """The import statements of ``model.py``: ``modules``, and what else ``body`` uses."""
+    """The import statements of ``model.py``: ``modules`` of the runtime, and what else ``body`` uses."""
     used = {node.id for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Name)}
-    siblings = sorted(used & CALLED | modules)
-    spmd = "from compiled import spmd" if _is_compiled(program) else "import spmd_types as spmd"
     usual = {
-        "Callable": "from collections.abc import Callable\n",
-        "spmd": spmd,
+        "spmd": "import spmd_types as spmd",
         "torch": "import torch",
         "F": "import torch.nn.functional as F",
         "nn": "from torch import nn",
         "checkpoint": "from torch.utils.checkpoint import checkpoint",
     }
-    lines = [line for name, line in usual.items() if name in used]
-    own = [f"import {name}" for name in (*siblings, *custom_modules(program.graph))]
-    records = sorted(name for name in used if name in _RECORDS)
-    return "\n".join([*lines, "", *own, f"from spec import {', '.join(records)}"])
+    compiled = _is_compiled(program)
+    lines = [line for name, line in usual.items() if name in used and not (name == "spmd" and compiled)]
+    lines += ["", *(f"import {name}" for name in custom_modules(program.graph))]
+    if own := sorted(used & CALLED | modules):
+        lines += _wrapped(f"from {PACKAGE} import ", own)
+    lines += [f"from {PACKAGE}.compiled import spmd"] if compiled else []
+    lines += _wrapped(f"from {PACKAGE}.spec import ", sorted(name for name in used if name in _RECORDS))
+    return "\n".join(lines)
 
 
-_RECORDS = ("LayerSpec", "Prelude", "ProgramSpec", "StageSpec", "TensorSpec")
+def _wrapped(start: str, names: Sequence[str]) -> list[str]:
+    """An import statement, in brackets where it is long."""
+    line = start + ", ".join(names)
+    return [line] if len(line) <= 120 else textwrap.wrap(f"{start}({', '.join(names)})", 120, subsequent_indent="    ")
+
+
+_RECORDS = ("Layer", "LayerSpec", "Prelude", "ProgramSpec", "StageSpec", "TensorSpec", "Tensors", "Total")
 
 
 def _program_record(program: LocalProgram, parts: Mapping[str, str], prelude: str) -> str:
@@ -242,13 +248,13 @@ def _program_record(program: LocalProgram, parts: Mapping[str, str], prelude: st
     fields = {
         "mesh": f"{{{mesh}}},  # of a stage, outermost axis first",
         "stages": f"({stages}),",
-        "schedule": f"{parts['schedule']},",
         "prelude": f"{prelude}," if prelude else "",
         "ignored": f"{literal(ignored, {})},  # labels of rows that the loss leaves out" if ignored else "",
         "flattened": f"{literal(program.flattened, {})}," if program.flattened else "",
     }
-    fields |= {name: f"{part}," for name, part in parts.items() if name != "schedule"}
     lines = [f"    {name}={text}" for name, text in fields.items() if text]
+    more = ", ".join(f"{name}={part}" for name, part in parts.items())
+    lines += [f"    {line}" for line in textwrap.wrap(f"{more},", 150)]
     return "\n".join(["PROGRAM = ProgramSpec(", *lines, ")"]) + "\n"
 
 
@@ -268,34 +274,40 @@ def _is_compiled(program: LocalProgram) -> bool:
 
 
 def _layer_classes(program: LocalProgram, axes: tuple[str, ...], watch: bool) -> tuple[list[str], dict[int, str]]:
-    """One class per local layer and set of stage-owned parameters; the class of every layer by index."""
+    """One class for all layers whose code is the same; the class of every layer by index."""
     names = Names()
-    sources: list[str] = []
-    made: dict[tuple[int, frozenset[int]], str] = {}
-    class_names: dict[int, str] = {}
+    bodies: dict[tuple[int, frozenset[int]], str] = {}
+    users: dict[tuple[str, str], list[int]] = {}  # by the kind of layer and its code
     for stage in program.stages:
         for index in stage.layers:
-            layer = program.graph.layers[index]
+            layer, local = program.graph.layers[index], program.layers[index]
             shared = frozenset(i for i, name in enumerate(layer.parameters) if name in stage.owned)
-            key = (id(program.layers[index]), shared)
-            if key not in made:
-                made[key] = names.fresh(layer.cls)
-                head = _uses(program, index), spec_text(layer_spec(program, index))
-                sources.append(layer_class(program.layers[index], made[key], head, axes, shared, watch))
-            class_names[index] = made[key]
+            if (id(local), shared) not in bodies:
+                bodies[id(local), shared] = layer_body(local, axes, shared, watch)
+            users.setdefault((layer.cls, bodies[id(local), shared]), []).append(index)
+    sources: list[str] = []
+    class_names: dict[int, str] = {}
+    for (kind, body), layers in users.items():
+        name = names.fresh(kind)
+        sources.append(f'class {name}(Layer):\n    """{remark(_uses(program, layers))}"""\n\n{body}')
+        class_names.update(dict.fromkeys(layers, name))
     return sources, class_names
 
 
-def _uses(program: LocalProgram, index: int) -> str:
-    """In words: which layers share the class, and how their strategy splits them."""
-    same = [i for i, layer in enumerate(program.layers) if layer is program.layers[index]]
-    names = [program.graph.layers[i].name for i in same]
+def _uses(program: LocalProgram, layers: Sequence[int]) -> str:
+    """In words: which layers share the class, and how their strategies split them."""
+    names = [program.graph.layers[layer].name for layer in layers]
     which = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} layers)"
-    strategy = program.layers[index].strategy
-    roles = ", ".join(f"{role.value} on {a.name}" for a, role in zip(program.plan.mesh, strategy.roles, strict=True))
-    copies = f" in {strategy.replicate} copies" if strategy.replicate > 1 else ""
-    parts = [f"ZeRO {strategy.zero}{copies}", *said(strategy.options)]
-    return f"{which}: {roles}; {', '.join(parts)}."
+    found: dict[str, dict[str, None]] = {}
+    for layer in layers:
+        strategy = program.layers[layer].strategy
+        roles = ", ".join(
+            f"{role.value} on {a.name}" for a, role in zip(program.plan.mesh, strategy.roles, strict=True)
+        )
+        copies = f" in {strategy.replicate} copies" if strategy.replicate > 1 else ""
+        found.setdefault(roles, {})[", ".join([f"ZeRO {strategy.zero}{copies}", *said(strategy.options)])] = None
+    parts = "; or ".join(f"{roles}; {' or '.join(found[roles])}" for roles in found)
+    return f"{which}: {parts}."
 
 
 def layouts(program: LocalProgram) -> list[dict[str, object]]:
@@ -352,7 +364,7 @@ def buffers(program: LocalProgram) -> list[dict[str, object]]:
                 records.append(
                     {
                         "stage": stage.index,
-                        "name": f"{layer_attribute(program, index)}.{buffer_paths(local)[value.name]}",
+                        "name": f"{layer_path(program, index)}.{buffer_paths(local)[value.name]}",
                         "original": original,
                         "shape": list(record.shape),
                         "dtype": name_of(record.dtype),
@@ -364,4 +376,4 @@ def buffers(program: LocalProgram) -> list[dict[str, object]]:
 
 
 def _path(program: LocalProgram, layer: int, name: str) -> str:
-    return f"{layer_attribute(program, layer)}.{parameter_paths(program.layers[layer])[name]}"
+    return f"{layer_path(program, layer)}.{parameter_paths(program.layers[layer])[name]}"

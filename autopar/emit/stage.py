@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import fx
@@ -49,9 +52,51 @@ def stage_class(program: LocalProgram, stage: Stage, class_names: dict[int, str]
     return "\n".join(lines) + "\n"
 
 
-def layer_attribute(program: LocalProgram, layer: int) -> str:
-    """The stage's attribute that holds a layer."""
-    return flat_attributes(tuple(each.name for each in program.graph.layers))[layer]
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a stage holds a layer: in an attribute, or in one that is an ``nn.ModuleDict`` of layers by their numbers in the model."""
+
+    attribute: str
+    number: int | None = None
+
+    @property
+    def path(self) -> str:
+        return self.attribute if self.number is None else f"{self.attribute}.{self.number}"
+
+    @property
+    def text(self) -> str:
+        return f"self.{self.attribute}" + ("" if self.number is None else f'["{self.number}"]')
+
+
+@lru_cache(maxsize=256)
+def _places(layers: tuple[str, ...], constants: tuple[str, ...]) -> tuple[tuple[_Place, ...], tuple[str, ...]]:
+    """Where a stage holds its layers, by their names, and its constants. Layers ``h.0`` to ``h.7`` that follow each other are held
+    together."""
+    matches = [re.fullmatch(r"(.+)\.(0|[1-9]\d*)", name) for name in layers]
+    lists = [match[1] if match else None for match in matches]
+    runs = [key for key, _ in itertools.groupby(lists)]
+    held = [key if key is not None and lists.count(key) > 1 and runs.count(key) == 1 else None for key in lists]
+    keys = tuple(dict.fromkeys(name if key is None else f"{key}." for name, key in zip(layers, held, strict=True)))
+    attributes = flat_attributes((*keys, *constants))
+    of = dict(zip(keys, attributes, strict=False))
+    places = [
+        _Place(of[name]) if key is None or match is None else _Place(of[f"{key}."], int(match[2]))
+        for name, key, match in zip(layers, held, matches, strict=True)
+    ]
+    return tuple(places), attributes[len(keys) :]
+
+
+def _held(program: LocalProgram, stage: Stage) -> tuple[dict[int, _Place], dict[str, str]]:
+    """Where the stage holds each of its layers, by index, and the attributes of its constants."""
+    names = tuple(program.graph.layers[layer].name for layer in stage.layers)
+    places, constants = _places(names, tuple(stage.constants))
+    return dict(zip(stage.layers, places, strict=True)), dict(zip(stage.constants, constants, strict=True))
+
+
+def layer_path(program: LocalProgram, layer: int) -> str:
+    """The path by which its stage holds a layer."""
+    stage = next(stage for stage in program.stages if layer in stage.layers)
+    return _held(program, stage)[0][layer].path
 
 
 def _summary(program: LocalProgram, stage: Stage) -> str:
@@ -75,12 +120,11 @@ def _spec(program: LocalProgram, stage: Stage, axes: tuple[str, ...]) -> list[st
             lines.append(f"        {field}={{{entries[0]}}},")
         elif entries:
             lines += [f"        {field}={{", *(f"            {entry}," for entry in entries), "        },"]
-    if stage.scalars:
-        lines.append(f"        scalars={literal(stage.scalars, {})},")
+    more = [f"scalars={literal(stage.scalars, {})},"] if stage.scalars else []
     if stage.index == len(program.plan.stages) - 1:
-        lines.append(f"        loss={_types(axes, program.layers[-1].output(0))},")
-    if stage.random:
-        lines.append("        random=True,")
+        more.append(f"loss={_types(axes, program.layers[-1].output(0))},")
+    more += ["random=True,"] if stage.random else []
+    lines += [f"        {' '.join(more)}"] if more else []
     if (own := own_spec(program, stage)) is not None:
         lines.append(f"        own={spec_text(own)},  # of the parameters that several layers share")
     return [*lines, "    )"]
@@ -158,8 +202,9 @@ def _constructor(program: LocalProgram, stage: Stage, class_names: dict[int, str
         lines.append(
             "        self.updates = []  # (layer, new values of its buffers), one for each call; the runtime writes them"
         )
-    for name in stage.constants:
-        lines.append(f'        self.register_buffer("{identifier(name)}", constants[{quoted(name)}], persistent=False)')
+    places, constants = _held(program, stage)
+    for name, attribute in constants.items():
+        lines.append(f'        self.register_buffer("{attribute}", constants[{quoted(name)}], persistent=False)')
     for name, layer in stage.owned.items():
         index = program.graph.layers[layer].parameters.index(name)
         parameter = program.layers[layer].parameters[index]
@@ -169,10 +214,37 @@ def _constructor(program: LocalProgram, stage: Stage, class_names: dict[int, str
         types = ", ".join(f"{t} on {remark(axis)}" for axis, t in zip(axes, parameter.types, strict=True))
         tensor = f"torch.empty({shape}, device=device, dtype={record.dtype})"
         lines.append(f"        self.{owned_attribute(name)} = nn.Parameter({tensor}{grad})  # {types}")
-    for layer in stage.layers:
-        number = f"number={layer}, " if program.layers[layer].random else ""
-        lines.append(f"        self.{layer_attribute(program, layer)} = {class_names[layer]}({number}device=device)")
+    return [*lines, *_layers(program, class_names, places)]
+
+
+def _layers(program: LocalProgram, class_names: dict[int, str], places: dict[int, _Place]) -> list[str]:
+    """The lines that make the layers: a loop for layers of one class and specification whose numbers follow each other."""
+
+    def made(layer: int) -> tuple[str, str, bool, int]:
+        number = places[layer].number
+        kind = class_names[layer], spec_text(layer_spec(program, layer)), program.layers[layer].random
+        return *kind, layer - number if number is not None else -layer - 1
+
+    lines: list[str] = []
+    known: set[str] = set()
+    for (name, spec, random, offset), several in itertools.groupby(places, made):
+        layers = list(several)
+        first, last = places[layers[0]], places[layers[-1]]
+        if first.number is not None and first.attribute not in known:
+            known.add(first.attribute)
+            lines.append(f"        self.{first.attribute} = nn.ModuleDict()")
+        if first.number is None or last.number is None or len(layers) == 1:
+            number = f"number={layers[0]}, " if random else ""
+            lines.append(f"        {first.text} = {name}({spec}, {number}device=device)")
+            continue
+        number = f"number=i + {offset}, ".replace(" + 0", "").replace("+ -", "- ") if random else ""
+        lines.append(f"        for i in {_range(first.number, last.number + 1)}:")
+        lines.append(f"            self.{first.attribute}[str(i)] = {name}({spec}, {number}device=device)")
     return lines
+
+
+def _range(start: int, stop: int) -> str:
+    return f"range({start}, {stop})" if start else f"range({stop})"
 
 
 def _gradient_dtype(value: Value) -> torch.dtype | None:
@@ -190,6 +262,7 @@ class _Forward:
         self.crossings = {(crossing.layer, crossing.key): crossing for crossing in stage.crossings}
         self.converted: dict[tuple[str, Types], str] = {}
         self.body: list[str] = []
+        self.places, self.constants = _held(program, stage)
 
     def lines(self) -> list[str]:
         stage, graph = self.stage, self.program.graph
@@ -209,7 +282,7 @@ class _Forward:
             self.values[f"scalar {name}"] = _Variable(self.names.fresh(name), whole, None)
             inputs.append(name)
         for name in stage.constants:
-            self.values[f"constant {name}"] = _Variable(f"self.{identifier(name)}", whole, None)
+            self.values[f"constant {name}"] = _Variable(f"self.{self.constants[name]}", whole, None)
         layers = list(stage.layers)
         while layers:
             run = self._run(layers)
@@ -222,7 +295,9 @@ class _Forward:
         signature = f"{positional}, *, {keywords}" if keywords else positional
         result = sends[0] if not stage.sends else f"({', '.join(sends)},)"
         returns = "tuple[torch.Tensor, ...]" if stage.sends else "torch.Tensor"
-        return [f"    def forward({signature}) -> {returns}:", *self.body, f"        return {result}"]
+        start, _, call = self.body[-1].partition(" = ")
+        last = [f"        return {call}"] if start.strip() == result else [self.body[-1], f"        return {result}"]
+        return [f"    def forward({signature}) -> {returns}:", *self.body[:-1], *last]
 
     def _key(self, name: str) -> str:
         return f"input {name}" if name in self.stage.inputs else f"scalar {name}"
@@ -245,6 +320,8 @@ class _Forward:
                 and not any(name in self.stage.owned for name in this.parameters)
                 and not graph.classes[this.cls].updates
                 and program.layers[layer].border(0) == program.layers[previous].output(0)
+                and self._segment(layer) == self._segment(layers[0])
+                and program.layers[layer].chained == program.layers[layers[0]].chained
             )
             if not (chained and alike):
                 break
@@ -281,39 +358,48 @@ class _Forward:
             self._halves(layer, run, arguments, results[0])
             return
         if run == 1:
-            attribute = layer_attribute(self.program, layer)
-            call = f"self.{attribute}({', '.join(arguments)})"
+            call = f"{self.places[layer].text}({', '.join(arguments)})"
             if results:
                 targets = ", ".join([*results, *(["*new"] if local.cls.updates else [])])
                 self.body.append(f"        {targets} = {call}")
             else:  # nothing reads its outputs; only the buffers that it writes matter
                 self.body.append(f"        new = [{call}]" if len(local.cls.updates) == 1 else f"        new = {call}")
             if local.cls.updates:
-                self.body.append(f'        self.updates.append(("{attribute}", new))')
+                self.body.append(f'        self.updates.append(("{self.places[layer].path}", new))')
             return
         if arguments[0] != "hidden":
             self.body.append(f"        hidden = {arguments[0]}")
         rest = "".join(f", {argument}" for argument in arguments[1:])
-        members = [f"self.{layer_attribute(self.program, i)}" for i in range(layer, layer + run)]
         if (number := self._segment(layer)) > 1:
             self.body.append("        # Recomputed in the backward pass: only the arguments are kept.")
-            for at in range(0, run, number):
-                several = "".join(f"{member}, " for member in members[at : at + number]).rstrip()
-                self.body.append(f"        hidden = segments.as_one(({several}), hidden{rest})")
+            for at in range(layer, layer + run, number):
+                several = self._members(range(at, min(at + number, layer + run)))
+                self.body.append(f"        hidden = segments.as_one({several}, hidden{rest})")
         else:
-            self.body.append(f"        for layer in ({', '.join(members)}):")
+            self.body.append(f"        for layer in {self._members(range(layer, layer + run))}:")
             self.body.append(f"            hidden = layer(hidden{rest})")
         if results != ["hidden"]:
             self.body.append(f"        {results[0]} = hidden")
 
+    def _members(self, layers: range) -> str:
+        """The text of a sequence of layers."""
+        places = [self.places[layer] for layer in layers]
+        first = places[0]
+        numbers = [place.number for place in places if place.number is not None and place.attribute == first.attribute]
+        if len(places) == 1 or first.number is None or numbers != [*range(first.number, first.number + len(layers))]:
+            return "(" + ", ".join(place.text for place in places) + ("," if len(places) == 1 else "") + ")"
+        if len(numbers) == sum(place.attribute == first.attribute for place in self.places.values()):
+            return f"self.{first.attribute}.values()"
+        return f"[self.{first.attribute}[str(i)] for i in {_range(numbers[0], numbers[-1] + 1)}]"
+
     def _halves(self, layer: int, run: int, arguments: list[str], result: str) -> None:
         """Layers whose halves go through all of them in turn."""
         local = self.program.layers[layer]
-        members = "".join(f"self.{layer_attribute(self.program, i)}, " for i in range(layer, layer + run)).rstrip()
+        members = self._members(range(layer, layer + run))
         rows, joined = rows_of(local.cls, local.sharding.types[0])
         places = [place for place, _ in argument_keys(self.program.graph.layers[layer])]
         dims = [rows[place] for place in places] + [None] * (len(arguments) - len(places))
-        given = halved([f"({members})", *arguments], [None, *dims], joined)
+        given = halved([members, *arguments], [None, *dims], joined)
         self.body.append("        # Two halves of the microbatch: one computes while the other's collectives run.")
         self.body.append(f"        {result} = halves.interleaved(halves.in_turn, {given})")
 
@@ -326,7 +412,8 @@ class _Forward:
             for step in crossing.steps:
                 axes = tuple(self.mesh[axis].name for axis in step.axes)
                 call = conversion_text(text, axes, str(step.source), str(step.target), variable.dtype)
-                name = self.names.fresh(text.removeprefix("self."))
+                # a running value has one reader, which reads what it is converted to
+                name = text if text == "hidden" else self.names.fresh(text.removeprefix("self."))
                 self.body.append(f"        {name} = {call}")
                 text = name
             self.converted[key, needed] = text

@@ -80,6 +80,8 @@ class NodeMeta(TypedDict, total=False):
     """Whether one such conversion serves both halves."""
     sends: list[fx.Node]
     """The conversions that are issued right after the node."""
+    module: str
+    """The path of the layer's module of torch that computes the node. Written and read by ``emit``."""
     body: str
     """The method that computes the body of a mixture of experts. Written and read by ``emit``."""
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.program.weights import bytes_of
+from .weights import bytes_of
 
 WHOLE_BYTES = 8 * 2**30
 """Bytes up to which the digest of a state dict reads all of it; of a larger one it reads a part of each tensor."""

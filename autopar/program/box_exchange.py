@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.program import boxes
-from autopar.program.boxes import Piece, divided, pieces
-from autopar.program.masters import Master
-from autopar.program.world import Program, World
+from . import boxes
+from .boxes import Piece, divided, pieces
+from .masters import Master
+from .world import Program, World
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
-from autopar.program.boxes import Box, Piece, divided
-from autopar.program.weights import bytes_of
+from .boxes import Box, Piece, divided
+from .weights import bytes_of
 
 BLOCK = 2**20
 """Bytes that have one checksum, counted from the beginning of a box's region."""

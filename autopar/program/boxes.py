@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from autopar.program.world import Layout
+if TYPE_CHECKING:
+    from .world import Layout
 
 LARGEST = 64 * 2**20
 """Bytes of the largest box in a checkpoint: a box is read whole, however little of it a rank needs."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopar.program.world import MIRROR, BufferRecord, Program, World
+from .world import MIRROR, BufferRecord, Program, World
 
 
 class StageBuffers:

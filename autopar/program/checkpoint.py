@@ -28,10 +28,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from autopar.program import box_files, schedulers
-from autopar.program.box_exchange import Held, gathered, writes
-from autopar.program.boxes import Piece, pieces, whole
-from autopar.program.checkpoint_files import (
+from . import box_files, schedulers
+from .box_exchange import Held, gathered, writes
+from .boxes import Piece, pieces, whole
+from .checkpoint_files import (
     FORMAT,
     CheckpointError,
     Found,
@@ -45,7 +45,7 @@ from autopar.program.checkpoint_files import (
     opened_or_why,
     partial_of,
 )
-from autopar.program.checkpoint_metadata import (
+from .checkpoint_metadata import (
     Reads,
     explained_damage,
     metadata_of,
@@ -53,12 +53,12 @@ from autopar.program.checkpoint_metadata import (
     read_values,
     write_metadata,
 )
-from autopar.program.claims import Claim, claimed, claimed_for_save
-from autopar.program.masters import Group
-from autopar.program.optimizer_state import Restored, described, merged, saved, without_state
-from autopar.program.optimizers import Updates
-from autopar.program.state import sentence
-from autopar.program.world import BufferRecord, Program, World
+from .claims import Claim, claimed, claimed_for_save
+from .masters import Group
+from .optimizer_state import Restored, described, merged, saved, without_state
+from .optimizers import Updates
+from .state import sentence
+from .world import BufferRecord, Program, World
 
 T = TypeVar("T")
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from autopar.program.box_files import DamageError, has_table, tables_of
+from .box_files import DamageError, has_table, tables_of
 
 FACTS, METADATA, PARTIAL = "checkpoint.json", ".metadata", ".partial"
 FORMAT = 2

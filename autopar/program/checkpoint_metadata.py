@@ -26,10 +26,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from autopar.program import box_files
-from autopar.program.box_files import DamageError, Entry, Table
-from autopar.program.boxes import Box, Piece
-from autopar.program.checkpoint_files import METADATA, CheckpointError, Found
+from . import box_files
+from .box_files import DamageError, Entry, Table
+from .boxes import Box, Piece
+from .checkpoint_files import METADATA, CheckpointError, Found
 
 # -- writing ----------------------------------------------------------------------------------------------------------
 

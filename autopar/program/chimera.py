@@ -2,12 +2,11 @@
 
 Chimera (Li and Hoefler, "Chimera: efficiently training large-scale neural networks with bidirectional pipelines", SC 2021,
 arXiv:2107.06925) has two copies of every stage. The first half of the microbatches goes from the first pipeline rank to the last, the
-second half from the last to the first. ``schedule.csv`` has a row for each pipeline rank with its actions in order: ``2F0`` and ``2B0``
-are the forward and the backward of stage 2 for microbatch 0. A copy's gradients are those of its own half of the microbatches; the sum
-with the other copy's is a reduction over the axis ``mirror`` (``world``). Transfers and these reductions are in one order on all ranks
-(``with_transfers``): NCCL promises nothing about two communicators that two ranks use in opposite orders.
-
-torch's pipelines cannot run this: they number the stages in one line, and take a rank's neighbouring numbers for neighbouring stages.
+second half from the last to the first. ``runtime/schedule.csv`` has a row for each pipeline rank with its actions in order: ``2F0`` and
+``2B0`` are the forward and the backward of stage 2 for microbatch 0. A copy's gradients are those of its own half of the microbatches;
+the sum with the other copy's is a reduction over the axis ``mirror`` (``world``). Transfers and these reductions are in one order on all
+ranks (``with_transfers``): NCCL promises nothing about two communicators that two ranks use in opposite orders.  torch's pipelines cannot
+run this: they number the stages in one line, and take a rank's neighbouring numbers for neighbouring stages.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopar.program.groups import start_transfers
-from autopar.program.microbatches import Microbatches
-from autopar.program.tracing import action
+from .groups import start_transfers
+from .microbatches import Microbatches
+from .tracing import action
 
-ORDERS = "schedule.csv"
+ORDERS = "runtime/schedule.csv"
 """The file in a folder with the actions of every pipeline rank."""
 
 FORWARD, BACKWARD, REDUCE = "F", "B", "R"
@@ -51,7 +50,7 @@ class Step:
 
 
 def read_orders(folder: Path) -> list[list[Step]]:
-    """The actions of every pipeline rank, from the folder's ``schedule.csv``."""
+    """The actions of every pipeline rank, from the folder's ``runtime/schedule.csv``."""
     with (folder / ORDERS).open(newline="") as file:
         return [[_parsed(text) for text in row] for row in csv.reader(file)]
 

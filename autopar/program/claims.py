@@ -16,7 +16,7 @@ import time
 import weakref
 from pathlib import Path
 
-from autopar.program.checkpoint_files import CheckpointError
+from .checkpoint_files import CheckpointError
 
 LOCK = ".lock"
 PARENT = "AUTOPAR_CLAIM"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import spmd_types as spmd
 import torch
 
-from autopar.program import kernels
+from . import kernels
+from .spmd import spmd
 
 
 def call(

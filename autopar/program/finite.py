@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopar.program.masters import Group
-from autopar.program.microbatches import Microbatches
-from autopar.program.share import Batch, Rows
+from .masters import Group
+from .microbatches import Microbatches
+from .share import Batch, Rows
+from .spec import layers_of
 
 
 class NonFiniteLossError(RuntimeError):
@@ -40,7 +41,7 @@ def first_non_finite(schedule: Microbatches, groups: Iterable[Group], batch: Bat
     hooks = [
         child.register_forward_hook(_Watch(places, stage, order, name))
         for stage, module in schedule.stages.items()
-        for order, (name, child) in enumerate(module.named_children())
+        for order, (name, child) in enumerate(layers_of(module).items())
     ]
     schedule.forward(batch, key)
     for hook in hooks:

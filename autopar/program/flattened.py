@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import spmd_types as spmd
 import torch
 from torch import Tensor
 
-from autopar.program.mesh_axes import Axis, group_of
+from .mesh_axes import Axis, group_of
+from .spmd import spmd
 
 Axes = Sequence[Axis]  # several are names; one may be a group
 

@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, share_comm_ctx
 from torch.distributed.tensor import DTensor
 
-from autopar.program.collectives import ShardedReduceScatter, Work
-from autopar.program.masters import Group, Master, alike, set_parameter
-from autopar.program.state_places import DEVICE, Offloaded, download, pieces_of, upload
-from autopar.program.world import MIRROR, Layout, Program, World
+from .collectives import ShardedReduceScatter, Work
+from .masters import Group, Master, alike, set_parameter
+from .state_places import DEVICE, Offloaded, download, pieces_of, upload
+from .world import MIRROR, Layout, Program, World
 
 
 class ShardedGroup:

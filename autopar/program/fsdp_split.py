@@ -12,10 +12,10 @@ import torch.nn.functional as F  # noqa: N812  torch's own convention
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar.program.collectives import Work, reduce_scatter
-from autopar.program.fsdp import ShardedGroup, rows_of, shard_of
-from autopar.program.masters import Group
-from autopar.program.world import Layout, Program, World
+from .collectives import Work, reduce_scatter
+from .fsdp import ShardedGroup, rows_of, shard_of
+from .masters import Group
+from .world import Layout, Program, World
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,17 +17,17 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-import spmd_types as spmd
 import torch
 import torch.distributed as dist
 from spmd_types import I, P, R, S
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from autopar.program import flattened
-from autopar.program.collectives import Work, all_gather, reduce_scatter
-from autopar.program.kernels import Axes, _split, dense_gradient
-from autopar.program.mesh_axes import group_of
+from . import flattened
+from .collectives import Work, all_gather, reduce_scatter
+from .kernels import Axes, _split, dense_gradient
+from .mesh_axes import group_of
+from .spmd import spmd
 
 Result = Tensor | tuple[Tensor, ...]
 Half = Generator[None, None, Result]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 
-import spmd_types as spmd
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.program import halves, kernels_experts
-from autopar.program.mesh_axes import Axis, group_of
+from . import halves, kernels_experts
+from .mesh_axes import Axis, group_of
+from .spmd import spmd
 
 
 @torch.compiler.disable  # the numbers of tokens depend on the batch

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F  # noqa: N812  torch's own convention
 
-from autopar.program.saved_views import View, moves, resident
+from .saved_views import View, moves, resident
 
 BLOCK = 64
 LEAST = 1024

@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any
 
-import spmd_types as spmd
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own convention
 from spmd_types import P, PartitionSpec, R, S, SpmdTypeError, V
 from torch import Tensor
 
-from autopar.program.kernels_random import Seed, chosen
-from autopar.program.mesh_axes import Axis
+from .kernels_random import Seed, chosen
+from .mesh_axes import Axis
+from .spmd import spmd
 
 Axes = Axis | Sequence[Axis]
 Partition = Sequence[str | tuple[str, ...] | None]

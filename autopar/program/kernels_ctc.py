@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import spmd_types as spmd
 import torch.nn.functional as F  # noqa: N812  torch's own convention
 from spmd_types import P
 from torch import Tensor
 
-from autopar.program.kernels import _declare, _places, _require
+from .kernels import _declare, _places, _require
+from .spmd import spmd
 
 
 def ctc_loss(

@@ -20,15 +20,15 @@ from collections.abc import Callable, Generator, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-import spmd_types as spmd
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own convention
 from spmd_types import P, V
 from torch import Tensor
 
-from autopar.program.kernels import _declare, _places, _require, _size, _start, _terms
-from autopar.program.mesh_axes import Axis, group_of
+from .kernels import _declare, _places, _require, _size, _start, _terms
+from .mesh_axes import Axis, group_of
+from .spmd import spmd
 
 Send = Callable[[Tensor, Sequence[Axis], list[int], list[int]], Callable[[], Tensor]]
 """Sends so many rows to every rank of the axes, in order, and takes so many; the call that it gives waits for these."""

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import spmd_types as spmd
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own convention
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from autopar.program.kernels import linear_beside_ones
+from .kernels import linear_beside_ones
+from .spmd import spmd
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16

@@ -19,15 +19,15 @@ from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
-import spmd_types as spmd
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own convention
 from spmd_types import I, P, R, S
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from autopar.program import flattened
-from autopar.program.kernels import Axes, Axis, _size, _split, _start, _terms
+from . import flattened
+from .kernels import Axes, Axis, _size, _split, _start, _terms
+from .spmd import spmd
 
 Step = tuple[str] | tuple[str, float]
 STEPS: dict[str, Callable[..., Tensor]] = {

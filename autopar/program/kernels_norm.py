@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import spmd_types as spmd
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own convention
 from spmd_types import I, P, S
 from torch import Tensor
 
-from autopar.program import flattened
-from autopar.program.kernels import Axes, _axes, _declare, _places, _require, _split
+from . import flattened
+from .kernels import Axes, _axes, _declare, _places, _require, _split
+from .spmd import spmd
 
 
 class _Moments(torch.autograd.Function):

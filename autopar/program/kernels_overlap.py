@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import spmd_types as spmd
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own convention
@@ -25,9 +24,10 @@ from spmd_types import R, S
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from autopar.program import flattened
-from autopar.program.kernels import Axes, _split, dense_gradient
-from autopar.program.mesh_axes import group_of
+from . import flattened
+from .kernels import Axes, _split, dense_gradient
+from .mesh_axes import group_of
+from .spmd import spmd
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, axis: Axes, src: Any) -> Tensor:

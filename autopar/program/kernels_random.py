@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import spmd_types as spmd
 import torch
 from spmd_types import P, R, SpmdTypeError, V
 from torch import Tensor
+
+from .spmd import spmd
 
 Seed = int | Tensor
 """A number; in compiled layers a tensor on the CPU that has it, because ``torch.compile`` would compile anew for each new number."""

@@ -24,15 +24,15 @@ from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
-import spmd_types as spmd
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own convention
 from torch import Tensor
 
-from autopar.program.kernels import Axes, _declare, _places, _require, _split
-from autopar.program.kernels_random import Seed
-from autopar.program.mesh_axes import group_of
+from .kernels import Axes, _declare, _places, _require, _split
+from .kernels_random import Seed
+from .mesh_axes import group_of
+from .spmd import spmd
 
 SCORES = 2**26
 """The most scores that exist at once: queries are processed in runs of as many rows as stay below."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import spmd_types as spmd
 import torch
 from spmd_types import P
 from torch import Tensor
 
-from autopar.program.kernels import _declare, _places, _require, _seeded
+from .kernels import _declare, _places, _require, _seeded
+from .spmd import spmd
 
 
 def recurrent(

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-import spmd_types as spmd
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own convention
 from spmd_types import I, P, R, S
 from torch import Tensor
 
-from autopar.program import flattened
-from autopar.program.kernels import Axes, Axis, _declare, _places, _require, _size, _split, _start, _terms
+from . import flattened
+from .kernels import Axes, Axis, _declare, _places, _require, _size, _split, _start, _terms
+from .spmd import spmd
 
 
 def masked_embedding(ids: Tensor, weight: Tensor, axis: Axes, padding_idx: int | None = None) -> Tensor:

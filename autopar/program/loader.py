@@ -35,11 +35,11 @@ from torch.utils.data import (
     default_collate,
 )
 
-from autopar.program.agree import digest
-from autopar.program.host import Later
-from autopar.program.share import DataError, Rows, Share
-from autopar.program.spec import TensorSpec
-from autopar.program.world import Program, World
+from .agree import digest
+from .host import Later
+from .share import DataError, Rows, Share
+from .spec import TensorSpec
+from .world import Program, World
 
 _SAMPLED = 16  # rows of a data set that its checksum is of
 

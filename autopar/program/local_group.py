@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from autopar.program.masters import Master, alike, set_parameter
-from autopar.program.world import Layout, Program, World
+from .masters import Master, alike, set_parameter
+from .world import Layout, Program, World
 
 
 class LocalGroup:

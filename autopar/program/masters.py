@@ -8,8 +8,8 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from autopar.program.state_places import Offloaded
-from autopar.program.world import Layout, World
+from .state_places import Offloaded
+from .world import Layout, World
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,10 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 
-import spmd_types as spmd
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+from .spmd import spmd
 
 Axis = str | dist.ProcessGroup
 Groups = Mapping[tuple[str, ...], dist.ProcessGroup]

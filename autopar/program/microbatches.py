@@ -9,18 +9,18 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import spmd_types as spmd
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopar.program.host import on_device
-from autopar.program.masters import Group
-from autopar.program.reductions import Reductions
-from autopar.program.share import Batch, Share
-from autopar.program.spec import StageSpec
-from autopar.program.tracing import action
-from autopar.program.world import MIRROR, Program, World
+from .host import on_device
+from .masters import Group
+from .reductions import Reductions
+from .share import Batch, Share
+from .spec import StageSpec
+from .spmd import spmd
+from .tracing import action
+from .world import MIRROR, Program, World
 
 
 class Microbatch(nn.Module):

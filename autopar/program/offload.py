@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.program.saved_views import View, moves, resident
+from .saved_views import View, moves, resident
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Modules that the program runs unchanged and replicated on every rank (``autopar.opaque``).
 
-``opaque.json`` describes the modules of every such op: class, plain attributes, children, and the operand of the op that each parameter and
-buffer is. The modules are created without a call of their constructors.
+``runtime/opaque.json`` describes the modules of every such op: class, plain attributes, children, and the operand of the op that each
+parameter and buffer is. The modules are created without a call of their constructors.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import spmd_types as spmd
 import torch
 from spmd_types import I, R, SpmdTypeError
 from torch import Tensor, nn
 from torch.func import functional_call
+
+from .spmd import spmd
+
+OPAQUE = "runtime/opaque.json"
+"""The file in a folder that describes the modules."""
 
 
 class Applied(nn.Module):
@@ -86,7 +90,7 @@ def call_all(
                 for shape, dtype in wanted
             ]
         else:
-            module, names = _module(op, Path(__file__).with_name("opaque.json"))
+            module, names = _module(op, Path(__file__).parent.parent / OPAQUE)
             versions, drawn = [t._version for t in tensors], _generators(inputs[0].device)
             result = functional_call(module, {name: tensors[i] for name, i in names.items()}, tuple(inputs))
             found = tensors_in(result)

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from autopar.program.box_exchange import Held, copy_of, writes
-from autopar.program.boxes import Piece, whole
-from autopar.program.checkpoint_files import CheckpointError
-from autopar.program.masters import Master
-from autopar.program.optimizers import class_name
-from autopar.program.world import Program, World
+from .box_exchange import Held, copy_of, writes
+from .boxes import Piece, whole
+from .checkpoint_files import CheckpointError
+from .masters import Master
+from .optimizers import class_name
+from .world import Program, World
 
 TENSOR, NUMBER = "tensor", "number"
 """Kinds of state: a tensor with dims, and one without. The other kinds are the numbers of Python."""

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from autopar.program.masters import Master
-from autopar.program.state_places import DEVICE, OffloadedUpdates
-from autopar.program.world import Layout, Program, World
+from .masters import Master
+from .state_places import DEVICE, OffloadedUpdates
+from .world import Layout, Program, World
 
 Optimizer = Callable[[Any], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
 Scheduler = Callable[[torch.optim.Optimizer], LRScheduler]

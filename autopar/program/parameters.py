@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopar.program.arrivals import Arrivals
-from autopar.program.collectives import Work, all_gather, reduce_scatter
-from autopar.program.masters import Group, Master, alike, set_parameter
-from autopar.program.state_places import DEVICE, Offloaded, pieces_of, upload
-from autopar.program.world import Layout, Program, World
+from .arrivals import Arrivals
+from .collectives import Work, all_gather, reduce_scatter
+from .masters import Group, Master, alike, set_parameter
+from .state_places import DEVICE, Offloaded, pieces_of, upload
+from .world import Layout, Program, World
 
 # -- groups of parameters ---------------------------------------------------------------------------------------------
 

@@ -19,8 +19,8 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.tensor import DTensor
 
-from autopar.program.microbatches import Microbatches
-from autopar.program.tracing import action
+from .microbatches import Microbatches
+from .tracing import action
 
 Place = tuple[nn.Module, int, int, torch.device]
 

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.program import weights
-from autopar.program.agree import same_values
-from autopar.program.boxes import Piece, divided
-from autopar.program.checkpoint import Training, buffers, on_every_rank, parameters
-from autopar.program.checkpoint_files import PARTIAL, CheckpointError, begin, discard, final_of, sync
-from autopar.program.state import torn, wrong_names
-from autopar.program.weights import Stored, Weights
+from . import weights
+from .agree import same_values
+from .boxes import Piece, divided
+from .checkpoint import Training, buffers, on_every_rank, parameters
+from .checkpoint_files import PARTIAL, CheckpointError, begin, discard, final_of, sync
+from .state import torn, wrong_names
+from .weights import Stored, Weights
 
 _HINT = "give weights of the model that was compiled"
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from autopar.program.masters import Group
-from autopar.program.parameters import FlatGroup
-from autopar.program.world import Program
+from .masters import Group
+from .parameters import FlatGroup
+from .world import Program
 
 IN_FLIGHT = 2  # publications that run at a time: one for the next layer, one for the layer after it
 

@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from autopar.program.masters import Group
-from autopar.program.parameters import FlatGroup
-from autopar.program.spec import LayerSpec
-from autopar.program.world import Program
+from .masters import Group
+from .parameters import FlatGroup
+from .spec import LayerSpec
+from .world import Program
 
 
 class Reductions:

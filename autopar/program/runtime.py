@@ -24,21 +24,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopar.program import checkpoint, optimizers, pretrained, weights
-from autopar.program.agree import same_options, same_state
-from autopar.program.checkpoint import claim, has_checkpoint
-from autopar.program.checkpoint_files import CheckpointError
-from autopar.program.collectives import all_gather
-from autopar.program.finite import NonFiniteLossError, first_non_finite
-from autopar.program.loader import Loader, Order, Synthetic, Tensors
-from autopar.program.masters import Group
-from autopar.program.parameters import build_stages, grouping
-from autopar.program.reductions import Reductions
-from autopar.program.share import Batch, DataError
-from autopar.program.state import initial, read_state, wrong_state
-from autopar.program.tracing import traced
-from autopar.program.values import draw, given
-from autopar.program.world import Layout, Program, World, load, start
+from . import checkpoint, optimizers, pretrained, weights
+from .agree import same_options, same_state
+from .checkpoint import claim, has_checkpoint
+from .checkpoint_files import CheckpointError
+from .collectives import all_gather
+from .finite import NonFiniteLossError, first_non_finite
+from .loader import Loader, Order, Synthetic, Tensors
+from .masters import Group
+from .parameters import build_stages, grouping
+from .reductions import Reductions
+from .share import Batch, DataError
+from .state import initial, read_state, wrong_state
+from .tracing import traced
+from .values import draw, given
+from .world import Layout, Program, World, load, start
 
 T = TypeVar("T")
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.program.agree import same_options
+from .agree import same_options
 
 _LIMITS = torch.finfo(torch.float32)  # GradScaler's scale is a tensor of this dtype
 

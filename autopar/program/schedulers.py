@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from autopar.program.checkpoint_files import CheckpointError
-from autopar.program.optimizer_state import plain
+from .checkpoint_files import CheckpointError
+from .optimizer_state import plain
 
 
 def described(scheduler: LRScheduler | None) -> dict[str, Any] | None:

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.program.agree import digest, same_batch
-from autopar.program.collectives import all_gather
-from autopar.program.host import Later, on_device
-from autopar.program.spec import StageSpec
-from autopar.program.world import Program, World
+from .agree import digest, same_batch
+from .collectives import all_gather
+from .host import Later, on_device
+from .spec import StageSpec
+from .world import Program, World
 
 _ABSENT = torch.iinfo(torch.int64).min + 1
 

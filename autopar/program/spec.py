@@ -10,10 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import spmd_types as spmd
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from .spmd import spmd
+
+Tensors = dict[str, Tensor]
+Total = Callable[[Tensor], Tensor]
 Types = Mapping[str, Any]
 """For each axis of a stage's mesh, a type of ``spmd_types``."""
 
@@ -73,7 +76,7 @@ class Prelude:
     the rows that are given.
     """
 
-    compute: Callable[[Mapping[str, Tensor], Mapping[str, Tensor], Callable[[Tensor], Tensor]], dict[str, Tensor]]
+    compute: Callable[[Mapping[str, Tensor], Mapping[str, Tensor], Total], Tensors]
     reads: tuple[str, ...]  # the inputs that it reads
     by_rows: bool  # whether some of the rows will do, or the whole batch is needed
 
@@ -94,3 +97,16 @@ class ProgramSpec:
     whole_tensors: Any = None  # whole parameters for optimizers that look at more than single elements
     loss_scale: Any = None  # scales the loss in float16
     buffers: Any = None  # writes the buffers that the forward pass computes
+
+
+class Layer(nn.Module):
+    """A layer of a stage, and how its parameters are kept: the base of the classes in ``model.py``."""
+
+    def __init__(self, spec: LayerSpec) -> None:
+        super().__init__()
+        self.SPEC = spec
+
+
+def layers_of(stage: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers of a stage by their paths, in order: its modules that have a ``SPEC``."""
+    return {path: module for path, module in stage.named_modules() if path and hasattr(module, "SPEC")}

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from autopar.program.masters import Group
-from autopar.program.pipeline import Pipeline, Place, TracedStage
-from autopar.program.weight_gradients import Product, deferred
+from .masters import Group
+from .pipeline import Pipeline, Place, TracedStage
+from .weight_gradients import Product, deferred
 
 
 class SplitStage(TracedStage):

@@ -14,10 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.program.weights import Stored, write_file
+from .weights import Stored, Weights, write_file
 
 INITIAL = "initial.safetensors"
 """The file in a folder with the values of the user's model, under the model's names."""
+
+CONSTANTS = "runtime/constants.safetensors"
+"""The file in a folder with the tensors that the model computes with, besides parameters."""
 
 NO_VALUES = "the folder has no initial values: the model was on meta, or its values were not given"
 _SHOWN = 5
@@ -46,6 +49,15 @@ def note_values(folder: Path) -> None:
     notes = others if (folder / INITIAL).is_file() else [NO_VALUES, *others]
     if notes != plan.get("notes"):
         (folder / "plan.json").write_text(json.dumps(plan | {"notes": notes}, indent=1) + "\n")
+
+
+def read_constants(folder: Path) -> dict[str, Tensor]:
+    """The tensors that the model computes with, by name."""
+    if (folder / CONSTANTS).is_file():
+        with Weights(folder / CONSTANTS) as files:
+            return {name: files.whole(name) for name in files.tensors}
+    former = folder / "constants.pt"  # where there was no package of the runtime
+    return torch.load(former, weights_only=True) if former.is_file() else {}
 
 
 def read_state(path: str | os.PathLike[str]) -> dict[str, Tensor]:

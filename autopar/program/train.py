@@ -1,78 +1,36 @@
 """Train the program in this folder: ``torchrun --nproc-per-node N train.py --steps 50 --dataset data.pt``.
 
-Yours to edit, the recipe below first of all: the optimizer, the schedule of its learning rates, clipping and the seed are those that the
-program was compiled with. Training starts from ``initial.safetensors``, the values of the model that was compiled, or from ``--init PATH``.
-``--dataset`` is a file of ``torch.save({"input_ids": tensor, ...})`` whose tensors hold examples along dim 0, or ``MODULE:FUNCTION``, a
-function that returns a map-style data set of dicts by these names; the module is in this folder, in the working folder, or installed.
-A step takes the next ``global_batch`` rows; each rank reads its own. ``--dataset synthetic`` makes rows up, of the right shapes.
-``--checkpoint DIR --every 100`` writes checkpoints, and ``--resume`` goes on from the newest one, under this plan or any other.
-Standard output has one JSON object a step, standard error says the same to people. Steps count from 1, and go on counting after a resume.
-In float16 a record has the loss scale of the next step.
-With ``--log-every N`` every N-th step has one. The losses between are not added up over the ranks, and the host does not wait for the GPU:
-it queues the work of the next step, and looks at all of these losses when it reads the N-th, and before every checkpoint.
-If model.py or another module of this folder was edited, the program is type-checked before the first step.
+Yours to edit. Options of the command line go before the values here: ``train.py --help`` lists them, and ``runtime/training.py`` says what
+they do.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import importlib
-import json
-import math
 import os
 import sys
-import traceback
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from autopar.program import out_of_memory
-from autopar.program.guards import GuardError
-from autopar.program.loader import Loader, Order, Synthetic, Tensors
-from autopar.program.metrics import Meter, peak_memory_bytes
-from autopar.program.optimizers import RefusedOptimizerError, Scheduler, select  # noqa: F401  recipes select
-from autopar.program.processes import StartError
-from autopar.program.runtime import (
-    CheckpointError,
-    DataError,
-    NonFiniteLossError,
-    Trainer,
-    adamw,
-    claim,
-    has_checkpoint,
-    initial,
-    load,
-    read_state,
-    start,
-    wrong_state,
-)
-from autopar.program.state_places import PlaceError
-from autopar.program.type_check import IllTypedError, check_edits
-from autopar.program.watch import Watch, run
-from autopar.program.weights import is_weights
-from autopar.program.world import Program, World
-
-FOLDER = Path(__file__).resolve().parent
-MADE_UP = "normal numbers and integers that are 0 or 1"
-REFUSALS = (
-    CheckpointError,
-    DataError,
-    IllTypedError,
-    NonFiniteLossError,
-    PlaceError,
-    RefusedOptimizerError,
-    StartError,
-)
-"""Errors of which the sentence alone is printed."""
+from autopar.program.optimizers import Scheduler, select  # noqa: F401  recipes select
+from autopar.program.runtime import adamw
+from autopar.program.training import Recipe
+from autopar.program.training import main as train
+from autopar.program.watch import run
+from autopar.program.world import World
 
 if __name__ == "__main__":
     # for modules of data sets and optimizers, after those beside this file and the installed ones
     sys.path.append(os.getcwd())
+
+# -- data and checkpoints: yours to edit ------------------------------------------------------------------------------
+
+STEPS = 10  # of the whole training; --steps
+DATASET: str | None = None  # a file, MODULE:FUNCTION or "synthetic", which None means; --dataset
+CHECKPOINT: str | None = None  # a folder for checkpoints; --checkpoint
+EVERY = 100  # steps from one checkpoint to the next; --every
+KEEP = 2  # how many checkpoints stay; --keep
 
 # -- the recipe: yours to edit ----------------------------------------------------------------------------------------
 
@@ -97,383 +55,29 @@ make_scheduler: Scheduler | None = None
 # -- the training -----------------------------------------------------------------------------------------------------
 
 
-def arguments() -> argparse.Namespace:
-    """The options of the command line."""
-    made = parser()
-    return completed(made, made.parse_args())
-
-
-def parser() -> argparse.ArgumentParser:
-    """Options have no short forms: torchrun, which reads them first, refuses one that begins several of its own."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
-    parser.add_argument("--steps", type=count, default=10, help="steps of the whole training, resumed ones included")
-    parser.add_argument("--epochs", type=count, metavar="N", help="instead of --steps: as often as all data are read")
-    parser.add_argument(
-        "--dataset",
-        metavar="DATA",
-        help="a file, MODULE:FUNCTION that makes a data set, or 'synthetic', which it says where it is left out",
-    )
-    parser.add_argument("--data", dest="old_data", help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--shuffle", action="store_true", help="read the rows in an order drawn from --seed and the epoch"
-    )
-    parser.add_argument(
-        "--last", choices=("drop", "pad"), default="drop", help="about the rows at an epoch's end, fewer than a batch"
-    )
-    parser.add_argument(
-        "--workers", type=int, default=0, metavar="N", help="processes with which each rank reads its rows"
-    )
-    parser.add_argument(
-        "--on-nan", choices=("stop", "skip"), default="stop", help="about a loss that is NaN or infinite"
-    )
-    late = "read and print the loss of every N-th step; --on-nan stop then comes up to N steps late, --on-nan skip still reads each"
-    parser.add_argument("--log-every", type=count, default=1, metavar="N", help=late)
-    parser.add_argument("--log-file", metavar="FILE", help="also append the JSON lines to FILE")
-    parser.add_argument("--log", dest="old_log", help=argparse.SUPPRESS)
-    parser.add_argument("--tensorboard", metavar="DIR", help="also write a TensorBoard into DIR")
-    parser.add_argument("--lr", type=rate, help="learning rate, where the recipe's optimizer has none of its own")
-    parser.add_argument("--clip", type=norm, default=MAX_NORM, help="largest 2-norm of the gradients")
-    parser.add_argument("--seed", type=int, default=SEED)
-    start = parser.add_mutually_exclusive_group()
-    start.add_argument(
-        "--init",
-        help="a file or folder of safetensors, or a torch.save of the model's state dict, to start from; default: initial.safetensors here",
-    )
-    start.add_argument(
-        "--draw-init",
-        action="store_true",
-        help="start from drawn values instead: matrices N(0, 0.02), vectors named ...weight ones, all others zeros",
-    )
-    parser.add_argument(
-        "--nvme", metavar="DIR", help="a folder on the node's NVMe for optimizer states, in place of the plan's"
-    )
-    parser.add_argument("--save", help="where to save the state dict at the end")
-    parser.add_argument("--save-weights", metavar="DIR", help="a new folder for the weights as safetensors at the end")
-    parser.add_argument("--checkpoint", metavar="DIR", help="a folder for checkpoints, which all machines share")
-    parser.add_argument("--every", type=count, metavar="N", help="steps from one checkpoint to the next; default: 100")
-    parser.add_argument("--keep", type=count, metavar="K", help="how many checkpoints stay; default: 2")
-    parser.add_argument("--async-save", action="store_true", help="write checkpoints while the training goes on")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
-    parser.add_argument("--trace", metavar="FILE", help="write what the second step did, a trace for ui.perfetto.dev")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: GPUs if the node has any")
-    parser.add_argument("--timeout", type=positive, default=600, metavar="S", help="seconds that a step may take")
-    parser.add_argument(
-        "--setup-timeout", type=positive, default=1800, metavar="S", help="... and the set-up with the first step"
-    )
-    parser.add_argument("--save-timeout", type=positive, default=1800, metavar="S", help="... and a checkpoint")
-    parser.add_argument(
-        "--lost-after", type=positive, default=60, metavar="S", help="silence after which a rank counts as lost"
-    )
-    parser.add_argument("--no-check", action="store_true", help="do not type-check a program whose modules were edited")
-    return parser
-
-
-def completed(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argparse.Namespace:
-    """The options with what the recipe says where they were left out; ends the process where they contradict each other."""
-    for old, new in (("data", "dataset"), ("log", "log_file")):
-        if (given := getattr(args, f"old_{old}")) is not None:
-            hint(f"--{old} is now called --{new.replace('_', '-')}, and will go")
-            setattr(args, new, given)
-    if args.dataset is None:
-        args.dataset = "synthetic"
-        hint(f"trains on rows that are made up ({MADE_UP}): --dataset FILE has yours")
-    if args.lr is not None and LR is None:
-        parser.error("--lr is of an optimizer without rates of its own: edit make_optimizer in train.py")
-    args.lr = LR if args.lr is None else args.lr
-    args.init = args.init or (None if args.draw_init else INIT)
-    for option in ("resume", "every", "keep", "async_save"):
-        if getattr(args, option) and not args.checkpoint:
-            parser.error(f"--{option.replace('_', '-')} takes --checkpoint DIR, the folder of the checkpoints")
-    for option in ("epochs", "shuffle"):
-        if getattr(args, option) and args.dataset == "synthetic":
-            parser.error(f"--{option} takes --dataset FILE: rows that are made up have no end")
-    for option in ("save", "log_file"):
-        given = getattr(args, option)
-        if given and not (os.path.isdir(there := os.path.dirname(given) or ".") and os.access(there, os.W_OK)):
-            parser.error(
-                f"--{option.replace('_', '-')} {given} cannot be written: {there} is no folder that can be written to"
-            )
-    args.every, args.keep = args.every or 100, args.keep or 2
-    return args
-
-
-def hint(message: str) -> None:
-    """Print a message once, to people, before the ranks have met."""
-    if os.environ.get("RANK", "0") == "0":
-        print(message, file=sys.stderr, flush=True)
-
-
-def count(text: str) -> int:
-    """A number from 1 up."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is too small: it must be at least 1")
-    return int(text)
-
-
-def positive(text: str) -> float:
-    """A number of seconds above 0."""
-    if not float(text) > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a time limit: it must be above 0")
-    return float(text)
-
-
-def rate(text: str) -> float:
-    """A learning rate: not negative."""
-    if not 0 <= float(text) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a learning rate: it must be at least 0")
-    return float(text)
-
-
-def norm(text: str) -> float:
-    """The largest norm of gradients: above 0."""
-    if not float(text) > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a norm for clipping: it must be above 0")
-    return float(text)
-
-
-def dataset(args: argparse.Namespace, program: Program) -> Any:
-    """The data set: made up, of a module, or the tensors of a file."""
-    if args.dataset == "synthetic":
-        return Synthetic(program.inputs, args.seed)
-    module, _, name = args.dataset.partition(":")
-    if name.isidentifier() and not Path(args.dataset).exists():
-        try:
-            make = getattr(importlib.import_module(module), name)
-        except (ModuleNotFoundError, AttributeError) as error:
-            raise DataError(
-                f"--dataset {args.dataset}: {error}", "it takes a file, or MODULE:FUNCTION that Python can import"
-            ) from error
-        try:
-            return make()
-        except Exception as error:
-            raise DataError(
-                f"--dataset {args.dataset} raised {type(error).__name__}: {error} ({line_of(error)})",
-                "every rank calls it",
-            ) from error
-    return Tensors.read(args.dataset)
-
-
-def line_of(error: Exception) -> str:
-    """The file and line where an error was raised."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{frame.filename}:{frame.lineno}"
-
-
-def open_loader(args: argparse.Namespace, trainer: Trainer) -> Loader:
-    """This rank's rows of the data, from where the training is."""
-    order = Order(args.shuffle, args.seed, args.workers, last=args.last)
-    loader = trainer.loader(dataset(args, trainer.program), order)
-    if trainer.positions and not {loader.key, loader.order} & trainer.positions.keys():
-        raise SystemExit(
-            f"the checkpoint was trained with {', '.join(trainer.positions)}, and these data are {loader.key}: resume with the same "
-            "--dataset, --shuffle and --seed"
-        )
-    return loader
-
-
-def start_values(args: argparse.Namespace, records: Mapping[str, Any]) -> dict[str, Tensor] | str | None:
-    """The state dict to start from, or the path of weights; ``None`` if the values are drawn at random."""
-    source = Path(args.init) if args.init else initial(FOLDER)
-    if args.draw_init or source is None and DRAW_INIT:
-        hint("starts from drawn values, not from those of a model (--draw-init)")
-        return None
-    if source is None:
-        raise SystemExit(
-            f"{FOLDER} has no initial.safetensors: the model that it was made of had no values; start with --init PATH, its safetensors or "
-            "a torch.save of its state dict, or with --draw-init to draw values"
-        )
-    if is_weights(source):
-        return str(source)
-    try:
-        state = read_state(source)
-    except Exception as error:  # whatever torch.load raises
-        raise SystemExit(
-            f"--init {source} cannot be read: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
-        ) from error
-    if wrong := wrong_state(records, state):
-        raise SystemExit(f"{source} is no state dict of the model that was compiled: {wrong}")
-    return state
-
-
-def open_trainer(args: argparse.Namespace, watch: Watch) -> tuple[Trainer, object]:
-    """The trainer, at the start or where the newest checkpoint ends, and what keeps other trainings out of the checkpoints' folder."""
-    if REFUSED:
-        raise SystemExit(
-            f"this folder has no recipe: {REFUSED}; write it into {FOLDER / 'train.py'}, and remove REFUSED there"
-        )
-    if not args.no_check and os.environ.get("LOCAL_RANK", "0") == "0":
-        check_edits(FOLDER, lambda text: print(text, file=sys.stderr, flush=True))
-    program = load(FOLDER)
-    if args.save_weights and (program.local_steps or Path(args.save_weights).exists()):
-        why = "replicas have weights of their own under local steps" if program.local_steps else "it exists"
-        raise SystemExit(f"--save-weights {args.save_weights}: {why}; use --save, or the name of a new folder")
-    state = None if args.resume else start_values(args, program.records)
-    # the watch speaks first, because a collective that gives up names no rank
-    patience_s = args.lost_after + max(args.timeout, args.setup_timeout, args.save_timeout)
-    world = start(program, device=args.device, timeout_s=patience_s, nvme=args.nvme)
-    watch.join()
-    claimed = claim(args.checkpoint, patience_s=args.lost_after) if args.checkpoint else None
-    if args.checkpoint and not args.resume and has_checkpoint(args.checkpoint):
-        raise SystemExit(
-            f"{args.checkpoint} has checkpoints of another training, which this one would replace; add --resume to go on with it, or give "
-            "another folder"
-        )
-    resume = args.checkpoint if args.resume and has_checkpoint(args.checkpoint) else None
-    if args.resume and resume is None:
-        state = start_values(args, program.records)
-        say(f"{args.checkpoint} has no checkpoint: the training starts from the beginning")
-    trainer = Trainer(
-        program,
-        world,
-        optimizer=lambda named_parameters: make_optimizer(dict(named_parameters), args.lr, world),
+def recipe() -> Recipe:
+    """The values above, as the training takes them."""
+    return Recipe(
+        folder=Path(__file__).resolve().parent,
+        optimizer=make_optimizer,
         scheduler=make_scheduler,
-        state=state,
-        seed=args.seed,
-        max_norm=args.clip,
-        resume=resume,
+        lr=LR,
+        max_norm=MAX_NORM,
+        seed=SEED,
+        init=INIT,
+        draw_init=DRAW_INIT,
+        refused=REFUSED,
+        steps=STEPS,
+        dataset=DATASET,
+        checkpoint=CHECKPOINT,
+        every=EVERY,
+        keep=KEEP,
     )
-    if resume is not None:
-        say(f"goes on after step {trainer.steps}, with the optimizer's options from the checkpoint")
-    return trainer, claimed
-
-
-def say(message: str) -> None:
-    """Print a message once, to people; where the terminal is gone, the training goes on to its checkpoint."""
-    if dist.get_rank() == 0:
-        with contextlib.suppress(OSError):
-            print(message, file=sys.stderr, flush=True)
-
-
-def save(trainer: Trainer, args: argparse.Namespace, over: bool) -> None:
-    """Write a checkpoint, once the one before is written. Where that fails the training goes on, unless it is ``over``."""
-    failed = False
-    wait = over or not args.async_save
-    for work in (
-        trainer.finish_saving,
-        lambda: say(f"checkpoint {trainer.save(args.checkpoint, keep=args.keep, wait=wait)}"),
-    ):
-        try:
-            work()
-            failed = False
-        except CheckpointError as error:
-            say(f"no checkpoint: {error}")
-            failed = True
-    if over and failed:
-        raise SystemExit(1)
-
-
-def train(args: argparse.Namespace, watch: Watch) -> None:
-    """All of the training, and what is saved at its end."""
-    trainer, _claim = open_trainer(args, watch)
-    watch.follow(trainer.stages.values())
-    loader = open_loader(args, trainer)
-    try:
-        stop = run_steps(args, trainer, loader, watch)
-    except (
-        DataError,
-        NonFiniteLossError,
-    ) as error:  # on every rank; the state is that before the step, unless it is late
-        late = isinstance(error, NonFiniteLossError) and error.late
-        if isinstance(error, NonFiniteLossError) and args.dataset == "synthetic":
-            say(f"the rows are made up, {MADE_UP}, which may be no lengths or weights: --dataset FILE has yours")
-        if args.checkpoint and not late and not (Path(args.checkpoint) / f"step-{trainer.steps}").exists():
-            watch.enter("save", f"the checkpoint after {trainer.steps} steps")
-            save(trainer, args, over=True)
-        raise SystemExit(f"{type(error).__name__}: {error}") from error
-    if stop:
-        then = "--resume goes on from there" if args.checkpoint else "nothing is saved without --checkpoint"
-        steps = f"{trainer.steps} of {args.steps} steps" if args.epochs is None else f"{trainer.steps} steps"
-        say(f"{stop}: the training stops after {steps}; {then}")
-        if not args.checkpoint:
-            raise SystemExit(1)
-        return
-    watch.enter("save", "the last save")
-    trainer.finish_update()
-    if args.save:
-        state = trainer.state_dict()
-        if dist.get_rank() == 0:
-            torch.save(state, args.save)
-    if args.save_weights:
-        trainer.save_weights(args.save_weights)
-
-
-def run_steps(args: argparse.Namespace, trainer: Trainer, loader: Loader, watch: Watch) -> str | None:
-    """The steps; the name of the signal that stops them early, if one does."""
-    first, begun = dist.get_rank() == 0, trainer.steps
-    meter = Meter(trainer.program.plan, args.log_file if first else None, args.tensorboard if first else None)
-    # the first step is slower than the rest; with --epochs the number of steps is not known
-    second = begun + 1 if args.epochs else min(begun + 1, args.steps - 1)
-    traced_step = second if args.trace else None
-    stop, logged = None, begun
-    while not stop and not is_over(args, trainer, loader):
-        watch.enter("set-up" if trainer.steps == begun else "step", f"step {trainer.steps + 1}")
-        if trainer.steps == logged:
-            meter.begin()
-        read = is_read(args, trainer.steps, begun)
-        if trainer.steps == traced_step:
-            loss, _ = trainer.traced(lambda: trainer.step_from(loader, args.on_nan), args.trace)
-        elif read or args.on_nan == "skip":
-            loss, _ = trainer.step_from(loader, args.on_nan)
-        else:
-            trainer.advance_from(loader)
-        if read:
-            log(trainer, meter, loss, trainer.steps - logged)
-            logged = trainer.steps
-        stop = watch.stop_asked(trainer.world.device)
-        over = is_over(args, trainer, loader)
-        saves = args.checkpoint and (stop or over or trainer.steps % args.every == 0)
-        if saves or stop or over:
-            trainer.check_unread()
-        if saves:
-            watch.enter("save", f"the checkpoint after {trainer.steps} steps")
-            save(trainer, args, bool(stop) or over)
-    meter.close()
-    loader.close()
-    return None if is_over(args, trainer, loader) else stop
-
-
-def is_read(args: argparse.Namespace, step: int, begun: int) -> bool:
-    """Whether the loss of a step is read and printed: that of the first, of the last and of every ``--log-every``-th step, and of the
-    last one before a checkpoint, so that the times of steps are without saving."""
-    last = args.epochs is None and step + 1 == int(args.steps)
-    return (
-        step == begun or last or any((step + 1) % n == 0 for n in (args.log_every, args.checkpoint and args.every) if n)
-    )
-
-
-def log(trainer: Trainer, meter: Meter, loss: float, steps: int) -> None:
-    """Print the record of the last step, with the mean time of the ``steps`` since the record before."""
-    norm, scale = trainer.gradient_norm, trainer.loss_scale
-    more = {"gradient_norm": None if norm is None else float(norm), "loss_scale": scale.scale if scale else None}
-    record = meter.end(trainer.steps, loss, peak_memory_bytes(), more, steps)
-    if dist.get_rank() == 0:
-        with contextlib.suppress(OSError):
-            print(json.dumps(record), flush=True)
-    say(f"step {record['step']:4d}  loss {loss:.4f}  {record['step_time_s']:.3f} s")
-    if table := meter.comparison(peak_memory_bytes(), trainer.program.plan["stages"][0]["memory_bytes"]):
-        say(table)
-
-
-def is_over(args: argparse.Namespace, trainer: Trainer, loader: Loader) -> bool:
-    """Whether all steps, or with ``--epochs`` all epochs, are done."""
-    if args.epochs is None:
-        return trainer.steps >= int(args.steps)
-    return loader.epoch_of(trainer.position(loader)) >= int(args.epochs)
 
 
 def main() -> None:
-    args = arguments()
-    limits_s = {"set-up": args.setup_timeout, "step": args.timeout, "save": args.save_timeout}
-    try:
-        with Watch(limits_s, args.lost_after) as watch, out_of_memory.explained(FOLDER):
-            try:
-                train(args, watch)
-            except REFUSALS as error:
-                raise SystemExit(f"{type(error).__name__}: {error}") from error
-    except (GuardError, MemoryError, OSError) as error:  # of this rank alone: the watch has told the others
-        raise SystemExit(f"{type(error).__name__}: {error}") from error
-    dist.destroy_process_group()
+    """Train by the recipe."""
+    train(recipe())
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ rank, a softmax over a sharded dim) fail here. The checker cannot see values; th
 Layers of one class with inputs of equal types are followed once: the result of a call depends only on the class's code and its inputs, so
 the other layers have the same result.
 
-``train.py`` runs the checker before the first step if a module of the folder was edited: ``checked.json`` has their digests as they
+``train.py`` runs the checker before the first step if a module of the folder was edited: ``runtime/checked.json`` has their digests as they
 were emitted, or as they were when the checker last accepted them.
 """
 
@@ -30,20 +30,21 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import spmd_types as spmd
 import torch
 import torch.distributed as dist
 from spmd_types.checker import typecheck
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from autopar.program.groups import ProcessGroups
-from autopar.program.loader import Synthetic
-from autopar.program.spec import Prelude
+from .groups import ProcessGroups
+from .loader import Synthetic
+from .spec import Prelude, layers_of
+from .spmd import spmd
+from .state import read_constants
 
 Progress = Callable[[str], None]
 
-DIGESTS = "checked.json"
+DIGESTS = "runtime/checked.json"
 """The file in a folder with the digests of the others."""
 
 _FILES = ("plan.json", "layouts.json", "model.py")
@@ -65,8 +66,13 @@ class IllTypedError(RuntimeError):
 
 def digests(folder: Path) -> dict[str, str]:
     """The digests of ``layouts.json`` and of every module of a program's folder except ``train.py``, which has no collectives."""
-    files = sorted(path for path in (*folder.glob("*.py"), folder / "layouts.json") if path.name != "train.py")
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    files = [folder / "layouts.json", *folder.glob("*.py"), *folder.glob("runtime/*.py")]
+    return {path.relative_to(folder).as_posix(): file_digest(path) for path in sorted(files) if path.name != "train.py"}
+
+
+def file_digest(file: Path) -> str:
+    """The SHA-256 of a file."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def write_digests(folder: Path) -> None:
@@ -138,8 +144,7 @@ def check(path: Path, progress: Progress) -> int:
         warnings.filterwarnings("ignore", category=FutureWarning, module="spmd_types")
         seen: _Seen = {}
         stages = model.PROGRAM.stages
-        constants_file = path / "constants.pt"
-        constants = torch.load(constants_file, weights_only=True) if constants_file.exists() else {}
+        constants = read_constants(path)
         for index, kind in enumerate(stages):
             progress(f"type-checking stage {index + 1} of {len(stages)}")
             received = stages[index - 1].SPEC.sends if index else {}
@@ -235,9 +240,8 @@ def _check_stage(
         inputs["key"] = 0
     for name in spec.scalars:
         inputs[name] = _declare(torch.empty((), device="meta"), everywhere)
-    for layer in stage.children():
-        if hasattr(layer, "SPEC"):
-            _follow_once(layer, seen)
+    for layer in layers_of(stage).values():
+        _follow_once(layer, seen)
     with torch.compiler.set_stance("force_eager"), typecheck(local=False):
         result = stage(*activations, **inputs)
         if spec.loss:
@@ -271,7 +275,7 @@ def _follow_once(layer: nn.Module, seen: _Seen) -> None:
 
 def _described_module(layer: nn.Module) -> Any:
     """All state of its module that a layer's forward can read: equal if two layers do the same; ``None`` if that is unknown."""
-    usual = set(vars(nn.Module()))
+    usual = {*vars(nn.Module()), "SPEC"}
     parts = []
     for name, module in layer.named_modules():
         extra = {key: value for key, value in vars(module).items() if key not in usual}
@@ -349,11 +353,16 @@ IMPORTING = threading.RLock()
 """Held while modules of a folder stand in for those of the process, which all threads share."""
 
 
+def take_modules(folder: Path) -> dict[str, ModuleType]:
+    """Remove the modules that have the names of the folder's from ``sys.modules``, and return them."""
+    names = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
+    return {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in names}
+
+
 @contextmanager
 def _imported(path: Path) -> Iterator[ModuleType]:
     """The folder's ``model`` module, and no trace of it afterwards."""
-    names = [source.stem for source in path.glob("*.py")]
-    hidden = {name: sys.modules.pop(name) for name in names if name in sys.modules}
+    hidden = take_modules(path)
     sys.path.insert(0, str(path))
     before = [set(kept) for kept in _kept_by_spmd_types()]
     try:
@@ -367,8 +376,7 @@ def _imported(path: Path) -> Iterator[ModuleType]:
     finally:
         sys.path.remove(str(path))
         sys.path_importer_cache.pop(str(path), None)
-        for name in names:
-            sys.modules.pop(name, None)
+        take_modules(path)
         sys.modules.update(hidden)
         for kept, old in zip(_kept_by_spmd_types(), before, strict=True):
             kept.intersection_update(old)
@@ -391,7 +399,7 @@ def _flattened(model: ModuleType, mesh: Any) -> AbstractContextManager[None]:
     if not axes:
         return nullcontext()
     names, ranks = list(model.PROGRAM.mesh), mesh.mesh.unsqueeze(0)
-    on_mesh = importlib.import_module("mesh_axes").on_mesh
+    on_mesh = importlib.import_module(f"{type(model.PROGRAM).__module__.removesuffix('spec')}mesh_axes").on_mesh
     groups = ProcessGroups(datetime.timedelta(minutes=1)).flattened(axes, names, ranks)
     here: AbstractContextManager[None] = on_mesh(mesh, groups)
     return here

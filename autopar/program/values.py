@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from autopar.program.boxes import Piece
-from autopar.program.checkpoint import Training, parameters
-from autopar.program.weights import runs
-from autopar.program.world import Layout
+from .boxes import Piece
+from .checkpoint import Training, parameters
+from .weights import runs
+from .world import Layout
 
 _CHUNK = 1 << 16  # numbers that are drawn at a time; their intermediate results stay in the processor's cache
 

@@ -34,7 +34,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopar.program.host import Later
+from .host import Later
+from .spec import layers_of
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """A scheduler sends SIGTERM or SIGUSR1 before it takes the machine away, a user SIGINT with Ctrl-C, a terminal SIGHUP when it closes."""
@@ -221,7 +222,7 @@ class Watch:
     def follow(self, stages: Iterable[nn.Module]) -> None:
         """Note which layer of these stages the forward or backward pass is in."""
         for stage in stages:
-            for name, layer in stage.named_children():
+            for name, layer in layers_of(stage).items():
                 where = f"{name} ({type(layer).__name__.removeprefix('FSDP')})"
                 layer.register_forward_pre_hook(lambda *_, where=where: self._note(where), prepend=True)
                 layer.register_forward_hook(

@@ -15,10 +15,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import spmd_types as spmd
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own convention
 from torch import Tensor
+
+from .spmd import spmd
 
 
 @dataclass(frozen=True, slots=True)

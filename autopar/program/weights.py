@@ -23,7 +23,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from autopar.program.boxes import Box, Piece, divided, whole
+from .boxes import Box, Piece, divided, whole
 
 INDEX, SUFFIX = "model.safetensors.index.json", ".safetensors"
 FILE_BYTES = 5 * 10**9  # as transformers divides a model

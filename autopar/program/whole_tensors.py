@@ -26,10 +26,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopar.program.boxes import Box, pieces
-from autopar.program.masters import Master
-from autopar.program.state_places import DEVICE, upload
-from autopar.program.world import Layout, Program, World
+from .boxes import Box, pieces
+from .masters import Master
+from .state_places import DEVICE, upload
+from .world import Layout, Program, World
 
 ROUND_BYTES = 256 * 2**20
 """What an owner receives at a time, unless one tensor is larger: the bound of the buffers that are sent and received."""

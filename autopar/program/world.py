@@ -24,11 +24,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.program.groups import ProcessGroups
-from autopar.program.mesh_axes import on_mesh
-from autopar.program.processes import StartError, check_node, device_of, meet, place_of
-from autopar.program.spec import LayerSpec, ProgramSpec, TensorSpec
-from autopar.program.state_places import PLACES, Places
+from .groups import ProcessGroups
+from .mesh_axes import on_mesh
+from .processes import StartError, check_node, device_of, meet, place_of
+from .spec import LayerSpec, ProgramSpec, TensorSpec, layers_of
+from .state import read_constants
+from .state_places import PLACES, Places
 
 # spmd-types calls two collectives by the names that torch 2.13 deprecates
 warnings.filterwarnings("ignore", category=FutureWarning, module="spmd_types")
@@ -146,7 +147,7 @@ class BufferRecord:
 
 @dataclass(frozen=True)
 class Program:
-    """A program folder, loaded: ``plan.json``, ``layouts.json``, ``model.py`` and ``constants.pt``."""
+    """A program folder, loaded: ``plan.json``, ``layouts.json``, ``model.py`` and its constants."""
 
     plan: Mapping[str, Any]
     layouts: tuple[Layout, ...]
@@ -208,7 +209,7 @@ class Program:
         return {name: spec for stage in self.spec.stages for name, spec in stage.SPEC.inputs.items()}
 
     def group(self, layout: Layout) -> tuple[str, int, tuple[str, ...]]:
-        """The stage's child that has the parameter (``""``: the stage itself), its ZeRO stage, and the axes (larger than 1)
+        """The path of the layer that has the parameter (``""``: the stage itself), its ZeRO stage, and the axes (larger than 1)
         on which it is ``R`` and its gradient is a term of the sum.
 
         FSDP2 shards a layer's parameters over the layer's data axes. Other parameters are reduced explicitly after the schedule, with
@@ -261,18 +262,23 @@ class Program:
         return layout.shared is None or layout.stage == min(c.stage for c in self.layouts if c.shared == layout.shared)
 
     def _home(self, layout: Layout) -> tuple[str, int]:
-        layers = self.layers[layout.stage]
-        child = layout.name.split(".")[0]
-        child = child if child in layers else ""
-        if child not in layers:
+        layers, layer = self.layers[layout.stage], self._layer(layout)
+        if layer not in layers:
             raise ValueError(f"no SPEC in model.py has the parameter {layout.name} of stage {layout.stage}")
-        return child, layers[child].zero
+        return layer, layers[layer].zero
+
+    def _layer(self, layout: Layout) -> str:
+        """The path of the layer that has the parameter in its stage; empty if it is the stage's own."""
+        path, layers = layout.name, self.layers[layout.stage]
+        while path and path not in layers:
+            path = path.rpartition(".")[0]
+        return path
 
     def _main_dtype(self, stage: int, child: str) -> torch.dtype:
-        """The dtype of most of the elements in a stage's child."""
+        """The dtype of most of the elements in a stage's layer."""
         elements: dict[torch.dtype, int] = {}
         for layout in self.layouts:
-            if layout.stage == stage and layout.name.split(".")[0] == child:
+            if layout.stage == stage and self._layer(layout) == child:
                 elements[layout.dtype] = elements.get(layout.dtype, 0) + math.prod(layout.original_shape)
         return max(elements, key=lambda dtype: elements[dtype]) if elements else torch.float32
 
@@ -294,8 +300,7 @@ def load(folder: str | os.PathLike[str]) -> Program:
     if Path(model.__file__).resolve().parent != path:
         raise ImportError(f"the name `model` is taken by {model.__file__}; put {path} first on sys.path")
     records = json.loads((path / "layouts.json").read_text())
-    values = path / "constants.pt"
-    constants = torch.load(values, weights_only=True) if values.exists() else {}
+    constants = read_constants(path)
     spec: ProgramSpec = model.PROGRAM
     return Program(
         plan=json.loads((path / "plan.json").read_text()),
@@ -312,9 +317,9 @@ def load(folder: str | os.PathLike[str]) -> Program:
 def _layers(stage: Any, constants: Mapping[str, Tensor]) -> dict[str, LayerSpec]:
     """The layers of a stage's class, in order, and the parameters that several of them share."""
     module: nn.Module = stage(device="meta", constants=constants)
-    found: dict[str, Any] = {name: getattr(layer, "SPEC", None) for name, layer in module.named_children()}
+    found: dict[str, Any] = {path: layer.SPEC for path, layer in layers_of(module).items()}
     own: LayerSpec | None = stage.SPEC.own
-    return {name: spec for name, spec in found.items() if spec is not None} | ({} if own is None else {"": own})
+    return found if own is None else {**found, "": own}
 
 
 # -- processes --------------------------------------------------------------------------------------------------------

@@ -14,10 +14,10 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from autopar.errors import UsageError
-from autopar.program.type_check import IMPORTING
+from autopar.program.type_check import IMPORTING, take_modules
 
-_OF_A_PROGRAM = ("plan.json", "model.py", "runtime.py")
-"""Files that tell an emitted folder from one with a plan and somebody's own files."""
+_OF_A_PROGRAM = ("plan.json", "model.py", "train.py")
+"""Files that tell an emitted folder, together with its runtime, from one with a plan and somebody's own files."""
 
 
 def folder_for_program(name: Any) -> Path:
@@ -31,13 +31,18 @@ def folder_for_program(name: Any) -> Path:
     folder = Path(name)
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file, and the program is a folder", "give a new folder")
-    if folder.is_dir() and any(folder.iterdir()) and not all((folder / file).is_file() for file in _OF_A_PROGRAM):
+    if folder.is_dir() and any(folder.iterdir()) and not _is_program(folder):
         raise UsageError(f"{folder} holds other files than a program", "give a new or an empty folder")
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     if not (there.is_dir() and os.access(there, os.W_OK)):
         reason = "no permission" if there.is_dir() else f"{there} is a file"
         raise UsageError(f"{folder} cannot be made: {reason}", "give a folder that can be made and written to")
     return folder
+
+
+def _is_program(folder: Path) -> bool:
+    files = all((folder / file).is_file() for file in _OF_A_PROGRAM)
+    return files and ((folder / "runtime").is_dir() or (folder / "runtime.py").is_file())
 
 
 @contextmanager
@@ -52,22 +57,21 @@ def program_modules(folder: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _program_modules(folder: str | os.PathLike[str]) -> Iterator[None]:
-    path = str(Path(folder).resolve())
-    names = [source.stem for source in Path(path).glob("*.py")]
-    before = {name: sys.modules.pop(name) for name in names if name in sys.modules}
-    finder = _Finder(path)
-    sys.path.insert(0, path)
+    there = Path(folder).resolve()
+    before, finder = take_modules(there), _Finder(str(there))
+    sys.path.insert(0, str(there))
     sys.meta_path.insert(0, finder)
     importlib.invalidate_caches()
     try:
         yield
     finally:
         sys.meta_path.remove(finder)
-        sys.path.remove(path)
-        sys.path_importer_cache.pop(path, None)
-        ours = {name: module for name in names if (module := sys.modules.pop(name, None)) is not None}
-        if "compiled" in ours:
-            _rename(ours, path)
+        sys.path.remove(str(there))
+        for path in (there, there / "runtime"):
+            sys.path_importer_cache.pop(str(path), None)
+        ours = take_modules(there)
+        if ours.keys() & {"compiled", "runtime.compiled"}:
+            _rename(ours, str(there))
         sys.modules.update(before)
 
 
@@ -75,10 +79,12 @@ class _Finder:
     """Finds a folder's modules. A process that runs many programs compiles each source once, since most of their files are the same."""
 
     def __init__(self, path: str) -> None:
-        self._files = FileFinder(path, (_Loader, [".py"]))
+        self._files = {where: FileFinder(where, (_Loader, [".py"])) for where in (path, os.path.join(path, "runtime"))}
+        self._folder = path
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        return self._files.find_spec(name) if path is None else None
+        finder = self._files.get(self._folder if path is None else "".join(path))
+        return None if finder is None else finder.find_spec(name)
 
 
 class _Loader(SourceFileLoader):
@@ -95,7 +101,7 @@ def _compiled(source: bytes) -> CodeType:
 
 def compile_sources(folder: str | os.PathLike[str]) -> None:
     """Compile the folder's modules, so that forks of this process import them sooner."""
-    for source in Path(folder).glob("*.py"):
+    for source in (*Path(folder).glob("*.py"), *Path(folder).glob("runtime/*.py")):
         _compiled(source.read_bytes())
 
 
@@ -149,5 +155,5 @@ def made_by(train: Any, lr: float | None, world: Any) -> Callable[..., Any]:
 
 
 def import_runtime(folder: str | os.PathLike[str]) -> ModuleType:
-    """The folder's own ``runtime.py``, so that the code in the folder is the code that runs. Call inside ``program_modules``."""
-    return importlib.import_module("runtime")
+    """The folder's own trainer, so that the code in the folder is the code that runs. Call inside ``program_modules``."""
+    return importlib.import_module("runtime.runtime" if (Path(folder) / "runtime").is_dir() else "runtime")

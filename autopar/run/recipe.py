@@ -27,7 +27,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from autopar import program as runtime_files
 from autopar.errors import UsageError
-from autopar.program import FILES
 from autopar.program.optimizers import (
     Checked,
     RefusedOptimizerError,
@@ -425,10 +424,8 @@ class _Writer:
         top = module.partition(".")[0]
         if module in ("", "__main__") or not name or "<" in name:
             raise _UnwritableError(f"{_shown(value)} has no name that another Python can import")
-        if f"{top}.py" in (*FILES, "model.py"):
-            raise _UnwritableError(
-                f"{_shown(value)} is of a module {top}, and the program's folder has its own {top}.py"
-            )
+        if top in ("model", "train", "runtime"):
+            raise _UnwritableError(f"{_shown(value)} is of a module {top}, and the program's folder has its own {top}")
         try:
             found = resolve(f"{module}:{name}")
         except (ImportError, AttributeError, AssertionError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from pathlib import Path
 
 from torch import fx
@@ -11,8 +10,8 @@ from torch import fx
 from autopar.flow import gradient_flow
 from autopar.graph import Graph, LayerClass
 from autopar.ops.facts import op_name
-from autopar.ops.meta import meta
 from autopar.ops.operands import operands
+from autopar.ops.source import frames
 from autopar.plan import Role
 from autopar.rules import has_rule
 from autopar.rules.traffic import OF_MICROBATCHES
@@ -89,6 +88,5 @@ def _described(node: fx.Node) -> str:
         node = next((reader for reader in node.users if reader.op == "call_function"), node)
     text = op_name(node).removeprefix("aten.") if node.op == "call_function" else f"the value {node.name}"
     path = module_path(node)
-    frames = re.findall(r'File "([^"]+)", line (\d+), in \w+\n\s*(.+)', str(meta(node).get("stack_trace") or ""))
-    where = f"line {frames[-1][1]} of {Path(frames[-1][0]).name}: {frames[-1][2]}" if frames else ""
+    where = next((f"line {line} of {Path(file).name}: {text}" for file, line, _, text in reversed(frames(node))), "")
     return f"{text}{f' of {path}' if path else ''}{f' ({where})' if where else ''}"

@@ -179,7 +179,7 @@ def _program_files(job: Job) -> dict[str, Path]:
     """The text files of the program by their names, those that one reads first in front."""
     folder = job.folder / "program"
     found = [file for file in folder.rglob("*") if file.is_file() and file.suffix in (".py", ".json", ".md", ".txt")]
-    first = ("train.py", "program.py", "plan.json")
+    first = ("train.py", "model.py", "plan.json")
     key = {name: i for i, name in enumerate(first)}
     names = {file.relative_to(folder).as_posix(): file for file in found}
     return dict(sorted(names.items(), key=lambda item: (key.get(item[0], len(first)), item[0])))

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from autopar.capture import reference
 from autopar.emit import emit
-from autopar.emit.stage import layer_attribute
+from autopar.emit.stage import layer_path
 from autopar.flow import output_nodes
 from autopar.measure import EXACT, Error
 from autopar.ops.facts import op_name
@@ -128,7 +128,7 @@ class _Search:
 
     def _inside(self, layer: int, what: str) -> Difference | None:
         """The first node of the layer that differs, in the order of the forward or backward pass."""
-        records = self.watch(layer_attribute(self.program, layer))
+        records = self.watch(layer_path(self.program, layer))
         whole = {node.name: node for node in self.graph.classes[self.graph.layers[layer].cls].graph.graph.nodes}
         nodes = [node for node in self.program.layers[layer].graph.graph.nodes if node.op == "call_function"]
         for node in nodes if what == "value" else reversed(nodes):
@@ -166,7 +166,7 @@ class _Search:
     def _parts(self, records: Records, layer: int, key: str, which: int) -> list[Tensor] | None:
         """The value (0) or gradient (1) of every microbatch and rank of the layer's stage, microbatches outermost."""
         plan = self.program.plan
-        stage, attribute = plan.stage_of(layer), layer_attribute(self.program, layer)
+        stage, attribute = plan.stage_of(layer), layer_path(self.program, layer)
         schedule, count = plan.sized_schedule, plan.stages[stage].devices[1]
         columns = [rank.get(attribute, {}).get(key, [])[which::2] for rank in records]
         parts: list[Tensor | None] = []

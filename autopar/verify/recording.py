@@ -384,11 +384,11 @@ def _replace_values(program: Path) -> None:
     def digest(tensor: Tensor, whole: bool = True) -> int:
         return 0
 
-    for source in program.glob("*.py"):
-        module: Any = sys.modules.get(source.stem)
+    for source in program.glob("runtime/*.py"):
+        module: Any = sys.modules.get(f"runtime.{source.stem}")
         if callable(getattr(module, "digest", None)):
             module.digest = digest
-    experts: Any = sys.modules.get("kernels_experts")
+    experts: Any = sys.modules.get("runtime.kernels_experts")
     if experts is not None:
         experts._own = _evenly(experts._own)
 

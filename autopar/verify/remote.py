@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopar.program.spec import layers_of
 from autopar.run import remote
 
 UPDATE_LR = 2.0**20
@@ -95,7 +96,7 @@ def watch(folder: str, state: str, batch: dict[str, Tensor], layer: str | None) 
         return collect
 
     for stage in trainer.stages.values():
-        for name, module in stage.named_children():
+        for name, module in layers_of(stage).items():
             if layer in (None, name):
                 module.register_forward_hook(hook(name))
     remote.perform(trainer, "gradients", batch)

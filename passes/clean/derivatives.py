@@ -21,9 +21,10 @@ from autopar.errors import CaptureError
 from autopar.ops.facts import is_random, op_name
 from autopar.ops.meta import meta
 from autopar.ops.operands import args_of
+from autopar.ops.source import source_line
 from autopar.torch_private import backward_decompositions, fake_tensors, is_overload, written_arguments
 from passes.clean.functional import functionalise_pass
-from passes.clean.nodes import ancestors, aten, calls, copy_origin, like, note, source_line
+from passes.clean.nodes import ancestors, aten, calls, copy_origin, like, note
 
 _SIMPLE = (
     *("tanh", "sigmoid", "softplus", "elu", "hardsigmoid", "hardtanh", "hardswish", "threshold", "leaky_relu", "gelu"),

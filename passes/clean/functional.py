@@ -26,8 +26,9 @@ from autopar.errors import CaptureError
 from autopar.ops.facts import facts, op_name
 from autopar.ops.meta import graph_meta, meta
 from autopar.ops.operands import args_of, argument, dtype_of, shape_of
+from autopar.ops.source import source_line
 from autopar.torch_private import functional_twin, overload_schema, written_arguments
-from passes.clean.nodes import add, ancestors, aten, calls, has_gradient, returned, source_line
+from passes.clean.nodes import add, ancestors, aten, calls, has_gradient, returned
 from passes.clean.randomness import drawn
 from passes.clean.views import View, counted, origins, replay, scatter
 

@@ -135,11 +135,6 @@ def ancestors(nodes: Iterable[fx.Node], among: Callable[[fx.Node], bool] = lambd
     return found
 
 
-def source_line(node: fx.Node) -> str:
-    """The last line of the user's code that made the node, below its file and number; empty if unknown."""
-    return "\n".join(str(meta(node).get("stack_trace") or "").strip().split("\n")[-2:])
-
-
 def note(gm: fx.GraphModule, sentence: str) -> None:
     notes = graph_meta(gm).setdefault("notes", [])
     if sentence not in notes:

@@ -11,8 +11,9 @@ from torch import fx
 from autopar.errors import CaptureError
 from autopar.ops.facts import Kind, facts, is_random, op_name
 from autopar.ops.operands import args_of, argument, dtype_of, shape_of
+from autopar.ops.source import source_line
 from autopar.program import kernels_random
-from passes.clean.nodes import add, aten, calls, replace, source_line
+from passes.clean.nodes import add, aten, calls, replace
 
 # Dropout and attention have their own seeds; recurrent ops draw for dropout alone, which ``recurrent_pass`` has handled.
 _SEEDED = (Kind.DROPOUT, Kind.ATTENTION, Kind.RECURRENCE)

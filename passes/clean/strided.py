@@ -9,8 +9,9 @@ from torch import fx
 from autopar.errors import CaptureError
 from autopar.ops.facts import op_name
 from autopar.ops.operands import argument, val
+from autopar.ops.source import source_line
 from autopar.program import kernels
-from passes.clean.nodes import add, aten, calls, replace, source_line
+from passes.clean.nodes import add, aten, calls, replace
 
 
 def strided_pass(gm: fx.GraphModule) -> fx.GraphModule:

@@ -90,7 +90,7 @@ def test_a_pinned_schedule_in_both_directions_trains(tmp_path):
         eager.append(loss.item())
     assert losses == pytest.approx(eager, rel=1e-4)
     torch.testing.assert_close(trained, dict(module.state_dict()), rtol=1e-3, atol=1e-4)
-    assert (tmp_path / "p" / "schedule.csv").read_text().splitlines() == [
+    assert (tmp_path / "p" / "runtime" / "schedule.csv").read_text().splitlines() == [
         "0F0,1F2,1B2,0F1,0B0,1F3,1B3,0B1",
         "0F2,1F0,1B0,0F3,0B2,1F1,1B1,0B3",
     ]

@@ -155,7 +155,8 @@ def test_the_plan_names_what_the_program_imports(tmp_path: Path) -> None:
 
 def test_the_folder_says_when_it_cannot_import_the_class(tmp_path: Path) -> None:
     program(branching(), tmp_path)
-    code = "import opaque, torch; x = torch.ones(2, 8); opaque.call(next(iter(opaque.json.loads(open('opaque.json').read()))), "
+    code = "import json, torch; from runtime import opaque; x = torch.ones(2, 8)\n"
+    code += "opaque.call(next(iter(json.load(open('runtime/opaque.json')))), "
     code += "[x], [], (2, 8), x.dtype)"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)

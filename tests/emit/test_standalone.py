@@ -18,8 +18,10 @@ import pytest
 import torch
 from exactness import subject
 
+import autopar.program
 from autopar import register_rule
 from autopar.emit import emit
+from autopar.program.type_check import digests
 from autopar.rules.table import TABLE
 from autopar.search.manual import manual_plan
 from autopar.verify import make_subject
@@ -79,12 +81,12 @@ def test_the_blocker_blocks(tmp_path: Path) -> None:
 
 def check_imports(folder: Path, allowed: Set[str]) -> None:
     """Assert that the folder's files import each other, the standard library and ``allowed``."""
-    own = {path.stem for path in folder.glob("*.py")}
-    assert {"model", "kernels", "runtime", "train"} <= own
-    for path in folder.glob("*.py"):
+    assert {"model", "train"} == {path.stem for path in folder.glob("*.py")}
+    for path in folder.rglob("*.py"):
+        own = {"model", "runtime"} if path.parent == folder else {""}
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += ["" if node.level else str(node.module)] if isinstance(node, ast.ImportFrom) else []
             for name in names:
                 top = name.partition(".")[0]
                 assert top in own | allowed | sys.stdlib_module_names, f"{path.name}: {name}"
@@ -175,7 +177,7 @@ def test_a_folder_has_the_parts_of_the_runtime_that_its_plan_needs(tmp_path: Pat
     graph = subject("mlp").graph
     for name, (pins, files) in NEEDED.items():
         emit(graph, manual_plan(graph, **pins), tmp_path)
-        assert {path.name for path in tmp_path.glob("*.py")} & OPTIONAL == files, name
+        assert {path.name for path in tmp_path.glob("runtime/*.py")} & OPTIONAL == files, name
 
 
 def test_a_folder_has_the_files_that_its_program_needs(tmp_path: Path) -> None:
@@ -183,7 +185,7 @@ def test_a_folder_has_the_files_that_its_program_needs(tmp_path: Path) -> None:
     for name, others in (("mixtral", ()), ("llama", ("kernels_experts.py",))):
         graph = subject(name).graph
         emit(graph, manual_plan(graph, tensor=2), tmp_path)
-        found = {path.name for path in tmp_path.glob("*.py")}
+        found = {path.name for path in tmp_path.glob("runtime/*.py")}
         assert not found & {
             *others,
             "kernels_ring.py",
@@ -194,6 +196,27 @@ def test_a_folder_has_the_files_that_its_program_needs(tmp_path: Path) -> None:
             "opaque.py",
         }
         assert ("kernels_experts.py" in found) == (name == "mixtral")
-    (tmp_path / "segments.py").write_text("mine = True\n")
+    for mine in (tmp_path / "segments.py", tmp_path / "runtime" / "segments.py"):
+        mine.write_text("mine = True\n")
     emit(graph, manual_plan(graph, tensor=2), tmp_path)
-    assert (tmp_path / "segments.py").read_text() == "mine = True\n"
+    for mine in (tmp_path / "segments.py", tmp_path / "runtime" / "segments.py"):
+        assert mine.read_text() == "mine = True\n"
+
+
+def test_the_runtime_is_a_copy(llama: Path) -> None:
+    """The same files in every folder, byte for byte, and the version is the package's."""
+    for path in (llama / "runtime").glob("*.py"):
+        assert path.read_bytes() == (Path(autopar.program.__file__).parent / path.name).read_bytes()
+    assert autopar.program.__version__ == autopar.__version__
+
+
+def test_files_of_a_flat_folder_are_removed(tmp_path: Path) -> None:
+    """Before there was a package, the runtime lay beside ``model.py``: what was emitted goes, what was edited since stays."""
+    (tmp_path / "layouts.json").write_text("{}")
+    for name in ("kernels.py", "world.py"):
+        (tmp_path / name).write_text("# as emitted\n")
+    (tmp_path / "checked.json").write_text(json.dumps(digests(tmp_path)))
+    (tmp_path / "world.py").write_text("# edited\n")
+    graph = subject("mlp").graph
+    emit(graph, manual_plan(graph), tmp_path)
+    assert {path.name for path in tmp_path.glob("*.py")} == {"model.py", "train.py", "world.py"}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from places import file_of
 from recorded import Case, captured
 
 from autopar.checks.nccl.findings import (
@@ -35,7 +36,7 @@ class Fault:
     kinds: tuple[str, ...]
 
     def plant(self, folder: Path) -> None:
-        path = folder / self.file
+        path = file_of(folder, self.file)
         text = path.read_text()
         assert self.old in text, (self.name, self.old)
         path.write_text(text.replace(self.old, self.new))

@@ -16,9 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autopar.emit.runtime import copy_runtime
 from autopar.plan import Axis, LayerPlan, Memory, Plan, Prediction, Role, StagePlan, Strategy
-from autopar.program import copy_runtime
+from autopar.program.state import CONSTANTS
 from autopar.program.type_check import write_digests
+from autopar.program.weights import write_file
 from autopar.run.folder import program_modules
 
 FIXTURE = Path(__file__).parent / "program_mlp" / "model.py"
@@ -176,8 +178,8 @@ def write_mlp(folder: Path, shape: Shape) -> Path:
     (folder / "model.py").write_text(text)
     (folder / "plan.json").write_text(mlp_plan(shape).dumps())
     (folder / "layouts.json").write_text(json.dumps({"parameters": _layouts(shape)}))
-    torch.save({"scale": torch.tensor(SCALE, dtype=getattr(torch, shape.precision))}, folder / "constants.pt")
     copy_runtime(folder, ("fsdp", "local_group", "microbatches", "pipeline", "publications", "spec", "whole_tensors"))
+    write_file(folder / CONSTANTS, {"scale": torch.tensor(SCALE, dtype=getattr(torch, shape.precision))})
     write_digests(folder)
     return folder
 

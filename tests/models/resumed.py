@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from exactness import KINDS, MODELS, subject
+from places import file_of
 from plain_loop import plain_loop
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
@@ -249,9 +250,9 @@ def chain(
     for i, plan in enumerate(plans):
         program = emitted(name, plan, folder / f"plan{i}")
         for file, pattern, replacement in faults:
-            text, count = re.subn(pattern, replacement, (Path(program) / file).read_text())
+            text, count = re.subn(pattern, replacement, file_of(Path(program), file).read_text())
             assert count == 1, (file, pattern, count)
-            (Path(program) / file).write_text(text)
+            file_of(Path(program), file).write_text(text)
         batches = [batch_of(name, step) for step in range(STEPS * i, STEPS * (i + 1))]
         start = {"load": str(folder / "saved")} if i else {"state": str(Path(program) / "initial.pt")}
         found = pool(plan.device_count).run(

@@ -22,6 +22,12 @@ from torch import Tensor, autograd, nn
 from torch.distributed.fsdp import FSDPModule
 
 
+def _layer(path: str) -> str:
+    """The path of a parameter's layer: a child of the stage, or a numbered child of one."""
+    parts = path.split(".")
+    return ".".join(parts[: 2 if parts[1:] and parts[1].isdigit() else 1])
+
+
 @dataclass(eq=False)
 class Event:
     clock: Clock
@@ -101,7 +107,7 @@ class Clock:
         layer.forward = timed
 
     def of(self, params: list[Any]) -> None:
-        self.layer = (params[0]._param_fqn or "?").split(".")[0]
+        self.layer = _layer(params[0]._param_fqn or "?")
 
     def live_bytes(self) -> int:
         return sum(size for tensor, size in self.inputs if tensor() is not None)

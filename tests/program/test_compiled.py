@@ -30,6 +30,7 @@ from autopar.ops.compilation import stays_eager
 from autopar.plan import Axis, Plan, Role, Strategy
 from autopar.planning import find_plan
 from autopar.price import Pricer
+from autopar.program.spec import layers_of
 from autopar.run import remote as run_remote
 from autopar.schedules import Schedule
 from autopar.search import SearchOptions, search
@@ -251,10 +252,10 @@ def test_only_layers_that_admit_it_are_compiled(tmp_path: Path) -> None:
     emit(graph, manual_plan(graph, compile="layers"), tmp_path)
     text = (tmp_path / "model.py").read_text()
     assert text.count("@torch.compile(dynamic=False)") == sum(not reason for reason in reasons.values())
-    assert "from compiled import spmd" in text and (tmp_path / "compiled.py").is_file()
+    assert "from runtime.compiled import spmd" in text and (tmp_path / "runtime" / "compiled.py").is_file()
     emit(graph, manual_plan(graph), tmp_path)  # an eager program in the same folder
-    assert "compile" not in (tmp_path / "model.py").read_text() and not (tmp_path / "compiled.py").exists()
-    assert "import spmd_types as spmd" in (tmp_path / "kernels.py").read_text()
+    assert "compile" not in (tmp_path / "model.py").read_text() and not (tmp_path / "runtime" / "compiled.py").exists()
+    assert "import spmd_types as spmd" in (tmp_path / "model.py").read_text()
 
 
 def test_schedules_that_split_the_backward_pass_compile_nothing() -> None:
@@ -304,7 +305,7 @@ def saved(folder: str, batch: dict[str, Tensor]) -> dict[str, int]:
         trainer = run_remote.open_trainer(folder, options, device="cpu", timeout_s=60)
         (stage,) = trainer.stages.values()
         others = {t.untyped_storage().data_ptr() for t in (*stage.parameters(), *stage.buffers())}
-        for name, layer in stage.named_children():
+        for name, layer in layers_of(stage).items():
             layer.forward = functools.partial(_counted, layer.forward, others, found, name)
         trainer.forward_backward(batch)
     return found
@@ -395,7 +396,7 @@ def left(folder: str, batch: dict[str, Tensor]) -> dict[str, int]:
         trainer = run_remote.open_trainer(folder, options, device="cpu", timeout_s=60)
         trainer.forward_backward(batch)  # compiles
         (stage,) = trainer.stages.values()
-        for name, layer in stage.named_children():
+        for name, layer in layers_of(stage).items():
             layer.forward = functools.partial(_allocated, layer.forward, found, name)
         trainer.forward_backward(batch)
     return found

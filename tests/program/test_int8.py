@@ -33,6 +33,7 @@ from autopar.planning import plan_model
 from autopar.price import Pricer
 from autopar.price import int8 as priced
 from autopar.program import int8
+from autopar.program.spec import layers_of
 from autopar.run import remote as run_remote
 from autopar.search import SearchOptions, make_mesh, manual_plan
 from autopar.search.options import pins_by_layer
@@ -223,7 +224,7 @@ def measured(folder: str, batch: dict[str, Tensor]) -> dict[str, int]:
         found[name] = sum(sizes) + sum(r.codes.nbytes + r.scales.nbytes for r in rounded)
         return result
 
-    for name, layer in stage.named_children():
+    for name, layer in layers_of(stage).items():
         layer.forward = functools.partial(counted, name, layer, layer.forward)
     trainer.forward_backward(batch)
     return found
@@ -417,7 +418,7 @@ def test_a_plan_rounds_as_eager_blocks_on_one_device_do(
     assert compare(loss, found, *eager(rounded=True)).value <= 1e-9
     assert json.loads((tmp_path / "plan.json").read_text())["allow"] == [INT8]
     assert "int8_activations allows" in (tmp_path / "model.py").read_text()
-    assert not (tmp_path / "offload.py").exists()
+    assert not (tmp_path / "runtime" / "offload.py").exists()
 
 
 @pytest.mark.slow

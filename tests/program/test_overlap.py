@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fsdp_clock import clock
+from places import file_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from workers import WorkerPool
@@ -61,9 +62,9 @@ def program(
     graph = annotate(capture(model or Blocks(), batch or rows(), nn.functional.mse_loss))
     emit(graph, manual_plan(graph, **options), folder)
     for name, pattern, replacement in faults:
-        text, count = re.subn(pattern, replacement, (folder / name).read_text())
+        text, count = re.subn(pattern, replacement, file_of(folder, name).read_text())
         assert count == 1, (name, pattern, count)
-        (folder / name).write_text(text)
+        file_of(folder, name).write_text(text)
     return str(folder)
 
 

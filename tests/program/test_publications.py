@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from workers import WorkerPool
 
 from autopar.errors import LaunchError
+from autopar.program.spec import layers_of
 from autopar.run.folder import import_runtime, program_modules
 
 Fault = tuple[str, str, str]
@@ -32,7 +33,7 @@ def trained(folder: str, state: dict[str, Tensor], batch: dict[str, Tensor]) -> 
         runtime = import_runtime(folder)
         opened = runtime.load(folder)
         trainer = runtime.Trainer(opened, runtime.start(opened, device="cpu"), state=state, optimizer=sgd)
-        parameters = sys.modules["parameters"]
+        parameters = sys.modules["runtime.parameters"]
         log: list[str] = []
         start = parameters.FlatGroup.start_publication
 
@@ -41,7 +42,7 @@ def trained(folder: str, state: dict[str, Tensor], batch: dict[str, Tensor]) -> 
             start(group)
 
         for stage in trainer.stages.values():
-            for name, layer in stage.named_children():
+            for name, layer in layers_of(stage).items():
                 if list(layer.parameters()):
                     layer.register_forward_hook(lambda *_, name=name: log.append(f"forward {name}"))
 
@@ -90,7 +91,7 @@ HOW: dict[str, dict[str, Any]] = {"zero 1": {"zero": 1}, "parameter server": {"s
 def test_parameters_arrive_under_the_forward(how: str, workers2: WorkerPool, tmp_path: Path) -> None:
     orders, error = errors(workers2, tmp_path, HOW[how])
     assert error <= 1e-14
-    send, forward = ([f"{word} blocks_{i}" for i in range(LAYERS)] for word in ("send", "forward"))
+    send, forward = ([f"{word} blocks.{i}" for i in range(LAYERS)] for word in ("send", "forward"))
     # the first two were started after the update of the step before
     first = [line for i in range(LAYERS) for line in (*send[i + 2 : i + 3], forward[i])]
     assert orders[0] == orders[1] == [*first, *forward, *send[:2], *send[2:]]

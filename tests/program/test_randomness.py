@@ -59,7 +59,7 @@ def run(
 def steps(folder: str, state: dict[str, Tensor], batch: dict[str, Tensor], seeds: list[int]) -> list[Any]:
     """In a worker: see ``run``."""
     with program_modules(folder):
-        runtime, kernels = import_runtime(folder), importlib.import_module("kernels")
+        runtime, kernels = import_runtime(folder), importlib.import_module("runtime.kernels")
         program = runtime.load(folder)
         world = runtime.start(program, device="cpu", timeout_s=60)
         drawn: dict[str, list[Any]] = {"hidden": [], "attention": []}

@@ -71,7 +71,7 @@ def net() -> tuple[Graph, dict[str, Tensor], dict[str, Tensor]]:
 def steps(folder: str, state: dict[str, Tensor], batch: dict[str, Tensor], seeds: list[int]) -> list[Any]:
     """In a worker: for every seed the loss, what was drawn, and the gradients (on rank 0)."""
     with program_modules(folder):
-        runtime, kernels = import_runtime(folder), importlib.import_module("kernels_random")
+        runtime, kernels = import_runtime(folder), importlib.import_module("runtime.kernels_random")
         program = runtime.load(folder)
         world = runtime.start(program, device="cpu", timeout_s=60)
         drawn: list[list[Any]] = []

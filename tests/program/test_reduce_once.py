@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from places import file_of
 from programs import Shape, mlp_batch, mlp_model, write_mlp
 from test_hybrid import MESH
-from test_overlap import LAYERS, Blocks, program
+from test_overlap import Blocks, program
 from test_reductions import OPAQUE
 from tiers import in_short
 from torch import Tensor, nn
@@ -132,13 +133,14 @@ def test_layers_may_differ(workers4: WorkerPool, tmp_path: Path) -> None:
     """Some layers are reduced once a step, others in every microbatch."""
     path, model = emitted(tmp_path, **PLANS["1f1b"])
     file = Path(path) / "model.py"
-    text, count = re.subn(r"(self\.blocks_[1346] = )(\w+)\(", r"\1Apart(", file.read_text())
-    assert count == LAYERS // 2
-    kind = re.search(r"self\.blocks_1 = (\w+)\(", file.read_text())[1]  # type: ignore[index]
-    apart = f"class Apart({kind}):\n    SPEC = replace({kind}.SPEC, reduce_once=False)\n\n\nclass Stage0("
-    text = text.replace("from spec", "from dataclasses import replace\n\nfrom spec", 1).replace(
-        "class Stage0(", apart, 1
-    )
+
+    def apart(match: re.Match[str]) -> str:
+        number = match["number"] or "i"
+        return f"{match['made']}reduce_once={number} not in (1, 3, 4, 6)"
+
+    made = r'(?P<made>\[(?:str\(i\)|"(?P<number>\d)")\] = .*)reduce_once=True'
+    text, count = re.subn(made, apart, file.read_text())
+    assert count > 0 and "reduce_once=True" not in text
     file.write_text(text)
     assert is_right(workers4, path, model)
 
@@ -188,9 +190,9 @@ def opaque(folder: Path, precision: str, *changes: tuple[str, str], fault: bool 
     write_mlp(folder, Shape(data=2, zero=(3, 3), microbatches=2, precision=precision))
     files = [("model.py", change) for change in (LAST_OF_RANK_0, OPAQUE, *changes)]
     for name, (pattern, replacement) in files + ([("fsdp.py", NOT_STARTED)] if fault else []):
-        text, count = re.subn(pattern, replacement, (folder / name).read_text())
+        text, count = re.subn(pattern, replacement, file_of(folder, name).read_text())
         assert count, pattern
-        (folder / name).write_text(text)
+        file_of(folder, name).write_text(text)
     file = folder / "layouts.json"
     file.write_text(file.read_text().replace('"float32"', '"bfloat16"'))  # parameters, with masters in float32
     return str(folder)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from custom_ops import Gated
 from opaque_modules import Branching, Model
+from places import file_of
 from programs import Shape, mlp_batch, mlp_model, write_mlp
 from test_overlap import LAYERS, Blocks, program
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from autopar.capture import capture
 from autopar.emit import model_source
 from autopar.errors import LaunchError
 from autopar.program.runtime import _norm
+from autopar.program.spec import layers_of
 from autopar.run.folder import import_runtime, program_modules
 from autopar.search.manual import make_mesh, manual_plan
 from autopar.shard import annotate, plan_shardings
@@ -64,7 +66,7 @@ def recorded(folder: str, state: dict[str, Tensor], batch: dict[str, Tensor]) ->
     """Two steps: the loss, the gradients, and the order of layers' backward passes and of reductions' starts."""
     with program_modules(folder), mock.patch.object(dist, "all_reduce", _late(all_reduce)):
         runtime = import_runtime(folder)
-        parameters = sys.modules["parameters"]
+        parameters = sys.modules["runtime.parameters"]
         opened = runtime.load(folder)
         trainer = runtime.Trainer(opened, runtime.start(opened, device="cpu"), state=state)
         log: list[str] = []
@@ -81,7 +83,7 @@ def recorded(folder: str, state: dict[str, Tensor], batch: dict[str, Tensor]) ->
             return hook
 
         for stage in trainer.stages.values():
-            for name, layer in stage.named_children():
+            for name, layer in layers_of(stage).items():
                 if list(layer.parameters()):
                     layer.register_forward_hook(follow(name))
         steps = []
@@ -111,8 +113,8 @@ def is_right(found: list[list[dict[str, Any]]], model: nn.Module) -> bool:
     wanted = {name: p.grad for name, p in model.named_parameters()}
     for rank, steps in enumerate(found):
         for step in steps:
-            backward = [f"backward blocks_{i}" for i in reversed(range(LAYERS))]
-            last = [line for i in reversed(range(LAYERS)) for line in (f"backward blocks_{i}", f"reduce blocks_{i}")]
+            backward = [f"backward blocks.{i}" for i in reversed(range(LAYERS))]
+            last = [line for i in reversed(range(LAYERS)) for line in (f"backward blocks.{i}", f"reduce blocks.{i}")]
             if step["order"] != backward * (MICROBATCHES - 1) + last:
                 return False
             if rank == 0 and any((step["gradients"][n] - g).abs().max() > 1e-12 for n, g in wanted.items()):
@@ -132,7 +134,7 @@ def in_flight(folder: str, state: dict[str, Tensor], batch: dict[str, Tensor]) -
     the streams on which second halves start."""
     with program_modules(folder):
         runtime = import_runtime(folder)
-        parameters, streams = sys.modules["parameters"], [""]
+        parameters, streams = sys.modules["runtime.parameters"], [""]
         opened = runtime.load(folder)
         trainer = runtime.Trainer(opened, runtime.start(opened, device="cpu"), state=state)
         running: list[Any] = []
@@ -240,9 +242,9 @@ def differing(folder: Path, zero: tuple[int, int], *, opaque: bool, late: bool =
     write_mlp(folder, Shape(data=2, zero=zero, microbatches=2))
     changes = [("model.py", ONE_RANK), *([("model.py", OPAQUE)] if opaque else [])]
     for name, (pattern, replacement) in [*changes, *([("reductions.py", LATE)] if late else [])]:
-        text, count = re.subn(pattern, replacement, (folder / name).read_text())
+        text, count = re.subn(pattern, replacement, file_of(folder, name).read_text())
         assert count, pattern
-        (folder / name).write_text(text)
+        file_of(folder, name).write_text(text)
     return str(folder)
 
 
@@ -278,9 +280,9 @@ def test_the_model_says_what_the_runtime_must_know() -> None:
     for block in model.blocks[:2]:
         block.requires_grad_(False)
     text = source(model, torch.randn(8, 16), torch.randn(8, 16), loss=nn.functional.mse_loss, data=2, zero=3, segment=2)
-    classes = dict(re.findall(r"class (\w+)\(.*?SPEC = LayerSpec\(([^\n]*)\)\n", text, re.DOTALL))
-    frozen = {name for name, fields in classes.items() if "backward=False" in fields}
-    assert {block for block, name in re.findall(r"self\.blocks_(\d) = (\w+)\(", text) if name in frozen} == {"0", "1"}
+    loops = re.findall(r"for i in range\((?:(\d), )?(\d)\):\n +self\.blocks\[str\(i\)\] = (.*)", text)
+    frozen = [range(int(first or 0), int(end)) for first, end, made in loops if "backward=False" in made]
+    assert [list(numbers) for numbers in frozen] == [[0, 1]]
     assert "segment=2" in text and "opaque" not in text
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from exactness import mlp, subject
 from fault_runs import alive, children
+from places import file_of
 from plain_loop import plain_loop
 from price_models import chain as chain_of_layers
 from price_models import mlp as mlp_layer
@@ -252,7 +253,7 @@ def test_every_elementwise_optimizer_is_exact(
     folder = Path(emitted("mlp", plan, tmp_path / "program"))
     if states == "host":  # in one chunk here, in many there
         file, pattern, text = SMALL
-        (folder / file).write_text(re.sub(pattern, text, (folder / file).read_text()))
+        file_of(folder, file).write_text(re.sub(pattern, text, file_of(folder, file).read_text()))
     found = workers2.run("test_state_places:updated", str(folder), given.state, given.batch, names)
     for name in names:
         wanted = eager(made(name), 3, NORM)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from places import file_of
 from tiers import in_short
 from torch import Tensor, nn
 from workers import WorkerPool
@@ -84,9 +85,9 @@ def program(folder: Path, *faults: Fault, model: nn.Module | None = None, **opti
     """Emit a program; ``faults`` are changes of its files: the file, a pattern, the replacement."""
     emit(*planned(model or tied(), **options), folder)
     for name, pattern, replacement in faults:
-        text, count = re.subn(pattern, replacement, (folder / name).read_text())
+        text, count = re.subn(pattern, replacement, file_of(folder, name).read_text())
         assert count == 1, (name, pattern, count)
-        (folder / name).write_text(text)
+        file_of(folder, name).write_text(text)
     return str(folder)
 
 

@@ -174,11 +174,11 @@ def test_nothing_goes_on_from_weights_that_were_read_in_part(workers2: WorkerPoo
     """What can be known before is refused before any value changes; an error of the disk after that stops steps and saves."""
     given = subject("odd_gpt2")
     program = emitted("odd_gpt2", KIND["tensor 2"].plan(given.graph), tmp_path / "program")
-    text = (tmp_path / "program" / "weights.py").read_text()
+    text = (tmp_path / "program" / "runtime" / "weights.py").read_text()
     fault = "        if os.environ.get('UNREADABLE') and 'ln_f' in name and not into.is_meta and 'bias' in name:\n"
     fault += "            raise OSError(5, 'Input/output error')\n        self._read(self.tensors[name], box, into)"
     assert text.count("        self._read(self.tensors[name], box, into)") == 1
-    (tmp_path / "program" / "weights.py").write_text(
+    (tmp_path / "program" / "runtime" / "weights.py").write_text(
         text.replace("        self._read(self.tensors[name], box, into)", fault)
     )
     good = {name: tensor + 1 for name, tensor in given.state.items()}
@@ -241,10 +241,10 @@ def test_weights_are_on_the_disk_before_they_have_their_name_or_nothing_is_left(
     named = events.index("to weights")
     assert {path.name for path in target.iterdir()} | {"weights.partial"} <= set(events[:named])
     assert "out" in events[named:]
-    text = (tmp_path / "program" / "weights.py").read_text()
+    text = (tmp_path / "program" / "runtime" / "weights.py").read_text()
     other = re.sub(r"set\(_NAMES\) - \{torch.complex128\}", "set(_NAMES) - {torch.float64}", text)
     assert other != text
-    (tmp_path / "program" / "weights.py").write_text(other)
+    (tmp_path / "program" / "runtime" / "weights.py").write_text(other)
     why = workers2.run("test_weights:refused_dtype", program, str(tmp_path / "out" / "others"))[0]
     assert "safetensors files have no torch.float64, the dtype of" in why
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["weights"]

@@ -30,7 +30,7 @@ import torch
 from checkpoint_scale import measure_files
 from collective_waits_page import page, passed
 from exactness import KINDS
-from places import EVIDENCE, TESTS
+from places import EVIDENCE, TESTS, file_of
 from recorded import RINGS, Case, captured
 from results import Results, options, quiet
 
@@ -67,9 +67,9 @@ class Edit:
     having: str = ""
 
     def make(self, folder: Path) -> None:
-        if self.having and not (folder / self.having).exists():
+        if self.having and not file_of(folder, self.having).exists():
             return
-        path = folder / self.file
+        path = file_of(folder, self.file)
         text = path.read_text()
         if self.old:
             assert text.count(self.old) == 1, (self.file, self.old, text.count(self.old))

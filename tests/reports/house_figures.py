@@ -113,8 +113,10 @@ def imports(tree: ast.AST, modules: set[str]) -> Iterator[tuple[str, bool]]:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            given = [f"{node.module}.{alias.name}" for alias in node.names]
-            names = [name if name in modules else str(node.module) for name in given]
+            # the files of a program alone import relative to their package, which is copied under another name
+            module = ".".join(["autopar.program"] * node.level + ([node.module] if node.module else []))
+            given = [f"{module}.{alias.name}" for alias in node.names]
+            names = [name if name in modules else module for name in given]
         yield from ((name, inside) for name in dict.fromkeys(names) if name in modules)
         inside = inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         for child in ast.iter_child_nodes(node):

@@ -33,7 +33,7 @@ from unittest import mock
 import capture_faults
 import torch
 from exactness import subject
-from places import EVIDENCE
+from places import EVIDENCE, file_of
 from workers import WorkerPool
 
 import passes.collectives
@@ -105,9 +105,7 @@ SERVER = DATA | {"sync": "parameter-server"}
 AVERAGED = DATA | {"sync": "local-steps:1", "allow": {"local_steps"}}
 GRID = {"mesh": make_mesh(("tensor0", 2), ("tensor1", 2))}
 TWO_AXES = {"mesh": make_mesh(("outer", 2), ("inner", 2))}
-REDUCED = (
-    r'spmd\.all_reduce\((F\.linear\(reshape, self\.self_attn\.o_proj\.weight\)), "tensor", src=spmd\.P, dst=spmd\.I\)'
-)
+REDUCED = r'spmd\.all_reduce\((attn_output_\w+), "tensor", src=spmd\.P, dst=spmd\.I\)'
 
 # Types that are wrong: the checker refuses every one.
 ILL_TYPED = tuple(
@@ -125,9 +123,9 @@ ILL_TYPED = tuple(
         ("gelu of a partial sum", "llama", TENSOR, REDUCED, r'spmd.all_reduce(F.gelu(\1), "tensor", src=spmd.P, dst=spmd.I)'),
         (
             "gradient of a column-parallel input is not reduced", "llama", WAITING,
-            r'= kernels\.dense_gradient\(spmd\.convert\((mul_7), "tensor", src=spmd\.I, dst=spmd\.R\)\)', r"= \1",
+            r'(hidden_states_r_2 =) kernels\.dense_gradient\(spmd\.convert\((\w+), "tensor", src=spmd\.I, dst=spmd\.R\)\)', r"\1 \2",
         ),
-        ("softmax over a sharded dim", "llama", WAITING, r"F\.linear\(mul_8,", "F.linear(torch.softmax(mul_8, -1),"),
+        ("softmax over a sharded dim", "llama", WAITING, r"F\.linear\(down_proj_mul,", "F.linear(torch.softmax(down_proj_mul, -1),"),
         (
             "joined products take their input for a slice", "llama", TENSOR, r"(kernels_overlap\.linears\([^()]*)src=spmd\.I",
             r"\1src=spmd.S(1)",
@@ -136,15 +134,18 @@ ILL_TYPED = tuple(
             "joined products convert their input on another axis", "llama", DATA_TENSOR,
             r'(kernels_overlap\.linears\([^()]*)axis="tensor"', r'\1axis="data"',
         ),
-        ("mean over a sharded dim", "llama", WAITING, r"F\.linear\(mul_8,", "F.linear(mul_8 - mul_8.mean([-1], keepdim=True),"),
+        (
+            "mean over a sharded dim", "llama", WAITING,
+            r"F\.linear\((down_proj_mul),", r"F.linear(\1 - \1.mean([-1], keepdim=True),",
+        ),
         (
             "loss over a slice of the vocabulary", "llama", TENSOR,
             r'kernels_vocab\.vocab_parallel_cross_entropy_sum\((.*), "tensor",', r"kernels.cross_entropy_sum(\1,",
         ),
         (
             "bias added to a partial sum on every rank", "gpt2", TENSOR,
-            r"F\.linear\(reshape, self\.attn\.c_proj\.weight\.t\(\)\)",
-            "F.linear(reshape, self.attn.c_proj.weight.t(), self.attn.c_proj.bias)",
+            r"F\.linear\((.*), self\.attn\.c_proj\.weight\.t\(\)\)",
+            r"F.linear(\1, self.attn.c_proj.weight.t(), self.attn.c_proj.bias)",
         ),
         (
             "lookup in a slice of the vocabulary", "gpt2", TENSOR,
@@ -176,10 +177,10 @@ ILL_TYPED = tuple(
             r'("model\.layers\.1": TensorSpec\(.*\{"data": )spmd\.S\(0\)', r"\1spmd.R",
         ),
         (
-            "slices of two axes taken in the wrong order", "llama", TWO_AXES, r"( +)for layer in \(",
+            "slices of two axes taken in the wrong order", "llama", TWO_AXES, r"( +)for layer in self",
             r'\1hidden = spmd.all_gather(hidden, "outer", src=spmd.S(0), dst=spmd.I)\n'
             r'\1hidden = spmd.convert(hidden, "outer", src=spmd.I, dst=spmd.S(0))\n'
-            r"\1for layer in (",
+            r"\1for layer in self",
         ),
     )
 )  # fmt: skip
@@ -416,7 +417,7 @@ def caught(mutation: Mutation, pools: dict[int, WorkerPool]) -> dict[str, str]:
             if local is None:
                 return found
             if mutation.file:
-                break_file(folder / mutation.file, mutation)
+                break_file(file_of(folder, mutation.file), mutation)
             with _catching("structure", found):
                 check_collectives(local)
             with _catching("types", found):

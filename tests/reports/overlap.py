@@ -29,7 +29,7 @@ from limited_nodes import limited_nodes
 from overlap_cases import FEATURES, MATCHES, OWN_ROOTS, Feature, Match
 from overlap_page import CLOCK, CONTEST, FEATURE, LINK, PAGE, RESULTS, WITH, WITHOUT, read, write_page
 from overlap_trace import traced
-from places import TESTS
+from places import TESTS, file_of
 from workers import WorkerPool
 
 from autopar.bench.contest import Arena, contest
@@ -189,7 +189,7 @@ def measure_clock(gather_s: float) -> Line:
             folder = Path(home) / str(number)
             program(folder, prefetch=ahead, data=2, zero=3)
             for file, lines in OWN_ROOTS.items() if name == "own roots" else ():
-                (folder / file).write_text(f"{(folder / file).read_text()}\n\n{lines}")
+                file_of(folder, file).write_text(f"{file_of(folder, file).read_text()}\n\n{lines}")
             answers = pool.run(f"{timed.__module__}:{timed.__name__}", str(folder), times, timeout_s=120)
             found[name] = max(answer["seconds"] for answer in answers)
     return {"times_s": times, "layers": LAYERS, "step_s": found}

@@ -24,6 +24,7 @@ from collective_waits import (
     plant,
 )
 from collective_waits_page import page, passed
+from places import file_of
 from recorded import Case
 
 import autopar.program
@@ -57,11 +58,12 @@ def test_a_step_takes_its_order_and_the_transfers_on_its_path(workers: Workers) 
 
 @pytest.mark.parametrize("edits", [RING_BEFORE, CHIMERA_BEFORE, NO_LINKS, TIMED, LAYERS_TIMED])
 def test_today_s_files_can_be_changed_back(edits: tuple[Edit, ...], tmp_path: Path) -> None:
+    (tmp_path / "runtime").mkdir()
     for file in {edit.file for edit in edits}:
-        shutil.copy(RUNTIME / file, tmp_path)
+        shutil.copy(RUNTIME / file, file_of(tmp_path, file))
     plant(edits, tmp_path)
     for edit in edits:
-        text = (tmp_path / edit.file).read_text()
+        text = file_of(tmp_path, edit.file).read_text()
         assert text != (RUNTIME / edit.file).read_text()
         compile(text, edit.file, "exec")
 

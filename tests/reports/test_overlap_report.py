@@ -53,8 +53,8 @@ def trained(folder: str) -> dict[str, Any]:
             "gradients": trainer.gradients(),
             "early": len(trainer._reductions._early),
             "roots": sum(isinstance(stage, FSDPModule) for stage in trainer.stages.values()),
-            "overlapped": (Path(folder) / "kernels_overlap.py").is_file(),
-            "halved": (Path(folder) / "halves.py").is_file(),
+            "overlapped": (Path(folder) / "runtime" / "kernels_overlap.py").is_file(),
+            "halved": (Path(folder) / "runtime" / "halves.py").is_file(),
             "schedule": type(getattr(trainer._schedule, "_schedule", None)).__name__,
         }
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from autopar.devices import parse
 from autopar.errors import BatchError, LaunchError, UsageError
 from autopar.program import train as train_script
+from autopar.program import training
 from autopar.run import Program
 from autopar.run.folder import program_modules
 
@@ -121,7 +122,7 @@ def test_the_folder_refuses_fewer_steps_than_one(
 ) -> None:
     monkeypatch.setattr("sys.argv", ["train.py", "--steps", steps])
     with pytest.raises(SystemExit):
-        train_script.arguments()
+        training.arguments(train_script.recipe())
     assert f"--steps: {steps} is too small: it must be at least 1" in capsys.readouterr().err
 
 
@@ -130,7 +131,7 @@ def test_the_folder_runs_under_torchrun_and_knows_nothing_of_autopar(
 ) -> None:
     program = mlp(tmp_path / "program", Shape(data=2, zero=(1, 3)), optimizer=None)
     program.folder = program.emit(tmp_path / "emitted")
-    for file in program.folder.glob("*.py"):
+    for file in program.folder.rglob("*.py"):
         assert not re.search(r"^\s*(from|import) autopar", file.read_text(), re.MULTILINE), file
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.chdir(tmp_path)
@@ -155,7 +156,7 @@ def test_the_folder_runs_under_torchrun_and_knows_nothing_of_autopar(
 def test_synthetic_data_has_the_programs_shapes(tmp_path: Path) -> None:
     folder = write_mlp(tmp_path, Shape())
     with program_modules(folder):
-        model, loader = importlib.import_module("model"), importlib.import_module("loader")
+        model, loader = importlib.import_module("model"), importlib.import_module("runtime.loader")
         made = loader.Synthetic(model.Whole.SPEC.inputs, seed=3)
         first, second = made.__getitems__(list(range(8))), made.__getitems__(list(range(8, 16)))
     for name, tensor in mlp_batch().items():

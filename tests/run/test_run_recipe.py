@@ -20,6 +20,7 @@ from workers import WorkerPool
 import autopar
 from autopar.errors import UsageError
 from autopar.program import train as train_script
+from autopar.program import training
 from autopar.run import Program
 from autopar.run.recipe import Recipe
 
@@ -138,19 +139,17 @@ def test_what_has_no_form_as_code_is_refused_by_name(tmp_path: Path, monkeypatch
         assert "REFUSED = ''" not in recipe_of(tmp_path / str(number))  # it does not train with another recipe
     home = tmp_path / "modules"
     home.mkdir()
-    shutil.copy(recipes.__file__, home / "optimizers.py")
+    shutil.copy(recipes.__file__, home / "runtime.py")
     monkeypatch.syspath_prepend(str(home))
-    program._recipe = kind(optimizer="optimizers:own_class")
-    with pytest.raises(
-        UsageError, match=r"is of a module optimizers, and the program's folder has its own optimizers\.py"
-    ):
+    program._recipe = kind(optimizer="runtime:own_class")
+    with pytest.raises(UsageError, match=r"is of a module runtime, and the program's folder has its own runtime"):
         program.emit(tmp_path / "shadowed")
 
 
 def test_torchrun_takes_no_option_for_its_own() -> None:
     """An option of ``train.py`` that begins several of torchrun's ends its parser, and one that is torchrun's too confuses readers."""
     launcher = get_args_parser()
-    parser = train_script.parser()
+    parser = training.parser(train_script.recipe())
     own = {option for option in parser._option_string_actions if option.startswith("--")} - {"--help", "--log"}
     assert {"--dataset", "--log-file", "--no-check"} <= own
     assert not own & launcher._option_string_actions.keys()
@@ -161,6 +160,6 @@ def test_torchrun_takes_no_option_for_its_own() -> None:
 
 def test_old_spellings_work_and_say_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.argv", ["train.py", "--data", "rows.pt", "--log", "log.jsonl"])
-    args = train_script.arguments()
+    args = training.arguments(train_script.recipe())
     assert (args.dataset, args.log_file) == ("rows.pt", "log.jsonl")
     assert "--data is now called --dataset" in capsys.readouterr().err

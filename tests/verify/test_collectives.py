@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 from collective_faults import FAULTS, FUNCTIONS, QUICK, TORCH, Fault
 from exactness import KINDS
+from places import file_of
 from recorded import Case, captured, other_cases
 
 from autopar.checks.nccl.distinct import DIFFERENT, Grid
@@ -106,9 +107,9 @@ def sampled(folder: Path, workers: Workers, file: str = "", old: str = "", new: 
     given = captured("mlp")
     emit(given.graph, WIDE.plan(given.graph), folder)
     if file:
-        text = (folder / file).read_text()
+        text = file_of(folder, file).read_text()
         assert old in text
-        (folder / file).write_text(text.replace(old, new))
+        file_of(folder, file).write_text(text.replace(old, new))
     shapes = {value.name: (tuple(value.shape), value.dtype) for value in given.graph.inputs}
     found = record_sizes(folder, shapes, GRID.samples(), workers)
     assert not found.failures

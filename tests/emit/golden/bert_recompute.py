@@ -1,21 +1,16 @@
 """bert on 2 devices: a mesh of data 2.
 
 A step takes 8 rows in 2 microbatches of 4. Each device runs the layers below on its part of the rows.
-
-On each axis of the mesh a tensor has a type, which comments and calls name: S(d) is a slice of dim d; R the same values everywhere, and
-terms of the gradient; I the same values and the same gradient; P a term of the sum. A collective turns one type into another.
-
-model.py is the model, from its layers to PROGRAM at the end; train.py trains it:
+Comments and calls name the type of a tensor on each axis of the mesh: S(d) is a slice of dim d; R the same values everywhere, and terms
+of the gradient; I the same values and the same gradient; P a term of the sum. A collective turns one type into another.
 
     torchrun --nproc-per-node 2 train.py --dataset FILE
 
-runtime.py is the trainer, plan.json the plan with its prices, layouts.json says what of the original parameters each device holds.
-Written by autopar; yours to edit.
+trains PROGRAM, at the end of this file, with the trainer in runtime/. plan.json is the plan with its prices, and layouts.json says what of
+the original parameters each device holds. Written by autopar; yours to edit.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import spmd_types as spmd
 import torch
@@ -23,85 +18,54 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import fsdp
-import kernels
-import microbatches
-import publications
-import whole_tensors
-from spec import LayerSpec, Prelude, ProgramSpec, StageSpec, TensorSpec
+from runtime import fsdp, kernels, microbatches, publications, whole_tensors
+from runtime.spec import Layer, LayerSpec, Prelude, ProgramSpec, StageSpec, TensorSpec, Tensors, Total
 
 
-class BertEmbeddings(nn.Module):
+class BertEmbeddings(Layer):
     """bert.embeddings: data on data; ZeRO 3, recomputed."""
 
-    SPEC = LayerSpec(zero=3, data_axes=("data",))
+    def __init__(self, spec: LayerSpec, **factory: object) -> None:
+        super().__init__(spec)
+        # Every parameter is R on data.
+        self.token_type_embeddings = nn.Embedding(2, 32, **factory, dtype=torch.float64)
+        self.position_embeddings = nn.Embedding(32, 32, **factory, dtype=torch.float64)
+        self.LayerNorm = nn.LayerNorm(32, eps=1e-12, **factory, dtype=torch.float64)
 
-    def __init__(self, **factory: object) -> None:
-        super().__init__()
-        self.token_type_embeddings = nn.Module()
-        self.token_type_embeddings.weight = nn.Parameter(torch.empty(2, 32, **factory, dtype=torch.float64))  # R on data
-        self.position_embeddings = nn.Module()
-        self.position_embeddings.weight = nn.Parameter(torch.empty(32, 32, **factory, dtype=torch.float64))  # R on data
-        self.LayerNorm = nn.Module()
-        self.LayerNorm.weight = nn.Parameter(torch.empty(32, **factory, dtype=torch.float64))  # R on data
-        self.LayerNorm.bias = nn.Parameter(torch.empty(32, **factory, dtype=torch.float64))  # R on data
-
-    def forward(self, input_ids: torch.Tensor, constant_1: torch.Tensor, constant_0: torch.Tensor, word_embeddings_weight: torch.Tensor) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, token_type_ids: torch.Tensor, position_ids: torch.Tensor, word_embeddings_weight: torch.Tensor) -> torch.Tensor:
         # Recomputed in the backward pass: only the arguments are kept.
-        return checkpoint(self.compute, input_ids, constant_1, constant_0, word_embeddings_weight, use_reentrant=False, preserve_rng_state=False)
+        return checkpoint(self.compute, input_ids, token_type_ids, position_ids, word_embeddings_weight, use_reentrant=False, preserve_rng_state=False)
 
-    def compute(self, input_ids: torch.Tensor, constant_1: torch.Tensor, constant_0: torch.Tensor, word_embeddings_weight: torch.Tensor) -> torch.Tensor:
+    def compute(self, input_ids: torch.Tensor, token_type_ids: torch.Tensor, position_ids: torch.Tensor, word_embeddings_weight: torch.Tensor) -> torch.Tensor:
         # input_ids (2, 16): S(0) on data
-        # constant_1 (1, 16): R on data
-        # constant_0 (1, 16): R on data
+        # token_type_ids, position_ids (1, 16): R on data
         # word_embeddings_weight (96, 32): R on data
         # bert.embeddings.word_embeddings
-        embedding = F.embedding(input_ids, word_embeddings_weight, padding_idx=0)
-        # bert.embeddings.token_type_embeddings
-        embedding_1 = F.embedding(constant_1, self.token_type_embeddings.weight)
-        # bert.embeddings.position_embeddings
-        embedding_2 = F.embedding(constant_0, self.position_embeddings.weight)
-        # bert.embeddings.LayerNorm
-        layer_norm = F.layer_norm(embedding + embedding_1 + embedding_2, [32], self.LayerNorm.weight, self.LayerNorm.bias, eps=1e-12)
-        return layer_norm
+        inputs_embeds = F.embedding(input_ids, word_embeddings_weight, padding_idx=0)
+        # bert.embeddings
+        embeddings = inputs_embeds + self.token_type_embeddings(token_type_ids)
+        return self.LayerNorm(embeddings + self.position_embeddings(position_ids))
 
 
-class BertLayer(nn.Module):
+class BertLayer(Layer):
     """bert.encoder.layer.0 to bert.encoder.layer.3 (4 layers): data on data; ZeRO 3, recomputed."""
 
-    SPEC = LayerSpec(zero=3, data_axes=("data",))
-
-    def __init__(self, **factory: object) -> None:
-        super().__init__()
+    def __init__(self, spec: LayerSpec, **factory: object) -> None:
+        super().__init__(spec)
+        # Every parameter is R on data.
         self.attention = nn.Module()
         self.attention.self_ = nn.Module()
-        self.attention.self_.query = nn.Module()
-        self.attention.self_.query.weight = nn.Parameter(torch.empty(32, 32, **factory, dtype=torch.float64))  # R on data
-        self.attention.self_.query.bias = nn.Parameter(torch.empty(32, **factory, dtype=torch.float64))  # R on data
-        self.attention.self_.key_ = nn.Module()
-        self.attention.self_.key_.weight = nn.Parameter(torch.empty(32, 32, **factory, dtype=torch.float64))  # R on data
-        self.attention.self_.key_.bias = nn.Parameter(torch.empty(32, **factory, dtype=torch.float64))  # R on data
-        self.attention.self_.value = nn.Module()
-        self.attention.self_.value.weight = nn.Parameter(torch.empty(32, 32, **factory, dtype=torch.float64))  # R on data
-        self.attention.self_.value.bias = nn.Parameter(torch.empty(32, **factory, dtype=torch.float64))  # R on data
+        self.attention.self_.query = nn.Linear(32, 32, **factory, dtype=torch.float64)
+        self.attention.self_.key_ = nn.Linear(32, 32, **factory, dtype=torch.float64)
+        self.attention.self_.value = nn.Linear(32, 32, **factory, dtype=torch.float64)
         self.attention.output = nn.Module()
-        self.attention.output.dense = nn.Module()
-        self.attention.output.dense.weight = nn.Parameter(torch.empty(32, 32, **factory, dtype=torch.float64))  # R on data
-        self.attention.output.dense.bias = nn.Parameter(torch.empty(32, **factory, dtype=torch.float64))  # R on data
-        self.attention.output.LayerNorm = nn.Module()
-        self.attention.output.LayerNorm.weight = nn.Parameter(torch.empty(32, **factory, dtype=torch.float64))  # R on data
-        self.attention.output.LayerNorm.bias = nn.Parameter(torch.empty(32, **factory, dtype=torch.float64))  # R on data
+        self.attention.output.dense = nn.Linear(32, 32, **factory, dtype=torch.float64)
+        self.attention.output.LayerNorm = nn.LayerNorm(32, eps=1e-12, **factory, dtype=torch.float64)
         self.intermediate = nn.Module()
-        self.intermediate.dense = nn.Module()
-        self.intermediate.dense.weight = nn.Parameter(torch.empty(64, 32, **factory, dtype=torch.float64))  # R on data
-        self.intermediate.dense.bias = nn.Parameter(torch.empty(64, **factory, dtype=torch.float64))  # R on data
+        self.intermediate.dense = nn.Linear(32, 64, **factory, dtype=torch.float64)
         self.output = nn.Module()
-        self.output.dense = nn.Module()
-        self.output.dense.weight = nn.Parameter(torch.empty(32, 64, **factory, dtype=torch.float64))  # R on data
-        self.output.dense.bias = nn.Parameter(torch.empty(32, **factory, dtype=torch.float64))  # R on data
-        self.output.LayerNorm = nn.Module()
-        self.output.LayerNorm.weight = nn.Parameter(torch.empty(32, **factory, dtype=torch.float64))  # R on data
-        self.output.LayerNorm.bias = nn.Parameter(torch.empty(32, **factory, dtype=torch.float64))  # R on data
+        self.output.dense = nn.Linear(64, 32, **factory, dtype=torch.float64)
+        self.output.LayerNorm = nn.LayerNorm(32, eps=1e-12, **factory, dtype=torch.float64)
 
     def forward(self, x: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         # Recomputed in the backward pass: only the arguments are kept.
@@ -110,56 +74,37 @@ class BertLayer(nn.Module):
     def compute(self, x: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         # x (2, 16, 32): S(0) on data
         # attention_mask (2, 16): S(0) on data
-        # attention.self.query
-        linear = F.linear(x, self.attention.self_.query.weight, self.attention.self_.query.bias)
+        # bert
+        result = attention_mask.to(torch.bool).unsqueeze(1).unsqueeze(2)
         # attention.self
-        view = kernels.reshape(linear, [2, 16, 4, 8], ("data", None, None, None))
-        del linear
-        # attention.self.key
-        linear_1 = F.linear(x, self.attention.self_.key_.weight, self.attention.self_.key_.bias)
-        # attention.self
-        view_1 = kernels.reshape(linear_1, [2, 16, 4, 8], ("data", None, None, None))
-        del linear_1
-        # attention.self.value
-        linear_2 = F.linear(x, self.attention.self_.value.weight, self.attention.self_.value.bias)
-        # attention.self
-        view_2 = kernels.reshape(linear_2, [2, 16, 4, 8], ("data", None, None, None))
-        scaled_dot_product_attention = F.scaled_dot_product_attention(view.transpose(1, 2), view_1.transpose(1, 2), view_2.transpose(1, 2), attention_mask.to(torch.bool).unsqueeze(1).unsqueeze(2), scale=0.3535533905932738)
-        reshape = scaled_dot_product_attention.transpose(1, 2).reshape(2, 16, 32)
-        del view, view_1, linear_2, view_2, scaled_dot_product_attention
+        query_layer_view = kernels.reshape(self.attention.self_.query(x), [2, 16, 4, 8], ("data", None, None, None))
+        key_layer_view = kernels.reshape(self.attention.self_.key_(x), [2, 16, 4, 8], ("data", None, None, None))
+        value_layer_view = kernels.reshape(self.attention.self_.value(x), [2, 16, 4, 8], ("data", None, None, None))
+        attn_output = F.scaled_dot_product_attention(query_layer_view.transpose(1, 2), key_layer_view.transpose(1, 2), value_layer_view.transpose(1, 2), result, scale=0.3535533905932738)
+        del result, query_layer_view, key_layer_view, value_layer_view
         # attention.output.dense
-        linear_3 = F.linear(reshape, self.attention.output.dense.weight, self.attention.output.dense.bias)
-        del reshape
+        hidden_states = self.attention.output.dense(attn_output.transpose(1, 2).reshape(2, 16, 32))
+        del attn_output
         # attention.output.LayerNorm
-        layer_norm = F.layer_norm(linear_3 + x, [32], self.attention.output.LayerNorm.weight, self.attention.output.LayerNorm.bias, eps=1e-12)
-        del linear_3
-        # intermediate.dense
-        linear_4 = F.linear(layer_norm, self.intermediate.dense.weight, self.intermediate.dense.bias)
+        hidden_states_2 = self.attention.output.LayerNorm(hidden_states + x)
+        del hidden_states
         # output.dense
-        linear_5 = F.linear(F.gelu(linear_4), self.output.dense.weight, self.output.dense.bias)
-        del linear_4
-        # output.LayerNorm
-        layer_norm_1 = F.layer_norm(linear_5 + layer_norm, [32], self.output.LayerNorm.weight, self.output.LayerNorm.bias, eps=1e-12)
-        return layer_norm_1
+        hidden_states_3 = self.output.dense(F.gelu(self.intermediate.dense(hidden_states_2)))
+        return self.output.LayerNorm(hidden_states_3 + hidden_states_2)
 
 
-class BertLMPredictionHead(nn.Module):
+class BertLMPredictionHead(Layer):
     """cls.predictions: data on data; ZeRO 3, recomputed."""
 
-    SPEC = LayerSpec(zero=3, data_axes=("data",))
-
-    def __init__(self, **factory: object) -> None:
-        super().__init__()
+    def __init__(self, spec: LayerSpec, **factory: object) -> None:
+        super().__init__(spec)
+        # Every parameter is R on data.
         self.cls = nn.Module()
         self.cls.predictions = nn.Module()
         self.cls.predictions.transform = nn.Module()
-        self.cls.predictions.transform.dense = nn.Module()
-        self.cls.predictions.transform.dense.weight = nn.Parameter(torch.empty(32, 32, **factory, dtype=torch.float64))  # R on data
-        self.cls.predictions.transform.dense.bias = nn.Parameter(torch.empty(32, **factory, dtype=torch.float64))  # R on data
-        self.cls.predictions.transform.LayerNorm = nn.Module()
-        self.cls.predictions.transform.LayerNorm.weight = nn.Parameter(torch.empty(32, **factory, dtype=torch.float64))  # R on data
-        self.cls.predictions.transform.LayerNorm.bias = nn.Parameter(torch.empty(32, **factory, dtype=torch.float64))  # R on data
-        self.cls.predictions.bias = nn.Parameter(torch.empty(96, **factory, dtype=torch.float64))  # R on data
+        self.cls.predictions.transform.dense = nn.Linear(32, 32, **factory, dtype=torch.float64)
+        self.cls.predictions.transform.LayerNorm = nn.LayerNorm(32, eps=1e-12, **factory, dtype=torch.float64)
+        self.cls.predictions.bias = nn.Parameter(torch.empty(96, **factory, dtype=torch.float64))
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor, valid_labels: torch.Tensor, bert_embeddings_word_embeddings_weight: torch.Tensor) -> torch.Tensor:
         # Recomputed in the backward pass: only the arguments are kept.
@@ -170,18 +115,14 @@ class BertLMPredictionHead(nn.Module):
         # labels (2, 16): S(0) on data
         # valid_labels (): R on data
         # bert_embeddings_word_embeddings_weight (96, 32): R on data
-        # cls.predictions.transform.dense
-        linear = F.linear(x, self.cls.predictions.transform.dense.weight, self.cls.predictions.transform.dense.bias)
         # cls.predictions.transform.LayerNorm
-        layer_norm = F.layer_norm(F.gelu(linear), [32], self.cls.predictions.transform.LayerNorm.weight, self.cls.predictions.transform.LayerNorm.bias, eps=1e-12)
-        del linear
+        hidden_states = self.cls.predictions.transform.LayerNorm(F.gelu(self.cls.predictions.transform.dense(x)))
         # cls.predictions.decoder
-        linear_1 = F.linear(layer_norm, bert_embeddings_word_embeddings_weight, self.cls.predictions.bias)
-        del layer_norm
+        hidden_states_2 = F.linear(hidden_states, bert_embeddings_word_embeddings_weight, self.cls.predictions.bias)
+        del hidden_states
         # BertForMaskedLM
-        cross_entropy_sum = kernels.cross_entropy_sum(linear_1, labels, ignore_index=-100, label_smoothing=0.0, partial_axes=("data",))
-        div = cross_entropy_sum / valid_labels
-        return div
+        cross_entropy_sum = kernels.cross_entropy_sum(hidden_states_2, labels, ignore_index=-100, label_smoothing=0.0, partial_axes=("data",))
+        return cross_entropy_sum / valid_labels
 
 
 class Stage0(nn.Module):
@@ -193,50 +134,38 @@ class Stage0(nn.Module):
             "labels": TensorSpec((8, 16), torch.int64, {"data": spmd.S(0)}),
             "attention_mask": TensorSpec((8, 16), torch.int64, {"data": spmd.S(0)}),
         },
-        scalars=("valid_labels",),
-        loss={"data": spmd.P},
+        scalars=("valid_labels",), loss={"data": spmd.P},
         own=LayerSpec(zero=3, data_axes=("data",)),  # of the parameters that several layers share
     )
 
     def __init__(self, device: torch.device | str, constants: dict[str, torch.Tensor]) -> None:
         super().__init__()
-        self.register_buffer("constant_1", constants["constant_1"], persistent=False)
-        self.register_buffer("constant_0", constants["constant_0"], persistent=False)
+        self.register_buffer("token_type_ids", constants["token_type_ids"], persistent=False)
+        self.register_buffer("position_ids", constants["position_ids"], persistent=False)
         self.bert_embeddings_word_embeddings_weight = nn.Parameter(torch.empty(96, 32, device=device, dtype=torch.float64))  # R on data
-        self.bert_embeddings = BertEmbeddings(device=device)
-        self.bert_encoder_layer_0 = BertLayer(device=device)
-        self.bert_encoder_layer_1 = BertLayer(device=device)
-        self.bert_encoder_layer_2 = BertLayer(device=device)
-        self.bert_encoder_layer_3 = BertLayer(device=device)
-        self.cls_predictions = BertLMPredictionHead(device=device)
+        self.bert_embeddings = BertEmbeddings(LayerSpec(zero=3, data_axes=("data",)), device=device)
+        self.bert_encoder_layer = nn.ModuleDict()
+        for i in range(4):
+            self.bert_encoder_layer[str(i)] = BertLayer(LayerSpec(zero=3, data_axes=("data",)), device=device)
+        self.cls_predictions = BertLMPredictionHead(LayerSpec(zero=3, data_axes=("data",)), device=device)
 
     def forward(self, *, input_ids: torch.Tensor, labels: torch.Tensor, attention_mask: torch.Tensor, valid_labels: torch.Tensor) -> torch.Tensor:
-        hidden = self.bert_embeddings(input_ids, self.constant_1, self.constant_0, self.bert_embeddings_word_embeddings_weight)
-        for layer in (self.bert_encoder_layer_0, self.bert_encoder_layer_1, self.bert_encoder_layer_2, self.bert_encoder_layer_3):
+        hidden = self.bert_embeddings(input_ids, self.token_type_ids, self.position_ids, self.bert_embeddings_word_embeddings_weight)
+        for layer in self.bert_encoder_layer.values():
             hidden = layer(hidden, attention_mask)
-        loss = self.cls_predictions(hidden, labels, valid_labels, self.bert_embeddings_word_embeddings_weight)
-        return loss
+        return self.cls_predictions(hidden, labels, valid_labels, self.bert_embeddings_word_embeddings_weight)
 
 
-def prelude(
-    batch: dict[str, torch.Tensor],
-    constants: dict[str, torch.Tensor],
-    total: Callable[[torch.Tensor], torch.Tensor],
-) -> dict[str, torch.Tensor]:
+def prelude(batch: Tensors, constants: Tensors, total: Total) -> Tensors:
     """Scalars of the whole global batch, such as its number of valid tokens."""
-    ne = batch["labels"] != -100
-    sum_1 = total(ne.sum())
-    to = sum_1.to(torch.float64)
-    return {"valid_labels": to}
+    masked_lm_loss = total((batch["labels"] != -100).sum()).to(torch.float64)
+    return {"valid_labels": masked_lm_loss}
 
 
 PROGRAM = ProgramSpec(
     mesh={"data": 2},  # of a stage, outermost axis first
     stages=(Stage0,),
-    schedule=microbatches.Microbatches,
     prelude=Prelude(prelude, reads=("labels",), by_rows=True),
     ignored={"labels": -100},  # labels of rows that the loss leaves out
-    fsdp=fsdp.ShardedGroup,
-    publications=publications.Publications,
-    whole_tensors=whole_tensors.WholeTensors,
+    schedule=microbatches.Microbatches, fsdp=fsdp.ShardedGroup, publications=publications.Publications, whole_tensors=whole_tensors.WholeTensors,
 )

@@ -1,58 +1,43 @@
 """llama on 8 devices: a pipeline of 2 stages (1f1b), each on a mesh of data 2 x tensor 2.
 
 A step takes 8 rows in 2 microbatches of 4. Each device runs the layers below on its part of the rows.
-
-On each axis of the mesh a tensor has a type, which comments and calls name: S(d) is a slice of dim d; R the same values everywhere, and
-terms of the gradient; I the same values and the same gradient; P a term of the sum. A collective turns one type into another.
-
-model.py is the model, from its layers to PROGRAM at the end; train.py trains it:
+Comments and calls name the type of a tensor on each axis of the mesh: S(d) is a slice of dim d; R the same values everywhere, and terms
+of the gradient; I the same values and the same gradient; P a term of the sum. A collective turns one type into another.
 
     torchrun --nproc-per-node 8 train.py --dataset FILE
 
-runtime.py is the trainer, plan.json the plan with its prices, layouts.json says what of the original parameters each device holds.
-Written by autopar; yours to edit.
+trains PROGRAM, at the end of this file, with the trainer in runtime/. plan.json is the plan with its prices, and layouts.json says what of
+the original parameters each device holds. Written by autopar; yours to edit.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import spmd_types as spmd
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-import kernels
-import kernels_overlap
-import kernels_vocab
-import pipeline
-import whole_tensors
-from spec import LayerSpec, Prelude, ProgramSpec, StageSpec, TensorSpec
+from runtime import kernels, kernels_overlap, kernels_vocab, pipeline, whole_tensors
+from runtime.spec import Layer, LayerSpec, Prelude, ProgramSpec, StageSpec, TensorSpec, Tensors, Total
 
 
-class Embedding(nn.Module):
+class Embedding(Layer):
     """model.embed_tokens: data on data, tensor on tensor; ZeRO 0."""
 
-    SPEC = LayerSpec(zero=0, data_axes=("data",))
-
-    def __init__(self, **factory: object) -> None:
-        super().__init__()
+    def __init__(self, spec: LayerSpec, **factory: object) -> None:
+        super().__init__(spec)
         self.weight = nn.Parameter(torch.empty(96, 16, **factory, dtype=torch.float64))  # R on data, S(1) on tensor
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         # input_ids (2, 16): S(0) on data, R on tensor
-        # model.embed_tokens
-        embedding_i = spmd.all_gather(F.embedding(input_ids, self.weight), "tensor", src=spmd.S(2), dst=spmd.I)
-        return embedding_i
+        return spmd.all_gather(F.embedding(input_ids, self.weight), "tensor", src=spmd.S(2), dst=spmd.I)
 
 
-class LlamaDecoderLayer(nn.Module):
+class LlamaDecoderLayer(Layer):
     """model.layers.0 to model.layers.3 (4 layers): data on data, tensor on tensor; ZeRO 0."""
 
-    SPEC = LayerSpec(zero=0, data_axes=("data",))
-
-    def __init__(self, **factory: object) -> None:
-        super().__init__()
+    def __init__(self, spec: LayerSpec, **factory: object) -> None:
+        super().__init__(spec)
         self.input_layernorm = nn.Module()
         self.input_layernorm.weight = nn.Parameter(torch.empty(32, **factory, dtype=torch.float64))  # R on data, I on tensor
         self.self_attn = nn.Module()
@@ -74,61 +59,55 @@ class LlamaDecoderLayer(nn.Module):
         self.mlp.down_proj = nn.Module()
         self.mlp.down_proj.weight = nn.Parameter(torch.empty(32, 32, **factory, dtype=torch.float64))  # R on data, S(1) on tensor
 
-    def forward(self, x: torch.Tensor, constant_0: torch.Tensor, constant_1: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         # x (2, 16, 32): S(0) on data, I on tensor
-        # constant_0 (1, 1, 16, 4): R on data, R on tensor
-        # constant_1 (1, 1, 16, 4): R on data, R on tensor
+        # cos, sin (1, 1, 16, 4): R on data, R on tensor
         # input_layernorm
-        rsqrt = torch.rsqrt(torch.pow(x, 2).mean([-1], keepdim=True) + 1e-06)
-        mul_1 = self.input_layernorm.weight * (x * rsqrt)
-        del rsqrt
+        hidden_states = x * torch.rsqrt(torch.pow(x, 2).mean([-1], keepdim=True) + 1e-06)
+        hidden_states_2 = self.input_layernorm.weight * hidden_states
+        del hidden_states
         # self_attn
         # backward: the all-reduce of the input's gradient runs while the weights' gradients are computed
-        linear, linear_1, linear_2 = kernels_overlap.linears(
-            mul_1,
+        q_proj, k_proj, v_proj = kernels_overlap.linears(
+            hidden_states_2,
             [self.self_attn.q_proj.weight, self.self_attn.k_proj.weight, self.self_attn.v_proj.weight],
             axis="tensor", src=spmd.I,
         )
-        view = kernels.reshape(linear, [2, 16, 4, 4], ("data", None, "tensor", None))
-        transpose = view.transpose(1, 2)
-        view_1 = kernels.reshape(linear_1, [2, 16, 2, 4], ("data", None, "tensor", None))
-        transpose_1 = view_1.transpose(1, 2)
-        view_2 = kernels.reshape(linear_2, [2, 16, 2, 4], ("data", None, "tensor", None))
-        cat = torch.cat([-transpose[..., 2:4], transpose[..., :2]], -1)
-        cat_1 = torch.cat([-transpose_1[..., 2:4], transpose_1[..., :2]], -1)
-        scaled_dot_product_attention = kernels.attention(transpose * constant_0 + cat * constant_1, transpose_1 * constant_0 + cat_1 * constant_1, view_2.transpose(1, 2), scale=0.5, enable_gqa=True, is_causal=True)
-        reshape = scaled_dot_product_attention.transpose(1, 2).reshape(2, 16, 16)
-        del mul_1, linear, linear_1, linear_2, view, transpose, view_1, transpose_1, view_2, cat, cat_1, scaled_dot_product_attention
+        query_states = kernels.reshape(q_proj, [2, 16, 4, 4], ("data", None, "tensor", None)).transpose(1, 2)
+        key_states = kernels.reshape(k_proj, [2, 16, 2, 4], ("data", None, "tensor", None)).transpose(1, 2)
+        value_states = kernels.reshape(v_proj, [2, 16, 2, 4], ("data", None, "tensor", None)).transpose(1, 2)
+        q_embed = query_states * cos + torch.cat([-query_states[..., 2:4], query_states[..., :2]], -1) * sin
+        k_embed = key_states * cos + torch.cat([-key_states[..., 2:4], key_states[..., :2]], -1) * sin
+        attn_output = kernels.attention(q_embed, k_embed, value_states, scale=0.5, enable_gqa=True, is_causal=True)
+        del hidden_states_2, q_proj, k_proj, v_proj, query_states, key_states, value_states, q_embed, k_embed
         # self_attn.o_proj
-        linear_3_i = spmd.all_reduce(F.linear(reshape, self.self_attn.o_proj.weight), "tensor", src=spmd.P, dst=spmd.I)
-        add_3 = x + linear_3_i
-        del reshape, linear_3_i
+        attn_output_2 = F.linear(attn_output.transpose(1, 2).reshape(2, 16, 16), self.self_attn.o_proj.weight)
+        attn_output_i = spmd.all_reduce(attn_output_2, "tensor", src=spmd.P, dst=spmd.I)
+        hidden_states_3 = x + attn_output_i
+        del attn_output, attn_output_2, attn_output_i
         # post_attention_layernorm
-        rsqrt_1 = torch.rsqrt(torch.pow(add_3, 2).mean([-1], keepdim=True) + 1e-06)
-        mul_7 = self.post_attention_layernorm.weight * (add_3 * rsqrt_1)
-        del rsqrt_1
+        variance = torch.pow(hidden_states_3, 2).mean([-1], keepdim=True)
+        hidden_states_4 = self.post_attention_layernorm.weight * (hidden_states_3 * torch.rsqrt(variance + 1e-06))
+        del variance
         # mlp
         # backward: the all-reduce of the input's gradient runs while the weights' gradients are computed
-        linear_4, linear_5 = kernels_overlap.linears(
-            mul_7,
+        gate_proj, up_proj = kernels_overlap.linears(
+            hidden_states_4,
             [self.mlp.gate_proj.weight, self.mlp.up_proj.weight],
             axis="tensor", src=spmd.I,
         )
-        del mul_7
+        del hidden_states_4
         # mlp.down_proj
-        linear_6 = F.linear(F.silu(linear_4) * linear_5, self.mlp.down_proj.weight)
-        linear_6_i = spmd.all_reduce(linear_6, "tensor", src=spmd.P, dst=spmd.I)
-        add_5 = add_3 + linear_6_i
-        return add_5
+        down_proj = F.linear(F.silu(gate_proj) * up_proj, self.mlp.down_proj.weight)
+        down_proj_i = spmd.all_reduce(down_proj, "tensor", src=spmd.P, dst=spmd.I)
+        return hidden_states_3 + down_proj_i
 
 
-class LlamaForCausalLMHead(nn.Module):
+class LlamaForCausalLMHead(Layer):
     """lm_head: data on data, tensor on tensor; ZeRO 0."""
 
-    SPEC = LayerSpec(zero=0, data_axes=("data",))
-
-    def __init__(self, **factory: object) -> None:
-        super().__init__()
+    def __init__(self, spec: LayerSpec, **factory: object) -> None:
+        super().__init__(spec)
         self.model = nn.Module()
         self.model.norm = nn.Module()
         self.model.norm.weight = nn.Parameter(torch.empty(32, **factory, dtype=torch.float64))  # R on data, I on tensor
@@ -140,17 +119,16 @@ class LlamaForCausalLMHead(nn.Module):
         # labels (2, 16): S(0) on data, R on tensor
         # valid_labels (): R on data, I on tensor
         # model.norm
-        rsqrt = torch.rsqrt(torch.pow(x, 2).mean([-1], keepdim=True) + 1e-06)
-        mul_1 = self.model.norm.weight * (x * rsqrt)
-        del rsqrt
+        hidden_states = x * torch.rsqrt(torch.pow(x, 2).mean([-1], keepdim=True) + 1e-06)
+        hidden_states_2 = self.model.norm.weight * hidden_states
+        del hidden_states
         # lm_head
         # backward: the all-reduce of the input's gradient runs while the weight's gradient is computed
-        linear = kernels_overlap.linear(mul_1, self.lm_head.weight, axis="tensor", src=spmd.I)
-        del mul_1
+        logits = kernels_overlap.linear(hidden_states_2, self.lm_head.weight, axis="tensor", src=spmd.I)
+        del hidden_states_2
         # LlamaForCausalLM
-        cross_entropy_sum = kernels_vocab.vocab_parallel_cross_entropy_sum(linear, F.pad(labels, [0, 1], value=-100.0)[..., 1:17], "tensor", ignore_index=-100, label_smoothing=0.0, partial_axes=("data",))
-        div = cross_entropy_sum / valid_labels
-        return div
+        loss_cross_entropy_sum = kernels_vocab.vocab_parallel_cross_entropy_sum(logits, F.pad(labels, [0, 1], value=-100.0)[..., 1:17], "tensor", ignore_index=-100, label_smoothing=0.0, partial_axes=("data",))
+        return loss_cross_entropy_sum / valid_labels
 
 
 class Stage0(nn.Module):
@@ -163,16 +141,17 @@ class Stage0(nn.Module):
 
     def __init__(self, device: torch.device | str, constants: dict[str, torch.Tensor]) -> None:
         super().__init__()
-        self.register_buffer("constant_0", constants["constant_0"], persistent=False)
-        self.register_buffer("constant_1", constants["constant_1"], persistent=False)
-        self.model_embed_tokens = Embedding(device=device)
-        self.model_layers_0 = LlamaDecoderLayer(device=device)
-        self.model_layers_1 = LlamaDecoderLayer(device=device)
+        self.register_buffer("cos", constants["cos"], persistent=False)
+        self.register_buffer("sin", constants["sin"], persistent=False)
+        self.model_embed_tokens = Embedding(LayerSpec(zero=0, data_axes=("data",)), device=device)
+        self.model_layers = nn.ModuleDict()
+        for i in range(2):
+            self.model_layers[str(i)] = LlamaDecoderLayer(LayerSpec(zero=0, data_axes=("data",)), device=device)
 
     def forward(self, *, input_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
         hidden = self.model_embed_tokens(input_ids)
-        hidden = self.model_layers_0(hidden, self.constant_0, self.constant_1)
-        hidden = self.model_layers_1(hidden, self.constant_0, self.constant_1)
+        hidden = self.model_layers["0"](hidden, self.cos, self.sin)
+        hidden = self.model_layers["1"](hidden, self.cos, self.sin)
         return (hidden,)
 
 
@@ -181,44 +160,34 @@ class Stage1(nn.Module):
 
     SPEC = StageSpec(
         inputs={"labels": TensorSpec((8, 16), torch.int64, {"data": spmd.S(0), "tensor": spmd.R})},
-        scalars=("valid_labels",),
-        loss={"data": spmd.P, "tensor": spmd.I},
+        scalars=("valid_labels",), loss={"data": spmd.P, "tensor": spmd.I},
     )
 
     def __init__(self, device: torch.device | str, constants: dict[str, torch.Tensor]) -> None:
         super().__init__()
-        self.register_buffer("constant_0", constants["constant_0"], persistent=False)
-        self.register_buffer("constant_1", constants["constant_1"], persistent=False)
-        self.model_layers_2 = LlamaDecoderLayer(device=device)
-        self.model_layers_3 = LlamaDecoderLayer(device=device)
-        self.lm_head = LlamaForCausalLMHead(device=device)
+        self.register_buffer("cos", constants["cos"], persistent=False)
+        self.register_buffer("sin", constants["sin"], persistent=False)
+        self.model_layers = nn.ModuleDict()
+        for i in range(2, 4):
+            self.model_layers[str(i)] = LlamaDecoderLayer(LayerSpec(zero=0, data_axes=("data",)), device=device)
+        self.lm_head = LlamaForCausalLMHead(LayerSpec(zero=0, data_axes=("data",)), device=device)
 
     def forward(self, model_layers_1: torch.Tensor, *, labels: torch.Tensor, valid_labels: torch.Tensor) -> torch.Tensor:
-        hidden = self.model_layers_2(model_layers_1, self.constant_0, self.constant_1)
-        hidden = self.model_layers_3(hidden, self.constant_0, self.constant_1)
-        loss = self.lm_head(hidden, labels, valid_labels)
-        return loss
+        hidden = self.model_layers["2"](model_layers_1, self.cos, self.sin)
+        hidden = self.model_layers["3"](hidden, self.cos, self.sin)
+        return self.lm_head(hidden, labels, valid_labels)
 
 
-def prelude(
-    batch: dict[str, torch.Tensor],
-    constants: dict[str, torch.Tensor],
-    total: Callable[[torch.Tensor], torch.Tensor],
-) -> dict[str, torch.Tensor]:
+def prelude(batch: Tensors, constants: Tensors, total: Total) -> Tensors:
     """Scalars of the whole global batch, such as its number of valid tokens."""
-    pad = F.pad(batch["labels"], [0, 1], value=-100.0)
-    slice_1 = pad[..., 1:17]
-    ne = slice_1 != -100
-    sum_1 = total(ne.sum())
-    to = sum_1.to(torch.float64)
-    return {"valid_labels": to}
+    loss_ne = F.pad(batch["labels"], [0, 1], value=-100.0)[..., 1:17] != -100
+    return {"valid_labels": total(loss_ne.sum()).to(torch.float64)}
 
 
 PROGRAM = ProgramSpec(
     mesh={"data": 2, "tensor": 2},  # of a stage, outermost axis first
     stages=(Stage0, Stage1),
-    schedule=pipeline.Pipeline,
     prelude=Prelude(prelude, reads=("labels",), by_rows=True),
     ignored={"labels": -100},  # labels of rows that the loss leaves out
-    whole_tensors=whole_tensors.WholeTensors,
+    schedule=pipeline.Pipeline, whole_tensors=whole_tensors.WholeTensors,
 )

@@ -1,16 +1,13 @@
 """mlp on 2 devices: a mesh of data 2.
 
 A step takes 8 rows. Each device runs the layers below on its part of the rows.
-
-On each axis of the mesh a tensor has a type, which comments and calls name: S(d) is a slice of dim d; R the same values everywhere, and
-terms of the gradient; I the same values and the same gradient; P a term of the sum. A collective turns one type into another.
-
-model.py is the model, from its layers to PROGRAM at the end; train.py trains it:
+Comments and calls name the type of a tensor on each axis of the mesh: S(d) is a slice of dim d; R the same values everywhere, and terms
+of the gradient; I the same values and the same gradient; P a term of the sum. A collective turns one type into another.
 
     torchrun --nproc-per-node 2 train.py --dataset FILE
 
-runtime.py is the trainer, plan.json the plan with its prices, layouts.json says what of the original parameters each device holds.
-Written by autopar; yours to edit.
+trains PROGRAM, at the end of this file, with the trainer in runtime/. plan.json is the plan with its prices, and layouts.json says what of
+the original parameters each device holds. Written by autopar; yours to edit.
 """
 
 from __future__ import annotations
@@ -20,69 +17,53 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import microbatches
-from spec import LayerSpec, ProgramSpec, StageSpec, TensorSpec
+from runtime import microbatches
+from runtime.spec import Layer, LayerSpec, ProgramSpec, StageSpec, TensorSpec
 
 
-class LinearPair(nn.Module):
+class LinearPair(Layer):
     """layers.0: data on data; ZeRO 0."""
 
-    SPEC = LayerSpec(zero=0, data_axes=("data",))
-
-    def __init__(self, **factory: object) -> None:
-        super().__init__()
-        self._0 = nn.Module()
-        self._0.weight = nn.Parameter(torch.empty(32, 16, **factory, dtype=torch.float64))  # R on data
-        self._0.bias = nn.Parameter(torch.empty(32, **factory, dtype=torch.float64))  # R on data
-        self._2 = nn.Module()
-        self._2.weight = nn.Parameter(torch.empty(16, 32, **factory, dtype=torch.float64))  # R on data
-        self._2.bias = nn.Parameter(torch.empty(16, **factory, dtype=torch.float64))  # R on data
+    def __init__(self, spec: LayerSpec, **factory: object) -> None:
+        super().__init__(spec)
+        # Every parameter is R on data.
+        self._0 = nn.Linear(16, 32, **factory, dtype=torch.float64)
+        self._2 = nn.Linear(32, 16, **factory, dtype=torch.float64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # x (4, 8, 16): S(0) on data
-        # 2
-        linear_1 = F.linear(F.gelu(F.linear(x, self._0.weight, self._0.bias)), self._2.weight, self._2.bias)
-        return linear_1
+        return self._2(F.gelu(self._0(x)))
 
 
-class LinearPair2(nn.Module):
+class LinearPair2(Layer):
     """layers.1 to layers.3 (3 layers): data on data; ZeRO 0."""
 
-    SPEC = LayerSpec(zero=0, data_axes=("data",))
-
-    def __init__(self, **factory: object) -> None:
-        super().__init__()
-        self._0 = nn.Module()
-        self._0.weight = nn.Parameter(torch.empty(32, 16, **factory, dtype=torch.float64))  # R on data
-        self._0.bias = nn.Parameter(torch.empty(32, **factory, dtype=torch.float64))  # R on data
-        self._2 = nn.Module()
-        self._2.weight = nn.Parameter(torch.empty(16, 32, **factory, dtype=torch.float64))  # R on data
-        self._2.bias = nn.Parameter(torch.empty(16, **factory, dtype=torch.float64))  # R on data
+    def __init__(self, spec: LayerSpec, **factory: object) -> None:
+        super().__init__(spec)
+        # Every parameter is R on data.
+        self._0 = nn.Linear(16, 32, **factory, dtype=torch.float64)
+        self._2 = nn.Linear(32, 16, **factory, dtype=torch.float64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # x (4, 8, 16): S(0) on data
-        # 2
-        linear_1 = F.linear(F.gelu(F.linear(x, self._0.weight, self._0.bias)), self._2.weight, self._2.bias)
-        return linear_1
+        return self._2(F.gelu(self._0(x)))
 
 
-class Linear(nn.Module):
+class Linear(Layer):
     """out: data on data; ZeRO 0."""
 
-    SPEC = LayerSpec(zero=0, data_axes=("data",))
-
-    def __init__(self, **factory: object) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(8, 16, **factory, dtype=torch.float64))  # R on data
-        self.bias = nn.Parameter(torch.empty(8, **factory, dtype=torch.float64))  # R on data
+    def __init__(self, spec: LayerSpec, **factory: object) -> None:
+        super().__init__(spec)
+        # Every parameter is R on data.
+        self.weight = nn.Parameter(torch.empty(8, 16, **factory, dtype=torch.float64))
+        self.bias = nn.Parameter(torch.empty(8, **factory, dtype=torch.float64))
 
     def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         # x (4, 8, 16): S(0) on data
         # targets (4, 8, 8): S(0) on data
         # loss_fn
-        mse_loss = torch.ops.aten.mse_loss.default(F.linear(x, self.weight, self.bias), targets, 2)
-        mul = mse_loss * 0.001953125
-        return mul
+        loss_mse_loss = torch.ops.aten.mse_loss.default(F.linear(x, self.weight, self.bias), targets, 2)
+        return loss_mse_loss * 0.001953125
 
 
 class Stage0(nn.Module):
@@ -98,18 +79,17 @@ class Stage0(nn.Module):
 
     def __init__(self, device: torch.device | str, constants: dict[str, torch.Tensor]) -> None:
         super().__init__()
-        self.layers_0 = LinearPair(device=device)
-        self.layers_1 = LinearPair2(device=device)
-        self.layers_2 = LinearPair2(device=device)
-        self.layers_3 = LinearPair2(device=device)
-        self.out = Linear(device=device)
+        self.layers = nn.ModuleDict()
+        self.layers["0"] = LinearPair(LayerSpec(zero=0, data_axes=("data",)), device=device)
+        for i in range(1, 4):
+            self.layers[str(i)] = LinearPair2(LayerSpec(zero=0, data_axes=("data",)), device=device)
+        self.out = Linear(LayerSpec(zero=0, data_axes=("data",)), device=device)
 
     def forward(self, *, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        hidden = self.layers_0(x)
-        for layer in (self.layers_1, self.layers_2, self.layers_3):
+        hidden = self.layers["0"](x)
+        for layer in [self.layers[str(i)] for i in range(1, 4)]:
             hidden = layer(hidden)
-        loss = self.out(hidden, targets)
-        return loss
+        return self.out(hidden, targets)
 
 
 PROGRAM = ProgramSpec(

@@ -1,0 +1,77 @@
+"""The runtime of emitted programs: ``autopar.program``, copied into a program's folder as its package ``runtime``."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import os
+from collections.abc import Iterable, Set
+from pathlib import Path
+
+from autopar import program
+from autopar.program.type_check import file_digest
+
+PACKAGE = "runtime"
+_HOME = Path(program.__file__).parent
+FILES = frozenset(path.name for path in _HOME.glob("*.py")) - {"train.py"}
+"""The files of the package."""
+
+
+def copy_runtime(folder: str | os.PathLike[str], uses: Iterable[str]) -> None:
+    """Write ``train.py`` and the package ``runtime`` into a program's folder: the modules that ``train.py`` imports, those that
+    ``model.py`` ``uses``, and all that these import.
+
+    Files of an earlier program that this one does not need are removed, unless they were edited.
+    """
+    there = Path(folder) / PACKAGE
+    there.mkdir(parents=True, exist_ok=True)
+    needed = needed_files({"__init__", *_imported("train.py"), *uses})
+    for name in FILES:
+        text = (_HOME / name).read_bytes()
+        if name in needed:
+            (there / name).write_bytes(text)
+        elif (there / name).is_file() and (there / name).read_bytes() == text:
+            (there / name).unlink()
+    train = (_HOME / "train.py").read_text()
+    (there.parent / "train.py").write_text(train.replace(f"{program.__name__}.", f"{PACKAGE}."))
+    _remove_siblings(there.parent)
+
+
+def needed_files(modules: Set[str]) -> set[str]:
+    """The names of the files of ``modules``, and of all that these import."""
+    found: set[str] = set()
+    waiting = list(modules)
+    while waiting:
+        name = f"{waiting.pop()}.py"
+        if name not in found:
+            found.add(name)
+            waiting += _imported(name)
+    return found
+
+
+@functools.cache
+def _imported(name: str) -> tuple[str, ...]:
+    """The modules of the package that a file imports."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse((_HOME / name).read_text())):
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        if node.level == 1:
+            found += [node.module] if node.module else [alias.name for alias in node.names]
+        elif (node.module or "").startswith(f"{program.__name__}."):
+            found.append(str(node.module).removeprefix(f"{program.__name__}."))
+    return tuple(found)
+
+
+def _remove_siblings(folder: Path) -> None:
+    """Remove the runtime that older versions wrote beside ``model.py``, except files that were edited since."""
+    try:
+        known: dict[str, str] = json.loads((folder / "checked.json").read_text())
+    except (OSError, ValueError):
+        return
+    for name in known.keys() & FILES:
+        if (folder / name).is_file() and file_digest(folder / name) == known[name]:
+            (folder / name).unlink()
+    for name in ("checked.json", "constants.pt", "opaque.json", "schedule.csv"):
+        (folder / name).unlink(missing_ok=True)

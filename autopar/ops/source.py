@@ -1,0 +1,162 @@
+"""The user's source code of a node: its lines, and the name that the code gives to the node's value."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import linecache
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from torch import fx
+
+from autopar.ops.meta import meta
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in ([^\n]+)\n\s*(.+)')
+
+Frame = tuple[str, int, str, str]
+"""A file, the number of a line, the name of the function, and the line."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Statement:
+    """A statement of a file: its first line, the names that it binds, and whether a function returns its value."""
+
+    line: int
+    targets: tuple[str, ...] = ()
+    returns: bool = False
+
+
+def frames(node: fx.Node) -> list[Frame]:
+    """The lines of code that created the node, the innermost last."""
+    return _frames(str(meta(node).get("stack_trace") or ""))
+
+
+@lru_cache(maxsize=4096)
+def _frames(trace: str) -> list[Frame]:
+    return [(file, int(line), function, text) for file, line, function, text in _FRAME.findall(trace)]
+
+
+def source_line(node: fx.Node) -> str:
+    """Return the last line of a ``forward`` method that created the node, below its file and number; empty if unknown."""
+    found = [frame for frame in frames(node) if frame[2] == "forward"]
+    return f'File "{found[-1][0]}", line {found[-1][1]}, in forward\n    {found[-1][3]}' if found else ""
+
+
+def source_name(node: fx.Node) -> str:
+    """Return the name that the user's code binds the node's value to, or one that is made of the code.
+
+    For ``y = self.up(x) * -f(x)`` that is ``y`` for the product, ``y_neg`` for its right factor, ``up`` and ``f`` for what the module and
+    the function return.
+    """
+    return _name(node)[0]
+
+
+def is_bound(node: fx.Node) -> bool:
+    """Whether the user's code binds the node's value to a name."""
+    return _name(node)[1]
+
+
+def _name(node: fx.Node) -> tuple[str, bool]:
+    """The name, and whether the code binds it. What a function returns has the name to which its caller binds it."""
+    op, module, at = _op(node), _module_name(node), frames(node)
+    for depth in reversed(range(len(at))):
+        here = _statement(*at[depth][:2])
+        if here is None or not (here.returns or here.targets):
+            break
+        if _is_last(node, at[: depth + 1]):
+            if here.returns:
+                continue
+            if len(here.targets) == 1:
+                return here.targets[0], True
+            if (index := _index(node)) is not None and index < len(here.targets):
+                return here.targets[index], True
+        elif depth + 1 < len(at) and at[depth + 1][2] != "forward":
+            return at[depth + 1][2].strip("_<>") or op, False
+        elif depth + 1 == len(at) and len(here.targets) == 1:
+            return f"{here.targets[0]}_{op}", False
+        break
+    return module or op, False
+
+
+def _op(node: fx.Node) -> str:
+    """The op's name; with a number where Python has a function of that name."""
+    name = re.sub(r"_\d+$", "", node.name)
+    return node.name if hasattr(builtins, name) else name
+
+
+def _module_name(node: fx.Node) -> str:
+    """The attribute that holds the module which created the node; empty for a member of a list."""
+    modules: list[Any] = list((meta(node).get("nn_module_stack") or {}).values())
+    name = str(modules[-1][0]).split("@")[0].rpartition(".")[2] if modules else ""
+    return "" if name.isdigit() or name == "module" else name
+
+
+def _index(node: fx.Node) -> int | None:
+    """Which element of an op's results the node is."""
+    index = node.args[1] if len(node.args) > 1 and getattr(node.target, "__name__", "") == "getitem" else None
+    return index if isinstance(index, int) and index >= 0 else None
+
+
+def _is_last(node: fx.Node, at: list[Frame]) -> bool:
+    """Whether no other node of the same statement, in the same calls (``at``), reads the node."""
+    place = [(file, _first_line(file, line)) for file, line, *_ in at]
+    waiting, seen = list(node.users), set[fx.Node]()
+    while waiting:
+        user = waiting.pop()
+        if user in seen or user.op != "call_function":
+            continue
+        seen.add(user)
+        if getattr(user.target, "__name__", "") in ("convert", "share"):  # the same value, in another type
+            waiting += user.users
+            continue
+        there = frames(user)[: len(at)]
+        if [(file, _first_line(file, line)) for file, line, *_ in there] == place:
+            return False
+    return True
+
+
+def _first_line(file: str, line: int) -> int:
+    found = _statement(file, line)
+    return line if found is None else found.line
+
+
+def _statement(file: str, line: int) -> _Statement | None:
+    return _statements(file).get(line)
+
+
+@lru_cache(maxsize=64)
+def _statements(file: str) -> dict[int, _Statement]:
+    """The simple statements of a file, by each of their lines; empty where the file cannot be read."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return {}
+    found: dict[int, _Statement] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.stmt) and not hasattr(node, "body"):
+            made = _Statement(node.lineno, *_bound(node))
+            found.update(dict.fromkeys(range(node.lineno, (node.end_lineno or node.lineno) + 1), made))
+    return found
+
+
+_SEVERAL = (ast.Tuple, ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
+
+
+def _bound(node: ast.stmt) -> tuple[tuple[str, ...], bool]:
+    """The names that a statement binds to the value of its expression, and whether it returns the value."""
+    if isinstance(getattr(node, "value", None), _SEVERAL):
+        return (), False
+    if isinstance(node, ast.Return):
+        return (), node.value is not None
+    if isinstance(node, ast.Assign):
+        target = node.targets[0]
+    elif isinstance(node, ast.AnnAssign | ast.AugAssign):
+        target = node.target
+    else:
+        return (), False
+    elements = target.elts if isinstance(target, ast.Tuple) else [target]
+    names = tuple(element.id for element in elements if isinstance(element, ast.Name))
+    return (names, False) if len(names) == len(elements) else ((), False)
