@@ -23,7 +23,7 @@ from autopar.price import Pricer as LayerPricer
 from autopar.progress import Progress, report
 from autopar.run import ranks
 from autopar.schedules import INTERLEAVED
-from autopar.search import Pricer, SearchOptions, Shared, filled_plan, price_pins, search, search_also, search_faster
+from autopar.search import Pricer, SearchOptions, Shared, filled_plan, price_pins, search, search_again, search_also
 from autopar.search.concessions import Concession, best_plan, concessions
 from autopar.search.notes import odd_experts, whole_layers
 from autopar.search.problem import LONG_SEQUENCE
@@ -259,12 +259,11 @@ def _on_the_best_devices(
             break
         left = dataclasses.replace(options, time_limit_s=left_s)
         known_s = float("inf") if best is None else best.prediction.step_time_s
-        try:
-            trial = search_faster(graph, fewer, pricer.on(fewer), left, known_s)
-        except UsageError:  # pins that do not divide these devices
-            continue
-        if trial is not None and trial.prediction.step_time_s < known_s:
-            best, devices = trial, fewer
+        trial = search_again(
+            graph, fewer, pricer.on(fewer), left, known_s
+        )  # ``None``: pins that do not divide these devices
+        if trial is not None and trial.plan is not None and trial.step_s < known_s:
+            best, devices = trial.plan, fewer
     if best is None:
         assert refused is not None
         raise refused

@@ -1,10 +1,10 @@
 """The search: prices and a cluster in, a plan with its bound and gap out.
 
-``search`` finds a plan, ``price_pins`` computes what the user's pins cost, ``evaluate`` and ``reprice`` price a given plan, and
-``manual_plan`` writes a plan without prices.
+``search`` finds a plan, ``search_again`` searches with one thing changed, ``price_pins`` computes what the user's pins cost, ``evaluate``
+and ``reprice`` price a given plan, and ``manual_plan`` writes a plan without prices.
 """
 
-from autopar.search.driver import price_pins, search, search_also, search_faster
+from autopar.search.driver import price_pins, search, search_again, search_also
 from autopar.search.evaluation import evaluate, memory_timeline, reprice
 from autopar.search.manual import filled_plan, make_mesh, manual_plan
 from autopar.search.options import SearchOptions
@@ -23,6 +23,6 @@ __all__ = [
     "price_pins",
     "reprice",
     "search",
+    "search_again",
     "search_also",
-    "search_faster",
 ]

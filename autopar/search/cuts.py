@@ -49,20 +49,6 @@ def balanced_cuts(shares: Sequence[Array], device: Sequence[int]) -> tuple[int, 
     return best[1]
 
 
-def by_share(shares: Array, wanted: Array, device: Sequence[int]) -> tuple[int, ...]:
-    """Cuts whose stages have shares of about ``wanted``; ``shares`` and ``device`` as for ``balanced_cuts``."""
-    stages, count = len(wanted), shares.shape[1] - 1
-    scale = float(shares[:, -1].mean()) / float(wanted.sum())
-    bounds, owed = [0], 0.0
-    for s in range(stages - 1):
-        share, at = shares[device[s]], bounds[-1]
-        owed += float(wanted[s]) * scale
-        stop = int(np.abs(share - share[at] - owed).argmin())
-        bounds.append(min(max(stop, at + 1), count - (stages - 1 - s)))
-        owed -= float(share[bounds[-1]] - share[at])
-    return (*bounds, count)
-
-
 def in_rounds(layers: Sequence[int], chunks: int, ends: tuple[bool, bool], order: Sequence[int]) -> tuple[int, ...]:
     """Cuts that give device ``d`` ``layers[d]`` layers, in chunks as even as possible; ``order`` decides which chunks have one layer
     more.
@@ -83,15 +69,6 @@ def in_rounds(layers: Sequence[int], chunks: int, ends: tuple[bool, bool], order
         sizes[0, d] += extra[0]
         sizes[-1, d] += extra[1]
     return (0, *np.cumsum(sizes.ravel()).tolist())
-
-
-def moved_by_one(bounds: Sequence[int], own: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """The cuts with one layer moved: from a stage of the slowest device to any other stage, then over each cut. ``own`` are the stages of
-    every device, the slowest device's last. The only layer of a stage stays."""
-    stages = len(bounds) - 1
-    pairs = [(a, b) for others in own for b in others for a in own[-1] if a != b]
-    pairs += [(s, s + 1) for s in range(stages - 1)] + [(s + 1, s) for s in range(stages - 1)]
-    return moved(bounds, pairs)
 
 
 def moved(bounds: Sequence[int], pairs: Iterable[tuple[int, int]]) -> list[tuple[int, ...]]:

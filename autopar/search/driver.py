@@ -29,6 +29,7 @@ from autopar.plan import FP8, PinPrice, Plan
 from autopar.precision import FLOAT8, TF32
 from autopar.schedules import copies_of
 from autopar.search.bounds.cheap import fewest_seconds
+from autopar.search.construct.drafts import construct
 from autopar.search.evaluation import Proof, Solution, cost, in_segments, make_plan, tidy
 from autopar.search.minimum_memory import explain, explain_outside, least_memory, least_share, something_fits
 from autopar.search.options import SearchOptions
@@ -46,7 +47,7 @@ from autopar.search.problem import (
     waiting_less,
 )
 from autopar.search.state import State
-from autopar.search.steps import ONE_STAGE, advance, decided, engine_of, nothing_fits, segmented
+from autopar.search.steps import advance, decided, may_segment, nothing_fits, segmented
 from autopar.search.tables import Instance
 from autopar.techniques.sync import SYNC
 from autopar.techniques.technique import ANY
@@ -83,16 +84,34 @@ def search(
     return _record(graph, cluster, state, started)
 
 
-def search_faster(
-    graph: Graph, cluster: Devices, pricer: Pricer, options: SearchOptions, known_s: float
-) -> Plan | None:
-    """As ``search``, for a plan whose step takes less than ``known_s`` (infinite: any plan); ``None`` if none is found."""
+@dataclass(frozen=True, slots=True)
+class Again:
+    """A further search: the plan, or ``None`` if none faster than the known one was found; seconds of the faster of the two plans; the
+    bound."""
+
+    plan: Plan | None
+    step_s: float
+    bound_s: float
+
+
+def search_again(
+    graph: Graph,
+    cluster: Devices,
+    pricer: Pricer,
+    options: SearchOptions,
+    known_s: float,
+    shared: Shared | None = None,
+    every_schedule: bool = False,
+) -> Again | None:
+    """Search once more, with one thing changed, for a plan whose step takes less than ``known_s`` (infinite: any plan); ``None`` if the
+    request is refused or nothing fits. ``shared`` as in ``search``, ``every_schedule`` as in ``explore``."""
     started = time.monotonic()
     try:
-        state = explore(graph, cluster, pricer, options, known_s)
-    except InfeasibleError:
+        state = explore(graph, cluster, pricer, options, known_s, shared, every_schedule)
+    except (UsageError, InfeasibleError):
         return None
-    return None if state.best is None else _record(graph, cluster, state, started)
+    plan = None if state.best is None else _record(graph, cluster, state, started)
+    return Again(plan, state.step_s, min(state.bound_s, state.step_s))
 
 
 def search_also(
@@ -110,17 +129,15 @@ def search_also(
     """
     deadline, best, bound_s, late = time.monotonic() + options.time_limit_s, plan, plan.bound_s, []
     for pin in pins:
-        started, left_s = time.monotonic(), deadline - time.monotonic()
+        left_s, known_s = deadline - time.monotonic(), best.prediction.step_time_s
         share = replace(options, **pin, time_limit_s=max(left_s, 0.0))
-        try:
-            state = explore(graph, cluster, pricer, share, best.prediction.step_time_s, shared, every_schedule=True)
-        except (UsageError, InfeasibleError):  # these devices or this model do not admit it
+        found = search_again(graph, cluster, pricer, share, known_s, shared, every_schedule=True)
+        if found is None:  # these devices or this model do not admit it
             continue
-        bound_s = min(bound_s, state.bound_s)
+        bound_s = min(bound_s, found.bound_s)
         late += [f"{name}={value}" for name, value in pin.items() if left_s <= 0]
-        if state.best is not None:
-            found = _record(graph, cluster, state, started)
-            best = found if found.prediction.step_time_s < best.prediction.step_time_s else best
+        if found.plan is not None and found.step_s < known_s:
+            best = found.plan
     notes = (f"time ran out before these were searched: {', '.join(late)}; pin one to search it",) if late else ()
     bound_s = min(bound_s, best.prediction.step_time_s)
     gap = max(0.0, 1 - bound_s / best.prediction.step_time_s) if best.prediction.step_time_s > 0 else 0.0
@@ -157,11 +174,9 @@ def price_pins(
         if options.progress is not None:
             options.progress(f"the price of {key}={value}")
         trial = replace(options.without(key), time_limit_s=left, progress=None)
-        try:
-            state = explore(graph, cluster, pricer, trial, plan.prediction.step_time_s, shared)
-        except UsageError:
-            continue
-        priced.append(PinPrice(key, value, state.step_s, min(state.bound_s, state.step_s)))
+        found = search_again(graph, cluster, pricer, trial, plan.prediction.step_time_s, shared)
+        if found is not None:
+            priced.append(PinPrice(key, value, found.step_s, found.bound_s))
     return replace(plan, pins=tuple(priced))
 
 
@@ -266,7 +281,7 @@ def _spares(state: State, instance: Instance, solution: Solution, stage: int) ->
 
 def _in_segments(state: State) -> bool:
     """Called when the search would end: if the best plan fully recomputes many layers, it lacks memory, and segments save some."""
-    if state.best is None or state.widened == state.best[0].choice or not engine_of(state.best[0]).segments:
+    if state.best is None or state.widened == state.best[0].choice or not may_segment(state.best[0]):
         return False
     chosen, solution = state.best
     state.widened = chosen.choice
@@ -282,9 +297,9 @@ def _in_segments(state: State) -> bool:
 def _where_nothing_fits(state: State) -> bool:
     """Called when the search would end: a choice for which nothing fits without segments may be faster with segments than its bound says,
     which counts the recomputation or the copies that would make room."""
-    for node in [*state.heap, *state.later]:
+    for node in list(state.heap):
         plain = node.instance
-        if not engine_of(plain).segments or plain.choice.segments or plain.choice in state.tried:
+        if not may_segment(plain) or plain.choice.segments or plain.choice in state.tried:
             continue
         if fewest_seconds(plain) >= state.enough_s:
             continue
@@ -360,14 +375,14 @@ def _last_resort(graph: Graph, state: State, instances: list[Instance]) -> None:
     def push(instance: Instance, segments: bool = False) -> None:
         heapq.heappush(heap, _Resort(least_share(instance, segments), next(state.counter), instance, segments=segments))
 
-    instances = [i for i in instances if engine_of(i) is ONE_STAGE] or instances
+    instances = [i for i in instances if may_segment(i)] or instances
     for instance in instances:
         push(instance)
     segments = False
     while True:
         best = heapq.heappop(heap)
         known = best.solution is not None or not state.options.explained
-        if best.need > 1 and known and not segments and engine_of(best.instance).segments:
+        if best.need > 1 and known and not segments and may_segment(best.instance):
             segments = True
             heapq.heappush(heap, replace(best, number=next(state.counter)))
             for instance in instances:
@@ -398,7 +413,7 @@ def _last_resort(graph: Graph, state: State, instances: list[Instance]) -> None:
     assert best.solution is not None
     if best.need > 1:
         raise explain(graph, best.instance, best.solution, state.unpriced)
-    found = engine_of(best.instance).construct(best.instance, np.inf)
+    found = construct(best.instance)
     state.offer(best.instance, best.solution if found is None else found[1])
     if state.best is None:
         raise explain_outside(best.instance, best.solution)

@@ -162,13 +162,6 @@ def all_in_turn(instance: Instance, solution: Solution) -> Solution:
     return replace(solution, pick=tuple(itertools.chain.from_iterable(runs)))
 
 
-def leaving_room(instance: Instance, solution: Solution) -> Instance:
-    """The instance with its limits lowered by the bytes that the solution lacks: a solution chosen by its layers' shares may then fit."""
-    live = memories(instance, solution)
-    limits = (limit - max(m.total - limit, 0.0) for m, limit in zip(live, instance.layout.limit, strict=True))
-    return replace(instance, layout=replace(instance.layout, limit=tuple(limits)))
-
-
 def fits(instance: Instance, solution: Solution) -> bool:
     return _fit(instance, solution.bounds, prices_of(instance, solution))
 

@@ -1,6 +1,6 @@
-"""Exact solvers of one outer choice: the label method (small choices; with resharding and schedule), SCIP (large ones; no resharding).
+"""The exact method for one outer choice of a small model: labels, with resharding and the schedule.
 
-The label method computes every undominated way to run layers i..j-1 as one stage, layer by layer, then tries the combinations of such
+It computes every undominated way to run layers i..j-1 as one stage, layer by layer, then tries the combinations of such
 stages while the least possible step is below the best one. A label has the seconds of its stage by part, the once-per-step seconds,
 and the memory. If a device has one stage and one fullest moment, its limit is checked at once and the memory is dropped; otherwise the
 memory of a device is checked when its stages are combined.
@@ -10,23 +10,18 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
-from ortools.linear_solver import pywraplp
 
 from autopar.schedules.memory import moments, passing_by
 from autopar.schedules.step_time import lower_bound, simulate, simulate_parts, textbook_paths
-from autopar.search.bounds.cheap import TOLERANCE
-from autopar.search.bounds.relaxation import Model
 from autopar.search.evaluation import Solution
 from autopar.search.pareto import Array, Indices, undominated
 from autopar.search.tables import Instance, Regime
 
-LABELS = 4_000  # per stage and layer: beyond it the label method gives up, SCIP takes over
+LABELS = 4_000  # per stage and layer: beyond it the label method gives up
 NODES = 200_000  # combinations of stages
-VARIABLES = 60_000  # beyond it Python needs longer to build the integer model than SCIP has to solve it
 
 
 class TooLargeError(Exception):
@@ -270,45 +265,3 @@ class _Enumeration:
             step = simulate(self.schedule, self._side(0), self._side(1))
         if step + self._once() < self.best_s:
             self.best_s, self.found = step + self._once(), solution
-
-
-def solve_scip(
-    instance: Instance, at_least_s: float, cutoff_s: float, time_limit_s: float, gap: float
-) -> tuple[float, Solution | None]:
-    """Solve the integer model with SCIP: (a proved bound in seconds, a solution if SCIP found one better than ``cutoff_s``).
-
-    The model leaves resharding out, so the bound holds for the true cost, and the solution's true cost may be above the model's.
-    """
-    size = instance.schedule.pipeline * sum(len(instance.kinds[k].bounding) for k, _, _ in instance.runs)
-    if size > VARIABLES:
-        return at_least_s, None
-    model = Model(instance, at_least_s, integer=True)
-    solver = model.solver
-    if np.isfinite(cutoff_s):
-        solver.Add(model.total + model.step <= cutoff_s / model.scale_s)
-    solver.SetTimeLimit(max(1, int(time_limit_s * 1000)))
-    parameters = pywraplp.MPSolverParameters()
-    parameters.SetDoubleParam(pywraplp.MPSolverParameters.RELATIVE_MIP_GAP, gap)
-    status = solver.Solve(parameters)
-    if status == pywraplp.Solver.INFEASIBLE:
-        return cutoff_s, None  # nothing below the cutoff (infinite: nothing at all)
-    if status not in (pywraplp.Solver.OPTIMAL, pywraplp.Solver.FEASIBLE):
-        return at_least_s, None  # time ran out without a solution, or numerical trouble: nothing was proved
-    bound = solver.Objective().BestBound() * model.scale_s * (1 - TOLERANCE)
-    return max(at_least_s, min(bound, cutoff_s)), _decode(instance, model)
-
-
-def _decode(instance: Instance, model: Model) -> Solution:
-    """Turn counts into layers: within a stage, the layers of a run are ordered by layout, so that each layout occurs once."""
-    pick, bounds = [0] * instance.layers, [0]
-    at = [group.first for group in model.groups]
-    for stage in model.x:
-        for r, group in enumerate(model.groups):
-            counts = [int(round(v.solution_value())) for v in stage[r]]
-            chosen = [int(k) for k, c in zip(group.use, counts, strict=True) for _ in range(c)]
-            for k in sorted(chosen, key=lambda k: int(group.table.layout[k])):
-                pick[at[r]] = k
-                at[r] += 1
-        bounds.append(bounds[-1] + sum(int(round(v.solution_value())) for group in stage for v in group))
-    assert bounds[-1] == instance.layers and all(i < j for i, j in pairwise(bounds)), bounds
-    return Solution(tuple(bounds), tuple(pick))

@@ -47,7 +47,6 @@ class State:
     deadline: float
     heap: list[Node] = field(default_factory=list)
     to_price: list[Unpriced] = field(default_factory=list)  # a heap, too
-    later: list[Node] = field(default_factory=list)  # choices with an expensive next step, while others remain
     closed_s: float = np.inf
     step_s: float = np.inf
     best: tuple[Instance, Solution] | None = None
@@ -70,9 +69,8 @@ class State:
     def bound_s(self) -> float:
         if self.unpriced:
             return min(self.floor_s, self.step_s)
-        later = min((node.bound_s for node in self.later), default=np.inf)
         unpriced = self.to_price[0].bound_s if self.to_price else np.inf
-        return min(self.closed_s, self.step_s, self._lowest_s(), later, unpriced)
+        return min(self.closed_s, self.step_s, self._lowest_s(), unpriced)
 
     @property
     def enough_s(self) -> float:
@@ -110,9 +108,6 @@ class State:
         """The choice with the lowest bound; ``None`` if no bound is low enough to continue."""
         while self.to_price and self.to_price[0].bound_s < min(self.enough_s, self._lowest_s()):
             self.price()
-        if self.later and self._lowest_s() >= self.enough_s:
-            self.heap, self.later = self.heap + self.later, []
-            heapq.heapify(self.heap)
         return heapq.heappop(self.heap) if self._lowest_s() < self.enough_s else None
 
     def _lowest_s(self) -> float:

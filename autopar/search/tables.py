@@ -215,12 +215,10 @@ class Instance:
     kind: Indices
     layout: Layout
     matrices: dict[tuple[object, ...], Array] = field(default_factory=dict, compare=False)
-    paths: list[Array] = field(default_factory=list, compare=False)  # found in the schedule: [part, stage]
     known: dict[tuple[object, ...], Any] = field(
         default_factory=dict, compare=False
     )  # cached results of ``knapsacks`` and of bounds
-    shares: list[Array] = field(default_factory=list, compare=False)  # seconds of each stage in the latest relaxation
-    relaxed: dict[Layout, Any] = field(default_factory=dict, compare=False)  # the stages of ``bounds.bottleneck``
+    cuts: list[Array] = field(default_factory=list, compare=False)  # the mean cuts of the latest relaxation
 
     @property
     def schedule(self) -> Schedule:

@@ -18,7 +18,7 @@ from autopar.price import Pricer
 from autopar.schedules import Schedule
 from autopar.search import SearchOptions, evaluate, search
 from autopar.search.bounds.cheap import fewest_seconds
-from autopar.search.construct.devices import construct_devices
+from autopar.search.construct.drafts import construct
 from autopar.search.evaluation import Solution, cost, fits
 from autopar.search.exact import solve_labels
 from autopar.search.manual import make_mesh
@@ -126,7 +126,7 @@ def test_bounds_and_solutions_against_every_plan() -> None:
                 Solution((0, cut, 4), pick) for cut, pick in itertools.product((1, 2, 3), itertools.product(*numbers))
             )
             best = min((cost(instance, s).step_time_s for s in every if fits(instance, s)), default=None)
-            built = construct_devices(instance)
+            built = construct(instance)
             assert solve_labels(instance, inf, inf)[0] == pytest.approx(inf if best is None else best, rel=1e-12)
             if best is None:
                 assert built is None

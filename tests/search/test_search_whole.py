@@ -14,7 +14,6 @@ from search_models import random_problem
 from autopar.schedules import Schedule
 from autopar.schedules.step_time import lower_bound, simulate
 from autopar.search import SearchOptions
-from autopar.search.construct.stages import _band, _cut
 from autopar.search.knapsacks import Weights, knapsacks
 from autopar.search.minimum_memory import _by_layer, _by_segment, least_memory, least_share, something_fits
 from autopar.search.prices import Prices
@@ -137,37 +136,3 @@ def test_uniform_stages_take_as_long_as_their_longest_linear_path() -> None:
         step = simulate(schedule, forward, backward)
         assert step == pytest.approx((microbatches + stages - 1) * 1.3)
         assert lower_bound(schedule, forward, backward) == pytest.approx(step, rel=1e-12)
-
-
-def test_cuts_of_the_least_sum_below_a_cap() -> None:
-    """Against every way to cut: a stage has to itself what ``alone`` says, and ``twice`` its time before that of the later ones."""
-    rng = np.random.default_rng(0)
-    layers, feasible = 7, 0
-    for _ in range(60):
-        stages = int(rng.integers(2, 5))
-        by_stage = [
-            np.where(np.tri(layers + 1, dtype=bool), np.inf, rng.random((layers + 1, layers + 1)))
-            for _ in range(stages)
-        ]
-        for span in by_stage:
-            span[rng.random(span.shape) < 0.1] = np.inf  # does not fit
-        alone = [span * rng.integers(1, 4) for span in by_stage]
-        twice = rng.integers(0, 3, stages).tolist()
-        cap = float(rng.uniform(0.5, 4))
-        best, least = None, np.inf
-        for inner in itertools.combinations(range(1, layers), stages - 1):
-            bounds = (0, *inner, layers)
-            spans = [float(span[i, j]) for span, i, j in zip(by_stage, bounds[:-1], bounds[1:], strict=True)]
-            if not np.isfinite(spans).all():
-                continue
-            after = [sum(spans[s + 1 :]) for s in range(stages)]
-            own = [float(a[i, j]) for a, i, j in zip(alone, bounds[:-1], bounds[1:], strict=True)]
-            besides = max(max(o, n * t + r if n else 0.0) for o, n, t, r in zip(own, twice, spans, after, strict=True))
-            if besides <= cap and sum(spans) < least:
-                least, best = sum(spans), (besides, bounds)
-        found = _cut([_band(span, layers) for span in by_stage], [_band(span, layers) for span in alone], twice, cap)
-        assert (found is None) == (best is None)
-        if found is not None and best is not None:
-            feasible += 1
-            assert found[1] == best[1] and found[0] == pytest.approx(least + best[0], rel=1e-12)
-    assert 10 < feasible < 60

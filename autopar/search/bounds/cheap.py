@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -59,12 +59,12 @@ def _one_stage(schedule: Schedule, time: Array) -> float:
     return max(total, smallest_bottleneck(paths))
 
 
-def smallest_bottleneck(spans: Sequence[Array]) -> float:
-    """The least possible value of the worst stage; ``spans[stage][i, j]`` is the value of layers i..j-1 as that stage, such as their
-    seconds (dynamic programming over the cuts)."""
-    slowest = np.where(np.arange(len(spans[0])) == 0, 0.0, np.inf)
+def smallest_bottleneck(spans: Iterable[Array]) -> float:
+    """The least possible value of the worst stage; ``span[i, j]`` of each stage is the value of layers i..j-1 as that stage, such as
+    their seconds (dynamic programming over the cuts)."""
+    slowest = np.zeros(0)
     for span in spans:
-        slowest = np.maximum(slowest[:, None], span).min(axis=0)
+        slowest = np.maximum(slowest[:, None], span).min(axis=0) if len(slowest) else span[0]
     return float(slowest[-1])
 
 

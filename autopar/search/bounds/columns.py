@@ -1,4 +1,4 @@
-"""Lower bounds of the step time of a choice with several stages on each device (interleaved 1F1B, zero bubble).
+"""Lower bounds of the step time of a choice, from a mixture of paths through its schedule.
 
 The paths are those of ``schedules.step_time.textbook_paths``.
 
@@ -16,27 +16,29 @@ from __future__ import annotations
 import numpy as np
 from ortools.linear_solver import pywraplp
 
-from autopar.schedules.memory import fullest
+from autopar.schedules.memory import fullest, passing_by
 from autopar.schedules.step_time import longest_path, textbook_paths
 from autopar.search.bounds.cheap import TOLERANCE, sends
-from autopar.search.bounds.packed import LADDER, packed_bound, space
-from autopar.search.bounds.relaxation import CUT_ACTIONS
 from autopar.search.cuts import balanced_cuts
 from autopar.search.pareto import Array, Indices
 from autopar.search.tables import Instance
 
+LADDER = np.geomspace(1e-4, 1e4, 33)
+"""Prices of memory, in units of a device's least time per device memory."""
+
 ROUNDS = 100
 """How many times the weights of ``linear`` are changed."""
+
+CUT_ACTIONS = 40_000
+"""The largest number of microbatches times stages for which paths are searched: Python finds a path action by action."""
 
 NEAR = 0.8
 """How close the next weights stay to the best weights so far: the weights of the model alone oscillate."""
 
 
-def even_bound(instance: Instance, at_least_s: float, enough_s: float) -> float:
-    """The larger of ``packed_bound`` and of ``linear`` with equal weights on all paths; ``inf`` if nothing fits. Stops at
-    ``enough_s``."""
-    found = max(at_least_s, packed_bound(instance, at_least_s, enough_s))
-    return max(found, _Linear(instance).first()) if found < enough_s else found
+def first_bound(instance: Instance, at_least_s: float, enough_s: float) -> float:
+    """``linear`` with equal weights on all textbook paths; ``inf`` if nothing fits."""
+    return max(at_least_s, _Linear(instance).first())
 
 
 def columns_bound(instance: Instance, at_least_s: float, enough_s: float) -> float:
@@ -60,6 +62,7 @@ class _Linear:
         self.transient[list(fullest(schedule).at_work)] = 1 / (instance.layers - self.stages + 1)
         self.latest = np.zeros((len(self.paths), self.stages))  # the parts of the latest cheapest stages
         self.pick = np.zeros((self.stages, len(instance.kinds)), dtype=np.intp)  # each kind's candidate in these stages
+        self.bounds = np.arange(self.stages + 1)  # the cuts of the latest stages
         self.best_s = 0.0
         self.even = np.full(self.line, 1 / self.line)  # weights of the devices' once-per-step seconds
         self.once = np.zeros(self.line)  # the devices' once-per-step seconds in the latest cheapest stages
@@ -126,22 +129,22 @@ class _Linear:
         even, unit = self._even(), self.best_s / float(self.room.mean())
         for step in (0.0, *LADDER[::4]):
             used = self._solve(self.centre[0], self.even, np.full(self.line, step * unit))[1]
-            master.add_stages(self.latest, self.once, used)
+            master.add_stages(self.latest, self.bounds, self.once, used)
             used = self._outcome(even, self.pick)
-            master.add_stages(self.latest, self.once, used)
+            master.add_stages(self.latest, self.bounds, self.once, used)
         for _ in range(ROUNDS):
             solved = master.solve()
             if solved is None:
                 break
-            least_s, path_s, mean, *duals = solved
+            least_s, path_s, mean, cuts, *duals = solved
             longer = self._longer(master, mean, path_s)
             count = self.paths.shape[1]
             far, centre = ((np.pad(w[0], (0, count - len(w[0]))), *w[1:]) for w in (duals, self.centre))
             used = self._try(*(NEAR * a + (1 - NEAR) * b for a, b in zip(centre, far, strict=True)))
-            self.instance.shares[:] = [mean.sum(axis=0)]
+            self.instance.cuts[:] = [cuts]
             if self.best_s >= enough_s or (not longer and self.best_s >= least_s * (1 - 1e-3)):
                 break
-            master.add_stages(self.latest, self.once, used)
+            master.add_stages(self.latest, self.bounds, self.once, used)
         return self.best_s * (1 - TOLERANCE)
 
     def _longer(self, master: _Master, mean: Array, least_s: float) -> bool:
@@ -186,6 +189,7 @@ class _Linear:
         return np.array(balanced_cuts(sums, self.instance.schedule.device), dtype=np.int64)
 
     def _outcome(self, bounds: Indices, pick: Indices) -> Array:
+        self.bounds = bounds
         stage = np.repeat(np.arange(self.stages), np.diff(bounds))
         kind = self.instance.kind
         place = np.empty(self.stages, dtype=np.intp)
@@ -234,6 +238,7 @@ class _Master:
         self.paths: list[Array] = []
         self.shares: list[pywraplp.Variable] = []
         self.stages: list[Array] = []
+        self.bounds: list[Indices] = []
 
     def add_path(self, path: Array) -> None:
         """``path``: how often the path contains each part of each stage."""
@@ -244,8 +249,9 @@ class _Master:
         self.rows.append(row)
         self.paths.append(path)
 
-    def add_stages(self, stages: Array, once: Array, used: Array) -> None:
-        """``stages``: the parts of each stage's seconds; ``once`` and ``used``: once-per-step seconds and bytes of each device."""
+    def add_stages(self, stages: Array, bounds: Indices, once: Array, used: Array) -> None:
+        """``stages``: the parts of each stage's seconds; ``bounds``: its cuts;
+        ``once`` and ``used``: once-per-step seconds and bytes of each device."""
         share = self.solver.NumVar(0, self.infinity, "")
         self.one.SetCoefficient(share, 1)
         for row, seconds in zip(self.once, once / self.scale_s, strict=True):
@@ -256,10 +262,11 @@ class _Master:
             row.SetCoefficient(share, float(part))
         self.shares.append(share)
         self.stages.append(stages)
+        self.bounds.append(bounds)
 
-    def solve(self) -> tuple[float, float, Array, Array, Array, Array] | None:
-        """Seconds of the step and of its longest path, the mean stages, the weights of paths and of devices, and seconds per byte of each
-        device."""
+    def solve(self) -> tuple[float, float, Array, Array, Array, Array, Array] | None:
+        """Seconds of the step and of its longest path, the mean stages and cuts, the weights of paths and of devices, and seconds per byte
+        of each device."""
         if self.solver.Solve() != pywraplp.Solver.OPTIMAL:
             return None
         weights, once = (np.maximum([row.dual_value() for row in rows], 0.0) for rows in (self.rows, self.once))
@@ -268,8 +275,19 @@ class _Master:
         price = np.maximum([-row.dual_value() for row in self.memory], 0.0) * self.scale_s / self.room
         shares = np.array([share.solution_value() for share in self.shares])
         mean = np.tensordot(shares, np.array(self.stages), axes=1)
+        cuts = shares @ np.array(self.bounds) / max(float(shares.sum()), 1e-12)
         step_s, path_s = (x * self.scale_s for x in (self.solver.Objective().Value(), self.total.solution_value()))
-        return step_s, path_s, mean, weights / weights.sum(), once / once.sum(), price
+        return step_s, path_s, mean, cuts, weights / weights.sum(), once / once.sum(), price
+
+
+def space(instance: Instance, device: int) -> float:
+    """The most bytes that a device has for weights and activations, besides the least that an action and the pipeline keep live."""
+    borders = 0.0
+    if device != instance.schedule.device[-1]:  # the last layer sends nothing
+        kinds = np.unique(instance.kind[:-1])
+        borders = min(float(table.border.min()) for k in kinds for table in instance.kinds[k].places)
+    least = float(instance.least("transient").min())
+    return instance.layout.limit[device] - least - passing_by(instance.schedule, device) * borders
 
 
 def _cheapest_cuts(cost: Array) -> tuple[float, Indices]:

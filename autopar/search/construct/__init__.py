@@ -1,1 +1,1 @@
-"""Solutions of one outer choice: ``stages`` for one stage on each device, ``devices`` for several."""
+"""A solution of one outer choice: cuts and candidates (``drafts``), chosen within memory (``refine``), improved (``local``)."""

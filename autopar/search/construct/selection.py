@@ -6,12 +6,14 @@ Viterbi's algorithm with a price of memory in the costs, found by bisection; the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
+from autopar.search.knapsacks import only
 from autopar.search.pareto import Array, Indices
-from autopar.search.tables import Instance, Table
+from autopar.search.tables import Instance, Roles, Table
 
 LADDER = (0.0, *np.geomspace(1e-3, 1e3, 13).tolist(), 1e9)
 """Prices of memory to try, in units of a stage's time per device memory; the last one is "memory alone"."""
@@ -30,6 +32,38 @@ def memory_scale(instance: Instance) -> float:
     """A stage's least time per byte of device memory."""
     least = np.array([float(seconds_of(instance, t).min()) for t in instance.kinds])
     return max(float(least[instance.kind].sum()) / instance.schedule.pipeline / instance.limit, 1e-30)
+
+
+@dataclass(frozen=True)
+class Mode:
+    """The candidates that may be used: all, or those of one layout for the kinds that have that layout."""
+
+    roles: Roles | None
+    allowed: tuple[Indices, ...]  # by kind
+
+
+def every(instance: Instance) -> tuple[Indices, ...]:
+    return tuple(np.arange(len(t)) for t in instance.kinds)
+
+
+def modes_of(instance: Instance) -> list[Mode]:
+    """The candidates of every kind: all, then those of one layout at a time (all candidates, for a kind that lacks that layout)."""
+    allowed = every(instance)
+    layouts = dict.fromkeys(roles for t in instance.kinds for roles in t.layouts)
+    modes = [Mode(None, allowed)]
+    for roles in layouts if len(layouts) > 1 else ():
+        modes.append(Mode(roles, tuple(only(table, roles) for table in instance.kinds)))
+    return modes
+
+
+def tied_cost(instance: Instance, layers: Sequence[int], price: float) -> float:
+    """The cost of the cheapest candidates of some layers: their time, and their live bytes at a price in units of ``memory_scale``."""
+    n, total = float(instance.in_flight.max()), 0.0
+    for layer in layers:
+        t = instance.table(layer)
+        live = t.weights + n * t.saved + t.transient
+        total += float((seconds_of(instance, t) + price * memory_scale(instance) * live).min())
+    return total
 
 
 class Selection:

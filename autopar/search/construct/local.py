@@ -1,21 +1,29 @@
-"""Changes of single layers in a solution with several stages on each device, judged by the schedule itself.
+"""The local search: changes of a solution, judged by the simulated schedule.
 
-The constructors choose each device's candidates by the device's own seconds. Which of its stages has the slower layer matters as well: a
-device that recomputes one layer does so in every pass over that stage, and its neighbours wait unless their slower layers are in the same
-pass. So layers of one kind on one device exchange candidates, single layers take other candidates of the same layout (nothing
-else changes then), as long as the step gets shorter: all such changes are simulated at once, and the best that fits is taken.
+The constructors choose candidates by a stage's or a device's own seconds. Which stage has the slower layer matters as well: a device that
+recomputes a layer does so in every pass over that stage, and its neighbours wait unless their slower layers are in the same pass.
+
+- ``changed``: layers of one kind on one device exchange candidates, or a single layer takes another candidate of the same layout, which
+  changes nothing else. All such changes are simulated at once, and the best one that fits is taken.
+- ``improved``: a layer moves from one stage to another. All such moves are simulated at once, every layer with its own candidate; for the
+  best ones the candidates of the stages are chosen again.
+
+Both go on as long as the step gets shorter.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
+from autopar.schedules import INTERLEAVED
 from autopar.schedules.step_time import parts_of, simulate_many
+from autopar.search.cuts import moved
 from autopar.search.evaluation import Solution, cost, fits, memories
 from autopar.search.pareto import Array, Indices
 from autopar.search.tables import Instance
@@ -31,6 +39,15 @@ CHECKED = 32
 
 LEAST = 1e-5
 """The smallest share of a step that a change saves."""
+
+TRIED = 12
+"""For so many of the best moves of a round the candidates are chosen again."""
+
+CLOSE = 0.005
+"""How far above the best step a solution may be for candidates of single layers to be changed in it."""
+
+Refine = Callable[[tuple[int, ...]], Solution | None]
+"""Chooses the candidates for cuts; ``None`` if none that it finds fit."""
 
 Change = tuple[tuple[int, int], ...]
 """Layers and their new candidates."""
@@ -123,3 +140,63 @@ def _now(instance: Instance, solution: Solution) -> _Now:
         np.array(found.per_step_s),
         np.array(instance.layout.limit[: len(live)]) - live,
     )
+
+
+def alike_in_rounds(instance: Instance) -> bool:
+    """Whether stages of equally many layers are even, so that nothing is to be moved: interleaved 1F1B of layers that are mostly alike."""
+    return instance.schedule.name == INTERLEAVED and int((np.bincount(instance.kind) > 1).sum()) < 2
+
+
+def improved(instance: Instance, solution: Solution, refine: Refine, deadline: float = np.inf) -> Solution:
+    """``solution``, or a faster one that fits, after moves of single layers between stages."""
+    schedule = instance.schedule
+    actions = len(instance.kinds[0].seconds) * schedule.microbatches * schedule.stages
+    if alike_in_rounds(instance):
+        return solution
+    step_s, seen = cost(instance, solution).step_time_s, {solution.bounds}
+    for _ in range(min(ROUNDS, LONGEST // actions)):
+        stages = range(schedule.stages)
+        moves = [b for b in moved(solution.bounds, itertools.permutations(stages, 2)) if b not in seen]
+        steps = _steps(instance, solution, moves[: ACTIONS // actions]) if moves else np.zeros(0)
+        for number in np.argsort(steps)[:TRIED]:
+            if time.monotonic() > deadline:
+                return solution
+            seen.add(moves[number])
+            trial = refine(moves[number])
+            if trial is None:
+                continue
+            if cost(instance, trial).step_time_s < (1 + CLOSE) * step_s:
+                trial = changed(instance, trial, deadline)
+            if (trial_s := cost(instance, trial).step_time_s) < step_s * (1 - LEAST):
+                step_s, solution = trial_s, trial
+                break
+        else:
+            return solution
+    return solution
+
+
+def _steps(instance: Instance, solution: Solution, cuts: Sequence[tuple[int, ...]]) -> Array:
+    """The seconds of a step with each of the cuts and the same candidates; resharding is left out."""
+    layout, schedule, pick = instance.layout, instance.schedule, solution.pick
+    bounds = np.array(cuts).T  # [stage + 1, set]
+    sums = {place: _sums(instance, solution, place) for place in layout.place}
+    stages = [
+        sums[place][:, j] - sums[place][:, i] for place, (i, j) in zip(layout.place, pairwise(bounds), strict=True)
+    ]
+    *parts, once = np.stack(stages, axis=1)  # [stage, set] each
+    sent = {way: s for s, way in enumerate(layout.way)}
+    links = {
+        way: np.array([instance.p2p(i, s)[pick[i]] for i in range(instance.layers - 1)]) for way, s in sent.items()
+    }
+    for s, way in enumerate(layout.way[: schedule.stages - 1]):
+        seconds = links[way][bounds[s + 1] - 1]
+        parts[0][s] += seconds
+        parts[1][s + 1] += seconds
+    return np.asarray(simulate_many(schedule, np.array(parts)) + (instance.owns.T @ once).max(axis=0))
+
+
+def _sums(instance: Instance, solution: Solution, place: int) -> Array:
+    """Sums over the first layers, from none to all, at a place: of each part of the time, and of the once-per-step seconds."""
+    tables = [instance.table(i, place) for i in range(instance.layers)]
+    each = [[float(x[k]) for x in (*t.seconds, t.step)] for t, k in zip(tables, solution.pick, strict=True)]
+    return np.concatenate([np.zeros((len(each[0]), 1)), np.cumsum(each, axis=0).T], axis=1)

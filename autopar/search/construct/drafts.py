@@ -1,0 +1,205 @@
+"""``construct``: a solution of a choice, from cuts that suit the master's mean stages.
+
+1. For each mode (``modes_of``), the fastest candidate of every kind with which all layers together fit on the devices.
+2. Cuts: the master's mean cuts (``bounds.columns``), rounded; cuts that give all devices equal work, or equal bytes, with the candidates
+   of 1; the best of the latter by the simulated schedule.
+3. The candidates of each stage or device for these cuts, resharding included, within its memory (``refine``).
+4. The local search (``local``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from autopar.schedules.memory import moments
+from autopar.schedules.step_time import simulate_many
+from autopar.search.bounds.cheap import sends
+from autopar.search.construct.local import alike_in_rounds, changed, improved
+from autopar.search.construct.refine import Cache, refined
+from autopar.search.construct.selection import LADDER, Mode, memory_scale, modes_of, seconds_of
+from autopar.search.cuts import balanced_cuts, in_rounds
+from autopar.search.evaluation import Solution, cost
+from autopar.search.minimum_memory import least_memory
+from autopar.search.pareto import Array
+from autopar.search.tables import Instance
+
+MIXTURES = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Weights of bytes, relative to seconds, with which cuts are made even."""
+
+DRAFTS, REFINED, MODES = 6, 6, 2
+"""Choices of candidates that are cut, drafts whose candidates are chosen again, and modes in which the master's cuts are tried."""
+
+CLOSE = 0.03
+"""How far above the best plan a solution may be for single candidates to be changed in it."""
+
+
+@dataclass(frozen=True)
+class _Pick:
+    """A candidate for each kind of one mode, and the seconds of an evenly loaded device (times the excess of memory)."""
+
+    estimate_s: float
+    mode: Mode
+    pick: list[int]
+
+
+@dataclass(frozen=True)
+class _Draft:
+    estimate_s: float
+    bounds: tuple[int, ...]
+    mode: Mode
+
+
+def construct(instance: Instance, deadline: float = np.inf, known_s: float = np.inf) -> tuple[float, Solution] | None:
+    """The best solution found, with its true step time; ``None`` if nothing that was tried fits.
+
+    ``known_s`` is the step of the best plan: the local search changes candidates in solutions little slower than that. With several stages
+    on each device, where it takes long, it moves layers in faster ones only. It ends at ``deadline``.
+    """
+    tries = _Tries(instance)
+    picks = _picks(instance)[:DRAFTS]
+    modes = list({each.mode.roles: each.mode for each in picks}.values())[:MODES]
+    for bounds in _of_master(instance):
+        for mode in modes:
+            tries.cut(bounds, mode)
+    if tries.solution is None or not instance.schedule.interleaved:  # irregular cuts of many stages take long
+        for draft in _drafts(instance, picks)[:REFINED]:
+            tries.cut(draft.bounds, draft.mode)
+    if tries.solution is None:
+        need, solution = least_memory(instance)
+        if need <= 1:
+            tries.take(solution, modes_of(instance)[0])
+            tries.cut(solution.bounds, modes_of(instance)[0])
+    if tries.solution is None:
+        return None
+    found, step_s, several = tries.solution, tries.step_s, instance.schedule.interleaved
+    if step_s < (1 + CLOSE) * known_s:
+        found = changed(instance, found, deadline)
+        step_s = cost(instance, found).step_time_s
+    if step_s < (1 if several else 1 + CLOSE) * known_s:
+        found = improved(instance, found, tries.refined, deadline)
+    return cost(instance, found).step_time_s, found
+
+
+class _Tries:
+    """The best of the solutions that were tried, and its mode."""
+
+    def __init__(self, instance: Instance) -> None:
+        self.instance = instance
+        self.step_s: float = np.inf
+        self.solution: Solution | None = None
+        self.mode: Mode | None = None
+        self.cache: Cache = {}
+
+    def take(self, solution: Solution, mode: Mode) -> None:
+        step = cost(self.instance, solution, self.step_s).step_time_s
+        if step < self.step_s:
+            self.step_s, self.solution, self.mode = step, solution, mode
+
+    def cut(self, bounds: tuple[int, ...], mode: Mode) -> None:
+        if (solution := refined(self.instance, mode, bounds, self.cache)) is not None:
+            self.take(solution, mode)
+
+    def refined(self, bounds: tuple[int, ...]) -> Solution | None:
+        """The solution for these cuts in the mode of the best one."""
+        assert self.mode is not None
+        return refined(self.instance, self.mode, bounds, self.cache)
+
+
+def _picks(instance: Instance) -> list[_Pick]:
+    """For each mode the fastest candidates, and the fastest that together fit on the devices; the fastest first."""
+    counts = np.bincount(instance.kind, minlength=len(instance.kinds))
+    n, q, line = float(instance.in_flight.mean()), float(instance.waiting.mean()), instance.schedule.pipeline
+    room, copies = float(sum(instance.layout.limit[:line])), instance.schedule.copies
+    found = []
+    for mode in modes_of(instance):
+        seconds = [seconds_of(instance, table)[keep] for table, keep in zip(instance.kinds, mode.allowed, strict=True)]
+        live = [t.live(n, q)[keep] for t, keep in zip(instance.kinds, mode.allowed, strict=True)]
+        here: list[_Pick] = []
+        for step in LADDER:
+            price = step * memory_scale(instance)
+            rows = [int((s + price * h).argmin()) for s, h in zip(seconds, live, strict=True)]
+            work = sum(c * float(s[k]) for c, s, k in zip(counts, seconds, rows, strict=True))
+            full = copies * sum(c * float(h[k]) for c, h, k in zip(counts, live, rows, strict=True)) / room
+            pick = [int(keep[k]) for keep, k in zip(mode.allowed, rows, strict=True)]
+            here = [*here[:1], _Pick(work * max(1.0, full), mode, pick)]
+            if full <= 1:
+                break
+        found += here
+    return sorted(found, key=lambda each: each.estimate_s)
+
+
+def _of_master(instance: Instance) -> list[tuple[int, ...]]:
+    """The master's mean cuts, rounded; if nearly all layers are alike, under interleaved 1F1B, each device's mean number of layers in
+    chunks as even as possible."""
+    if not instance.cuts or instance.schedule.stages == 1:
+        return []
+    mean, stages, count = instance.cuts[-1], instance.schedule.stages, instance.layers
+    bounds = [0]
+    for s in range(1, stages):
+        bounds.append(int(np.clip(round(float(mean[s])), bounds[-1] + 1, count - (stages - s))))
+    found = [(*bounds, count)]
+    if alike_in_rounds(instance):
+        exact = np.diff(mean) @ instance.owns
+        layers = np.floor(exact + 1e-6).astype(np.int64)
+        layers[np.argsort(layers - exact)[: count - int(layers.sum())]] += 1
+        common, chunks = int(np.bincount(instance.kind).argmax()), instance.schedule.chunks
+        ends = bool(instance.kind[0] != common), bool(instance.kind[-1] != common)
+        even = [in_rounds(layers.tolist(), chunks, ends, list(order)) for order in (range(chunks), range(chunks)[::-1])]
+        found = even
+    distinct = dict.fromkeys(found)
+    return [b for b in distinct if all(i < j for i, j in pairwise(b)) and b[-1] == count]
+
+
+def _drafts(instance: Instance, picks: list[_Pick]) -> list[_Draft]:
+    """Cuts that give all devices equal work or equal bytes, or something in between, with the candidates of each pick; the fastest by the
+    simulated schedule first, times the excess of memory."""
+    found: list[_Draft] = []
+    for each in picks:
+        parts, live = _sums(instance, each.pick)
+        seconds, device = parts.sum(axis=1), instance.schedule.device
+        share = seconds / float(seconds[:, -1].mean()) * len(live)
+        cuts = list(dict.fromkeys(balanced_cuts(list((1 - w) * share + w * live), device) for w in MIXTURES))
+        at = instance.device[None, :], np.array(cuts)[:, 1:]
+        before = at[0], np.array(cuts)[:, :-1]
+        stages = np.array([sums[at].T - sums[before].T for sums in parts.swapaxes(0, 1)])  # [part, stage, set]
+        stages[:2] += sends(instance)[:, :, None]
+        full = ((live[at] - live[before]) @ instance.owns).max(axis=1)
+        steps = simulate_many(instance.schedule, stages) * np.maximum(full, 1.0)
+        found += [_Draft(float(step), cut, each.mode) for step, cut in zip(steps, cuts, strict=True)]
+    distinct: dict[tuple[object, ...], _Draft] = {}
+    for draft in sorted(found, key=lambda draft: draft.estimate_s):
+        distinct.setdefault((draft.bounds, draft.mode.roles), draft)
+    return list(distinct.values())
+
+
+def _in_flight(instance: Instance, d: int) -> list[tuple[float, float]]:
+    """The mean microbatches in flight of a device's stages, and between the two parts of their backward, when its memory may peak."""
+    own = list(instance.schedule.own(d))
+    if not instance.schedule.many_moments:
+        return [(float(instance.in_flight[own].mean()), 0.0)]
+    counts, _ = moments(instance.schedule, d)
+    means = counts.reshape(len(counts), -1, len(own)).mean(axis=2)
+    return sorted({(n, q[0] if q else 0.0) for n, *q in means.tolist()})
+
+
+def _sums(instance: Instance, pick: list[int]) -> tuple[Array, Array]:
+    """Sums over the first layers, from none to all, on each device: of each part of the time with a share of the once-per-step seconds
+    ``[device, part, layers]``, and of live bytes as a share of the limit ``[device, layers]``."""
+    schedule, m = instance.schedule, instance.schedule.microbatches
+    number = np.bincount(instance.kind, minlength=len(instance.kinds))
+    parts, live = [], []
+    for d in range(schedule.pipeline):
+        chosen = list(zip(instance.at(instance.layout.place[d]), pick, strict=True))
+        each = np.array([[float(part[k]) for part in t.seconds] for t, k in chosen]).T
+        each[:2] += np.array([float(t.step[k]) for t, k in chosen]) / m / 2
+        ways = [np.array([float(t.live(*mean)[k]) for t, k in chosen]) for mean in _in_flight(instance, d)]
+        most = max(ways, key=lambda way: float(number @ way))  # the moment at which such layers need most
+        rows = np.vstack([each, most / instance.layout.limit[d]])
+        sums = np.zeros((len(rows), instance.layers + 1))
+        np.cumsum(rows[:, instance.kind], axis=1, out=sums[:, 1:])
+        parts.append(sums[:-1])
+        live.append(sums[-1])
+    return np.array(parts), np.array(live)

@@ -1,0 +1,162 @@
+"""The candidates of all layers for given cuts: those of each stage or device together, within its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from autopar.schedules.memory import passing_by
+from autopar.search.construct.selection import Mode, Selection, every, stage_of
+from autopar.search.evaluation import Solution, fits, fullest_moments, in_turn, stage_bytes
+from autopar.search.knapsacks import TABLES, knapsacks
+from autopar.search.minimum_memory import first_moments, shares_of_limits
+from autopar.search.runs import compositions
+from autopar.search.tables import Instance, Regime
+from autopar.search.timeline import Counts
+
+ROOMS = 8
+"""How many times a stage is chosen again with more free memory, if segments of several layers keep more than their layers' shares."""
+
+TRIES = 6
+"""How many times a device's candidates are chosen again because another moment of the schedule has more live memory than the planned
+one."""
+
+Cache = dict[tuple[object, ...], tuple[int, ...] | None]
+"""The candidates of stages and devices that were chosen before."""
+
+
+def refined(instance: Instance, mode: Mode, bounds: tuple[int, ...], cache: Cache) -> Solution | None:
+    """The solution with these cuts and the best candidates found; ``None`` if none fit."""
+    if instance.schedule.interleaved:
+        return _devices(instance, mode, bounds, cache)
+    pick = _stages(instance, mode, bounds, cache)
+    solution = None if pick is None else Solution(bounds, pick)
+    return solution if solution is not None and fits(instance, solution) else None
+
+
+def _stages(instance: Instance, mode: Mode, bounds: tuple[int, ...], cache: Cache) -> tuple[int, ...] | None:
+    """Each stage's candidates, from the first stage to the last: the layout that a stage sends decides the layout that the next one
+    starts from."""
+    pick: list[int] = []
+    layout = instance.layout
+    for s, (i, j) in enumerate(pairwise(bounds)):
+        regime = instance.regime(s)
+        came = instance.table(i - 1).strategies[pick[-1]].roles if i else None
+        way = layout.way[s] if j < instance.layers else None
+        borders = tuple(layout.inside[0].border[max(i - 1, 0) : j])
+        key = mode.roles, tuple(instance.kind[i:j].tolist()), borders, regime, came, way
+        if key not in cache:
+            before = pick[-1] if i else None
+            cache[key] = _stage(instance, mode, i, j, s, before)
+        stage = cache[key]
+        if stage is None:
+            return None
+        pick += stage
+    return tuple(pick)
+
+
+def _stage(instance: Instance, mode: Mode, i: int, j: int, s: int, before: int | None) -> tuple[int, ...] | None:
+    """The candidates of a stage's layers, with room for the bytes that segments of several layers keep beyond their layers' shares."""
+    full = stage_of(instance, every(instance), i, j, s, before)
+    chosen = (full if mode.roles is None else stage_of(instance, mode.allowed, i, j, s, before)).solve()
+    whole = _whole(instance, mode, i, j, instance.regime(s))
+    found = [full.improved(start) for start in (chosen, whole) if start is not None and full.outside_fits(start)]
+    if not instance.segmented:
+        return min(found, key=full.seconds) if found else None
+    return _in_segments(instance, mode, full, i, s, before, found)
+
+
+def _in_segments(
+    instance: Instance, mode: Mode, full: Selection, i: int, s: int, before: int | None, found: list[tuple[int, ...]]
+) -> tuple[int, ...] | None:
+    """The best of ``found``, and of choices with some memory left free, that fits with all bytes that its segments keep."""
+    fit: list[tuple[int, ...]] = []
+    low, high, spare = 0.0, np.inf, 0.0
+    for _ in range(ROOMS):
+        trials = [in_turn(instance, i, pick) for pick in found]
+        over = [stage_bytes(instance, i, s, trial) - full.limit for trial in trials]
+        fit += [trial for trial, more in zip(trials, over, strict=True) if more <= 0]
+        if not trials or (spare == 0 and fit):
+            break
+        low, high = (low, spare) if min(over) <= 0 else (spare, high)
+        spare = (low + high) / 2 if np.isfinite(high) else spare + min(over)
+        j = i + len(trials[0])
+        n, passing, place, limit = instance.regime(s)
+        again = stage_of(instance, mode.allowed, i, j, s, before, spare).solve()
+        whole = _whole(instance, mode, i, j, (n, passing, place, limit - spare))
+        found = [pick for pick in (again, whole) if pick is not None and full.outside_fits(pick)]
+    return min(fit, key=full.seconds) if fit else None
+
+
+def _whole(instance: Instance, mode: Mode, i: int, j: int, regime: Regime) -> tuple[int, ...] | None:
+    """The best candidates of a stage's layers if resharding cost nothing, those of one layout together."""
+    runs = compositions(instance)
+    weights = (1.0, 0.0, 1 / instance.schedule.microbatches)
+    sacks = knapsacks(instance, regime, weights, bound=False, roles=mode.roles)
+    composition = int(runs.at[i, j])
+    layers = runs.layers(instance, composition)
+    picks = sacks.picks(layers) if len(layers) <= TABLES else None
+    if picks is None:
+        return None
+    left = dict(zip(np.flatnonzero(runs.counts[composition]).tolist(), picks, strict=True))
+    for kind, chosen in left.items():
+        chosen.sort(key=lambda k: (int(instance.kinds[kind].layout[k]), k))
+    return tuple(left[kind].pop(0) for kind in instance.kind[i:j].tolist())
+
+
+def _devices(instance: Instance, mode: Mode, bounds: tuple[int, ...], cache: Cache) -> Solution | None:
+    """The candidates of every device's layers for these cuts; ``None`` if none that were found fit."""
+    line, kind = instance.schedule.pipeline, instance.kind
+    border = instance.layout.inside[0].border
+    rooms, moments = [1.0] * line, first_moments(instance)
+    seen = [[moment] for moment in moments]
+    for _ in range(TRIES):
+        pick = [0] * instance.layers
+        for d in range(line):
+            own = instance.schedule.own(d)
+            if instance.schedule.device[own[0]] != d:
+                continue  # an earlier device has the same stages
+            runs = [range(bounds[s], bounds[s + 1]) for s in own]
+            layers = [i for run in runs for i in run]
+            live = [n for n, run in zip(moments[d], runs, strict=True) for _ in run]
+            place, limit = instance.layout.place[d], instance.layout.limit[d] * rooms[d]
+            borders = tuple(border[i] if j == i + 1 else -1 for i, j in pairwise(layers))
+            passing = passing_by(instance.schedule, d)
+            key = (mode.roles, tuple(kind[layers].tolist()), tuple(live), borders, place, passing, limit)
+            if key not in cache:
+                cache[key] = Selection(instance, mode.allowed, layers, live, place, passing, limit).solve()
+            chosen = cache[key]
+            if chosen is None:
+                return None
+            for i, k in zip(layers, chosen, strict=True):
+                pick[i] = k
+        solution = Solution(bounds, tuple(pick))
+        if fits(instance, solution):
+            return solution
+        # another moment of the schedule has more live memory than the planned one
+        full = shares_of_limits(instance, solution)
+        if instance.schedule.many_moments:
+            _turn(moments, seen, rooms, full, fullest_moments(instance, solution))
+        else:
+            rooms = [room * 0.999 / max(full) for room in rooms]
+    return None
+
+
+def _turn(
+    moments: list[Counts],
+    seen: list[list[Counts]],
+    rooms: list[float],
+    full: Sequence[float],
+    fullest: Sequence[Counts],
+) -> None:
+    """For devices over their limit, plan for the moment at which they are; from the third try on, for the mean of all such moments with
+    less room."""
+    for d, (share, moment) in enumerate(zip(full, fullest, strict=True)):
+        if share > 1:
+            seen[d].append(moment)
+            several = len(seen[d]) > 2 or moment == moments[d]
+            mean = np.mean(seen[d] if several else [moment], axis=0)
+            moments[d] = tuple((float(n), float(q)) for n, q in mean)
+            rooms[d] *= 0.999 / share if several else 1.0
