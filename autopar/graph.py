@@ -200,8 +200,8 @@ class Graph:
     parameters and buffers of the user's model, in its order, whether the loss depends on them or not. ``guards`` are the questions that the
     model asked about the whole batch's values; the graph equals the model for batches with the same answers. The prelude computes the
     tensors that they ask about, after the scalars.
-    ``carried`` names the attributes and globals that the first forward pass changes for later ones, which the graph does not do: the
-    comparison with the model shows that later passes compute the same.
+    ``assumed`` has sentences, each with a hint, on what only a comparison with the model can show to be right: that later forward passes
+    do not need what the first one leaves in attributes and globals.
     ``refused`` says, by the name of a technique that rewrites classes and by class, why the class cannot be rewritten, as the end of a
     sentence about the layer (empty: it can).
     """
@@ -229,7 +229,7 @@ class Graph:
     valueless: tuple[str, ...] = ()
     state: tuple[StateTensor, ...] = ()
     guards: tuple[Guard, ...] = ()
-    carried: tuple[str, ...] = ()
+    assumed: tuple[tuple[str, str], ...] = ()
     refused: dict[tuple[str, str], str] = field(default_factory=dict)
 
     @property

@@ -139,8 +139,7 @@ def compared_graph(workload: Workload, wanted: bool = True, progress: Progress |
     if not ranks.is_rank_0():
         return graph
     note = f"{NOT_COMPARED}: the comparison is switched off (--no-capture-check, capture_check=False)"
-    if graph.carried:
-        note += f"; tensors that forward leaves in {', '.join(graph.carried[:3])} are not there in its next call"
+    note = "; ".join((note, *(sentence for sentence, _ in graph.assumed)))
     if wanted:
         report(progress, "capture", "comparing the graph with the model")
         model, batch, loss_fn = workload.model, workload.batch, workload.loss_fn

@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.capture.blocks import stack
-from autopar.capture.functions import apply_of_torch, kept_function
+from autopar.capture.functions import applied, apply_of_torch
 from autopar.errors import CaptureError
 from autopar.ops.facts import facts, op_name
 from autopar.ops.operands import arguments
@@ -149,14 +149,12 @@ def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
         return run(*inputs)
     if function.__module__.partition(".")[0] == "torch":
         return apply_of_torch(function, *args, **kwargs)
-    kept = kept_function(function)
-    found = kept.applied(*args) if kept is not None and not kwargs else None
-    if found is not None:
+    if (found := applied(function, *args, **kwargs)) is not None:
         return found
     raise KeptWholeError(
         f"{caller()} calls the autograd.Function {function.__name__}: torch.export keeps its forward and loses its backward",
         hint=OP_HINT,
-        function=None if kept is not None else function,
+        function=function,
     )
 
 

@@ -25,7 +25,6 @@ from autopar.capture.batch import BatchStructure, flatten_batch, rebuild_batch
 from autopar.capture.eager import AsGiven, Step, WithoutDraws, gradients, update
 from autopar.capture.float64 import WholeFloat64
 from autopar.capture.pipeline import capture
-from autopar.capture.state import BUFFER_HINT
 from autopar.capture.storage import apart
 from autopar.capture.surroundings import Surroundings
 from autopar.errors import AutoparError, CaptureError
@@ -107,13 +106,12 @@ def _without_comparison(graph: Graph, why: str) -> str:
     """The note for a plan whose graph is not compared, because there are no values or they are too many.
 
     Raises:
-        CaptureError: forward leaves state for its next call, so that only a comparison tells whether the graph is right.
+        CaptureError: only a comparison tells whether the graph is right.
     """
-    if graph.carried:
+    for sentence, hint in graph.assumed:
         raise CaptureError(
-            f"forward leaves state for its next call in {', '.join(graph.carried[:3])}, and whether that call needs it cannot be "
-            f"compared: {why}",
-            f"{BUFFER_HINT}; --no-capture-check (capture_check=False) plans as if every call were the first",
+            f"{sentence}, and whether the graph is right in spite of that cannot be compared: {why}",
+            f"{hint}; --no-capture-check (capture_check=False) plans as if it were",
         )
     return f"{NOT_COMPARED}: {why}"
 
@@ -219,11 +217,10 @@ class _Comparison:
         return count + (f" (whose graph differs from the whole batch's: {self.difference})" if self.difference else "")
 
     def _refused(self, off: str, step: int, small: Graph, tensors: list[Tensor]) -> CaptureError:
-        if carried := list(dict.fromkeys((*self.graph.carried, *small.carried))):
+        for sentence, hint in (*self.graph.assumed, *small.assumed):
             return CaptureError(
-                f"forward leaves state for its next call in {', '.join(carried[:3])}, which a program does not: the captured graph "
-                f"does not compute what the model computes {off}, in step {step + 1}",
-                BUFFER_HINT,
+                f"{sentence}, and the captured graph does not compute what the model computes {off}, in step {step + 1}",
+                hint,
             )
         if step == 0:
             place = _located(self, small, tensors)

@@ -180,9 +180,12 @@ class AsGiven:
 
     def step(self, tensors: Sequence[Tensor]) -> Step:
         """One forward and backward pass. The buffers change; the parameters do not."""
-        loss = self.loss(tensors)
-        found = summed(gradients(loss, self.parameters), self.ties)
-        return Step(float(loss.detach()), found, self.buffers)
+        loss, parameters = self.loss(tensors), self.parameters
+        loss.backward()  # a function's own backward may add to gradients, which torch.autograd.grad does not return
+        found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        for parameter in parameters.values():
+            parameter.grad = None
+        return Step(float(loss.detach()), summed(found, self.ties), self.buffers)
 
 
 def update(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from autopar.capture.backward import (
+    OP_HINT,
     OPAQUE_HINT,
     KeptWholeError,
     refuse_nodes,
@@ -25,7 +26,7 @@ from autopar.capture.blocks import stack
 from autopar.capture.boundary import HINT, user_line
 from autopar.capture.clone import LOSS, Twin, choose_experts, configs_with_cache, twin
 from autopar.capture.derivative import refuse_derivatives
-from autopar.capture.functions import Functions, functions_kept, observed
+from autopar.capture.functions import Functions, assumption, functions_kept, observed
 from autopar.capture.guard import assigned_buffers_written, guarded
 from autopar.capture.hooks import has_hooks, refuse_hooks
 from autopar.capture.loops import ShortLoops
@@ -205,7 +206,8 @@ def export(
         except KeptWholeError as error:
             if not valued:
                 raise
-            if (function := error.function) is not None and (found := observed(function, model, run)) is not None:
+            function = None if error.function in functions else error.function
+            if function is not None and (found := observed(function, model, run)) is not None:
                 functions[function] = found
                 notes.append(
                     f"{function.__name__} kept whole, every rank executes it alike: {error.message.splitlines()[0]}"
@@ -218,10 +220,14 @@ def export(
                 answers = listen(model, run_kept) if known is not None else None
             except KeptWholeError:
                 answers = listen(model, run_kept) if known is None else None
-                if answers is None:
+                if answers is None and function is None:
                     raise
+                if answers is None:
+                    functions[function] = None
+                    notes.append(assumption(function, "")[0])
     for sentence in notes:
         note(gm, sentence)
+    graph_meta(gm)["assumed"] += tuple(assumption(each, OP_HINT) for each, op in functions.items() if op is None)
     classes = {path: type(module).__name__ for path, module in model.named_modules()}
     return gm, values, classes
 
@@ -267,7 +273,7 @@ def _exported(
 
     with buffers_kept(copied.module):
         program, left = run()
-        notes, carried = check_again(program, before, left, copied, run)
+        notes, assumed = check_again(program, before, left, copied, run)
     lifted = _lifted(program)
     found = expand(program.graph_module, lifted, repeats, model) if repeats is not None else lifted
     if found is None:
@@ -280,7 +286,7 @@ def _exported(
         note(gm, "config.use_cache is on: transformers then ignores that position_ids may separate documents")
     for sentence in notes:
         note(gm, sentence)
-    graph_meta(gm)["carried"] = carried
+    graph_meta(gm)["assumed"] = tuple(assumed)
     _check_dtypes(gm)
     refuse_nodes(gm)
     gm = inline_regions_pass(gm)

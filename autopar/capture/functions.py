@@ -2,7 +2,9 @@
 
 ``torch.export`` would keep the forward of such a function and lose its backward. A function becomes an op (``autopar.capture.opaque``),
 whose backward is the function's own, if it takes tensors and plain data, returns tensors of shapes that do not depend on values,
-draws no random numbers and writes nothing. Its results' shapes are found by running a copy of the model on the batch.
+draws no random numbers and writes nothing. Its results' shapes are found by running a copy of the model on the batch. A function that
+takes modules (a reversible stack takes its blocks) is followed like plain code; the comparison with the model then shows whether its
+backward is the derivative of its forward.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from autopar.capture.storage import copied
 from autopar.errors import CaptureError
 from autopar.program.opaque import Applied
 
-Functions = dict[Any, "Kept"]
-"""The kept functions, by class."""
+Functions = dict[Any, "Kept | None"]
+"""The kept functions, by class; ``None`` for one that is followed."""
 _Form = tuple[str, Shapes]
 """The form of a call: its plain arguments, and its tensors' shapes and dtypes."""
 
@@ -115,12 +117,47 @@ OTHERS: tuple[Callable[[Tensor], Tensor], ...] = (
 )
 """Changes to the inputs' values: with one of them, most shapes and branches that depend on values give another result."""
 
+
+class _Always:
+    def __getitem__(self, index: int) -> bool:
+        return True
+
+
+class _Context:
+    """Stands for the context of a function whose backward is not used."""
+
+    needs_input_grad = _Always()
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        self.saved_tensors = tensors
+
+    mark_dirty = mark_non_differentiable = set_materialize_grads = save_for_forward = lambda self, *_: None
+
+
+def followed(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """The function's forward as plain code, and its derivative as the backward; gradients are on where it switches them off."""
+    context = () if function.setup_context is not torch.autograd.Function.setup_context else (_Context(),)
+    with (
+        mock.patch.object(torch.no_grad, "__enter__", lambda _: None),
+        mock.patch.object(torch.no_grad, "__exit__", lambda *_: None),
+    ):
+        return function.forward(*context, *args, **kwargs)
+
+
+def _has_module(value: Any) -> bool:
+    return isinstance(value, nn.Module) or (isinstance(value, tuple | list) and any(map(_has_module, value)))
+
+
+def assumption(function: Any, hint: str) -> tuple[str, str]:
+    return f"the backward of {function.__name__} is taken to be the derivative of its forward", hint
+
+
 _KEPT: list[Functions] = []
 
 
 @contextmanager
 def functions_kept(functions: Functions) -> Iterator[None]:
-    """Inside this context, calls of ``functions`` use their ops."""
+    """Inside this context, calls of ``functions`` use their ops, or are followed where there is no op."""
     _KEPT.append(functions)
     try:
         yield
@@ -128,5 +165,11 @@ def functions_kept(functions: Functions) -> Iterator[None]:
         _KEPT.pop()
 
 
-def kept_function(function: Any) -> Kept | None:
-    return _KEPT[-1].get(function) if _KEPT else None
+def applied(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """The result of a call of a kept or followed function; ``None`` for another one, and for a form that was not observed."""
+    if not _KEPT or function not in _KEPT[-1]:
+        return None
+    kept = _KEPT[-1][function]
+    if kept is None:
+        return followed(function, *args, **kwargs) if any(map(_has_module, args)) else None
+    return kept.applied(*args) if not kwargs else None

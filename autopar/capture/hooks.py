@@ -76,7 +76,8 @@ def refuse_hooks(model: nn.Module) -> None:
 
 
 def has_hooks(model: nn.Module) -> bool:
-    return any(gradient_hooks(thing) != ([], []) for thing in (*model.modules(), *model.parameters()))
+    things: list[Any] = [*model.modules(), *model.parameters()]
+    return any(gradient_hooks(thing) != ([], []) for thing in things)
 
 
 def _of_input(thing: Any) -> list[Hook]:

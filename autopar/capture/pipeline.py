@@ -153,7 +153,7 @@ def _assemble(
         valueless=tuple(graph_meta(gm).get("valueless", ())),
         state=_state(model),
         guards=tuple(guard for guard, _ in guards),
-        carried=graph_meta(gm)["carried"],
+        assumed=graph_meta(gm)["assumed"],
     )
 
 

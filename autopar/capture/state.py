@@ -10,7 +10,7 @@ It also tells whether a later call needs tensors outside of the modules, which a
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -109,9 +109,9 @@ def changes(before: State, after: State) -> dict[str, tuple[Any, Any]]:
 
 def check_again(
     program: Any, before: State, after: Left, copied: Twin, again: Callable[[], tuple[Any, Left]]
-) -> tuple[list[str], tuple[str, ...]]:
+) -> tuple[list[str], list[tuple[str, str]]]:
     """Export again, with the twin in the state that the first export's forward left. Return notes on attributes that keep changing, and
-    the names of everything that only later calls read in the same state, which the comparison with the model must clear.
+    a sentence, with a hint, on state that later calls may need.
 
     ``again`` exports the twin and returns the program, and what this forward left.
 
@@ -121,7 +121,7 @@ def check_again(
     inside = changes(before, after.state)
     changed = inside | after.plain
     if not changed:
-        return [], after.tensors
+        return [], _left_for_later(after.tensors)
 
     def text(left: State) -> tuple[list[Any], State, State]:
         """The graph of a call that starts from ``left``, and the state before and after the call."""
@@ -152,7 +152,11 @@ def check_again(
         )
     moving = [n for n in changes(start, end) if n in inside and not _holds_tensors(inside[n][1])]
     notes = [f"forward changes the attribute {name} in every call, which a program does not" for name in moving]
-    return notes, after.tensors if same else (*changed, *after.tensors)
+    return notes, _left_for_later(after.tensors if same else (*changed, *after.tensors))
+
+
+def _left_for_later(names: Sequence[str]) -> list[tuple[str, str]]:
+    return [(f"forward leaves state for its next call in {', '.join(names[:3])}", BUFFER_HINT)] if names else []
 
 
 def _set(module: nn.Module, values: State) -> None:

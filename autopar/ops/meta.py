@@ -99,8 +99,8 @@ class GraphMeta(TypedDict, total=False):
     """The names of the buffers whose new values follow the loss in the output. Written by ``functionalise_pass``."""
     valueless: dict[str, None]
     """The names of the buffers whose values are needed but not available (the model is on meta)."""
-    carried: tuple[str, ...]
-    """The attributes and globals that forward changes for its next call, which then has another graph."""
+    assumed: tuple[tuple[str, str], ...]
+    """Sentences on what only a comparison with the model can show to be right, each with a hint."""
     guards: tuple[Guard, ...]
     """Questions that the model asked about its values, and the answers for which the graph is captured."""
 

@@ -44,7 +44,7 @@ class Model(nn.Module):
         if self.kind == "select":
             y = y[y > 0].cumsum(0)
         if self.kind == "reversed":
-            y = Reversed.apply(y, self)
+            y = Reversed.apply(y, object())
         if self.kind == "hook":
             y.register_hook(lambda grad: grad.clamp(-1, 1))
         if self.kind == "reentrant":

@@ -364,6 +364,56 @@ class Parting(nn.Module):
         return one * other
 
 
+class Stack(torch.autograd.Function):
+    """Runs reversible blocks without a graph; backward computes their inputs from their outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, blocks: nn.ModuleList, sign: float) -> Tensor:
+        with torch.no_grad():
+            for block in blocks:
+                x = block(x)
+        ctx.y, ctx.blocks, ctx.sign = x.detach(), blocks, sign
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        y = ctx.y
+        for block in reversed(ctx.blocks):
+            y, dy = block.reverse(y, dy)
+        return ctx.sign * dy, None, None
+
+
+class Coupled(nn.Module):
+    """An additive coupling of the halves of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = x.chunk(2, -1)
+        return torch.cat([other, one + self.f(other).tanh()], -1)
+
+    def reverse(self, y: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+        (other, last), (d_other, d_last) = y.chunk(2, -1), dy.chunk(2, -1)
+        with torch.enable_grad():
+            other = other.detach().requires_grad_()
+            added = self.f(other).tanh()
+            added.backward(d_last)
+        assert other.grad is not None
+        return torch.cat([last - added.detach(), other.detach()], -1), torch.cat([d_last, d_other + other.grad], -1)
+
+
+class Reversible(nn.Module):
+    def __init__(self, sign: float = 1.0) -> None:
+        super().__init__()
+        self.first, self.last, self.sign = nn.Linear(8, 8), nn.Linear(8, 4), sign
+        self.blocks = nn.ModuleList(Coupled() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(Stack.apply(self.first(x), self.blocks, self.sign))
+
+
 class Routed(NamedTuple):
     """What a router gives: rows, the choice of each, a loss, and the number of choices."""
 
@@ -514,6 +564,25 @@ def test_a_module_that_cannot_be_in_a_graph_is_kept_whole(case: str) -> None:
     graph = assert_equals_eager(sequence(*parts), pair(8, 4), F.mse_loss)
     assert any(sentence.startswith(words) for sentence in graph.notes) and len(graph.opaque) == ops
     assert all("every rank executes it alike" in sentence for sentence in graph.notes)
+
+
+def test_a_function_that_takes_modules_is_followed() -> None:
+    torch.manual_seed(0)
+    graph = assert_equals_eager(Reversible(), pair(8, 4), F.mse_loss)
+    assert not graph.opaque and len(graph.assumed) == 1
+    model = Reversible().double()
+    assert "equals the model" in check_capture(graph, model, pair(8, 4), F.mse_loss)
+
+
+def test_a_backward_that_is_no_derivative_is_refused_by_the_comparison() -> None:
+    torch.manual_seed(0)
+    model = Reversible(sign=-1.0).double()
+    graph = capture(model, pair(8, 4), F.mse_loss)
+    with pytest.raises(
+        CaptureError, match="the backward of Stack is taken to be the derivative of its forward, and"
+    ) as error:
+        check_capture(graph, model, pair(8, 4), F.mse_loss)
+    assert "register_autograd" in str(error.value.hint)
 
 
 def test_an_opaque_module_may_give_several_tensors() -> None:

@@ -215,8 +215,10 @@ def test_the_state_is_what_it_was() -> None:
 
 def test_without_a_comparison_it_is_refused_or_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = capture(InDict(), rows())
-    assert graph.carried == (f"{__name__}.CACHE.last",)
-    with monkeypatch.context() as patch, pytest.raises(CaptureError, match="whether that call needs it"):
+    assert [sentence for sentence, _ in graph.assumed] == [
+        f"forward leaves state for its next call in {__name__}.CACHE.last"
+    ]
+    with monkeypatch.context() as patch, pytest.raises(CaptureError, match="whether the graph is right"):
         patch.setattr(check_module, "MOST_OPERATIONS", 100)
         check_capture(graph, InDict(), rows(), None)
     plan = autopar.compile(InDict(), 1, rows(), capture_check=False, type_check=False).plan
@@ -315,7 +317,7 @@ def test_a_cache_is_no_state(make: Callable[[], nn.Module], called: bool) -> Non
 
 
 def test_verification_leaves_no_tensor_in_float64() -> None:
-    assert make_subject(Table(), rows()).graph.carried == (f"{__name__}.CACHE.table",)
+    assert f"{__name__}.CACHE.table" in dict(make_subject(Table(), rows()).graph.assumed).popitem()[0]
     assert CACHE == {} and fakes(Table()) == []
 
 
