@@ -166,8 +166,8 @@ def test_processes_of_this_machine_have_no_memory_but_the_hosts() -> None:
 
 
 @pytest.mark.slow
-def test_host_memory_is_kept_to_where_the_exact_solver_is_scip(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison by the hundred has a family of its own (``brute_force``), which the other exact solver closes."""
+def test_host_memory_is_kept_to_without_the_exact_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison by the hundred has a family of its own (``brute_force``), which the exact method closes."""
     monkeypatch.setattr(steps, "LABEL_LAYERS", 0)
     outcomes = []
     for seed in range(1000, 1050):
