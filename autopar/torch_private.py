@@ -392,6 +392,7 @@ def tree_unflatten(leaves: list[Any], structure: Any) -> Any:
 def traces_of_functions() -> Iterator[None]:
     """Inside, nodes note the lines of the functions that ``forward`` methods call too, except torch's and ours: torch notes the lines of
     methods called ``forward`` alone. (torch 2.11, 2.13)"""
+    from torch.fx.experimental.symbolic_shapes import uninteresting_files
     from torch.fx.proxy import TracerBase
 
     tracer: Any = TracerBase
@@ -399,12 +400,16 @@ def traces_of_functions() -> Iterator[None]:
     if usual is None:
         yield
         return
-    homes = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
+    torchs, ours = (f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
 
     def kept(self: Any, summary: Any) -> Any:
         first = next((i for i, frame in enumerate(summary) if frame.name == "forward"), len(summary))
-        of_users = [f for f in summary[first:] if f.name == "forward" or not f.filename.startswith(homes)]
-        found = type(summary).from_list(of_users)
+        others = {*uninteresting_files(), *(f.filename for f in summary if f.filename.startswith(ours))}
+        found = type(summary).from_list(
+            f
+            for f in summary[first:]
+            if f.filename not in others and (f.name == "forward" or not f.filename.startswith(torchs))
+        )
         return found if self._record_forward_stack_traces_only else usual(self, found)
 
     tracer._filter_traceback_frames = kept

@@ -27,7 +27,8 @@ def layer_body(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int],
     With ``watch`` every value gets a line, and ``self.watched`` holds all values by node name, to find a wrong one. ``shared`` are the
     indices (among the class's parameters) of those that the stage owns because several layers use them: they become arguments.
     """
-    return "\n".join([*_constructor(layer, axes, shared), "", *_forward(layer, axes, shared, watch)]) + "\n"
+    made = _constructor(layer, axes, shared)
+    return "\n".join([*(made and [*made, ""]), *_forward(layer, axes, shared, watch)]) + "\n"
 
 
 def parameter_paths(layer: LocalLayer) -> dict[str, str]:
@@ -48,7 +49,10 @@ def types_text(axes: tuple[str, ...], types: tuple[SpmdType, ...]) -> str:
 
 
 def _constructor(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int]) -> list[str]:
+    """The lines of the constructor; none where the base class's will do."""
     own = [(i, p) for i, p in enumerate(layer.parameters) if i not in shared]
+    if not (own or layer.random or layer.cls.buffers):
+        return []
     number = "number: int, " if layer.random else ""
     lines = [
         f"    def __init__(self, spec: LayerSpec, {number}**factory: object) -> None:",

@@ -20,7 +20,7 @@ CALLED = frozenset(
 
 # Names that an emitted module defines or imports itself.
 _RESERVED = CALLED | frozenset(
-    """self torch nn F spmd checkpoint key seeds prelude Layer LayerSpec StageSpec TensorSpec ProgramSpec
+    """self float range str torch nn F spmd checkpoint key seeds prelude Layer LayerSpec StageSpec TensorSpec ProgramSpec
     Prelude Tensors Total""".split()  # noqa: SIM905  a list of words
 )
 

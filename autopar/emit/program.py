@@ -277,18 +277,18 @@ def _layer_classes(program: LocalProgram, axes: tuple[str, ...], watch: bool) ->
     """One class for all layers whose code is the same; the class of every layer by index."""
     names = Names()
     bodies: dict[tuple[int, frozenset[int]], str] = {}
-    users: dict[tuple[str, str], list[int]] = {}  # by the kind of layer and its code
+    users: dict[tuple[str, str], list[int]] = {}  # by the class of the user's model and the code
     for stage in program.stages:
         for index in stage.layers:
             layer, local = program.graph.layers[index], program.layers[index]
             shared = frozenset(i for i, name in enumerate(layer.parameters) if name in stage.owned)
             if (id(local), shared) not in bodies:
                 bodies[id(local), shared] = layer_body(local, axes, shared, watch)
-            users.setdefault((layer.cls, bodies[id(local), shared]), []).append(index)
+            users.setdefault((layer.cls.rstrip("0123456789"), bodies[id(local), shared]), []).append(index)
     sources: list[str] = []
     class_names: dict[int, str] = {}
-    for (kind, body), layers in users.items():
-        name = names.fresh(kind)
+    for (_, body), layers in users.items():
+        name = names.fresh(program.graph.layers[layers[0]].cls)
         sources.append(f'class {name}(Layer):\n    """{remark(_uses(program, layers))}"""\n\n{body}')
         class_names.update(dict.fromkeys(layers, name))
     return sources, class_names

@@ -102,7 +102,7 @@ class ProgramSpec:
 class Layer(nn.Module):
     """A layer of a stage, and how its parameters are kept: the base of the classes in ``model.py``."""
 
-    def __init__(self, spec: LayerSpec) -> None:
+    def __init__(self, spec: LayerSpec, **factory: object) -> None:
         super().__init__()
         self.SPEC = spec
 

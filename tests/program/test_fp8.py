@@ -137,7 +137,7 @@ def test_blocks_are_in_8_bits_and_the_head_is_not(tmp_path: Path) -> None:
     assert graph.allow == (FP8,)
     emit(graph, manual_plan(graph, precision="bfloat16"), tmp_path)
     text = (tmp_path / "model.py").read_text()
-    assert text.count("kernels_fp8.linear(") == 7 and text.count("F.linear(") == 1  # one class of blocks
+    assert text.count("kernels_fp8.linear(") == 7 and text.count("nn.Linear(") == 1  # one class of blocks
     assert json.loads((tmp_path / "plan.json").read_text())["allow"] == [FP8]
     assert (tmp_path / "runtime" / "kernels_fp8.py").is_file()
     wide = captured("float32")

@@ -172,7 +172,7 @@ def test_faults_are_found(name: str, tmp_path: Path) -> None:
     text, (before, after) = Path(int8.__file__).read_text(), MUTATIONS[name]
     assert text.count(before) == 1
     (tmp_path / "mutated.py").write_text(text.replace(before, after))
-    spec = importlib.util.spec_from_file_location("mutated", tmp_path / "mutated.py")
+    spec = importlib.util.spec_from_file_location(f"{int8.__package__}.mutated", tmp_path / "mutated.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

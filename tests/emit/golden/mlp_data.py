@@ -22,21 +22,7 @@ from runtime.spec import Layer, LayerSpec, ProgramSpec, StageSpec, TensorSpec
 
 
 class LinearPair(Layer):
-    """layers.0: data on data; ZeRO 0."""
-
-    def __init__(self, spec: LayerSpec, **factory: object) -> None:
-        super().__init__(spec)
-        # Every parameter is R on data.
-        self._0 = nn.Linear(16, 32, **factory, dtype=torch.float64)
-        self._2 = nn.Linear(32, 16, **factory, dtype=torch.float64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # x (4, 8, 16): S(0) on data
-        return self._2(F.gelu(self._0(x)))
-
-
-class LinearPair2(Layer):
-    """layers.1 to layers.3 (3 layers): data on data; ZeRO 0."""
+    """layers.0 to layers.3 (4 layers): data on data; ZeRO 0."""
 
     def __init__(self, spec: LayerSpec, **factory: object) -> None:
         super().__init__(spec)
@@ -62,8 +48,8 @@ class Linear(Layer):
         # x (4, 8, 16): S(0) on data
         # targets (4, 8, 8): S(0) on data
         # loss_fn
-        loss_mse_loss = torch.ops.aten.mse_loss.default(F.linear(x, self.weight, self.bias), targets, 2)
-        return loss_mse_loss * 0.001953125
+        mse_loss = torch.ops.aten.mse_loss.default(F.linear(x, self.weight, self.bias), targets, 2)
+        return mse_loss * 0.001953125
 
 
 class Stage0(nn.Module):
@@ -80,9 +66,8 @@ class Stage0(nn.Module):
     def __init__(self, device: torch.device | str, constants: dict[str, torch.Tensor]) -> None:
         super().__init__()
         self.layers = nn.ModuleDict()
-        self.layers["0"] = LinearPair(LayerSpec(zero=0, data_axes=("data",)), device=device)
-        for i in range(1, 4):
-            self.layers[str(i)] = LinearPair2(LayerSpec(zero=0, data_axes=("data",)), device=device)
+        for i in range(4):
+            self.layers[str(i)] = LinearPair(LayerSpec(zero=0, data_axes=("data",)), device=device)
         self.out = Linear(LayerSpec(zero=0, data_axes=("data",)), device=device)
 
     def forward(self, *, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,58 @@
+"""Classes of layers: one for all layers of the same code, and torch's own modules where they compute what the layer computes."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import torch
+from exactness import subject
+from torch import Tensor, nn
+
+from autopar.capture import capture
+from autopar.emit import model_source
+from autopar.graph import Graph
+from autopar.search.manual import manual_plan
+from autopar.shard import plan_shardings
+from passes.stages import cut_stages
+
+
+def source(graph: Graph, **options: Any) -> str:
+    plan = manual_plan(graph, **options)
+    return model_source(cut_stages(graph, plan, plan_shardings(graph, plan)))
+
+
+def test_zero_stages_do_not_make_classes() -> None:
+    graph = subject("llama").graph
+    (_, first, *_) = manual_plan(graph, data=2, zero=3).layers
+    text = source(graph, data=2, zero=3, strategies={1: dataclasses.replace(first.strategy, zero=1)})
+    assert len(re.findall(r"class LlamaDecoderLayer\w*\(", text)) == 1
+    assert 'self.model_layers["0"] = LlamaDecoderLayer(LayerSpec(zero=1, data_axes=("data",)), device=device)' in text
+    assert "for i in range(1, 4):\n" in text and "for layer in self.model_layers.values():" in text
+
+
+class Reading(nn.Module):
+    """Weights that a module of torch does not say everything about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain, self.frozen, self.twice, self.read = (nn.Linear(8, 8) for _ in range(4))
+        self.norm = nn.LayerNorm(8)
+        self.frozen.weight.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.frozen(self.plain(x)))
+        return self.twice(self.twice(x)) + self.read(x) * self.read.weight.sum()
+
+
+def test_modules_of_torch_are_those_whose_parameters_one_op_reads() -> None:
+    graph = capture(Reading(), (torch.ones(4, 8), torch.ones(4, 8)), nn.functional.mse_loss)
+    text = source(graph, data=2)
+    assert "self.plain = nn.Linear(8, 8, **factory, dtype=torch.float32)" in text
+    assert "self.norm = nn.LayerNorm(8, eps=1e-05, **factory, dtype=torch.float32)" in text
+    for name in ("frozen", "twice", "read"):
+        assert f"self.{name} = nn.Linear(" not in text
+    assert "self.frozen.weight = nn.Parameter(" in text and "read_weight.sum()" in text
+    sharded = source(subject("llama").graph, tensor=2)
+    assert "nn.Linear(" not in sharded and "self.self_attn.o_proj.weight" in sharded
