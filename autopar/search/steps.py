@@ -46,9 +46,16 @@ def may_segment(instance: Instance) -> bool:
 
 def advance(state: State, node: Node) -> None:
     """Run the next step of a choice."""
-    schedule = node.instance.schedule
-    steps = BOTH_WAYS if schedule.copies > 1 else SEVERAL_STAGES if schedule.interleaved else ONE_STAGE
-    steps[node.done](state, node)
+    _steps_of(node.instance)[node.done](state, node)
+
+
+def _steps_of(instance: Instance) -> tuple[Step, ...]:
+    schedule = instance.schedule
+    if schedule.copies > 1:
+        return BOTH_WAYS
+    if schedule.interleaved:
+        return SEVERAL_STAGES
+    return ONE_STAGE if schedule.stages > 1 else NO_PIPELINE
 
 
 def _raise_bound(state: State, node: Node, bound_s: float) -> None:
@@ -101,7 +108,9 @@ def _coarse(state: State, node: Node) -> None:
     """A coarse bound first: most choices are far from the best."""
     bound = bottleneck_bound(node.instance, node.bound_s)
     if np.isfinite(bound) and state.best is None and state.left_s() < 0.5 * state.options.time_limit_s:
-        _construct(state, replace(node, bound_s=bound, done=ONE_STAGE.index(_construct)))  # find a plan first
+        _construct(
+            state, replace(node, bound_s=bound, done=_steps_of(node.instance).index(_construct))
+        )  # find a plan first
     else:
         _raise_bound(state, node, bound)
 
@@ -192,6 +201,9 @@ def _labels(state: State, node: Node) -> bool:
     state.closed_s = min(state.closed_s, value)
     return True
 
+
+NO_PIPELINE = (_coarse, _bounding(_whole), _construct, _columns, _close)
+"""There is nothing to cut, so that the columns are needed for the proof alone."""
 
 ONE_STAGE = (_coarse, _bounding(_whole), _columns, _construct, _close)
 SEVERAL_STAGES = (_bounding(first_bound), _columns, _construct, _close)
