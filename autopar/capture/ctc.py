@@ -104,7 +104,8 @@ class CtcLoss:
 
 
 def _is_table(table: Any, mask: Any) -> bool:
-    return isinstance(mask, Tensor) and table.dim() == 2 and table.shape == mask.shape
+    labels = table.dim() == 2 and not table.is_floating_point()
+    return labels and isinstance(mask, Tensor) and table.shape == mask.shape
 
 
 def _counts_rows(mask: Tensor, dim: Any = None, **options: Any) -> bool:

@@ -39,12 +39,12 @@ def guarded(model: nn.Module, twin: nn.Module) -> Iterator[None]:
         stack.enter_context(inference_as_no_grad())
         stack.enter_context(_no_draws())
         stack.enter_context(_casts_without_effect())
+        stack.enter_context(_Selecting())  # after the next mode, which follows labels that are selected for a loss
         meant = _Meant(model, twin)
         stack.enter_context(
             mock.patch.object(Tensor, "register_hook", lambda tensor, hook: meant.register(tensor, hook))
         )
         stack.enter_context(meant)
-        stack.enter_context(_Selecting())
         yield
 
 

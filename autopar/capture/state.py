@@ -211,12 +211,19 @@ def _short(value: Any) -> str:
     return text if len(text) <= 40 else text[:40] + "..."
 
 
+def _shape(node: fx.Node) -> str:
+    value = node.meta.get("val")
+    return str(tuple(value.shape)) if isinstance(value, Tensor) else ""
+
+
 def _text(program: Any) -> list[Any]:
     """The whole computation of an exported program: nodes of all its graphs, and the values of its constants."""
     lines: list[Any] = []
     for name, gm in program.graph_module.named_modules():
         if isinstance(gm, fx.GraphModule):
-            lines += [(name, n.name, n.op, str(n.target), str(n.args), str(n.kwargs)) for n in gm.graph.nodes]
+            lines += [
+                (name, n.name, n.op, str(n.target), str(n.args), str(n.kwargs), _shape(n)) for n in gm.graph.nodes
+            ]
     for name, value in program.constants.items():
         real = isinstance(value, Tensor) and type(value) is Tensor and not value.is_meta
         lines.append((name, value.tolist() if real and value.numel() < 4096 else type(value)))

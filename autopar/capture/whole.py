@@ -9,6 +9,7 @@ again. The shape of its result is found by running a copy of the model on the ba
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -17,13 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.capture.backward import KeptWholeError
+from autopar.capture.backward import OPAQUE_HINT, KeptWholeError
 from autopar.capture.functions import OTHERS
 from autopar.capture.opaque import Opaque, Shapes, call, described, register, shapes, without_values
 from autopar.capture.state import describe, equal, state
 from autopar.capture.storage import copied, identity
 from autopar.errors import CaptureError
 from autopar.program.opaque import tensors_in
+
+_PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(slots=True)
@@ -38,7 +41,32 @@ def keep(kept: dict[str, str], twin: nn.Module) -> None:
     """Replace each module of ``twin`` at a path in ``kept`` by the op whose name ``kept`` gives."""
     for path, name in kept.items():
         module = twin.get_submodule(path)
-        vars(module)["forward"] = functools.partial(call, name, module)
+        vars(module)["forward"] = functools.partial(_call, name, module, module.forward)
+
+
+def _call(name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    tensors = _tensors(forward, args, kwargs)
+    if tensors is None:
+        raise CaptureError(
+            f"{type(module).__name__}, which is kept whole, is called with other arguments than on the batch",
+            OPAQUE_HINT,
+        )
+    return call(name, module, *tensors)
+
+
+def _tensors(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
+    """The tensors of a call, whether by position or by keyword; ``None`` unless they are the first arguments, and all others have their
+    defaults."""
+    signature = inspect.signature(forward)
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    values, defaults = list(bound.args), [parameter.default for parameter in signature.parameters.values()]
+    count = next((k for k, value in enumerate(values) if not isinstance(value, Tensor)), len(values))
+    plain = all(
+        type(v) in _PLAIN and type(v) is type(d) and v == d
+        for v, d in zip(values[count:], defaults[count:], strict=False)
+    )
+    return values[:count] if count and plain and not bound.kwargs else None
 
 
 def find(
@@ -132,22 +160,23 @@ def _observed(model: nn.Module, paths: list[str], run: Callable[[nn.Module], obj
 
 
 def _observe(module: nn.Module, forward: Callable[..., Any], calls: _Calls, *args: Any, **kwargs: Any) -> Any:
-    tensors = [*module.parameters(), *module.buffers()]
-    before = [t._version for t in tensors], state(module), torch.get_rng_state()
+    held = [*module.parameters(), *module.buffers()]
+    before = [t._version for t in held], state(module), torch.get_rng_state()
     result = forward(*args, **kwargs)
-    after = [t._version for t in tensors], state(module), torch.get_rng_state()
-    calls.sound &= bool(args) and not kwargs and all(isinstance(arg, Tensor) for arg in args)
+    after = [t._version for t in held], state(module), torch.get_rng_state()
+    tensors = _tensors(forward, args, kwargs)
+    calls.sound &= tensors is not None
     calls.sound &= before[0] == after[0] and equal(before[1], after[1]) and torch.equal(before[2], after[2])
     if calls.sound:
         try:
             found = without_values(result, type(module).__name__)
-            calls.sound = described(calls.given.setdefault(shapes(args), found)) == described(found)
+            calls.sound = described(calls.given.setdefault(shapes(tensors or ()), found)) == described(found)
         except CaptureError:
             calls.sound = False
         calls.sound &= _reaches_all(module, result)
     for other in OTHERS if calls.sound else ():
         try:
-            again = forward(*(other(arg.detach()) for arg in args))
+            again = forward(*(other(tensor.detach()) for tensor in tensors or ()))
         except Exception:  # other values may not fit together; a program compares the shape while it runs
             continue
         calls.sound &= described(again) == described(result) and torch.equal(before[2], torch.get_rng_state())

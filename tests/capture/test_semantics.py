@@ -523,6 +523,23 @@ class Counting(Turned):
         return super().forward(x)
 
 
+class Scaled(Turned):
+    def forward(self, x: Tensor, scale: Tensor | None = None, power: int = 1, name: str = "") -> Tensor:  # type: ignore[override]
+        y = super().forward(x) ** power
+        return y if scale is None else y * scale
+
+
+class ByName(nn.Module):
+    """Calls a module with arguments by name, among them defaults."""
+
+    def __init__(self, scaled: bool, **more: Any) -> None:
+        super().__init__()
+        self.part, self.scaled, self.more = Scaled(), scaled, more
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(x=x, scale=x.exp() if self.scaled else None, **self.more)
+
+
 class Drawing(Turned):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * torch.rand_like(x)
@@ -542,6 +559,8 @@ WHOLE: dict[str, tuple[list[Callable[[], nn.Module]], str, int]] = {
     "chosen rows": ([Chosen], "1 (Chosen) kept whole", 1),
     "control flow": ([Turned, nn.Tanh, Turned], "1 (Turned) and 1 more kept whole", 1),
     "control flow, other numbers": ([Turned, lambda: Turned(3.0), Turned], "1 (Turned) and 2 more kept whole", 2),
+    "by name": ([lambda: ByName(True, power=1), lambda: ByName(False)], "1.part (Scaled) and 1 more kept whole", 1),
+    "another number": ([lambda: ByName(True, power=2)], "1 (ByName) kept whole", 1),
     "reversal": ([Reversing], "Reversed kept whole", 1),
     "straight through": ([Rounding, Reversing], "Rounded kept whole", 2),
     "vmap": ([Each], "1 (Each) kept whole", 1),
