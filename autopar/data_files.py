@@ -14,7 +14,7 @@ MOST_LEVELS = 100
 """Levels of objects and lists inside of each other."""
 
 
-class DataError(ValueError):
+class MalformedFileError(ValueError):
     """A file that holds something else than what is read from it; the message is the end of a sentence about it."""
 
 
@@ -28,7 +28,7 @@ def read_json(path: str | Path, most_bytes: int = MOST_BYTES) -> Any:
     with Path(path).open("rb") as file:
         content = file.read(most_bytes + 1)  # a device or a pipe has no size
     if len(content) > most_bytes:
-        raise DataError(f"it has more than {most_bytes:,} bytes")
+        raise MalformedFileError(f"it has more than {most_bytes:,} bytes")
     return parse_json(content)
 
 
@@ -45,19 +45,19 @@ def parse_json(content: bytes | str) -> Any:
         if "\\ud" in text or "\\uD" in text or isinstance(content, str):  # the only way to write half of a pair
             json.dumps(found, ensure_ascii=False).encode("utf-8")
     except RecursionError as error:
-        raise DataError(f"it is nested deeper than {MOST_LEVELS} levels") from error
+        raise MalformedFileError(f"it is nested deeper than {MOST_LEVELS} levels") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"byte {error.start} is not UTF-8") from error
+        raise MalformedFileError(f"byte {error.start} is not UTF-8") from error
     except UnicodeEncodeError as error:
-        raise DataError("it has half of a surrogate pair, which is no character") from error
+        raise MalformedFileError("it has half of a surrogate pair, which is no character") from error
     except json.JSONDecodeError as error:
-        raise DataError(f"line {error.lineno} is not JSON: {error.msg}") from error
-    except DataError:
+        raise MalformedFileError(f"line {error.lineno} is not JSON: {error.msg}") from error
+    except MalformedFileError:
         raise
     except ValueError as error:  # an integer of more digits than Python converts
-        raise DataError("it has a whole number of thousands of digits") from error
+        raise MalformedFileError("it has a whole number of thousands of digits") from error
     if isinstance(found, dict | list) and _deeper(found, MOST_LEVELS):
-        raise DataError(f"it is nested deeper than {MOST_LEVELS} levels")
+        raise MalformedFileError(f"it is nested deeper than {MOST_LEVELS} levels")
     return found
 
 
@@ -79,18 +79,18 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise DataError(f"one of its objects has the key {shown(twice)} twice")
+        raise MalformedFileError(f"one of its objects has the key {shown(twice)} twice")
     return found
 
 
 def _refuse(text: str) -> float:
-    raise DataError(f"{text} is not a number")
+    raise MalformedFileError(f"{text} is not a number")
 
 
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise DataError(f"{text[:20]} is larger than any number")
+        raise MalformedFileError(f"{text[:20]} is larger than any number")
     return value
 
 

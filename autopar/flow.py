@@ -8,7 +8,7 @@ from torch import fx
 
 from autopar.graph import LayerClass
 from autopar.ops.cost import tensors
-from autopar.ops.facts import Kind, facts
+from autopar.ops.facts import OpKind, facts
 from autopar.ops.meta import meta
 
 
@@ -48,4 +48,4 @@ def gradient_flow(cls: LayerClass) -> dict[str, bool]:
 def carries_gradient(call: fx.Node, known: Callable[[fx.Node], bool]) -> bool:
     """Whether a gradient flows through a call; ``known`` answers this for its operands."""
     floating = any(t.is_floating_point() or t.is_complex() for t in tensors(meta(call).get("val")))
-    return floating and facts(call).kind is not Kind.DETACH and any(map(known, call.all_input_nodes))
+    return floating and facts(call).kind is not OpKind.DETACH and any(map(known, call.all_input_nodes))

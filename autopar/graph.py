@@ -168,7 +168,7 @@ class LayerClass:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class GraphLayer:
     """One use of a layer class: the names (in ``Graph``) of the values at its borders, in the class's order."""
 
     name: str
@@ -213,7 +213,7 @@ class Graph:
     constants: dict[str, torch.Tensor]
     scalars: tuple[Value, ...]
     prelude: fx.GraphModule | None
-    layers: tuple[Layer, ...]
+    layers: tuple[GraphLayer, ...]
     classes: dict[str, LayerClass]
     values: dict[str, Value]
     loss: str
@@ -260,7 +260,7 @@ class Graph:
                 broken.add(this.cls)
         return longest | dict.fromkeys(broken, 1)
 
-    def _hands_on(self, before: Layer, this: Layer, readers: Counter[str]) -> bool:
+    def _hands_on(self, before: GraphLayer, this: GraphLayer, readers: Counter[str]) -> bool:
         alone = len(before.outputs) == 1 and readers[before.outputs[0]] == 1 and this.activations == before.outputs
         alike = (this.inputs, this.constants, this.scalars) == (before.inputs, before.constants, before.scalars)
         own = not any(name in self.shared_parameters for name in (*before.parameters, *this.parameters))

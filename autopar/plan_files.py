@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autopar.data_files import DataError, read_json
+from autopar.data_files import MalformedFileError, read_json
 from autopar.errors import UsageError
 from autopar.plan import Plan
 from autopar.plan_schema import check_plan
@@ -28,7 +28,7 @@ def read_plan(path: str | Path) -> Plan:
         check_plan(data)
     except OSError as error:
         raise UsageError(f"the plan {path} cannot be read: {error.strerror}", _WRITTEN_BY) from error
-    except DataError as error:
+    except MalformedFileError as error:
         raise UsageError(f"{path} holds no plan ({error})", _WRITTEN_BY) from error
     return Plan.from_json(data)
 

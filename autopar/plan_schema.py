@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
 
-from autopar.data_files import DataError, shown
+from autopar.data_files import MalformedFileError, shown
 from autopar.errors import UsageError
 from autopar.pins import PINS, read_pins
 from autopar.plan import ALLOWED, DEGREES, SEQUENCES, Memory, Prediction, Role
@@ -32,15 +32,15 @@ _BYTES = 2**60
 _TAKEN = frozenset({"pipeline", "mirror", "microbatch"})  # axes that a program has itself
 
 
-class Kind(Protocol):
+class FieldKind(Protocol):
     """What a field holds."""
 
     def check(self, where: str, value: Any) -> None:
-        """Raise ``DataError`` if ``value``, which is at ``where`` in the file, is something else."""
+        """Raise ``MalformedFileError`` if ``value``, which is at ``where`` in the file, is something else."""
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class TextField:
     """Printable characters on one line; ``pattern`` matches all of it, and ``form`` says in words what it matches."""
 
     most: int = 1000
@@ -49,11 +49,11 @@ class Text:
 
     def check(self, where: str, value: Any) -> None:
         if not isinstance(value, str):
-            raise DataError(f"{where} is {shown(value)}, not text")
+            raise MalformedFileError(f"{where} is {shown(value)}, not text")
         if len(value) > self.most:
-            raise DataError(f"{where} has {len(value):,} characters, and may have {self.most:,}")
+            raise MalformedFileError(f"{where} has {len(value):,} characters, and may have {self.most:,}")
         if not value.isprintable() or (self.pattern and re.fullmatch(self.pattern, value, re.ASCII) is None):
-            raise DataError(f"{where} is {shown(value)}, not {self.form}")
+            raise MalformedFileError(f"{where} is {shown(value)}, not {self.form}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Whole:
 
     def check(self, where: str, value: Any) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or not self.least <= value <= self.most:
-            raise DataError(f"{where} is {shown(value)}, not a whole number from {self.least} to {self.most}")
+            raise MalformedFileError(f"{where} is {shown(value)}, not a whole number from {self.least} to {self.most}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +72,16 @@ class Number:
 
     def check(self, where: str, value: Any) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise DataError(f"{where} is {shown(value)}, not a number")
+            raise MalformedFileError(f"{where} is {shown(value)}, not a number")
         if not 0 <= value <= self.most:  # NaN is neither
-            raise DataError(f"{where} is {shown(value)}, not from 0 to {self.most:g}")
+            raise MalformedFileError(f"{where} is {shown(value)}, not from 0 to {self.most:g}")
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
     def check(self, where: str, value: Any) -> None:
         if not isinstance(value, bool):
-            raise DataError(f"{where} is {shown(value)}, not true or false")
+            raise MalformedFileError(f"{where} is {shown(value)}, not true or false")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Word:
 
     def check(self, where: str, value: Any) -> None:
         if not isinstance(value, str) or value not in self.names:
-            raise DataError(f"{where} is {shown(value)}, not one of {', '.join(self.names)}")
+            raise MalformedFileError(f"{where} is {shown(value)}, not one of {', '.join(self.names)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Known:
 
     def check(self, where: str, value: Any) -> None:
         if not self.technique.known(value):
-            raise DataError(f"{where} is {shown(value)}, not one of {', '.join(self.technique.names)}")
+            raise MalformedFileError(f"{where} is {shown(value)}, not one of {', '.join(self.technique.names)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +113,15 @@ class Pinned:
     def check(self, where: str, value: Any) -> None:
         pin = PINS[self.name]
         if not isinstance(value, int | str):
-            raise DataError(f"{where} is {shown(value)}, not {pin.choices}")
+            raise MalformedFileError(f"{where} is {shown(value)}, not {pin.choices}")
         if isinstance(value, str):
-            Text().check(where, value)
+            TextField().check(where, value)
         elif not -_BYTES < value < _BYTES:
-            raise DataError(f"{where} is {shown(value)}, not {pin.choices}")
+            raise MalformedFileError(f"{where} is {shown(value)}, not {pin.choices}")
         try:
             pin.checked(where, value)
         except UsageError as error:
-            raise DataError(error.message) from error
+            raise MalformedFileError(error.message) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class PinValue:
 
     def check(self, where: str, value: Any) -> None:
         if isinstance(value, str):
-            Text().check(where, value)
+            TextField().check(where, value)
         elif not isinstance(value, bool):
             Whole(0, _BYTES).check(where, value)
 
@@ -147,15 +147,15 @@ class Unread:
 class Items:
     """A list of ``least`` to ``most`` values of one kind."""
 
-    kind: Kind
+    kind: FieldKind
     least: int
     most: int
 
     def check(self, where: str, value: Any) -> None:
         if not isinstance(value, list):
-            raise DataError(f"{where} is {shown(value)}, not a list")
+            raise MalformedFileError(f"{where} is {shown(value)}, not a list")
         if not self.least <= len(value) <= self.most:
-            raise DataError(f"{where} has {len(value):,} items, and a plan has {self.least} to {self.most:,}")
+            raise MalformedFileError(f"{where} has {len(value):,} items, and a plan has {self.least} to {self.most:,}")
         for i, item in enumerate(value):
             self.kind.check(f"{where}[{i}]", item)
 
@@ -164,28 +164,28 @@ class Items:
 class Fields:
     """An object with these fields and no others; those in ``optional`` may be left out."""
 
-    kinds: Mapping[str, Kind]
+    kinds: Mapping[str, FieldKind]
     optional: frozenset[str] = frozenset()
 
     def check(self, where: str, value: Any) -> None:
         name = where or "it"
         if not isinstance(value, dict):
-            raise DataError(f"{name} is {shown(value)}, not an object" if where else "it is no JSON object")
+            raise MalformedFileError(f"{name} is {shown(value)}, not an object" if where else "it is no JSON object")
         for key in value:
             if key not in self.kinds:
-                raise DataError(f"{name} has {shown(key)}, which is no field of a plan")
+                raise MalformedFileError(f"{name} has {shown(key)}, which is no field of a plan")
         for key, kind in self.kinds.items():
             if key in value:
                 kind.check(f"{where}.{key}" if where else key, value[key])
             elif key not in self.optional:
-                raise DataError(f"{name} has no {key!r}")
+                raise MalformedFileError(f"{name} has no {key!r}")
 
 
 _SECONDS = Number(1e12)
 _SIZE = Whole(0, _BYTES)
 _COUNT = Whole(1, MOST_DEVICES)
-_AXIS_NAME = Text(64, r"[A-Za-z][A-Za-z0-9_+]*", "a letter, then letters, digits, _ or +")
-_MODULE_NAME = Text(200, r"[^\W\d]\w*(\.[^\W\d]\w*)*", "the dotted name of a Python module")
+_AXIS_NAME = TextField(64, r"[A-Za-z][A-Za-z0-9_+]*", "a letter, then letters, digits, _ or +")
+_MODULE_NAME = TextField(200, r"[^\W\d]\w*(\.[^\W\d]\w*)*", "the dotted name of a Python module")
 _AXIS = Fields({"name": _AXIS_NAME, "size": _COUNT, "stride": _COUNT})
 
 _STAGE = Fields(
@@ -206,7 +206,7 @@ _STAGE = Fields(
 _DEGREES = ("data", "tensor", "expert", "sequence")
 
 
-def _former(form: Any) -> Kind:
+def _former(form: Any) -> FieldKind:
     """The kind of a field of before (``Technique.former_fields``)."""
     if isinstance(form, dict):
         return Fields({name: _former(inner) for name, inner in form.items()})
@@ -218,8 +218,8 @@ _FORMER = {name: _former(form) for technique in LAYER for name, form in techniqu
 
 _LAYER = Fields(
     {
-        "name": Text(),
-        "class": Text(),
+        "name": TextField(),
+        "class": TextField(),
         **dict.fromkeys(_DEGREES, _COUNT),
         "zero": Whole(0, 3),
         "replicate": _COUNT,
@@ -230,18 +230,18 @@ _LAYER = Fields(
     frozenset((*_DEGREES, "replicate", *(technique.name for technique in LAYER), *_FORMER)),
 )
 
-_PIN = Fields({"pin": Text(), "value": PinValue(), "step_time_without_s": _SECONDS, "bound_without_s": _SECONDS})
+_PIN = Fields({"pin": TextField(), "value": PinValue(), "step_time_without_s": _SECONDS, "bound_without_s": _SECONDS})
 
-_REQUEST_KINDS: dict[str, Kind] = {
-    "model": Text(4096),
-    "devices": Text(4096),
+_REQUEST_KINDS: dict[str, FieldKind] = {
+    "model": TextField(4096),
+    "devices": TextField(4096),
     "seq": Whole(1, MOST_ROWS),
     "global_batch": Whole(1, MOST_ROWS),
-    "precision": Text(40),
-    "memory_limit": Text(40),
+    "precision": TextField(40),
+    "memory_limit": TextField(40),
     "time_limit": Number(86_400.0),
     **{name: Pinned(name) for name in PINS},
-    "pins": Items(Text(), 0, MOST_LAYERS),
+    "pins": Items(TextField(), 0, MOST_LAYERS),
     "allow": Items(Word(tuple(name.replace("_", "-") for name in ALLOWED)), 0, len(ALLOWED)),
     "local_batch_norm": Flag(),
 }
@@ -250,8 +250,8 @@ _REQUEST = Fields(_REQUEST_KINDS, frozenset(_REQUEST_KINDS))
 _PLAN = Fields(
     {
         "feasible": Flag(),
-        "model": Text(),
-        "devices": Text(4096),
+        "model": TextField(),
+        "devices": TextField(4096),
         **{field.name: _SECONDS for field in dataclasses.fields(Prediction)},
         "bound_s": _SECONDS,
         "gap": Number(1.0),
@@ -266,12 +266,12 @@ _PLAN = Fields(
         "mesh": Items(_AXIS, 1, _MOST_AXES),
         "stages": Items(_STAGE, 1, MOST_LAYERS),
         "layers": Items(_LAYER, 1, MOST_LAYERS),
-        "solver": Text(),
-        "notes": Items(Text(20_000), 0, 1000),
+        "solver": TextField(),
+        "notes": Items(TextField(20_000), 0, 1000),
         "imports": Items(_MODULE_NAME, 0, 1000),
         "pins": Items(_PIN, 0, MOST_LAYERS),
         "allow": Items(Word(tuple(ALLOWED)), 0, len(ALLOWED)),
-        "nvme_path": Text(4096),
+        "nvme_path": TextField(4096),
         "gpus_per_node": Whole(0, MOST_DEVICES),
         "wall_time_s": _SECONDS,
         "planning_memory_bytes": _SIZE,
@@ -285,9 +285,9 @@ _PLAN = Fields(
 
 
 def check_plan(data: Any) -> None:
-    """Raise ``DataError`` if ``data`` is no plan: a field is missing, unknown or of another kind, or fields contradict each other."""
+    """Raise ``MalformedFileError`` if ``data`` is no plan: a field is missing, unknown, of another kind, or contradicts others."""
     if isinstance(data, dict) and data.get("feasible") is False:
-        raise DataError("it says that nothing fits")
+        raise MalformedFileError("it says that nothing fits")
     _PLAN.check("", data)
     _check_mesh(data["mesh"])
     _check_schedule(data)
@@ -299,15 +299,15 @@ def check_plan(data: Any) -> None:
         most = technique.way(value).most_zero
         sharded = next((layer for layer in data["layers"] if layer["zero"] > most), None)
         if sharded is not None:
-            raise DataError(
+            raise MalformedFileError(
                 f"{technique.name} is {value}, and layer {shown(sharded['name'])} has ZeRO {sharded['zero']}"
             )
         if (found := conflict(technique, value, {"schedule": data["schedule"]})) is not None:
-            raise DataError(f"{technique.name} is {value}, and {found.other} is {data[found.other]}")
+            raise MalformedFileError(f"{technique.name} is {value}, and {found.other} is {data[found.other]}")
     try:
         read_pins(data.get("request", {}).get("pins", ()))
     except UsageError as error:
-        raise DataError(f"request.pins: {error.message}") from error
+        raise MalformedFileError(f"request.pins: {error.message}") from error
 
 
 def _product(mesh: Sequence[Mapping[str, Any]]) -> int:
@@ -320,12 +320,12 @@ def _check_mesh(mesh: Sequence[Mapping[str, Any]]) -> None:
     for name in names:
         if name in _TAKEN or names.count(name) > 1:
             why = "which every program has itself" if name in _TAKEN else "twice"
-            raise DataError(f"mesh has the axis {name!r}, {why}")
+            raise MalformedFileError(f"mesh has the axis {name!r}, {why}")
     if (devices := _product(mesh)) > MOST_DEVICES:
-        raise DataError(f"mesh has {devices:,} devices, and a plan has at most {MOST_DEVICES:,}")
+        raise MalformedFileError(f"mesh has {devices:,} devices, and a plan has at most {MOST_DEVICES:,}")
     for i, axis in enumerate(mesh):
         if axis["stride"] != (inner := _product(mesh[i + 1 :])):
-            raise DataError(
+            raise MalformedFileError(
                 f"the axis {axis['name']!r} has stride {axis['stride']}, and the axes inside of it {inner} devices"
             )
 
@@ -339,23 +339,25 @@ def _check_schedule(data: Mapping[str, Any]) -> None:
     stages, microbatches, rows = len(data["stages"]), data["microbatches"], data["global_batch"]
     schedule = _schedule(data)
     if schedule.stages != stages:
-        raise DataError(f"{stages} stages do not make {schedule.chunks} on each device")
+        raise MalformedFileError(f"{stages} stages do not make {schedule.chunks} on each device")
     if (given := data.get("pipeline", schedule.pipeline)) != schedule.pipeline:
-        raise DataError(f"pipeline is {given}, and there are {stages} stages, {schedule.chunks} on each device")
+        raise MalformedFileError(
+            f"pipeline is {given}, and there are {stages} stages, {schedule.chunks} on each device"
+        )
     if (devices := schedule.pipeline * _product(data["mesh"])) > MOST_DEVICES:
-        raise DataError(
+        raise MalformedFileError(
             f"{stages} stages of {_product(data['mesh']):,} devices are {devices:,}, more than {MOST_DEVICES:,}"
         )
     if rows % microbatches:
-        raise DataError(f"a global batch of {rows} does not divide into {microbatches} microbatches")
+        raise MalformedFileError(f"a global batch of {rows} does not divide into {microbatches} microbatches")
     if stages * microbatches > MOST_ACTIONS:
-        raise DataError(
+        raise MalformedFileError(
             f"{microbatches:,} microbatches of {stages} stages are more than {MOST_ACTIONS:,} forwards in a step"
         )
     if (why := refusal(schedule)) is not None:
-        raise DataError(why[0])
+        raise MalformedFileError(why[0])
     if schedule.name == NO_PIPELINE and schedule.pipeline > 1:
-        raise DataError(f"schedule is {schedule.name}, and the pipeline has {schedule.pipeline} devices")
+        raise MalformedFileError(f"schedule is {schedule.name}, and the pipeline has {schedule.pipeline} devices")
 
 
 def _check_stages(data: Mapping[str, Any]) -> None:
@@ -366,36 +368,38 @@ def _check_stages(data: Mapping[str, Any]) -> None:
         zip(stages, pairwise(bounds), _schedule(data).device, strict=True)
     ):
         if stage["layers"][0] != start or stop <= start:
-            raise DataError(
+            raise MalformedFileError(
                 f"stages[{i}] has the layers {stage['layers']}, and the stages before it end with layer {start}"
             )
         if stage["devices"] != [device * size, size]:
-            raise DataError(f"stages[{i}] has the devices {stage['devices']}, not {[device * size, size]}")
+            raise MalformedFileError(f"stages[{i}] has the devices {stage['devices']}, not {[device * size, size]}")
         parts = sum(stage["memory_by_part_bytes"].values())
         if stage.get("memory_bytes", parts) != parts:
-            raise DataError(f"stages[{i}] has memory_bytes {stage['memory_bytes']}, and its parts add up to {parts}")
+            raise MalformedFileError(
+                f"stages[{i}] has memory_bytes {stage['memory_bytes']}, and its parts add up to {parts}"
+            )
     if bounds[-1] != layers:
-        raise DataError(f"the stages have {bounds[-1]} layers, and there are {layers}")
+        raise MalformedFileError(f"the stages have {bounds[-1]} layers, and there are {layers}")
 
 
 def _check_layer(where: str, layer: Mapping[str, Any], mesh: Sequence[Mapping[str, Any]]) -> None:
     """One role for each axis, the degrees that follow from them, and a strategy that a layer can have."""
     roles = [Role(value) for value in layer["roles"]]
     if len(roles) != len(mesh):
-        raise DataError(f"{where} has {len(roles)} roles, and the mesh has {len(mesh)} axes")
+        raise MalformedFileError(f"{where} has {len(roles)} roles, and the mesh has {len(mesh)} axes")
     used = {**DEGREES, "sequence": SEQUENCES}
     for name in _DEGREES:
         degree = math.prod(axis["size"] for axis, role in zip(mesh, roles, strict=True) if role in used[name])
         if layer.get(name, degree) != degree:
-            raise DataError(f"{where}.{name} is {layer[name]}, and the roles of its axes make {degree}")
+            raise MalformedFileError(f"{where}.{name} is {layer[name]}, and the roles of its axes make {degree}")
     for technique in LAYER:
         before = [name for name in technique.former_fields if name in layer]
         if technique.name in layer and before:
-            raise DataError(
+            raise MalformedFileError(
                 f"{where} has both {technique.name!r} and {before[0]!r}, an older field of the same decision"
             )
         if what := technique.unreadable(layer):
-            raise DataError(f"{where} has {what}")
+            raise MalformedFileError(f"{where} has {what}")
     zero, replicate = layer["zero"], layer.get("replicate", 1)
     options = {technique.name: technique.read(layer) for technique in LAYER}
     copies = [axis["size"] for axis, role in zip(mesh, roles, strict=True) if role.replicates_parameters]
@@ -411,4 +415,4 @@ def _check_layer(where: str, layer: Mapping[str, Any], mesh: Sequence[Mapping[st
         wrong[f"{technique.name} {value} and {found and f'{found.other} {options[found.other]}'}"] = found is not None
     for what, is_so in wrong.items():
         if is_so:
-            raise DataError(f"{where} has {what}")
+            raise MalformedFileError(f"{where} has {what}")

@@ -23,7 +23,16 @@ from autopar.price import Pricer as LayerPricer
 from autopar.progress import Progress, report
 from autopar.run import ranks
 from autopar.schedules import INTERLEAVED
-from autopar.search import Pricer, SearchOptions, Shared, filled_plan, price_pins, search, search_again, search_also
+from autopar.search import (
+    PriceSource,
+    SearchOptions,
+    Shared,
+    filled_plan,
+    price_pins,
+    search,
+    search_again,
+    search_also,
+)
 from autopar.search.concessions import Concession, best_plan, concessions
 from autopar.search.notes import odd_experts, whole_layers
 from autopar.search.problem import LONG_SEQUENCE
@@ -172,7 +181,7 @@ def find_plan(
     cluster: Cluster,
     options: SearchOptions,
     *,
-    pricer: Pricer | None = None,
+    pricer: PriceSource | None = None,
     progress: Progress | None = None,
     may_be_idle: bool = False,
 ) -> Plan:
@@ -239,7 +248,7 @@ def _eager_layers(graph: Graph, plan: Plan) -> tuple[str, ...]:
 
 
 def _on_the_best_devices(
-    graph: Graph, cluster: Cluster, options: SearchOptions, pricer: Pricer, shared: Shared, may_be_idle: bool
+    graph: Graph, cluster: Cluster, options: SearchOptions, pricer: PriceSource, shared: Shared, may_be_idle: bool
 ) -> tuple[Plan, Cluster]:
     """The fastest plan on the cluster, or on a part of it, and the devices that it uses."""
     deadline = time.monotonic() + options.time_limit_s

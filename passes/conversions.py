@@ -17,7 +17,7 @@ from autopar.types import I, R, SpmdType, conversion
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ConversionStep:
     """One conversion on the axes ``axes`` (indices in the mesh, outermost first) flattened."""
 
     axes: tuple[int, ...]
@@ -25,7 +25,9 @@ class Step:
     target: SpmdType
 
 
-def effective_steps(source: tuple[SpmdType, ...], target: tuple[SpmdType, ...], gradient: bool) -> tuple[Step, ...]:
+def effective_steps(
+    source: tuple[SpmdType, ...], target: tuple[SpmdType, ...], gradient: bool
+) -> tuple[ConversionStep, ...]:
     """``conversion_steps`` without those that have no effect on a value without gradient: I and R differ in the gradient alone."""
     steps = conversion_steps(source, target)
     return tuple(step for step in steps if gradient or {step.source, step.target} != {I, R})
@@ -40,20 +42,20 @@ class _Unit:
     target: SpmdType
 
 
-def conversion_steps(source: tuple[SpmdType, ...], target: tuple[SpmdType, ...]) -> tuple[Step, ...]:
+def conversion_steps(source: tuple[SpmdType, ...], target: tuple[SpmdType, ...]) -> tuple[ConversionStep, ...]:
     """The conversions, in order, from ``source[axis]`` to ``target[axis]`` on every axis (outer to inner)."""
     assert len(source) == len(target), (source, target)
     units = _units(source, target)
-    steps: list[Step] = []
+    steps: list[ConversionStep] = []
 
     def apply(unit: _Unit, to: SpmdType) -> None:
         assert conversion(unit.current, to) is not None, (source, target, unit)
         last = steps[-1] if steps else None
         if last is not None and (last.source, last.target) == (unit.current, to):
             # Consecutive steps that stop sharding a dim start at its innermost axis; those that start sharding it end there.
-            steps[-1] = Step(tuple(sorted((*last.axes, *unit.axes))), unit.current, to)
+            steps[-1] = ConversionStep(tuple(sorted((*last.axes, *unit.axes))), unit.current, to)
         else:
-            steps.append(Step(unit.axes, unit.current, to))
+            steps.append(ConversionStep(unit.axes, unit.current, to))
         unit.current = to
 
     while pending := [i for i, unit in enumerate(units) if unit.current != unit.target]:

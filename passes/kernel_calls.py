@@ -2,7 +2,7 @@
 
 There are two cases. A rule's letter names a kernel (``BY_KERNEL``, keyed by that name), or the op always runs as a kernel
 (``BY_OP``, keyed by the op's name), because it draws random numbers or sums over shards. Each entry is a function
-of a ``Request`` and returns the call, or ``None`` if the op stays unchanged.
+of a ``KernelRequest`` and returns the call, or ``None`` if the op stays unchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from passes.collectives import MICROBATCH
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class KernelRequest:
     """The node, the axes on which its rule names a kernel (outermost first; ``kernels`` are the kernels' names), the axes on which its
     result is a term of a sum, and the axes that shard its first operand."""
 
@@ -63,7 +63,7 @@ def kernel_call(node: fx.Node, sharding: Sharding) -> KernelCall | None:
         return None
     first = operands(node)[:1]
     return entry(
-        Request(
+        KernelRequest(
             node,
             tuple(named),
             tuple(named.values()),
@@ -97,40 +97,40 @@ def _custom(node: fx.Node, sharding: Sharding) -> KernelCall | None:
     return custom.call, (node.target, node.args, node.kwargs, partition(node, sharding), partial), {}
 
 
-def _vocabulary_loss(request: Request) -> KernelCall:
+def _vocabulary_loss(request: KernelRequest) -> KernelCall:
     given = _loss_arguments(request)
     logits, labels = given.pop("logits"), given.pop("labels")
     return kernels_vocab.vocab_parallel_cross_entropy_sum, (logits, labels, _one_or_all(request.axes)), given
 
 
-def _loss_in_slices(request: Request) -> KernelCall:
+def _loss_in_slices(request: KernelRequest) -> KernelCall:
     own: dict[str, Any] = {"partial_axes": request.partial} | (
         {"axis": _one_or_all(request.axes)} if request.axes else {}
     )
     return kernels_logits.loss_in_slices, request.node.args, {**request.node.kwargs, **own}
 
 
-def _masked_embedding(request: Request) -> KernelCall:
+def _masked_embedding(request: KernelRequest) -> KernelCall:
     args = request.node.args
     padding = {"padding_idx": args[2]} if len(args) > 2 and args[2] != -1 else {}
     return kernels_vocab.masked_embedding, (args[1], args[0]), {"axis": _one_or_all(request.axes), **padding}
 
 
-def _dropout(request: Request) -> KernelCall:
+def _dropout(request: KernelRequest) -> KernelCall:
     return kernels.dropout, request.node.args[:2], {"seed": request.sharding}
 
 
-def _numbers(request: Request) -> KernelCall:
+def _numbers(request: KernelRequest) -> KernelCall:
     target: Any = request.node.target
     return target, request.node.args, {"seed": request.sharding}
 
 
-def _recurrent(request: Request) -> KernelCall:
+def _recurrent(request: KernelRequest) -> KernelCall:
     seed = {"seed": request.sharding} if arguments(request.node)["dropout"] else {}
     return kernels_rnn.recurrent, request.node.args, {**request.node.kwargs, **seed}
 
 
-def _attention(request: Request) -> KernelCall | None:
+def _attention(request: KernelRequest) -> KernelCall | None:
     given = arguments(request.node)
     if not given["dropout_p"]:
         return None
@@ -138,7 +138,7 @@ def _attention(request: Request) -> KernelCall | None:
     return kernels.attention, tensors, {**given, "seed": request.sharding}
 
 
-def _ring_attention(request: Request) -> KernelCall:
+def _ring_attention(request: KernelRequest) -> KernelCall:
     given = arguments(request.node)
     tensors = tuple(given.pop(key) for key in ("query", "key", "value"))
     kept = {key: value for key, value in given.items() if value not in (None, False, 0.0)}
@@ -146,12 +146,12 @@ def _ring_attention(request: Request) -> KernelCall:
     return kernels_ring.ring_attention, (*tensors, _one_or_all(request.axes)), {**kept, **seed}
 
 
-def _sum_of_losses(request: Request) -> KernelCall:
+def _sum_of_losses(request: KernelRequest) -> KernelCall:
     given = _loss_arguments(request)
     return kernels.cross_entropy_sum, (given.pop("logits"), given.pop("labels")), given
 
 
-def _linear(request: Request) -> KernelCall | None:
+def _linear(request: KernelRequest) -> KernelCall | None:
     """A kernel for sharded operands with dims of size one, whose strides the type checker misreads; with a bias the checker reads no
     strides."""
     given, sizes = arguments(request.node), shape_of(operands(request.node)[0])
@@ -161,17 +161,17 @@ def _linear(request: Request) -> KernelCall | None:
     return kernels.linear_beside_ones, (given["input"], given["weight"], ones), {}
 
 
-def _loss_arguments(request: Request) -> dict[str, Any]:
+def _loss_arguments(request: KernelRequest) -> dict[str, Any]:
     given = {**arguments(request.node), "partial_axes": request.partial}
     return {name: value for name, value in given.items() if name not in ("weight", "vocabulary") or value is not None}
 
 
-def _statistics(request: Request) -> KernelCall:
+def _statistics(request: KernelRequest) -> KernelCall:
     axes = {"axis": _one_or_all(request.axes)} if request.axes else {}
     return request.node.target, request.node.args[:1], axes  # type: ignore[return-value]
 
 
-def _experts(request: Request) -> KernelCall:
+def _experts(request: KernelRequest) -> KernelCall:
     """The axes that distribute the experts, and among them those whose ranks have different tokens, which travel to their experts'
     devices."""
     axes = {
@@ -187,7 +187,7 @@ def _one_or_all(axes: tuple[str, ...]) -> str | tuple[str, ...]:
     return axes[0] if len(axes) == 1 else axes
 
 
-Entry = Callable[[Request], KernelCall | None]
+Entry = Callable[[KernelRequest], KernelCall | None]
 
 BY_KERNEL: dict[str, Entry] = {
     "batch_statistics": _statistics,

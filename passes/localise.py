@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from autopar.ops import cost
-from autopar.ops.facts import Kind, facts
+from autopar.ops.facts import OpKind, facts
 from autopar.ops.meta import meta
 from autopar.ops.operands import arguments, first_tensor, operands, shape_of
 from autopar.program import kernels
@@ -44,13 +44,13 @@ def localised(
     shards = partition is not None and any(partition)
     target: Any = node.target
     args, kwargs = node.args, dict(node.kwargs)
-    if kind is Kind.RESHAPE:
+    if kind is OpKind.RESHAPE:
         if shards and _beyond_checker(operand_shapes[0], result_shape, name):
             return kernels.reshape, (args[0], list(result_shape), partition), {}, None
         if name == "aten.flatten":
             return target, args, kwargs, None
         return with_sizes(name), (args[0], list(result_shape)), {}, None
-    if kind is Kind.EXPANSION:
+    if kind is OpKind.EXPANSION:
         if shards and (
             len(operand_shapes[0]) < len(result_shape) or _grows_where_sharded(operand_shapes[0], partition)
         ):
@@ -58,7 +58,7 @@ def localised(
         return torch.ops.aten.expand.default, (args[0], list(result_shape)), {}, None
     if name == "aten.mean":
         return _mean(node, operand_shapes)
-    if kind is Kind.LOSS and arguments(node)["reduction"] == 1 and _is_sharded(node, operand_shapes):
+    if kind is OpKind.LOSS and arguments(node)["reduction"] == 1 and _is_sharded(node, operand_shapes):
         given = arguments(node) | {"reduction": 2}
         split = list(given).index("reduction") + 1  # some of the arguments that follow are keyword-only
         rest = dict(list(given.items())[split:])
@@ -77,7 +77,7 @@ def localised(
         if given["enable_gqa"] or one_head or not isinstance(given["attn_mask"], fx.Node):
             return kernels.attention, args, kwargs, None
     if (
-        kind is Kind.CONVOLUTION
+        kind is OpKind.CONVOLUTION
         and partition is not None
         and arguments(node)["groups"] == 1
         and tuple(operand_shapes[1]) != shape_of(operands(node)[1])  # the channels are sharded
@@ -106,7 +106,7 @@ def verify(node: fx.Node, call: Call, operand_shapes: Sequence[Shape], result_sh
         for operand, shape in zip(operands(node), operand_shapes, strict=True)
     ]
     # a meta tensor cannot be moved to the device that a cast may name, and keeps its shape
-    casts = facts(node).kind is Kind.CAST
+    casts = facts(node).kind is OpKind.CAST
     shape = tuple(operand_shapes[0]) if casts else tuple(cost.tensors(apply(call, node, tensors))[0].shape)
     assert shape == tuple(result_shape), (
         f"{node.format_node()}: local shapes {list(map(tuple, operand_shapes))} give {shape}, not {tuple(result_shape)}"

@@ -229,7 +229,7 @@ def weights_of(call: fx.Node) -> list[fx.Node]:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class JoinedResult:
     """A result of a joined call: the node that has it, the name of its product, the weight and the bias; none of the three for the
     converted input."""
 
@@ -239,16 +239,16 @@ class Result:
     bias: fx.Node | None = None
 
 
-def results_of(call: fx.Node) -> list[Result]:
+def results_of(call: fx.Node) -> list[JoinedResult]:
     """The results of a joined call, in order."""
     weights = weights_of(call)
     biases = _listed(call.args[2]) if len(call.args) > 2 else [None] * len(weights)
     users = [call] if call.target is JOINED[0] else sorted(call.users, key=_index)
     found = [
-        Result(node, meta(node).get("product", node.name), weight, bias)
+        JoinedResult(node, meta(node).get("product", node.name), weight, bias)
         for node, weight, bias in zip(users, weights, biases, strict=False)
     ]
-    return found + [Result(node) for node in users[len(weights) :]]
+    return found + [JoinedResult(node) for node in users[len(weights) :]]
 
 
 def passed_on(node: fx.Node) -> fx.Node | None:

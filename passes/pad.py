@@ -14,7 +14,7 @@ from torch import fx
 
 from autopar.flow import placeholders
 from autopar.graph import LayerClass
-from autopar.ops.facts import Kind, facts, op_name
+from autopar.ops.facts import OpKind, facts, op_name
 from autopar.ops.meta import meta
 from autopar.ops.operands import arguments, operands, shape_of
 from autopar.rules.padding import padding
@@ -64,17 +64,17 @@ def _reword(new: fx.Node, old: fx.Node) -> None:
     """Update the arguments that name sizes: a view gets the new sizes, a slice of a whole dim takes the whole new dim, a loss gets the
     true vocabulary size."""
     name, kind = op_name(old), facts(old).kind
-    if kind is Kind.CLASS_LOSS:
+    if kind is OpKind.CLASS_LOSS:
         classes = shape_of(operands(old)[0])[-1]
         if shape_of(operands(new)[0])[-1] != classes:
             new.kwargs = {**new.kwargs, "vocabulary": classes}
-    elif kind is Kind.SLICED_LOSS:
+    elif kind is OpKind.SLICED_LOSS:
         classes = shape_of(operands(old)[1])[0]
         if shape_of(operands(new)[1])[0] != classes:
             new.kwargs = {**new.kwargs, "vocabulary": classes}
     elif isinstance(meta(new)["val"], torch.Tensor) and shape_of(new) != shape_of(old):
-        if kind in (Kind.RESHAPE, Kind.EXPANSION):
-            target = with_sizes(name) if kind is Kind.RESHAPE else torch.ops.aten.expand.default
+        if kind in (OpKind.RESHAPE, OpKind.EXPANSION):
+            target = with_sizes(name) if kind is OpKind.RESHAPE else torch.ops.aten.expand.default
             new.target, new.args, new.kwargs = target, (new.args[0], list(shape_of(new))), {}
         elif name == "aten.slice":
             dim = int(arguments(old)["dim"]) % len(shape_of(old))

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from autopar.graph import LayerClass, cached_for_graphs
-from autopar.ops.facts import Kind, facts, op_name
+from autopar.ops.facts import OpKind, facts, op_name
 from autopar.ops.meta import meta
 from autopar.ops.operands import arguments, dtype_of, shape_of
 from autopar.program import kernels_logits
@@ -34,7 +34,7 @@ Steps = tuple[kernels_logits.Step, ...]
 @cached_for_graphs(maxsize=1024)
 def rewrite(cls: LayerClass) -> LayerClass | str:
     """``cls`` with its logits in slices, or why it has none to slice, as the end of a sentence about the layer."""
-    losses = [node for node in cls.graph.graph.nodes if facts(node).kind is Kind.CLASS_LOSS]
+    losses = [node for node in cls.graph.graph.nodes if facts(node).kind is OpKind.CLASS_LOSS]
     if len(losses) != 1:
         return "computes no cross entropy of classes" if not losses else f"computes {len(losses)} cross entropies"
     graph = fx.Graph()
@@ -122,7 +122,7 @@ def _step(node: fx.Node) -> kernels_logits.Step | fx.Node | tuple[()] | None:
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     source = node.args[0]
-    if facts(node).kind is Kind.CAST:
+    if facts(node).kind is OpKind.CAST:
         wide = torch.promote_types(dtype_of(source), torch.float32)
         return (
             ("wide",)
@@ -131,7 +131,7 @@ def _step(node: fx.Node) -> kernels_logits.Step | fx.Node | tuple[()] | None:
             if dtype_of(node) == dtype_of(source)
             else None
         )
-    if facts(node).kind is Kind.IDENTITY:
+    if facts(node).kind is OpKind.IDENTITY:
         return ()
     if name == "aten.tanh":
         return ("tanh",)

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autopar.errors import UsageError
-from autopar.graph import Graph, Layer, LayerClass, Value
+from autopar.graph import Graph, GraphLayer, LayerClass, Value
 from autopar.plan import Plan, Strategy
 from autopar.segments import segments, shortened
 from autopar.sharding import Sharding, local_shape
 from autopar.techniques import nowhere
 from autopar.types import I, R, S, SpmdType
-from passes.conversions import Step, effective_steps
+from passes.conversions import ConversionStep, effective_steps
 from passes.layer import LocalLayer, local_layer, mesh_types
 from passes.rewrite import rewritten_graph, why_whole
 
@@ -45,7 +45,7 @@ class Crossing:
     value: Value | None  # the value, if it is an activation
     source: Types
     target: Types
-    steps: tuple[Step, ...]
+    steps: tuple[ConversionStep, ...]
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def _stage(graph: Graph, plan: Plan, layers: tuple[LocalLayer, ...], index: int)
     )
 
 
-def argument_keys(layer: Layer) -> list[tuple[int, str]]:
+def argument_keys(layer: GraphLayer) -> list[tuple[int, str]]:
     """The values that a layer reads besides its parameters and buffers: the index of each among its placeholders, and its name in the
     stage."""
     keys = [

@@ -1,7 +1,7 @@
 """Hand-written training programs, as an expert builds them with PyTorch's own parts: DDP, FSDP2, tensor parallelism by
 ``parallelize_module``, pipelines under torch's schedules, and two-way mixtures of them.
 
-Everything here runs inside the worker processes. A program is made from a ``Recipe`` and steps on whole global batches.
+Everything here runs inside the worker processes. A program is made from a ``HandTunedRecipe`` and steps on whole global batches.
 
 Torch's zero bubbles (``SPLIT``) compute the gradients of weights apart from those of inputs, by ``torch.autograd.grad``, which does not run
 what DDP, and FSDP that gathers parameters anew, attach to the backward pass: the gradients of data-parallel ranks are then wrong, without
@@ -38,7 +38,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from autopar.bench.models import Stack, Subject
+from autopar.bench.models import BenchModel, Stack
 from autopar.schedules import INTERLEAVED, ONE_F_ONE_B, SPLIT, ZERO_BUBBLE, ZERO_BUBBLE_V, Schedule
 
 _SCHEDULES: dict[str, Any] = {
@@ -52,7 +52,7 @@ PIPELINES = ((ONE_F_ONE_B, 1), (INTERLEAVED, 2), (ZERO_BUBBLE, 1), (ZERO_BUBBLE,
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class HandTunedRecipe:
     """A hand-tuned choice. ``sharding`` of the data-parallel part: ``ddp``, ``fsdp`` (ZeRO-3) or ``fsdp-keep`` (ZeRO-2). DDP reduces its
     gradients in buckets of ``bucket_mb`` under the backward pass; FSDP gathers a block ahead of the computation. ``compiled``: the whole
     model by ``torch.compile``; ``autocast``: bfloat16 arithmetic on float32 parameters by ``torch.autocast``. A rank of a pipeline has
@@ -96,12 +96,12 @@ class Recipe:
         return asdict(self)
 
 
-def recipes(processes: int, subject: Subject) -> list[Recipe]:
+def recipes(processes: int, subject: BenchModel) -> list[HandTunedRecipe]:
     """The choices that an expert would try on ``processes`` devices: each kind alone, the two-way mixtures, a few microbatch sizes.
 
     A pipeline alone is tried under every schedule (``PIPELINES``), one in a mixture under 1F1B. Every stage has a block.
     """
-    found: list[Recipe] = []
+    found: list[HandTunedRecipe] = []
     factors = [n for n in range(1, processes + 1) if processes % n == 0]
     for pipeline in factors:
         for tensor in (n for n in factors if processes // pipeline % n == 0):
@@ -114,7 +114,7 @@ def recipes(processes: int, subject: Subject) -> list[Recipe]:
                 kinds = kinds[1:]  # FSDP2 composes with tensor parallelism; DDP takes no DTensors
             schedules = PIPELINES if pipeline == processes > 1 else PIPELINES[:1]
             found += [
-                Recipe(data, tensor, pipeline, kind, m, schedule=schedule, chunks=chunks)
+                HandTunedRecipe(data, tensor, pipeline, kind, m, schedule=schedule, chunks=chunks)
                 for kind in kinds
                 for schedule, chunks in schedules
                 for m in counts
@@ -126,7 +126,7 @@ def recipes(processes: int, subject: Subject) -> list[Recipe]:
 class HandTuned:
     """A recipe's program on this rank. ``step`` takes the whole global batch, updates, and returns the loss."""
 
-    def __init__(self, subject: Subject, recipe: Recipe, lr: float, device: str = "cpu") -> None:
+    def __init__(self, subject: BenchModel, recipe: HandTunedRecipe, lr: float, device: str = "cpu") -> None:
         self.subject, self.recipe, self.device = subject, recipe, device
         sizes = {"pipeline": recipe.pipeline, "data": recipe.data, "tensor": recipe.tensor}
         self.mesh: DeviceMesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from autopar.bench.baselines import Recipe, recipes
-from autopar.bench.models import MODELS, Subject
+from autopar.bench.baselines import HandTunedRecipe, recipes
+from autopar.bench.models import MODELS, BenchModel
 from autopar.compile import emit_program
 from autopar.devices import Cluster
 from autopar.errors import LaunchError, ProgramError
@@ -54,7 +54,7 @@ class Contender:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class ContestResult:
     """A contest's outcome. ``ratio`` is automatic over best hand-tuned; its interval is a bootstrap's over rounds, 95 %."""
 
     name: str
@@ -97,13 +97,13 @@ def contest(
     model: str,
     cluster: Cluster,
     *,
-    choices: Sequence[Recipe] | None = None,
+    choices: Sequence[HandTunedRecipe] | None = None,
     places: Places | None = None,
     rounds: int = 7,
     steps: int = 3,
     seed: int = 0,
     progress: Callable[[str, int, int], None] | None = None,
-) -> Result:
+) -> ContestResult:
     """Measure ``model`` (a name of ``MODELS``) on as many processes of this machine as ``cluster`` has devices.
 
     The plan is made for ``cluster``; the hand-tuned programs are ``choices``, by default all that an expert would try (``recipes``).
@@ -150,7 +150,7 @@ class Arena:
 
     def __init__(
         self,
-        subject: Subject,
+        subject: BenchModel,
         processes: int,
         steps: int,
         folder: Path,
@@ -192,7 +192,7 @@ class Arena:
         self._emitted.add(name)
         self._open(name, "open_program", str(folder), inputs, LEARNING_RATE, str(state), self.device)
 
-    def open_hand_tuned(self, recipe: Recipe) -> None:
+    def open_hand_tuned(self, recipe: HandTunedRecipe) -> None:
         """Open a hand-tuned program; ``errors`` says if it fails."""
         self._open(recipe.name, "open_hand_tuned", self.subject.name, recipe.to_dict(), LEARNING_RATE, self.device)
 
@@ -251,7 +251,9 @@ class Arena:
             self.standing.append(name)
 
 
-def _result(subject: Subject, plan: Plan, arena: Arena, choices: list[Recipe], settings: dict[str, Any]) -> Result:
+def _result(
+    subject: BenchModel, plan: Plan, arena: Arena, choices: list[HandTunedRecipe], settings: dict[str, Any]
+) -> ContestResult:
     contenders = [Contender(AUTOMATIC, None, plan.prediction.step_time_s, tuple(arena.rounds[AUTOMATIC]))]
     for recipe in choices:
         name = recipe.name
@@ -263,7 +265,7 @@ def _result(subject: Subject, plan: Plan, arena: Arena, choices: list[Recipe], s
         raise LaunchError(f"no hand-tuned program of {subject.name} runs: {next(iter(arena.errors.values()), '')}")
     best = min(running, key=lambda c: c.step_s)
     ratio, interval = paired_ratio(contenders[0].rounds_s, best.rounds_s, settings["seed"])
-    return Result(
+    return ContestResult(
         subject.name,
         arena.count,
         subject.tokens,

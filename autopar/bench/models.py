@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class BenchModel:
     """A model with its data: ``build()`` makes the module (its values from torch's generator), ``batch(seed)`` one global batch of
     inputs and targets, dim 0 the batch, of ``tokens`` tokens. ``blocks`` is the number of the module's."""
 
@@ -126,7 +126,7 @@ def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 def _decoder(
     name: str, width: int, layers: int, length: int, rows: int, vocabulary: int = 2048, gpt: bool = False
-) -> Subject:
+) -> BenchModel:
     def block() -> nn.Module:
         return GPTBlock(width, 64, 4 * width) if gpt else DecoderBlock(width, 64, width * 8 // 3 // 64 * 64)
 
@@ -140,10 +140,10 @@ def _decoder(
         ids = torch.randint(0, vocabulary, (rows, length + 1), generator=torch.Generator().manual_seed(seed))
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
-    return Subject(name, build, batch, token_loss, rows, rows * length, layers)
+    return BenchModel(name, build, batch, token_loss, rows, rows * length, layers)
 
 
-def _wide(name: str, width: int, inner: int, layers: int, rows: int) -> Subject:
+def _wide(name: str, width: int, inner: int, layers: int, rows: int) -> BenchModel:
     def build() -> Stack:
         blocks: list[nn.Module] = [WideBlock(width, inner) for _ in range(layers)]
         return Stack(nn.Linear(64, width), blocks, nn.Linear(width, 16))
@@ -152,10 +152,10 @@ def _wide(name: str, width: int, inner: int, layers: int, rows: int) -> Subject:
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(rows, 64, generator=generator), torch.randn(rows, 16, generator=generator)
 
-    return Subject(name, build, batch, F.mse_loss, rows, rows, layers)
+    return BenchModel(name, build, batch, F.mse_loss, rows, rows, layers)
 
 
-MODELS: dict[str, Subject] = {
+MODELS: dict[str, BenchModel] = {
     subject.name: subject
     for subject in (
         _decoder("llama", width=256, layers=6, length=128, rows=8),
@@ -167,7 +167,7 @@ MODELS: dict[str, Subject] = {
 }
 """The models of ``autopar bench``, by name."""
 
-LARGE: dict[str, Subject] = {
+LARGE: dict[str, BenchModel] = {
     subject.name: subject
     for subject in (
         _decoder("gpt2-0.12b", width=768, layers=12, length=1024, rows=16, vocabulary=50304, gpt=True),
@@ -178,6 +178,6 @@ LARGE: dict[str, Subject] = {
 """Models of 0.1 to 1 billion parameters, for one GPU."""
 
 
-def subject(name: str) -> Subject:
+def subject(name: str) -> BenchModel:
     """A model of either table."""
     return MODELS[name] if name in MODELS else LARGE[name]

@@ -22,13 +22,13 @@ from autopar.plan import Role
 from autopar.schedules import NO_PIPELINE, ONE_F_ONE_B
 from autopar.search import SearchOptions, search
 from autopar.validate.rows import Row, labels, read_row
-from autopar.validate.run import Bench, Outcome, read_file
+from autopar.validate.run import Bench, RowOutcome, read_file
 
 HOPELESS = 1.3
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class MeasuredLayout:
     """A layout with its predicted and measured step (seconds); ``measured_s`` is ``None`` where it failed."""
 
     id: str
@@ -45,9 +45,9 @@ class CellResult:
     layouts: int
     measured: int
     searched: int
-    choice: Choice
-    ran: Choice
-    best: Choice
+    choice: MeasuredLayout
+    ran: MeasuredLayout
+    best: MeasuredLayout
 
     @property
     def failed(self) -> bool:
@@ -91,7 +91,7 @@ def published(
 
 
 def _cell(bench: Bench, name: str, rows: Sequence[tuple[int, Mapping[str, Any]]]) -> CellResult | None:
-    priced: list[tuple[Row, Outcome]] = []
+    priced: list[tuple[Row, RowOutcome]] = []
     for number, data in rows:
         outcome = bench.outcome(data, number)
         if outcome.priced and outcome.step_s is not None:
@@ -101,13 +101,13 @@ def _cell(bench: Bench, name: str, rows: Sequence[tuple[int, Mapping[str, Any]]]
         return None
     possible = [pair for pair in priced if pair[1].roomy] or priced
     least = min(o.step_s for _, o in possible if o.step_s is not None)
-    found: list[Choice] = []
+    found: list[MeasuredLayout] = []
     for row, outcome in possible:
         assert outcome.step_s is not None
         if outcome.step_s <= HOPELESS * least:
             step = automatic_s(bench, row)
             if step is not None:
-                found.append(Choice(outcome.id, step, outcome.measured.step_s))
+                found.append(MeasuredLayout(outcome.id, step, outcome.measured.step_s))
     ran = [choice for choice in found if choice.measured_s is not None]
     if not ran:
         return None
@@ -121,7 +121,7 @@ def _cell(bench: Bench, name: str, rows: Sequence[tuple[int, Mapping[str, Any]]]
         len(found),
         min(found, key=lambda c: c.predicted_s),
         min(ran, key=lambda c: c.predicted_s),
-        Choice(fastest.id, fastest.step_s, fastest.measured.step_s),
+        MeasuredLayout(fastest.id, fastest.step_s, fastest.measured.step_s),
     )
 
 

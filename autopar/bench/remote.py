@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from autopar.bench.baselines import HandTuned, Recipe, Step
+from autopar.bench.baselines import HandTuned, HandTunedRecipe, Step
 from autopar.bench.models import subject
 from autopar.run import remote
 
@@ -16,7 +16,7 @@ _contenders: dict[str, Step] = {}
 
 def open_hand_tuned(name: str, model: str, recipe: dict[str, Any], lr: float, device: str) -> None:
     """A hand-written program for ``model``."""
-    _contenders[name] = HandTuned(subject(model), Recipe(**recipe), lr, device).step
+    _contenders[name] = HandTuned(subject(model), HandTunedRecipe(**recipe), lr, device).step
 
 
 def open_program(name: str, folder: str, inputs: list[str], lr: float, state: str, device: str) -> None:

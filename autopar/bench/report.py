@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from autopar.bench.contest import AUTOMATIC, Contender, Result
+from autopar.bench.contest import AUTOMATIC, Contender, ContestResult
 from autopar.picture import pyplot, save
 
 
-def table(result: Result, make: Callable[[str], Any]) -> Any:
+def table(result: ContestResult, make: Callable[[str], Any]) -> Any:
     """The rich table that ``make`` makes of a title, filled: the automatic program first, then the hand-tuned ones that ran, fastest
     first."""
     made = make(f"{result.name} on {result.processes} processes")
@@ -25,12 +25,12 @@ def table(result: Result, make: Callable[[str], Any]) -> Any:
     return made
 
 
-def failures(result: Result) -> list[str]:
+def failures(result: ContestResult) -> list[str]:
     """A line for every program that did not run, with the first line of its error."""
     return [f"{c.name} did not run: {c.error.partition(chr(10))[0]}" for c in result.hand_tuned if not c.rounds_s]
 
 
-def verdict(result: Result) -> str:
+def verdict(result: ContestResult) -> str:
     """The ratio in one sentence."""
     low, high = result.ratio_interval
     return (
@@ -39,13 +39,13 @@ def verdict(result: Result) -> str:
     )
 
 
-def write_lines(results: Iterable[Result], path: Path) -> None:
+def write_lines(results: Iterable[ContestResult], path: Path) -> None:
     """One JSON object a line."""
     path.write_text("".join(json.dumps(result.to_json()) + "\n" for result in results))
 
 
 def plot(lines: list[dict[str, Any]], path: Path) -> None:
-    """Bars of the measured step times from the objects of ``Result.to_json``, the automatic program's in another colour, one panel
+    """Bars of the measured step times from the objects of ``ContestResult.to_json``, the automatic program's in another colour, one panel
     a contest."""
     figure, panels = pyplot().subplots(len(lines), 1, figsize=(8, 3.2 * len(lines)), squeeze=False)
     for panel, line in zip(panels[:, 0], lines, strict=True):
@@ -59,7 +59,7 @@ def plot(lines: list[dict[str, Any]], path: Path) -> None:
     save(figure, path)
 
 
-def _row(result: Result, contender: Contender) -> tuple[str, ...]:
+def _row(result: ContestResult, contender: Contender) -> tuple[str, ...]:
     step_s = contender.step_s
     predicted = "-" if contender.predicted_s is None else f"{contender.predicted_s * 1e3:.1f}"
     share = "" if contender.name == AUTOMATIC else f"{result.automatic.step_s / step_s:.2f} of it"

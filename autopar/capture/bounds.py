@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.capture.evaluate import Evaluator, elementwise_operands, stripped
-from autopar.ops.facts import Kind, facts, op_name
+from autopar.ops.facts import OpKind, facts, op_name
 from autopar.ops.operands import args_of, argument, shape_of, val
 
 SMALL = 2**16
@@ -201,7 +201,7 @@ def _moved(node: fx.Node, block: Block) -> tuple[fx.Node, Block] | None:
     if source is None:
         return None
     sizes = shape_of(source)
-    if facts(node).kind in (Kind.IDENTITY, Kind.DETACH):
+    if facts(node).kind in (OpKind.IDENTITY, OpKind.DETACH):
         return source, block
     if name == "aten.expand":
         return source, _behind(source, block)

@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 from autopar.capture import reference
 from autopar.capture.backward import source
 from autopar.capture.batch import BatchStructure, flatten_batch, rebuild_batch
-from autopar.capture.eager import AsGiven, Step, WithoutDraws, gradients, update
+from autopar.capture.eager import AsGiven, EagerStep, WithoutDraws, gradients, update
 from autopar.capture.float64 import WholeFloat64
 from autopar.capture.pipeline import capture
 from autopar.capture.storage import apart
@@ -31,7 +31,7 @@ from autopar.errors import AutoparError, CaptureError
 from autopar.graph import Graph, Guard
 from autopar.measure import EXACT, Error, compare
 from autopar.ops.cost import attention_dropout, model_flops
-from autopar.ops.facts import Kind, facts, op_name
+from autopar.ops.facts import OpKind, facts, op_name
 from autopar.ops.meta import meta
 from autopar.ops.operands import args_of
 from autopar.precision import name_of
@@ -243,14 +243,14 @@ class _Comparison:
     def _cast(self, tensors: list[Tensor]) -> list[Tensor]:
         return [t.to(self.dtype) if self.dtype is not None and t.is_floating_point() else t for t in tensors]
 
-    def _eager(self, tensors: list[Tensor], count: int) -> list[Step] | None:
+    def _eager(self, tensors: list[Tensor], count: int) -> list[EagerStep] | None:
         """Steps of the model; ``None`` if it does not run, with the reason in ``why``."""
         try:
             given = self.as_given()
         except Exception as error:  # any error that the model's attributes raise
             self.why = f"the model cannot be copied ({_named(error)})"
             return None
-        steps, parameters = list[Step](), given.parameters
+        steps, parameters = list[EagerStep](), given.parameters
         before = {name: (p._version, p.data_ptr()) for name, p in parameters.items()}
         try:
             with self.surroundings.restored(), self.modes(self.chances):
@@ -274,7 +274,9 @@ class _Comparison:
         return steps
 
 
-def graph_steps(graph: Graph, given: AsGiven, tensors: Sequence[Tensor], steps: Sequence[Step]) -> Iterator[Step]:
+def graph_steps(
+    graph: Graph, given: AsGiven, tensors: Sequence[Tensor], steps: Sequence[EagerStep]
+) -> Iterator[EagerStep]:
     """The graph's steps with the parameters and buffers of ``given``, as many as eager PyTorch's ``steps``, and with the same updates of
     parameters between them; each step starts from the buffers of the step before."""
     batch = dict(zip((value.name for value in graph.inputs), tensors, strict=True))
@@ -286,7 +288,7 @@ def graph_steps(graph: Graph, given: AsGiven, tensors: Sequence[Tensor], steps: 
         if number:
             update(own, steps[number - 1].gradients)
         loss = reference.run(graph, parameters, batch, buffers=buffers)
-        yield Step(float(loss.detach()), gradients(loss, own), initial | buffers)
+        yield EagerStep(float(loss.detach()), gradients(loss, own), initial | buffers)
 
 
 def _named(error: Exception) -> str:
@@ -300,7 +302,7 @@ def _chances(graph: Graph) -> set[float]:
     found = set()
     for cls in graph.classes.values():
         for node in cls.graph.graph.nodes:
-            if facts(node).kind is Kind.DROPOUT and args_of(node)[2]:
+            if facts(node).kind is OpKind.DROPOUT and args_of(node)[2]:
                 found.add(float(args_of(node)[1]))
             elif facts(node).is_attention:
                 found.add(attention_dropout(node))
@@ -317,7 +319,7 @@ def _other_branch(guards: Sequence[Guard], others: Sequence[Guard]) -> str:
     return longer[min(len(guards), len(others))].line if len(guards) != len(others) else ""
 
 
-def _compared(mine: Step, theirs: Step, written: set[str]) -> tuple[Error, str]:
+def _compared(mine: EagerStep, theirs: EagerStep, written: set[str]) -> tuple[Error, str]:
     """The largest error of a step, and its location: the loss, a gradient or a buffer."""
     error = _compare(mine.loss, mine.gradients, theirs.loss, theirs.gradients, floor=FLOOR)
     if not error.exact:
@@ -446,7 +448,7 @@ def _skeleton(gm: fx.GraphModule) -> list[tuple[fx.Node, Any]]:
     found: list[tuple[fx.Node, Any]] = []
     for node in gm.graph.nodes:
         kind = facts(node).kind
-        if kind is Kind.DROPOUT or (kind is Kind.CAST and _floating(node, node.args[0])):
+        if kind is OpKind.DROPOUT or (kind is OpKind.CAST and _floating(node, node.args[0])):
             number[node] = number[node.args[0]]
             continue
         number[node] = next(numbers)

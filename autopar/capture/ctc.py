@@ -18,7 +18,7 @@ from autopar.capture.backward import OPAQUE_HINT, KeptWholeError, caller
 from passes.clean.ctc import traced
 
 
-class Selected:
+class MaskedRows:
     """The result of ``masked_select`` on a table: its size depends on values, so only the CTC loss can read it."""
 
     def __init__(self, table: Tensor, mask: Tensor, line: str) -> None:
@@ -57,7 +57,7 @@ class CtcLoss:
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of ``func``."""
         if (func is Tensor.masked_select or func is torch.masked_select) and len(args) == 2 and _is_table(*args):
-            return Selected(args[0], args[1], caller())
+            return MaskedRows(args[0], args[1], caller())
         if func is F.ctc_loss:
             given = inspect.signature(F.ctc_loss).bind(*args, **kwargs)
             given.apply_defaults()
@@ -78,7 +78,7 @@ class CtcLoss:
         reduction: str,
         zero_infinity: bool,
     ) -> Tensor:
-        if isinstance(targets, Selected):
+        if isinstance(targets, MaskedRows):
             targets = self._padded(targets, target_lengths)
         elif targets.dim() != 2:
             raise KeptWholeError(
@@ -92,7 +92,7 @@ class CtcLoss:
             losses = (losses / lengths.to(losses.dtype).clamp(min=1)).mean()
         return losses.sum() if reduction == "sum" else losses
 
-    def _padded(self, selected: Selected, lengths: Any) -> Tensor:
+    def _padded(self, selected: MaskedRows, lengths: Any) -> Tensor:
         """The table with the selected elements at the beginning of each row."""
         table, mask = selected.table, selected.mask
         same = [version for count, counted, version in self.counts if count is lengths and counted is mask]

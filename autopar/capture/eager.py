@@ -107,7 +107,7 @@ def _pattern(like: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class EagerStep:
     """The results of one forward and backward pass: the loss, the gradient of every parameter that has one, the buffers afterwards."""
 
     loss: float
@@ -178,14 +178,14 @@ class AsGiven:
         # clones: a model may write to its batch, and every step gets the original batch
         return call_model(self.model, self.structure, self.loss_fn, [tensor.clone() for tensor in tensors])
 
-    def step(self, tensors: Sequence[Tensor]) -> Step:
+    def step(self, tensors: Sequence[Tensor]) -> EagerStep:
         """One forward and backward pass. The buffers change; the parameters do not."""
         loss, parameters = self.loss(tensors), self.parameters
         loss.backward()  # a function's own backward may add to gradients, which torch.autograd.grad does not return
         found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         for parameter in parameters.values():
             parameter.grad = None
-        return Step(float(loss.detach()), summed(found, self.ties), self.buffers)
+        return EagerStep(float(loss.detach()), summed(found, self.ties), self.buffers)
 
 
 def update(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:

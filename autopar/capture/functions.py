@@ -24,7 +24,7 @@ from autopar.capture.storage import copied
 from autopar.errors import CaptureError
 from autopar.program.opaque import Applied
 
-Functions = dict[Any, "Kept | None"]
+Functions = dict[Any, "RecordedFunction | None"]
 """The kept functions, by class; ``None`` for one that is followed."""
 _Form = tuple[str, Shapes]
 """The form of a call: its plain arguments, and its tensors' shapes and dtypes."""
@@ -34,7 +34,7 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
 @dataclass(slots=True)
-class Kept:
+class RecordedFunction:
     """A function, the results of its calls by their form, whether every observed call was sound, and its ops by their plain arguments."""
 
     function: Any
@@ -56,9 +56,9 @@ class Kept:
         return self.given[text, shapes(inputs)]
 
 
-def observed(function: Any, model: nn.Module, run: Callable[[nn.Module], object]) -> Kept | None:
+def observed(function: Any, model: nn.Module, run: Callable[[nn.Module], object]) -> RecordedFunction | None:
     """The observed calls of ``function`` when ``run`` runs a copy of ``model``; ``None`` if it may not be kept whole."""
-    kept = Kept(function)
+    kept = RecordedFunction(function)
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return _observe(kept, args, kwargs) if cls is function else apply_of_torch(cls, *args, **kwargs)
@@ -71,7 +71,7 @@ def observed(function: Any, model: nn.Module, run: Callable[[nn.Module], object]
     return kept if kept.sound and kept.given else None
 
 
-def _observe(kept: Kept, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _observe(kept: RecordedFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     versions, drawn = [tensor._version for tensor in tensors], torch.get_rng_state()
     result = apply_of_torch(kept.function, *args, **kwargs)

@@ -13,8 +13,8 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_arg
 
-from autopar.capture.segment import Group, updates
-from autopar.graph import Layer, LayerClass, Value
+from autopar.capture.segment import NodeGroup, updates
+from autopar.graph import GraphLayer, LayerClass, Value
 from autopar.ops.facts import op_name
 from autopar.ops.meta import meta
 from autopar.ops.operands import dtype_of, shape_of
@@ -43,7 +43,7 @@ class Borders:
     body: list[fx.Node] = field(default_factory=list)
 
 
-def borders(gm: fx.GraphModule, groups: list[Group]) -> list[Borders]:
+def borders(gm: fx.GraphModule, groups: list[NodeGroup]) -> list[Borders]:
     """The borders of each group. The bodies include the input-only nodes that the group needs; each group has its own copy."""
     position = {node: index for index, node in enumerate(gm.graph.nodes)}
     owner = {node: index for index, group in enumerate(groups) for node in group.nodes}
@@ -98,8 +98,8 @@ def _kind(node: fx.Node, owner: dict[fx.Node, int]) -> str | None:
 
 
 def build_layers(
-    groups: list[Group], found: list[Borders], classes: dict[str, str], root: str
-) -> tuple[tuple[Layer, ...], dict[str, LayerClass], dict[str, Value]]:
+    groups: list[NodeGroup], found: list[Borders], classes: dict[str, str], root: str
+) -> tuple[tuple[GraphLayer, ...], dict[str, LayerClass], dict[str, Value]]:
     """The layers, their classes by name, and every activation by name. ``classes`` maps module paths to class names."""
     names = layer_names(groups, classes)
     values: dict[fx.Node, Value] = {}
@@ -118,7 +118,7 @@ def build_layers(
             wanted = class_name(name, groups[index], classes, root, first=index == 0, final=final)
             library[key] = _layer_class(unique(wanted, taken), border, local)
         layers.append(
-            Layer(
+            GraphLayer(
                 name=name,
                 cls=library[key].name,
                 activations=tuple(values[n].name for n in border.activation),
@@ -161,7 +161,7 @@ def _buffer_names(border: Borders) -> list[str]:
     return list(dict.fromkeys((*(meta(n)["buffer"] for n in border.state), *border.updates)))
 
 
-def layer_names(groups: list[Group], classes: dict[str, str]) -> list[str]:
+def layer_names(groups: list[NodeGroup], classes: dict[str, str]) -> list[str]:
     """A module path for each group: its block; else the module that contains all of the group and no block; else a module with
     parameters.
 
@@ -197,7 +197,7 @@ def _common(paths: list[str]) -> str:
     return ".".join(common)
 
 
-def _holds_parameters(group: Group, path: str) -> bool:
+def _holds_parameters(group: NodeGroup, path: str) -> bool:
     return any(
         meta(operand)["parameter"].original.startswith(path + ".")
         or any(tied.startswith(path + ".") for tied in meta(operand)["parameter"].tied)
@@ -207,7 +207,7 @@ def _holds_parameters(group: Group, path: str) -> bool:
     )
 
 
-def class_name(name: str, group: Group, classes: dict[str, str], root: str, *, first: bool, final: bool) -> str:
+def class_name(name: str, group: NodeGroup, classes: dict[str, str], root: str, *, first: bool, final: bool) -> str:
     """The name of the layer's class: its module's class, or the model's class and the layer's part in the model."""
     path = name.split("@")[0]
     whole = path in classes and (

@@ -84,7 +84,7 @@ class _Fresh:
 
 
 @dataclass(slots=True)
-class _Call:
+class _MemberCall:
     """One call of a member while it is recorded. ``seen`` gives the origin of a tensor (by id).
 
     ``results`` gives, for each entry of ``lines``, a recipe to create its result again, ``None`` where the function has to be called.
@@ -96,7 +96,7 @@ class _Call:
     lines: list[Any] = field(default_factory=list)
     results: list[_Recipe | None] = field(default_factory=list)
     made: int = 0
-    like: _Call | None = None
+    like: _MemberCall | None = None
 
     def of(self, value: Any) -> Any:
         """A representation of a value that equals only the representation of the corresponding value of an equal call."""
@@ -143,7 +143,7 @@ class _Recorder(TorchFunctionMode):
         for path, own in self.own.items():
             for key in dict.fromkeys(id(tensor) for _, tensor in own):
                 self.owners.setdefault(key, []).append(path)
-        self.open: list[_Call] = []
+        self.open: list[_MemberCall] = []
         self.closed: dict[str, tuple[Any, ...]] = {}  # path -> record
         self.outputs: dict[str, tuple[Any, tuple[Any, ...]]] = {}
         self.calls: Counter[str] = Counter()
@@ -151,7 +151,7 @@ class _Recorder(TorchFunctionMode):
         self.leaking: set[str] = set()
         self.read: set[str] = set()
         self.alive: list[Any] = []  # ids are compared, so nothing may be freed
-        self.begun: dict[Any, _Call] = {}  # the first call with each beginning
+        self.begun: dict[Any, _MemberCall] = {}  # the first call with each beginning
         self.zeros: dict[torch.dtype, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -229,7 +229,7 @@ class _Recorder(TorchFunctionMode):
         self.calls[path] += 1
         leaves, tree = tree_flatten((args, kwargs))
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        call = _Call(path, {})
+        call = _MemberCall(path, {})
         for name, tensor in self.own[path]:
             call.seen.setdefault(id(tensor), ("own", name))
         for index, tensor in enumerate(given):

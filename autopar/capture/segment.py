@@ -32,7 +32,7 @@ PRODUCTS_PER_LAYER = 2  # of single modules in a row
 
 
 @dataclass(slots=True)
-class Group:
+class NodeGroup:
     """The main nodes of one layer, in order; ``block`` is the module that they are (``""``: several modules).
 
     For single modules in a row, ``leaves`` has the paths of the modules with parameters, and ``block`` is the module that contains
@@ -83,33 +83,33 @@ def updates(gm: fx.GraphModule) -> dict[str, fx.Node]:
     return dict(zip(names, results[len(results) - len(names) :], strict=True)) if names else {}
 
 
-def segment(gm: fx.GraphModule, classes: dict[str, str]) -> list[Group]:
+def segment(gm: fx.GraphModule, classes: dict[str, str]) -> list[NodeGroup]:
     """The layers' main nodes, in order. ``classes`` maps module paths to class names; ``mark_main`` must have run."""
     main = [n for n in calls(gm) if meta(n)["main"]]
     runs = _pair(_join(_runs(main, classes)), classes)
     produced = {node: index for index, run in enumerate(runs) for node in run.nodes}
     wide = {index for index, run in enumerate(runs) if _fresh(run, index, produced) > WIDEST_CUT}
-    merged: list[Group] = []
+    merged: list[NodeGroup] = []
     for index, run in enumerate(runs):
         if index - 1 in wide and merged:
-            merged[-1] = Group(merged[-1].nodes + run.nodes)
+            merged[-1] = NodeGroup(merged[-1].nodes + run.nodes)
         else:
             merged.append(run)
     return merged
 
 
-def _fresh(run: Group, index: int, produced: dict[fx.Node, int]) -> int:
+def _fresh(run: NodeGroup, index: int, produced: dict[fx.Node, int]) -> int:
     """The number of values of ``run`` that later layers read."""
     return sum(any(produced.get(user, index) > index for user in node.users) for node in run.nodes)
 
 
-def _runs(main: list[fx.Node], classes: dict[str, str]) -> list[Group]:
+def _runs(main: list[fx.Node], classes: dict[str, str]) -> list[NodeGroup]:
     """Contiguous nodes of one block; a block that is left and entered again is one run, together with the nodes in between."""
     where = blocks(main, classes)
     if not any(block for block, _ in where):
         depth = _splitting_depth(main)
         where = [stack(node)[depth][:2] if len(stack(node)) > depth else ("", "") for node in main]
-    runs: list[Group] = []
+    runs: list[NodeGroup] = []
     for node, (block, call) in zip(main, where, strict=True):
         if not block and runs and _belongs_after(node, runs[-1].block):
             runs[-1].nodes.append(node)
@@ -120,9 +120,9 @@ def _runs(main: list[fx.Node], classes: dict[str, str]) -> list[Group]:
         earlier = [i for i, run in enumerate(runs) if block and (run.block, run.call) == (block, call)]
         if earlier:
             nodes = [n for run in runs[earlier[0] :] for n in run.nodes]
-            runs[earlier[0] :] = [Group([*nodes, node], block, call)]
+            runs[earlier[0] :] = [NodeGroup([*nodes, node], block, call)]
         else:
-            runs.append(Group([node], block, call))
+            runs.append(NodeGroup([node], block, call))
     return runs
 
 
@@ -141,27 +141,27 @@ def _splitting_depth(main: list[fx.Node]) -> int:
     return 0
 
 
-def _join(runs: list[Group]) -> list[Group]:
+def _join(runs: list[NodeGroup]) -> list[NodeGroup]:
     """Runs without parameters join the run before them (the first: the run after)."""
-    result: list[Group] = []
+    result: list[NodeGroup] = []
     for run in runs:
         if result and not run.has_parameters:
             result[-1].nodes += run.nodes
         elif len(result) == 1 and not result[0].has_parameters:
-            result[0] = Group(result[0].nodes + run.nodes, run.block, run.call)
+            result[0] = NodeGroup(result[0].nodes + run.nodes, run.block, run.call)
         else:
             result.append(run)
     return result
 
 
-def _pair(runs: list[Group], classes: dict[str, str]) -> list[Group]:
+def _pair(runs: list[NodeGroup], classes: dict[str, str]) -> list[NodeGroup]:
     """Join single modules of one parent, if each reads only the one before it, up to ``PRODUCTS_PER_LAYER`` products."""
-    result: list[Group] = []
+    result: list[NodeGroup] = []
     for run in runs:
         products = _products(run)
         if run.block and is_leaf(run.block, classes) and (products or not _holds_matrix(run)):
             run.leaves = (run.block,)
-        before = result[-1] if result else Group([])
+        before = result[-1] if result else NodeGroup([])
         if (
             run.leaves
             and before.leaves
@@ -179,18 +179,18 @@ def _pair(runs: list[Group], classes: dict[str, str]) -> list[Group]:
     return result
 
 
-def _products(run: Group) -> int:
+def _products(run: NodeGroup) -> int:
     """The number of the run's products with a parameter."""
     return sum(
         facts(node).is_product and any("parameter" in meta(n) for n in node.all_input_nodes) for node in run.nodes
     )
 
 
-def _holds_matrix(run: Group) -> bool:
+def _holds_matrix(run: NodeGroup) -> bool:
     return any("parameter" in meta(n) and len(shape_of(n)) > 1 for node in run.nodes for n in node.all_input_nodes)
 
 
-def _reads_only(run: Group, before: Group) -> bool:
+def _reads_only(run: NodeGroup, before: NodeGroup) -> bool:
     """Whether every value that depends on a parameter and enters the run comes from the run before it."""
     known = {*run.nodes, *before.nodes}
     return all(
@@ -198,7 +198,7 @@ def _reads_only(run: Group, before: Group) -> bool:
     )
 
 
-def _holder(run: Group, others: list[str], classes: dict[str, str]) -> str:
+def _holder(run: NodeGroup, others: list[str], classes: dict[str, str]) -> str:
     """The module that contains the run's modules and none of the ``others``, through ``Sequential`` upwards; else the run's first
     module."""
     found, path = run.leaves[0], parent(run.leaves[0])

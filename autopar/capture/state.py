@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 
 from autopar.capture.clone import Twin
 from autopar.capture.storage import items
-from autopar.capture.surroundings import Change
+from autopar.capture.surroundings import StateChange
 from autopar.errors import CaptureError
 
 BUFFER_HINT = (
@@ -35,7 +35,7 @@ class Left:
     """What a traced forward left: the state of its modules, and the changes outside of them."""
 
     state: State
-    outside: tuple[Change, ...]
+    outside: tuple[StateChange, ...]
 
     @property
     def tensors(self) -> tuple[str, ...]:

@@ -66,7 +66,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class StateChange:
     """What a run changed in a container: the place before it, the content afterwards, and the keys that differ."""
 
     before: Place
@@ -89,7 +89,7 @@ class Change:
 class Run:
     """The changes that a run has made, once it is over."""
 
-    changes: tuple[Change, ...] = ()
+    changes: tuple[StateChange, ...] = ()
 
 
 class Surroundings:
@@ -125,12 +125,12 @@ def _same(one: Any, other: Any) -> bool:
     return one is other or (type(one) is type(other) and type(one) in _PLAIN and one == other)
 
 
-def _changes(places: Iterable[Place]) -> Iterator[Change]:
+def _changes(places: Iterable[Place]) -> Iterator[StateChange]:
     for place in places:
         now = _content(place.container)
         if keys := [key for key in place.differs(now) if key in place.content or not isinstance(now[key], _CODE)]:
             # functions, classes and modules that are new were imported or defined by the run, and stay
-            yield Change(place, now, tuple(keys))
+            yield StateChange(place, now, tuple(keys))
 
 
 # -- what is followed --------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from autopar.checks.rules import Sample, Value, build, check_candidate
 from autopar.errors import RuleError
-from autopar.ops.facts import Kind, op_of
+from autopar.ops.facts import OpKind, op_of
 from autopar.rules.candidates import Candidate, candidates
 from autopar.torch_private import RedistributionRefusedError, dtensor_as_placed, fake_store
 from autopar.types import P, R, S, SpmdType
@@ -31,13 +31,13 @@ RANKS = 2
 MOST_WAYS = 64
 """Calls with more ways to place their operands are checked only with our rules."""
 
-NOT_ASKED = frozenset((Kind.ARBITRARY, Kind.ATTENTION))
+NOT_ASKED = frozenset((OpKind.ARBITRARY, OpKind.ATTENTION))
 """Kinds of op that are not checked with DTensor. It knows attention's CUDA kernels; for the CPU kernels it searches placements through
 the decomposition, which takes many minutes a call."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Agreement:
     """One placement of one call's operands: the result's type by our rule and by DTensor (``None`` if not accepted),
     and for each of them whether execution confirms it (``None``: not executed)."""
 
@@ -56,7 +56,7 @@ class Answer:
         return "only ours" if self.theirs is None else "agree" if self.ours == self.theirs else "contradict"
 
 
-def compare(samples: Iterable[Sample]) -> Iterator[Answer]:
+def compare(samples: Iterable[Sample]) -> Iterator[Agreement]:
     """Compare both on every sample. Starts a fake process group of two ranks if there is none."""
     mine = not dist.is_initialized()
     if mine:
@@ -72,7 +72,7 @@ def compare(samples: Iterable[Sample]) -> Iterator[Answer]:
             dist.destroy_process_group()
 
 
-def _about(given: Sample, name: str, mesh: Any) -> Iterator[Answer]:
+def _about(given: Sample, name: str, mesh: Any) -> Iterator[Agreement]:
     node, values = build(given)
     if not values or not all(isinstance(value, Tensor) for value in values):
         return
@@ -91,7 +91,7 @@ def _about(given: Sample, name: str, mesh: Any) -> Iterator[Answer]:
         if mine is None and theirs is None:
             continue
         ours_type = mine.result if mine is not None else None
-        yield Answer(
+        yield Agreement(
             name,
             operands,
             ours_type,
@@ -161,7 +161,7 @@ def _holds(
     return True
 
 
-def page(answers: Sequence[Answer], rules: int, calls: int) -> str:
+def page(answers: Sequence[Agreement], rules: int, calls: int) -> str:
     """The text of ``docs/evidence/dtensor-check.md``."""
     count = Counter(answer.verdict for answer in answers)
     executed = sum((a.ours_holds is not None) + (a.theirs_holds is not None) for a in answers)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autopar.checks.rules import Report, Sample, check
+from autopar.checks.rules import RuleReport, Sample, check
 from autopar.errors import RuleError
 from autopar.rules.notation import Operand, parse
 from autopar.rules.table import TABLE
@@ -16,7 +16,7 @@ _EXTENTS = (6, 12)
 """Extents of the letters of a made-up call: divisible by 2 and by 3, and not all equal, so that confused letters are noticed."""
 
 
-def register_rule(op: str, line: str, *arguments: Any, **keywords: Any) -> Report:
+def register_rule(op: str, line: str, *arguments: Any, **keywords: Any) -> RuleReport:
     """Add a sharding rule for ``op`` (``"mylib::op"`` or ``"mylib::op.overload"``), after executing it on 2 and 3 shards.
 
     ``line`` is in the notation of ``autopar.rules.notation``, one operand per tensor argument. The op is called with

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.errors import RuleError
-from autopar.ops.facts import Kind, facts, op_name, op_of
+from autopar.ops.facts import OpKind, facts, op_name, op_of
 from autopar.ops.meta import meta
 from autopar.rules.candidates import Candidate, candidates
 from autopar.types import SpmdType
@@ -45,7 +45,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class RuleReport:
     """The counts of a check: candidates executed, executions (one per candidate and number of shards), and the largest difference."""
 
     candidates: int
@@ -94,7 +94,7 @@ def build(given: Sample) -> tuple[fx.Node, list[Value]]:
     return node, values
 
 
-def check(given: Sample, shards: Sequence[int] = SHARDS) -> Report:
+def check(given: Sample, shards: Sequence[int] = SHARDS) -> RuleReport:
     """Execute every candidate of the call's rule. Raises ``RuleError`` naming the op, the candidate, shapes and largest difference."""
     node, values = build(given)
     worst, executions = 0.0, 0
@@ -104,7 +104,7 @@ def check(given: Sample, shards: Sequence[int] = SHARDS) -> Report:
             if candidate.extent % n == 0:
                 worst = max(worst, check_candidate(node, values, candidate, n, given.without_gradient))
                 executions += 1
-    return Report(len(found), executions, worst)
+    return RuleReport(len(found), executions, worst)
 
 
 def check_candidate(
@@ -118,7 +118,7 @@ def check_candidate(
     shards = [_split(value, t, n) for value, t in zip(values, candidate.operands, strict=True)]
     ranks = [[_map(make, shard[rank]) for make, shard in zip(leaf, shards, strict=True)] for rank in range(n)]
     results = [_on_rank(node, operands_, candidate, n, expected[0]) for operands_ in ranks]
-    if facts(node).kind is Kind.ARBITRARY:  # shapes are checked, values are not
+    if facts(node).kind is OpKind.ARBITRARY:  # shapes are checked, values are not
         return 0.0
     what = f"{op_name(node)} as {_text(candidate)} on {n} shards"
     shapes = ", ".join(str(tuple(tensor.shape)) for value in values for tensor in _tensors(value))

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from autopar.bench import MODELS, contest
-from autopar.bench.contest import Result
+from autopar.bench.contest import ContestResult
 from autopar.bench.published import CellResult, published, summary, to_json
 from autopar.bench.report import failures, plot, table, verdict, write_lines
 from autopar.cli.console import Messages, output_file, plain_table, progress_bar, show
@@ -28,7 +28,7 @@ class Measurement:
     seed: int
     calibration: str | None
 
-    def result(self, model: str) -> Result:
+    def result(self, model: str) -> ContestResult:
         """Return the contest of ``model``'s programs, with a progress bar."""
         cluster = parse(self.processes, calibration=self.calibration)
         with progress_bar(model) as progress:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from autopar.cli.console import Messages, output_file, show
-from autopar.cli.load import Sizes, is_pretrained, load_model, names_code
+from autopar.cli.load import GivenSizes, is_pretrained, load_model, names_code
 from autopar.cli.options import PlanRequest
 from autopar.cli.render import plan_tables
 from autopar.compile import emit_program
@@ -148,7 +148,7 @@ def load(request: PlanRequest, cluster: Cluster, messages: Messages | None = Non
     """Return the model of a request with its batch."""
     if messages is not None:
         messages("load", request.model)
-    sizes = Sizes(request.seq, request.global_batch, request.precision)
+    sizes = GivenSizes(request.seq, request.global_batch, request.precision)
     workload = load_model(request.model, sizes, device=device, default_precision=default_precision(cluster))
     model = with_tables(workload.model, init_of(request))
     return replace(workload, model=model, precision=request.precision, local_batch_norm=request.local_batch_norm)

@@ -14,7 +14,7 @@ from rich.text import Text
 from autopar.cli.commands import asked, captured, factory_of, planned, print_infeasible, recorded, repeated
 from autopar.cli.console import Messages, plain_table, show
 from autopar.cli.options import PlanRequest
-from autopar.data_files import DataError, read_json
+from autopar.data_files import MalformedFileError, read_json
 from autopar.errors import InfeasibleError, UsageError
 from autopar.explain import Explanation, Study, describe, explain, suggest
 from autopar.plan import Plan
@@ -67,7 +67,7 @@ def _read(target: str) -> Plan | None:
         raise UsageError(f"there is no file {path}", "`autopar plan MODEL --devices ... -o FILE` writes a plan")
     try:
         data = read_json(path)
-    except (OSError, DataError):
+    except (OSError, MalformedFileError):
         return read_plan(path)  # which raises and says why
     return read_plan(path) if isinstance(data, dict) and "stages" in data else None  # a model's configuration
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from autopar import zoo
 from autopar.cli.options import check_file
-from autopar.data_files import DataError, read_json
+from autopar.data_files import MalformedFileError, read_json
 from autopar.errors import AutoparError, BatchError, ModelError
 from autopar.precision import normalise
 from autopar.workload import Workload
@@ -31,7 +31,7 @@ _RETURNS = "a factory returns a torch.nn.Module, or (module, batch), or (module,
 
 
 @dataclass(frozen=True)
-class Sizes:
+class GivenSizes:
     """The sizes and the precision that a command line gives; ``None`` for one that it leaves out.
 
     Raises:
@@ -50,7 +50,7 @@ class Sizes:
                 )
 
 
-def load_model(model: str, sizes: Sizes, *, device: str = "meta", default_precision: str = "bfloat16") -> Workload:
+def load_model(model: str, sizes: GivenSizes, *, device: str = "meta", default_precision: str = "bfloat16") -> Workload:
     """Return the model that ``model`` names, with its batch.
 
     Configurations and zoo models are built on ``device`` in ``sizes.precision`` or the default one. A factory chooses for itself; it is
@@ -94,7 +94,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """Return the configuration in a file, or raise ``ModelError``."""
     try:
         config = read_json(path)
-    except (OSError, DataError) as error:
+    except (OSError, MalformedFileError) as error:
         why = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else f"holds no configuration: {error}"
         raise ModelError(f"{path} {why}", "give a transformers config.json") from error
     if not isinstance(config, dict):
@@ -102,7 +102,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def called_factory(model: str, sizes: Sizes) -> tuple[Any, dict[str, int | str]]:
+def called_factory(model: str, sizes: GivenSizes) -> tuple[Any, dict[str, int | str]]:
     """Return what the factory ``model`` returns, and the sizes that it was called with: those that are given, if it has parameters for
     them.
 
@@ -122,7 +122,7 @@ def called_factory(model: str, sizes: Sizes) -> tuple[Any, dict[str, int | str]]
     return _guarded(model, function, **arguments), arguments
 
 
-def _from_factory(model: str, sizes: Sizes, device: str) -> Workload:
+def _from_factory(model: str, sizes: GivenSizes, device: str) -> Workload:
     result, arguments = called_factory(model, sizes)
     workload = _unpack(model, result)
     if workload.batch is None:
@@ -184,7 +184,7 @@ def _guarded(what: str, function: Callable[..., Any], *args: Any, **kwargs: Any)
         ) from error
 
 
-def _arguments(function: Callable[..., Any], sizes: Sizes) -> dict[str, Any]:
+def _arguments(function: Callable[..., Any], sizes: GivenSizes) -> dict[str, Any]:
     """Return the given sizes for which the factory has parameters."""
     parameters = inspect.signature(function).parameters
     anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
@@ -225,7 +225,7 @@ def _title(model: str, module: nn.Module) -> str:
     return Path(source).stem if source.endswith(".py") else source.rpartition(".")[2]
 
 
-def batch_of(model: str, module: nn.Module, sizes: Sizes, device: str) -> Any:
+def batch_of(model: str, module: nn.Module, sizes: GivenSizes, device: str) -> Any:
     """Return a batch for a module without one: models of transformers say what they take, others do not."""
     config = getattr(module, "config", None)
     if not hasattr(config, "model_type"):

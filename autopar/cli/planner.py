@@ -35,7 +35,7 @@ from autopar.plan_files import read_plan
 from autopar.planning import check_schedule, compared_graph, plan_graph
 from autopar.precision import name_of
 from autopar.price import Pricer
-from autopar.report import Subject, page, predict_step
+from autopar.report import PlanFigures, page, predict_step
 from autopar.run.worker import read_calls
 from autopar.search import SearchOptions
 
@@ -57,7 +57,7 @@ class Planner:
         plan = dataclasses.replace(plan, request=recorded(request))
         self._tell("report", "")
         step = predict_step(graph, cluster, Pricer(graph, cluster, name_of(graph.dtype)), plan)
-        subject = Subject(Path(request.model).name, plan, step, provenance=cluster_figures(cluster))
+        subject = PlanFigures(Path(request.model).name, plan, step, provenance=cluster_figures(cluster))
         (folder / "report.html").write_text(page([subject]), "utf-8")
         (folder / "plan.json").write_text(plan.dumps() + "\n", "utf-8")
 

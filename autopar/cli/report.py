@@ -21,7 +21,7 @@ from autopar.plan_files import check_devices, check_model, read_plan
 from autopar.precision import name_of
 from autopar.price import Pricer
 from autopar.program import tracing
-from autopar.report import PredictedStep, Subject, page, predict_step
+from autopar.report import PlanFigures, PredictedStep, page, predict_step
 from autopar.report.picture import plot
 from autopar.report.trace import compare_actions, predicted_events, read_trace
 from autopar.units import seconds, size
@@ -86,7 +86,7 @@ def _errors(step: PredictedStep, events: list[tracing.Event]) -> Table:
     return table
 
 
-def _subject(file: str, plan: Plan, request: PlanRequest, explain: bool) -> Subject:
+def _subject(file: str, plan: Plan, request: PlanRequest, explain: bool) -> PlanFigures:
     """Return the plan of a file with everything that a page shows; without a model, with the file's own figures."""
     name = Path(file).name
     found = repeated(plan, request)
@@ -95,7 +95,7 @@ def _subject(file: str, plan: Plan, request: PlanRequest, explain: bool) -> Subj
             f"The plan's file {lacks[0]}. With {lacks[1]}, this page also shows the timeline, the prices of layers, the "
             "traffic and the sources of all figures."
         )
-        return Subject(name, plan, missing=(why,))
+        return PlanFigures(name, plan, missing=(why,))
     step, cluster = _predicted(plan, found)
     said = []
     if not same_prices(plan, step.step_time_s):
@@ -105,7 +105,7 @@ def _subject(file: str, plan: Plan, request: PlanRequest, explain: bool) -> Subj
             "the file's."
         )
     explanation = explained(found, plan).to_json() if explain else None
-    return Subject(name, plan, step, explanation, cluster_figures(cluster), tuple(said))
+    return PlanFigures(name, plan, step, explanation, cluster_figures(cluster), tuple(said))
 
 
 def _predicted(plan: Plan, request: PlanRequest) -> tuple[PredictedStep, Cluster]:

@@ -18,7 +18,7 @@ import torch
 from autopar.cli.commands import init_of, planned
 from autopar.cli.console import Messages
 from autopar.cli.elastic import become_node
-from autopar.cli.load import Sizes, batch_of
+from autopar.cli.load import GivenSizes, batch_of
 from autopar.cli.options import PlanRequest
 from autopar.compile import start_program
 from autopar.devices import parse
@@ -86,7 +86,7 @@ def _train(
         )
     batch = workload.batch
     if init and ":" not in request.model:  # made on meta with the model
-        sizes = Sizes(request.seq, request.global_batch, request.precision)
+        sizes = GivenSizes(request.seq, request.global_batch, request.precision)
         batch = batch_of(request.model, workload.model, sizes, "cpu")
     with program, Stop(checkpoints.folder is not None and not is_one_of_several()) as stop:
         done = begun = checkpoints.load(program)

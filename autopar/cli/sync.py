@@ -21,7 +21,7 @@ PRICED = "as priced"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SyncRow:
     """One synchronisation by one algorithm, per step of training: the mean over the steps between two averages.
 
     ``messages`` follow one another; ``busiest_bytes`` pass through one rank, in and out, and all ranks send ``traffic_bytes``: no figures
@@ -36,7 +36,7 @@ class Row:
     traffic_bytes: float | None = None
 
 
-def rows(elements: int, cluster: Cluster, numbers: Precision, steps: int) -> list[Row]:
+def rows(elements: int, cluster: Cluster, numbers: Precision, steps: int) -> list[SyncRow]:
     """Return the synchronisations of a model of ``elements`` parameters with a replica on each device of ``cluster``; ``steps`` are those
     between two averages."""
     members = group((Axis("data", cluster.count, 1),), cluster)
@@ -53,7 +53,7 @@ def rows(elements: int, cluster: Cluster, numbers: Precision, steps: int) -> lis
         for name in ALGORITHMS:
             ways = [algorithm(name, collective, members.size, count) for collective, count in parts]
             found.append(
-                Row(
+                SyncRow(
                     sync,
                     name,
                     sum(way.seconds(members, cluster) for way in ways) / every,
@@ -63,7 +63,7 @@ def rows(elements: int, cluster: Cluster, numbers: Precision, steps: int) -> lis
                 )
             )
         priced_s = sum(group_time_s(collective, count, members, cluster) for collective, count in parts)
-        found.append(Row(sync, PRICED, priced_s / every))
+        found.append(SyncRow(sync, PRICED, priced_s / every))
     return found
 
 

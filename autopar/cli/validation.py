@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from autopar.cli.console import Messages, plain_table, show
-from autopar.validate import Report, Score, scores, validate
+from autopar.validate import Score, ValidationReport, scores, validate
 
 _LISTED = 20  # rows that could not be priced, by name
 
@@ -24,7 +24,7 @@ def validate_command(file: str, as_json: bool) -> None:
     show(as_json, _as_data(report, found), *_shown(report, found), width=170)
 
 
-def _as_data(report: Report, found: dict[str, Any]) -> dict[str, Any]:
+def _as_data(report: ValidationReport, found: dict[str, Any]) -> dict[str, Any]:
     """Return what ``--json`` prints: the scores, the rows that could not be priced, and every row's prediction."""
     return {
         "overall": dataclasses.asdict(found["overall"]),
@@ -49,7 +49,7 @@ def _as_data(report: Report, found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _shown(report: Report, found: dict[str, Any]) -> Iterator[RenderableType]:
+def _shown(report: ValidationReport, found: dict[str, Any]) -> Iterator[RenderableType]:
     """Return the tables of scores, and the rows that could not be priced."""
     for title in ("sources", "groups"):
         table = plain_table(title)

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from autopar.cli.commands import allowed
 from autopar.cli.console import plain_table, progress_bar, show
-from autopar.cli.load import Sizes, config_file, load_model, names_code, read_config
+from autopar.cli.load import GivenSizes, config_file, load_model, names_code, read_config
 from autopar.cli.options import PlanRequest
 from autopar.graph import Graph
 from autopar.measure import EXACT
@@ -40,7 +40,7 @@ def verify_command(request: PlanRequest, processes: int, collectives: bool, as_j
     exactness, agrees with what it is compared with); with ``collectives``, unless nothing is found."""
     limit = parse_size(request.memory_limit or "")
     plan = read_plan(request.plan_file) if request.plan_file else None
-    sizes, allow = Sizes(request.seq, request.global_batch), allowed(request.allow)
+    sizes, allow = GivenSizes(request.seq, request.global_batch), allowed(request.allow)
     if plan is None or not collectives:
         check_count(processes)
     torch.manual_seed(0)
@@ -54,7 +54,7 @@ def verify_command(request: PlanRequest, processes: int, collectives: bool, as_j
         else:
             # with a plan and a shrunken model, the sizes of the model that the plan is for
             workload, notes = _load(
-                request.model, processes, sizes if plan is None or names_code(request.model) else Sizes()
+                request.model, processes, sizes if plan is None or names_code(request.model) else GivenSizes()
             )
             if collectives:
                 report = verify_collectives(workload, processes, allow=allow, progress=progress)
@@ -70,7 +70,7 @@ def verify_command(request: PlanRequest, processes: int, collectives: bool, as_j
         sys.exit(1)
 
 
-def _load(model: str, devices: int, sizes: Sizes) -> tuple[Workload, list[str]]:
+def _load(model: str, devices: int, sizes: GivenSizes) -> tuple[Workload, list[str]]:
     """Return the model with its batch, on the CPU, and notes about the sizes that were made smaller."""
     if names_code(model):
         return load_model(model, sizes, device="cpu", default_precision="float32"), []
@@ -90,7 +90,7 @@ def _real(model: str, plan: Plan, seq: int | None) -> Graph:
     """Return the graph of the model that the plan was made for, at full size, captured on meta."""
 
     def again(*, global_batch: int | None = None, **_: Any) -> Graph:
-        loaded = load_model(model, Sizes(seq, global_batch, plan.precision), device="meta")
+        loaded = load_model(model, GivenSizes(seq, global_batch, plan.precision), device="meta")
         return dataclasses.replace(loaded, precision=plan.precision).capture()
 
     return with_concession(again(global_batch=plan.global_batch), again, Concession.of(plan))

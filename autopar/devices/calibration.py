@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from autopar.data_files import DataError, read_json, shown
+from autopar.data_files import MalformedFileError, read_json, shown
 from autopar.devices import hardware
 from autopar.devices.cluster import Cluster, Gpu, Link
 from autopar.devices.measured import POINTWISE, Curve, Ops, Wires
@@ -94,17 +94,17 @@ def read(path: Path) -> Calibration:
     try:
         data = read_json(path)
         if not isinstance(data, dict):
-            raise DataError("it is no JSON object")
+            raise MalformedFileError("it is no JSON object")
         if (version := data.get("version")) != VERSION:
             raise DeviceError(f"{path} is a calibration of version {shown(version)}, this is version {VERSION}", _AGAIN)
         _check_content(data)
         figures = tuple(Figure(**figure) for figure in data["figures"])
         if not figures or not all(_sound(figure) for figure in figures):
-            raise DataError("figures that are no positive numbers")
+            raise MalformedFileError("figures that are no positive numbers")
         _check_complete(figures)
     except OSError as error:
         raise DeviceError(f"the calibration {path} cannot be read: {error.strerror}", _AGAIN) from error
-    except DataError as error:
+    except MalformedFileError as error:
         raise DeviceError(f"{path} holds no calibration ({error})", _AGAIN) from error
     return Calibration(data["machine"], data["measured_at"], figures)
 
@@ -119,23 +119,23 @@ _FIGURE = {
 
 
 def _check_content(data: Mapping[str, Any]) -> None:
-    """Raise ``DataError`` where a field is missing, or of another type than ``Figure`` and ``Calibration`` have."""
+    """Raise ``MalformedFileError`` where a field is missing, or of another type than ``Figure`` and ``Calibration`` have."""
     kinds: dict[str, Any] = {"version": int, "machine": dict, "measured_at": str, "figures": list}
     checked: list[tuple[str, Any, dict[str, Any]]] = [("it", data, kinds)]
     if isinstance(data.get("figures"), list):
         checked += [(f"figures[{i}]", figure, _FIGURE) for i, figure in enumerate(data["figures"])]
     for where, values, fields in checked:
         if not isinstance(values, dict) or (odd := sorted(values.keys() ^ fields.keys())):
-            raise DataError(
+            raise MalformedFileError(
                 f"{where} {'is no object' if not isinstance(values, dict) else f'lacks, or should not have, {shown(odd[0])}'}"
             )
         for name, kind in fields.items():
             value = values[name]
             if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-                raise DataError(f"{where}.{name} is {shown(value)}")
+                raise MalformedFileError(f"{where}.{name} is {shown(value)}")
     machine = data["machine"]
     if not isinstance(machine.get("gpu", ""), str) or not isinstance(machine.get("gpu_memory_bytes") or 0, int):
-        raise DataError("machine.gpu is no name, or machine.gpu_memory_bytes no number")
+        raise MalformedFileError("machine.gpu is no name, or machine.gpu_memory_bytes no number")
 
 
 _SIZES = {
@@ -150,17 +150,17 @@ _SIZES = {
 
 
 def _check_complete(figures: Sequence[Figure]) -> None:
-    """Raise ``DataError`` where a figure lacks a size, or a number of processes lacks figures that prices of its ops need."""
+    """Raise ``MalformedFileError`` where a figure lacks a size, or a number of processes lacks figures that prices of its ops need."""
     for figure in figures:
         if lacks := [size for size in _SIZES.get(figure.name, ()) if not figure.size.get(size)]:
-            raise DataError(f"a figure {shown(figure.name)} has no {lacks[0]}")
+            raise MalformedFileError(f"a figure {shown(figure.name)} has no {lacks[0]}")
     for device, count in sorted({(figure.device, figure.processes) for figure in figures}):
         here = {(f.name, f.variant, f.backward) for f in figures if (f.device, f.processes) == (device, count)}
         names = {(name, backward) for name, _, backward in here}
         needed = {"launch": {("launch", False), ("launch", True)} <= names, "update": ("update", False) in names}
         needed["move"] = ("move", POINTWISE, False) in here
         if lacks := [name for name, is_there in needed.items() if not is_there]:
-            raise DataError(f"the figures of {count} {device} processes lack {lacks[0]}")
+            raise MalformedFileError(f"the figures of {count} {device} processes lack {lacks[0]}")
 
 
 def elsewhere(found: Calibration) -> str:

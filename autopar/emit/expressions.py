@@ -18,7 +18,7 @@ from torch import fx
 from autopar import program
 from autopar.emit.names import CALLED, quoted
 from autopar.ops.experts import Experts
-from autopar.ops.facts import Kind, facts, is_custom, op_name
+from autopar.ops.facts import OpKind, facts, is_custom, op_name
 from autopar.ops.meta import meta
 from autopar.ops.operands import arguments
 from autopar.torch_private import overload_schema
@@ -222,7 +222,7 @@ def _strided(value: fx.Node) -> bool:
     """Whether the value may be non-contiguous when the program runs: a view, or a value laid out like its operands, whose layout on a rank
     may differ from the captured one."""
     op = facts(value)
-    laid_out_like_operands = op.kind in (Kind.CONVOLUTION, Kind.TRANSPOSED_CONVOLUTION, Kind.EINSUM)
+    laid_out_like_operands = op.kind in (OpKind.CONVOLUTION, OpKind.TRANSPOSED_CONVOLUTION, OpKind.EINSUM)
     return op.is_strided or laid_out_like_operands or not meta(value)["val"].is_contiguous()
 
 

@@ -10,7 +10,7 @@ from autopar.precision import FLOAT16
 from autopar.program.optimizers import cut
 from autopar.program.parameters import kind_of
 from autopar.program.spec import LayerSpec, ProgramSpec
-from autopar.program.world import Layout, Program
+from autopar.program.world import Layout, LoadedProgram
 from passes.stages import LocalProgram, Stage
 
 
@@ -45,10 +45,10 @@ def _schedule(program: LocalProgram) -> str:
     return "split_pipeline.SplitPipeline" if schedule.split else "pipeline.Pipeline"
 
 
-def _loaded(program: LocalProgram, layouts: list[dict[str, Any]]) -> Program:
+def _loaded(program: LocalProgram, layouts: list[dict[str, Any]]) -> LoadedProgram:
     """The program as its own runtime will load it, without ``model.py``."""
     mesh = {axis.name: axis.size for axis in program.plan.mesh}
-    return Program(
+    return LoadedProgram(
         plan=json.loads(program.plan.dumps()),
         layouts=tuple(Layout.read(record, mesh) for record in layouts),
         spec=ProgramSpec(mesh=mesh, stages=program.stages, schedule=None),

@@ -12,10 +12,10 @@ from autopar.graph import Graph
 from autopar.plan import Plan
 from autopar.precision import name_of
 from autopar.price import Pricer as LayerPricer
-from autopar.search import Pricer, SearchOptions, reprice, search
+from autopar.search import PriceSource, SearchOptions, reprice, search
 from autopar.workload import Recapture
 
-PricerOf = Callable[[Graph, Cluster], Pricer]
+PricerOf = Callable[[Graph, Cluster], PriceSource]
 
 
 def shared_pricers() -> PricerOf:
@@ -23,7 +23,7 @@ def shared_pricers() -> PricerOf:
 
     kept: dict[int, tuple[Graph, LayerPricer]] = {}  # the graph is kept so that its id stays its own
 
-    def pricer_of(graph: Graph, cluster: Cluster) -> Pricer:
+    def pricer_of(graph: Graph, cluster: Cluster) -> PriceSource:
         if id(graph) not in kept:
             kept[id(graph)] = graph, LayerPricer(graph, cluster, name_of(graph.dtype))
         return kept[id(graph)][1].on(cluster)
@@ -45,10 +45,10 @@ class Study:
     recapture: Recapture | None = None
     seq: int | None = None
     limit_s: float = 20.0
-    _pricers: dict[tuple[int, Cluster], Pricer] = field(default_factory=dict)
+    _pricers: dict[tuple[int, Cluster], PriceSource] = field(default_factory=dict)
     _graphs: dict[tuple[tuple[str, Any], ...], Graph] = field(default_factory=dict)
 
-    def pricer(self, graph: Graph | None = None, cluster: Cluster | None = None) -> Pricer:
+    def pricer(self, graph: Graph | None = None, cluster: Cluster | None = None) -> PriceSource:
         """The pricer of that graph on that cluster, made once. A limit of memory changes no price."""
         graph, cluster = graph or self.graph, cluster or self.cluster
         cluster = dataclasses.replace(cluster, memory_override_bytes=None)

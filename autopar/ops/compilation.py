@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from autopar.graph import LayerClass
-from autopar.ops.facts import Kind, facts, is_custom
+from autopar.ops.facts import OpKind, facts, is_custom
 
 
 def stays_eager(cls: LayerClass) -> str:
@@ -22,6 +22,6 @@ def _reason(node: fx.Node) -> str:
     op = facts(node)
     if is_custom(node.target) or op.name.startswith("autopar.opaque_"):
         return "runs code that is not in its graph"
-    if op.kind is Kind.RECURRENCE:
+    if op.kind is OpKind.RECURRENCE:
         return "is recurrent, which is one kernel already"
     return ""

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from autopar.ops.experts import Experts
-from autopar.ops.facts import Kind, facts
+from autopar.ops.facts import OpKind, facts
 from autopar.ops.meta import meta
 from autopar.ops.operands import arguments, operands, shape_of, val
 
@@ -120,7 +120,7 @@ def bytes_moved(node: fx.Node) -> int:
     if node.op != "call_function" or facts(node).is_view:
         return 0
     written = sum(t.nbytes for t in tensors(meta(node).get("val")))
-    if facts(node).kind in (Kind.LOOKUP, Kind.GATHER):
+    if facts(node).kind in (OpKind.LOOKUP, OpKind.GATHER):
         # only the selected rows are read, not the table
         return 2 * written + sum(t.nbytes for n in tensor_operands(node)[1:] for t in tensors(meta(n)["val"]))
     return written + sum(t.nbytes for n in tensor_operands(node) for t in tensors(meta(n).get("val")))
@@ -151,7 +151,7 @@ def _product(node: fx.Node) -> float:
 def _convolution(node: fx.Node) -> float:
     source, weight = operands(node)[:2]
     # weight: [out channels, in channels / groups, *kernel]; transposed convolutions swap the first two
-    over = source if facts(node).kind is Kind.TRANSPOSED_CONVOLUTION else node
+    over = source if facts(node).kind is OpKind.TRANSPOSED_CONVOLUTION else node
     return 2.0 * val(over).numel() * math.prod(shape_of(weight)[1:])
 
 
@@ -172,12 +172,12 @@ def _einsum(node: fx.Node) -> float:
     return 2.0 * math.prod(sizes.values())
 
 
-_FLOPS: dict[Kind, Callable[[fx.Node], float]] = {
-    Kind.PRODUCT: _product,
-    Kind.GROUPED_PRODUCT: _product,  # every row of the first operand is multiplied with one expert's matrix
-    Kind.EXPERTS_PRODUCT: _product,
-    Kind.CONVOLUTION: _convolution,
-    Kind.TRANSPOSED_CONVOLUTION: _convolution,
-    Kind.EINSUM: _einsum,
-    Kind.SLICED_LOSS: _sliced_loss,
+_FLOPS: dict[OpKind, Callable[[fx.Node], float]] = {
+    OpKind.PRODUCT: _product,
+    OpKind.GROUPED_PRODUCT: _product,  # every row of the first operand is multiplied with one expert's matrix
+    OpKind.EXPERTS_PRODUCT: _product,
+    OpKind.CONVOLUTION: _convolution,
+    OpKind.TRANSPOSED_CONVOLUTION: _convolution,
+    OpKind.EINSUM: _einsum,
+    OpKind.SLICED_LOSS: _sliced_loss,
 }

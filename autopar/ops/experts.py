@@ -60,7 +60,7 @@ def odd_products(op: Experts, shapes: Sequence[tuple[int, ...]]) -> dict[str, tu
     if parameters[0].dtype != torch.bfloat16:
         return {}
     local = (torch.empty(shape, dtype=p.dtype, device="meta") for shape, p in zip(shapes, parameters, strict=True))
-    products = _Products(op.body)
+    products = _ProductWidths(op.body)
     products.run(torch.empty_like(rows, device="meta"), counts.new_empty(shapes[0][0], device="meta"), *local)
     return {name: widths for name, widths in products.widths.items() if any(n % MULTIPLE for n in widths)}
 
@@ -69,7 +69,7 @@ MULTIPLE = 8
 """Numbers of bfloat16 in 16 bytes. CUDA's grouped product reads and writes rows that begin at multiples of them, in both passes."""
 
 
-class _Products(fx.Interpreter):
+class _ProductWidths(fx.Interpreter):
     """Runs a body, and notes the widths of its grouped products."""
 
     def __init__(self, body: fx.GraphModule) -> None:

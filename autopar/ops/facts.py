@@ -25,7 +25,7 @@ def aten_names(text: str) -> tuple[str, ...]:
     return tuple(f"aten.{name}" for name in text.split())
 
 
-class Kind(Enum):
+class OpKind(Enum):
     """The kind of an op; the value lists the ops by their full names."""
 
     ATTENTION = ("aten.scaled_dot_product_attention", "kernels.attention")
@@ -63,10 +63,10 @@ class Kind(Enum):
     OTHER = ()
 
 
-_KINDS = {name: kind for kind in Kind for name in kind.value}
-_PRODUCTS = frozenset((Kind.PRODUCT, Kind.CONVOLUTION, Kind.TRANSPOSED_CONVOLUTION))
-_STRIDED = frozenset((Kind.EXPANSION, Kind.PERMUTATION, Kind.SLICE, Kind.SPLIT))
-_VIEWS = _STRIDED | {Kind.RESHAPE, Kind.SQUEEZE, Kind.DETACH}
+_KINDS = {name: kind for kind in OpKind for name in kind.value}
+_PRODUCTS = frozenset((OpKind.PRODUCT, OpKind.CONVOLUTION, OpKind.TRANSPOSED_CONVOLUTION))
+_STRIDED = frozenset((OpKind.EXPANSION, OpKind.PERMUTATION, OpKind.SLICE, OpKind.SPLIT))
+_VIEWS = _STRIDED | {OpKind.RESHAPE, OpKind.SQUEEZE, OpKind.DETACH}
 _OTHER_VIEWS = frozenset((*aten_names("alias as_strided diagonal lift_fresh sym_size"), "_operator.getitem"))
 _LINEAR = frozenset(
     (*aten_names("rsub neg sum mean cat stack"), "_operator.getitem", "kernels.reshape", "kernels.expand")
@@ -97,7 +97,7 @@ class Op:
     """
 
     name: str
-    kind: Kind
+    kind: OpKind
     seeded: bool = False
     pointwise: bool = False
 
@@ -109,7 +109,7 @@ class Op:
     @property
     def is_attention(self) -> bool:
         """Whether the op is attention with the same arguments as torch's."""
-        return self.kind is Kind.ATTENTION
+        return self.kind is OpKind.ATTENTION
 
     @property
     def is_product(self) -> bool:
@@ -124,7 +124,7 @@ class Op:
     @property
     def is_expensive(self) -> bool:
         """Whether computing the result again costs more than the memory that it takes: selective recomputation keeps it."""
-        return self.is_product or self.is_attention or self.kind is Kind.EINSUM
+        return self.is_product or self.is_attention or self.kind is OpKind.EINSUM
 
     @property
     def may_be_summed(self) -> bool:
@@ -132,7 +132,7 @@ class Op:
 
         Lookups in a table of which a device has some rows give terms of a sum; so do products over slices, and additions to such terms.
         """
-        return self.is_expensive or self.kind in (Kind.LOOKUP, Kind.ADDITION)
+        return self.is_expensive or self.kind in (OpKind.LOOKUP, OpKind.ADDITION)
 
     @property
     def saves_nothing(self) -> bool:
@@ -142,7 +142,7 @@ class Op:
     @property
     def passes_gradient_on(self) -> bool:
         """Whether the backward of an op whose operands have the result's shape runs no kernel."""
-        return self.kind in (Kind.ADDITION, Kind.CAST, Kind.IDENTITY)
+        return self.kind in (OpKind.ADDITION, OpKind.CAST, OpKind.IDENTITY)
 
     @property
     def is_view(self) -> bool:
@@ -162,7 +162,7 @@ class Op:
     @property
     def looks_up(self) -> bool:
         """Whether the op reads rows of a table, and possibly sums them."""
-        return self.kind in (Kind.LOOKUP, Kind.BAG)
+        return self.kind in (OpKind.LOOKUP, OpKind.BAG)
 
     @property
     def added_operand(self) -> int | None:
@@ -170,7 +170,7 @@ class Op:
         return {"aten.linear": 2, "aten.addmm": 0, "aten.addbmm": 0, "aten.baddbmm": 0}.get(self.name)
 
 
-_NO_CALL = Op("", Kind.OTHER)
+_NO_CALL = Op("", OpKind.OTHER)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -184,7 +184,7 @@ def op_of(target: Any) -> Op:
     tags = getattr(target, "tags", ())
     return Op(
         name,
-        _KINDS.get(name, Kind.OTHER),
+        _KINDS.get(name, OpKind.OTHER),
         seeded=torch.Tag.nondeterministic_seeded in tags,
         pointwise=torch.Tag.pointwise in tags or (name in ALSO_POINTWISE and overload not in NOT_POINTWISE),
     )
@@ -205,9 +205,9 @@ def is_random(node: fx.Node) -> bool:
     op = facts(node)
     if op.is_attention:
         return bool(argument(node, 4, "dropout_p", 0.0))
-    if op.kind is Kind.DROPOUT:
+    if op.kind is OpKind.DROPOUT:
         return bool(argument(node, 1, "p", 0.5)) and bool(argument(node, 2, "train", False))
-    return op.seeded or op.kind is Kind.DRAW
+    return op.seeded or op.kind is OpKind.DRAW
 
 
 def is_pointwise(node: fx.Node) -> bool:

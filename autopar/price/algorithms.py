@@ -31,7 +31,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from autopar.devices import Cluster
-from autopar.price.collectives import Group
+from autopar.price.collectives import RankGroup
 from autopar.types import Collective
 
 TO_ALL = Collective.ALL_REDUCE
@@ -66,7 +66,7 @@ class Algorithm:
         """The bytes that all ranks send."""
         return sum(r.size * r.senders * r.times for r in self.rounds)
 
-    def seconds(self, members: Group, cluster: Cluster) -> float:
+    def seconds(self, members: RankGroup, cluster: Cluster) -> float:
         """Seconds over ``members``, whose ranks fill one node after another.
 
         A message between nodes has one device's share of the network. A ring passes each border of a node once, over the shares of all its

@@ -14,12 +14,12 @@ import math
 from autopar.devices import Cluster
 from autopar.layer_price import LayerPrice
 from autopar.plan import Strategy
-from autopar.price.host import DEVICE, Offloaded, host_update_s, waited_s
-from autopar.price.live_memory import Neighbours, Share
+from autopar.price.host import DEVICE, StatePlace, host_update_s, waited_s
+from autopar.price.live_memory import LayerMemory, Neighbours
 from autopar.price.microbatch import Core, Kept, Pass
 from autopar.price.replicas import Spread
 from autopar.price.state import Precision, padded, state_bytes
-from autopar.price.trainer import Trainer
+from autopar.price.trainer import TrainerModel
 
 
 def assemble(
@@ -28,13 +28,13 @@ def assemble(
     strategy: Strategy,
     cluster: Cluster,
     numbers: Precision,
-    trainer: Trainer,
+    trainer: TrainerModel,
     neighbours: Neighbours,
 ) -> LayerPrice:
     """Add ZeRO over the data axes, and other memories. ``neighbours`` are assumed to have the same strategy."""
     c, kept, forward, backward = core.sized, core.kept, core.forward, core.backward
     data, zero = spread.size, strategy.zero if spread.size > 1 else 0
-    trainable, offloaded = math.ceil(c.trainable), Offloaded.of(strategy, cluster)
+    trainable, offloaded = math.ceil(c.trainable), StatePlace.of(strategy, cluster)
     gather, reduce = spread.gather_s[zero >= 2], spread.reduce_s[zero >= 2]
     exposed = functools.partial(trainer.exposed_sharded_s, slowdown=cluster.overlap_slowdown)
     each_time = zero >= 2 and not strategy.options.whole_gradients  # gradients are reduced in every microbatch
@@ -90,14 +90,14 @@ def assemble(
     )
 
 
-def least_time_s(core: Core, trainer: Trainer) -> float:
+def least_time_s(core: Core, trainer: TrainerModel) -> float:
     """Seconds of one microbatch, forward plus backward, that ``assemble`` never undercuts, whatever the ZeRO stage and the data-parallel
     groups: they add work and exposed communication to the layer's own. Nor does what is computed again take them below."""
     forward, backward = core.forward, core.backward
     return sum(max(p.compute_s + _exposed_s(p, trainer), p.host_s) for p in (forward, backward))
 
 
-def _exposed_s(part: Pass, trainer: Trainer) -> float:
+def _exposed_s(part: Pass, trainer: TrainerModel) -> float:
     """Seconds of exposed communication."""
     return trainer.exposed_tensor_s(part.wire_s) + part.exposed_s
 
@@ -157,8 +157,8 @@ def _bytes(
     strategy: Strategy,
     zero: int,
     numbers: Precision,
-    trainer: Trainer,
-    offloaded: Offloaded,
+    trainer: TrainerModel,
+    offloaded: StatePlace,
     neighbours: Neighbours,
 ) -> tuple[int, int, int, int, int]:
     """Bytes of parameters, gradients, optimizer state, saved activations of one microbatch, and transients."""
@@ -171,7 +171,7 @@ def _bytes(
     stored, gradients, optimizer = state_bytes(
         *elements, data, zero, numbers, offloaded.here(numbers), strategy.options.whole_gradients
     )
-    share = Share(
+    share = LayerMemory(
         core.passes.alive, kept, c.plain_bytes, parameters, trainable, c.largest, spread.microbatches, neighbours
     )
     live, transient = trainer.live_bytes(share, gradients, data, zero, strategy.options.whole_gradients, numbers)

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from autopar.devices import Cluster
 from autopar.plan import Axis, Strategy
 from autopar.price.assemble import gathers
-from autopar.price.collectives import FLAT, SHARDED, Group, group, group_time_s
+from autopar.price.collectives import FLAT, SHARDED, RankGroup, group, group_time_s
 from autopar.price.layer import Runs, way_over
 from autopar.price.microbatch import Core, Kept
 from autopar.price.moves import Move
-from autopar.price.replicas import Tensors
+from autopar.price.replicas import ParameterCount
 from autopar.price.state import Precision
 from autopar.techniques.sync import PARAMETER_SERVER, local_steps
 from autopar.types import Collective
@@ -33,7 +33,7 @@ class CollectiveCost:
     purpose: str
     collective: Collective
     axes: tuple[Axis, ...]
-    members: Group
+    members: RankGroup
     bytes: float
     seconds: float
     count: float
@@ -75,7 +75,7 @@ def move_collectives(
 
 
 def replica_collectives(
-    tensors: Tensors,
+    tensors: ParameterCount,
     axes: tuple[tuple[Axis, ...], ...],
     microbatches: int,
     cluster: Cluster,

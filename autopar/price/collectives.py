@@ -43,7 +43,7 @@ FLAT, SHARDED = "flat", "sharded"  # callers whose collectives are measured on t
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RankGroup:
     """The ranks that run a collective together: their number ``size``, the members ``per_node`` on one node (or in one NVLink domain) that
     holds any, the number of ``nodes`` that hold members, and the members ``per_part`` of the cluster (0: the cluster has no parts).
 
@@ -57,18 +57,18 @@ class Group:
     per_part: int = 0
 
 
-def group(axes: tuple[Axis, ...], cluster: Cluster) -> Group:
+def group(axes: tuple[Axis, ...], cluster: Cluster) -> RankGroup:
     """The ranks that differ only in their coordinates on ``axes``. An axis of stride 0 (the microbatch) has no ranks."""
     sizes = tuple((axis.size, axis.stride) for axis in axes if axis.stride > 0 and axis.size > 1)
     if not sizes:
-        return Group(1, 1, 1, 1 if cluster.parts else 0)
+        return RankGroup(1, 1, 1, 1 if cluster.parts else 0)
     parts = cluster.parts or (cluster,)
     found = _spread(sizes, tuple((part.count, part.linked_gpus) for part in parts), cluster.first)
     return found if cluster.parts else replace(found, per_part=0)
 
 
 @lru_cache(maxsize=1 << 14)
-def _spread(axes: tuple[tuple[int, int], ...], parts: tuple[tuple[int, int], ...], first: int) -> Group:
+def _spread(axes: tuple[tuple[int, int], ...], parts: tuple[tuple[int, int], ...], first: int) -> RankGroup:
     """Count the members of every group over ``axes`` (size, stride) on each node; ``parts`` are the cluster's devices and those of a node,
     and ``first`` is the place of rank 0 on its node."""
     size = math.prod(size for size, _ in axes)
@@ -84,7 +84,7 @@ def _spread(axes: tuple[tuple[int, int], ...], parts: tuple[tuple[int, int], ...
     complete = np.bincount(of_group)[of_group] == size
     assert complete.any(), f"axes {axes} on {parts} devices"
     per_node, nodes = _fewest_and_most(of_group[complete], node[complete])
-    return Group(size, per_node, nodes, _fewest_and_most(of_group[complete], part[complete])[0])
+    return RankGroup(size, per_node, nodes, _fewest_and_most(of_group[complete], part[complete])[0])
 
 
 def _fewest_and_most(groups: np.ndarray, places: np.ndarray) -> tuple[int, int]:
@@ -97,7 +97,7 @@ def _fewest_and_most(groups: np.ndarray, places: np.ndarray) -> tuple[int, int]:
 def group_time_s(
     collective: Collective,
     bytes_total: float,
-    members: Group,
+    members: RankGroup,
     cluster: Cluster,
     batched: bool = False,
     caller: str = "",

@@ -12,7 +12,7 @@ from torch import fx
 from autopar.devices import constants
 from autopar.devices.measured import ATTENTION, CLASS_LOSS, PRODUCT, PRODUCT8
 from autopar.ops import cost
-from autopar.ops.facts import Kind, facts
+from autopar.ops.facts import OpKind, facts
 from autopar.ops.operands import operands
 from autopar.price.trace import INTERNAL, OUTPUT, Saved, Trace
 
@@ -35,7 +35,7 @@ class PricedOp:
 
 
 @dataclass(slots=True)
-class Slot:
+class OpSlot:
     """One operand or result of one op: bytes that the op moves in its forward and backward, and the bytes of the gradient that is live
     while its backward runs. ``operand`` is the operand's number, ``OUTPUT`` or ``INTERNAL``; an ``INTERNAL`` tensor is live in both
     passes. ``materialised`` is false if a kernel computes the value without writing it to memory."""
@@ -63,7 +63,7 @@ class Draft:
     ops: tuple[PricedOp, ...]
     run: Trace
     size: Size
-    slots: list[Slot]
+    slots: list[OpSlot]
     forward_flops: list[float]
     backward_flops: list[float]
     forward_kernels: list[float]
@@ -81,7 +81,7 @@ class Draft:
 
 def draft(nodes: Iterable[fx.Node], run: Trace, size: Size, float8: bool) -> Draft:
     """The costs of ``nodes`` as PyTorch runs them eagerly. ``float8``: matrix products convert their operands to 8 bits first."""
-    parts = ((node, facts(node).kind is Kind.SLICED_LOSS) for node in nodes)
+    parts = ((node, facts(node).kind is OpKind.SLICED_LOSS) for node in nodes)
     ops = tuple(PricedOp(node, passes) for node, sliced in parts for passes in ((False, True) if sliced else (False,)))
     work = [_work(op, run) for op in ops]
     costs = Draft(
@@ -104,7 +104,7 @@ def draft(nodes: Iterable[fx.Node], run: Trace, size: Size, float8: bool) -> Dra
     return costs
 
 
-def _slice_slots(index: int, op: PricedOp, run: Trace, size: Size) -> list[Slot]:
+def _slice_slots(index: int, op: PricedOp, run: Trace, size: Size) -> list[OpSlot]:
     """The passes of ``kernels_logits.loss_in_slices`` over the logits, the live bytes of a slice while an op works on it, and the sum of
     the input's gradient, in float32 or wider."""
     node, slices = op.node, op.slices
@@ -119,10 +119,10 @@ def _slice_slots(index: int, op: PricedOp, run: Trace, size: Size) -> list[Slot]
     live = logits / slices * (2 * wide + casts * 2 * narrow + steps * narrow) + casts * x.numel() * wide
     adding = slices * x.numel() * 2 * wide * (1 + casts)  # of each slice's part of the input's gradient
     moved = (forward * logits, (backward * logits + adding) * run.requires_grad[node.name])
-    return [Slot(index, INTERNAL, node.name, *moved, live, 0.0)]
+    return [OpSlot(index, INTERNAL, node.name, *moved, live, 0.0)]
 
 
-def _slots(index: int, op: PricedOp, run: Trace, size: Size) -> list[Slot]:
+def _slots(index: int, op: PricedOp, run: Trace, size: Size) -> list[OpSlot]:
     """One slot per operand, then one for the result."""
     node = op.node
     made = float(sum(size(t) for t in cost.tensors(node.meta["val"])))
@@ -131,7 +131,7 @@ def _slots(index: int, op: PricedOp, run: Trace, size: Size) -> list[Slot]:
         values = cost.tensors(operand.meta["val"])
         read.append((operand.name, float(sum(map(size, values))), sum(t.numel() for t in values)))
     moves = node.name not in run.views
-    picks = facts(node).kind is Kind.LOOKUP
+    picks = facts(node).kind is OpKind.LOOKUP
     differentiable = run.requires_grad[node.name]
     same_size = all(n == made for _, n, _ in read)
     if moves:
@@ -144,11 +144,11 @@ def _slots(index: int, op: PricedOp, run: Trace, size: Size) -> list[Slot]:
         forward = n if moves and not (picks and i == 0) else 0.0
         backward = 0.0 if silent or not differentiable else n * ((1.0 if moves and not picks else 0.0) + wants)
         gradient = n if wants and differentiable and not (picks and i == 0) else 0.0
-        slots.append(Slot(index, i, name, forward, backward, gradient, n, numel))
+        slots.append(OpSlot(index, i, name, forward, backward, gradient, n, numel))
     backward = made if differentiable and not silent else 0.0
     # a lookup reads only the rows that it selects: as many bytes as its result has
     written = (2 * made if picks else made) if moves else 0.0
-    slots.append(Slot(index, OUTPUT, node.name, written, backward, made if differentiable else 0.0, made))
+    slots.append(OpSlot(index, OUTPUT, node.name, written, backward, made if differentiable else 0.0, made))
     return slots
 
 
@@ -220,7 +220,7 @@ def _work(op: PricedOp, run: Trace) -> _Work:
     products = cost.gradient_products(node, run.requires_grad) if differentiable else ()
     kernels = float(max(1, len(products))) if differentiable and launches else 0.0
     backward = sum(product.flops for product in products)
-    if facts(node).kind is Kind.SLICED_LOSS:  # the backward pass computes the product of each slice once more
+    if facts(node).kind is OpKind.SLICED_LOSS:  # the backward pass computes the product of each slice once more
         backward_kernels = (kernels + differentiable) * op.slices
         return _Work(
             forward, backward + forward * differentiable, op.slices, backward_kernels, model + backward, PRODUCT
@@ -228,5 +228,5 @@ def _work(op: PricedOp, run: Trace) -> _Work:
     if facts(node).in_float8:
         each = constants.FP8_KERNELS.value
         return _Work(forward, backward, each, kernels * each, model + backward, PRODUCT8)
-    kind = CLASS_LOSS if facts(node).kind is Kind.CLASS_LOSS else PRODUCT if model else facts(node).short
+    kind = CLASS_LOSS if facts(node).kind is OpKind.CLASS_LOSS else PRODUCT if model else facts(node).short
     return _Work(forward, backward, float(launches), kernels, model + backward, kind)

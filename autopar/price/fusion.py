@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.ops import cost
-from autopar.ops.facts import Kind, facts
+from autopar.ops.facts import OpKind, facts
 from autopar.ops.operands import operands
-from autopar.price.draft import Draft, Slot
+from autopar.price.draft import Draft, OpSlot
 from autopar.price.trace import INTERNAL, OUTPUT, Saved, Trace
 
 
@@ -39,7 +39,7 @@ def merge(costs: Draft) -> None:
     forward, backward = costs.forward_kernels, costs.backward_kernels
     fused = fuse(ops, run, costs.saved)
     started: set[int] = set()
-    read: dict[tuple[int, str], Slot] = {}
+    read: dict[tuple[int, str], OpSlot] = {}
     views: set[tuple[int, str]] = set()
     saved = {entry.storage for entry in fused.saved}
     for i, node in enumerate(ops):
@@ -112,7 +112,7 @@ def fuse(ops: Sequence[fx.Node], run: Trace, saved: Sequence[Saved]) -> Fusion:
 def heavy(node: fx.Node) -> bool:
     """Whether the op is a separate kernel."""
     op = facts(node)
-    return op.is_cross_entropy or op.looks_up or op.kind is Kind.DRAW or cost.model_flops(node) > 0
+    return op.is_cross_entropy or op.looks_up or op.kind is OpKind.DRAW or cost.model_flops(node) > 0
 
 
 def _reduces(node: fx.Node) -> bool:
@@ -155,7 +155,7 @@ def _saved(
     def save(node: fx.Node, reader: fx.Node, operand: int) -> None:
         storage = run.storage.get(node.name)
         # what needs no gradient is made from tensors that are in memory anyway; random numbers are not drawn again
-        drawn = facts(node).kind is Kind.DRAW
+        drawn = facts(node).kind is OpKind.DRAW
         if storage is None or storage in run.excluded or not (drawn or run.requires_grad.get(node.name, False)):
             return
         if (storage, reader.name) not in seen:

@@ -23,15 +23,15 @@ DEVICE, HOST, NVME = "device", "host", "nvme"
 
 
 @dataclass(frozen=True, slots=True)
-class Offloaded:
+class StatePlace:
     """Where a layer's optimizer states are, and whether the host's memory is ``separate`` from the device's."""
 
     states: str
     separate: bool
 
     @staticmethod
-    def of(strategy: Strategy, cluster: Cluster) -> Offloaded:
-        return Offloaded(strategy.states, cluster.host is not None)
+    def of(strategy: Strategy, cluster: Cluster) -> StatePlace:
+        return StatePlace(strategy.states, cluster.host is not None)
 
     def in_host(self, elements: int, numbers: Precision) -> int:
         """Bytes of the states of ``elements`` in host memory; 0 if host and device share one memory."""

@@ -23,13 +23,13 @@ import numpy as np
 from autopar.devices import Cluster
 from autopar.devices.measured import Floats
 from autopar.plan import Axis
-from autopar.price.collectives import Group, beside_s, group, group_time_s
+from autopar.price.collectives import RankGroup, beside_s, group, group_time_s
 from autopar.price.microbatch import Alive, Pass
 from autopar.price.moves import Move, layer_moves
 from autopar.price.selection import Flags
 from autopar.price.state import ALIGNMENT_BYTES, Precision
-from autopar.price.table import AxisFlags, ClassTable, Rows
-from autopar.price.trainer import Trainer
+from autopar.price.table import AxisFlags, ClassTable, ShapeRows
+from autopar.price.trainer import TrainerModel
 from autopar.sharding import AxisTypes
 from autopar.types import Collective
 
@@ -42,7 +42,7 @@ class Bound:
     """A class table with the types of every run of axes, the microbatch run first: everything but the sizes."""
 
     table: ClassTable
-    rows: Rows
+    rows: ShapeRows
     types: tuple[AxisTypes, ...]
     flags: tuple[AxisFlags, ...]  # the distinct flags
     flag: tuple[int, ...]  # by run: index in ``flags``
@@ -59,11 +59,11 @@ Over = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class MoveSizes:
     """The sizes that a move depends on: its group, the product of its axes' sizes, and the number of parts into which other axes divide
     its value."""
 
-    members: Group
+    members: RankGroup
     meeting: int
     parts: int
 
@@ -73,7 +73,7 @@ class Sizes:
     """The sizes on which prices depend: parts by distinct flags, and ways by distinct runs of moves."""
 
     parts: tuple[int, ...]
-    ways: tuple[Way, ...]
+    ways: tuple[MoveSizes, ...]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -83,7 +83,7 @@ class Sized:
     bound: Bound
     cluster: Cluster
     cuts: tuple[tuple[AxisFlags, int], ...]
-    ways: dict[Over, Way]
+    ways: dict[Over, MoveSizes]
     forward_s: Floats  # of each op
     backward_s: Floats
     saved: Floats  # bytes of each saved entry
@@ -172,10 +172,10 @@ class Sized:
 
 def bind(
     table: ClassTable,
-    rows: Rows,
+    rows: ShapeRows,
     types: tuple[AxisTypes, ...],
     axis_flags: tuple[AxisFlags, ...],
-    trainer: Trainer,
+    trainer: TrainerModel,
 ) -> Bound:
     """Combine the types of all runs of axes, the microbatch run first."""
     moves = layer_moves(table.cls, types, table.value_bytes, table.value_gradient, trainer.conversions)
@@ -206,11 +206,11 @@ def measure(bound: Bound, runs: Runs, cluster: Cluster) -> Sizes:
     return Sizes(tuple(parts), tuple(way_over(over, runs, cluster) for over in bound.ways))
 
 
-def way_over(over: Over, runs: Runs, cluster: Cluster) -> Way:
+def way_over(over: Over, runs: Runs, cluster: Cluster) -> MoveSizes:
     """The sizes of moves over these runs."""
     axes = tuple(axis for i in over[0] for axis in runs[i])
     others = math.prod([axis.size for i in over[1] for axis in runs[i]])
-    return Way(group(axes, cluster), math.prod([axis.size for axis in axes]), others)
+    return MoveSizes(group(axes, cluster), math.prod([axis.size for axis in axes]), others)
 
 
 def divisible(bound: Bound, given: Sizes) -> bool:
@@ -271,7 +271,7 @@ def move_s(move: Move, collective: Collective, axes: tuple[Axis, ...], cluster: 
     return _move_s(move, collective, way_over((move.axes, move.sharded), tuple((a,) for a in axes), cluster), cluster)
 
 
-def _move_s(move: Move, collective: Collective, way: Way, cluster: Cluster) -> float:
+def _move_s(move: Move, collective: Collective, way: MoveSizes, cluster: Cluster) -> float:
     if collective in (Collective.NONE, Collective.LOCAL):
         return 0.0
     whole = move.bytes / way.parts * (way.members.size if move.per_rank else 1)

@@ -45,7 +45,7 @@ class Neighbours:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class LayerMemory:
     """A layer's part on one device. ``plain_bytes``: saved if the layer keeps everything. Elements of its parameters: all of them, the
     trainable ones, the ``largest`` trainable parameter."""
 
@@ -59,7 +59,7 @@ class Share:
     neighbours: Neighbours = Neighbours()
 
 
-def replicated_transient(share: Share, data: int, zero: int, numbers: Precision, cpu: bool) -> float:
+def replicated_transient(share: LayerMemory, data: int, zero: int, numbers: Precision, cpu: bool) -> float:
     """The transient of a layer under ZeRO 0 and 1. Gradients are reduced under the backward of earlier layers, two layers' at a time, then
     the optimizer runs.
 
@@ -78,7 +78,7 @@ def replicated_transient(share: Share, data: int, zero: int, numbers: Precision,
 
 
 def sharded_bytes(
-    share: Share, data: int, zero: int, whole_gradients: bool, numbers: Precision, cpu: bool
+    share: LayerMemory, data: int, zero: int, whole_gradients: bool, numbers: Precision, cpu: bool
 ) -> tuple[float, float]:
     """The gradients and the transient of a layer under ZeRO 2 and 3; ``whole_gradients``: gradients are reduced once a step."""
     kept = share.kept

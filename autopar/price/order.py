@@ -41,7 +41,7 @@ from autopar.price.layer import Bound, Sized
 from autopar.price.microbatch import Alive, Pass, Passes
 from autopar.price.moves import Move
 from autopar.price.trace import OUTPUT
-from autopar.price.trainer import Trainer
+from autopar.price.trainer import TrainerModel
 from autopar.techniques.overlap import HALVES, TENSOR
 from autopar.types import Collective
 from passes.overlap import ODD, Turns, refusal, turns_of
@@ -53,7 +53,7 @@ Half = Callable[[], Sized | None]
 """Half of a microbatch; ``None`` if its shapes are not whole."""
 
 
-def passes(sized: Sized, strategy: Strategy, half: Half, trainer: Trainer) -> Passes:
+def passes(sized: Sized, strategy: Strategy, half: Half, trainer: TrainerModel) -> Passes:
     """The passes of a microbatch in the order that ``strategy`` asks for, or in that of early collectives where there are no halves."""
     if strategy.overlap == HALVES:
         found = _half_and_turns(sized.bound, half)
@@ -86,14 +86,14 @@ def plain(sized: Sized) -> Passes:
 # -- early collectives -------------------------------------------------------------------------------------------------
 
 
-def _early(sized: Sized, trainer: Trainer) -> Passes:
+def _early(sized: Sized, trainer: TrainerModel) -> Passes:
     """Some backward collectives run under gradients of weights."""
     if "early" not in sized.known:
         sized.known["early"] = _with_early(sized, trainer)
     return sized.known["early"]
 
 
-def _with_early(sized: Sized, trainer: Trainer) -> Passes:
+def _with_early(sized: Sized, trainer: TrainerModel) -> Passes:
     found, table = plain(sized), sized.bound.table
     moves = [move for move in sized.bound.moves if move.under]
     if not moves:
@@ -146,7 +146,7 @@ def _half_and_turns(bound: Bound, half: Half) -> tuple[Sized, Turns] | str:
     return ODD if found is None else (found, turns)
 
 
-def _in_halves(whole: Passes, half: Sized, turns: Turns, chained: bool, trainer: Trainer) -> Passes:
+def _in_halves(whole: Passes, half: Sized, turns: Turns, chained: bool, trainer: TrainerModel) -> Passes:
     """``chained``: the halves go on into the next layer without meeting."""
     bound, gpu, own = half.bound, half.cluster.gpu, plain(half)
     exposed = []

@@ -20,15 +20,15 @@ from autopar.price.assemble import assemble, least_time_s
 from autopar.price.collective_costs import CollectiveCost, layer_collectives, move_collectives, replica_collectives
 from autopar.price.collectives import p2p_s
 from autopar.price.experts import odd_widths
-from autopar.price.host import Offloaded
+from autopar.price.host import StatePlace
 from autopar.price.kept import kept
 from autopar.price.layer import Bound, Runs, Sized, Sizes, bind, divisible, measure, move_s, size
 from autopar.price.live_memory import Neighbours
 from autopar.price.microbatch import Core
 from autopar.price.moves import Move, wire
-from autopar.price.replicas import Spread, Tensors, spread
+from autopar.price.replicas import ParameterCount, Spread, spread
 from autopar.price.state import state_bytes
-from autopar.price.trainer import EMITTED, Trainer
+from autopar.price.trainer import EMITTED, TrainerModel
 from autopar.rules.padding import padded, padding
 from autopar.shard.plan import MICROBATCH, LayerTypes, Solve
 from autopar.sharding import AxisTypes, Sharding
@@ -61,7 +61,7 @@ class Pricer:
         cluster: Cluster,
         precision_name: str,
         solve: Solve | None = None,
-        trainer: Trainer = EMITTED,
+        trainer: TrainerModel = EMITTED,
     ) -> None:
         self.graph, self.cluster = graph, cluster
         self.trainer = dataclasses.replace(trainer, cpu=True) if cluster.kind == "cpu" else trainer
@@ -71,7 +71,7 @@ class Pricer:
         self._pipelined = dataclasses.replace(cluster, pipelined=True)
         self._solve = solve
         self._types = LayerTypes(graph, solve)
-        self._tables: dict[tuple[str, tuple[int, ...]], tuple[tables.ClassTable, tables.Rows]] = {}
+        self._tables: dict[tuple[str, tuple[int, ...]], tuple[tables.ClassTable, tables.ShapeRows]] = {}
         self._sharded: dict[tuple[str, int], frozenset[int]] = {}
         self._flags: dict[tuple[str, int], tables.AxisFlags] = {}
         self._bound: dict[tuple[str, tuple[int, ...], tuple[int, ...]], Bound] = {}
@@ -319,7 +319,7 @@ class Pricer:
         numel = math.ceil(float(table.parameter_numel[k]) / share)
         shards = math.prod(axis.size for axis in strategy.data_axes(mesh)[1])
         zero = strategy.zero if shards > 1 else 0
-        offloaded = Offloaded.of(strategy, self.cluster).here(self.numbers)
+        offloaded = StatePlace.of(strategy, self.cluster).here(self.numbers)
         trainable = numel if table.trainable[k] else 0
         return state_bytes(numel, trainable, shards, zero, self.numbers, offloaded, strategy.options.whole_gradients)
 
@@ -444,12 +444,12 @@ class Pricer:
         counts = tuple(padded(count, multiple) for count, multiple in zip(found.counts, multiples, strict=True))
         return () if counts == found.counts else counts
 
-    def _table(self, cls_name: str) -> tuple[tables.ClassTable, tables.Rows]:
+    def _table(self, cls_name: str) -> tuple[tables.ClassTable, tables.ShapeRows]:
         if (cls_name, ()) not in self._tables:
             self._tables[cls_name, ()] = self._build(cls_name, self.graph.classes[cls_name])
         return self._tables[cls_name, ()]
 
-    def _build(self, cls_name: str, cls: LayerClass) -> tuple[tables.ClassTable, tables.Rows]:
+    def _build(self, cls_name: str, cls: LayerClass) -> tuple[tables.ClassTable, tables.ShapeRows]:
         """The table of a class, or of the class when it is padded."""
         eager = self._compiles and stays_eager(self.graph.classes[cls_name])
         trainer = dataclasses.replace(self.trainer, fused=False) if eager else self.trainer
@@ -457,7 +457,7 @@ class Pricer:
 
     def _padded_table(
         self, cls_name: str, counts: tuple[int, ...], runs: Runs, types: tuple[AxisTypes, ...]
-    ) -> tuple[tables.ClassTable, tables.Rows]:
+    ) -> tuple[tables.ClassTable, tables.ShapeRows]:
         """The table of the padded class: the program computes on padding, sends it and stores it. Model FLOPs exclude padding."""
         if (cls_name, counts) not in self._tables:
             axes = [(axis, t) for run, t in zip(runs, types, strict=True) for axis in run]
@@ -530,9 +530,9 @@ def _both_s(move: Move, axes: Mesh, cluster: Cluster) -> float:
     return move_s(move, move.forward, axes, cluster) + move_s(move, move.backward, axes, cluster)
 
 
-def _tensors(c: Sized) -> Tensors:
+def _tensors(c: Sized) -> ParameterCount:
     """A layer's parameters on one device."""
-    return Tensors(math.ceil(c.parameters), math.ceil(c.trainable), c.tensors)
+    return ParameterCount(math.ceil(c.parameters), math.ceil(c.trainable), c.tensors)
 
 
 def _largest(layers: list[Sized]) -> int:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from autopar.devices import Cluster
 from autopar.plan import Axis
-from autopar.price.collectives import Group, group
+from autopar.price.collectives import RankGroup, group
 from autopar.price.state import Precision
-from autopar.price.trainer import Trainer
+from autopar.price.trainer import TrainerModel
 from autopar.techniques.sync import PARAMETER_SERVER, local_steps
 from autopar.types import Collective
 
@@ -39,7 +39,7 @@ class Spread:
     mirrored: bool = False
     mirror_s: float = 0.0
 
-    def once_s(self, zero: int, forward_s: float, backward_s: float, trainer: Trainer, slowdown: float) -> float:
+    def once_s(self, zero: int, forward_s: float, backward_s: float, trainer: TrainerModel, slowdown: float) -> float:
         """What collectives once a step add to it under ZeRO 0 and 1, if a forward and a backward of the layer compute for these seconds."""
         reduction_s, published_s = (self.reduce_s[0], self.gather_s[0]) if zero else (self.average_s, self.publish_s)
         under_s = 0.0 if self.mirrored else backward_s
@@ -48,7 +48,7 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Tensors:
+class ParameterCount:
     """A layer's parameters on one device: elements, those that are trained, and the number of tensors."""
 
     parameters: int
@@ -57,13 +57,13 @@ class Tensors:
 
 
 def spread(
-    tensors: Tensors,
+    tensors: ParameterCount,
     axes: tuple[tuple[Axis, ...], ...],
     microbatches: int,
     flops: float,
     cluster: Cluster,
     numbers: Precision,
-    trainer: Trainer,
+    trainer: TrainerModel,
     sync: str,
 ) -> Spread:
     """The data-parallel groups of ``axes`` and their collectives, for ``microbatches`` per step of ``flops`` each, synchronised by ``sync``
@@ -74,7 +74,7 @@ def spread(
     everyone = group(tuple(axis for each in axes for axis in each), cluster)
     parameters, trainable = tensors.parameters, tensors.trainable
 
-    def over(collective: Collective, size: int, around_layer: bool, ranks: Group = members) -> float:
+    def over(collective: Collective, size: int, around_layer: bool, ranks: RankGroup = members) -> float:
         if not size:
             return 0.0
         return trainer.data_collective_s(collective, size, tensors.count, ranks, cluster, around_layer)

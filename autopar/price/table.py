@@ -26,7 +26,7 @@ from autopar.price.selection import Flags, Selection
 from autopar.price.split import product_shares, waiting, weight_shares
 from autopar.price.state import Precision
 from autopar.price.trace import INTERNAL, OUTPUT, Saved
-from autopar.price.trainer import EMITTED, Trainer, is_sharded
+from autopar.price.trainer import EMITTED, TrainerModel, is_sharded
 from autopar.sharding import AxisTypes
 
 
@@ -75,7 +75,7 @@ class ClassTable:
 
 @dataclass(frozen=True)
 class AxisFlags:
-    """Which entries of a ``ClassTable`` one axis divides, and the dim that it divides for each row of ``Rows`` (``dims``: -1 for
+    """Which entries of a ``ClassTable`` one axis divides, and the dim that it divides for each row of ``ShapeRows`` (``dims``: -1 for
     none)."""
 
     op: Flags
@@ -90,7 +90,7 @@ class AxisFlags:
 
 
 @dataclass(frozen=True)
-class Rows:
+class ShapeRows:
     """The shapes whose local sizes must be whole numbers: every value as its op makes it, and every operand as its op needs it."""
 
     names: tuple[tuple[str, int], ...]  # (node, operand) or (node, OUTPUT)
@@ -110,7 +110,7 @@ def model_dtype(cls: LayerClass) -> torch.dtype:
     return torch.float32
 
 
-def build(cls: LayerClass, numbers: Precision, trainer: Trainer = EMITTED) -> tuple[ClassTable, Rows]:
+def build(cls: LayerClass, numbers: Precision, trainer: TrainerModel = EMITTED) -> tuple[ClassTable, ShapeRows]:
     """Build the arrays of ``cls``; runs the class once on the meta device."""
     run = trainer.trace(cls)
     nodes = [node for node in cls.graph.graph.nodes if node.op != "output"]
@@ -245,7 +245,7 @@ def live_ranges(costs: Draft, parameters: tuple[str, ...]) -> Live:
     )
 
 
-def _rows(table: ClassTable, nodes: list[fx.Node]) -> Rows:
+def _rows(table: ClassTable, nodes: list[fx.Node]) -> ShapeRows:
     names = [(node.name, OUTPUT) for node in nodes if node.name in table.value_shape]
     shapes = [table.value_shape[name] for name, _ in names]
     for node in table.ops:
@@ -256,10 +256,10 @@ def _rows(table: ClassTable, nodes: list[fx.Node]) -> Rows:
     sizes = np.ones((len(shapes), width), dtype=np.int64)
     for row, shape in zip(sizes, shapes, strict=True):
         row[: len(shape)] = shape
-    return Rows(tuple(names), sizes)
+    return ShapeRows(tuple(names), sizes)
 
 
-def flags(table: ClassTable, rows: Rows, types: AxisTypes, trainer: Trainer) -> AxisFlags:
+def flags(table: ClassTable, rows: ShapeRows, types: AxisTypes, trainer: TrainerModel) -> AxisFlags:
     """The entries that an axis with these types divides."""
     by_name = {node.name: node for node in table.ops}
 

@@ -18,7 +18,7 @@ from torch import fx
 
 from autopar.graph import LayerClass, Value, forgotten_with_graphs
 from autopar.ops.cost import is_attention, tensors
-from autopar.ops.facts import Kind, facts
+from autopar.ops.facts import OpKind, facts
 from autopar.ops.operands import operands
 
 OUTPUT = -1  # Saved.operand for the node's own result
@@ -122,7 +122,7 @@ class _Tracer(fx.Interpreter):
     def save(self, storage: int, node: fx.Node, operand: int, tensor: torch.Tensor) -> None:
         numel = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
         # the meta device makes a dropout's mask in the value's dtype; other devices make it in bytes
-        dtype = torch.bool if operand == INTERNAL and facts(node).kind is Kind.DROPOUT else tensor.dtype
+        dtype = torch.bool if operand == INTERNAL and facts(node).kind is OpKind.DROPOUT else tensor.dtype
         self.saved.setdefault((storage, node.name, operand), Saved(storage, node.name, operand, numel, dtype))
 
     def attention(self, n: fx.Node) -> torch.Tensor:

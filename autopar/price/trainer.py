@@ -10,10 +10,10 @@ from torch import fx
 
 from autopar.devices import Cluster
 from autopar.graph import LayerClass
-from autopar.price.collectives import FLAT, SHARDED, Group, beside_s, group_time_s
+from autopar.price.collectives import FLAT, SHARDED, RankGroup, beside_s, group_time_s
 from autopar.price.draft import Draft
 from autopar.price.fusion import merge
-from autopar.price.live_memory import Share, replicated_transient, sharded_bytes
+from autopar.price.live_memory import LayerMemory, replicated_transient, sharded_bytes
 from autopar.price.moves import Move
 from autopar.price.selection import Selection, select_emitted
 from autopar.price.state import Precision, precision
@@ -23,7 +23,7 @@ from autopar.types import Collective
 
 
 @dataclass(frozen=True)
-class Trainer:
+class TrainerModel:
     """The programs that autopar emits, run eagerly. A model of another trainer overrides methods (see ``autopar.trainers``).
 
     Each method answers one question of a price. ``cpu`` means PyTorch's CPU kernels and gloo instead of CUDA kernels and NCCL.
@@ -66,7 +66,7 @@ class Trainer:
         return moves
 
     def data_collective_s(
-        self, collective: Collective, size: int, tensors: int, members: Group, cluster: Cluster, around_layer: bool
+        self, collective: Collective, size: int, tensors: int, members: RankGroup, cluster: Cluster, around_layer: bool
     ) -> float:
         """Seconds of a collective of data parallelism on ``size`` bytes of a layer's ``tensors`` parameters or gradients.
 
@@ -120,7 +120,7 @@ class Trainer:
         return size
 
     def live_bytes(
-        self, share: Share, gradients: int, data: int, zero: int, whole_gradients: bool, numbers: Precision
+        self, share: LayerMemory, gradients: int, data: int, zero: int, whole_gradients: bool, numbers: Precision
     ) -> tuple[float, float]:
         """Bytes of the layer's gradients (``gradients`` counts only the copies) and its transient, see ``live_memory``."""
         if zero < 2:
@@ -128,7 +128,7 @@ class Trainer:
         return sharded_bytes(share, data, zero, whole_gradients, numbers, self.cpu)
 
 
-EMITTED = Trainer()
+EMITTED = TrainerModel()
 
 
 def is_sharded(types: AxisTypes, node: str, operand: int) -> bool:

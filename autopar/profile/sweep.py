@@ -14,7 +14,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class SweepSizes:
     """The measurements on one kind of device.
 
     ``products`` are (rows, contracted, columns): from a skinny product that reads its matrix once, bound by memory, to a square one;
@@ -32,7 +32,7 @@ class Sizes:
 
 
 SIZES = {
-    "cpu": Sizes(
+    "cpu": SweepSizes(
         products=(
             (1, 1024, 1024),
             (4, 1024, 1024),
@@ -55,7 +55,7 @@ SIZES = {
         updated=(1 << 8, 1 << 14, 1 << 18, 1 << 22),
     ),
     # each takes longer than its launch from the host, which has a price of its own
-    "cuda": Sizes(
+    "cuda": SweepSizes(
         products=(
             (16, 16384, 16384),
             (64, 16384, 16384),
@@ -125,7 +125,7 @@ def tasks(processes: int, device: str) -> list[Task]:
     return list(_tasks(processes, SIZES[device]))
 
 
-def _tasks(processes: int, sizes: Sizes) -> Iterator[Task]:
+def _tasks(processes: int, sizes: SweepSizes) -> Iterator[Task]:
     yield Task("launch")
     for dtype in (*sizes.dtypes, *sizes.slow):
         for shape in sizes.products if dtype in sizes.dtypes else sizes.products[sizes.few]:

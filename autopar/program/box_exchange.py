@@ -22,7 +22,7 @@ from torch import Tensor
 from . import boxes
 from .boxes import Piece, divided, pieces
 from .masters import Master
-from .world import Program, World
+from .world import LoadedProgram, World
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class UnequalStatesError(ValueError):
     """Different optimizer states of one parameter, on ranks of its ZeRO group or in parts of it."""
 
 
-def gathered(held: Sequence[Held], program: Program, world: World) -> Iterator[Piece]:
+def gathered(held: Sequence[Held], program: LoadedProgram, world: World) -> Iterator[Piece]:
     """The pieces that this rank writes, so that every element is written once; all ranks call this, and take all of them.
 
     Raises ``UnequalStatesError`` at the end if ranks of a ZeRO group have different tensors of a parameter.
@@ -65,14 +65,14 @@ def gathered(held: Sequence[Held], program: Program, world: World) -> Iterator[P
         raise problems[0]
 
 
-def writes(piece: Piece, alike: Sequence[str], program: Program, world: World) -> bool:
+def writes(piece: Piece, alike: Sequence[str], program: LoadedProgram, world: World) -> bool:
     """Whether this rank is the one that writes a piece, of all ranks along the axes ``alike``, which have the same."""
     index, count = copy_of(alike, program, world)
     # a parameter server alone has masters; elsewhere the copies share the work
     return index == (0 if program.has_servers else zlib.crc32(repr((piece.path, piece.box.offsets)).encode()) % count)
 
 
-def copy_of(alike: Sequence[str], program: Program, world: World) -> tuple[int, int]:
+def copy_of(alike: Sequence[str], program: LoadedProgram, world: World) -> tuple[int, int]:
     """The place of this rank among ranks with the same values, and their number. Replicas that train apart have values of their own."""
     index, count = 0, 1
     for axis in program.parted(list(alike))[0]:
@@ -81,7 +81,7 @@ def copy_of(alike: Sequence[str], program: Program, world: World) -> tuple[int, 
     return index, count
 
 
-def _zero_axes(program: Program, world: World) -> set[tuple[str, ...]]:
+def _zero_axes(program: LoadedProgram, world: World) -> set[tuple[str, ...]]:
     """The axes of the ZeRO groups of this rank's stages; the same for every rank of the stages. Replicas that train apart have none."""
     if program.local_steps:
         return set()
@@ -99,7 +99,7 @@ def _zero_axes(program: Program, world: World) -> set[tuple[str, ...]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Tensors:
+class GroupTensors:
     """The tensors of one parameter's shape in a ZeRO group: their paths and dtypes, the elements of the group's slice and of one row of
     it, and of each rank of the group that has some the first element and their number. ``copy`` is the group's place among ``copies``
     groups with the same values."""
@@ -117,7 +117,7 @@ class Tensors:
 class Chunk:
     """Whole rows of a tensor, ``low`` to ``high`` in elements of the slice, that the rank ``member`` of the group writes."""
 
-    tensors: Tensors
+    tensors: GroupTensors
     path: tuple[str, ...]
     dtype: torch.dtype
     low: int
@@ -131,7 +131,7 @@ class Chunk:
         return low, max(low, min(self.high, first + count))
 
 
-def rounds(every: Sequence[Tensors], members: int) -> Iterator[list[Chunk]]:
+def rounds(every: Sequence[GroupTensors], members: int) -> Iterator[list[Chunk]]:
     """The chunks that are exchanged at a time: each goes to the rank with the fewest bytes so far, which gets up to ``boxes.LARGEST`` bytes
     in a round, or one chunk. The same on every rank of the group."""
     loads = [(0, member) for member in range(members)]
@@ -160,7 +160,7 @@ def rounds(every: Sequence[Tensors], members: int) -> Iterator[list[Chunk]]:
 # -- the exchange -----------------------------------------------------------------------------------------------------
 
 
-def _exchanged(held: Sequence[Held], axes: tuple[str, ...], program: Program, world: World) -> Iterator[Piece]:
+def _exchanged(held: Sequence[Held], axes: tuple[str, ...], program: LoadedProgram, world: World) -> Iterator[Piece]:
     """The pieces that this rank gets in the exchange with its ZeRO group over ``axes``."""
     group = world.group(axes)
     every = _tensors(held, axes, program, world, group)
@@ -219,8 +219,8 @@ def _sent(chunk: Chunk, values: Mapping[tuple[int, tuple[str, ...]], Sequence[He
 
 
 def _tensors(
-    held: Sequence[Held], axes: tuple[str, ...], program: Program, world: World, group: dist.ProcessGroup
-) -> list[Tensors]:
+    held: Sequence[Held], axes: tuple[str, ...], program: LoadedProgram, world: World, group: dist.ProcessGroup
+) -> list[GroupTensors]:
     """What the ranks of a ZeRO group have of each parameter, in one order."""
     kinds: dict[
         tuple[tuple[tuple[str, ...], str], ...], int
@@ -243,7 +243,7 @@ def _tensors(
         paths = tuple(((what, layout.original, *key), getattr(torch, dtype)) for (what, *key), dtype in names[kind])
         same = [axis for axis in world.coordinates if axis not in axes and axis not in dict(layout.sharded)]
         row = math.prod(extent for _, extent in window[1:])
-        found.append(Tensors(number, paths, elements, row, ranges, *copy_of(same, program, world)))
+        found.append(GroupTensors(number, paths, elements, row, ranges, *copy_of(same, program, world)))
     return found
 
 
@@ -258,7 +258,7 @@ def _ends(ranges: Iterable[tuple[int, int]]) -> int | None:
 
 
 def _ranges(
-    held: Sequence[Held], program: Program
+    held: Sequence[Held], program: LoadedProgram
 ) -> Iterator[tuple[int, tuple[int, int], tuple[tuple[tuple[str, ...], str], ...]]]:
     """Of each parameter that this rank has elements of: its number, the first element and their number, and its tensors with dtypes."""
     numbers = {layout: number for number, layout in enumerate(program.layouts)}

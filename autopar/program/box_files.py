@@ -67,7 +67,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Table:
+class FileHeader:
     """What a file says of itself: the save that it belongs to, its name, its boxes, and facts of the rank that wrote it."""
 
     save: str
@@ -91,14 +91,14 @@ class Table:
         return json.dumps(content, separators=(",", ":")).encode()
 
     @staticmethod
-    def decoded(text: bytes) -> Table:
+    def decoded(text: bytes) -> FileHeader:
         content = json.loads(text)
         regions = [Region(begin, length, data, tuple(sums)) for begin, length, data, sums in content["regions"]]
         entries = [
             Entry(tuple(path), getattr(torch, dtype), tuple(shape), Box(tuple(offsets), tuple(sizes)), regions[index])
             for path, dtype, shape, offsets, sizes, index in content["boxes"]
         ]
-        return Table(content["save"], content["file"], content["facts"], tuple(entries))
+        return FileHeader(content["save"], content["file"], content["facts"], tuple(entries))
 
 
 def file_of(rank: int) -> str:
@@ -116,7 +116,7 @@ def write(pieces: Iterable[Piece], folder: Path, rank: int, save: str, facts: Ma
     """
     problem: Exception | None = None
     with (folder / file_of(rank)).open("x+b") as file:
-        writer = _Writer(file)
+        writer = _BoxWriter(file)
         for piece in pieces:
             try:
                 for part in divided(piece) if problem is None else ():
@@ -125,7 +125,7 @@ def write(pieces: Iterable[Piece], folder: Path, rank: int, save: str, facts: Ma
                 problem = error
         if problem is not None:
             raise problem
-        table = Table(save, file_of(rank), facts, tuple(writer.entries)).encoded()
+        table = FileHeader(save, file_of(rank), facts, tuple(writer.entries)).encoded()
         begin = file.seek(0, os.SEEK_END)
         file.write(table)
         file.write(_FOOTER.pack(_MAGIC, begin, len(table), zlib.crc32(table)))
@@ -133,7 +133,7 @@ def write(pieces: Iterable[Piece], folder: Path, rank: int, save: str, facts: Ma
         os.fsync(file.fileno())
 
 
-class _Writer:
+class _BoxWriter:
     """Appends boxes to a file."""
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -223,7 +223,7 @@ def has_table(path: Path) -> bool:
         return file.read(len(_MAGIC)) == _MAGIC
 
 
-def tables_of(folder: Path, names: Sequence[str], save: str) -> list[Table]:
+def tables_of(folder: Path, names: Sequence[str], save: str) -> list[FileHeader]:
     """The tables of files of one save, in order. Raises as ``read_table`` does."""
     if not names:
         return []
@@ -231,7 +231,7 @@ def tables_of(folder: Path, names: Sequence[str], save: str) -> list[Table]:
         return list(pool.map(lambda name: read_table(folder / name, save), names))
 
 
-def read_table(path: Path, save: str) -> Table:
+def read_table(path: Path, save: str) -> FileHeader:
     """A file's table. Raises ``DamageError`` if it is missing or not as it was written, or is of another save than ``save``."""
     name = path.name
     try:
@@ -248,7 +248,7 @@ def read_table(path: Path, save: str) -> Table:
         _fill(file, memoryview(text), begin, name)
     if zlib.crc32(text) != checksum:
         raise DamageError(name, "has a table that does not have its checksum")
-    table = Table.decoded(bytes(text))
+    table = FileHeader.decoded(bytes(text))
     if table.save != save:
         raise DamageError(name, "is of another save than the rest of the checkpoint")
     if table.file != name:

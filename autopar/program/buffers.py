@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .world import MIRROR, BufferRecord, Program, World
+from .world import MIRROR, BufferRecord, LoadedProgram, World
 
 
 class StageBuffers:
     """The written buffers of this rank's stages."""
 
-    def __init__(self, stages: Mapping[int, nn.Module], program: Program, world: World) -> None:
+    def __init__(self, stages: Mapping[int, nn.Module], program: LoadedProgram, world: World) -> None:
         self._stages, self._world = stages, world
         self._records = program.buffers
         self._own = [record for record in program.buffers if record.stage in stages]

@@ -54,36 +54,38 @@ from .checkpoint_metadata import (
     write_metadata,
 )
 from .claims import Claim, claimed, claimed_for_save
-from .masters import Group
+from .masters import ParameterGroup
 from .optimizer_state import Restored, described, merged, saved, without_state
 from .optimizers import Updates
 from .state import sentence
-from .world import BufferRecord, Program, World
+from .world import BufferRecord, LoadedProgram, World
 
 T = TypeVar("T")
 
 
-class StageBuffers(Protocol):
+class SavedBuffers(Protocol):
     """As of ``buffers``."""
 
     def own(self) -> list[tuple[BufferRecord, Tensor]]: ...
 
 
 @dataclass(frozen=True)
-class Training:
+class SavedTraining:
     """The parts of a trainer that a checkpoint saves and restores, besides its counters."""
 
-    program: Program
+    program: LoadedProgram
     world: World
-    groups: Sequence[Group]
-    buffers: StageBuffers | None  # that the model writes
+    groups: Sequence[ParameterGroup]
+    buffers: SavedBuffers | None  # that the model writes
     updates: Updates | None  # not yet there when weights are loaded at the start
 
 
 # -- save and load ----------------------------------------------------------------------------------------------------
 
 
-def save(training: Training, folder: str | os.PathLike[str], counters: Mapping[str, Any], keep: int | None) -> Path:
+def save(
+    training: SavedTraining, folder: str | os.PathLike[str], counters: Mapping[str, Any], keep: int | None
+) -> Path:
     """Write the checkpoint ``folder/step-N``, ``N`` being ``counters["steps"]``; all ranks call this.
 
     The folder gets this name once all files are on the disk. Of the checkpoints up to this one, the last ``keep`` stay (``None``: all).
@@ -107,7 +109,7 @@ class Background:
         self._last: Future[Path] | None = None
 
     def save(
-        self, training: Training, folder: str | os.PathLike[str], counters: Mapping[str, Any], keep: int | None
+        self, training: SavedTraining, folder: str | os.PathLike[str], counters: Mapping[str, Any], keep: int | None
     ) -> Path:
         """Start to write a checkpoint; the folder that it will have. All ranks call this, after ``finish``."""
         job = _prepared(training, folder, counters, keep)
@@ -197,7 +199,7 @@ class _Job:
 
 
 def _prepared(
-    training: Training, folder: str | os.PathLike[str], counters: Mapping[str, Any], keep: int | None
+    training: SavedTraining, folder: str | os.PathLike[str], counters: Mapping[str, Any], keep: int | None
 ) -> _Job:
     """Make the folder, and collect what this rank has."""
     partial, updates = partial_of(Path(folder), counters["steps"]), training.updates
@@ -242,14 +244,14 @@ def _prepared(
     return _Job(partial, save, model, [*others, *written], keys, facts, keep, claims[0] if claims else None)
 
 
-def gathered_pieces(training: Training, job: _Job) -> Iterator[Piece]:
+def gathered_pieces(training: SavedTraining, job: _Job) -> Iterator[Piece]:
     """The pieces that this rank writes; all ranks call this, and take all of them."""
     prefix = _replica(training)[0]
     yield from _under(prefix, job.whole)
     yield from _under(prefix, gathered(job.held, training.program, training.world))
 
 
-def _held_parameters(training: Training) -> Iterator[Held]:
+def _held_parameters(training: SavedTraining) -> Iterator[Held]:
     """This rank's elements of the parameters, those that are not trained included, of the first copy of tied ones."""
     for group in training.groups:
         for master in (*group.masters, *group.frozen):
@@ -257,7 +259,7 @@ def _held_parameters(training: Training) -> Iterator[Held]:
                 yield Held(("model", master.layout.original), master, master.tensor.detach())
 
 
-def load(training: Training, folder: str | os.PathLike[str]) -> Mapping[str, Any]:
+def load(training: SavedTraining, folder: str | os.PathLike[str]) -> Mapping[str, Any]:
     """Read the checkpoint ``folder``, or the newest whole one in it; all ranks call this. Returns its facts, counters included.
 
     Raises ``CheckpointError`` on every rank, before anything is changed if the checkpoint is of another model or optimizer, or damaged.
@@ -364,7 +366,7 @@ def on_every_rank(
 # -- saving ------------------------------------------------------------------------------------------------------------
 
 
-def _facts(training: Training) -> dict[str, Any]:
+def _facts(training: SavedTraining) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "torch": torch.__version__,
@@ -376,24 +378,24 @@ def _facts(training: Training) -> dict[str, Any]:
     }
 
 
-def _tensors(program: Program) -> dict[str, tuple[int, ...]]:
+def _tensors(program: LoadedProgram) -> dict[str, tuple[int, ...]]:
     """The shapes of the parameters and buffers that a checkpoint has, by original name."""
     found = {layout.original: layout.original_shape for layout in program.layouts}
     return found | {record.original: record.shape for record in program.buffers if record.written}
 
 
-def _other_names(program: Program) -> Iterator[tuple[str, str]]:
+def _other_names(program: LoadedProgram) -> Iterator[tuple[str, str]]:
     """For each other name of a tied parameter, the name that a checkpoint has it under."""
     return ((tied, layout.original) for layout in program.layouts for tied in layout.tied)
 
 
-def _left_out(program: Program) -> list[str]:
+def _left_out(program: LoadedProgram) -> list[str]:
     """The tensors of the model's state dict that the program neither trains nor writes: no checkpoint has them."""
     known = {*_tensors(program), *dict(_other_names(program))}
     return [entry["name"] for entry in program.records.get("model", ()) if entry["name"] not in known]
 
 
-def parameters(training: Training, *, every_copy: bool, every_rank: bool = True) -> Iterator[Piece]:
+def parameters(training: SavedTraining, *, every_copy: bool, every_rank: bool = True) -> Iterator[Piece]:
     """This rank's pieces of the parameters, those that are not trained included: of the first copy of tied ones, or of ``every_copy``.
 
     Without ``every_rank`` only the first of the ranks that have a piece yields it.
@@ -408,7 +410,7 @@ def parameters(training: Training, *, every_copy: bool, every_rank: bool = True)
                 yield from pieces(("model", layout.original), layout, window, master.tensor.detach(), master.first)
 
 
-def buffers(training: Training, *, every_copy: bool, every_rank: bool = True) -> Iterator[Piece]:
+def buffers(training: SavedTraining, *, every_copy: bool, every_rank: bool = True) -> Iterator[Piece]:
     """The buffers that this rank's stages write; with ``every_copy`` also those that they only read."""
     for record, tensor in () if training.buffers is None else training.buffers.own():
         copy = every_copy or record.written
@@ -416,7 +418,7 @@ def buffers(training: Training, *, every_copy: bool, every_rank: bool = True) ->
             yield whole(("model" if record.persistent else "buffer", record.original), tensor)
 
 
-def _replica(training: Training) -> tuple[tuple[str, ...], int]:
+def _replica(training: SavedTraining) -> tuple[tuple[str, ...], int]:
     """What the names of this rank's tensors begin with, and the number of replicas that train apart."""
     index, count = 0, 1
     for axis in training.program.parted(list(training.program.spec.mesh))[1]:
@@ -432,7 +434,7 @@ def _under(prefix: tuple[str, ...], own: Iterable[Piece]) -> Iterator[Piece]:
 # -- loading -----------------------------------------------------------------------------------------------------------
 
 
-def _check_model(program: Program, found: Found) -> None:
+def _check_model(program: LoadedProgram, found: Found) -> None:
     """Raise ``CheckpointError`` with the names of tensors that differ."""
     own = _tensors(program)
     theirs = {name: tuple(shape) for name, shape in found.facts["tensors"].items()}
@@ -449,7 +451,7 @@ def _check_model(program: Program, found: Found) -> None:
         )
 
 
-def _prefix_of(training: Training, found: Found) -> tuple[str, ...]:
+def _prefix_of(training: SavedTraining, found: Found) -> tuple[str, ...]:
     """What the names of the tensors for this rank begin with. All replicas can start from one model, and not the other way round."""
     there, (prefix, here) = found.facts["replicas"], _replica(training)
     if there == 1:

@@ -27,14 +27,14 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from . import box_files
-from .box_files import DamageError, Entry, Table
+from .box_files import DamageError, Entry, FileHeader
 from .boxes import Box, Piece
 from .checkpoint_files import METADATA, CheckpointError, Found
 
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def metadata_of(tables: Sequence[Table]) -> Metadata:
+def metadata_of(tables: Sequence[FileHeader]) -> Metadata:
     """The metadata of the tables' boxes. Raises ``CheckpointError`` if the boxes of a tensor do not fill it, each element once."""
     tensors: dict[str, TensorStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
@@ -60,7 +60,7 @@ def metadata_of(tables: Sequence[Table]) -> Metadata:
     return Metadata(dict(tensors), paths, places, StorageMeta(), CURRENT_DCP_VERSION)
 
 
-class _Writer(dcp.FileSystemWriter):
+class _MetadataWriter(dcp.FileSystemWriter):
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()  # else the folder's path, which is going to change
 
@@ -68,7 +68,7 @@ class _Writer(dcp.FileSystemWriter):
 def write_metadata(metadata: Metadata, folder: Path) -> None:
     """Write torch's file of the metadata, and wait until it is on the disk."""
     places = [WriteResult(index, place.length, place) for index, place in metadata.storage_data.items()]
-    _Writer(folder).finish(metadata, [places])
+    _MetadataWriter(folder).finish(metadata, [places])
 
 
 def _wrong(name: str, why: str) -> CheckpointError:

@@ -34,7 +34,7 @@ FORWARD, BACKWARD, REDUCE = "F", "B", "R"
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RankStep:
     """One step of a rank: an action (``peer`` is ``None``), or a transfer with the pipeline rank ``peer``.
 
     The action ``REDUCE`` starts the sum of both copies' gradients of a stage; its microbatch is 0. A transfer after a forward has the
@@ -49,20 +49,20 @@ class Step:
     send: bool = False
 
 
-def read_orders(folder: Path) -> list[list[Step]]:
+def read_orders(folder: Path) -> list[list[RankStep]]:
     """The actions of every pipeline rank, from the folder's ``runtime/schedule.csv``."""
     with (folder / ORDERS).open(newline="") as file:
         return [[_parsed(text) for text in row] for row in csv.reader(file)]
 
 
-def _parsed(text: str) -> Step:
+def _parsed(text: str) -> RankStep:
     found = re.fullmatch(r"(\d+)([FB])(\d+)", text.strip())
     if found is None:
         raise ValueError(f"{ORDERS} has {text!r}; an action is a stage, F or B, and a microbatch, such as 2F0")
-    return Step(found[2], int(found[1]), int(found[3]))
+    return RankStep(found[2], int(found[1]), int(found[3]))
 
 
-def with_transfers(orders: Sequence[Sequence[Step]], stages: int) -> list[list[Step]]:
+def with_transfers(orders: Sequence[Sequence[RankStep]], stages: int) -> list[list[RankStep]]:
     """Every rank's actions, transfers and reductions, in an order that cannot block.
 
     The ranks take turns. An action's results are sent right after it, and the receiver's list gets the receipt at once, too. When the last
@@ -72,7 +72,7 @@ def with_transfers(orders: Sequence[Sequence[Step]], stages: int) -> list[list[S
     Raises ``ValueError`` if an action waits for a result that no rank computes before.
     """
     ranks = {(step.stage, step.microbatch): rank for rank, order in enumerate(orders) for step in order}
-    found: list[list[Step]] = [[] for _ in orders]
+    found: list[list[RankStep]] = [[] for _ in orders]
     here: set[tuple[str, int, int]] = set()  # the inputs that have been sent
     backwards = Counter(step.stage for order in orders for step in order if step.kind == BACKWARD)  # still to run
     left = [deque(order) for order in orders]
@@ -88,7 +88,7 @@ def with_transfers(orders: Sequence[Sequence[Step]], stages: int) -> list[list[S
                 for own in sorted(
                     {r for (stage, _), r in ranks.items() if stage == step.stage and not backwards[stage]}
                 ):
-                    found[own].append(Step(REDUCE, step.stage, 0))
+                    found[own].append(RankStep(REDUCE, step.stage, 0))
             target = step.stage + (1 if step.kind == FORWARD else -1)
             if not 0 <= target < stages:
                 if step.kind == FORWARD:
@@ -96,15 +96,15 @@ def with_transfers(orders: Sequence[Sequence[Step]], stages: int) -> list[list[S
                 continue
             here.add((step.kind, target, step.microbatch))
             peer = ranks[target, step.microbatch]
-            found[rank].append(Step(step.kind, target, step.microbatch, peer, True))
-            found[peer].append(Step(step.kind, target, step.microbatch, rank, False))
+            found[rank].append(RankStep(step.kind, target, step.microbatch, peer, True))
+            found[peer].append(RankStep(step.kind, target, step.microbatch, rank, False))
         if not moved:
             stuck = [f"{order[0].stage}{order[0].kind}{order[0].microbatch}" for order in left if order]
             raise ValueError(f"{ORDERS} has actions that wait for each other: {', '.join(stuck)}")
     return found
 
 
-def _ready(step: Step, here: set[tuple[str, int, int]], stages: int) -> bool:
+def _ready(step: RankStep, here: set[tuple[str, int, int]], stages: int) -> bool:
     if step.kind == FORWARD and step.stage == 0:
         return True
     return (step.kind, step.stage, step.microbatch) in here
@@ -145,7 +145,7 @@ class ScheduleChimera:
 
     def __init__(
         self,
-        steps: Sequence[Step],
+        steps: Sequence[RankStep],
         modules: Mapping[int, nn.Module],
         borders: Mapping[int, tuple[Metas, Metas]],
         *,
@@ -183,7 +183,7 @@ class ScheduleChimera:
             _wait(self._sent.popleft()[0])
         self._clear()
 
-    def _forward(self, step: Step, inputs: dict[str, Tensor]) -> None:
+    def _forward(self, step: RankStep, inputs: dict[str, Tensor]) -> None:
         arrived = self._taken(step) if step.stage else []
         for tensor, meta in zip(arrived, self._borders[step.stage][0], strict=True):
             tensor.requires_grad_(meta.requires_grad)
@@ -193,7 +193,7 @@ class ScheduleChimera:
         outputs = (result,) if isinstance(result, Tensor) else tuple(result)
         self._saved[step.stage, step.microbatch] = arrived, outputs
 
-    def _backward(self, step: Step) -> None:
+    def _backward(self, step: RankStep) -> None:
         arrived, outputs = self._saved.pop((step.stage, step.microbatch))
         if step.stage == self._last:
             outputs[0].backward()
@@ -209,19 +209,19 @@ class ScheduleChimera:
                 if tensor.requires_grad
             ]
 
-    def _taken(self, step: Step) -> list[Tensor]:
+    def _taken(self, step: RankStep) -> list[Tensor]:
         """The tensors that a step needs from another stage, once they are here."""
         works, tensors = self._received.pop((step.kind, step.stage, step.microbatch))
         _wait(works)
         return tensors
 
-    def _receive(self, step: Step) -> None:
+    def _receive(self, step: RankStep) -> None:
         receives, sends = self._borders[step.stage]
         metas = receives if step.kind == FORWARD else [meta for meta in sends if _flows(meta)]
         tensors = [torch.empty(meta.shape, dtype=meta.dtype, device=self._device) for meta in metas]
         self._received[step.kind, step.stage, step.microbatch] = self._transfer(dist.irecv, tensors, step), tensors
 
-    def _send(self, step: Step) -> None:
+    def _send(self, step: RankStep) -> None:
         while self._sent and all(work.is_completed() for work in self._sent[0][0]):
             self._sent.popleft()
         if step.kind == FORWARD:
@@ -230,7 +230,7 @@ class ScheduleChimera:
             tensors = self._gradients.pop((step.stage + 1, step.microbatch))
         self._sent.append((self._transfer(dist.isend, tensors, step), tensors))
 
-    def _transfer(self, way: Callable[..., Any], tensors: Sequence[Tensor], step: Step) -> list[dist.Work]:
+    def _transfer(self, way: Callable[..., Any], tensors: Sequence[Tensor], step: RankStep) -> list[dist.Work]:
         assert step.peer is not None
         link = self._links[step.peer]
         peer = 1 - dist.get_rank(link)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .masters import Group
+from .masters import ParameterGroup
 from .microbatches import Microbatches
 from .share import Batch, Rows
 from .spec import layers_of
@@ -31,7 +31,7 @@ class NonFiniteLossError(RuntimeError):
         self.message = message
 
 
-def first_non_finite(schedule: Microbatches, groups: Iterable[Group], batch: Batch, key: int) -> str:
+def first_non_finite(schedule: Microbatches, groups: Iterable[ParameterGroup], batch: Batch, key: int) -> str:
     """In words, the first value of the step that is not finite; all ranks call this. The forward passes run once more."""
     tensors = batch.tensors if isinstance(batch, Rows) else batch
     inputs = [f"the input {name!r} has one" for name, tensor in sorted(tensors.items()) if not _finite(tensor)]

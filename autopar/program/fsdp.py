@@ -17,9 +17,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from .collectives import ShardedReduceScatter, Work
-from .masters import Group, Master, alike, set_parameter
+from .masters import Master, ParameterGroup, alike, set_parameter
 from .state_places import DEVICE, Offloaded, download, pieces_of, upload
-from .world import MIRROR, Layout, Program, World
+from .world import MIRROR, Layout, LoadedProgram, World
 
 
 class ShardedGroup:
@@ -32,7 +32,7 @@ class ShardedGroup:
 
     shared = None  # tied copies are never here
 
-    def __init__(self, stage: nn.Module, layouts: Sequence[Layout], world: World, program: Program) -> None:
+    def __init__(self, stage: nn.Module, layouts: Sequence[Layout], world: World, program: LoadedProgram) -> None:
         self.layouts = tuple(layouts)
         child, zero, _ = program.group(layouts[0])
         copies, shards = program.copies(layouts[0])
@@ -170,7 +170,9 @@ class ShardedGroup:
         return {name: _full(grad) for name, grad in grads.items()}
 
     @staticmethod
-    def join_stages(stages: Mapping[int, nn.Module], groups: Mapping[int, Sequence[Group]], program: Program) -> None:
+    def join_stages(
+        stages: Mapping[int, nn.Module], groups: Mapping[int, Sequence[ParameterGroup]], program: LoadedProgram
+    ) -> None:
         """Once all parameters of this rank are there: let layers gather each other's ahead, on one set of streams."""
         for index, stage in stages.items():
             meshes = [group.mesh for group in groups[index] if isinstance(group, ShardedGroup)]
@@ -191,7 +193,7 @@ class ShardedGroup:
                 layer.reshard()
 
     @staticmethod
-    def start_copies(groups: Sequence[Group]) -> None:
+    def start_copies(groups: Sequence[ParameterGroup]) -> None:
         """Start to sum the gradients of a stage over its copies, where it has two (Chimera), once FSDP2 has reduced them inside of each."""
         for group in groups:
             if isinstance(group, ShardedGroup):
@@ -202,7 +204,7 @@ class ShardedGroup:
                         group._sums.append(work)
 
     @staticmethod
-    def last_backward(groups: Sequence[Group], program: Program) -> LastBackward:
+    def last_backward(groups: Sequence[ParameterGroup], program: LoadedProgram) -> LastBackward:
         """What tells FSDP how the backward passes of one stage end."""
         sharded = [group for group in groups if isinstance(group, ShardedGroup)]
         return LastBackward(sharded, program)
@@ -228,7 +230,7 @@ def _full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor()
 
 
-class Layer(NamedTuple):
+class ShardedLayer(NamedTuple):
     """A layer under FSDP: the number of layers whose parameters it gathers ahead, and whether gradients flow through it."""
 
     module: FSDPModule
@@ -236,7 +238,7 @@ class Layer(NamedTuple):
     backward: bool = True
 
 
-def gather_ahead(stage: nn.Module, layers: Sequence[Layer], mesh: DeviceMesh) -> None:
+def gather_ahead(stage: nn.Module, layers: Sequence[ShardedLayer], mesh: DeviceMesh) -> None:
     """Make ``stage`` the FSDP root of ``layers``, its layers under FSDP in the order of the forward pass, whose parameters are gathered
     ahead of the computation: those of the next layers in the forward pass, those of the layers before in the backward pass.
 
@@ -253,7 +255,7 @@ def gather_ahead(stage: nn.Module, layers: Sequence[Layer], mesh: DeviceMesh) ->
         module.set_modules_to_backward_prefetch(before or [module])
 
 
-def _layers(index: int, stage: nn.Module, program: Program) -> list[Layer]:
+def _layers(index: int, stage: nn.Module, program: LoadedProgram) -> list[ShardedLayer]:
     """The stage's layers under FSDP, in the order of the forward pass."""
     layers = []
     for name, layer in program.layers[index].items():
@@ -261,7 +263,7 @@ def _layers(index: int, stage: nn.Module, program: Program) -> list[Layer]:
         if name and isinstance(module, FSDPModule):  # the stage itself, "", is at most the root
             # When a segment runs again, its last layer but one must not gather beyond the last: those layers' backward is over.
             ahead = 1 if layer.segment > 1 else int(program.plan["prefetch"])
-            layers.append(Layer(module, ahead, layer.backward))
+            layers.append(ShardedLayer(module, ahead, layer.backward))
     return layers
 
 
@@ -316,7 +318,7 @@ class LastBackward:
       gathers come after the last reduction, on the same communicator. By then the backward pass has freed all activations.
     """
 
-    def __init__(self, groups: Sequence[ShardedGroup], program: Program) -> None:
+    def __init__(self, groups: Sequence[ShardedGroup], program: LoadedProgram) -> None:
         self._groups, self._microbatches, self._begun = groups, program.passes, 0
         self._once = [group.module for group in groups if group.reduces_once]
         self._root: FSDPModule | None = None
@@ -385,7 +387,7 @@ class LastBackward:
             )
 
 
-def followed_by_forward(stage: int, program: Program) -> int:
+def followed_by_forward(stage: int, program: LoadedProgram) -> int:
     """How many of the stage's backward passes in a step, the first ones, are each followed by a forward pass of the same stage on its
     rank."""
     stages, microbatches = len(program.spec.stages), program.passes

@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from .collectives import Work, reduce_scatter
 from .fsdp import ShardedGroup, rows_of, shard_of
-from .masters import Group
-from .world import Layout, Program, World
+from .masters import ParameterGroup
+from .world import Layout, LoadedProgram, World
 
 
 @dataclass(frozen=True, slots=True)
-class _Reduction:
+class _RunningReduction:
     """A reduce-scatter that runs: ``piece`` is its result, to be added to that of ``name`` in ``pieces``; ``whole`` its operand."""
 
     work: Work | None
@@ -34,7 +34,7 @@ class Turn:
     gradient in memory."""
 
     def __init__(self) -> None:
-        self.running: _Reduction | None = None
+        self.running: _RunningReduction | None = None
 
     def finish(self) -> None:
         """Wait for the reduction that runs."""
@@ -86,7 +86,7 @@ class LateGradients:
         self.turn.finish()
         piece = whole.new_empty(share, *gradient.shape[1:])
         work = reduce_scatter(piece, whole, group=self._shards, async_op=True)
-        self.turn.running = _Reduction(work, self._pieces, name, piece, whole)
+        self.turn.running = _RunningReduction(work, self._pieces, name, piece, whole)
 
     def finish(self) -> dict[str, Tensor]:
         """Wait for all sums; returns this rank's piece of each parameter's gradient, padding included, by the parameter's name."""
@@ -102,7 +102,7 @@ class LateGradients:
 class SplitShardedGroup(ShardedGroup):
     """A group under FSDP2 some of whose gradients come in the second part of a backward pass."""
 
-    def __init__(self, stage: nn.Module, layouts: Sequence[Layout], world: World, program: Program) -> None:
+    def __init__(self, stage: nn.Module, layouts: Sequence[Layout], world: World, program: LoadedProgram) -> None:
         super().__init__(stage, layouts, world, program)
         copies, shards = program.copies(layouts[0])
         wide = program.dtypes(layouts[0])[0]
@@ -113,7 +113,9 @@ class SplitShardedGroup(ShardedGroup):
         self.module.register_forward_pre_hook(self._gathered)
 
     @staticmethod
-    def join_stages(stages: Mapping[int, nn.Module], groups: Mapping[int, Sequence[Group]], program: Program) -> None:
+    def join_stages(
+        stages: Mapping[int, nn.Module], groups: Mapping[int, Sequence[ParameterGroup]], program: LoadedProgram
+    ) -> None:
         """As of ``ShardedGroup``; the reductions of late gradients take turns, too."""
         ShardedGroup.join_stages(stages, groups, program)
         turn = Turn()
@@ -128,7 +130,7 @@ class SplitShardedGroup(ShardedGroup):
             self._adders[id(gathered)] = functools.partial(self._late.add, layout.name)
 
     def adders(self) -> Mapping[int, Callable[[Tensor], None]]:
-        """As of ``Group``; the stage reads parameters that FSDP2 has gathered."""
+        """As of ``ParameterGroup``; the stage reads parameters that FSDP2 has gathered."""
         return self._adders
 
     def finish_adding(self) -> None:

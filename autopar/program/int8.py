@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F  # noqa: N812  torch's own convention
 
-from .saved_views import View, moves, resident
+from .saved_views import StorageView, moves, resident
 
 BLOCK = 64
 LEAST = 1024
@@ -39,15 +39,15 @@ def saved(layer: nn.Module, *here: Tensor, fused: bool = False) -> Iterator[None
 
     @torch.compiler.disable  # torch.compile would compile the rounding into the layer
     @torch.no_grad()
-    def put(tensor: Tensor) -> Tensor | _Saved:
+    def put(tensor: Tensor) -> Tensor | _RoundedTensor:
         if not tensor.is_floating_point() or not moves(tensor, stay):
             return tensor
-        view = View.of(tensor)
+        view = StorageView.of(tensor)
         if (stored := view.stored(tensor)).numel() < LEAST:
             return tensor
         if view.key not in known or known[view.key][0].expired():  # another tensor may have come to be at this address
             known[view.key] = StorageWeakRef(tensor.untyped_storage()), _Rounded(stored, fused)
-        return _Saved(view, known[view.key][1])
+        return _RoundedTensor(view, known[view.key][1])
 
     with torch.autograd.graph.saved_tensors_hooks(put, _take):
         yield
@@ -85,16 +85,16 @@ class _Rounded:
         return self.whole
 
 
-class _Saved:
+class _RoundedTensor:
     """A saved tensor, as a view of a rounded one."""
 
-    def __init__(self, view: View, stored: _Rounded) -> None:
+    def __init__(self, view: StorageView, stored: _Rounded) -> None:
         self.view, self.stored = view, stored
 
 
 @torch.compiler.disable
 @torch.no_grad()
-def _take(kept: Tensor | _Saved) -> Tensor:
+def _take(kept: Tensor | _RoundedTensor) -> Tensor:
     return kept if isinstance(kept, Tensor) else kept.view.read(kept.stored.restore())
 
 

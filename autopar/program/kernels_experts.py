@@ -243,7 +243,7 @@ def _traffic(counts: Tensor, exchange: Sequence[Axis], total: int) -> _Traffic:
     """What travels, where ``counts`` cover all experts that ``exchange`` distributes; for ``total`` rows on the meta device."""
     n = prod(_size(axis) for axis in exchange)
     theirs = counts.view(n, -1)  # for each rank, the number of rows for each of its experts
-    ours = _Exchange.apply(theirs, exchange, [1] * n, [1] * n)  # from each rank, the number of rows for each of ours
+    ours = _RowExchange.apply(theirs, exchange, [1] * n, [1] * n)  # from each rank, the number of rows for each of ours
     own = ours.sum(0)
     if counts.is_meta:
         return _Traffic(sizes(theirs.sum(1), total), sizes(ours.sum(1), total), ours, own)
@@ -270,11 +270,11 @@ def _travel(
 
 
 def _at_once(rows: Tensor, axes: Sequence[Axis], sent: list[int], taken: list[int]) -> Callable[[], Tensor]:
-    here: Tensor = _Exchange.apply(rows, axes, sent, taken)
+    here: Tensor = _RowExchange.apply(rows, axes, sent, taken)
     return lambda: here
 
 
-class _Exchange(torch.autograd.Function):
+class _RowExchange(torch.autograd.Function):
     """Send rows to every rank of the axes (flattened, if there are several), in order; their gradients take the reverse route."""
 
     @staticmethod
@@ -289,7 +289,7 @@ class _Exchange(torch.autograd.Function):
         return _all_to_all(grad, ctx.group, ctx.taken, ctx.sent), None, None, None
 
 
-spmd.register_local_autograd_function(_Exchange)
+spmd.register_local_autograd_function(_RowExchange)
 
 
 def _all_to_all(rows: Tensor, group: dist.ProcessGroup | None, sent: list[int], taken: list[int]) -> Tensor:

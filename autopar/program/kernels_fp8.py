@@ -41,7 +41,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
         return linear_beside_ones(x, weight, ones) if 0 < len(ones) < x.ndim - 1 else F.linear(x, weight)
     if x.is_meta or x.dtype != torch.bfloat16 or any(size % MULTIPLE for size in weight.shape):
         return F.linear(x, weight)
-    result: Tensor = _Linear.apply(x, weight)
+    result: Tensor = _Float8Linear.apply(x, weight)
     return result
 
 
@@ -75,7 +75,7 @@ def product(a: Scaled, b: Scaled) -> Tensor:
     return F.linear(a.values.to(torch.bfloat16), b.values.to(torch.bfloat16)) * (a.unit * b.unit)
 
 
-class _Linear(torch.autograd.Function):
+class _Float8Linear(torch.autograd.Function):
     """The three products of a linear layer in 8 bits. The operands are saved as they are, like those of ``F.linear``, and rounded again:
     a weight under ZeRO 3 is gathered again for the backward pass, and other ops may have saved the input."""
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .masters import Master, alike, set_parameter
-from .world import Layout, Program, World
+from .world import Layout, LoadedProgram, World
 
 
 class LocalGroup:
@@ -19,7 +19,7 @@ class LocalGroup:
 
     shared = None
 
-    def __init__(self, stage: nn.Module, layouts: Sequence[Layout], world: World, program: Program) -> None:
+    def __init__(self, stage: nn.Module, layouts: Sequence[Layout], world: World, program: LoadedProgram) -> None:
         self.layouts = tuple(layouts)
         self._world = world
         self._params: dict[Layout, nn.Parameter] = {}

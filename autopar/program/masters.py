@@ -37,7 +37,7 @@ class Master:
         return self.holder.grad
 
 
-class Group(Protocol):
+class ParameterGroup(Protocol):
     """Parameters of one layer of a stage that are kept alike; ``frozen`` are masters of those that are not trained.
 
     ``FlatGroup`` (``parameters``) is the usual one; ``LocalGroup`` and ``ShardedGroup`` (``fsdp``) are others.

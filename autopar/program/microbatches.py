@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .host import on_device
-from .masters import Group
+from .masters import ParameterGroup
 from .reductions import Reductions
 from .share import Batch, Share
 from .spec import StageSpec
 from .spmd import spmd
 from .tracing import action
-from .world import MIRROR, Program, World
+from .world import MIRROR, LoadedProgram, World
 
 
 class Microbatch(nn.Module):
@@ -55,10 +55,10 @@ class Microbatches:
 
     def __init__(
         self,
-        program: Program,
+        program: LoadedProgram,
         world: World,
         stages: Mapping[int, nn.Module],
-        groups: Mapping[int, Sequence[Group]],
+        groups: Mapping[int, Sequence[ParameterGroup]],
         reductions: Reductions,
         scaled: Callable[[Tensor], Tensor] | None = None,
     ) -> None:

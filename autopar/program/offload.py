@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .saved_views import View, moves, resident
+from .saved_views import StorageView, moves, resident
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def saved(layer: nn.Module, *here: Tensor) -> Iterator[None]:
     stay, call = resident(layer, *here), _Call(_latest)
 
     @torch.compiler.disable  # torch.compile would compile the copies
-    def put(tensor: Tensor) -> Tensor | _Saved:
+    def put(tensor: Tensor) -> Tensor | _OffloadedTensor:
         return call.put(tensor) if moves(tensor, stay) else tensor
 
     with torch.autograd.graph.saved_tensors_hooks(put, _take):
@@ -56,14 +56,14 @@ class _Call:
         self.begun: dict[tuple[Any, ...], tuple[Tensor, Tensor, _Storage]] = {}
         self.storages: list[weakref.ref[_Storage]] = []
 
-    def put(self, tensor: Tensor) -> _Saved:
-        view = View.of(tensor)
+    def put(self, tensor: Tensor) -> _OffloadedTensor:
+        view = StorageView.of(tensor)
         if view.key not in self.begun:
             stored = view.stored(tensor)
             storage = _Storage(stored, self)
             self.begun[view.key] = tensor, stored, storage
             self.storages.append(weakref.ref(storage))
-        return _Saved(self.begun[view.key][2], tensor.dtype, view)
+        return _OffloadedTensor(self.begun[view.key][2], tensor.dtype, view)
 
     def fetch(self) -> None:
         """Start to copy all storages that are still needed to the device."""
@@ -110,15 +110,15 @@ class _Storage:
             self.wait()  # fetched and not read: its memory must not be reused earlier
 
 
-class _Saved:
+class _OffloadedTensor:
     """A saved tensor, as a view of an offloaded copy."""
 
-    def __init__(self, storage: _Storage, dtype: torch.dtype, view: View) -> None:
+    def __init__(self, storage: _Storage, dtype: torch.dtype, view: StorageView) -> None:
         self.storage, self.dtype, self.view = storage, dtype, view
 
 
 @torch.compiler.disable
-def _take(kept: Tensor | _Saved) -> Tensor:
+def _take(kept: Tensor | _OffloadedTensor) -> Tensor:
     if isinstance(kept, Tensor):
         return kept
     back = kept.storage.take()

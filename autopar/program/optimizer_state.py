@@ -18,7 +18,7 @@ from .boxes import Piece, whole
 from .checkpoint_files import CheckpointError
 from .masters import Master
 from .optimizers import class_name
-from .world import Program, World
+from .world import LoadedProgram, World
 
 TENSOR, NUMBER = "tensor", "number"
 """Kinds of state: a tensor with dims, and one without. The other kinds are the numbers of Python."""
@@ -59,7 +59,7 @@ def merged(optimizer: Mapping[str, Any], parts: Iterable[Mapping[str, str]]) -> 
 
 
 def saved(
-    optimizer: torch.optim.Optimizer, masters: Sequence[Master], program: Program, world: World
+    optimizer: torch.optim.Optimizer, masters: Sequence[Master], program: LoadedProgram, world: World
 ) -> tuple[list[Held], list[Piece], dict[str, str]]:
     """What this rank has of the optimizer's state: tensors of the parameters' shapes, all others that it writes, and the kind of each
     key."""
@@ -83,7 +83,7 @@ def _is_like(master: Master, value: Any) -> bool:
     return isinstance(value, Tensor) and value.shape == master.tensor.shape
 
 
-def _has_first(master: Master, program: Program, world: World) -> bool:
+def _has_first(master: Master, program: LoadedProgram, world: World) -> bool:
     """Whether this rank is the one with the parameter's first element: of all ranks that have parts of it, it writes the numbers."""
     layout = master.layout
     begins = [master.first, *(start for start, _ in layout.window(world.coordinates)), (layout.part or (0, 0))[1]]
@@ -198,7 +198,9 @@ class Restored:
                     group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
 
 
-def without_state(program: Program, facts: Mapping[str, Any], stored: Mapping[str, TensorStorageMetadata]) -> list[str]:
+def without_state(
+    program: LoadedProgram, facts: Mapping[str, Any], stored: Mapping[str, TensorStorageMetadata]
+) -> list[str]:
     """The trained parameters without any state in a checkpoint where others have some: they had no gradient yet, or were not trained."""
     trained = {layout.original for layout in program.layouts if layout.trainable} if facts["keys"] else set()
     return sorted(name for name in trained if not any(f"optimizer.{name}.{key}" in stored for key in facts["keys"]))

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .masters import Master
 from .state_places import DEVICE, OffloadedUpdates
-from .world import Layout, Program, World
+from .world import Layout, LoadedProgram, World
 
 Optimizer = Callable[[Any], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
 Scheduler = Callable[[torch.optim.Optimizer], LRScheduler]
@@ -77,7 +77,7 @@ class Updates:
         optimizer: torch.optim.Optimizer,
         scheduler: LRScheduler | None,
         masters: Sequence[Master],
-        whole: WholeTensors | None,
+        whole: TensorGatherer | None,
         offloaded: OffloadedUpdates | None,
     ) -> None:
         self.optimizer, self.scheduler, self.masters, self._whole = optimizer, scheduler, masters, whole
@@ -99,7 +99,7 @@ class Updates:
             self._whole.gather_values()
 
 
-class WholeTensors(Protocol):
+class TensorGatherer(Protocol):
     """As of ``whole_tensors``."""
 
     masters: list[Master]
@@ -110,7 +110,11 @@ class WholeTensors(Protocol):
 
 
 def make(
-    optimizer: Optimizer, program: Program, world: World, masters: Sequence[Master], scheduler: Scheduler | None = None
+    optimizer: Optimizer,
+    program: LoadedProgram,
+    world: World,
+    masters: Sequence[Master],
+    scheduler: Scheduler | None = None,
 ) -> Updates:
     """The user's optimizer and scheduler over this rank's master copies; all ranks call this.
 
@@ -124,7 +128,7 @@ def make(
         for group in model.param_groups
         for param in group["params"]
     }
-    whole: WholeTensors | None = None
+    whole: TensorGatherer | None = None
     if looking and program.spec.whole_tensors is not None:  # else no parameter is cut
         looked_at = [master for master in masters if master.layout.original in looking]
         whole = program.spec.whole_tensors(looked_at, program, world)
@@ -141,7 +145,7 @@ def make(
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedRecipe:
     """What the user's callables made of stand-ins for the parameters."""
 
     models: list[torch.optim.Optimizer]
@@ -161,7 +165,7 @@ class Checked:
         return self.over({name: [stand_in] for name, stand_in in self.stand_ins.items()})
 
 
-def checked(optimizer: Optimizer, program: Program, scheduler: Scheduler | None = None) -> Checked:
+def checked(optimizer: Optimizer, program: LoadedProgram, scheduler: Scheduler | None = None) -> CheckedRecipe:
     """The optimizers that the user's callable makes of the stand-ins; the scheduler is tried on them.
 
     Raises ``RefusedOptimizerError`` as ``make`` does; nothing need have been started.
@@ -177,7 +181,7 @@ def checked(optimizer: Optimizer, program: Program, scheduler: Scheduler | None 
             )
     if not models:
         raise RefusedOptimizerError("the optimizer's function returned an empty list", "it returns an optimizer")
-    user = Checked(models, stand_ins)
+    user = CheckedRecipe(models, stand_ins)
     names = user.names
     taken: set[int] = set()
     for model in models:
@@ -270,7 +274,7 @@ def class_name(made: torch.optim.Optimizer) -> str:
     return " and ".join(type(part).__qualname__ for part in (made.parts if isinstance(made, Several) else (made,)))
 
 
-def _stand_ins(program: Program) -> dict[str, nn.Parameter]:
+def _stand_ins(program: LoadedProgram) -> dict[str, nn.Parameter]:
     """The user's parameters, on meta, by name, in the model's order."""
     found: dict[str, nn.Parameter] = {}
     dtypes = {layout.original: program.dtypes(layout)[0] for layout in program.layouts}
@@ -310,7 +314,7 @@ def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     return _of_torch(optimizer) in _ELEMENTWISE or bool(getattr(optimizer, "elementwise", False))
 
 
-def _refuse_pieces(optimizer: torch.optim.Optimizer, names: Iterable[str], program: Program) -> None:
+def _refuse_pieces(optimizer: torch.optim.Optimizer, names: Iterable[str], program: LoadedProgram) -> None:
     torchs = _of_torch(optimizer)
     if torchs in _NEVER:
         raise RefusedOptimizerError(
@@ -335,7 +339,7 @@ def _refuse_pieces(optimizer: torch.optim.Optimizer, names: Iterable[str], progr
         )
 
 
-def cut(layout: Layout, program: Program) -> str | None:
+def cut(layout: Layout, program: LoadedProgram) -> str | None:
     """How the plan slices a master copy, in words; empty for a whole parameter."""
     axes = [axis for axis, _ in layout.sharded if program.spec.mesh[axis] > 1]
     if axes:

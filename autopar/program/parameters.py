@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from .arrivals import Arrivals
 from .collectives import Work, all_gather, reduce_scatter
-from .masters import Group, Master, alike, set_parameter
+from .masters import Master, ParameterGroup, alike, set_parameter
 from .state_places import DEVICE, Offloaded, pieces_of, upload
-from .world import Layout, Program, World
+from .world import Layout, LoadedProgram, World
 
 # -- groups of parameters ---------------------------------------------------------------------------------------------
 
@@ -56,7 +56,7 @@ class FlatGroup:
     times the number of replicas, and ``average`` makes their masters equal.
     """
 
-    def __init__(self, stage: nn.Module, layouts: Sequence[Layout], world: World, program: Program) -> None:
+    def __init__(self, stage: nn.Module, layouts: Sequence[Layout], world: World, program: LoadedProgram) -> None:
         self.layouts = tuple(layouts)
         self.child, zero, axes = program.group(layouts[0])
         copies, shards = program.copies(layouts[0])
@@ -325,7 +325,7 @@ class FlatGroup:
 # -- stages -----------------------------------------------------------------------------------------------------------
 
 
-def grouping(program: Program, stage: int) -> list[tuple[Layout, ...]]:
+def grouping(program: LoadedProgram, stage: int) -> list[tuple[Layout, ...]]:
     """A stage's parameters, grouped as they are stored; the same list on every rank.
 
     Flat buffers first: FSDP2 must find them in place to leave them alone.
@@ -339,7 +339,9 @@ def grouping(program: Program, stage: int) -> list[tuple[Layout, ...]]:
     return [tuple(layouts) for _, layouts in sorted(groups.items(), key=lambda item: item[0][1])]
 
 
-def build_stages(program: Program, world: World) -> tuple[dict[int, nn.Module], dict[int, list[Group]], Any]:
+def build_stages(
+    program: LoadedProgram, world: World
+) -> tuple[dict[int, nn.Module], dict[int, list[ParameterGroup]], Any]:
     """This rank's stages on its device, with their parameters allocated (zeros) in their groups, and the buffers that they write."""
     constants = {name: tensor.to(world.device) for name, tensor in program.constants.items()}
     stages: dict[int, nn.Module] = {
@@ -352,9 +354,9 @@ def build_stages(program: Program, world: World) -> tuple[dict[int, nn.Module], 
     return stages, groups, buffers
 
 
-def _build(index: int, stage: nn.Module, program: Program, world: World) -> list[Group]:
+def _build(index: int, stage: nn.Module, program: LoadedProgram, world: World) -> list[ParameterGroup]:
     """Allocate a stage's parameters."""
-    groups: list[Group] = []
+    groups: list[ParameterGroup] = []
     for layouts in grouping(program, index):
         for layout in layouts:
             _check_layout(layout, stage, world)
@@ -370,7 +372,7 @@ def _build(index: int, stage: nn.Module, program: Program, world: World) -> list
     return groups
 
 
-def kind_of(layout: Layout, program: Program) -> str:
+def kind_of(layout: Layout, program: LoadedProgram) -> str:
     """How a parameter is kept: ``"fsdp"``, ``"local"`` (no other rank has a part of it), or else ``"flat"``."""
     zero, axes = program.group(layout)[1:]
     wide, compute = program.dtypes(layout)
@@ -380,9 +382,9 @@ def kind_of(layout: Layout, program: Program) -> str:
     return "flat" if axes or layout.shared is not None or wide != compute or offloaded else "local"
 
 
-def _group_of(layout: Layout, program: Program) -> Callable[..., Group]:
+def _group_of(layout: Layout, program: LoadedProgram) -> Callable[..., ParameterGroup]:
     kinds = {"flat": FlatGroup, "fsdp": program.spec.fsdp, "local": program.spec.local}
-    kind: Callable[..., Group] | None = kinds[kind_of(layout, program)]
+    kind: Callable[..., ParameterGroup] | None = kinds[kind_of(layout, program)]
     if kind is None:
         raise ValueError(f"PROGRAM of model.py has no {kind_of(layout, program)}, which keeps {layout.original}")
     return kind

@@ -14,7 +14,7 @@ from torch import Tensor
 from . import weights
 from .agree import same_values
 from .boxes import Piece, divided
-from .checkpoint import Training, buffers, on_every_rank, parameters
+from .checkpoint import SavedTraining, buffers, on_every_rank, parameters
 from .checkpoint_files import PARTIAL, CheckpointError, begin, discard, final_of, sync
 from .state import torn, wrong_names
 from .weights import Stored, Weights
@@ -22,7 +22,7 @@ from .weights import Stored, Weights
 _HINT = "give weights of the model that was compiled"
 
 
-def load(training: Training, path: str | os.PathLike[str]) -> None:
+def load(training: SavedTraining, path: str | os.PathLike[str]) -> None:
     """Set parameters and buffers from a file or folder of weights; optimizer state stays. All ranks call this.
 
     All that can be checked is checked on every rank before any rank changes a value: names and shapes, that tied parameters have one value,
@@ -60,7 +60,7 @@ def load(training: Training, path: str | os.PathLike[str]) -> None:
         group.publish()
 
 
-def _named(training: Training, files: Weights) -> Iterator[tuple[Piece, Sequence[str]]]:
+def _named(training: SavedTraining, files: Weights) -> Iterator[tuple[Piece, Sequence[str]]]:
     """This rank's pieces, with the names under which the files have the tensor; a buffer that is in no state dict may be missing."""
     names = {layout.original: (layout.original, *layout.tied) for layout in training.program.layouts}
     for piece in (*parameters(training, every_copy=True), *buffers(training, every_copy=True)):
@@ -75,7 +75,7 @@ def _read(files: Weights, name: str, part: Piece) -> Tensor:
     return values
 
 
-def save(training: Training, folder: str | os.PathLike[str], file_bytes: int) -> None:
+def save(training: SavedTraining, folder: str | os.PathLike[str], file_bytes: int) -> None:
     """Write the folder of weights, in the model's own dtypes; all ranks call this.
 
     The folder must not exist; it gets its name once all files are on the disk. Raises ``CheckpointError`` on every rank, and leaves nothing
@@ -121,14 +121,14 @@ def save(training: Training, folder: str | os.PathLike[str], file_bytes: int) ->
         raise
 
 
-def _tensors(training: Training) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def _tensors(training: SavedTraining) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """The dtypes and shapes of the parameters and of the buffers of the state dict that are written."""
     found = {layout.original: (layout.dtype, layout.original_shape) for layout in training.program.layouts}
     written = [record for record in training.program.buffers if record.written and record.persistent]
     return found | {record.original: (record.dtype, record.shape) for record in written}
 
 
-def _counted(training: Training, places: Mapping[str, Stored]) -> Iterator[tuple[Stored, Piece]]:
+def _counted(training: SavedTraining, places: Mapping[str, Stored]) -> Iterator[tuple[Stored, Piece]]:
     """This rank's pieces with their places; of pieces that several ranks have, those of the first one."""
     options = {"every_copy": False, "every_rank": False}
     for piece in (*parameters(training, **options), *buffers(training, **options)):

@@ -21,7 +21,7 @@ class StartError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessPlace:
     """Where the launcher has started this process: its rank among all ``size`` processes, and among the ``local_size`` of its node.
 
     The local figures are ``None`` where the launcher says nothing about them.
@@ -33,7 +33,7 @@ class Place:
     local_size: int | None = None
 
 
-def place_of(environment: Mapping[str, str]) -> Place:
+def place_of(environment: Mapping[str, str]) -> ProcessPlace:
     """This process's place, from the variables of torchrun or of ``srun``.
 
     A launcher may set ``RANK`` and ``WORLD_SIZE`` and leave out the local ones; under ``srun`` those of the step are used then.
@@ -44,12 +44,12 @@ def place_of(environment: Mapping[str, str]) -> Place:
     else:
         rank, size = int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1"))
     if size == 1:
-        return Place(rank, size, int(environment.get("LOCAL_RANK", "0")), 1)
+        return ProcessPlace(rank, size, int(environment.get("LOCAL_RANK", "0")), 1)
     local_rank, local_size = environment.get("LOCAL_RANK"), environment.get("LOCAL_WORLD_SIZE")
     if local_rank is None and step and int(environment["SLURM_STEP_NUM_TASKS"]) == size:
         local_rank = environment.get("SLURM_LOCALID")
         local_size = local_size or _tasks_of_node(environment)
-    return Place(
+    return ProcessPlace(
         rank, size, None if local_rank is None else int(local_rank), None if local_size is None else int(local_size)
     )
 
@@ -66,7 +66,7 @@ def _tasks_of_node(environment: Mapping[str, str]) -> str | None:
     return environment.get("SLURM_NTASKS_PER_NODE")
 
 
-def meet(environment: MutableMapping[str, str], place: Place) -> None:
+def meet(environment: MutableMapping[str, str], place: ProcessPlace) -> None:
     """Set the variables by which torch's processes meet, where the launcher of this one, at ``place``, has not.
 
     Raises:
@@ -86,7 +86,7 @@ def meet(environment: MutableMapping[str, str], place: Place) -> None:
         environment.setdefault(name, str(value))
 
 
-def device_of(place: Place, kind: str | None) -> torch.device:
+def device_of(place: ProcessPlace, kind: str | None) -> torch.device:
     """The device of this process; ``kind`` is ``"cuda"``, ``"cpu"``, or ``None`` for GPUs where the node has any.
 
     A process that sees one GPU uses it: launchers may give each process its own. Otherwise the node's processes see the same GPUs, and each
@@ -131,7 +131,7 @@ def _has_gpus() -> bool:
     return any(os.access(path, os.R_OK | os.W_OK) for path in Path("/dev").glob("nvidia[0-9]*"))
 
 
-def check_node(place: Place, plan: Mapping[str, Any], axes: Mapping[str, int]) -> None:
+def check_node(place: ProcessPlace, plan: Mapping[str, Any], axes: Mapping[str, int]) -> None:
     """Raise ``StartError`` if a node has another number of the program's processes than a node of the plan has GPUs.
 
     The plan's prices are for groups of ranks that are inside of a node. A plan that names no nodes may run on any.

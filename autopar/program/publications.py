@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from .masters import Group
+from .masters import ParameterGroup
 from .parameters import FlatGroup
-from .world import Program
+from .world import LoadedProgram
 
 IN_FLIGHT = 2  # publications that run at a time: one for the next layer, one for the layer after it
 
@@ -24,7 +24,7 @@ class Publications:
     """
 
     def __init__(
-        self, program: Program, stages: Mapping[int, nn.Module], by_stage: Mapping[int, Sequence[Group]]
+        self, program: LoadedProgram, stages: Mapping[int, nn.Module], by_stage: Mapping[int, Sequence[ParameterGroup]]
     ) -> None:
         self._groups = [group for groups in by_stage.values() for group in groups]
         self._sent: list[FlatGroup] = []

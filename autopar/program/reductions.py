@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .masters import Group
+from .masters import ParameterGroup
 from .parameters import FlatGroup
 from .spec import LayerSpec
-from .world import Program
+from .world import LoadedProgram
 
 
 class Reductions:
@@ -33,7 +33,7 @@ class Reductions:
     All other layers are graphs of torch's ops and of kernels, in which a parameter has a gradient on all ranks or on none.
     """
 
-    def __init__(self, program: Program, by_stage: Mapping[int, Sequence[Group]]) -> None:
+    def __init__(self, program: LoadedProgram, by_stage: Mapping[int, Sequence[ParameterGroup]]) -> None:
         self._groups = [group for groups in by_stage.values() for group in groups]
         self._by_stage, self._fsdp = by_stage, program.spec.fsdp
         found = {stage: _early(by_stage[stage], program.layers[stage]) for stage in sorted(by_stage, reverse=True)}
@@ -141,7 +141,7 @@ def _limits(groups: Sequence[FlatGroup]) -> dict[FlatGroup, int]:
     }
 
 
-def _early(groups: Sequence[Group], layers: Mapping[str, LayerSpec]) -> list[FlatGroup]:
+def _early(groups: Sequence[ParameterGroup], layers: Mapping[str, LayerSpec]) -> list[FlatGroup]:
     """The groups of a stage that are reduced under the backward pass, in order; ``layers`` are the stage's."""
     found = [group for group in groups if isinstance(group, FlatGroup) and group.is_reduced and group.shared is None]
     found = [group for group in found if not layers[group.child].opaque]

@@ -30,15 +30,15 @@ from .checkpoint import claim, has_checkpoint
 from .checkpoint_files import CheckpointError
 from .collectives import all_gather
 from .finite import NonFiniteLossError, first_non_finite
-from .loader import Loader, Order, Synthetic, Tensors
-from .masters import Group
+from .loader import Loader, Order, Synthetic, TensorData
+from .masters import ParameterGroup
 from .parameters import build_stages, grouping
 from .reductions import Reductions
 from .share import Batch, DataError
 from .state import initial, read_state, wrong_state
 from .tracing import traced
 from .values import draw, given
-from .world import Layout, Program, World, load, start
+from .world import Layout, LoadedProgram, World, load, start
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ __all__ = [
     "NonFiniteLossError",
     "Order",
     "Synthetic",
-    "Tensors",
+    "TensorData",
     "Trainer",
     "adamw",
     "claim",
@@ -100,7 +100,7 @@ class Trainer:
 
     def __init__(
         self,
-        program: Program,
+        program: LoadedProgram,
         world: World,
         *,
         optimizer: optimizers.Optimizer | None = None,
@@ -140,7 +140,7 @@ class Trainer:
         self.optimizer, self.scheduler = self._updates.optimizer, self._updates.scheduler
         # the updates so far, skipped ones included, and the rows of their batches
         self._seed, self.steps, self.rows = seed, 0, 0
-        self.loaders: dict[int, Loader] = {}  # that stay open between the calls of a ``Program``
+        self.loaders: dict[int, Loader] = {}  # that stay open between the calls of a ``LoadedProgram``
         # by data set and order: the epoch and the row after the last step
         self.positions: dict[str, tuple[int, int]] = {}
         self._from_checkpoint: tuple[str, ...] = ()  # the data sets of the checkpoint that was loaded
@@ -468,10 +468,10 @@ class Trainer:
                 "load a whole checkpoint, or whole weights",
             )
 
-    def _training(self) -> checkpoint.Training:
+    def _training(self) -> checkpoint.SavedTraining:
         """The tensors that are saved and loaded."""
         self.finish_update()
-        return checkpoint.Training(self.program, self.world, self._groups, self._buffers, self._updates)
+        return checkpoint.SavedTraining(self.program, self.world, self._groups, self._buffers, self._updates)
 
     def _load(self, source: Callable[[Layout], Tensor]) -> None:
         self.finish_update()
@@ -482,7 +482,7 @@ class Trainer:
 
     @torch.no_grad()
     def _collect(
-        self, of: Callable[[Group], dict[str, Tensor]], wanted: Callable[[Layout], bool]
+        self, of: Callable[[ParameterGroup], dict[str, Tensor]], wanted: Callable[[Layout], bool]
     ) -> Iterator[tuple[str, Tensor]]:
         """The user's parameters, assembled from all stages' slices, one group at a time, on rank 0."""
         fused: dict[str, Tensor] = {}
@@ -525,7 +525,7 @@ class Trainer:
         return local.to("cpu", copy=True) if local is not None and rank == 0 else None
 
 
-def in_training_alone(program: Program) -> str:
+def in_training_alone(program: LoadedProgram) -> str:
     """What of the model is done in training mode alone, in words; empty if nothing is."""
     if any(stage.SPEC.random for stage in program.spec.stages):
         return "it draws random numbers, as dropout does"

@@ -20,7 +20,7 @@ def moves(tensor: Tensor, stay: set[int]) -> bool:
     return plain and tensor.untyped_storage().data_ptr() not in stay
 
 
-class View(NamedTuple):
+class StorageView(NamedTuple):
     """What of its storage a tensor reads. Tensors of one ``key`` read the same memory. ``steps`` are the strides, ``None`` if there are
     gaps between the elements, which are stored without them."""
 
@@ -29,12 +29,12 @@ class View(NamedTuple):
     steps: tuple[int, ...] | None
 
     @staticmethod
-    def of(tensor: Tensor) -> View:
+    def of(tensor: Tensor) -> StorageView:
         size, steps, span = tuple(tensor.size()), tensor.stride(), _span(tensor)
         dense = span <= tensor.numel()
         place = (tensor.storage_offset(), span) if dense else (tensor.storage_offset(), size, steps)
         key = (tensor.untyped_storage().data_ptr(), tensor.dtype, *place)
-        return View(key, size, steps if dense else None)
+        return StorageView(key, size, steps if dense else None)
 
     def stored(self, tensor: Tensor) -> Tensor:
         """The elements that ``tensor`` reads, in the order of their memory, as one dim."""

@@ -23,7 +23,7 @@ from .agree import digest, same_batch
 from .collectives import all_gather
 from .host import Later, on_device
 from .spec import StageSpec
-from .world import Program, World
+from .world import LoadedProgram, World
 
 _ABSENT = torch.iinfo(torch.int64).min + 1
 
@@ -50,7 +50,7 @@ Batch = Mapping[str, Tensor] | Rows
 class Share:
     """What this rank reads of every global batch: of ``inputs``, the rows ``rows`` of the batch, ascending."""
 
-    def __init__(self, program: Program, world: World) -> None:
+    def __init__(self, program: LoadedProgram, world: World) -> None:
         self.program, self.world = program, world
         self.batch, self.microbatches = int(program.plan["global_batch"]), int(program.plan["microbatches"])
         self.apart = "microbatch_statistics" in program.plan.get("allow", ())

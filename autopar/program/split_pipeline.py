@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .masters import Group
+from .masters import ParameterGroup
 from .pipeline import Pipeline, Place, TracedStage
 from .weight_gradients import Product, deferred
 
@@ -20,7 +20,7 @@ class SplitStage(TracedStage):
     those of the first part.
     """
 
-    def __init__(self, place: Place, *, groups: Sequence[Group], **options: Any) -> None:
+    def __init__(self, place: Place, *, groups: Sequence[ParameterGroup], **options: Any) -> None:
         super().__init__(*place, **options, dw_builder=self._second_part)
         self._adders, self._groups = [group.adders() for group in groups], groups
         self._products: list[Product] = []

@@ -56,7 +56,7 @@ class Offloaded:
 
 
 @dataclass
-class Places:
+class StateStorage:
     """Makes a rank's tensors in the host's memory and on NVMe, there in a file in ``folder``, which the first such tensor makes."""
 
     folder: str = ""
@@ -187,7 +187,7 @@ class OffloadedUpdates:
         self,
         optimizer: torch.optim.Optimizer,
         masters: Sequence[Master],
-        places: Places,
+        places: StateStorage,
         device: torch.device,
         at_once: bool,
     ) -> None:

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .guards import GuardError
-from .loader import Loader, Order, Synthetic, Tensors
+from .loader import Loader, Order, Synthetic, TensorData
 from .metrics import Meter, peak_memory_bytes
 from .optimizers import RefusedOptimizerError, Scheduler
 from .out_of_memory import explained
@@ -54,7 +54,7 @@ from .state_places import PlaceError
 from .type_check import IllTypedError, check_edits
 from .watch import Watch
 from .weights import is_weights
-from .world import Program, World
+from .world import LoadedProgram, World
 
 MADE_UP = "normal numbers and integers that are 0 or 1"
 REFUSALS = (
@@ -242,7 +242,7 @@ def norm(text: str) -> float:
     return float(text)
 
 
-def dataset(args: argparse.Namespace, program: Program) -> Any:
+def dataset(args: argparse.Namespace, program: LoadedProgram) -> Any:
     """The data set: made up, of a module, or the tensors of a file."""
     if args.dataset == "synthetic":
         return Synthetic(program.inputs, args.seed)
@@ -261,7 +261,7 @@ def dataset(args: argparse.Namespace, program: Program) -> Any:
                 f"--dataset {args.dataset} raised {type(error).__name__}: {error} ({line_of(error)})",
                 "every rank calls it",
             ) from error
-    return Tensors.read(args.dataset)
+    return TensorData.read(args.dataset)
 
 
 def line_of(error: Exception) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .boxes import Piece
-from .checkpoint import Training, parameters
+from .checkpoint import SavedTraining, parameters
 from .weights import runs
 from .world import Layout
 
@@ -18,7 +18,7 @@ _CHUNK = 1 << 16  # numbers that are drawn at a time; their intermediate results
 
 
 @torch.no_grad()
-def draw(training: Training, seed: int) -> None:
+def draw(training: SavedTraining, seed: int) -> None:
     """Draw this rank's parts of all parameters. All ranks call this.
 
     Matrices are normal with standard deviation 0.02, vectors named ``...weight`` are ones (a norm's scale), other vectors zeros. A number

@@ -72,7 +72,7 @@ def interval_s(nodes: int, lost_after_s: float) -> float:
     return max(min(1.0, lost_after_s / 6), nodes / BEATS_PER_S)
 
 
-class Node:
+class Machine:
     """The ranks of one node, which send each other datagrams; the lowest that lives is the node's speaker.
 
     ``index`` of ``count`` nodes and ``ranks`` are torchrun's. A rank that another launcher has started is a node of its own: nothing says
@@ -154,7 +154,7 @@ class Watch:
         self._asked: Later | None = None  # the number of the signal that a rank has received, as of the last step
         self._heard = time.monotonic()  # when the store last answered
         self._ended = threading.Event()
-        self._node: Node | None = None  # known once the ranks have met
+        self._node: Machine | None = None  # known once the ranks have met
         self._store: Any = None  # of a node's speaker
         self._handlers: dict[int, Any] = {}
         self._waking = socket.socketpair()
@@ -194,7 +194,7 @@ class Watch:
             return
         token = [secrets.token_hex(8) if dist.get_rank() == 0 else ""]  # torchrun's restarts have one store
         dist.broadcast_object_list(token, 0, device=torch.device("cpu") if dist.get_backend() == "gloo" else None)
-        node = Node(token[0], dist.get_rank(), dist.get_world_size())
+        node = Machine(token[0], dist.get_rank(), dist.get_world_size())
         self._interval_s = interval_s(node.count, self._lost_after_s)
         self._lost_after_s = max(self._lost_after_s, 6 * self._interval_s)
         self._token = token[0]
@@ -285,7 +285,7 @@ class Watch:
                     f"{self._now[1]} ({self._place()[0]}): the launcher or rank 0 there has ended, or the network between is cut"
                 )
 
-    def _beat(self, node: Node) -> None:
+    def _beat(self, node: Machine) -> None:
         """Give a sign of life, to the node and, as its speaker, to all nodes."""
         self._beats += 1
         node.tell([self._beats, self._now[1], *self._place()], self._problem)
@@ -294,7 +294,7 @@ class Watch:
             self._store.set(_key(node.index), json.dumps(node.said))
             self._heard = time.monotonic()
 
-    def _watch(self, node: Node) -> None:
+    def _watch(self, node: Machine) -> None:
         """Tell the others about this rank, and find out whether its node and the next one live and whether something has failed."""
         seen, changed = "", time.monotonic()
         while not self._ended.is_set():
@@ -328,7 +328,7 @@ class Watch:
                     self._end(f"rank {node.rank} has lost the ranks' store at {_address()} {where}: {_first(error)}")
             self._ended.wait(self._interval_s)
 
-    def _report(self, node: Node, problem: str) -> None:
+    def _report(self, node: Machine, problem: str) -> None:
         """One speaker, the first that comes, says for all what has happened; the others stay until then, because they would seem dead."""
         store = self._open()
         first = store.add("said", 1) == 1
@@ -352,7 +352,7 @@ class Watch:
             store.set("done", "")
         self._end(sentence)
 
-    def _nodes(self, node: Node) -> list[dict[int, list[Any]]]:
+    def _nodes(self, node: Machine) -> list[dict[int, list[Any]]]:
         """What the ranks of each node last said: how often they have, the section, the place, and whether they are in a collective."""
         keys = [_key(index) for index in range(node.count)]
         blocks = [self._store.multi_get(keys[start : start + _BLOCK]) for start in range(0, len(keys), _BLOCK)]

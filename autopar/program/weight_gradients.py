@@ -58,11 +58,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear(x, weight, bias)``, whose weight's gradient may be computed later; ``weight`` is a parameter that nothing else reads."""
     if spmd.is_type_checking() or not weight.requires_grad:
         return F.linear(x, weight, bias)
-    result: Tensor = _Linear.apply(x, weight, bias)
+    result: Tensor = _SplitLinear.apply(x, weight, bias)
     return result
 
 
-class _Linear(torch.autograd.Function):
+class _SplitLinear(torch.autograd.Function):
     """The product, and both parts of its backward pass."""
 
     @staticmethod

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from .boxes import Box, pieces
 from .masters import Master
 from .state_places import DEVICE, upload
-from .world import Layout, Program, World
+from .world import Layout, LoadedProgram, World
 
 ROUND_BYTES = 256 * 2**20
 """What an owner receives at a time, unless one tensor is larger: the bound of the buffers that are sent and received."""
@@ -68,7 +68,7 @@ class WholeTensors:
     All ranks make one, with their masters of the same parameters, and call its methods in the same order.
     """
 
-    def __init__(self, masters: Sequence[Master], program: Program, world: World) -> None:
+    def __init__(self, masters: Sequence[Master], program: LoadedProgram, world: World) -> None:
         self._world = world
         self._held = [master for master in masters if any(True for _ in _boxes(master, master.tensor.detach(), world))]
         apart = program.parted(list(program.spec.mesh))[1]
@@ -176,7 +176,7 @@ def _cut(held: Sequence[Master], names: Sequence[_Name], world: World) -> set[_N
     return {name for name, mark in zip(names, marks.tolist(), strict=True) if mark}
 
 
-def _owners(layouts: Sequence[Layout], program: Program, world: World) -> dict[_Key, int]:
+def _owners(layouts: Sequence[Layout], program: LoadedProgram, world: World) -> dict[_Key, int]:
     """The rank that updates each parameter: from the largest to the smallest, the rank of its stage with the fewest elements so far."""
     names, apart = list(world.coordinates), program.parted(list(program.spec.mesh))[1]
     replicas = list(itertools.product(*(range(world.coordinates[axis][1]) for axis in apart)))
@@ -197,7 +197,7 @@ def _owners(layouts: Sequence[Layout], program: Program, world: World) -> dict[_
 
 
 def _rounds(
-    owners: Mapping[_Key, int], layouts: Mapping[_Name, Layout], program: Program
+    owners: Mapping[_Key, int], layouts: Mapping[_Name, Layout], program: LoadedProgram
 ) -> list[tuple[torch.dtype, frozenset[_Key]]]:
     """The parameters that are sent at a time, with their dtype; the same list on every rank."""
     found: dict[tuple[str, int], set[_Key]] = {}

@@ -29,7 +29,7 @@ from .mesh_axes import on_mesh
 from .processes import StartError, check_node, device_of, meet, place_of
 from .spec import LayerSpec, ProgramSpec, TensorSpec, layers_of
 from .state import read_constants
-from .state_places import PLACES, Places
+from .state_places import PLACES, StateStorage
 
 # spmd-types calls two collectives by the names that torch 2.13 deprecates
 warnings.filterwarnings("ignore", category=FutureWarning, module="spmd_types")
@@ -146,7 +146,7 @@ class BufferRecord:
 
 
 @dataclass(frozen=True)
-class Program:
+class LoadedProgram:
     """A program folder, loaded: ``plan.json``, ``layouts.json``, ``model.py`` and its constants."""
 
     plan: Mapping[str, Any]
@@ -289,7 +289,7 @@ class Program:
         return layout.dtype, layout.dtype
 
 
-def load(folder: str | os.PathLike[str]) -> Program:
+def load(folder: str | os.PathLike[str]) -> LoadedProgram:
     """Read a program's folder and import its ``model.py``; the folder must be on ``sys.path`` (a script's own folder is)."""
     path = Path(folder).resolve()
     for name in ("plan.json", "layouts.json", "model.py"):
@@ -302,7 +302,7 @@ def load(folder: str | os.PathLike[str]) -> Program:
     records = json.loads((path / "layouts.json").read_text())
     constants = read_constants(path)
     spec: ProgramSpec = model.PROGRAM
-    return Program(
+    return LoadedProgram(
         plan=json.loads((path / "plan.json").read_text()),
         layouts=tuple(Layout.read(record, spec.mesh) for record in records["parameters"]),
         spec=spec,
@@ -342,7 +342,7 @@ class World:
     replica: dist.ProcessGroup | None = None  # this rank's replica, if replicas train apart
     # by rank: this rank and one that it exchanges tensors with
     links: Mapping[int, dist.ProcessGroup] = field(default_factory=dict)
-    places: Places = field(default_factory=Places)  # of optimizer states that are not on the device
+    places: StateStorage = field(default_factory=StateStorage)  # of optimizer states that are not on the device
     timeout_s: float = 600  # of groups that are made later
 
     @property
@@ -379,7 +379,9 @@ class World:
         return all(self.coordinates[axis][0] == 0 for axis in axes)
 
 
-def start(program: Program, *, device: str | None = None, timeout_s: float = 600, nvme: str | None = None) -> World:
+def start(
+    program: LoadedProgram, *, device: str | None = None, timeout_s: float = 600, nvme: str | None = None
+) -> World:
     """Join the other processes (``torchrun`` or ``srun`` sets the environment) and build the plan's mesh.
 
     NCCL on GPUs, gloo on CPUs; ``device`` is ``"cuda"``, ``"cpu"`` or ``None``: GPUs if the node has any. ``timeout_s`` is the time limit
@@ -434,7 +436,7 @@ def start(program: Program, *, device: str | None = None, timeout_s: float = 600
         shared=_stage_groups(groups, program, grid, placed),
         replica=_replica_group(groups, program, mesh.mesh),
         links=groups.links(mesh.mesh, pairs, mesh.get_group("pipeline")) if program.has_links else {},
-        places=Places(nvme or str(program.plan.get("nvme_path", ""))),
+        places=StateStorage(nvme or str(program.plan.get("nvme_path", ""))),
         timeout_s=timeout_s,
     )
     _warm_up(groups, here)
@@ -482,14 +484,16 @@ def _check_world(size: int, axes: Mapping[str, int], shape: Sequence[int]) -> No
         )
 
 
-def _axis_groups(groups: ProcessGroups, program: Program, ranks: Tensor) -> dict[tuple[str, ...], dist.ProcessGroup]:
+def _axis_groups(
+    groups: ProcessGroups, program: LoadedProgram, ranks: Tensor
+) -> dict[tuple[str, ...], dist.ProcessGroup]:
     """A group for every combination of axes that gradients are reduced over or that model.py names."""
     wanted = {axes for layout in program.layouts for axes in program.reduced_over(layout) if len(axes) > 1}
     wanted |= set(program.spec.flattened) | ({(MIRROR,)} if program.directions > 1 else set())
     return groups.flattened(wanted, list(program.axes), ranks)
 
 
-def _replica_group(groups: ProcessGroups, program: Program, ranks: Tensor) -> dist.ProcessGroup | None:
+def _replica_group(groups: ProcessGroups, program: LoadedProgram, ranks: Tensor) -> dist.ProcessGroup | None:
     """A group for every replica that trains apart, over all its pipeline stages."""
     names = list(program.spec.mesh)
     apart = [1 + names.index(axis) for axis in program.parted(names)[1]]
@@ -499,7 +503,7 @@ def _replica_group(groups: ProcessGroups, program: Program, ranks: Tensor) -> di
 
 
 def _stage_groups(
-    groups: ProcessGroups, program: Program, grid: Tensor, placed: Sequence[int]
+    groups: ProcessGroups, program: LoadedProgram, grid: Tensor, placed: Sequence[int]
 ) -> dict[str, dist.ProcessGroup]:
     """A group for every tied parameter with copies on several pipeline ranks. Ranks that mirror each other are in two groups: the
     reduction of gradients over ``mirror`` comes later."""

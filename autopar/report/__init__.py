@@ -1,7 +1,7 @@
 """A plan as one HTML page (``page``), and its predicted step in full (``predict_step``)."""
 
-from autopar.report.figures import Subject
+from autopar.report.figures import PlanFigures
 from autopar.report.page import page
 from autopar.report.step import PredictedStep, predict_step
 
-__all__ = ["PredictedStep", "Subject", "page", "predict_step"]
+__all__ = ["PredictedStep", "PlanFigures", "page", "predict_step"]

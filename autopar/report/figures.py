@@ -21,7 +21,7 @@ KINDS = ("F", "B", "I", "W", ONCE)
 
 
 @dataclass(frozen=True)
-class Subject:
+class PlanFigures:
     """A plan and everything known about it. ``missing`` are sentences that say which parts of the page lack figures, and why;
     ``provenance`` has rows of ``devices.figures``."""
 
@@ -33,7 +33,7 @@ class Subject:
     missing: tuple[str, ...] = ()
 
 
-def figures(subject: Subject, most_actions: int = MOST_ACTIONS) -> dict[str, Any]:
+def figures(subject: PlanFigures, most_actions: int = MOST_ACTIONS) -> dict[str, Any]:
     """The page's object for one plan: numbers in seconds and bytes, names as the model has them."""
     plan, step = subject.plan, subject.step
     kinds: dict[tuple[Any, ...], int] = {}

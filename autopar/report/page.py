@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
-from autopar.report.figures import MOST_ACTIONS, Subject, figures
+from autopar.report.figures import MOST_ACTIONS, PlanFigures, figures
 
 
-def page(subjects: Sequence[Subject], comparison: Sequence[Sequence[Any]] = ()) -> str:
+def page(subjects: Sequence[PlanFigures], comparison: Sequence[Sequence[Any]] = ()) -> str:
     """The HTML of one plan, or of two side by side; ``comparison`` has (figure, first value, second value, unit) rows."""
     data = {
         "plans": [figures(subject, MOST_ACTIONS // len(subjects)) for subject in subjects],

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from autopar.data_files import DataError, read_json
+from autopar.data_files import MalformedFileError, read_json
 from autopar.errors import UsageError
 from autopar.program.tracing import COMMUNICATION, COMPUTATION, WORDS, Event, action_name, event, process
 from autopar.report.step import ONCE, PredictedStep
@@ -48,13 +48,13 @@ def read_trace(path: str | Path) -> list[Event]:
         data = read_json(path, _MOST_BYTES)
         events = data.get("traceEvents") if isinstance(data, dict) else None
         if not isinstance(events, list) or not all(map(_is_event, events)):
-            raise DataError("it has no list of traceEvents")
+            raise MalformedFileError("it has no list of traceEvents")
         found: list[Event] = [one for one in events if one["pid"] < _FIRST]
         if not any(_is_action(one) for one in found):
-            raise DataError("it has no actions")
+            raise MalformedFileError("it has no actions")
     except OSError as error:
         raise UsageError(f"the trace {path} cannot be read: {error.strerror}", hint) from error
-    except DataError as error:
+    except MalformedFileError as error:
         raise UsageError(f"{path} holds no trace of a program ({error})", hint) from error
     return found
 

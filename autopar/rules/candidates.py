@@ -38,7 +38,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class ShapedLine:
     """A line at the shapes of one node: the letters of every dim, with stars replaced and no letters on dims of size one."""
 
     line: Line
@@ -98,7 +98,7 @@ def operand_shapes(node: fx.Node) -> list[Shape]:
     return [shape_of(operand) for operand in operands(node)]
 
 
-def bind(line: Line, shapes: Sequence[Shape], result: Shape, name: str = "rule") -> Bound:
+def bind(line: Line, shapes: Sequence[Shape], result: Shape, name: str = "rule") -> ShapedLine:
     """Give the line's letters their sizes. Raises ``RuleError``, with the op, the line and the shapes, if they do not fit."""
 
     def misfit(why: str) -> RuleError:
@@ -129,7 +129,7 @@ def bind(line: Line, shapes: Sequence[Shape], result: Shape, name: str = "rule")
         tuple(() if size == 1 else dim for dim, size in zip(dims, shape, strict=True))
         for dims, (_, shape) in zip(expanded, pairs, strict=True)
     ]
-    return Bound(line, tuple(bare[:-1]), bare[-1], extents, frozenset(fixed))
+    return ShapedLine(line, tuple(bare[:-1]), bare[-1], extents, frozenset(fixed))
 
 
 def _expand(operand: Operand, ndim: int, stars: int) -> tuple[Dim, ...] | None:
@@ -168,7 +168,7 @@ def _size(dim: Dim, size: int, extents: dict[str, int]) -> bool:
     return True
 
 
-def sharded(bound: Bound) -> list[Candidate]:
+def sharded(bound: ShapedLine) -> list[Candidate]:
     """One candidate per letter that may be sharded."""
     found = []
     kernels = dict(bound.line.kernels)
@@ -190,7 +190,7 @@ def sharded(bound: Bound) -> list[Candidate]:
     return found + [candidate for candidate in joint if candidate is not None]
 
 
-def _joint(bound: Bound, letters: str, kernel: Kernel) -> Candidate | None:
+def _joint(bound: ShapedLine, letters: str, kernel: Kernel) -> Candidate | None:
     """The candidate of a kernel for two letters that one axis shards: each operand is sharded along its own one of the two."""
     first, plus, second = letters.partition("+")
     extent = math.gcd(bound.extents.get(first, 1), bound.extents.get(second, 1))
@@ -205,7 +205,7 @@ def _joint(bound: Bound, letters: str, kernel: Kernel) -> Candidate | None:
     return Candidate(tuple(types[:-1]), types[-1], letters, kernel.name, extent)
 
 
-def _partial(bound: Bound) -> list[Candidate]:
+def _partial(bound: ShapedLine) -> list[Candidate]:
     """The candidates in which terms of a sum pass through an op that is linear in them."""
     count = len(bound.operands)
     groups = [frozenset(i for i in group if i < count) for group in bound.line.linear]

@@ -23,11 +23,11 @@ import torch
 from torch import fx
 
 from autopar.graph import LayerClass, cached_for_graphs
-from autopar.ops.facts import Kind, aten_names, facts, op_name
+from autopar.ops.facts import OpKind, aten_names, facts, op_name
 from autopar.ops.meta import meta
 from autopar.ops.operands import operands, shape_of
 from autopar.plan import Axis
-from autopar.rules.candidates import Bound, bind, line_of, operand_shapes
+from autopar.rules.candidates import ShapedLine, bind, line_of, operand_shapes
 from autopar.rules.notation import Dim
 from autopar.sharding import AxisTypes
 
@@ -106,7 +106,7 @@ class _Analysis:
         self.parent: dict[Place, Place] = {}
         self.size: dict[Place, int] = {}
         self.fixed: set[Place] = set()
-        self.bounds: dict[str, Bound] = {}
+        self.bounds: dict[str, ShapedLine] = {}
         self.nodes = [node for node in cls.graph.graph.nodes if node.op != "output"]
         self.zero: dict[Place, bool] = {}  # whether the elements beyond the end are zero
 
@@ -208,17 +208,17 @@ def carried(node: fx.Node, beyond: Sequence[bool | None], in_result: bool) -> bo
     name, kind = op.name, op.kind
     zeros = [zero for zero in beyond if zero is not None]
     everywhere = all(zeros) and len(zeros) == len(beyond)
-    if kind is Kind.PRODUCT or name == "aten.dot":
+    if kind is OpKind.PRODUCT or name == "aten.dot":
         added = op.added_operand
         factors = [zero for i, zero in enumerate(beyond) if i != added or len(beyond) < 3]
         product = any(zero for zero in factors if zero is not None)
         terms = beyond[added] if added is not None and len(beyond) == 3 else True
         return product and bool(terms) if in_result else (True if product else None)
-    if kind is Kind.LOOKUP:
+    if kind is OpKind.LOOKUP:
         return (None if beyond[0] is None else beyond[0]) if in_result else True
-    if kind is Kind.CLASS_LOSS:
+    if kind is OpKind.CLASS_LOSS:
         return True if beyond[1] is None else None
-    if kind is Kind.SLICED_LOSS:  # of the vocabulary
+    if kind is OpKind.SLICED_LOSS:  # of the vocabulary
         return True if beyond[0] is None and beyond[2] is None else None
     if op.is_attention:
         masked = len(beyond) > 3 and beyond[3] is not None and meta(operands(node)[3])["val"].dtype == torch.bool
@@ -234,18 +234,18 @@ def carried(node: fx.Node, beyond: Sequence[bool | None], in_result: bool) -> bo
         return False
     if name == "aten.mul":
         return any(zeros)
-    if kind is Kind.ADDITION:
+    if kind is OpKind.ADDITION:
         return everywhere and len(beyond) == 2
     if name == "aten.div" and beyond[0] is not None and not any(zero is not None for zero in beyond[1:]):
         return beyond[0] if isinstance(node.args[0], fx.Node) else None
     return None
 
 
-def _letters(bound: Bound, dim: Dim) -> list[str]:
+def _letters(bound: ShapedLine, dim: Dim) -> list[str]:
     """The letters of a dim that have more than one value, outermost first."""
     return [atom.letter for atom in dim if bound.extents[atom.letter] > 1]
 
 
-def _dim(bound: Bound, dims: tuple[Dim, ...], letter: str) -> int | None:
+def _dim(bound: ShapedLine, dims: tuple[Dim, ...], letter: str) -> int | None:
     """The dim whose outermost letter is ``letter``."""
     return next((i for i, dim in enumerate(dims) if _letters(bound, dim)[:1] == [letter]), None)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from torch import fx
 
-from autopar.ops.facts import Kind, aten_names
+from autopar.ops.facts import OpKind, aten_names
 from autopar.rules import views as v
 
 Entry = str | Callable[[fx.Node], str | None]
@@ -78,7 +78,7 @@ TABLE: dict[str, Entry] = {
     "aten.diff": v.diff,
     "aten.glu": v.halved,
     # views
-    **dict.fromkeys(Kind.EXPANSION.value, v.expand),
+    **dict.fromkeys(OpKind.EXPANSION.value, v.expand),
     "aten.permute": v.permute,
     "aten.transpose": v.permute,
     "aten.t": v.permute,
@@ -108,7 +108,7 @@ TABLE: dict[str, Entry] = {
     "aten.cross_entropy_loss": v.cross_entropy,
     "aten.nll_loss": v.cross_entropy,
     "aten.nll_loss_nd": v.cross_entropy,
-    **dict.fromkeys(Kind.LOSS.value, v.pointwise_loss),
+    **dict.fromkeys(OpKind.LOSS.value, v.pointwise_loss),
     "kernels.cross_entropy_sum": v.sum_of_losses,
     "kernels_logits.loss_in_slices": "* k!, v k!, *, v -> ; v = loss_in_slices -> I",
     "kernels_ctc.ctc_loss": "b 1 1, b 1, b, b -> b",

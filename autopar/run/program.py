@@ -43,7 +43,7 @@ from autopar.run import remote
 from autopar.run.data import Data, importable, names_of, sent
 from autopar.run.folder import folder_for_program
 from autopar.run.processes import Processes, when_gone
-from autopar.run.recipe import Optimizer, Recipe, recipe_for
+from autopar.run.recipe import Optimizer, TrainingRecipe, recipe_for
 from autopar.run.torchrun import torchrun
 from autopar.run.training import OnStep, train
 
@@ -387,7 +387,7 @@ class Program:
 
         Raises ``UsageError`` where it has no form as code; ``train.py`` then says so too, and ends.
         """
-        if self._recipe == Recipe():
+        if self._recipe == TrainingRecipe():
             return
         try:
             self._recipe.write(folder)
@@ -408,7 +408,7 @@ class Program:
                 init = ["--draw-init"] if state is None else ["--init", state]
             options = ["--device", self._cluster.kind, *init, *args]
             folder = self.folder
-            if self._recipe != Recipe() and not self._recipe.of_folder:
+            if self._recipe != TrainingRecipe() and not self._recipe.of_folder:
                 self._recipe.agree(folder)
                 folder = Path(temporary) / self.folder.name
                 shutil.copytree(self.folder.resolve(), folder, copy_function=_linked)

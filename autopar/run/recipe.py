@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from autopar import program as runtime_files
 from autopar.errors import UsageError
 from autopar.program.optimizers import (
-    Checked,
+    CheckedRecipe,
     RefusedOptimizerError,
     Scheduler,
     checked,
@@ -59,7 +59,7 @@ class _UnwritableError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class TrainingRecipe:
     """How a program trains; ``autopar.Program`` says what the fields mean. ``init`` is a path of weights to start from.
 
     Where ``of_folder``, the folder's ``train.py`` makes the optimizer and the scheduler, and the numbers are read from it.
@@ -176,7 +176,7 @@ class Recipe:
         make = _resolved(self.optimizer, "optimizer") or (lambda params: torch.optim.AdamW(params, lr=lr))
         return make, _resolved(self.scheduler, "scheduler")
 
-    def _made(self, given: tuple[Any, Scheduler | None], folder: Path) -> Checked:
+    def _made(self, given: tuple[Any, Scheduler | None], folder: Path) -> CheckedRecipe:
         """What the user's functions make of stand-ins. Call inside ``program_modules``."""
         program = load(folder)
         try:
@@ -201,8 +201,8 @@ class Recipe:
     def _numbers(self) -> list[str]:
         lr = None if self.optimizer is not None else self.lr
         return [
-            f"LR: float | None = {_Writer().text(lr)}  # where --lr gives none; None: the optimizer has its own",
-            f"MAX_NORM: float | None = {_Writer().text(self.max_norm)}  # of the gradients, where --clip gives none; None: no clipping",
+            f"LR: float | None = {_CodeWriter().text(lr)}  # where --lr gives none; None: the optimizer has its own",
+            f"MAX_NORM: float | None = {_CodeWriter().text(self.max_norm)}  # of the gradients, where --clip gives none; None: no clipping",
             f"SEED = {self.seed!r}  # where --seed gives none",
             *self._start(),
         ]
@@ -214,9 +214,9 @@ class Recipe:
             f"DRAW_INIT = {self.draw_init!r}  # draw initial values where there are none",
         ]
 
-    def _section(self, made: Checked | None, make: Scheduler | None, calls: _Calls) -> str:
+    def _section(self, made: CheckedRecipe | None, make: Scheduler | None, calls: _Calls) -> str:
         """The text between the comments."""
-        writer = _Writer(calls)
+        writer = _CodeWriter(calls)
         optimizer, scheduler = list(_DEFAULT_OPTIMIZER), ["make_scheduler = None"]
         if self.optimizer is not None:
             assert made is not None
@@ -298,7 +298,7 @@ def _with_start(text: str, lines: list[str], train: Path) -> str:
     return text
 
 
-def recipe_for(folder: Path, given: Mapping[str, Any], draw_init: bool) -> Recipe:
+def recipe_for(folder: Path, given: Mapping[str, Any], draw_init: bool) -> TrainingRecipe:
     """The recipe of a program: ``given`` (``optimizer``, ``scheduler``, ``lr``, ``max_norm``, ``seed``), or that of the folder's
     ``train.py`` where all of these are ``None``.
 
@@ -309,8 +309,8 @@ def recipe_for(folder: Path, given: Mapping[str, Any], draw_init: bool) -> Recip
         with program_modules(folder):
             train = import_train(folder)
         draw_init = draw_init or bool(train.DRAW_INIT)
-        return Recipe(None, None, train.LR, train.MAX_NORM, train.SEED, draw_init, train.INIT, of_folder=True)
-    recipe = Recipe(**given, draw_init=draw_init)
+        return TrainingRecipe(None, None, train.LR, train.MAX_NORM, train.SEED, draw_init, train.INIT, of_folder=True)
+    recipe = TrainingRecipe(**given, draw_init=draw_init)
     if given:
         recipe.agree(folder)
     return recipe
@@ -350,7 +350,7 @@ def _recorded(*bases: type) -> Iterator[_Calls]:
 
 
 @dataclass
-class _Writer:
+class _CodeWriter:
     """Values as code. ``names`` are those of objects that the code has a variable for."""
 
     calls: _Calls = field(default_factory=dict)
@@ -385,7 +385,7 @@ class _Writer:
             return self.imported(value)
         raise _UnwritableError(f"{_shown(value)} is of the type {type(value).__name__}, which is no plain value")
 
-    def optimizer(self, model: torch.optim.Optimizer, made: Checked) -> str:
+    def optimizer(self, model: torch.optim.Optimizer, made: CheckedRecipe) -> str:
         """The construction of an optimizer over ``parameters``."""
         if len(model.param_groups) == 1 and not _extra(model.param_groups[0], model):
             own = [made.names[id(parameter)] for parameter in model.param_groups[0]["params"]]
@@ -393,7 +393,7 @@ class _Writer:
         groups = [self._group(group, model, made) for group in model.param_groups]
         return self._made(model, _call("", groups, "[]"))
 
-    def _group(self, group: Mapping[str, Any], model: torch.optim.Optimizer, made: Checked) -> str:
+    def _group(self, group: Mapping[str, Any], model: torch.optim.Optimizer, made: CheckedRecipe) -> str:
         own = [made.names[id(parameter)] for parameter in group["params"]]
         entries = [f"'params': {_selection(own, list(made.names.values()))}"]
         entries += [f"{key!r}: {self.text(value)}" for key, value in _extra(group, model).items()]
@@ -482,7 +482,7 @@ def _indented(text: str) -> list[str]:
     return [f"    {line}" for line in text.splitlines()]
 
 
-def _compare(made: Checked, schedule: Scheduler | None) -> None:
+def _compare(made: CheckedRecipe, schedule: Scheduler | None) -> None:
     """Raise ``_UnwritableError`` where the folder's ``train.py`` makes another optimizer or scheduler. Call inside ``program_modules``."""
     train = importlib.import_module("train")
     if train.LR is None:

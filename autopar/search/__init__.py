@@ -9,10 +9,10 @@ from autopar.search.evaluation import evaluate, memory_timeline, reprice
 from autopar.search.manual import filled_plan, make_mesh, manual_plan
 from autopar.search.options import SearchOptions
 from autopar.search.prices import Shared
-from autopar.search.problem import Pricer
+from autopar.search.problem import PriceSource
 
 __all__ = [
-    "Pricer",
+    "PriceSource",
     "SearchOptions",
     "Shared",
     "evaluate",

@@ -38,7 +38,7 @@ from autopar.search.prices import Prices, Shared
 from autopar.search.problem import (
     Choice,
     Devices,
-    Pricer,
+    PriceSource,
     choices,
     context_of,
     may_split,
@@ -67,7 +67,7 @@ Llama-3-8B and 405B interleaving is faster by a fifth or more."""
 def search(
     graph: Graph,
     cluster: Devices,
-    pricer: Pricer,
+    pricer: PriceSource,
     options: SearchOptions | None = None,
     shared: Shared | None = None,
 ) -> Plan:
@@ -97,7 +97,7 @@ class Again:
 def search_again(
     graph: Graph,
     cluster: Devices,
-    pricer: Pricer,
+    pricer: PriceSource,
     options: SearchOptions,
     known_s: float,
     shared: Shared | None = None,
@@ -117,7 +117,7 @@ def search_again(
 def search_also(
     graph: Graph,
     cluster: Devices,
-    pricer: Pricer,
+    pricer: PriceSource,
     options: SearchOptions,
     plan: Plan,
     pins: Sequence[Mapping[str, Any]],
@@ -144,7 +144,7 @@ def search_also(
     return replace(best, bound_s=bound_s, gap=gap, notes=(*best.notes, *notes))
 
 
-def _asked(cluster: Devices, pricer: Pricer, options: SearchOptions) -> tuple[Pricer, SearchOptions]:
+def _asked(cluster: Devices, pricer: PriceSource, options: SearchOptions) -> tuple[PriceSource, SearchOptions]:
     """The pricer of the program that ``options`` ask for, and the options with what cluster and pricer say."""
     sync = options.of(SYNC.name) or SYNC.default
     pricer = pricer.of_program(options.prefetch or 1, sync).mirrored(copies_of(options.schedule))
@@ -154,7 +154,7 @@ def _asked(cluster: Devices, pricer: Pricer, options: SearchOptions) -> tuple[Pr
 def price_pins(
     graph: Graph,
     cluster: Devices,
-    pricer: Pricer,
+    pricer: PriceSource,
     options: SearchOptions,
     plan: Plan,
     time_limit_s: float,
@@ -183,7 +183,7 @@ def price_pins(
 def explore(
     graph: Graph,
     cluster: Devices,
-    pricer: Pricer,
+    pricer: PriceSource,
     options: SearchOptions,
     known_s: float = np.inf,
     shared: Shared | None = None,

@@ -30,7 +30,7 @@ from autopar.schedules import Schedule
 from autopar.schedules.memory import most_in_flight
 from autopar.schedules.step_time import lower_bound, simulate
 from autopar.search.notes import notes_of, odd_experts, outside_notes, sync_notes, whole_layers
-from autopar.search.problem import Choice, Devices, Mesh, Pricer, mirrors, no_mirror
+from autopar.search.problem import Choice, Devices, Mesh, PriceSource, mirrors, no_mirror
 from autopar.search.tables import Instance
 from autopar.search.timeline import Counts, Device, Moment
 from autopar.segments import shortened
@@ -248,7 +248,7 @@ class Priced:
 def make_plan(
     graph: Graph,
     cluster: Devices,
-    pricer: Pricer,
+    pricer: PriceSource,
     priced: Priced,
     *,
     precision: str,
@@ -316,7 +316,7 @@ def make_plan(
 
 
 def counted_twice(
-    graph: Graph, pricer: Pricer, choice: Choice, bounds: Sequence[int], strategies: Sequence[Strategy]
+    graph: Graph, pricer: PriceSource, choice: Choice, bounds: Sequence[int], strategies: Sequence[Strategy]
 ) -> list[State]:
     """Per pipeline rank, the bytes that its layers' prices count more than once: parameters that several layers of a stage share.
 
@@ -357,7 +357,7 @@ def less(live: Memory, state: State) -> Memory:
     return replace(live, parameters=live.parameters - p, gradients=live.gradients - g, optimizer=live.optimizer - o)
 
 
-def memory_timeline(graph: Graph, cluster: Devices, pricer: Pricer, plan: Plan) -> tuple[tuple[Moment, ...], ...]:
+def memory_timeline(graph: Graph, cluster: Devices, pricer: PriceSource, plan: Plan) -> tuple[tuple[Moment, ...], ...]:
     """For each pipeline rank, its live memory at each action of a step of ``plan``; the largest is its predicted memory.
 
     Raises:
@@ -400,7 +400,7 @@ def _prediction(graph: Graph, cluster: Devices, priced: Priced, peak: float) -> 
 def evaluate(
     graph: Graph,
     cluster: Devices,
-    pricer: Pricer,
+    pricer: PriceSource,
     *,
     mesh: Mesh,
     stage_bounds: Sequence[int],
@@ -446,7 +446,7 @@ def evaluate(
     return replace(plan, notes=notes)
 
 
-def reprice(graph: Graph, cluster: Devices, pricer: Pricer, plan: Plan, precision: str) -> Plan:
+def reprice(graph: Graph, cluster: Devices, pricer: PriceSource, plan: Plan, precision: str) -> Plan:
     """``evaluate`` for the decisions of ``plan``."""
     return evaluate(
         graph,
@@ -463,7 +463,7 @@ def reprice(graph: Graph, cluster: Devices, pricer: Pricer, plan: Plan, precisio
 def layer_prices(
     graph: Graph,
     cluster: Devices,
-    pricer: Pricer,
+    pricer: PriceSource,
     choice: Choice,
     bounds: Sequence[int],
     strategies: Sequence[Strategy],
@@ -490,7 +490,9 @@ def layer_prices(
     return prices, edges, sends
 
 
-def _price(graph: Graph, pricer: Pricer, index: int, mesh: Mesh, strategy: Strategy, microbatches: int) -> LayerPrice:
+def _price(
+    graph: Graph, pricer: PriceSource, index: int, mesh: Mesh, strategy: Strategy, microbatches: int
+) -> LayerPrice:
     layer = graph.layers[index]
     price = pricer.layer(layer.cls, mesh, strategy, microbatches)
     if price is None:

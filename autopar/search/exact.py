@@ -24,7 +24,7 @@ LABELS = 4_000  # per stage and layer: beyond it the label method gives up
 NODES = 200_000  # combinations of stages
 
 
-class TooLargeError(Exception):
+class TooManyLabelsError(Exception):
     """The label method met more labels than it can handle: internal, users never see it."""
 
 
@@ -122,7 +122,7 @@ class _Labels:
             if layer > self.first:
                 more = self._columns(layer)
                 if len(label) * len(more) > 50 * LABELS or time.monotonic() > deadline:
-                    raise TooLargeError
+                    raise TooManyLabelsError
                 label, joinable = self._extended(label, picks[:, -1], joinable, layer, more)
                 new = np.tile(np.arange(len(more), dtype=np.int32), len(picks))[:, None]
                 picks = np.concatenate([np.repeat(picks, len(more), axis=0), new], axis=1)
@@ -135,7 +135,7 @@ class _Labels:
             keep = undominated(label, ends + 1_000_000 * open_, 3 * LABELS)
             label, picks, joinable, ends = label[keep], picks[keep], joinable[keep], ends[keep]
             if len(label) > LABELS:
-                raise TooLargeError
+                raise TooManyLabelsError
             rows, chosen = label, picks
             if self.alone:
                 done = undominated(label[:, : self.seconds], ends)
@@ -214,7 +214,7 @@ class _Enumeration:
             for row, chosen in zip(ways.columns, ways.picks, strict=True):
                 self.visited += 1
                 if self.visited > NODES or (self.visited % 1000 == 0 and time.monotonic() > self.deadline):
-                    raise TooLargeError
+                    raise TooManyLabelsError
                 column = self.columns[s] = row.copy()
                 if s:
                     half = float(instance.edge(i - 1, place)[pick[-1], chosen[0]]) / 2

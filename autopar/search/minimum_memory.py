@@ -115,7 +115,7 @@ def _one_stage(instance: Instance) -> Solution:
     pick: list[int] = []
     for s, (i, j) in enumerate(pairwise(bounds)):
         regime = instance.regime(s)
-        pick += _Ways(instance, regime, float(spans[regime][1][i, j])).pick(i, j)
+        pick += _LeastMemory(instance, regime, float(spans[regime][1][i, j])).pick(i, j)
     return Solution(tuple(bounds), tuple(pick))
 
 
@@ -146,9 +146,9 @@ def _by_segment(instance: Instance, regime: Regime) -> tuple[Array, Array]:
     levels = np.unique(np.concatenate([table.at_work(passing) for table in instance.at(place)]))
     best = np.full((instance.layers + 1,) * 2, np.inf)
     level = np.zeros_like(best)
-    last: _Ways | None = None
+    last: _LeastMemory | None = None
     for height in levels.tolist():
-        here = _Ways(instance, regime, height)
+        here = _LeastMemory(instance, regime, height)
         if last is not None and here.same(last):
             continue
         needs = here.live + height
@@ -158,7 +158,7 @@ def _by_segment(instance: Instance, regime: Regime) -> tuple[Array, Array]:
     return best, level
 
 
-class _Ways:
+class _LeastMemory:
     """The least memory of runs of layers, transients excluded, with the candidates of every kind whose transients are at most ``level``.
 
     A segment of s layers has the layers' weights and keeps the bytes of its first layer; dynamic programming cuts a chain into such
@@ -179,7 +179,7 @@ class _Ways:
             self.costs.append(live.min(axis=1))
         self._mixed: dict[tuple[frozenset[int], int], tuple[float, dict[int, int]]] = {}
 
-    def same(self, other: _Ways) -> bool:
+    def same(self, other: _LeastMemory) -> bool:
         mixed = any(len(set(kinds)) > 1 for _, kinds in self._chains)
         mine, others = (self.allowed, other.allowed) if mixed else (self.costs, other.costs)
         return all(np.array_equal(a, b) for a, b in zip(mine, others, strict=True))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from autopar.graph import Graph
 from autopar.plan import FP8, NARROW_GRADIENTS, NARROW_MOMENTS, Plan, Role, Strategy
 from autopar.precision import TF32
-from autopar.search.problem import Choice, Devices, Mesh, Pricer
+from autopar.search.problem import Choice, Devices, Mesh, PriceSource
 from autopar.techniques import LAYER, in_parts, nowhere
 from autopar.techniques.sync import SYNC
 from autopar.units import size
@@ -77,7 +77,7 @@ def outside_notes(outside: Sequence[tuple[int, int]], stages: Sequence[Devices])
     return tuple(found)
 
 
-def whole_layers(plan: Plan, pricer: Pricer) -> tuple[str, ...]:
+def whole_layers(plan: Plan, pricer: PriceSource) -> tuple[str, ...]:
     """A note on the layers whose microbatches are not computed in parts in a plan that does so in others.
 
     Raises:
@@ -96,7 +96,7 @@ def whole_layers(plan: Plan, pricer: Pricer) -> tuple[str, ...]:
     return (f"{len(whole)} of {len(wanted)} layers are not computed {how}: {name} {whole[name]}",)
 
 
-def odd_experts(plan: Plan, pricer: Pricer) -> tuple[str, ...]:
+def odd_experts(plan: Plan, pricer: PriceSource) -> tuple[str, ...]:
     """A note on the layers whose experts are computed one after the other."""
     found = {layer.name: pricer.odd_experts(layer.cls, plan.mesh, layer.strategy) for layer in plan.layers}
     odd = {name: widths for name, widths in found.items() if widths is not None}

@@ -13,8 +13,8 @@ from autopar.pins import LayerPins
 from autopar.plan import Strategy
 from autopar.search.options import SearchOptions, pins_by_layer
 from autopar.search.pareto import Array, Indices
-from autopar.search.problem import Choice, Devices, Pricer, context_of, for_sequence, strategies, tied_groups
-from autopar.search.tables import Instance, Layout, Roles, Table, Ways, make_table
+from autopar.search.problem import Choice, Devices, PriceSource, context_of, for_sequence, strategies, tied_groups
+from autopar.search.tables import Instance, Roles, StagePlaces, Table, Ways, make_table
 from autopar.techniques import LAYER
 from autopar.techniques.technique import Technique
 
@@ -50,22 +50,22 @@ class Shared:
     tables: dict[tuple[object, ...], Table | None] = field(default_factory=dict)
     candidates: dict[tuple[Strategy, ...], tuple[Strategy, ...]] = field(default_factory=dict)  # one copy of each list
     known: dict[tuple[object, ...], Any] = field(default_factory=dict)  # ``Instance.known``
-    pricers: list[Pricer] = field(default_factory=list)  # kept alive, so that their ids stay unique
+    pricers: list[PriceSource] = field(default_factory=list)  # kept alive, so that their ids stay unique
 
 
 class Prices:
     """Tables and instances for a graph, each class priced once per mesh, number of microbatches and place."""
 
     def __init__(
-        self, graph: Graph, cluster: Devices, pricer: Pricer, options: SearchOptions, shared: Shared | None = None
+        self, graph: Graph, cluster: Devices, pricer: PriceSource, options: SearchOptions, shared: Shared | None = None
     ) -> None:
         self._graph, self._cluster, self._pricer = graph, cluster, pricer
         self._shared = Shared() if shared is None else shared
         self._options = for_sequence(options, graph.tokens // graph.batch_size)
         self._border = _borders(graph)
         self._ways: dict[Devices, Ways] = {}
-        self._lines: dict[int, Layout] = {}
-        self._interleaved: dict[tuple[int, tuple[int, ...]], Layout] = {}
+        self._lines: dict[int, StagePlaces] = {}
+        self._interleaved: dict[tuple[int, tuple[int, ...]], StagePlaces] = {}
         self._latest: tuple[tuple[object, ...], tuple[Table, ...], Indices, dict[tuple[object, ...], Array]] | None = (
             None
         )
@@ -75,7 +75,7 @@ class Prices:
         self._refusals: dict[str, dict[str, str]] = {}
         self.refused: dict[int, int] = {}  # layer: number of choices in which it had no price
 
-    def layout(self, choice: Choice) -> Layout:
+    def layout(self, choice: Choice) -> StagePlaces:
         """Where the stages of a choice run."""
         schedule = choice.schedule
         key = schedule.pipeline, schedule.device
@@ -89,7 +89,7 @@ class Prices:
             )
         return self._interleaved[key]
 
-    def _line(self, pipeline: int) -> Layout:
+    def _line(self, pipeline: int) -> StagePlaces:
         """The devices of a pipeline, and the links between them."""
         if pipeline not in self._lines:
             stages, borders = self._cluster.stages(pipeline), self._cluster.borders(pipeline)
@@ -98,7 +98,7 @@ class Prices:
                 if view not in self._ways:
                     self._ways[view] = Ways(self._border, self._pricer.on(view))
             given = self._options.memory_limit_bytes
-            self._lines[pipeline] = Layout(
+            self._lines[pipeline] = StagePlaces(
                 tuple(places.index(view) for view in stages),
                 tuple(ways.index(view) for view in borders),
                 tuple(float(given or view.memory_limit_bytes) for view in stages),

@@ -81,7 +81,7 @@ LONG_SEQUENCE = 16384
 """Sequences of at least this length are sharded without a pin: attention then outweighs the gathers for it."""
 
 
-class Pricer(Protocol):
+class PriceSource(Protocol):
     """Prices of layers, and of resharding and sends between them. ``edge`` and ``p2p`` depend on a strategy's roles alone.
 
     ``prefetch`` and ``sync`` are those of the priced program (see ``Plan``). ``compiled``: whether it compiles layers where no pin decides.
@@ -99,15 +99,15 @@ class Pricer(Protocol):
         """The widths of a product of a layer class's experts that a program on GPUs computes expert by expert; ``None`` without one."""
         ...
 
-    def on(self, cluster: Any) -> Pricer:
+    def on(self, cluster: Any) -> PriceSource:
         """The prices on other devices, such as those of one stage."""
         ...
 
-    def of_program(self, prefetch: int, sync: str) -> Pricer:
+    def of_program(self, prefetch: int, sync: str) -> PriceSource:
         """The prices of a program with this ``prefetch`` and ``sync``."""
         ...
 
-    def mirrored(self, copies: int) -> Pricer:
+    def mirrored(self, copies: int) -> PriceSource:
         """The prices of a program with ``copies`` copies of each stage (``Schedule.copies``)."""
         ...
 

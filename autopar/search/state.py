@@ -15,12 +15,12 @@ from autopar.search.evaluation import Solution, all_in_turn, cost, fits
 from autopar.search.minimum_memory import least_share
 from autopar.search.options import SearchOptions
 from autopar.search.prices import Prices
-from autopar.search.problem import Choice, Pricer
+from autopar.search.problem import Choice, PriceSource
 from autopar.search.tables import Instance
 
 
 @dataclass(order=True)
-class Node:
+class SearchNode:
     bound_s: float
     number: int
     instance: Instance = field(compare=False)
@@ -43,9 +43,9 @@ class State:
 
     options: SearchOptions
     prices: Prices
-    pricer: Pricer
+    pricer: PriceSource
     deadline: float
-    heap: list[Node] = field(default_factory=list)
+    heap: list[SearchNode] = field(default_factory=list)
     to_price: list[Unpriced] = field(default_factory=list)  # a heap, too
     closed_s: float = np.inf
     step_s: float = np.inf
@@ -79,7 +79,7 @@ class State:
         return self.step_s * (1 - max(self.options.target_gap, 1e-9)) * rounded
 
     def push(self, instance: Instance, bound_s: float, done: int = 0) -> None:
-        heapq.heappush(self.heap, Node(bound_s, next(self.counter), instance, done))
+        heapq.heappush(self.heap, SearchNode(bound_s, next(self.counter), instance, done))
 
     def open(self, choice: Choice, more: Iterable[Choice] = ()) -> bool:
         """Give an outer choice its first bound, and those that differ from it only in having ``more`` chunks; whether it has a price."""
@@ -104,7 +104,7 @@ class State:
         if more:
             heapq.heappush(self.to_price, Unpriced(bound_s, next(self.counter), tuple(more)))
 
-    def pop(self) -> Node | None:
+    def pop(self) -> SearchNode | None:
         """The choice with the lowest bound; ``None`` if no bound is low enough to continue."""
         while self.to_price and self.to_price[0].bound_s < min(self.enough_s, self._lowest_s()):
             self.price()

@@ -16,9 +16,9 @@ from autopar.search.bounds.cheap import fewest_seconds
 from autopar.search.bounds.columns import columns_bound, first_bound
 from autopar.search.construct.drafts import construct
 from autopar.search.construct.selection import tied_cost
-from autopar.search.exact import TooLargeError, solve_labels
+from autopar.search.exact import TooManyLabelsError, solve_labels
 from autopar.search.minimum_memory import least_memory
-from autopar.search.state import Node, State
+from autopar.search.state import SearchNode, State
 from autopar.search.tables import Instance
 
 LABEL_LAYERS = 16
@@ -33,7 +33,7 @@ MARGIN = 0.15
 PRICES = (0.0, 0.03, 0.3)
 """Prices of memory with which tied layers are decided, in units of a stage's least time per device memory."""
 
-Step = Callable[[State, Node], None]
+Step = Callable[[State, SearchNode], None]
 Bound = Callable[[Instance, float, float], float]
 """Computes a bound of a choice, in seconds. The numbers that it takes are the known bound, and the seconds from which on the choice cannot
 improve the best plan."""
@@ -44,7 +44,7 @@ def may_segment(instance: Instance) -> bool:
     return not instance.schedule.interleaved
 
 
-def advance(state: State, node: Node) -> None:
+def advance(state: State, node: SearchNode) -> None:
     """Run the next step of a choice."""
     _steps_of(node.instance)[node.done](state, node)
 
@@ -58,7 +58,7 @@ def _steps_of(instance: Instance) -> tuple[Step, ...]:
     return ONE_STAGE if schedule.stages > 1 else NO_PIPELINE
 
 
-def _raise_bound(state: State, node: Node, bound_s: float) -> None:
+def _raise_bound(state: State, node: SearchNode, bound_s: float) -> None:
     """Raise a choice's bound; an infinite one proves that no plan of the choice fits."""
     if not np.isfinite(bound_s):
         not_possible(state, node)
@@ -71,7 +71,7 @@ def _bounding(bound: Bound) -> Step:
     return lambda state, node: _raise_bound(state, node, bound(node.instance, node.bound_s, state.enough_s))
 
 
-def not_possible(state: State, node: Node) -> None:
+def not_possible(state: State, node: SearchNode) -> None:
     """No plan of a choice fits: try it again with segments of several layers, which need less memory and are never faster, except in
     place of offloading."""
     instance = segmented(state, node.instance)
@@ -87,7 +87,7 @@ def nothing_fits(instance: Instance, deadline: float) -> bool:
         return False
     try:
         return solve_labels(instance, np.inf, deadline)[1] is None
-    except TooLargeError:
+    except TooManyLabelsError:
         return False
 
 
@@ -104,7 +104,7 @@ def segmented(state: State, instance: Instance) -> Instance | None:
     )
 
 
-def _coarse(state: State, node: Node) -> None:
+def _coarse(state: State, node: SearchNode) -> None:
     """A coarse bound first: most choices are far from the best."""
     bound = bottleneck_bound(node.instance, node.bound_s)
     if np.isfinite(bound) and state.best is None and state.left_s() < 0.5 * state.options.time_limit_s:
@@ -119,13 +119,13 @@ def _whole(instance: Instance, at_least_s: float, enough_s: float) -> float:
     return whole_bound(instance, at_least_s, enough_s if np.isfinite(enough_s) else (1 + MARGIN) * at_least_s)
 
 
-def _columns(state: State, node: Node) -> None:
+def _columns(state: State, node: SearchNode) -> None:
     """``columns_bound``: all devices together."""
     state.solvers.add("GLOP")
     _raise_bound(state, node, columns_bound(node.instance, node.bound_s, state.enough_s))
 
 
-def _construct(state: State, node: Node) -> None:
+def _construct(state: State, node: SearchNode) -> None:
     """Search for a solution of a choice."""
     instance = node.instance
     if node.bound_s < state.enough_s:
@@ -171,7 +171,7 @@ def decided(state: State, instance: Instance, group: int) -> Iterator[Instance]:
             yield child
 
 
-def _close(state: State, node: Node) -> None:
+def _close(state: State, node: SearchNode) -> None:
     """Decide the next tie of a choice, or solve it: its bound is then final."""
     instance = node.instance
     group = state.undecided(instance.choice)
@@ -184,13 +184,13 @@ def _close(state: State, node: Node) -> None:
     state.closed_s = min(state.closed_s, node.bound_s)
 
 
-def _labels(state: State, node: Node) -> bool:
+def _labels(state: State, node: SearchNode) -> bool:
     """Run the label method; whether it solved the choice."""
     instance, several = node.instance, node.instance.schedule.interleaved
     deadline = time.monotonic() + min(state.left_s(), LABELS_S / 2 ** (state.too_large * several))
     try:
         value, solution = solve_labels(instance, state.step_s, deadline)
-    except TooLargeError:
+    except TooManyLabelsError:
         state.too_large += several
         return False
     state.solvers.add("labels")

@@ -22,7 +22,7 @@ from autopar.search.pareto import Array, Indices, undominated
 from autopar.search.problem import (
     Choice,
     Mesh,
-    Pricer,
+    PriceSource,
 )
 
 Roles = tuple[Role, ...]
@@ -112,7 +112,7 @@ class Table:
         return np.array([index[s.roles] for s in self.strategies], dtype=np.int64)
 
     def outside(self, in_flight: float) -> tuple[Array, Array]:
-        """Bytes in host memory and on NVMe (the order of ``Layout.outside``), with ``in_flight`` microbatches in flight."""
+        """Bytes in host memory and on NVMe (the order of ``StagePlaces.outside``), with ``in_flight`` microbatches in flight."""
         return self.host + in_flight * self.host_saved, self.nvme
 
     @cached_property
@@ -186,7 +186,7 @@ def _one_place(candidates: list[Strategy], prices: list[LayerPrice], split: bool
 
 
 @dataclass(frozen=True)
-class Layout:
+class StagePlaces:
     """Where the stages of a pipeline run: the place of each stage, the link over which each but the last sends, and its memory limit.
 
     Places and links (``way``) are numbers of distinct devices and links; a send to a stage on the same device has no link. ``outside`` is
@@ -197,7 +197,7 @@ class Layout:
     way: tuple[int | None, ...]
     limit: tuple[float, ...]
     outside: tuple[tuple[float, ...], ...]
-    pricers: tuple[Pricer, ...] = field(compare=False)
+    pricers: tuple[PriceSource, ...] = field(compare=False)
     inside: tuple[Ways, ...] = field(compare=False)  # resharding, by place
     across: tuple[Ways, ...] = field(compare=False)  # sends, by way
 
@@ -213,7 +213,7 @@ class Instance:
     choice: Choice
     kinds: tuple[Table, ...]
     kind: Indices
-    layout: Layout
+    layout: StagePlaces
     matrices: dict[tuple[object, ...], Array] = field(default_factory=dict, compare=False)
     known: dict[tuple[object, ...], Any] = field(
         default_factory=dict, compare=False
@@ -323,7 +323,7 @@ class Instance:
 class Ways:
     """Seconds between layers; the pricer computes them once per border and pair of layouts."""
 
-    def __init__(self, border: list[int], pricer: Pricer) -> None:
+    def __init__(self, border: list[int], pricer: PriceSource) -> None:
         self._pricer, self.border = pricer, border
         self._edges: dict[tuple[int, Mesh, int, Roles, Roles], float] = {}
         self._sends: dict[tuple[int, Mesh, int, Roles], float] = {}

@@ -10,7 +10,7 @@ from torch import fx
 
 from autopar.devices.measured import PRODUCT
 from autopar.ops import cost
-from autopar.price.draft import Draft, Slot
+from autopar.price.draft import Draft, OpSlot
 from autopar.price.trace import INTERNAL, OUTPUT, Saved, Trace
 
 
@@ -40,7 +40,7 @@ def unfuse_attention(costs: Draft) -> None:
             costs.slots.append(_slot(costs, i, node, differentiable))
 
 
-def _slot(costs: Draft, index: int, node: fx.Node, differentiable: bool) -> Slot:
+def _slot(costs: Draft, index: int, node: fx.Node, differentiable: bool) -> OpSlot:
     """The scores, which the steps of attention write and read one after the other.
 
     Forward: a product writes them, softmax reads and writes, a product reads; dropout reads, writes, and writes a mask of bytes.
@@ -50,7 +50,7 @@ def _slot(costs: Draft, index: int, node: fx.Node, differentiable: bool) -> Slot
     n, more = float(costs.size(probabilities)), float(sum(costs.size(t) for t in dropped))
     forward = 4 * n + (n + more if dropped else 0.0)
     backward = (7 * n + (n + more if dropped else 0.0)) if differentiable else 0.0
-    return Slot(index, INTERNAL, node.name, forward, backward, 2 * n if differentiable else 0.0, n)
+    return OpSlot(index, INTERNAL, node.name, forward, backward, 2 * n if differentiable else 0.0, n)
 
 
 def _scores(node: fx.Node) -> list[torch.Tensor]:

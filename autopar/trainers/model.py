@@ -14,14 +14,14 @@ from autopar.ops import cost
 from autopar.ops.facts import facts
 from autopar.ops.operands import operands
 from autopar.plan import NARROW_GRADIENTS
-from autopar.price.collectives import FLAT, SHARDED, Group, beside_s, group_time_s
-from autopar.price.draft import Draft, Slot
-from autopar.price.live_memory import Share
+from autopar.price.collectives import FLAT, SHARDED, RankGroup, beside_s, group_time_s
+from autopar.price.draft import Draft, OpSlot
+from autopar.price.live_memory import LayerMemory
 from autopar.price.moves import Move
 from autopar.price.selection import Selection
 from autopar.price.state import Precision
 from autopar.price.trace import INTERNAL, Saved, Trace
-from autopar.price.trainer import Trainer
+from autopar.price.trainer import TrainerModel
 from autopar.sharding import AxisTypes
 from autopar.trainers.attention import unfuse_attention, with_scores
 from autopar.trainers.selective import select_published
@@ -29,7 +29,7 @@ from autopar.types import Collective
 
 
 @dataclass(frozen=True)
-class OtherTrainer(Trainer):
+class OtherTrainer(TrainerModel):
     """A trainer, described by its kernels, gradient copies and overlaps.
 
     All such trainers hide the latency of data parallelism's collectives behind each other, allocate nothing at stage borders, replace
@@ -68,7 +68,7 @@ class OtherTrainer(Trainer):
     compiles: bool = False  # the kernels of other trainers are described by ``fused``
 
     def precision(self, name: str, allow: Collection[str] = ()) -> Precision:
-        own = Trainer.precision(self, name, allow)
+        own = TrainerModel.precision(self, name, allow)
         if not own.master:
             return own
         if self.fsdp:  # the master copy is the shard
@@ -94,7 +94,7 @@ class OtherTrainer(Trainer):
         )
 
     def trace(self, cls: LayerClass) -> Trace:
-        run = Trainer.trace(self, cls)
+        run = TrainerModel.trace(self, cls)
         return run if self.flash else with_scores(run, tuple(cls.graph.graph.nodes))
 
     def adapt(self, costs: Draft) -> None:
@@ -103,14 +103,14 @@ class OtherTrainer(Trainer):
             unfuse_attention(costs)
         if self.loss_copies:
             self._add_loss_copies(costs)
-        Trainer.adapt(self, costs)
+        TrainerModel.adapt(self, costs)
 
     def _add_loss_copies(self, costs: Draft) -> None:
         for i, node in enumerate(costs.nodes):
             if facts(node).is_cross_entropy and costs.run.requires_grad[node.name]:
                 logits = operands(node)[0]
                 made = self.loss_copies * float(sum(costs.size(t) for t in cost.tensors(logits.meta["val"])))
-                costs.slots.append(Slot(i, INTERNAL, node.name, 0.0, 0.0, made, made))
+                costs.slots.append(OpSlot(i, INTERNAL, node.name, 0.0, 0.0, made, made))
 
     def selection(
         self, cls: LayerClass, ops: Sequence[fx.Node], run: Trace, saved: Sequence[Saved]
@@ -120,7 +120,7 @@ class OtherTrainer(Trainer):
     def saves_shard(self, types: AxisTypes, node: fx.Node, operand: int) -> bool:
         if self.regather and operand >= 0 and types.produced[operands(node)[operand].name].sharded:
             return True
-        return Trainer.saves_shard(self, types, node, operand)
+        return TrainerModel.saves_shard(self, types, node, operand)
 
     def conversions(self, moves: list[Move], gradient: bool) -> list[Move]:
         if not (self.regather and gradient):
@@ -130,7 +130,7 @@ class OtherTrainer(Trainer):
         return moves + again
 
     def data_collective_s(
-        self, collective: Collective, size: int, tensors: int, members: Group, cluster: Cluster, around_layer: bool
+        self, collective: Collective, size: int, tensors: int, members: RankGroup, cluster: Cluster, around_layer: bool
     ) -> float:
         calls = tensors if self.by_parameter and collective is Collective.ALL_GATHER else 1
         return calls * group_time_s(
@@ -156,7 +156,7 @@ class OtherTrainer(Trainer):
         return 0.0
 
     def live_bytes(
-        self, share: Share, gradients: int, data: int, zero: int, whole_gradients: bool, numbers: Precision
+        self, share: LayerMemory, gradients: int, data: int, zero: int, whole_gradients: bool, numbers: Precision
     ) -> tuple[float, float]:
         transient = share.kept.working_bytes - share.kept.saved_bytes + share.alive.activations
         if zero >= 2:  # one gradient filled and the last one reduced; parameters of this layer and the next

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from autopar.data_files import DataError, parse_json, shown
+from autopar.data_files import MalformedFileError, parse_json, shown
 from autopar.errors import BatchError, DeviceError, ModelError, UsageError
 from autopar.pins import PINS
 
@@ -57,7 +57,7 @@ def _model(request: Mapping[str, Any], models: Collection[str], folder: Path) ->
     if isinstance(config, str):
         try:
             config = parse_json(config)
-        except DataError as error:
+        except MalformedFileError as error:
             raise ModelError(f"the configuration is not JSON: {error}", "paste a transformers config.json") from error
     if not isinstance(config, dict):
         raise ModelError("the configuration is not a JSON object", "paste a transformers config.json")

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import quote, unquote
 
-from autopar.data_files import DataError, parse_json
+from autopar.data_files import MalformedFileError, parse_json
 from autopar.errors import AutoparError, UsageError
 from autopar.ui.jobs import DONE, Job, Jobs
 from autopar.ui.requests import arguments
@@ -283,7 +283,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise UsageError("the request is not JSON", f"send it with Content-Type: {_JSON}")
         try:
             return parse_json(content or b"null")
-        except DataError as error:
+        except MalformedFileError as error:
             raise UsageError(f"the request is not JSON: {error}", "send a JSON object") from error
 
     def _discard(self, size: int) -> None:

@@ -5,7 +5,7 @@ a model of its trainer (``autopar.trainers``) and a cluster, ``scoring`` compare
 have no other use.
 """
 
-from autopar.validate.run import Outcome, Report, validate
+from autopar.validate.run import RowOutcome, ValidationReport, validate
 from autopar.validate.scoring import Score, score, scores
 
-__all__ = ["Outcome", "Report", "Score", "score", "scores", "validate"]
+__all__ = ["RowOutcome", "ValidationReport", "Score", "score", "scores", "validate"]

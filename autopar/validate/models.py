@@ -12,7 +12,7 @@ from typing import Any
 
 from autopar.capture import capture
 from autopar.flow import placeholders
-from autopar.graph import Graph, Layer, LayerClass
+from autopar.graph import Graph, GraphLayer, LayerClass
 from autopar.plan import Role
 from autopar.shard import annotate, role_types
 from autopar.shard.plan import Solve
@@ -130,7 +130,7 @@ def deepen(graph: Graph, blocks: int) -> Graph:
             f"{pattern.name} passes on more than one value, so that a deeper model is not a repetition of it"
         )
     (made,) = pattern.outputs
-    layers: list[Layer] = list(graph.layers[: middle + 1])
+    layers: list[GraphLayer] = list(graph.layers[: middle + 1])
     values, parameters = dict(graph.values), dict(graph.parameters)
     last = made
     for k in range(more):

@@ -22,7 +22,7 @@ _ROWS = 8  # sequences in the batch of the graph that gives the layouts
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RowOutcome:
     """One row: its measurements, and the predictions, or the reason why there are none."""
 
     id: str
@@ -42,13 +42,13 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Report:
+class ValidationReport:
     """The outcomes in the order of the file."""
 
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[RowOutcome, ...]
 
 
-def validate(path: str | Path, progress: Callable[[int, int], None] | None = None) -> Report:
+def validate(path: str | Path, progress: Callable[[int, int], None] | None = None) -> ValidationReport:
     """Price every row of the JSON Lines file.
 
     Raises:
@@ -61,7 +61,7 @@ def validate(path: str | Path, progress: Callable[[int, int], None] | None = Non
         outcomes.append(bench.outcome(data, number))
         if progress is not None:
             progress(number, len(rows))
-    return Report(tuple(outcomes))
+    return ValidationReport(tuple(outcomes))
 
 
 def read_file(path: str | Path) -> list[Mapping[str, Any] | str]:
@@ -92,29 +92,29 @@ class Bench:
         self.pricers: dict[object, Pricer] = {}
         self.clusters: dict[object, Cluster] = {}
 
-    def outcome(self, data: Mapping[str, Any] | str, number: int) -> Outcome:
+    def outcome(self, data: Mapping[str, Any] | str, number: int) -> RowOutcome:
         """The row's outcome; an error that prevents a price becomes its reason."""
         if isinstance(data, str):
-            return Outcome(f"line {number}", "?", "?", Measured(None, None, False), None, None, None, data)
+            return RowOutcome(f"line {number}", "?", "?", Measured(None, None, False), None, None, None, data)
         names = labels(data, number)
         try:
             seen = measured(data)
         except (AttributeError, TypeError, ValueError, OverflowError):
-            return Outcome(*names, Measured(None, None, False), None, None, None, "measured values are not readable")
+            return RowOutcome(*names, Measured(None, None, False), None, None, None, "measured values are not readable")
         try:
             row = read_row(data, number)
             plan, limit = self.price(row)
         except InfeasibleError as error:
-            return Outcome(*names, seen, None, None, False, "", error.message)
+            return RowOutcome(*names, seen, None, None, False, "", error.message)
         except AutoparError as error:
-            return Outcome(*names, seen, None, None, None, error.message)
+            return RowOutcome(*names, seen, None, None, None, error.message)
         except Exception as error:
             # one bad row must not end the run: it is listed with its error
-            return Outcome(*names, seen, None, None, None, f"{type(error).__name__}: {error}")
+            return RowOutcome(*names, seen, None, None, None, f"{type(error).__name__}: {error}")
         memory = max(stage.memory.total for stage in plan.stages)
         shown = int(instrument(row.setting, memory))
         roomy = all(stage.memory.total <= stage.memory_limit_bytes for stage in plan.stages)
-        return Outcome(*names, seen, plan.prediction.step_time_s, shown, memory <= limit, roomy=roomy)
+        return RowOutcome(*names, seen, plan.prediction.step_time_s, shown, memory <= limit, roomy=roomy)
 
     def price(self, row: Row) -> tuple[Plan, int]:
         """The row as a priced plan, and the memory capacity of a device."""
@@ -167,9 +167,9 @@ class Bench:
         return found
 
 
-def of_groups(outcomes: Iterable[Outcome], key: Callable[[Outcome], str]) -> dict[str, list[Outcome]]:
+def of_groups(outcomes: Iterable[RowOutcome], key: Callable[[RowOutcome], str]) -> dict[str, list[RowOutcome]]:
     """The outcomes by ``key``, in order of first appearance."""
-    found: dict[str, list[Outcome]] = {}
+    found: dict[str, list[RowOutcome]] = {}
     for outcome in outcomes:
         found.setdefault(key(outcome), []).append(outcome)
     return found

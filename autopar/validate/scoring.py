@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.validate.run import Outcome, Report, of_groups
+from autopar.validate.run import RowOutcome, ValidationReport, of_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Score:
     memory_p90_error: float | None
 
 
-def score(outcomes: Sequence[Outcome]) -> Score:
+def score(outcomes: Sequence[RowOutcome]) -> Score:
     """The score of these rows; ranks are compared within their groups only."""
     ran = [o for o in outcomes if not o.measured.failed]
     failed = [o for o in outcomes if o.measured.failed]
@@ -67,7 +67,7 @@ def score(outcomes: Sequence[Outcome]) -> Score:
     )
 
 
-def _timed(outcomes: Iterable[Outcome]) -> list[tuple[float, float, bool]]:
+def _timed(outcomes: Iterable[RowOutcome]) -> list[tuple[float, float, bool]]:
     return [
         (o.step_s, o.measured.step_s, bool(o.feasible))
         for o in outcomes
@@ -75,7 +75,7 @@ def _timed(outcomes: Iterable[Outcome]) -> list[tuple[float, float, bool]]:
     ]
 
 
-def spearman(outcomes: Sequence[Outcome]) -> float | None:
+def spearman(outcomes: Sequence[RowOutcome]) -> float | None:
     """Spearman's rank correlation of predicted and measured speed, ties by average rank; ``None`` for fewer than three rows."""
     pairs = _timed(outcomes)
     if len(pairs) < 3:
@@ -86,7 +86,7 @@ def spearman(outcomes: Sequence[Outcome]) -> float | None:
     return float(np.corrcoef(a, b)[0, 1])
 
 
-def regret(outcomes: Sequence[Outcome]) -> float | None:
+def regret(outcomes: Sequence[RowOutcome]) -> float | None:
     """The loss of speed of the layout predicted fastest against the one measured fastest; ``None`` for fewer than two rows."""
     pairs = _timed(outcomes)
     if len(pairs) < 2:
@@ -109,7 +109,7 @@ def _quantile(values: Sequence[float], q: float) -> float | None:
     return float(np.quantile(values, q)) if values else None
 
 
-def scores(report: Report) -> dict[str, Any]:
+def scores(report: ValidationReport) -> dict[str, Any]:
     """The scores as JSON: ``overall``, ``sources`` and ``groups`` by name, each a ``Score``."""
     return {
         "overall": score(report.outcomes),

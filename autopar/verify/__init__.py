@@ -1,10 +1,10 @@
 """Verification of a user's own model: every plan's loss and gradients against eager PyTorch on one device, in float64."""
 
 from autopar.verify.attacks import Attacks, attack, hold
-from autopar.verify.case import Outcome, check_plan
-from autopar.verify.kinds import Kind, alternating, ends, kind, kinds
+from autopar.verify.case import PlanOutcome, check_plan
+from autopar.verify.kinds import PlanKind, alternating, ends, kind, kinds
 from autopar.verify.locate import Difference, locate
-from autopar.verify.report import Attacked, Checked, Failure, Report
+from autopar.verify.report import Attacked, CheckedPlan, Failure, Report
 from autopar.verify.run import MEMORY_BYTES, check_size, verify
 from autopar.verify.shrink import shrink_config, shrink_plan
 from autopar.verify.subject import Subject, make_subject
@@ -13,11 +13,11 @@ __all__ = [
     "MEMORY_BYTES",
     "Attacked",
     "Attacks",
-    "Checked",
+    "CheckedPlan",
     "Difference",
     "Failure",
-    "Kind",
-    "Outcome",
+    "PlanKind",
+    "PlanOutcome",
     "Report",
     "Subject",
     "alternating",

@@ -20,7 +20,7 @@ from autopar.verify.subject import Subject
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class PlanOutcome:
     """The largest error over the loss, every gradient and every buffer after a step, and the number of stages that type-check (0: the
     check was not requested). ``attacked`` is the error of the loss and the gradients of another batch, if one was given."""
 
@@ -37,7 +37,7 @@ COMPILING_S = 600
 
 def check_plan(
     subject: Subject, plan: Plan, pool: WorkerPool, *, typed: bool = True, attack: Subject | None = None
-) -> Outcome:
+) -> PlanOutcome:
     """Emit, type-check and run the plan's program, and compare it with the subject, then with ``attack``, the graph with another batch.
 
     Raises:
@@ -59,11 +59,11 @@ def check_plan(
         limit_s = COMPILING_S if any(layer.strategy.options.compiled for layer in plan.layers) else RUNNING_S
         if attack is None:
             answers = pool.run("autopar.verify.remote:gradients", *files, subject.batch, timeout_s=limit_s)
-            return Outcome(compare_step(subject, *answers[0]), stages)
+            return PlanOutcome(compare_step(subject, *answers[0]), stages)
         both = (subject.batch, attack.batch)
         first, second = pool.run("autopar.verify.remote:gradients_twice", *files, *both, timeout_s=limit_s)[0]
     loss, gradients = second
-    return Outcome(compare_step(subject, *first), stages, _compare(attack, loss, gradients))
+    return PlanOutcome(compare_step(subject, *first), stages, _compare(attack, loss, gradients))
 
 
 def compare_step(subject: Subject, loss: float, gradients: dict[str, Tensor], after: dict[str, Tensor]) -> Error:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.checks.nccl.distinct import Grid, check
-from autopar.checks.nccl.findings import FAILED, Finding, unaligned
+from autopar.checks.nccl.findings import FAILED, CollectiveFinding, unaligned
 from autopar.checks.nccl.graph import MODES
 from autopar.emit import emit
 from autopar.errors import AutoparError, UsageError
@@ -41,7 +41,7 @@ class RecordedPlan:
     ranks: tuple[int, ...]
     operations: int
     seconds: float
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[CollectiveFinding, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -89,7 +89,7 @@ def verify_collectives(
             try:
                 recorded = record(subject.graph, plan, subject.state, subject.batch, workers)
             except AutoparError as error:
-                finding = Finding(FAILED, error.message, ())
+                finding = CollectiveFinding(FAILED, error.message, ())
                 found.append(RecordedPlan(kind.name, describe(plan), devices, (), 0, _since(start_s), (finding,)))
                 continue
             found.append(_recorded(kind.name, plan, recorded, recorded.findings(), recorded.notes(), start_s))
@@ -125,7 +125,12 @@ def verify_plan_collectives(graph: Graph, plan: Plan, progress: Progress | None 
 
 
 def _recorded(
-    kind: str, plan: Plan, recorded: Recorded, findings: tuple[Finding, ...], notes: tuple[str, ...], start_s: float
+    kind: str,
+    plan: Plan,
+    recorded: Recorded,
+    findings: tuple[CollectiveFinding, ...],
+    notes: tuple[str, ...],
+    start_s: float,
 ) -> RecordedPlan:
     operations = sum(len(trace.operations) for trace in recorded.late.values())
     ranks = tuple(sorted(recorded.late))

@@ -33,7 +33,7 @@ DEGREES = ("pipeline", "data", "expert", "ring", "ulysses", "tensor")
 
 
 @dataclass(frozen=True)
-class Kind:
+class PlanKind:
     """A kind of plan for ``devices``: ``options`` for ``manual_plan``, or ``mixed``, which makes a plan whose layers differ.
 
     ``options["microbatches"]`` is an upper limit: the plan has as many as the model and its batch admit.
@@ -80,14 +80,14 @@ def microbatches(graph: Graph, wanted: int, ways: int = 1, copies: int = 1) -> i
     return next((m for m in tried if graph.batch_size % (m * ways) == 0), 1)
 
 
-def kind(name: str, **options: Any) -> Kind:
+def kind(name: str, **options: Any) -> PlanKind:
     """A kind in which all layers have the same strategy, given by the options of ``manual_plan``."""
     if "mesh" in options:
-        return Kind(name, math.prod(axis.size for axis in options["mesh"]) * options.get("pipeline", 1), options)
-    return Kind(name, math.prod(options.get(degree, 1) for degree in DEGREES), options)
+        return PlanKind(name, math.prod(axis.size for axis in options["mesh"]) * options.get("pipeline", 1), options)
+    return PlanKind(name, math.prod(options.get(degree, 1) for degree in DEGREES), options)
 
 
-def kinds(devices: int) -> tuple[Kind, ...]:
+def kinds(devices: int) -> tuple[PlanKind, ...]:
     """At least one kind for every way to parallelize over ``devices`` processes, then combinations and plans of mixed layers."""
     techniques = (_case(name, pins) for technique in ALL for name, pins in technique.cases(devices))
     if devices == 1:
@@ -101,12 +101,12 @@ def kinds(devices: int) -> tuple[Kind, ...]:
     )
 
 
-def _case(name: str, pins: dict[str, Any]) -> Kind:
+def _case(name: str, pins: dict[str, Any]) -> PlanKind:
     """A kind from a technique's case, whose mesh, if it has one, is the names and sizes of axes."""
     return kind(name, **(pins | {"mesh": make_mesh(*pins["mesh"])} if "mesh" in pins else pins))
 
 
-def _single(n: int) -> tuple[Kind, ...]:
+def _single(n: int) -> tuple[PlanKind, ...]:
     return (
         kind(f"data {n}", data=n, microbatches=2),
         *(kind(f"data {n}, zero {zero}", data=n, zero=zero, microbatches=2) for zero in (1, 2, 3)),
@@ -128,7 +128,7 @@ def _single(n: int) -> tuple[Kind, ...]:
     )
 
 
-def _in_chunks(n: int) -> tuple[Kind, ...]:
+def _in_chunks(n: int) -> tuple[PlanKind, ...]:
     two = {"pipeline": n, "chunks": 2, "microbatches": 4}
     return (
         kind(f"pipeline {n} of 2 chunks", **two),
@@ -136,7 +136,7 @@ def _in_chunks(n: int) -> tuple[Kind, ...]:
     )
 
 
-def _combined(n: int) -> tuple[Kind, ...]:
+def _combined(n: int) -> tuple[PlanKind, ...]:
     if n % 2 or n < 4:
         return ()
     half = n // 2
@@ -171,7 +171,7 @@ def _combined(n: int) -> tuple[Kind, ...]:
     )
 
 
-def _split(half: int) -> tuple[Kind, ...]:
+def _split(half: int) -> tuple[PlanKind, ...]:
     """Schedules that run backward passes in two parts, beside what shards each stage over ``half`` devices."""
     one = {"pipeline": 2, "microbatches": 4, "schedule": ZERO_BUBBLE}
     two = {"pipeline": 2, "chunks": 2, "microbatches": 4}
@@ -183,7 +183,7 @@ def _split(half: int) -> tuple[Kind, ...]:
     )
 
 
-def _both_ways(n: int) -> tuple[Kind, ...]:
+def _both_ways(n: int) -> tuple[PlanKind, ...]:
     """Chimera, beside what shards each stage over half of the devices."""
     if n % 2 or n < 4:
         return ()
@@ -195,7 +195,7 @@ def _both_ways(n: int) -> tuple[Kind, ...]:
     )
 
 
-def _grids(n: int) -> tuple[Kind, ...]:
+def _grids(n: int) -> tuple[PlanKind, ...]:
     """Tensor parallelism on grids of devices, if ``n`` devices form one: 2D, 2.5D and 3D."""
     found = []
     for side in range(2, math.isqrt(n) + 1):
@@ -208,10 +208,10 @@ def _grids(n: int) -> tuple[Kind, ...]:
     return tuple(found)
 
 
-def _mixed(n: int) -> tuple[Kind, ...]:
+def _mixed(n: int) -> tuple[PlanKind, ...]:
     if n % 2:
         return ()
-    return (Kind(f"mixed on {n}: zero-3 ends, tensor blocks", n, mixed=lambda graph: alternating(graph, n)),)
+    return (PlanKind(f"mixed on {n}: zero-3 ends, tensor blocks", n, mixed=lambda graph: alternating(graph, n)),)
 
 
 def ends(graph: Graph) -> set[int]:

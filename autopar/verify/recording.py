@@ -31,11 +31,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar.checks.nccl.findings import FAILED, LATE, Finding, findings, unaligned
-from autopar.checks.nccl.graph import MODES, Mode
+from autopar.checks.nccl.findings import FAILED, LATE, CollectiveFinding, findings, unaligned
+from autopar.checks.nccl.graph import MODES, NcclMode
 from autopar.checks.nccl.objects import Objects
 from autopar.checks.nccl.recorder import Recorder
-from autopar.checks.nccl.records import Trace
+from autopar.checks.nccl.records import RankTrace
 from autopar.checks.nccl.sizes import sizes_only
 from autopar.emit import emit
 from autopar.graph import Graph
@@ -58,7 +58,7 @@ PRELOADED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class RecordedSteps:
     """What the ranks do: ``steps`` of the trainer with ``optimizer`` (``"module:function"`` of the parameters) and, if ``save`` is
     ``"wait"`` or ``"async"``, a checkpoint after the first. ``backend`` compiles the layers of plans that compile them."""
 
@@ -73,13 +73,13 @@ class Recipe:
 class Recorded:
     """Traces by rank, with late results and with results at once, and the sentences of ranks that failed."""
 
-    late: Mapping[int, Trace]
-    at_once: Mapping[int, Trace]
+    late: Mapping[int, RankTrace]
+    at_once: Mapping[int, RankTrace]
     failures: Mapping[int, str] = field(default_factory=dict)
 
-    def findings(self, modes: Sequence[Mode] = MODES) -> tuple[Finding, ...]:
+    def findings(self, modes: Sequence[NcclMode] = MODES) -> tuple[CollectiveFinding, ...]:
         failed = tuple(
-            Finding(LATE if rank in self.at_once else FAILED, f"rank {rank}: {text}", (rank,))
+            CollectiveFinding(LATE if rank in self.at_once else FAILED, f"rank {rank}: {text}", (rank,))
             for rank, text in self.failures.items()
         )
         if failed:  # what the others wait for follows from that
@@ -123,7 +123,7 @@ def record(
     state: Mapping[str, Tensor],
     batch: Mapping[str, Tensor],
     workers: Workers,
-    recipe: Recipe | None = None,
+    recipe: RecordedSteps | None = None,
     change: Callable[[Path], None] | None = None,
 ) -> Recorded:
     """Record every rank of the plan's program; ``change`` may change the emitted folder before.
@@ -145,11 +145,11 @@ def record_folder(
     batch: Mapping[str, Tensor],
     world: int,
     workers: Workers,
-    recipe: Recipe | None = None,
+    recipe: RecordedSteps | None = None,
 ) -> Recorded:
     """Record all ``world`` ranks of an emitted folder from the values of ``state`` (a ``torch.save`` of a state dict)."""
     with tempfile.TemporaryDirectory(prefix="autopar-traces-") as name:
-        args = (str(program), str(state), dict(batch), world, name, asdict(recipe or Recipe()))
+        args = (str(program), str(state), dict(batch), world, name, asdict(recipe or RecordedSteps()))
         failures = workers.call("autopar.verify.recording:record_ranks", *args, timeout_s=2 * LIMIT_S + 60)
         return _read(Path(name), world, failures)
 
@@ -163,12 +163,12 @@ def record_call(target: str, world: int, workers: Workers) -> Recorded:
 
 def _read(folder: Path, world: int, failures: Mapping[int, str]) -> Recorded:
     """The traces of all ranks, late and at once."""
-    found: dict[str, dict[int, Trace]] = {"late": {}, "at once": {}}
+    found: dict[str, dict[int, RankTrace]] = {"late": {}, "at once": {}}
     for timing, traces in found.items():
         for rank in range(world):
             file = _trace_file(folder, timing, rank)
             if file.exists():
-                traces[rank] = Trace.read(file)
+                traces[rank] = RankTrace.read(file)
     return Recorded(found["late"], found["at once"], failures)
 
 
@@ -187,7 +187,7 @@ def record_sizes(
         for rank in ranks:
             file = _trace_file(Path(name), "sizes", rank)
             if file.exists():
-                traces[rank] = Trace.read(file)
+                traces[rank] = RankTrace.read(file)
         return Recorded(traces, {}, failures)
 
 
@@ -208,7 +208,7 @@ def record_ranks(
         world,
         out,
         lambda rank, timing, shared: functools.partial(
-            _record_rank, Path(program), state, batch, rank, world, timing, shared, Path(out), Recipe(**recipe)
+            _record_rank, Path(program), state, batch, rank, world, timing, shared, Path(out), RecordedSteps(**recipe)
         ),
     )
 
@@ -313,7 +313,7 @@ def _record_rank(
     timing: str,
     shared: Path,
     out: Path,
-    recipe: Recipe,
+    recipe: RecordedSteps,
 ) -> None:
     """Be one rank: some steps, and the trace into ``out``."""
     warnings.filterwarnings("ignore")
@@ -364,7 +364,7 @@ def _record_sizes(program: Path, shapes: dict[str, tuple[list[int], str]], rank:
                 loaded, joined, values=lambda layout: torch.empty(layout.original_shape, dtype=layout.dtype)
             )
             batch = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in shapes.items()}
-            for _ in range(Recipe().steps):
+            for _ in range(RecordedSteps().steps):
                 trainer.step(batch)
             trainer.finish_update()
     recorder.trace().write(_trace_file(out, "sizes", rank))

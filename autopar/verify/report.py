@@ -11,7 +11,7 @@ from autopar.verify.locate import Difference
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class CheckedPlan:
     """One plan that ran: its kind, the largest error of the loss and all gradients, the location, and the number of stages that
     type-check. ``attack`` names a second batch with which it ran, and ``attack_error`` is that batch's error."""
 
@@ -55,7 +55,7 @@ class Report:
 
     model: str
     devices: int
-    checked: tuple[Checked, ...]
+    checked: tuple[CheckedPlan, ...]
     failures: tuple[Failure, ...]
     skipped: dict[str, str]
     typechecked: int

@@ -29,7 +29,7 @@ from autopar.verify.case import check_plan
 from autopar.verify.kinds import kinds
 from autopar.verify.locate import Difference, locate
 from autopar.verify.mixtures import describe
-from autopar.verify.report import Attacked, Checked, Failure, Report
+from autopar.verify.report import Attacked, CheckedPlan, Failure, Report
 from autopar.verify.shrink import shrink_plan
 from autopar.verify.subject import Subject, make_subject
 from autopar.workload import Workload
@@ -188,7 +188,7 @@ class _Run:
     pools: ExitStack = field(default_factory=ExitStack)
     reference: str = ""
     _pool: dict[int, WorkerPool] = field(default_factory=dict)
-    _checked: list[Checked] = field(default_factory=list)
+    _checked: list[CheckedPlan] = field(default_factory=list)
     _failures: list[Failure] = field(default_factory=list)
     _skipped: dict[str, str] = field(default_factory=dict)
     _typechecked: int = 0
@@ -213,7 +213,7 @@ class _Run:
         self._typechecked += 1
         other = outcome.attacked or Error(0.0, "")
         self._checked.append(
-            Checked(
+            CheckedPlan(
                 kind, describe(plan), outcome.error.value, outcome.error.where, outcome.stages_typed, name, other.value
             )
         )

@@ -17,7 +17,7 @@ from autopar.capture.storage import ties
 from autopar.capture.surroundings import Surroundings
 from autopar.errors import BatchError, ModelError
 from autopar.graph import Graph
-from autopar.ops.facts import Kind, facts
+from autopar.ops.facts import OpKind, facts
 from autopar.shard import annotate
 
 
@@ -172,7 +172,7 @@ def _refuse_random(graph: Graph) -> None:
     """Raise ``ModelError`` for a model that draws random numbers: two runs of it differ with or without autopar."""
     for layer in graph.layers:
         for node in graph.classes[layer.cls].graph.graph.nodes:
-            if facts(node).kind is Kind.DRAW:
+            if facts(node).kind is OpKind.DRAW:
                 raise ModelError(
                     f"the model draws random numbers ({facts(node).short} ones, in {layer.name}), so no two runs "
                     "of it can be compared",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import fx
 from torch.fx.node import map_arg
 
-from autopar.ops.facts import Kind, facts, is_pointwise, op_name
+from autopar.ops.facts import OpKind, facts, is_pointwise, op_name
 from autopar.ops.operands import args_of, shape_of, val
 from passes.clean.nodes import add, aten, calls, replace
 
@@ -44,7 +44,7 @@ def _push(expand: fx.Node, source: fx.Node, user: fx.Node) -> fx.Node | None:
         ):
             user.args = (*args_of(user)[:3], source, *args_of(user)[4:])
         return None
-    if facts(user).kind is Kind.LOOKUP:
+    if facts(user).kind is OpKind.LOOKUP:
         if args_of(user)[1] is not expand:
             return None
     elif name == "aten.unsqueeze":

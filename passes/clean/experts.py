@@ -16,7 +16,7 @@ from torch import fx, nn
 from torch.fx.node import map_arg
 
 from autopar.ops.experts import Experts
-from autopar.ops.facts import Kind, facts, is_pointwise, op_name
+from autopar.ops.facts import OpKind, facts, is_pointwise, op_name
 from autopar.ops.meta import meta
 from autopar.ops.operands import args_of, argument, dtype_of, shape_of
 from autopar.program.kernels_experts import grouped_linear, of_rows
@@ -43,7 +43,7 @@ def experts_pass(gm: fx.GraphModule) -> fx.GraphModule:
         else:
             node.replace_all_uses_with(new)
     for node in calls(gm):
-        if facts(node).kind is Kind.GROUPED_PRODUCT and _is_three_dimensional(node) and node.users:
+        if facts(node).kind is OpKind.GROUPED_PRODUCT and _is_three_dimensional(node) and node.users:
             _plain_product(node)
     return gm
 
@@ -186,7 +186,9 @@ class _Body:
     def _read(self, node: fx.Node) -> list[fx.Node]:
         """The operands, without the offsets of a grouped product."""
         return [
-            n for n in node.all_input_nodes if facts(node).kind is not Kind.GROUPED_PRODUCT or n is not args_of(node)[2]
+            n
+            for n in node.all_input_nodes
+            if facts(node).kind is not OpKind.GROUPED_PRODUCT or n is not args_of(node)[2]
         ]
 
     def _placeholder(self, name: str, source: fx.Node) -> fx.Node:
@@ -211,7 +213,7 @@ class _Body:
             name = meta(node)["parameter"].name.rsplit(".", 1)[-1]
             self.parameters[node] = self._placeholder(name, node)
             return self.parameters[node]
-        if facts(node).kind is Kind.GROUPED_PRODUCT:
+        if facts(node).kind is OpKind.GROUPED_PRODUCT:
             weight = args_of(node)[1]
             if _swaps_last(weight):  # stored as [experts, out, in], as grouped_linear requires
                 weight = self.made[args_of(weight)[0]]

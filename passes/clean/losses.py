@@ -12,7 +12,7 @@ import math
 import torch
 from torch import fx
 
-from autopar.ops.facts import Kind, facts, is_pointwise, op_name
+from autopar.ops.facts import OpKind, facts, is_pointwise, op_name
 from autopar.ops.meta import meta
 from autopar.ops.operands import args_of, argument, arguments, dtype_of, shape_of
 from autopar.program import kernels
@@ -84,7 +84,7 @@ def wide_losses_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """
     for node in calls(gm):
         name = op_name(node)
-        if name != "aten.sum" and facts(node).kind is not Kind.LOSS:
+        if name != "aten.sum" and facts(node).kind is not OpKind.LOSS:
             continue
         narrow = isinstance(meta(node)["val"], torch.Tensor) and shape_of(node) == () and dtype_of(node) in _NARROW
         if not narrow or not meta(node).get("gradient", True) or not _is_loss(node):
@@ -152,7 +152,7 @@ def mean_losses_pass(gm: fx.GraphModule) -> fx.GraphModule:
             ):
                 total = add(node, aten.sum.default, (source,))
                 replace(node, add(node, aten.mul.Tensor, (total, 1.0 / math.prod(shape_of(source)))))
-        elif facts(node).kind is Kind.LOSS and arguments(node)["reduction"] == _MEAN and shape_of(node) == ():
+        elif facts(node).kind is OpKind.LOSS and arguments(node)["reduction"] == _MEAN and shape_of(node) == ():
             replace(
                 node,
                 add(

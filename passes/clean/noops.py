@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ops.facts import Kind, facts, is_random, op_name
+from autopar.ops.facts import OpKind, facts, is_random, op_name
 from autopar.ops.meta import meta
 from autopar.ops.operands import args_of, argument, dtype_of, shape_of, val
 from passes.clean.nodes import add, aten, calls, evaluate, replace
@@ -27,7 +27,7 @@ def devices_pass(gm: fx.GraphModule) -> fx.GraphModule:
     for node in calls(gm):
         if any(key in node.kwargs for key in _PLACES) and op_name(node) != "aten.to":
             node.kwargs = {key: value for key, value in node.kwargs.items() if key not in _PLACES}
-        if facts(node).kind is Kind.CAST and node.target is not aten.to.dtype:
+        if facts(node).kind is OpKind.CAST and node.target is not aten.to.dtype:
             source = args_of(node)[0]
             assert isinstance(source, fx.Node)
             same = dtype_of(node) == dtype_of(source)
@@ -74,7 +74,7 @@ def noops_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 def _is_identity(node: fx.Node) -> bool:
     name, kind = op_name(node), facts(node).kind
-    if kind is Kind.IDENTITY:
+    if kind is OpKind.IDENTITY:
         return True
     source = args_of(node)[0] if node.args else None
     if not isinstance(source, fx.Node) or not isinstance(meta(source).get("val"), torch.Tensor):
@@ -84,11 +84,11 @@ def _is_identity(node: fx.Node) -> bool:
     unchanged = shape_of(node) == shape_of(source) and dtype_of(node) == dtype_of(source)
     if name in ("aten.to", "aten.view", "aten.reshape", "aten.expand", "aten.slice", "aten.flatten", "aten.squeeze"):
         return unchanged
-    if kind is Kind.DROPOUT:
+    if kind is OpKind.DROPOUT:
         return not is_random(node)
-    if kind is Kind.DETACH:
+    if kind is OpKind.DETACH:
         return not meta(source).get("gradient", True)
-    if kind is Kind.ADDITION:  # `position + 0`
+    if kind is OpKind.ADDITION:  # `position + 0`
         return unchanged and isinstance(args_of(node)[1], int | float) and args_of(node)[1] == 0
     return False
 

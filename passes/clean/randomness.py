@@ -9,14 +9,14 @@ import torch
 from torch import fx
 
 from autopar.errors import CaptureError
-from autopar.ops.facts import Kind, facts, is_random, op_name
+from autopar.ops.facts import OpKind, facts, is_random, op_name
 from autopar.ops.operands import args_of, argument, dtype_of, shape_of
 from autopar.ops.source import source_line
 from autopar.program import kernels_random
 from passes.clean.nodes import add, aten, calls, replace
 
 # Dropout and attention have their own seeds; recurrent ops draw for dropout alone, which ``recurrent_pass`` has handled.
-_SEEDED = (Kind.DROPOUT, Kind.ATTENTION, Kind.RECURRENCE)
+_SEEDED = (OpKind.DROPOUT, OpKind.ATTENTION, OpKind.RECURRENCE)
 _TRAINED = {"feature_dropout": 2, "alpha_dropout": 2, "feature_alpha_dropout": 2, "rrelu": 3}  # position of `train`
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from autopar.ops.facts import Kind, facts, op_name
+from autopar.ops.facts import OpKind, facts, op_name
 from autopar.ops.meta import meta
 from autopar.ops.operands import args_of, argument, arguments, dtype_of, operands, shape_of, val
 from autopar.rules import is_row_wise
@@ -228,7 +228,7 @@ class _Selections:
             self._broadcast(node, mask)
         elif name in _CLASS_LOSSES and not dtype_of(args_of(node)[1]).is_floating_point:
             self._class_loss(node, mask)
-        elif facts(node).kind is Kind.LOSS and not _is_symbolic(node):
+        elif facts(node).kind is OpKind.LOSS and not _is_symbolic(node):
             terms = self._row_wise(node, self._add(node, (), reduction=_NONE), mask)
             self._total(node, terms, mask, mean=arguments(node)["reduction"] == _MEAN)
         elif name in ("aten.sum", "aten.mean") and not _is_symbolic(node):
@@ -290,7 +290,7 @@ class _Selections:
         """The sum of the terms of the selected rows; with ``mean``, divided by their number."""
         sizes = shape_of(terms)
         dims = argument(node, 1, "dim") if op_name(node) in ("aten.sum", "aten.mean") else None
-        if node.kwargs and facts(node).kind is not Kind.LOSS:
+        if node.kwargs and facts(node).kind is not OpKind.LOSS:
             raise _UnsupportedError
         summed = {dim % len(sizes) for dim in dims} if dims else set(range(len(sizes)))
         zeros = _only(node, mask, terms, 0)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from autopar.ops.facts import Kind, facts, op_name
+from autopar.ops.facts import OpKind, facts, op_name
 from autopar.ops.operands import args_of, argument, shape_of
 from passes.clean.nodes import add, aten, calls, replace
 from passes.clean.views import pieces
@@ -17,9 +17,9 @@ def reshapes_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """Every flatten, unflatten, view and reshape becomes ``reshape`` with explicit sizes; chains collapse, identities disappear."""
     for node in calls(gm):
         kind = facts(node).kind
-        if kind is Kind.EXPANSION:
+        if kind is OpKind.EXPANSION:
             node.target, node.args, node.kwargs = aten.expand.default, (args_of(node)[0], list(shape_of(node))), {}
-        reshapes = kind is Kind.RESHAPE or op_name(node) == "aten.squeeze"
+        reshapes = kind is OpKind.RESHAPE or op_name(node) == "aten.squeeze"
         if not reshapes or node.target is aten.view.dtype:
             continue
         source, sizes = args_of(node)[0], list(shape_of(node))
@@ -39,7 +39,7 @@ def splits_pass(gm: fx.GraphModule) -> fx.GraphModule:
     ``broadcast_tensors`` becomes an ``expand`` of each operand, and so does ``repeat_interleave`` of a single element."""
     for node in calls(gm):
         name = op_name(node)
-        if facts(node).kind is Kind.SPLIT:
+        if facts(node).kind is OpKind.SPLIT:
             _unpack(node)
         elif name == "aten.broadcast_tensors":
             for user in list(node.users):

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from autopar.ops.facts import Kind, facts, op_name
+from autopar.ops.facts import OpKind, facts, op_name
 from autopar.ops.meta import meta
 from autopar.ops.operands import args_of, argument, shape_of
 from autopar.program import kernels
@@ -43,7 +43,7 @@ class View:
 
     @property
     def detaches(self) -> bool:
-        return facts(self.call).kind is Kind.DETACH
+        return facts(self.call).kind is OpKind.DETACH
 
     @property
     def value(self) -> torch.Tensor:
@@ -74,7 +74,7 @@ def views_of(value: fx.Node, base: str) -> list[fx.Node] | None:
     while path[-1].op == "call_function":
         call = path[-1]
         operands, kind = _operands(call), facts(call).kind
-        if facts(call).is_view or kind in (Kind.IDENTITY, Kind.CAST) or call.target is kernels.strided:
+        if facts(call).is_view or kind in (OpKind.IDENTITY, OpKind.CAST) or call.target is kernels.strided:
             path.append(operands[0])
         elif is_overload(call.target) and (found := next((each for each in origins(call) if each), None)):
             path.append(found[0])
@@ -121,7 +121,7 @@ def _compared(call: fx.Node) -> tuple[tuple[int, bool] | None, ...]:
     for result in results if isinstance(results, tuple | list) else (results,):
         shared = isinstance(result, torch.Tensor) and [i for i, t in enumerate(given) if memory(result) == memory(t)]
         found.append(
-            (shared[0], facts(call).kind is not Kind.DETACH and _same(result, given[shared[0]])) if shared else None
+            (shared[0], facts(call).kind is not OpKind.DETACH and _same(result, given[shared[0]])) if shared else None
         )
     return tuple(found)
 
@@ -139,7 +139,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def pieces(call: fx.Node) -> list[tuple[int, int, int]] | None:
     """Dim, start and end of every result of ``split``, ``chunk``, ``tensor_split`` and ``unbind``; ``None`` for other ops."""
-    if facts(call).kind is not Kind.SPLIT:
+    if facts(call).kind is not OpKind.SPLIT:
         return None
     source, unbind = _operands(call)[0], op_name(call) == "aten.unbind"
     dim = argument(call, 1 if unbind else 2, "dim", 0) % len(shape_of(source))
@@ -187,15 +187,15 @@ def scatter(view: View, source: fx.Node, new: fx.Node, anchor: fx.Node) -> fx.No
     if view.detaches:
         return new
     if kind in (
-        Kind.RESHAPE,
-        Kind.SQUEEZE,
-        Kind.EXPANSION,
+        OpKind.RESHAPE,
+        OpKind.SQUEEZE,
+        OpKind.EXPANSION,
     ):  # with equal numbers of elements, the elements are in the same order
         whole = view.value.numel() == meta(source)["val"].numel()
         return add(anchor, aten.reshape.default, (new, list(sizes))) if whole else None
     if name in ("aten.transpose", "aten.t"):
         return add(anchor, call.target, (new, *args_of(call)[1:]), dict(call.kwargs))
-    if kind is Kind.PERMUTATION:
+    if kind is OpKind.PERMUTATION:
         order = _order(call, len(sizes))
         return add(anchor, aten.permute.default, (new, [order.index(dim) for dim in range(len(sizes))]))
     if name in _DIAGONALS:
@@ -221,7 +221,7 @@ def _region(view: View, sizes: Sequence[int]) -> tuple[int, int, int, int] | Non
     if view.item is not None:
         parts = pieces(call)
         return (*parts[view.item], 1) if parts is not None else None
-    if facts(call).kind is not Kind.SLICE:
+    if facts(call).kind is not OpKind.SLICE:
         return None
     dim = argument(call, 1, "dim", 0) % len(sizes)
     start = argument(call, 2, "index" if view.name == "aten.select" else "start")

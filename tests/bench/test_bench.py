@@ -11,14 +11,14 @@ import torch
 from bench_page import markdown
 from workers import WorkerPool
 
-from autopar.bench.baselines import PIPELINES, HandTuned, Recipe, _stage_of, recipes
-from autopar.bench.contest import AUTOMATIC, Arena, Contender, Result, paired_ratio
-from autopar.bench.models import MODELS, Subject, _decoder, _wide
+from autopar.bench.baselines import PIPELINES, HandTuned, HandTunedRecipe, _stage_of, recipes
+from autopar.bench.contest import AUTOMATIC, Arena, Contender, ContestResult, paired_ratio
+from autopar.bench.models import MODELS, BenchModel, _decoder, _wide
 from autopar.bench.report import failures, table, verdict
 from autopar.cli.console import plain_table
 from autopar.measure import EXACT, compare
 
-SMALL: dict[str, Subject] = {
+SMALL: dict[str, BenchModel] = {
     subject.name: subject
     for subject in (
         _decoder("llama-5", width=128, layers=5, length=8, rows=8, vocabulary=64),
@@ -30,12 +30,12 @@ SMALL: dict[str, Subject] = {
 
 def losses(model: str, recipe: dict[str, int | str], steps: int) -> list[float]:
     """In a worker: the losses of a few steps."""
-    contender = HandTuned(SMALL[model], Recipe(**recipe), lr=1e-2)  # type: ignore[arg-type]
+    contender = HandTuned(SMALL[model], HandTunedRecipe(**recipe), lr=1e-2)  # type: ignore[arg-type]
     batch = SMALL[model].batch(0)
     return [contender.step(*batch) for _ in range(steps)]
 
 
-def one_device(subject: Subject, steps: int) -> tuple[list[float], torch.nn.Module]:
+def one_device(subject: BenchModel, steps: int) -> tuple[list[float], torch.nn.Module]:
     """The losses, and the module after the last step, with that step's gradients."""
     torch.manual_seed(0)
     module, batch = subject.build(), subject.batch(0)
@@ -50,7 +50,7 @@ def one_device(subject: Subject, steps: int) -> tuple[list[float], torch.nn.Modu
     return found, module
 
 
-def in_float64(subject: Subject) -> Subject:
+def in_float64(subject: BenchModel) -> BenchModel:
     def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         x, y = subject.batch(seed)
         return (x.double(), y.double()) if x.is_floating_point() else (x, y)
@@ -62,7 +62,7 @@ def trained(model: str, recipes: list[dict[str, Any]], steps: int) -> list[tuple
     """In a worker: the losses in float64, and this rank's parameters after the last step and gradients in it, of every recipe."""
     subject, answers = in_float64((SMALL | MODELS)[model]), []
     for recipe in recipes:
-        contender = HandTuned(subject, Recipe(**recipe), lr=1e-2)
+        contender = HandTuned(subject, HandTunedRecipe(**recipe), lr=1e-2)
         found: dict[str, torch.Tensor] = {}
         for stage in contender.modules:
             named = {
@@ -79,11 +79,11 @@ def trained(model: str, recipes: list[dict[str, Any]], steps: int) -> list[tuple
 
 
 CASES = [(m, r) for m in SMALL for r in recipes(2, SMALL[m]) if r.pipeline == 1 and r.microbatches <= 2]
-CASES.append(("llama-5", Recipe(data=2, bucket_mb=1)))
+CASES.append(("llama-5", HandTunedRecipe(data=2, bucket_mb=1)))
 
 
 @pytest.mark.parametrize(("model", "recipe"), CASES, ids=lambda case: case if isinstance(case, str) else case.name)
-def test_hand_tuned_programs_train_as_one_device_does(workers2: WorkerPool, model: str, recipe: Recipe):
+def test_hand_tuned_programs_train_as_one_device_does(workers2: WorkerPool, model: str, recipe: HandTunedRecipe):
     ranks = workers2.run("test_bench:losses", model, recipe.to_dict(), 3)
     found = [sum(values) / len(values) for values in zip(*ranks, strict=True)]
     assert found == pytest.approx(one_device(SMALL[model], 3)[0], rel=1e-4)
@@ -123,16 +123,16 @@ def test_pipelines_of_the_benchmark_are_exact(workers2: WorkerPool, workers4: Wo
 def test_zero_bubble_is_refused_where_torch_reduces_nothing():
     for schedule, chunks in (("zero-bubble", 1), ("zero-bubble", 2), ("zbv", 2)):
         with pytest.raises(AssertionError, match="skips the hooks of DDP and FSDP"):
-            Recipe(data=2, pipeline=2, microbatches=2, schedule=schedule, chunks=chunks)
+            HandTunedRecipe(data=2, pipeline=2, microbatches=2, schedule=schedule, chunks=chunks)
     with pytest.raises(AssertionError, match="'zerobubble' is none of 1f1b"):
-        Recipe(pipeline=2, schedule="zerobubble")
+        HandTunedRecipe(pipeline=2, schedule="zerobubble")
     with pytest.raises(AssertionError, match="no pipeline"):
-        Recipe(data=2, schedule="interleaved-1f1b", chunks=2)
+        HandTunedRecipe(data=2, schedule="interleaved-1f1b", chunks=2)
 
 
 def replica(schedule: str) -> float:
     """In a worker: a parameter's norm after a step of DDP over two pipelines, although the recipe refuses that."""
-    recipe = Recipe(pipeline=2, microbatches=2, schedule=schedule)
+    recipe = HandTunedRecipe(pipeline=2, microbatches=2, schedule=schedule)
     object.__setattr__(recipe, "data", 2)
     contender = HandTuned(SMALL["mlp-4"], recipe, lr=1e-2)
     contender.step(*SMALL["mlp-4"].batch(0))
@@ -151,7 +151,10 @@ def test_torch_reduces_nothing_under_zero_bubble(workers4: WorkerPool):
 def test_ranks_of_a_pipeline_have_all_blocks_and_equal_shares(schedule: str, chunks: int):
     """But for one block, where they do not divide."""
     for blocks in range(8, 20):
-        recipe, module = Recipe(pipeline=4, schedule=schedule, chunks=chunks), _wide("w", 2, 2, blocks, 8).build()
+        recipe, module = (
+            HandTunedRecipe(pipeline=4, schedule=schedule, chunks=chunks),
+            _wide("w", 2, 2, blocks, 8).build(),
+        )
         stages = {number: rank for rank in range(4) for number in recipe.stages(rank)}
         names = [list(dict(_stage_of(module, i, len(stages)).named_children())) for i in range(len(stages))]
         assert sum(names, []) == ["embedding", *(f"block{i}" for i in range(blocks)), "head"]
@@ -199,7 +202,7 @@ def test_who_stands_to_the_end_has_run_every_round():
 
 def test_reports_say_what_was_measured():
     ours, theirs = Contender(AUTOMATIC, None, 0.9, (1.0, 1.2)), Contender("ddp 2", {"data": 2}, None, (2.0, 2.4))
-    result = Result("toy", 2, 64, {}, (ours, theirs), 0.5, (0.4, 0.6), "ddp 2")
+    result = ContestResult("toy", 2, 64, {}, (ours, theirs), 0.5, (0.4, 0.6), "ddp 2")
     assert table(result, plain_table).row_count == 2 and failures(result) == []
     assert "0.50" in verdict(result) and "ddp 2" in verdict(result)
     line = result.to_json()
@@ -210,7 +213,7 @@ def test_reports_say_what_was_measured():
 
 def test_what_did_not_run_is_said():
     ours, theirs = Contender(AUTOMATIC, None, 0.9, (1.0,)), Contender("fsdp 2", {}, None, (), "rank 1: it broke\nhere")
-    result = Result("toy", 2, 64, {}, (ours, theirs), 0.5, (0.4, 0.6), "ddp 2")
+    result = ContestResult("toy", 2, 64, {}, (ours, theirs), 0.5, (0.4, 0.6), "ddp 2")
     assert table(result, plain_table).row_count == 1 and failures(result) == ["fsdp 2 did not run: rank 1: it broke"]
 
 

@@ -19,9 +19,9 @@ from plan_attacks import EVIL, FACTORY, KINDS, MARK, TEXTS, read_attacks
 
 from autopar.cli.app import cli
 from autopar.cli.commands import recorded, repeated
-from autopar.cli.load import Sizes, load_model
+from autopar.cli.load import GivenSizes, load_model
 from autopar.cli.options import PlanRequest
-from autopar.data_files import MOST_BYTES, MOST_LEVELS, DataError, parse_json, read_json
+from autopar.data_files import MOST_BYTES, MOST_LEVELS, MalformedFileError, parse_json, read_json
 from autopar.devices import calibration, parse
 from autopar.emit.names import identifier, quoted, remark
 from autopar.emit.program import model_source
@@ -44,7 +44,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Plan]:
 
     file = tmp_path_factory.mktemp("victim") / "victim.py"
     file.write_text(FACTORY)
-    workload = load_model(f"{file}:model", Sizes())
+    workload = load_model(f"{file}:model", GivenSizes())
     graph = annotate(workload.capture())
     plan = manual_plan(graph, data=2, zero=2)
     request = {"model": "victim.py:model", "devices": "2", "global_batch": 8}
@@ -115,7 +115,7 @@ def test_random_attacks_are_refused_by_a_sentence_with_assertions_and_without(he
     ],
 )
 def test_what_no_plan_has_is_named(base: tuple[Any, Plan], change: dict[str, Any], words: str):
-    with pytest.raises(DataError) as refused:
+    with pytest.raises(MalformedFileError) as refused:
         check_plan(base[1].to_json() | change)
     assert words in str(refused.value)
 
@@ -137,7 +137,7 @@ def test_what_no_plan_has_is_named(base: tuple[Any, Plan], change: dict[str, Any
 def test_a_strategy_that_no_layer_can_have_is_named(base: tuple[Any, Plan], change: dict[str, Any], words: str):
     data = base[1].to_json()
     data["layers"][0] |= change
-    with pytest.raises(DataError) as refused:
+    with pytest.raises(MalformedFileError) as refused:
         check_plan(data)
     assert words in str(refused.value)
 
@@ -168,7 +168,7 @@ def test_fields_of_older_plans_that_contradict_each_other_are_named(
     data["layers"][0] |= OLDER
     check_plan(data)
     data["layers"][0] |= change
-    with pytest.raises(DataError) as refused:
+    with pytest.raises(MalformedFileError) as refused:
         check_plan(data)
     assert words in str(refused.value)
 
@@ -253,16 +253,16 @@ def test_the_request_of_a_plan_is_read_as_older_versions_wrote_it(base: tuple[An
     ],
 )
 def test_json_has_limits(tmp_path: Path, text: bytes, words: str):
-    with pytest.raises(DataError, match=words):
+    with pytest.raises(MalformedFileError, match=words):
         parse_json(text)
     file = tmp_path / "a.json"
     file.write_bytes(text)
-    for read in (lambda: calibration.read(file), lambda: load_model(str(file), Sizes()), lambda: read_plan(file)):
+    for read in (lambda: calibration.read(file), lambda: load_model(str(file), GivenSizes()), lambda: read_plan(file)):
         with pytest.raises(UsageError, match=words) as refused:
             read()
         assert refused.value.hint
     assert parse_json(b'["\\ud83d\\ude00"]') == ["\U0001f600"]
-    with pytest.raises(DataError, match="more than 1,000 bytes"):
+    with pytest.raises(MalformedFileError, match="more than 1,000 bytes"):
         read_json("/dev/zero", 1000)
 
 

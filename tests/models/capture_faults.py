@@ -332,8 +332,10 @@ def _of_the_first(_: Any, first: dict[str, fx.Node], __: str) -> dict[fx.Node, f
 
 
 def _numberless() -> Patch:
-    real = repeat._Call.of
-    return _attribute(repeat._Call, "of", lambda self, value: 0.0 if isinstance(value, float) else real(self, value))
+    real = repeat._MemberCall.of
+    return _attribute(
+        repeat._MemberCall, "of", lambda self, value: 0.0 if isinstance(value, float) else real(self, value)
+    )
 
 
 def _no_views() -> Patch:

@@ -18,10 +18,10 @@ from autopar.checks.nccl.findings import (
     NEVER_WAITED,
     NOT_CONTIGUOUS,
     SEQUENCE,
-    Finding,
+    CollectiveFinding,
 )
 from autopar.verify import kind
-from autopar.verify.recording import Recipe, Workers, record
+from autopar.verify.recording import RecordedSteps, Workers, record
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Fault:
         assert self.old in text, (self.name, self.old)
         path.write_text(text.replace(self.old, self.new))
 
-    def found(self, workers: Workers) -> tuple[Finding, ...]:
+    def found(self, workers: Workers) -> tuple[CollectiveFinding, ...]:
         given = captured(self.case.model)
         plan = self.case.plan(given.graph)
         return record(given.graph, plan, given.state, given.batch, workers, self.case.recipe, self.plant).findings()
@@ -53,7 +53,7 @@ DATA = Case("mlp", kind("data 2", data=2, microbatches=2))
 SHARDED = Case("mlp", kind("data 2, zero 1", data=2, zero=1, microbatches=2))
 REDUCE = "dist.all_reduce(self._grads, group=self._group, async_op=True)"
 CLIP = "dist.all_reduce(squares, group=self.world.replica)"
-CLIPPED = Case("mlp", kind("data 2", data=2), Recipe(max_norm=1.0), "clipped")
+CLIPPED = Case("mlp", kind("data 2", data=2), RecordedSteps(max_norm=1.0), "clipped")
 SCATTER = "self._work = reduce_scatter(self._sum, self._grads, group=self._group, async_op=True)"
 RING = Case("llama", kind("ring 2", ring=2))
 EXPERTS = Case("mixtral", kind("expert 2", expert=2))

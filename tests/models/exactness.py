@@ -22,7 +22,7 @@ from written_models import WRITTEN
 from autopar.graph import Graph
 from autopar.plan import Plan, Role, Strategy
 from autopar.search.manual import make_mesh, manual_plan
-from autopar.verify import Kind, Outcome, Subject, alternating, check_plan, ends, kind, kinds, make_subject
+from autopar.verify import PlanKind, PlanOutcome, Subject, alternating, check_plan, ends, kind, kinds, make_subject
 
 ROWS = 8
 
@@ -212,7 +212,7 @@ def _sequence_roles(graph: Graph) -> Plan:
     return manual_plan(graph, mesh=mesh, strategies=strategies)
 
 
-KINDS: tuple[Kind, ...] = (
+KINDS: tuple[PlanKind, ...] = (
     *kinds(2),
     *kinds(4),
     kind("pipeline 4, gpipe, 8 microbatches", pipeline=4, microbatches=8, schedule="gpipe"),
@@ -243,8 +243,8 @@ KINDS: tuple[Kind, ...] = (
     kind("states in the host's memory, tensor+sequence 2", tensor=2, sequence=True, states="host"),
     kind("states on NVMe, data 2, zero 2", data=2, zero=2, states="nvme", microbatches=2),
     kind("states on NVMe, pipeline 2 x data 2, zero 1", pipeline=2, data=2, zero=1, states="nvme", microbatches=4),
-    Kind("mixed: tensor 1, 2 and 4", 4, mixed=_three_degrees),
-    Kind("mixed: ring, ulysses, data and tensor+sequence", 4, mixed=_sequence_roles),
+    PlanKind("mixed: tensor 1, 2 and 4", 4, mixed=_three_degrees),
+    PlanKind("mixed: ring, ulysses, data and tensor+sequence", 4, mixed=_sequence_roles),
     # torch.compile for each class of layers
     *(
         kind(f"compiled, {name}", compile="layers", **options)
@@ -283,14 +283,14 @@ KINDS: tuple[Kind, ...] = (
     kind("pipeline 2 x data 2 x tensor 2", pipeline=2, data=2, tensor=2, microbatches=2, schedule="1f1b"),
     kind("data 2 x ulysses 2 x ring 2, zero 3", data=2, ulysses=2, ring=2, zero=3),
     kind("data 2 x expert 4, zero 1", data=2, expert=4, zero=1),
-    Kind("mixed on 8: zero-3 ends, tensor blocks", 8, mixed=lambda graph: alternating(graph, 8)),
+    PlanKind("mixed on 8: zero-3 ends, tensor blocks", 8, mixed=lambda graph: alternating(graph, 8)),
 )
 
 
 # -- one case ---------------------------------------------------------------------------------------------------------
 
 
-def run_case(model: str, kind: Kind, pool: WorkerPool, *, typed: bool = True) -> Outcome:
+def run_case(model: str, kind: PlanKind, pool: WorkerPool, *, typed: bool = True) -> PlanOutcome:
     """Emit, type-check and run one case. Raises what the product raises."""
     given = subject(model)
     return check_plan(given, kind.plan(given.graph), pool, typed=typed)

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  torch's own convention
 from torch import Tensor, nn
 
-from autopar.bench.models import MODELS, Subject, _decoder, _wide
-from autopar.verify import Kind, kind
+from autopar.bench.models import MODELS, BenchModel, _decoder, _wide
+from autopar.verify import PlanKind, kind
 
 
 class Classifier(nn.Module):
@@ -29,7 +29,7 @@ class Classifier(nn.Module):
         return self.head(x.mean(1))
 
 
-def _classifier() -> Subject:
+def _classifier() -> BenchModel:
     rows, length, vocabulary = 16, 64, 512
 
     def batch(seed: int) -> tuple[Tensor, Tensor]:
@@ -38,20 +38,20 @@ def _classifier() -> Subject:
         return ids, torch.randint(0, 16, (rows,), generator=generator)
 
     build: Any = lambda: Classifier(128, 4, length, vocabulary)  # noqa: E731  a Subject wants a function
-    return Subject("encoder", build, batch, F.cross_entropy, rows, rows * length, 4)
+    return BenchModel("encoder", build, batch, F.cross_entropy, rows, rows * length, 4)
 
 
-SMALL: dict[str, Subject] = {
+SMALL: dict[str, BenchModel] = {
     "decoder": _decoder("decoder", width=128, layers=4, length=128, rows=16, vocabulary=512),
     "encoder": _classifier(),
     "wide-mlp": _wide("wide-mlp", width=128, inner=2048, layers=4, rows=64),
 }
 """For memory: small, because bytes do not depend on how busy the machine is."""
-LARGE: dict[str, Subject] = {name: MODELS[name] for name in ("llama", "wide-mlp")}
+LARGE: dict[str, BenchModel] = {name: MODELS[name] for name in ("llama", "wide-mlp")}
 """For time: a step takes a tenth of a second or more, so that arithmetic and communication count."""
 
 
-def memory_kinds() -> tuple[Kind, ...]:
+def memory_kinds() -> tuple[PlanKind, ...]:
     """Each way to parallelize and their mixtures, on 1, 2 and 4 processes."""
     return (
         kind("one device"),
@@ -126,7 +126,7 @@ def memory_kinds() -> tuple[Kind, ...]:
     )
 
 
-def time_kinds(processes: int) -> tuple[Kind, ...]:
+def time_kinds(processes: int) -> tuple[PlanKind, ...]:
     """Plans that a person would try on so many processes."""
     two = (
         *(kind(f"data 2, ZeRO {z}", data=2, zero=z) for z in range(4)),

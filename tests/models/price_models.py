@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from autopar.devices import Cluster
-from autopar.graph import Graph, Layer, LayerClass, Value
+from autopar.graph import Graph, GraphLayer, LayerClass, Value
 from autopar.layer_price import LayerPrice
 from autopar.plan import Axis, Role, Strategy
 from autopar.price import order
@@ -22,9 +22,9 @@ from autopar.price.kept import kept
 from autopar.price.layer import bind, divisible, measure, size
 from autopar.price.live_memory import Neighbours
 from autopar.price.microbatch import Core
-from autopar.price.replicas import Tensors, spread
+from autopar.price.replicas import ParameterCount, spread
 from autopar.price.table import build, flags
-from autopar.price.trainer import EMITTED, Trainer
+from autopar.price.trainer import EMITTED, TrainerModel
 from autopar.shard.plan import MICROBATCH
 from autopar.sharding import AxisTypes, Sharding
 from autopar.techniques.activations import ACTIVATIONS
@@ -124,7 +124,7 @@ def chain(cls: LayerClass, layers: int) -> Graph:
         scalars=(),
         prelude=None,
         layers=tuple(
-            Layer(
+            GraphLayer(
                 f"layers.{i}",
                 cls.name,
                 (names[i],),
@@ -230,7 +230,7 @@ def price_layer(
     strategy: Strategy,
     cluster: Cluster,
     precision_name: str,
-    trainer: Trainer = EMITTED,
+    trainer: TrainerModel = EMITTED,
     neighbours: Neighbours = ALONE,
 ) -> LayerPrice | None:
     """The price of ``cls`` when ``sharding`` binds its types to the mesh's axes and to the microbatch axis.
@@ -256,6 +256,6 @@ def price_layer(
     passes = order.passes(c, strategy, lambda: None, trainer)
     core = Core(c, passes, kept(c, passes, strategy.options[ACTIVATIONS]))
     flops = table.model_flops / microbatches
-    tensors = Tensors(math.ceil(c.parameters), math.ceil(c.trainable), c.tensors)
+    tensors = ParameterCount(math.ceil(c.parameters), math.ceil(c.trainable), c.tensors)
     around = spread(tensors, strategy.data_axes(mesh), microbatches, flops, cluster, numbers, trainer, ALL_REDUCE)
     return assemble(core, around, strategy, cluster, numbers, trainer, neighbours)

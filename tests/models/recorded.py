@@ -20,8 +20,8 @@ from autopar.plan import FP8, Plan
 from autopar.search.manual import make_mesh
 from autopar.shard import annotate
 from autopar.techniques.activations import INT8_ACTIVATIONS as INT8
-from autopar.verify import Kind, kind
-from autopar.verify.recording import Recipe
+from autopar.verify import PlanKind, kind
+from autopar.verify.recording import RecordedSteps
 
 MODELS = ("llama", "gpt2", "mixtral", "resnet")
 """Those of the exactness matrix that are recorded under every kind."""
@@ -83,8 +83,8 @@ class Case:
     """A model (``captured``), how it is planned, and what its ranks do."""
 
     model: str
-    kind: Kind
-    recipe: Recipe = Recipe()  # noqa: RUF009  frozen
+    kind: PlanKind
+    recipe: RecordedSteps = RecordedSteps()  # noqa: RUF009  frozen
     tag: str = ""
 
     @property
@@ -155,19 +155,19 @@ SCHEDULES = (
 )
 
 
-def local(steps: int, **options: Any) -> Kind:
+def local(steps: int, **options: Any) -> PlanKind:
     name = ", ".join(f"{axis} {size}" for axis, size in options.items())
     return kind(f"{name}, averaged every {steps} steps", sync=f"local-steps:{steps}", allow={"local_steps"}, **options)
 
 
-def int8(**options: Any) -> Kind:
+def int8(**options: Any) -> PlanKind:
     name = ", ".join(f"{axis} {size}" for axis, size in options.items())
     return kind(f"{name}, activations in 8 bits", saved="int8", allow={INT8}, **options)
 
 
 def other_cases() -> list[Case]:
     """What the matrix lacks: precisions, clipping, optimizers, checkpoints, local steps, 8 bits, rings over two axes, deep pipelines."""
-    clipped = Recipe(max_norm=1.0)
+    clipped = RecordedSteps(max_norm=1.0)
     found = [Case(f"llama {p}", each, clipped, "clipped") for p in ("bfloat16", "float16") for each in COMMON]
     found += [Case("llama", each, clipped, "clipped") for each in COMMON]
     experts = (
@@ -177,13 +177,13 @@ def other_cases() -> list[Case]:
     )
     found += [Case("mixtral bfloat16", each) for each in experts]
     for name in ("Muon", "Adafactor"):
-        recipe = Recipe(optimizer=f"recorded:{name.lower()}")
+        recipe = RecordedSteps(optimizer=f"recorded:{name.lower()}")
         found += [Case("llama", each, recipe, name) for each in COMMON if "NVMe" not in each.name]
     for save in ("wait", "async"):
-        found += [Case("llama", each, Recipe(save=save), f"saved, {save}") for each in COMMON]
-        found += [Case("mixtral", each, Recipe(save=save), f"saved, {save}") for each in experts]
+        found += [Case("llama", each, RecordedSteps(save=save), f"saved, {save}") for each in COMMON]
+        found += [Case("mixtral", each, RecordedSteps(save=save), f"saved, {save}") for each in experts]
     found += [
-        Case("llama", each, Recipe(steps=5))
+        Case("llama", each, RecordedSteps(steps=5))
         for each in (
             local(2, data=2),
             local(2, data=4),

@@ -12,7 +12,7 @@ import torch
 from search_memory import StageMemories, peak_host_memory, peak_memory
 from torch import fx, nn
 
-from autopar.graph import Graph, Layer, LayerClass, Value
+from autopar.graph import Graph, GraphLayer, LayerClass, Value
 from autopar.layer_price import LayerPrice
 from autopar.plan import Axis, Role, Strategy
 from autopar.schedules import SPLIT, Schedule
@@ -78,7 +78,7 @@ def chain(
     values = {f"x{i}": Value(f"x{i}", (batch, seq), torch.float32) for i in range(len(classes))}
     values |= {f"skip{a}": Value(f"skip{a}", (batch, seq + 1), torch.float32) for a, _ in skips}
     layers = tuple(
-        Layer(
+        GraphLayer(
             f"layers.{i}", cls,
             (*([f"x{i - 1}"] if i else []), *(f"skip{a}" for a, b in skips if b == i)),
             (), (), (), ("shared",) if i in tied else (f"layers.{i}.weight",),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.graph import Graph, Layer, LayerClass, Parameter, Value
+from autopar.graph import Graph, GraphLayer, LayerClass, Parameter, Value
 
 KINDS = ("activations", "inputs", "constants", "scalars", "parameters")
 
@@ -58,14 +58,16 @@ class Sketch:
         return LayerClass(self.name, fx.GraphModule(torch.nn.Module(), self.graph), **borders, outputs=values)
 
 
-def use(cls: LayerClass, name: str, activations: tuple[str, ...], outputs: tuple[str, ...], **borders: Any) -> Layer:
+def use(
+    cls: LayerClass, name: str, activations: tuple[str, ...], outputs: tuple[str, ...], **borders: Any
+) -> GraphLayer:
     """A layer of ``cls``; inputs, constants and scalars keep their names, parameters are prefixed with the layer's."""
     names: dict[str, tuple[str, ...]] = {kind: tuple(v.name for v in getattr(cls, kind)) for kind in KINDS[1:4]}
     names["parameters"] = tuple(f"{name}.{v.name}" for v in cls.parameters)
-    return Layer(name, cls.name, activations=activations, outputs=outputs, **(names | borders))
+    return GraphLayer(name, cls.name, activations=activations, outputs=outputs, **(names | borders))
 
 
-def whole(name: str, classes: tuple[LayerClass, ...], layers: tuple[Layer, ...]) -> Graph:
+def whole(name: str, classes: tuple[LayerClass, ...], layers: tuple[GraphLayer, ...]) -> Graph:
     """The graph of ``layers``: what is not said there follows from their classes."""
     by_name = {cls.name: cls for cls in classes}
     inputs: dict[str, Value] = {}

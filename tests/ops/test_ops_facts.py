@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx
 
-from autopar.ops.facts import ALSO_POINTWISE, Kind, facts, is_pointwise, is_random, op_of
+from autopar.ops.facts import ALSO_POINTWISE, OpKind, facts, is_pointwise, is_random, op_of
 from autopar.program import kernels, kernels_experts, kernels_fp8, kernels_logits, kernels_random, kernels_vocab
 from passes.collectives import convert
 from passes.localise_layer import scale
@@ -22,7 +22,7 @@ MODULES = {
     "kernels_random": kernels_random,
     "kernels_vocab": kernels_vocab,
 }
-NAMES = [name for kind in Kind for name in kind.value]
+NAMES = [name for kind in OpKind for name in kind.value]
 
 
 def call(target, *args, **kwargs) -> fx.Node:
@@ -165,4 +165,4 @@ def test_what_looks_elsewhere_is_not_pointwise(target) -> None:
 
 def test_a_node_that_is_no_call_has_no_facts() -> None:
     node = fx.Graph().placeholder("x")
-    assert facts(node).name == "" and facts(node).kind is Kind.OTHER and not is_random(node)
+    assert facts(node).name == "" and facts(node).kind is OpKind.OTHER and not is_random(node)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autopar.types import I, P, R, S, SpmdType, conversion
-from passes.conversions import Step, conversion_steps
+from passes.conversions import ConversionStep, conversion_steps
 
 SIZES = (2, 2, 3)  # a mesh of three axes, outer to inner
 
@@ -21,7 +21,7 @@ def slice_of(whole: torch.Tensor, types: tuple[SpmdType, ...], position: tuple[i
     return whole
 
 
-def convert_all(ranks: dict[tuple[int, ...], torch.Tensor], step: Step):
+def convert_all(ranks: dict[tuple[int, ...], torch.Tensor], step: ConversionStep):
     """One conversion on every rank, by its definition: unshard along the flattened axis, then take its slice."""
     result = {}
     for position in ranks:
@@ -49,7 +49,7 @@ def test_every_pair_of_types_ends_in_the_target_slices(source: tuple[SpmdType, .
 
 def test_a_partial_sum_is_scattered_directly() -> None:
     steps = conversion_steps((S(0), P), (S(0), S(1)))
-    assert steps == (Step((1,), P, S(1)),)
+    assert steps == (ConversionStep((1,), P, S(1)),)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_partial_sum_is_scattered_directly() -> None:
     ids=str,
 )
 def test_equal_conversions_are_one_on_the_flattened_axis(source, target, expected) -> None:
-    assert conversion_steps(source, target) == tuple(Step(*step) for step in expected)
+    assert conversion_steps(source, target) == tuple(ConversionStep(*step) for step in expected)
 
 
 def test_nothing_to_do_is_nothing() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from autopar.devices import Cluster, Gpu, Link
 from autopar.price.algorithms import ALGORITHMS, Algorithm, algorithm
-from autopar.price.collectives import Group, group_time_s
+from autopar.price.collectives import RankGroup, group_time_s
 from autopar.types import Collective
 
 SIZE = 5040 * 16.0
@@ -142,7 +142,7 @@ def test_the_published_formulas() -> None:
     alpha_s, beta_s = 2e-6, 1 / 1e11
 
     def seconds(name: str, collective: Collective, n: int) -> float:
-        return algorithm(name, collective, n, SIZE).seconds(Group(n, n, 1), TOY) - TOY.collective_s
+        return algorithm(name, collective, n, SIZE).seconds(RankGroup(n, n, 1), TOY) - TOY.collective_s
 
     for collective in COLLECTIVES:
         moved_s = 2 * SIZE * 7 / 8 * beta_s
@@ -151,12 +151,12 @@ def test_the_published_formulas() -> None:
         ways = 2 if collective is Collective.ALL_REDUCE else 1
         assert seconds("sequential", collective, 8) == pytest.approx(ways * 7 * (alpha_s + SIZE * beta_s))
     assert algorithm("ring", Collective.REDUCE, 1, SIZE) == Algorithm((), 0.0)
-    assert algorithm("ring", Collective.REDUCE, 1, SIZE).seconds(Group(1, 1, 1), TOY) == 0.0
+    assert algorithm("ring", Collective.REDUCE, 1, SIZE).seconds(RankGroup(1, 1, 1), TOY) == 0.0
 
 
 def test_messages_between_nodes_take_the_network() -> None:
     """Four nodes of eight: halving crosses nodes twice with all ranks at once; the ring crosses with one in eight of its links."""
-    members = Group(32, 8, 4)
+    members = RankGroup(32, 8, 4)
     halving = algorithm("halving-doubling", Collective.ALL_REDUCE, 32, SIZE).seconds(members, TOY)
     outside = 2 * (2 * 1e-5 + SIZE * (1 / 2 + 1 / 4) / 5e9)
     inside = 2 * (3 * 2e-6 + SIZE * (1 / 8 + 1 / 16 + 1 / 32) / 1e11)
@@ -169,6 +169,6 @@ def test_messages_between_nodes_take_the_network() -> None:
 
 def test_a_large_ring_takes_as_long_as_the_priced_one() -> None:
     """Of many bytes latency is nothing, and both send the same bytes over the same slowest link."""
-    for members in (Group(8, 8, 1), Group(32, 8, 4)):
+    for members in (RankGroup(8, 8, 1), RankGroup(32, 8, 4)):
         ring = algorithm("ring", Collective.ALL_REDUCE, members.size, 1e12).seconds(members, TOY)
         assert ring == pytest.approx(group_time_s(Collective.ALL_REDUCE, 1e12, members, TOY), rel=1e-3)

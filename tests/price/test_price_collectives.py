@@ -14,7 +14,7 @@ from price_models import time_s
 from autopar.devices import Cluster, Gpu, Link, parse
 from autopar.devices.cluster import joined
 from autopar.plan import Axis
-from autopar.price.collectives import Group, group, p2p_s
+from autopar.price.collectives import RankGroup, group, p2p_s
 from autopar.types import Collective
 
 WIRE = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL)
@@ -26,13 +26,13 @@ TOY = Cluster("toy", 4, 8, "cuda", GPU, Link(2e-6, 1e11, ""), Link(1e-5, 5e9, ""
 @pytest.mark.parametrize(
     ("size", "stride", "expected"),
     [
-        (8, 1, Group(8, 8, 1)),
-        (2, 4, Group(2, 2, 1)),
-        (4, 8, Group(4, 1, 4)),
-        (16, 1, Group(16, 8, 2)),
-        (8, 4, Group(8, 2, 4)),
-        (2, 16, Group(2, 1, 2)),
-        (32, 0, Group(1, 1, 1)),  # microbatches follow one another on the same devices
+        (8, 1, RankGroup(8, 8, 1)),
+        (2, 4, RankGroup(2, 2, 1)),
+        (4, 8, RankGroup(4, 1, 4)),
+        (16, 1, RankGroup(16, 8, 2)),
+        (8, 4, RankGroup(8, 2, 4)),
+        (2, 16, RankGroup(2, 1, 2)),
+        (32, 0, RankGroup(1, 1, 1)),  # microbatches follow one another on the same devices
     ],
 )
 def test_members_per_node(size, stride, expected):
@@ -47,14 +47,14 @@ def rack(trays: int) -> Cluster:
 @pytest.mark.parametrize(
     ("trays", "size", "stride", "expected"),
     [
-        (16, 64, 1, Group(64, 64, 1)),  # all in one domain
-        (16, 8, 8, Group(8, 8, 1)),
-        (36, 8, 1, Group(8, 8, 1)),  # 72 is a multiple of 8: no group of 8 is divided
-        (36, 2, 36, Group(2, 2, 1)),
-        (36, 2, 72, Group(2, 1, 2)),
-        (36, 16, 1, Group(16, 8, 2)),  # ranks 64 to 79 are divided after the eighth
-        (36, 2, 8, Group(2, 1, 2)),
-        (4, 4, 4, Group(4, 4, 1)),
+        (16, 64, 1, RankGroup(64, 64, 1)),  # all in one domain
+        (16, 8, 8, RankGroup(8, 8, 1)),
+        (36, 8, 1, RankGroup(8, 8, 1)),  # 72 is a multiple of 8: no group of 8 is divided
+        (36, 2, 36, RankGroup(2, 2, 1)),
+        (36, 2, 72, RankGroup(2, 1, 2)),
+        (36, 16, 1, RankGroup(16, 8, 2)),  # ranks 64 to 79 are divided after the eighth
+        (36, 2, 8, RankGroup(2, 1, 2)),
+        (4, 4, 4, RankGroup(4, 4, 1)),
     ],
 )
 def test_members_per_nvlink_domain(trays, size, stride, expected):
@@ -114,13 +114,13 @@ def test_stages_that_begin_inside_a_node():
     parts = [replace(TOY, nodes=3), replace(TOY, nodes=3)]
     first, second = joined("two", parts, None).stages(4)[:2]
     assert (first.first, second.first) == (0, 4)
-    assert group((Axis("tensor", 4, 1),), second) == Group(4, 4, 1)
-    assert group((Axis("data", 3, 4),), second) == Group(3, 1, 2)
-    assert group((Axis("all", 12, 1),), second) == Group(12, 4, 2)
+    assert group((Axis("tensor", 4, 1),), second) == RankGroup(4, 4, 1)
+    assert group((Axis("data", 3, 4),), second) == RankGroup(3, 1, 2)
+    assert group((Axis("all", 12, 1),), second) == RankGroup(12, 4, 2)
 
 
 def test_axes_that_are_not_neighbours_make_one_group():
-    assert group((Axis("a", 4, 8), Axis("b", 2, 1)), TOY) == Group(8, 2, 4)
+    assert group((Axis("a", 4, 8), Axis("b", 2, 1)), TOY) == RankGroup(8, 2, 4)
 
 
 def test_values_by_hand():

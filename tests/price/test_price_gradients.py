@@ -9,7 +9,7 @@ from price_models import Builder, aten, price_layer, replicated
 from autopar.devices import parse
 from autopar.graph import LayerClass
 from autopar.plan import Axis, Strategy
-from autopar.price.trainer import Trainer
+from autopar.price.trainer import TrainerModel
 from autopar.run.allocations import Allocations
 from autopar.sharding import Sharding
 
@@ -47,7 +47,7 @@ def chain_of_powers() -> LayerClass:
 def test_the_peak_of_a_backward_pass_is_that_of_autograd(make, saves_input):
     cls = make()
     axes = (Axis("microbatch", 1, 0),)
-    trainer = Trainer(cpu=True)
+    trainer = TrainerModel(cpu=True)
     found = price_layer(cls, Sharding(axes, (replicated(cls),)), Strategy(()), parse(["cpu"]), "float32", trainer)
     memory = Allocations()
     with memory.recorded():

@@ -19,7 +19,7 @@ from autopar.price.live_memory import Neighbours
 from autopar.price.state import Precision, precision, state_bytes
 from autopar.price.table import ClassTable, build
 from autopar.price.trace import trace
-from autopar.price.trainer import EMITTED, Trainer
+from autopar.price.trainer import EMITTED, TrainerModel
 from autopar.sharding import Sharding
 from autopar.trainers import OtherTrainer
 from autopar.types import Collective
@@ -37,7 +37,7 @@ def price(
     activations: str = "keep",
     dtype: str = "bfloat16",
     cluster=H100,
-    trainer: Trainer = EMITTED,
+    trainer: TrainerModel = EMITTED,
     reduce: str = "microbatch",
     overlap: str = "tensor",
 ) -> LayerPrice | None:
@@ -52,7 +52,7 @@ def price(
     return price_layer(cls, sharding, strategy, cluster, dtype, trainer)
 
 
-class Narrow(Trainer):
+class Narrow(TrainerModel):
     """Gradients in 16 bits."""
 
     def precision(self, name: str, allow: Collection[str] = ()) -> Precision:
@@ -273,7 +273,7 @@ def test_gradients_of_an_fsdp_root_come_as_activations_go(zero):
     for microbatches in (1, 2):
         sharding = Sharding((Axis("microbatch", microbatches, 0), Axis("a", data, 1)), (mlp_types(DATA),) * 2)
         found = must(
-            price_layer(cls, sharding, Strategy((DATA,), zero), parse(["cpu"] * 8), "float32", Trainer(cpu=True))
+            price_layer(cls, sharding, Strategy((DATA,), zero), parse(["cpu"] * 8), "float32", TrainerModel(cpu=True))
         )
         gathered = whole if zero == 2 else 0  # counts with the parameters
         held = found.gradients_bytes + found.saved_bytes + gathered
@@ -292,7 +292,9 @@ def test_neighbours_under_fsdp_are_gathered_ahead_and_reduced_late(zero):
 
     def peak(**around: int) -> int:
         strategy, cpus = Strategy((DATA,), zero), parse(["cpu"] * 8)
-        found = must(price_layer(cls, sharding, strategy, cpus, "float32", Trainer(cpu=True), Neighbours(**around)))
+        found = must(
+            price_layer(cls, sharding, strategy, cpus, "float32", TrainerModel(cpu=True), Neighbours(**around))
+        )
         return found.gradients_bytes + found.saved_bytes + found.transient_bytes
 
     many = 10 * H * F
@@ -311,7 +313,7 @@ def test_after_the_backward_passes_gradients_are_reduced_and_parameters_updated(
     sharding = Sharding((Axis("microbatch", 1, 0), Axis("a", 8, 1)), (mlp_types(DATA),) * 2)
     for zero, needed in ((0, 2 * largest), (1, 2 * largest + 2 * largest // 8)):
         found = must(
-            price_layer(cls, sharding, Strategy((DATA,), zero), parse(["cpu"] * 8), "float32", Trainer(cpu=True))
+            price_layer(cls, sharding, Strategy((DATA,), zero), parse(["cpu"] * 8), "float32", TrainerModel(cpu=True))
         )
         assert found.saved_bytes + found.transient_bytes == needed
 
@@ -389,7 +391,7 @@ def test_hybrid_sharding_stays_in_the_node_and_sums_its_shards_over_the_nodes():
     assert found(1, 4).step_s == pytest.approx(update_s + exposed_s)
 
 
-class Unsynchronised(Trainer):
+class Unsynchronised(TrainerModel):
     """No collective takes time."""
 
     def data_collective_s(self, *_: object) -> float:
@@ -493,7 +495,7 @@ def test_processors_hide_reductions_and_wait_for_fsdp(zero: int):
 
     def seconds(cluster: Cluster, slowdown: float) -> float:
         cluster = dataclasses.replace(cluster, overlap_slowdown=slowdown)
-        found = must(price((DATA,), (2,), 1, zero, "keep", "float32", cluster, Trainer(cpu=cluster.kind == "cpu")))
+        found = must(price((DATA,), (2,), 1, zero, "keep", "float32", cluster, TrainerModel(cpu=cluster.kind == "cpu")))
         return found.forward_s + found.backward_s + found.step_s
 
     assert cpus.overlap_slowdown == 1.0

@@ -12,7 +12,7 @@ from autopar.layer_price import LayerPrice
 from autopar.plan import Axis, Role, Strategy
 from autopar.price import Pricer
 from autopar.price.collectives import beside_s
-from autopar.price.trainer import EMITTED, Trainer
+from autopar.price.trainer import EMITTED, TrainerModel
 from autopar.trainers.model import OtherTrainer
 from autopar.types import Collective
 
@@ -29,7 +29,7 @@ def block(
     cluster: Cluster = NODE,
     role: Role = Role.TENSOR,
     activations: str = "keep",
-    trainer: Trainer = EMITTED,
+    trainer: TrainerModel = EMITTED,
 ) -> LayerPrice:
     graph = chain(llama_block(BATCH, LENGTH, WIDTH, 8, 4, INNER), 2)
     found = Pricer(graph, cluster, "bfloat16", trainer=trainer).layer(

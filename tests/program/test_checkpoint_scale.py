@@ -10,8 +10,8 @@ from checkpoint_scale import DATA, LAYERS, TENSOR, layouts, measure_plans, own_b
 from workers import WorkerPool
 
 from autopar.program import boxes
-from autopar.program.box_exchange import Tensors, rounds
-from autopar.program.box_files import Entry, Region, Table
+from autopar.program.box_exchange import GroupTensors, rounds
+from autopar.program.box_files import Entry, FileHeader, Region
 from autopar.program.boxes import Box
 from autopar.program.checkpoint_files import CheckpointError
 from autopar.program.checkpoint_metadata import metadata_of
@@ -29,13 +29,13 @@ def test_the_plans_of_16384_ranks_are_small() -> None:
     assert after["seconds_of_rank_0"] < before["seconds_of_rank_0"] / 10
 
 
-def _tensors(rows: int, width: int, members: int, copies: tuple[int, int] = (0, 1)) -> Tensors:
+def _tensors(rows: int, width: int, members: int, copies: tuple[int, int] = (0, 1)) -> GroupTensors:
     share = -(-rows // members)
     ranges = {
         i: (i * share * width, (min((i + 1) * share, rows) - i * share) * width) for i in range(-(-rows // share))
     }
     paths = tuple((("model", "w", key), torch.float32) for key in ("", "exp_avg"))
-    return Tensors(0, paths, rows * width, width, ranges, *copies)
+    return GroupTensors(0, paths, rows * width, width, ranges, *copies)
 
 
 @pytest.mark.parametrize("members", [2, 3, 5])
@@ -73,12 +73,12 @@ def test_the_ranks_of_a_zero_group_have_all_rows() -> None:
             assert elements == math.prod(extent for _, extent in layout.window({"tensor": (tensor, TENSOR)}))
 
 
-def _table(rank: int, *parts: tuple[tuple[int, ...], tuple[int, ...]], shape: tuple[int, ...] = (4, 6)) -> Table:
+def _table(rank: int, *parts: tuple[tuple[int, ...], tuple[int, ...]], shape: tuple[int, ...] = (4, 6)) -> FileHeader:
     entries = [
         Entry(("model", "w"), torch.float32, shape, Box(*part), Region(100 * i, 100, 64, (1,)))
         for i, part in enumerate(parts)
     ]
-    return Table(SAVE, f"__{rank}_0.distcp", {}, tuple(entries))
+    return FileHeader(SAVE, f"__{rank}_0.distcp", {}, tuple(entries))
 
 
 def test_boxes_that_do_not_fill_a_tensor_are_refused() -> None:

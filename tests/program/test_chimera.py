@@ -14,7 +14,7 @@ from test_run_pipeline import Skip
 from torch import Tensor, nn
 from workers import WorkerPool
 
-from autopar.program.chimera import REDUCE, Step, with_transfers
+from autopar.program.chimera import REDUCE, RankStep, with_transfers
 from autopar.run.folder import import_runtime, program_modules
 from autopar.schedules import Schedule
 from autopar.schedules.memory import passing
@@ -136,8 +136,10 @@ def test_values_that_stages_pass_on(workers2: WorkerPool) -> None:
         assert check_plan(subject, plan, workers2).error.exact
 
 
-def steps_of(schedule: Schedule) -> list[list[Step]]:
-    orders = [[Step(kind, stage, i) for kind, stage, i in device_order(schedule, r)] for r in range(schedule.pipeline)]
+def steps_of(schedule: Schedule) -> list[list[RankStep]]:
+    orders = [
+        [RankStep(kind, stage, i) for kind, stage, i in device_order(schedule, r)] for r in range(schedule.pipeline)
+    ]
     return with_transfers(orders, schedule.stages)
 
 
@@ -206,6 +208,9 @@ def test_kernels_in_the_order_of_their_issue_do_not_block(line: int, microbatche
 
 
 def test_lists_that_wait_for_each_other_are_refused() -> None:
-    lists = [[Step("F", 0, 0), Step("B", 0, 0), Step("F", 1, 1)], [Step("F", 1, 0), Step("F", 0, 1), Step("B", 0, 1)]]
+    lists = [
+        [RankStep("F", 0, 0), RankStep("B", 0, 0), RankStep("F", 1, 1)],
+        [RankStep("F", 1, 0), RankStep("F", 0, 1), RankStep("B", 0, 1)],
+    ]
     with pytest.raises(ValueError, match="wait for each other: 0B0, 0B1"):
         with_transfers(lists, 2)

@@ -23,7 +23,7 @@ from autopar.program.scaling import LossScale
 from autopar.run.folder import import_runtime, program_modules
 from autopar.search.manual import manual_plan
 from autopar.shard import annotate
-from autopar.verify import Kind, kind
+from autopar.verify import PlanKind, kind
 
 
 def weighted_sum(output: Tensor, weights: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ PLANS = (
     ids=lambda how: how.name,
 )
 def test_scales_change_nothing_and_overflows_are_skipped_everywhere(
-    how: Kind, workers2: WorkerPool, tmp_path: Path
+    how: PlanKind, workers2: WorkerPool, tmp_path: Path
 ) -> None:
     graph, state, good, bad = linear()
     plan = dataclasses.replace(how.plan(graph), precision="float16")

@@ -32,7 +32,7 @@ from autopar.program.mesh_axes import on_mesh
 from autopar.run.folder import program_modules
 from autopar.search.manual import manual_plan
 from autopar.verify import remote
-from autopar.verify.kinds import Kind
+from autopar.verify.kinds import PlanKind
 
 ISSUES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
@@ -222,7 +222,7 @@ def mixed(graph: Graph) -> Plan:
 
 def test_halves_beside_whole_layers_are_exact(workers2: WorkerPool) -> None:
     """As pins of named layers ask for."""
-    outcome = run_case("llama", Kind("halves beside whole layers", 2, mixed=mixed), workers2, typed=False)
+    outcome = run_case("llama", PlanKind("halves beside whole layers", 2, mixed=mixed), workers2, typed=False)
     assert outcome.error.value <= 1e-9
 
 

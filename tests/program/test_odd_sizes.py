@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from exactness import Kind, run_case, subject
+from exactness import PlanKind, run_case, subject
 from odd_models import ODD
 from sketch import Sketch
 from torch import Tensor, nn
@@ -42,8 +42,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("model", "kind"), CASES, ids=lambda value: value.name if isinstance(value, Kind) else value)
-def test_exact(model: str, kind: Kind, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(
+    ("model", "kind"), CASES, ids=lambda value: value.name if isinstance(value, PlanKind) else value
+)
+def test_exact(model: str, kind: PlanKind, request: pytest.FixtureRequest) -> None:
     pool: WorkerPool = request.getfixturevalue(f"workers{kind.devices}")
     outcome = run_case(model, kind, pool)
     assert outcome.error.exact, outcome.error
@@ -137,9 +139,11 @@ TRAINED = [
 ]
 
 
-@pytest.mark.parametrize(("model", "kind"), TRAINED, ids=lambda value: value.name if isinstance(value, Kind) else value)
+@pytest.mark.parametrize(
+    ("model", "kind"), TRAINED, ids=lambda value: value.name if isinstance(value, PlanKind) else value
+)
 def test_training_leaves_padding_at_zero(
-    model: str, kind: Kind, request: pytest.FixtureRequest, tmp_path: Path
+    model: str, kind: PlanKind, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     """AdamW with weight decay and clipping: what a sigmoid makes of padding has a gradient, which nothing may see."""
     given = subject(model)

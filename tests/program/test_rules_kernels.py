@@ -20,7 +20,7 @@ from autopar.checks.samples import samples
 from autopar.emit.experts import body_method, name_bodies
 from autopar.emit.expressions import Text, expression
 from autopar.ops.experts import Experts
-from autopar.ops.facts import Kind, facts, op_name
+from autopar.ops.facts import OpKind, facts, op_name
 from autopar.ops.operands import operands, shape_of
 from autopar.program import kernels, kernels_logits, kernels_vocab
 from autopar.program.mesh_axes import on_mesh
@@ -397,7 +397,7 @@ def _typecheck(function, node, tensors, candidate, given: Sample) -> None:
         local[o.name] = spmd.assert_type(x, {"t": S(t.dim) if t.sharded else AXES[t.kind], "d": R})
     with typecheck(local=False):
         out = function(**local)
-    if candidate.result == types.R and facts(node).kind is not Kind.ARBITRARY:
+    if candidate.result == types.R and facts(node).kind is not OpKind.ARBITRARY:
         expected = apply((node.target, node.args, dict(node.kwargs), None), node, tensors)
         for x, y in zip(_tuple(out), _tuple(expected), strict=True):
             torch.testing.assert_close(x.detach(), y, equal_nan=True)

@@ -35,7 +35,7 @@ from autopar.errors import InfeasibleError, LaunchError, UsageError
 from autopar.plan import Plan
 from autopar.price import Pricer
 from autopar.program.optimizers import RefusedOptimizerError, checked
-from autopar.program.state_places import NVME, PlaceError, Places, pieces_of
+from autopar.program.state_places import NVME, PlaceError, StateStorage, pieces_of
 from autopar.program.world import load
 from autopar.run import Program
 from autopar.run.folder import import_runtime, program_modules
@@ -60,7 +60,7 @@ def offloaded(plan: Plan, states: str, folder: Path, layers: slice = slice(None)
 
 def test_tensors_in_a_file_are_written_there_and_leave_nothing(tmp_path: Path) -> None:
     """Each begins at a page of its own, and has its values after its pages were unmapped; the file has no name."""
-    places = Places(str(tmp_path))
+    places = StateStorage(str(tmp_path))
     tensors = [places.zeros(NVME, shape, torch.float32) for shape in ((3, 5), (1,), (5_000_000,), (), (0, 4))]
     assert all(not tensor.any() and places.has(tensor) == bool(tensor.numel()) for tensor in tensors)
     for value, tensor in enumerate(tensors):
@@ -76,16 +76,16 @@ def test_tensors_in_a_file_are_written_there_and_leave_nothing(tmp_path: Path) -
 def test_a_folder_that_cannot_have_the_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AUTOPAR_NVME", raising=False)
     with pytest.raises(PlaceError, match="no folder on it is named; name one: nvme_path"):
-        Places().zeros(NVME, (3,), torch.float32)
+        StateStorage().zeros(NVME, (3,), torch.float32)
     with pytest.raises(PlaceError, match="cannot be kept in .*missing: .*No such file"):
-        Places(str(tmp_path / "missing")).zeros(NVME, (3,), torch.float32)
+        StateStorage(str(tmp_path / "missing")).zeros(NVME, (3,), torch.float32)
 
     def full(*_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(PlaceError, match="need 0.04 GB in .*: is full; make room"):
-        Places(str(tmp_path)).zeros(NVME, (10_000_000,), torch.float32)
+        StateStorage(str(tmp_path)).zeros(NVME, (10_000_000,), torch.float32)
 
 
 @pytest.mark.parametrize("elements", [0, 1, 8 * 2**20, 8 * 2**20 + 1, 50 * 2**20])

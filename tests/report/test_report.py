@@ -27,7 +27,7 @@ from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.plan import Plan, Role, Strategy
 from autopar.price import Pricer
-from autopar.report import PredictedStep, Subject, page, predict_step
+from autopar.report import PlanFigures, PredictedStep, page, predict_step
 from autopar.report.figures import MOST_ACTIONS, figures
 from autopar.search import evaluate, manual_plan
 from autopar.shard import annotate
@@ -104,7 +104,7 @@ def test_the_step_in_detail_adds_up_to_the_plan(subjects: dict[str, tuple[Plan, 
         assert all(a.start_s >= end - 1e-12 for a, end in zip(actions[1:], ends, strict=False))
         stage = plan.stages[plan.sized_schedule.own(rank)[0]] if plan.schedule != "chimera" else plan.stages[rank]
         assert max(a.memory.total for a in actions) == stage.memory.total
-        parts = figures(Subject("p", plan, step))["step"]["time"][rank]
+        parts = figures(PlanFigures("p", plan, step))["step"]["time"][rank]
         assert sum(parts.values()) == pytest.approx(step.step_time_s) and min(parts.values()) >= -1e-12
     sends = [a.send for actions in step.actions for a in actions if a.send is not None]
     crossings = sum(a != b for a, b in zip(plan.sized_schedule.device, plan.sized_schedule.device[1:], strict=False))
@@ -131,12 +131,12 @@ def test_traffic_is_what_the_prices_of_layers_contain(graph: Graph):
 
 def test_a_cut_down_page_says_so(subjects: dict[str, tuple[Plan, PredictedStep]]):
     plan, step = subjects["1f1b"]
-    whole = figures(Subject("p", plan, step))["step"]
+    whole = figures(PlanFigures("p", plan, step))["step"]
     assert whole["left_out"] == "" and sum(len(rank["starts_us"]) for rank in whole["ranks"]) == whole["actions"] == 68
-    fewer = figures(Subject("p", plan, step), most_actions=40)["step"]
+    fewer = figures(PlanFigures("p", plan, step), most_actions=40)["step"]
     assert [rank["rank"] for rank in fewer["ranks"]] == [0, 3] and len(fewer["time"]) == 4
     assert fewer["left_out"].startswith("2 of 4 pipeline ranks are drawn: the step has 68 actions.")
-    least = figures(Subject("p", plan, step), most_actions=10)["step"]
+    least = figures(PlanFigures("p", plan, step), most_actions=10)["step"]
     assert "the first 5 of 17 actions of each" in least["left_out"] and len(least["ranks"][1]["starts_us"]) == 5
 
 
@@ -144,7 +144,7 @@ def test_the_largest_page_is_below_two_megabytes(subjects: dict[str, tuple[Plan,
     plan, step = subjects["zero-bubble"]
     times = MOST_ACTIONS // sum(map(len, step.actions))
     longer = dataclasses.replace(step, actions=tuple(actions * times for actions in step.actions))
-    text = page([Subject("p", plan, longer, provenance=cluster_figures(parse("2x4xH100-80GB")))])
+    text = page([PlanFigures("p", plan, longer, provenance=cluster_figures(parse("2x4xH100-80GB")))])
     assert '"left_out":""' in text and len(text.encode()) < 2_000_000
 
 
@@ -175,7 +175,7 @@ def hostile(plan: Plan) -> Plan:
 
 def test_names_are_data_and_nothing_is_loaded(subjects: dict[str, tuple[Plan, PredictedStep]]):
     plan, step = subjects["interleaved"]
-    found = Outline(page([Subject(HOSTILE, hostile(plan), step)]))
+    found = Outline(page([PlanFigures(HOSTILE, hostile(plan), step)]))
     tags = [tag for tag, _ in found.tags]
     assert tags.count("script") == 2 and "img" not in tags and "link" not in tags and "iframe" not in tags
     assert not [attrs for _, attrs in found.tags if {"src", "href"} & set(attrs) and attrs.get("href") != "#main"]
@@ -240,7 +240,7 @@ def test_the_page_in_a_browser(
     (plan, step), (other, other_step) = subjects["interleaved"], subjects["zero-bubble"]
     file = tmp_path / "page.html"
     file.write_text(
-        page([Subject(HOSTILE, hostile(plan), step), Subject("b", other, other_step)], [["pipeline", 2, 4, ""]])
+        page([PlanFigures(HOSTILE, hostile(plan), step), PlanFigures("b", other, other_step)], [["pipeline", 2, 4, ""]])
     )
     for width, dark, touch in ((1280, False, False), (390, True, True)):
         chromium.view(width, 900, dark, touch)
@@ -273,7 +273,7 @@ def test_the_page_shows_every_size_of_memory_that_the_plan_names(
     drives = {i: Strategy((Role.DATA,), states="nvme", offload="activations") for i in range(4, 8)}
     plan, pricer = priced(graph, cluster, pipeline=2, data=4, microbatches=4, states="host", strategies=drives)
     assert plan.stages[0].host_bytes > 0 == plan.stages[0].nvme_bytes and plan.stages[1].nvme_bytes > 0
-    both = Subject("file", plan), Subject("step", plan, predict_step(graph, cluster, pricer, plan))
+    both = PlanFigures("file", plan), PlanFigures("step", plan, predict_step(graph, cluster, pricer, plan))
     limits = {size(cluster.host_limit_bytes), size(cluster.nvme_limit_bytes)}
     for subject in both:
         file = tmp_path / "page.html"

@@ -39,8 +39,8 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from workers import WorkerPool
 
 from autopar.program import box_files
-from autopar.program.box_exchange import Tensors, rounds
-from autopar.program.box_files import Entry, Region, Table
+from autopar.program.box_exchange import GroupTensors, rounds
+from autopar.program.box_files import Entry, FileHeader, Region
 from autopar.program.boxes import Box, Piece, divided, pieces, whole
 from autopar.program.checkpoint import Background
 from autopar.program.checkpoint_metadata import metadata_of
@@ -117,7 +117,7 @@ def plan_before(
     return SavePlan(items, planner_data=paths)
 
 
-def tables_after(data: int = DATA, tensors: int = TENSOR, layers: int = LAYERS) -> Iterator[Table]:
+def tables_after(data: int = DATA, tensors: int = TENSOR, layers: int = LAYERS) -> Iterator[FileHeader]:
     """The tables of all ranks' files, rank by rank."""
     rank = 0
     for stage in range(STAGES):
@@ -147,7 +147,7 @@ def _boxes_of(own: list[Layout], tensor: int, data: int, tensors: int) -> list[l
             for path in (("model", layout.original), *(("optimizer", layout.original, k) for k in _KEYS))
         )
         copy, copies = (tensor, tensors) if not layout.sharded else (0, 1)
-        every.append(Tensors(number, paths, window[0][1] * row, row, ranges, copy, copies))
+        every.append(GroupTensors(number, paths, window[0][1] * row, row, ranges, copy, copies))
     found: list[list[Piece]] = [[] for _ in range(data)]
     for chunks in rounds(every, data):
         for chunk in chunks:
@@ -160,14 +160,16 @@ def _boxes_of(own: list[Layout], tensor: int, data: int, tensors: int) -> list[l
     return found
 
 
-def _table(rank: int, found: list[Piece]) -> Table:
+def _table(rank: int, found: list[Piece]) -> FileHeader:
     entries, begin = [], 0
     for piece in found:
         length = piece.values.nbytes + 1200
         sums = (2**31,) * -(-length // box_files.BLOCK)
         entries.append(Entry(piece.path, piece.values.dtype, piece.shape, piece.box, Region(begin, length, 640, sums)))
         begin += length
-    return Table("0" * 32, box_files.file_of(rank), {"keys": dict.fromkeys((*_KEYS, "step"), "tensor")}, tuple(entries))
+    return FileHeader(
+        "0" * 32, box_files.file_of(rank), {"keys": dict.fromkeys((*_KEYS, "step"), "tensor")}, tuple(entries)
+    )
 
 
 def measure_plans(data: int = DATA, tensors: int = TENSOR, layers: int = LAYERS, sample: int = 64) -> dict[str, Any]:
@@ -193,7 +195,7 @@ def measure_plans(data: int = DATA, tensors: int = TENSOR, layers: int = LAYERS,
     encoded = [table.encoded() for table in tables_after(data, tensors, layers)]
     planning_s = time.process_time() - began
     began = time.process_time()
-    metadata = metadata_of([Table.decoded(text) for text in encoded])
+    metadata = metadata_of([FileHeader.decoded(text) for text in encoded])
     content = pickle.dumps(metadata)
     seconds = time.process_time() - began
     began = time.process_time()

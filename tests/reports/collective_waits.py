@@ -34,8 +34,8 @@ from places import EVIDENCE, TESTS, file_of
 from recorded import RINGS, Case, captured
 from results import Results, options, quiet
 
-from autopar.checks.nccl.graph import MODES, Graph, Key, Mode
-from autopar.checks.nccl.records import TRANSFERS, Operation, Trace
+from autopar.checks.nccl.graph import MODES, EventGraph, Key, NcclMode
+from autopar.checks.nccl.records import TRANSFERS, Operation, RankTrace
 from autopar.errors import LaunchError
 from autopar.schedules import Schedule
 from autopar.schedules.step_time import timeline
@@ -257,17 +257,17 @@ def planted_by(operation: Operation) -> str:
     return operation.place.split(",")[0].rpartition(" in ")[2]
 
 
-def last_step(trace: Trace) -> Trace:
+def last_step(trace: RankTrace) -> RankTrace:
     """What a rank does from the start of its last step. In the first one torch's pipelines connect."""
     events = list(trace.events)
     begins = [i for i, each in enumerate(events) if isinstance(each, Operation) and planted_by(each) == "begin_step"]
     return replace(trace, events=tuple(events[begins[-1] :]))
 
 
-class Timed(Graph):
+class Timed(EventGraph):
     """A graph of the last step of ``traces`` in which operations take ``seconds``, by their kind, and computations theirs (``MARKED``)."""
 
-    def __init__(self, traces: Mapping[int, Trace], mode: Mode, seconds: Mapping[str, float]) -> None:
+    def __init__(self, traces: Mapping[int, RankTrace], mode: NcclMode, seconds: Mapping[str, float]) -> None:
         self._of_kind = seconds
         self._seconds: dict[int, float] = {}
         self.computed_s: dict[int, float] = dict.fromkeys(traces, 0.0)
@@ -307,23 +307,23 @@ class Timed(Graph):
 # -- lines -----------------------------------------------------------------------------------------------------------------
 
 
-def traces_of(case: Case, edits: Sequence[Edit], workers: Workers) -> Mapping[int, Trace]:
+def traces_of(case: Case, edits: Sequence[Edit], workers: Workers) -> Mapping[int, RankTrace]:
     given = captured(case.model)
     plan = case.plan(given.graph)
     recorded = record(given.graph, plan, given.state, given.batch, workers, case.recipe, partial(plant, edits))
     return checked(recorded)
 
 
-def checked(recorded: Recorded) -> Mapping[int, Trace]:
+def checked(recorded: Recorded) -> Mapping[int, RankTrace]:
     """The traces of all ranks, if none has failed."""
     if recorded.failures:
         raise LaunchError("; ".join(f"rank {rank}: {text}" for rank, text in recorded.failures.items()))
     return recorded.late
 
 
-def stuck_in(traces: Mapping[int, Trace]) -> Line:
+def stuck_in(traces: Mapping[int, RankTrace]) -> Line:
     """How many events there are, and how many never come in each mode."""
-    graphs = {mode.name: Graph(traces, mode) for mode in MODES}
+    graphs = {mode.name: EventGraph(traces, mode) for mode in MODES}
     return {
         "events": len(graphs[LAZY.name].nodes),
         "stuck": {name: len(graph.stuck()) for name, graph in graphs.items()},
@@ -336,7 +336,7 @@ def hang_line(case: Case, edits: Sequence[Edit], workers: Workers) -> Line:
     return {"ranks": case.kind.devices, **found}
 
 
-def makespan_line(case: Case, edits: Sequence[Edit], before: Mode, workers: Workers) -> Line:
+def makespan_line(case: Case, edits: Sequence[Edit], before: NcclMode, workers: Workers) -> Line:
     """Seconds of a step by those of a transfer: before, in the mode ``before``, and now, with or without ``device_id``, whichever takes
     longer. ``schedule_s`` are the seconds of the schedule's order without transfers, as prices have them."""
     plan = case.plan(captured(case.model).graph)

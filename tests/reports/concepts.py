@@ -19,9 +19,9 @@ from places import DOCS
 from volumes import WAYS, Block, captured
 
 from autopar.checks.collectives import exchanges
-from autopar.cli.load import Sizes, load_model
+from autopar.cli.load import GivenSizes, load_model
 from autopar.cli.pricing import price_plan
-from autopar.cli.sync import Row, rows
+from autopar.cli.sync import SyncRow, rows
 from autopar.devices import Cluster, parse
 from autopar.graph import Graph
 from autopar.plan import NARROW_GRADIENTS, NARROW_MOMENTS, Axis, Memory, Plan
@@ -73,7 +73,7 @@ class Setting:
 
 @functools.cache
 def setting(model: str = "llama3-8b", devices: str = DEVICES, seq: int = SEQ, batch: int = BATCH) -> Setting:
-    graph = load_model(model, Sizes(seq, batch, None)).capture()
+    graph = load_model(model, GivenSizes(seq, batch, None)).capture()
     cluster = parse(devices)
     return Setting(graph, cluster, Pricer(graph, cluster, name_of(graph.dtype)))
 
@@ -208,7 +208,7 @@ def data_parallel() -> Page:
     counts = (8, 16, 32, 64, 128, 256)
     by_count = {n: rows(elements, parse(f"{n // 8}x8xH100-80GB"), numbers, 10) for n in counts}
 
-    def line(row: Row) -> str:
+    def line(row: SyncRow) -> str:
         through = "-" if row.busiest_bytes is None else size(round(row.busiest_bytes))
         messages = "-" if row.messages is None else f"{row.messages:,.4g}"
         return f"{row.sync} | {row.algorithm} | {messages} | {through} | {seconds(row.seconds)}"

@@ -16,13 +16,13 @@ from typing import Any
 
 from places import EVIDENCE, GROUNDTRUTH
 
-from autopar.cli.load import Sizes, load_model
+from autopar.cli.load import GivenSizes, load_model
 from autopar.devices import parse
 from autopar.plan import Plan
 from autopar.planning import find_plan
 from autopar.precision import name_of
 from autopar.price import Pricer
-from autopar.price.trainer import EMITTED, Trainer
+from autopar.price.trainer import EMITTED, TrainerModel
 from autopar.search import SearchOptions
 from autopar.workload import sequence_length
 
@@ -31,7 +31,7 @@ TIME_LIMIT_S = 120.0
 
 
 @dataclass(frozen=True)
-class Waiting(Trainer):
+class Waiting(TrainerModel):
     """A program that does not hide some of data parallelism's collectives: those of ZeRO 2 and 3, the reductions of ZeRO 0 and 1, or ZeRO
     1's gathers."""
 
@@ -41,18 +41,20 @@ class Waiting(Trainer):
 
     def exposed_sharded_s(self, communication_s: float, compute_s: float, slowdown: float) -> float:
         return (
-            communication_s if self.sharded else Trainer.exposed_sharded_s(self, communication_s, compute_s, slowdown)
+            communication_s
+            if self.sharded
+            else TrainerModel.exposed_sharded_s(self, communication_s, compute_s, slowdown)
         )
 
     def exposed_reduction_s(self, communication_s: float, backward_s: float, slowdown: float) -> float:
         if self.reductions:
             return communication_s
-        return Trainer.exposed_reduction_s(self, communication_s, backward_s, slowdown)
+        return TrainerModel.exposed_reduction_s(self, communication_s, backward_s, slowdown)
 
     def exposed_gather_s(self, communication_s: float, forward_s: float, slowdown: float) -> float:
         if self.gathers:
             return communication_s
-        return Trainer.exposed_gather_s(self, communication_s, forward_s, slowdown)
+        return TrainerModel.exposed_gather_s(self, communication_s, forward_s, slowdown)
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Step:
     """A program with one feature more than the step before: its name, the program, and the pins that keep later features off."""
 
     name: str
-    trainer: Trainer
+    trainer: TrainerModel
     pins: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -123,7 +125,7 @@ def plans(request: Request, done: Sequence[str]) -> Iterator[tuple[Step, Plan, i
     if not todo:
         return
     cluster = parse(f"{request.gpus // 8}x8xH100-80GB")
-    graph = load_model(request.model, Sizes(None, request.global_batch, None)).capture()
+    graph = load_model(request.model, GivenSizes(None, request.global_batch, None)).capture()
     for step in todo:
         pricer = Pricer(graph, cluster, name_of(graph.dtype), trainer=step.trainer)
         options = SearchOptions(time_limit_s=TIME_LIMIT_S, **step.pins)

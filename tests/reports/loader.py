@@ -25,7 +25,7 @@ from torch import Tensor
 from workers import WorkerPool
 
 from autopar.emit import emit
-from autopar.verify import Kind
+from autopar.verify import PlanKind
 
 RESULTS = EVIDENCE / "loader.jsonl"
 ROWS, BATCH, STEPS = 30, 8, 3
@@ -54,7 +54,7 @@ def rows_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def case_line(model: str, kind: Kind, pools: dict[int, WorkerPool]) -> dict[str, Any]:
+def case_line(model: str, kind: PlanKind, pools: dict[int, WorkerPool]) -> dict[str, Any]:
     """One line of the results. What goes wrong is recorded as ``failure`` and does not end the report."""
     line: dict[str, Any] = {"model": model, "plan": kind.name, "devices": kind.devices}
     line |= {"torch": torch.__version__}

@@ -41,7 +41,7 @@ from autopar.graph import Graph
 from autopar.plan import Plan, Role, Strategy
 from autopar.search.manual import make_mesh, manual_plan
 from autopar.shard import annotate
-from autopar.verify import Kind, Subject, check_plan
+from autopar.verify import PlanKind, Subject, check_plan
 from autopar.verify.mixtures import describe, draw
 
 RESULTS = EVIDENCE / "exactness.jsonl"
@@ -72,15 +72,15 @@ def graph_at_64(name: str) -> Graph:
         return annotate(capture(model.double().train(), longer(batch), loss_fn, precision="float64", name=name))
 
 
-def plan_at_64(graph: Graph, kind: Kind) -> Plan:
+def plan_at_64(graph: Graph, kind: PlanKind) -> Plan:
     """The kind's plan with more data parallelism: a larger data degree, or an outermost data axis where layers differ."""
     more = DEVICES // kind.devices
     if "mesh" in kind.options:
         axes = {"data": 1} | {axis.name: axis.size for axis in kind.options["mesh"]}
         mesh = make_mesh(*(axes | {"data": axes["data"] * more}).items())
-        return Kind(kind.name, DEVICES, kind.options | {"mesh": mesh}).plan(graph)
+        return PlanKind(kind.name, DEVICES, kind.options | {"mesh": mesh}).plan(graph)
     if kind.mixed is None:
-        return Kind(kind.name, DEVICES, kind.options | {"data": kind.options.get("data", 1) * more}).plan(graph)
+        return PlanKind(kind.name, DEVICES, kind.options | {"data": kind.options.get("data", 1) * more}).plan(graph)
     small = kind.mixed(graph)
     assert small.pipeline == 1
     mesh = make_mesh(("data", more), *((axis.name, axis.size) for axis in small.mesh))
@@ -91,7 +91,7 @@ def plan_at_64(graph: Graph, kind: Kind) -> Plan:
     return manual_plan(graph, mesh=mesh, strategies=wider, microbatches=small.microbatches)
 
 
-def check_at_64(model: str, kind: Kind) -> int:
+def check_at_64(model: str, kind: PlanKind) -> int:
     """Emit the program for 64 devices and type-check it; the number of stages checked."""
     graph = graph_at_64(model)
     plan = plan_at_64(graph, kind)
@@ -112,7 +112,7 @@ class Case:
     kind: str
     devices: int
     plan: Callable[[Graph], Plan]
-    at_64: Kind | None = None
+    at_64: PlanKind | None = None
 
     @property
     def key(self) -> tuple[str, str]:

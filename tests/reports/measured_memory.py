@@ -37,7 +37,7 @@ from autopar.run import remote
 from autopar.run.allocations import Allocations
 from autopar.search import reprice
 from autopar.shard import annotate
-from autopar.verify import Kind
+from autopar.verify import PlanKind
 
 RESULTS, PAGE = EVIDENCE / "measured-memory.jsonl", EVIDENCE / "measured-memory.md"
 PARTS = ("parameters", "gradients", "optimizer", "activations", "transients")
@@ -75,7 +75,7 @@ def profiled_steps(folder: str, batch: dict[str, Tensor]) -> dict[str, int]:
     return {"at_rest": memory.at_rest_bytes, "peak": memory.peak_bytes}
 
 
-def predicted(graph: Graph, kind: Kind) -> list[dict[str, int]]:
+def predicted(graph: Graph, kind: PlanKind) -> list[dict[str, int]]:
     """Bytes by part of every device of the line."""
     plan = kind.plan(graph)
     cluster = parse(plan.device_count)
@@ -83,7 +83,7 @@ def predicted(graph: Graph, kind: Kind) -> list[dict[str, int]]:
     return [{part: int(getattr(stage.memory, part)) for part in PARTS} for stage in priced.stages[: plan.pipeline]]
 
 
-def run_case(name: str, graph: Graph, kind: Kind, pool: WorkerPool) -> dict[str, Any]:
+def run_case(name: str, graph: Graph, kind: PlanKind, pool: WorkerPool) -> dict[str, Any]:
     """One line of the results; ``error`` is that of the device whose memory peaks highest."""
     plan = kind.plan(graph)
     names = [value.name for value in graph.inputs]
@@ -106,7 +106,7 @@ def run_case(name: str, graph: Graph, kind: Kind, pool: WorkerPool) -> dict[str,
     return with_prediction(line, graph, kind)
 
 
-def with_prediction(line: dict[str, Any], graph: Graph, kind: Kind) -> dict[str, Any]:
+def with_prediction(line: dict[str, Any], graph: Graph, kind: PlanKind) -> dict[str, Any]:
     """A line with its measurements, and what is predicted now."""
     stages = predicted(graph, kind)
     parts = stages[line["stage"]]

@@ -25,7 +25,7 @@ import torch
 from measured_plans import LARGE, time_kinds
 from places import EVIDENCE
 
-from autopar.bench.models import Subject
+from autopar.bench.models import BenchModel
 from autopar.capture import capture
 from autopar.cli.pricing import price_plan
 from autopar.devices import Cluster, parse
@@ -55,7 +55,7 @@ def plans(graph: Graph, cluster: Cluster) -> dict[str, Plan]:
     return found
 
 
-def measure(subject: Subject, processes: int, rounds: int, steps: int, seed: int) -> list[dict[str, Any]]:
+def measure(subject: BenchModel, processes: int, rounds: int, steps: int, seed: int) -> list[dict[str, Any]]:
     """One line for every plan of one model on so many processes."""
     torch.manual_seed(seed)
     module = subject.build()

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from places import EVIDENCE
 
-from autopar.bench.baselines import Recipe
+from autopar.bench.baselines import HandTunedRecipe
 from autopar.bench.contest import Arena, paired_ratio
-from autopar.bench.models import LARGE, MODELS, Subject
+from autopar.bench.models import LARGE, MODELS, BenchModel
 from autopar.search import manual_plan
 
 RESULTS, PAGE = EVIDENCE / "one-device.jsonl", EVIDENCE / "one-device.md"
@@ -43,9 +43,9 @@ interval.
 """
 
 
-def run_pair(subject: Subject, compiled: bool, device: str, rounds: int, steps: int, seed: int) -> Line:
+def run_pair(subject: BenchModel, compiled: bool, device: str, rounds: int, steps: int, seed: int) -> Line:
     """Times of the emitted program and of the plain loop."""
-    recipe = Recipe(compiled=compiled, autocast=device == "cuda")
+    recipe = HandTunedRecipe(compiled=compiled, autocast=device == "cuda")
     precision = "bfloat16" if device == "cuda" else "float32"
     with (
         tempfile.TemporaryDirectory() as folder,

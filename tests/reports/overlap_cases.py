@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autopar.bench.baselines import Recipe, recipes
+from autopar.bench.baselines import HandTunedRecipe, recipes
 from autopar.bench.models import MODELS
 from autopar.search import manual_plan
 
@@ -32,7 +32,7 @@ class Feature:
     model: str
     rate: str
     pins: Mapping[str, Any]
-    by_hand: Recipe
+    by_hand: HandTunedRecipe
     note: str
     patch: Mapping[str, str] = field(default_factory=dict)
     pins_without: Mapping[str, Any] = field(default_factory=dict)
@@ -101,7 +101,7 @@ def features(nodes: int) -> tuple[Feature, ...]:
             "llama",
             FAST,
             {"data": nodes, "zero": 0},
-            Recipe(data=nodes, bucket_mb=4),
+            HandTunedRecipe(data=nodes, bucket_mb=4),
             "By hand it is DDP, whose buckets do the same.",
             patch=NOTHING_EARLY,
             nodes=nodes,
@@ -114,7 +114,7 @@ def features(nodes: int) -> tuple[Feature, ...]:
             "llama",
             FAST,
             {"data": nodes, "zero": 1},
-            Recipe(data=nodes, bucket_mb=4),
+            HandTunedRecipe(data=nodes, bucket_mb=4),
             "By hand it is DDP again, which keeps all of the optimizer's state on every node and gathers no parameters.",
             patch=NOTHING_EARLY | SENT_AT_ONCE,
             nodes=nodes,
@@ -126,7 +126,7 @@ def features(nodes: int) -> tuple[Feature, ...]:
             "llama",
             FAST,
             {"data": nodes, "zero": 3},
-            Recipe(data=nodes, sharding="fsdp"),
+            HandTunedRecipe(data=nodes, sharding="fsdp"),
             "FSDP2 overlaps by streams of the device, and a processor has none: it waits for each collective where it is started, with and "
             "without the root. So nothing can be gained here; the clock below shows what a device with streams gains.",
             patch=OWN_ROOTS,
@@ -139,7 +139,7 @@ def features(nodes: int) -> tuple[Feature, ...]:
             "llama",
             FAST,
             {"tensor": nodes},
-            Recipe(tensor=nodes),
+            HandTunedRecipe(tensor=nodes),
             "By hand it is parallelize_module, whose collectives are awaited where their results are used.",
             pins_without={"overlap": "none"},
             nodes=nodes,
@@ -152,7 +152,7 @@ def features(nodes: int) -> tuple[Feature, ...]:
             "llama",
             FAST,
             {"tensor": nodes, "overlap": "halves"},
-            Recipe(tensor=nodes),
+            HandTunedRecipe(tensor=nodes),
             "By hand it is parallelize_module again.",
             pins_without={"overlap": "none"},
             nodes=nodes,
@@ -164,7 +164,7 @@ def features(nodes: int) -> tuple[Feature, ...]:
             "long-sequence",
             SLOW,
             {"pipeline": nodes, "microbatches": 4, "schedule": "1f1b"},
-            Recipe(pipeline=nodes, microbatches=4),
+            HandTunedRecipe(pipeline=nodes, microbatches=4),
             "Both programs run torch's schedule, which in its steady state waits for what it sends and receives in pairs.",
             patch=WAITING,
             nodes=nodes,
@@ -176,7 +176,7 @@ def features(nodes: int) -> tuple[Feature, ...]:
             "long-sequence",
             SLOW,
             {"pipeline": nodes, "microbatches": 4, "schedule": "zero-bubble"},
-            Recipe(pipeline=nodes, microbatches=4, schedule="zero-bubble"),
+            HandTunedRecipe(pipeline=nodes, microbatches=4, schedule="zero-bubble"),
             "By hand it is torch's own zero-bubble schedule on the stages of torch's pipeline.",
             pins_without={"schedule": "1f1b"},
             nodes=nodes,
@@ -200,7 +200,7 @@ class Match:
         return f"{self.model} on {self.nodes} nodes"
 
     @property
-    def choices(self) -> list[Recipe]:
+    def choices(self) -> list[HandTunedRecipe]:
         """DDP with its own and with small buckets, FSDP2 that keeps parameters gathered or not, tensor parallelism, and pipelines under all
         of torch's schedules that ``recipes`` knows, with one, two and four microbatches for every node; each on all nodes."""
         chosen = []
@@ -208,7 +208,7 @@ class Match:
         for recipe in own:  # no mixtures
             if recipe.pipeline > 1 or recipe.microbatches == 1:
                 chosen.append(recipe)
-            if recipe == Recipe(data=self.nodes):
+            if recipe == HandTunedRecipe(data=self.nodes):
                 chosen.append(dataclasses.replace(recipe, bucket_mb=4))
         return chosen
 

@@ -29,10 +29,12 @@ from recorded import Case
 
 import autopar.program
 from autopar.verify import kind
-from autopar.verify.recording import Recipe, Workers
+from autopar.verify.recording import RecordedSteps, Workers
 
 RUNTIME = Path(autopar.program.__file__).parent
-CHIMERA = Case("mlp", kind("pipeline 2, Chimera", pipeline=2, microbatches=4, schedule="chimera"), Recipe(steps=1))
+CHIMERA = Case(
+    "mlp", kind("pipeline 2, Chimera", pipeline=2, microbatches=4, schedule="chimera"), RecordedSteps(steps=1)
+)
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from places import EVIDENCE, GROUNDTRUTH
 from autopar.devices import Constant, hardware
 from autopar.devices import constants as figures_of_devices
 from autopar.trainers import figures as figures_of_trainers
-from autopar.validate import Report, Score, score, scores, validate
+from autopar.validate import Score, ValidationReport, score, scores, validate
 
 PAGE = EVIDENCE / "validation.md"
 ROWS = GROUNDTRUTH
@@ -117,13 +117,13 @@ HEADER = ("rows", "priced", "Spearman", "regret", "worst", "ran, refused", "fail
           "memory median", "90th percentile")  # fmt: skip
 
 
-def published(report: Report) -> str:
+def published(report: ValidationReport) -> str:
     found = scores(report)
     rows = [cells(name, one) for name, one in found["sources"].items()]
     return table(("source", *HEADER[1:]), [*rows, cells("all", found["overall"])])
 
 
-def sweep(report: Report, data: Sequence[dict[str, Any]]) -> str:
+def sweep(report: ValidationReport, data: Sequence[dict[str, Any]]) -> str:
     """Cells up to 16 nodes, then the larger ones, then every cell."""
     small = [o for o, row in zip(report.outcomes, data, strict=True) if row["n_gpus"] <= SMALL_CLUSTER]
     large = [o for o, row in zip(report.outcomes, data, strict=True) if row["n_gpus"] > SMALL_CLUSTER]
@@ -131,7 +131,7 @@ def sweep(report: Report, data: Sequence[dict[str, Any]]) -> str:
     return table(("cells", *HEADER[1:]), rows + [cells(name, one) for name, one in scores(report)["groups"].items()])
 
 
-def peers(report: Report, data: Sequence[dict[str, Any]]) -> str:
+def peers(report: ValidationReport, data: Sequence[dict[str, Any]]) -> str:
     """Rows that carry another model's prediction: its errors beside ours."""
     rows, errors = [], []
     for o, row in zip(report.outcomes, data, strict=True):

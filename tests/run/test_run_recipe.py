@@ -22,7 +22,7 @@ from autopar.errors import UsageError
 from autopar.program import train as train_script
 from autopar.program import training
 from autopar.run import Program
-from autopar.run.recipe import Recipe
+from autopar.run.recipe import TrainingRecipe
 
 STEPS = 6
 RECIPES: dict[str, dict[str, Any]] = {
@@ -41,7 +41,7 @@ def compiled(**options: Any) -> Program:
 
 def test_a_rate_beside_an_optimizer_of_ones_own_is_refused() -> None:
     with pytest.raises(UsageError, match=r"lr=0.1 is the learning rate of the default optimizer") as error:
-        Recipe(optimizer=recipes.groups, lr=0.1)
+        TrainingRecipe(optimizer=recipes.groups, lr=0.1)
     assert "give the rate there" in str(error.value.hint)
 
 

@@ -20,7 +20,7 @@ from programs import Shape, mlp_model, write_mlp
 
 from autopar.program import watch
 from autopar.program.state import INITIAL
-from autopar.program.watch import Node, Watch, interval_s, place_of, run, told
+from autopar.program.watch import Machine, Watch, interval_s, place_of, run, told
 from autopar.program.weights import write_file
 
 HANG = """        n = HIDDEN // MESH["tensor"]
@@ -136,10 +136,10 @@ def test_a_node_costs_the_store_three_requests_a_beat_and_one_connection() -> No
     assert [interval_s(n, 60) for n in (1, 2000, 16_000)] == [1, 1, 8]
 
 
-def node_of(rank: int, monkeypatch: pytest.MonkeyPatch) -> Node:
+def node_of(rank: int, monkeypatch: pytest.MonkeyPatch) -> Machine:
     for name, value in (("GROUP_RANK", 0), ("GROUP_WORLD_SIZE", 1), ("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", 3)):
         monkeypatch.setenv(name, str(value))
-    return Node(f"test {os.getpid()} {id(monkeypatch)}", rank, 3)
+    return Machine(f"test {os.getpid()} {id(monkeypatch)}", rank, 3)
 
 
 def test_the_lowest_rank_that_gives_signs_of_life_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,7 @@ def test_the_lowest_rank_that_gives_signs_of_life_speaks(monkeypatch: pytest.Mon
 
 def test_a_rank_that_torchrun_has_not_started_is_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    alone = Node("test", 5, 8)
+    alone = Machine("test", 5, 8)
     assert (alone.index, alone.count, alone.ranks, alone.speaker(0.0)) == (5, 8, [5], 5)
 
 

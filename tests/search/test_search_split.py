@@ -181,7 +181,7 @@ def test_a_small_model_with_ample_memory_is_solved_exactly(monkeypatch: pytest.M
     monkeypatch.setattr(exact, "NODES", 20_000)  # gives up sooner
     assert np.isfinite(exact.solve_labels(instance, inf, inf)[0])
     monkeypatch.setattr(exact, "_always_fits", lambda _: False)
-    with pytest.raises(exact.TooLargeError):
+    with pytest.raises(exact.TooManyLabelsError):
         exact.solve_labels(instance, inf, inf)
 
 

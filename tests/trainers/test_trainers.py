@@ -11,7 +11,7 @@ from autopar.layer_price import LayerPrice
 from autopar.plan import Axis, Role, Strategy
 from autopar.price.state import precision
 from autopar.price.table import build
-from autopar.price.trainer import EMITTED, Trainer
+from autopar.price.trainer import EMITTED, TrainerModel
 from autopar.sharding import Sharding
 from autopar.trainers import OtherTrainer
 from autopar.types import Collective
@@ -21,7 +21,7 @@ B, SEQ, H, F = 16, 512, 1024, 4096
 PLAIN = OtherTrainer()
 
 
-def price(trainer: Trainer, role: Role = Role.DATA, zero: int = 0, activations: str = "keep") -> LayerPrice:
+def price(trainer: TrainerModel, role: Role = Role.DATA, zero: int = 0, activations: str = "keep") -> LayerPrice:
     """An MLP's price on 8 devices."""
     sharding = Sharding((Axis("a", 8, 1), Axis("microbatch", 1, 0)), (mlp_types(role), mlp_types(Role.DATA)))
     strategy = Strategy((role,), zero, activations=activations)

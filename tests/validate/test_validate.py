@@ -18,7 +18,7 @@ from autopar.plan import Role
 from autopar.schedules import Schedule
 from autopar.schedules.memory import fullest
 from autopar.schedules.step_time import simulate
-from autopar.validate import Outcome, score, scores, validate
+from autopar.validate import RowOutcome, score, scores, validate
 from autopar.validate.models import graph_of
 from autopar.validate.rows import Architecture, Measured, RowError, measured, read_row
 from autopar.validate.run import Bench
@@ -48,8 +48,10 @@ def row(**changes: object) -> dict[str, object]:
     return SMALL | changes
 
 
-def outcome(group: str, step: float | None, seen: float | None, failed: bool = False, feasible: bool = True) -> Outcome:
-    return Outcome("x", "s", group, Measured(seen, None, failed), step, None, feasible)
+def outcome(
+    group: str, step: float | None, seen: float | None, failed: bool = False, feasible: bool = True
+) -> RowOutcome:
+    return RowOutcome("x", "s", group, Measured(seen, None, failed), step, None, feasible)
 
 
 # -- scores ----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from recorded import Case, captured, other_cases
 
 from autopar.checks.nccl.distinct import DIFFERENT, Grid
 from autopar.checks.nccl.distinct import check as check_distinct
-from autopar.checks.nccl.findings import DEADLOCK, SEQUENCE, Finding, agreed, unaligned
+from autopar.checks.nccl.findings import DEADLOCK, SEQUENCE, CollectiveFinding, agreed, unaligned
 from autopar.checks.nccl.records import Event, Operation
 from autopar.cli.app import cli
 from autopar.emit import emit
@@ -102,7 +102,7 @@ WIDE = kind("pipeline 2 x data 8, zero 1", pipeline=2, data=8, zero=1, microbatc
 GRID = Grid(2, (("data", 8),))
 
 
-def sampled(folder: Path, workers: Workers, file: str = "", old: str = "", new: str = "") -> list[Finding]:
+def sampled(folder: Path, workers: Workers, file: str = "", old: str = "", new: str = "") -> list[CollectiveFinding]:
     """Findings of the distinct ranks of ``WIDE``, whose program has ``new`` in place of ``old`` in a file."""
     given = captured("mlp")
     emit(given.graph, WIDE.plan(given.graph), folder)

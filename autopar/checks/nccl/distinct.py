@@ -14,9 +14,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from autopar.checks.nccl.findings import Finding, deadlocks, of_rank, sequences
+from autopar.checks.nccl.findings import CollectiveFinding, deadlocks, of_rank, sequences
 from autopar.checks.nccl.graph import MODES
-from autopar.checks.nccl.records import Communicator, Event, GroupMade, HostSync, Operation, Trace, Wait, spans
+from autopar.checks.nccl.records import Communicator, Event, GroupMade, HostSync, Operation, RankTrace, Wait, spans
 
 DIFFERENT = "different ranks"
 """Ranks of one pipeline position whose traces differ, so that one of them does not stand for the others."""
@@ -62,7 +62,7 @@ class Grid:
         return sorted(found | {self.rank((position, *place)) for position in several for place in inner})
 
 
-def by_position(trace: Trace, grid: Grid) -> Trace:
+def by_position(trace: RankTrace, grid: Grid) -> RankTrace:
     """The trace in terms of the mesh: its rank is the pipeline position.
 
     Raises ``ValueError`` for a communicator whose ranks are no product of axes.
@@ -77,10 +77,12 @@ def by_position(trace: Trace, grid: Grid) -> Trace:
             events.append(_rewritten(event, groups[event.group], here, grid))
         else:
             events.append(event)
-    return Trace(grid.coordinates(here)[0], grid.positions, tuple(events), trace.races, side_threads=trace.side_threads)
+    return RankTrace(
+        grid.coordinates(here)[0], grid.positions, tuple(events), trace.races, side_threads=trace.side_threads
+    )
 
 
-def _roles(trace: Trace, grid: Grid) -> dict[Communicator, Communicator]:
+def _roles(trace: RankTrace, grid: Grid) -> dict[Communicator, Communicator]:
     """Each communicator by the axes and positions that it has ranks of; several with the same are numbered in the order of their making."""
     found: dict[Communicator, Communicator] = {}
     count: Counter[str] = Counter()
@@ -121,7 +123,7 @@ def _rewritten(operation: Operation, group: Communicator, here: int, grid: Grid)
     return dataclasses.replace(operation, operands=operands, group=group, root=root, detail=detail, splits=None)
 
 
-def check(traces: Mapping[int, Trace], grid: Grid) -> list[Finding]:
+def check(traces: Mapping[int, RankTrace], grid: Grid) -> list[CollectiveFinding]:
     """Findings of a plan whose ``grid.samples()`` were recorded."""
     rewritten = {rank: by_position(trace, grid) for rank, trace in sorted(traces.items())}
     found, first = [], dict[int, int]()
@@ -140,7 +142,7 @@ def check(traces: Mapping[int, Trace], grid: Grid) -> list[Finding]:
     return [_named(finding, first) for finding in found]
 
 
-def _syncs(trace: Trace) -> set[tuple[int, HostSync]]:
+def _syncs(trace: RankTrace) -> set[tuple[int, HostSync]]:
     """Where the host waits: after how many other events.
 
     Ranks of one position may differ in it: an optimizer reads a number of each parameter, and a rank's piece of a buffer may have parts of
@@ -155,7 +157,7 @@ def _syncs(trace: Trace) -> set[tuple[int, HostSync]]:
     return found
 
 
-def _with_syncs(trace: Trace, syncs: set[tuple[int, HostSync]]) -> Trace:
+def _with_syncs(trace: RankTrace, syncs: set[tuple[int, HostSync]]) -> RankTrace:
     """The trace with the host waiting at ``syncs``."""
     after: dict[int, list[HostSync]] = defaultdict(list)
     for count, sync in sorted(syncs, key=lambda pair: (pair[0], pair[1].stream, pair[1].place)):
@@ -166,11 +168,11 @@ def _with_syncs(trace: Trace, syncs: set[tuple[int, HostSync]]) -> Trace:
     return dataclasses.replace(trace, events=tuple(events))
 
 
-def _without_syncs(trace: Trace) -> list[Event]:
+def _without_syncs(trace: RankTrace) -> list[Event]:
     return [event for event in trace.events if not isinstance(event, HostSync)]
 
 
-def _named(finding: Finding, first: Mapping[int, int]) -> Finding:
+def _named(finding: CollectiveFinding, first: Mapping[int, int]) -> CollectiveFinding:
     """A finding about positions, whose sentences speak of ranks of the positions."""
     if finding.kind == DIFFERENT:
         return finding
@@ -179,12 +181,12 @@ def _named(finding: Finding, first: Mapping[int, int]) -> Finding:
     return dataclasses.replace(finding, sentence=text, ranks=ranks)
 
 
-def _difference(first: int, ours: Trace, rank: int, theirs: Trace) -> Finding | None:
+def _difference(first: int, ours: RankTrace, rank: int, theirs: RankTrace) -> CollectiveFinding | None:
     """Where two ranks of one position differ."""
     mine, others = _without_syncs(ours), _without_syncs(theirs)
     for a, b in zip(mine, others, strict=False):
         if a != b:
-            return Finding(
+            return CollectiveFinding(
                 DIFFERENT,
                 f"ranks {first} and {rank} of one pipeline position differ: {_told(a)} and {_told(b)}",
                 (first, rank),
@@ -192,7 +194,7 @@ def _difference(first: int, ours: Trace, rank: int, theirs: Trace) -> Finding | 
             )
     if len(mine) != len(others):
         sentence = f"ranks {first} and {rank} of one pipeline position have {len(mine)} and {len(others)} events"
-        return Finding(DIFFERENT, sentence, (first, rank))
+        return CollectiveFinding(DIFFERENT, sentence, (first, rank))
     return None
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from autopar.checks.nccl.graph import MODES, Graph, Mode
-from autopar.checks.nccl.records import Communicator, Operation, Trace, Wait, spans
+from autopar.checks.nccl.graph import MODES, EventGraph, NcclMode
+from autopar.checks.nccl.records import Communicator, Operation, RankTrace, Wait, spans
 
 DTYPES = frozenset(
     (
@@ -44,7 +44,7 @@ FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CollectiveFinding:
     """``kind`` is one of the constants above, ``modes`` are the names of the modes in which a deadlock happens."""
 
     kind: str
@@ -63,8 +63,8 @@ class Finding:
 
 
 def findings(
-    late: Mapping[int, Trace], at_once: Mapping[int, Trace] | None = None, modes: Sequence[Mode] = MODES
-) -> tuple[Finding, ...]:
+    late: Mapping[int, RankTrace], at_once: Mapping[int, RankTrace] | None = None, modes: Sequence[NcclMode] = MODES
+) -> tuple[CollectiveFinding, ...]:
     """All findings of a program whose ranks were all recorded: with late results, and with results at once."""
     found = [*sequences(late), *deadlocks(late, modes)]
     for trace in late.values():
@@ -74,15 +74,15 @@ def findings(
     return tuple(found)
 
 
-def unaligned(traces: Mapping[int, Trace]) -> tuple[Finding, ...]:
+def unaligned(traces: Mapping[int, RankTrace]) -> tuple[CollectiveFinding, ...]:
     """Operands at addresses that 16 does not divide: NCCL sends them, more slowly."""
-    found: dict[tuple[str, str], Finding] = {}
+    found: dict[tuple[str, str], CollectiveFinding] = {}
     for rank, trace in traces.items():
         for operation in trace.operations:
             if any(operand.offset for operand in operation.operands):
                 sentence = f"{operation} at {operation.place} begins {operation.operands[0].offset} bytes after an aligned address"
                 where = str(operation.group), operation.place
-                found.setdefault(where, Finding(UNALIGNED, sentence, (rank,), *where))
+                found.setdefault(where, CollectiveFinding(UNALIGNED, sentence, (rank,), *where))
     return tuple(found.values())
 
 
@@ -95,7 +95,7 @@ def agreed(operation: Operation) -> tuple[Any, ...]:
     return operation.kind, sizes, operation.detail, operation.root
 
 
-def by_communicator(traces: Mapping[int, Trace]) -> dict[Communicator, dict[int, list[Operation]]]:
+def by_communicator(traces: Mapping[int, RankTrace]) -> dict[Communicator, dict[int, list[Operation]]]:
     """The collectives of each communicator, by rank, in their order."""
     found: dict[Communicator, dict[int, list[Operation]]] = defaultdict(dict)
     for rank, trace in traces.items():
@@ -105,7 +105,7 @@ def by_communicator(traces: Mapping[int, Trace]) -> dict[Communicator, dict[int,
     return found
 
 
-def sequences(traces: Mapping[int, Trace]) -> list[Finding]:
+def sequences(traces: Mapping[int, RankTrace]) -> list[CollectiveFinding]:
     """Members of a communicator that do not issue the same collectives, and transfers whose two sides differ."""
     found = []
     for group, of_ranks in by_communicator(traces).items():
@@ -122,10 +122,10 @@ def sequences(traces: Mapping[int, Trace]) -> list[Finding]:
 
 def _difference(
     group: Communicator, first: int, ours: Sequence[Operation], rank: int, theirs: Sequence[Operation]
-) -> Finding | None:
+) -> CollectiveFinding | None:
     for number, (a, b) in enumerate(zip(ours, theirs, strict=False), 1):
         if agreed(a) != agreed(b):
-            return Finding(
+            return CollectiveFinding(
                 SEQUENCE,
                 f"collective {number} of {group} is {_told(a)} on rank {first} and {_told(b)} on rank {rank}",
                 (first, rank),
@@ -136,7 +136,7 @@ def _difference(
         return None
     longer, shorter = (first, rank) if len(ours) > len(theirs) else (rank, first)
     more, less = max(ours, theirs, key=len), min(ours, theirs, key=len)
-    return Finding(
+    return CollectiveFinding(
         SEQUENCE,
         f"rank {longer} issues {len(more)} collectives of {group} and rank {shorter} {len(less)}: the first without a partner is "
         f"{_told(more[len(less)])}",
@@ -151,7 +151,7 @@ def _told(operation: Operation) -> str:
     return f"{operation}{root} at {operation.place}"
 
 
-def _splits(group: Communicator, of_ranks: Mapping[int, Sequence[Operation]]) -> Iterator[Finding]:
+def _splits(group: Communicator, of_ranks: Mapping[int, Sequence[Operation]]) -> Iterator[CollectiveFinding]:
     """All-to-alls in which a rank takes another number of rows than its peer sends."""
     for number in range(min(map(len, of_ranks.values()), default=0)):
         sizes = [of_ranks[rank][number].splits for rank in group.members]
@@ -160,7 +160,7 @@ def _splits(group: Communicator, of_ranks: Mapping[int, Sequence[Operation]]) ->
                 if mine is not None and other is not None and mine[0][j] != other[1][i]:
                     ranks = group.members[i], group.members[j]
                     operation = of_ranks[ranks[1]][number]
-                    yield Finding(
+                    yield CollectiveFinding(
                         SEQUENCE,
                         f"collective {number + 1} of {group}, {_told(operation)}: rank {ranks[0]} sends {mine[0][j]} rows to rank "
                         f"{ranks[1]}, which takes {other[1][i]}",
@@ -171,7 +171,7 @@ def _splits(group: Communicator, of_ranks: Mapping[int, Sequence[Operation]]) ->
                     return
 
 
-def _transfers(traces: Mapping[int, Trace]) -> Iterator[Finding]:
+def _transfers(traces: Mapping[int, RankTrace]) -> Iterator[CollectiveFinding]:
     sides: dict[tuple[Communicator, int, int, str], dict[str, list[Operation]]] = {}
     for rank, trace in traces.items():
         for operation in trace.operations:
@@ -186,7 +186,7 @@ def _transfers(traces: Mapping[int, Trace]) -> Iterator[Finding]:
         sends, receipts = found["send"], found["recv"]
         for number, (sent, taken) in enumerate(zip(sends, receipts, strict=False), 1):
             if agreed(sent)[1] != agreed(taken)[1]:
-                yield Finding(
+                yield CollectiveFinding(
                     SEQUENCE,
                     f"transfer {number} from rank {sender} to rank {receiver} over {group} is {_told(sent)} and {_told(taken)}",
                     (sender, receiver),
@@ -197,7 +197,7 @@ def _transfers(traces: Mapping[int, Trace]) -> Iterator[Finding]:
         else:
             if len(sends) != len(receipts):
                 alone = (sends if len(sends) > len(receipts) else receipts)[min(len(sends), len(receipts))]
-                yield Finding(
+                yield CollectiveFinding(
                     SEQUENCE,
                     f"{len(sends)} sends from rank {sender} to rank {receiver} over {group} meet {len(receipts)} receives: the first "
                     f"without a partner is {_told(alone)}",
@@ -210,29 +210,31 @@ def _transfers(traces: Mapping[int, Trace]) -> Iterator[Finding]:
 # -- deadlock ----------------------------------------------------------------------------------------------------------
 
 
-def deadlocks(traces: Mapping[int, Trace], modes: Sequence[Mode] = MODES) -> list[Finding]:
+def deadlocks(traces: Mapping[int, RankTrace], modes: Sequence[NcclMode] = MODES) -> list[CollectiveFinding]:
     """The modes in which ranks wait for each other, each with a short cycle; modes with the same cycle are one finding."""
     found: dict[str, tuple[list[str], tuple[int, ...]]] = {}
     for mode in modes:
-        graph = Graph(traces, mode)
+        graph = EventGraph(traces, mode)
         stuck = graph.stuck()
         if stuck:
             cycle = graph.cycle(stuck)
             ranks = tuple(sorted({graph.nodes[node].rank for node in cycle} - {-1}))
             found.setdefault(graph.sentence(cycle), ([], ranks))[0].append(mode.name)
-    return [Finding(DEADLOCK, sentence, ranks, modes=tuple(names)) for sentence, (names, ranks) in found.items()]
+    return [
+        CollectiveFinding(DEADLOCK, sentence, ranks, modes=tuple(names)) for sentence, (names, ranks) in found.items()
+    ]
 
 
 # -- one rank ----------------------------------------------------------------------------------------------------------
 
 
-def of_rank(trace: Trace) -> Iterator[Finding]:
+def of_rank(trace: RankTrace) -> Iterator[CollectiveFinding]:
     """Findings that one rank's trace shows by itself."""
     for race in trace.races:
-        yield Finding(IN_FLIGHT, f"on rank {trace.rank}, {race}", (trace.rank,))
+        yield CollectiveFinding(IN_FLIGHT, f"on rank {trace.rank}, {race}", (trace.rank,))
     for text in trace.side_threads:
         if "gloo" not in text:
-            yield Finding(
+            yield CollectiveFinding(
                 THREAD, f"rank {trace.rank} issues {text} from another thread than the main one", (trace.rank,)
             )
     waited = {event.index for event in trace.events if isinstance(event, Wait)}
@@ -242,7 +244,7 @@ def of_rank(trace: Trace) -> Iterator[Finding]:
             seen[kind, operation.place] += 1
             if seen[kind, operation.place] == 1:
                 sentence = f"rank {trace.rank}: {_told(operation)} of {operation.group} {why}"
-                yield Finding(kind, sentence, (trace.rank,), str(operation.group), operation.place)
+                yield CollectiveFinding(kind, sentence, (trace.rank,), str(operation.group), operation.place)
 
 
 def _faults(operation: Operation, waited: bool) -> Iterator[tuple[str, str]]:
@@ -255,22 +257,24 @@ def _faults(operation: Operation, waited: bool) -> Iterator[tuple[str, str]]:
             yield DTYPE, f"has an operand of {operand.dtype}, which NCCL does not send"
 
 
-def late_results(late: Trace, at_once: Trace) -> Iterator[Finding]:
+def late_results(late: RankTrace, at_once: RankTrace) -> Iterator[CollectiveFinding]:
     """Values that depend on when results arrive, and operations that do."""
     wrong = [name for name, digest in at_once.values.items() if late.values.get(name) != digest]
     if wrong:
         more = f" and {len(wrong) - _LIMIT} more" if len(wrong) > _LIMIT else ""
-        yield Finding(
+        yield CollectiveFinding(
             LATE,
             f"on rank {late.rank}, {', '.join(wrong[:_LIMIT])}{more} differ when results arrive at the wait alone: something reads a "
             "result before it",
             (late.rank,),
         )
     if _by_thread(late) != _by_thread(at_once):
-        yield Finding(LATE, f"rank {late.rank} issues other operations when results arrive late", (late.rank,))
+        yield CollectiveFinding(
+            LATE, f"rank {late.rank} issues other operations when results arrive late", (late.rank,)
+        )
 
 
-def _by_thread(trace: Trace) -> dict[int, list[Any]]:
+def _by_thread(trace: RankTrace) -> dict[int, list[Any]]:
     """What each thread issues, in order; the order between threads is nobody's."""
     found: dict[int, list[Any]] = defaultdict(list)
     for operation in trace.operations:
@@ -278,7 +282,7 @@ def _by_thread(trace: Trace) -> dict[int, list[Any]]:
     return found
 
 
-def summary(traces: Mapping[int, Trace]) -> str:
+def summary(traces: Mapping[int, RankTrace]) -> str:
     """How much was recorded."""
     count = sum(len(trace.operations) for trace in traces.values())
     return f"{count:,} operations on ranks {spans(tuple(sorted(traces)))}"

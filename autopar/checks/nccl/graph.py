@@ -20,15 +20,15 @@ from autopar.checks.nccl.records import (
     GroupMade,
     HostSync,
     Operation,
+    RankTrace,
     StreamWait,
-    Trace,
     Wait,
     spans,
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Mode:
+class NcclMode:
     """A way in which torch and NCCL may run a program.
 
     ``pairs``: sends and receives outside of a batch use a communicator of the two ranks alone (torch without ``device_id``); otherwise the
@@ -44,12 +44,12 @@ class Mode:
 
 
 MODES = (
-    Mode("lazy"),
-    Mode("lazy, connecting at first use", connect="first use"),
-    Mode("device_id", pairs=False, connect="creation"),
-    Mode("in order", in_order=True),
-    Mode("in order with device_id", pairs=False, in_order=True),
-    Mode("gloo", host_waits=True),
+    NcclMode("lazy"),
+    NcclMode("lazy, connecting at first use", connect="first use"),
+    NcclMode("device_id", pairs=False, connect="creation"),
+    NcclMode("in order", in_order=True),
+    NcclMode("in order with device_id", pairs=False, in_order=True),
+    NcclMode("gloo", host_waits=True),
 )
 _HOST_KINDS = ("barrier", "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")
 """Operations whose end the host waits for."""
@@ -58,7 +58,7 @@ Key = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class GraphEvent:
     """What happens on a rank: ``"start"`` or ``"end"`` of an operation, ``"connect"`` of a communicator, ``"stream"``, ``"host"``, or
     ``"never"``; ``"all"``: on all members."""
 
@@ -74,11 +74,11 @@ class _Issued:
     operation: Operation
 
 
-class Graph:
+class EventGraph:
     """The nodes of all ``traces`` under a mode."""
 
-    def __init__(self, traces: Mapping[int, Trace], mode: Mode) -> None:
-        self.nodes: list[Node] = []
+    def __init__(self, traces: Mapping[int, RankTrace], mode: NcclMode) -> None:
+        self.nodes: list[GraphEvent] = []
         self.before: list[list[int]] = []
         self._mode = mode
         self._collectives: dict[tuple[Key, int], dict[int, _Issued]] = defaultdict(dict)
@@ -91,7 +91,7 @@ class Graph:
         self._join()
 
     def node(self, rank: int, what: str, before: list[int], text: str = "") -> int:
-        self.nodes.append(Node(rank, what, text))
+        self.nodes.append(GraphEvent(rank, what, text))
         self.before.append(before)
         return len(self.nodes) - 1
 
@@ -217,7 +217,7 @@ def _back(came: Mapping[int, int], node: int, start: int) -> Iterator[int]:
 class _Rank:
     """Adds the nodes of one rank's events, in order."""
 
-    def __init__(self, graph: Graph, rank: int, mode: Mode) -> None:
+    def __init__(self, graph: EventGraph, rank: int, mode: NcclMode) -> None:
         self._graph, self._rank, self._mode = graph, rank, mode
         self._host = {0: graph.node(rank, "host", [])}  # of each thread
         self._streams: dict[int, int] = {}  # the node that a stream has come to

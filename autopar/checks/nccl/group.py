@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.checks.nccl.records import Communicator
-from autopar.checks.nccl.works import LateWork, Request, Values
+from autopar.checks.nccl.works import Issue, LateWork, Values
 from autopar.torch_private import is_fake, memory
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class RecordingGroup(_Group):
         return self is other
 
     def _issue(self, kind: str, agreed: Sequence[Tensor] = (), **more: Any) -> LateWork:
-        return self._recorder.issue(self, Request(kind, agreed, **more))
+        return self._recorder.issue(self, Issue(kind, agreed, **more))
 
     # -- collectives ---------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from autopar.checks.nccl.works import Request
+from autopar.checks.nccl.works import Issue
 from autopar.torch_private import object_tensor, tensor_object
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Objects:
 
         def meet(kind: str, value: Any, group: Any, root: int = -1) -> tuple[list[Any], RecordingGroup]:
             ours: Any = group or dist.group.WORLD
-            work = recorder.issue(ours, Request(kind, root=root))
+            work = recorder.issue(ours, Issue(kind, root=root))
             found = self.sent(ours, kind, value)()
             work.wait()
             if recorder.thread() == 0:

@@ -30,12 +30,12 @@ from autopar.checks.nccl.records import (
     Event,
     GroupMade,
     HostSync,
-    Operand,
     Operation,
-    Trace,
+    RankTrace,
+    TensorRange,
 )
 from autopar.checks.nccl.streams import Stream, StreamEvent
-from autopar.checks.nccl.works import LateWork, Request
+from autopar.checks.nccl.works import Issue, LateWork
 from autopar.torch_private import is_fake
 
 _SYNCS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__")
@@ -44,9 +44,9 @@ _SYNCS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__")
 ALIGNED = 16  # NCCL's fast paths load 16 bytes at a time
 
 
-def operand(tensor: Tensor) -> Operand:
+def operand(tensor: Tensor) -> TensorRange:
     offset = int(tensor.storage_offset()) * tensor.element_size() % ALIGNED if tensor.numel() else 0
-    return Operand(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.is_contiguous(), offset)
+    return TensorRange(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.is_contiguous(), offset)
 
 
 class Recorder:
@@ -74,8 +74,8 @@ class Recorder:
         self._replace_functions()
         dist.init_process_group(BACKEND, store=dist.HashStore(), rank=self.rank, world_size=self.world)
 
-    def trace(self, values: dict[str, str] | None = None, finite: bool = True) -> Trace:
-        return Trace(
+    def trace(self, values: dict[str, str] | None = None, finite: bool = True) -> RankTrace:
+        return RankTrace(
             self.rank,
             self.world,
             tuple(self.events),
@@ -99,7 +99,7 @@ class Recorder:
 
     # -- operations ----------------------------------------------------------------------------------------------------
 
-    def issue(self, group: RecordingGroup, asked: Request) -> LateWork:
+    def issue(self, group: RecordingGroup, asked: Issue) -> LateWork:
         """An operation of ``group``."""
         where = place()
         thread = self.thread()

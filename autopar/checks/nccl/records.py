@@ -43,7 +43,7 @@ class Communicator:
 
 
 @dataclass(frozen=True, slots=True)
-class Operand:
+class TensorRange:
     """A tensor that an operation sends or fills. ``offset`` is the number of bytes from the last address that 16 divides."""
 
     shape: tuple[int, ...]
@@ -68,7 +68,7 @@ class Operation:
     index: int
     group: Communicator
     kind: str
-    operands: tuple[Operand, ...]
+    operands: tuple[TensorRange, ...]
     detail: str
     root: int
     splits: tuple[tuple[int, ...], tuple[int, ...]] | None
@@ -138,7 +138,7 @@ Event = Operation | Wait | HostSync | StreamWait | EventRecord | EventWait | Gro
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class RankTrace:
     """All that one rank did.
 
     ``races`` are sentences about tensors that were written while an operation had them. ``values`` are digests of losses and parameters
@@ -161,7 +161,7 @@ class Trace:
         path.write_text(json.dumps(_packed(self), separators=(",", ":")))
 
     @staticmethod
-    def read(path: Path) -> Trace:
+    def read(path: Path) -> RankTrace:
         return _unpacked(json.loads(path.read_text()))
 
 
@@ -191,7 +191,7 @@ class _Table:
         return iter(self._numbers)
 
 
-def _packed(trace: Trace) -> dict[str, Any]:
+def _packed(trace: RankTrace) -> dict[str, Any]:
     groups, places, operands = _Table(), _Table(), _Table()
 
     def cell(name: str, value: Any) -> Any:
@@ -219,9 +219,9 @@ def _packed(trace: Trace) -> dict[str, Any]:
     }
 
 
-def _unpacked(data: dict[str, Any]) -> Trace:
+def _unpacked(data: dict[str, Any]) -> RankTrace:
     groups = [Communicator(name, tuple(members), backend) for name, members, backend in data["groups"]]
-    operands = [Operand(tuple(shape), *rest) for shape, *rest in data["operands"]]
+    operands = [TensorRange(tuple(shape), *rest) for shape, *rest in data["operands"]]
     tables = {"group": groups, "place": data["places"]}
 
     def value(name: str, cell: Any) -> Any:
@@ -233,7 +233,7 @@ def _unpacked(data: dict[str, Any]) -> Trace:
 
     names = [[f.name for f in fields(cls)] for cls in _EVENTS]
     events = tuple(_EVENTS[row[0]](*map(value, names[row[0]], row[1:])) for row in data["events"])
-    return Trace(
+    return RankTrace(
         data["rank"],
         data["world"],
         events,

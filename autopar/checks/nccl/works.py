@@ -21,7 +21,7 @@ Values = Callable[[], Sequence[Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class Issue:
     """An operation to issue: it reads ``operands`` and gives ``results`` the ``values``, which are computed at the issue (``collected``:
     when they are delivered). ``agreed`` is what the members must agree about; the rest is as in ``Operation``."""
 

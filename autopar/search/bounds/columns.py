@@ -38,15 +38,15 @@ NEAR = 0.8
 
 def first_bound(instance: Instance, at_least_s: float, enough_s: float) -> float:
     """``linear`` with equal weights on all textbook paths; ``inf`` if nothing fits."""
-    return max(at_least_s, _Linear(instance).first())
+    return max(at_least_s, _LinearBound(instance).first())
 
 
 def columns_bound(instance: Instance, at_least_s: float, enough_s: float) -> float:
     """``linear`` with the weights that make it largest; stops at ``enough_s``, and is never below ``at_least_s``."""
-    return max(at_least_s, _Linear(instance).best(enough_s))
+    return max(at_least_s, _LinearBound(instance).best(enough_s))
 
 
-class _Linear:
+class _LinearBound:
     """The bound ``linear`` of one instance."""
 
     def __init__(self, instance: Instance) -> None:

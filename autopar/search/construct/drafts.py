@@ -19,7 +19,7 @@ from autopar.schedules.step_time import simulate_many
 from autopar.search.bounds.cheap import sends
 from autopar.search.construct.local import alike_in_rounds, changed, improved
 from autopar.search.construct.refine import Cache, refined
-from autopar.search.construct.selection import LADDER, Mode, memory_scale, modes_of, seconds_of
+from autopar.search.construct.selection import LADDER, CandidateMode, memory_scale, modes_of, seconds_of
 from autopar.search.cuts import balanced_cuts, in_rounds
 from autopar.search.evaluation import Solution, cost
 from autopar.search.minimum_memory import least_memory
@@ -41,7 +41,7 @@ class _Pick:
     """A candidate for each kind of one mode, and the seconds of an evenly loaded device (times the excess of memory)."""
 
     estimate_s: float
-    mode: Mode
+    mode: CandidateMode
     pick: list[int]
 
 
@@ -49,7 +49,7 @@ class _Pick:
 class _Draft:
     estimate_s: float
     bounds: tuple[int, ...]
-    mode: Mode
+    mode: CandidateMode
 
 
 def construct(instance: Instance, deadline: float = np.inf, known_s: float = np.inf) -> tuple[float, Solution] | None:
@@ -90,15 +90,15 @@ class _Tries:
         self.instance = instance
         self.step_s: float = np.inf
         self.solution: Solution | None = None
-        self.mode: Mode | None = None
+        self.mode: CandidateMode | None = None
         self.cache: Cache = {}
 
-    def take(self, solution: Solution, mode: Mode) -> None:
+    def take(self, solution: Solution, mode: CandidateMode) -> None:
         step = cost(self.instance, solution, self.step_s).step_time_s
         if step < self.step_s:
             self.step_s, self.solution, self.mode = step, solution, mode
 
-    def cut(self, bounds: tuple[int, ...], mode: Mode) -> None:
+    def cut(self, bounds: tuple[int, ...], mode: CandidateMode) -> None:
         if (solution := refined(self.instance, mode, bounds, self.cache)) is not None:
             self.take(solution, mode)
 

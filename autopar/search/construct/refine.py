@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from autopar.schedules.memory import passing_by
-from autopar.search.construct.selection import Mode, Selection, every, stage_of
+from autopar.search.construct.selection import CandidateMode, LayerSelection, every, stage_of
 from autopar.search.evaluation import Solution, fits, fullest_moments, in_turn, stage_bytes
 from autopar.search.knapsacks import TABLES, knapsacks
 from autopar.search.minimum_memory import first_moments, shares_of_limits
@@ -27,7 +27,7 @@ Cache = dict[tuple[object, ...], tuple[int, ...] | None]
 """The candidates of stages and devices that were chosen before."""
 
 
-def refined(instance: Instance, mode: Mode, bounds: tuple[int, ...], cache: Cache) -> Solution | None:
+def refined(instance: Instance, mode: CandidateMode, bounds: tuple[int, ...], cache: Cache) -> Solution | None:
     """The solution with these cuts and the best candidates found; ``None`` if none fit."""
     if instance.schedule.interleaved:
         return _devices(instance, mode, bounds, cache)
@@ -36,7 +36,7 @@ def refined(instance: Instance, mode: Mode, bounds: tuple[int, ...], cache: Cach
     return solution if solution is not None and fits(instance, solution) else None
 
 
-def _stages(instance: Instance, mode: Mode, bounds: tuple[int, ...], cache: Cache) -> tuple[int, ...] | None:
+def _stages(instance: Instance, mode: CandidateMode, bounds: tuple[int, ...], cache: Cache) -> tuple[int, ...] | None:
     """Each stage's candidates, from the first stage to the last: the layout that a stage sends decides the layout that the next one
     starts from."""
     pick: list[int] = []
@@ -57,7 +57,9 @@ def _stages(instance: Instance, mode: Mode, bounds: tuple[int, ...], cache: Cach
     return tuple(pick)
 
 
-def _stage(instance: Instance, mode: Mode, i: int, j: int, s: int, before: int | None) -> tuple[int, ...] | None:
+def _stage(
+    instance: Instance, mode: CandidateMode, i: int, j: int, s: int, before: int | None
+) -> tuple[int, ...] | None:
     """The candidates of a stage's layers, with room for the bytes that segments of several layers keep beyond their layers' shares."""
     full = stage_of(instance, every(instance), i, j, s, before)
     chosen = (full if mode.roles is None else stage_of(instance, mode.allowed, i, j, s, before)).solve()
@@ -69,7 +71,13 @@ def _stage(instance: Instance, mode: Mode, i: int, j: int, s: int, before: int |
 
 
 def _in_segments(
-    instance: Instance, mode: Mode, full: Selection, i: int, s: int, before: int | None, found: list[tuple[int, ...]]
+    instance: Instance,
+    mode: CandidateMode,
+    full: LayerSelection,
+    i: int,
+    s: int,
+    before: int | None,
+    found: list[tuple[int, ...]],
 ) -> tuple[int, ...] | None:
     """The best of ``found``, and of choices with some memory left free, that fits with all bytes that its segments keep."""
     fit: list[tuple[int, ...]] = []
@@ -90,7 +98,7 @@ def _in_segments(
     return min(fit, key=full.seconds) if fit else None
 
 
-def _whole(instance: Instance, mode: Mode, i: int, j: int, regime: Regime) -> tuple[int, ...] | None:
+def _whole(instance: Instance, mode: CandidateMode, i: int, j: int, regime: Regime) -> tuple[int, ...] | None:
     """The best candidates of a stage's layers if resharding cost nothing, those of one layout together."""
     runs = compositions(instance)
     weights = (1.0, 0.0, 1 / instance.schedule.microbatches)
@@ -106,7 +114,7 @@ def _whole(instance: Instance, mode: Mode, i: int, j: int, regime: Regime) -> tu
     return tuple(left[kind].pop(0) for kind in instance.kind[i:j].tolist())
 
 
-def _devices(instance: Instance, mode: Mode, bounds: tuple[int, ...], cache: Cache) -> Solution | None:
+def _devices(instance: Instance, mode: CandidateMode, bounds: tuple[int, ...], cache: Cache) -> Solution | None:
     """The candidates of every device's layers for these cuts; ``None`` if none that were found fit."""
     line, kind = instance.schedule.pipeline, instance.kind
     border = instance.layout.inside[0].border
@@ -126,7 +134,7 @@ def _devices(instance: Instance, mode: Mode, bounds: tuple[int, ...], cache: Cac
             passing = passing_by(instance.schedule, d)
             key = (mode.roles, tuple(kind[layers].tolist()), tuple(live), borders, place, passing, limit)
             if key not in cache:
-                cache[key] = Selection(instance, mode.allowed, layers, live, place, passing, limit).solve()
+                cache[key] = LayerSelection(instance, mode.allowed, layers, live, place, passing, limit).solve()
             chosen = cache[key]
             if chosen is None:
                 return None

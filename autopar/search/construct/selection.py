@@ -35,7 +35,7 @@ def memory_scale(instance: Instance) -> float:
 
 
 @dataclass(frozen=True)
-class Mode:
+class CandidateMode:
     """The candidates that may be used: all, or those of one layout for the kinds that have that layout."""
 
     roles: Roles | None
@@ -46,13 +46,13 @@ def every(instance: Instance) -> tuple[Indices, ...]:
     return tuple(np.arange(len(t)) for t in instance.kinds)
 
 
-def modes_of(instance: Instance) -> list[Mode]:
+def modes_of(instance: Instance) -> list[CandidateMode]:
     """The candidates of every kind: all, then those of one layout at a time (all candidates, for a kind that lacks that layout)."""
     allowed = every(instance)
     layouts = dict.fromkeys(roles for t in instance.kinds for roles in t.layouts)
-    modes = [Mode(None, allowed)]
+    modes = [CandidateMode(None, allowed)]
     for roles in layouts if len(layouts) > 1 else ():
-        modes.append(Mode(roles, tuple(only(table, roles) for table in instance.kinds)))
+        modes.append(CandidateMode(roles, tuple(only(table, roles) for table in instance.kinds)))
     return modes
 
 
@@ -66,7 +66,7 @@ def tied_cost(instance: Instance, layers: Sequence[int], price: float) -> float:
     return total
 
 
-class Selection:
+class LayerSelection:
     """The layers, in order, whose candidates are chosen together under one memory limit. ``in_flight`` is how many microbatches of each
     are live, and how many of these are between the two parts of their backward; ``passing`` as in ``schedules.memory``.
 
@@ -226,11 +226,11 @@ def stage_of(
     s: int,
     before: int | None,
     spare: float = 0.0,
-) -> Selection:
+) -> LayerSelection:
     """Layers i..j-1 as stage ``s``, with resharding at its entry and its sends. ``before`` is the candidate of layer ``i - 1``, ``spare``
     the memory that is left free."""
     n, passing, place, limit = instance.regime(s)
-    found = Selection(instance, allowed, range(i, j), [(n, 0.0)] * (j - i), place, passing, limit - spare)
+    found = LayerSelection(instance, allowed, range(i, j), [(n, 0.0)] * (j - i), place, passing, limit - spare)
     if before is not None:
         found.weight[0] = found.weight[0] + instance.edge(i - 1, place)[before, found.keep[0]]
     if j < instance.layers:  # forwards, and backwards by the next stage
