@@ -28,7 +28,7 @@ from autopar.graph import Graph
 from autopar.plan import FP8, PinPrice, Plan
 from autopar.precision import FLOAT8, TF32
 from autopar.schedules import copies_of
-from autopar.search.bounds.cheap import fewest_seconds
+from autopar.search.bounds.cheap import fewest_seconds, least_pipelined_s
 from autopar.search.construct.drafts import construct
 from autopar.search.evaluation import Proof, Solution, cost, in_segments, make_plan, tidy
 from autopar.search.minimum_memory import explain, explain_outside, least_memory, least_share, something_fits
@@ -52,6 +52,9 @@ from autopar.search.tables import Instance
 from autopar.techniques.sync import SYNC
 from autopar.techniques.technique import ANY
 from autopar.units import gigabytes
+
+PROMISING = 2
+"""Pipelines of few rows that are tried with other schedules where the best plan has none."""
 
 WAITING = 0.2
 """If every device of the best plan waits for this share of the step or more, its pipeline is tried with other schedules than 1F1B and
@@ -196,7 +199,7 @@ def explore(
     deadline = time.monotonic() + options.time_limit_s
     pricer, options = _asked(cluster, pricer, options)
     state = State(options, Prices(graph, cluster, pricer, options, shared), pricer, deadline, step_s=known_s)
-    state.every_schedule = every_schedule
+    state.every_schedule, state.few_rows = every_schedule, graph.batch_size < cluster.count
     opened = _open_all(graph, cluster, state)
     while state.left_s() > 0:
         if not state.waited and state.left_s() < options.time_limit_s / 2:
@@ -331,13 +334,17 @@ def _waiting_less(state: State, opened: list[Choice]) -> bool:
     pins = state.prices.pins
     small = len(pins) <= SMALL_LAYERS
     split = all(may_split(some, context_of(options), small) for some in pins)
-    if state.best is not None and not small:
-        idle = _idle(*state.best)
-        if (idle.mean() if split else idle.min()) < WAITING:
-            return False
     every = small or state.best is None
-    chosen = None if state.best is None else state.best[0].schedule
-    sizes = [] if chosen is None else [(chosen.pipeline / n, chosen.microbatches / n) for n in (1, 2)]
+    sizes: list[tuple[float, float]] = []
+    if state.best is not None and not small:
+        chosen = state.best[0].schedule
+        idle = _idle(*state.best)
+        if (idle.mean() if split else idle.min()) >= WAITING:
+            sizes = [(chosen.pipeline / n, chosen.microbatches / n) for n in (1, 2)]
+        elif chosen.pipeline == 1 and state.few_rows:
+            sizes = _promising(state, opened, split)
+        if not sizes:
+            return False
     for plain in opened:
         line = plain.schedule.pipeline
         if every or (line, plain.schedule.microbatches) in sizes:
@@ -345,6 +352,19 @@ def _waiting_less(state: State, opened: list[Choice]) -> bool:
                 if state.open(first, more):
                     state.schedules.setdefault(first.schedule.name, set()).add(line)
     return bool(state.to_price) and state.to_price[0].bound_s < state.enough_s
+
+
+def _promising(state: State, opened: list[Choice], split: bool) -> list[tuple[float, float]]:
+    """Pipelines and microbatches that another schedule may make faster than a best plan without a pipeline, of which no plan is known to
+    say whether its devices wait: those with the least bounds, ``PROMISING`` of them."""
+    bounds: dict[tuple[float, float], float] = {}
+    for plain in opened:
+        for first, *_ in waiting_less(plain, len(state.prices.pins), split):
+            least = state.prices.least_time_s(first)
+            size = plain.schedule.pipeline, plain.schedule.microbatches
+            if least is not None and (bound_s := least_pipelined_s(first.schedule, least)) < state.enough_s:
+                bounds[size] = min(bound_s, bounds.get(size, np.inf))
+    return sorted(bounds, key=lambda size: bounds[size])[:PROMISING]
 
 
 def _idle(instance: Instance, solution: Solution) -> Array:

@@ -58,6 +58,7 @@ class State:
     tried: set[Choice] = field(default_factory=set)  # whether anything fits in these choices was checked at the end
     widened: Choice | None = None  # the latest best choice in which segments were tried
     every_schedule: bool = False  # whether these are tried for every pipeline where there is no best plan
+    few_rows: bool = False  # whether the batch has fewer rows than there are devices
     waited: bool = False  # whether schedules under which devices wait less were considered
     schedules: dict[str, set[int]] = field(
         default_factory=dict
