@@ -135,10 +135,12 @@ def _refuse_table(node: fx.Node) -> None:
 
 
 def source(node: fx.Node) -> str:
-    """The last line of the user's code that made the node; torch's line if none is the user's."""
-    found = [frame for frame in frames(node) if frame[2] == "forward"]
+    """The last line of the user's code that made the node; torch's line if none is the user's, and empty for a node without any."""
+    found = frames(node)
+    if not found:
+        return ""
     users = [frame for frame in found if not frame[0].startswith(str(Path(torch.__file__).parent))]
-    file, line, function, text = (users or found)[-1]
+    file, line, function, text = ([frame for frame in users if frame[2] == "forward"] or users or found)[-1]
     return f'File "{file}", line {line}, in {function}\n    {text}'
 
 

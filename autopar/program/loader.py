@@ -61,7 +61,7 @@ class Order:
     last: str = "drop"
 
 
-class TensorData(Dataset[Mapping[str, Tensor]]):
+class Tensors(Dataset[Mapping[str, Tensor]]):
     """Tensors by name with one row per example in dim 0, say from a file that is mapped into memory: rows are read as they are needed."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -73,7 +73,7 @@ class TensorData(Dataset[Mapping[str, Tensor]]):
             )
 
     @staticmethod
-    def read(path: str | os.PathLike[str]) -> TensorData:
+    def read(path: str | os.PathLike[str]) -> Tensors:
         """The tensors of a file of ``torch.save({"input_ids": tensor, ...})``."""
         how = 'a file of torch.save({"NAME": tensor, ...}) has the rows of each input of the program'
         if not os.path.isfile(path):
@@ -86,7 +86,7 @@ class TensorData(Dataset[Mapping[str, Tensor]]):
             raise DataError(f"{path} holds no tensors by name, but a {type(found).__name__}", how)
         if wrong := [name for name, each in found.items() if not isinstance(each, Tensor) or not each.dim()]:
             raise DataError(f"{path} has entries that are no tensors with rows: {', '.join(map(str, wrong[:5]))}", how)
-        return TensorData(found)
+        return Tensors(found)
 
     def __len__(self) -> int:
         return len(next(iter(self.tensors.values())))
@@ -99,7 +99,7 @@ class TensorData(Dataset[Mapping[str, Tensor]]):
         return {name: tensor[index] for name, tensor in self.tensors.items()}
 
 
-class Synthetic(TensorData):
+class Synthetic(Tensors):
     """Rows without end, made up from their index: normal numbers, and integers that are 0 or 1, which are valid tokens and labels for any
     vocabulary."""
 
@@ -220,15 +220,15 @@ class Loader:
         if isinstance(given, DataLoader):
             given = self._taken_over(given)
         if isinstance(given, Mapping):
-            given = TensorData(given)
+            given = Tensors(given)
         if isinstance(given, IterableDataset) or not hasattr(given, "__getitem__") or not hasattr(given, "__len__"):
             raise DataError(
                 f"{type(given).__name__} cannot be read by row: it has no length, or no __getitem__",
                 "a rank reads its own rows alone, so the data set must be map-style: give each row an index, or write the rows to a file",
             )
         self._whole = given
-        if type(given) is TensorData and self._share.inputs:  # of a file, the other inputs are never read
-            given = TensorData({name: self._fitting(name, given.tensors) for name in self._share.inputs})
+        if type(given) is Tensors and self._share.inputs:  # of a file, the other inputs are never read
+            given = Tensors({name: self._fitting(name, given.tensors) for name in self._share.inputs})
         return given
 
     def _taken_over(self, loader: DataLoader[Any]) -> Any:
@@ -319,7 +319,7 @@ class Loader:
             dataset,
             batch_sampler=cast(Any, batches),
             num_workers=workers,
-            collate_fn=_as_it_is if isinstance(dataset, TensorData) else self._collate or default_collate,
+            collate_fn=_as_it_is if isinstance(dataset, Tensors) else self._collate or default_collate,
             pin_memory=self._pinned,
             multiprocessing_context="fork" if workers else None,
             worker_init_fn=_end_with_parent,

@@ -30,7 +30,7 @@ from .checkpoint import claim, has_checkpoint
 from .checkpoint_files import CheckpointError
 from .collectives import all_gather
 from .finite import NonFiniteLossError, first_non_finite
-from .loader import Loader, Order, Synthetic, TensorData
+from .loader import Loader, Order, Synthetic, Tensors
 from .masters import ParameterGroup
 from .parameters import build_stages, grouping
 from .reductions import Reductions
@@ -48,7 +48,7 @@ __all__ = [
     "NonFiniteLossError",
     "Order",
     "Synthetic",
-    "TensorData",
+    "Tensors",
     "Trainer",
     "adamw",
     "claim",

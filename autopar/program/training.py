@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .guards import GuardError
-from .loader import Loader, Order, Synthetic, TensorData
+from .loader import Loader, Order, Synthetic, Tensors
 from .metrics import Meter, peak_memory_bytes
 from .optimizers import RefusedOptimizerError, Scheduler
 from .out_of_memory import explained
@@ -261,7 +261,7 @@ def dataset(args: argparse.Namespace, program: LoadedProgram) -> Any:
                 f"--dataset {args.dataset} raised {type(error).__name__}: {error} ({line_of(error)})",
                 "every rank calls it",
             ) from error
-    return TensorData.read(args.dataset)
+    return Tensors.read(args.dataset)
 
 
 def line_of(error: Exception) -> str:

@@ -421,7 +421,7 @@ FAULTS = (
     ),
     Fault("a mean is a sum", Small, _attribute(passes.clean.losses, "math", types.SimpleNamespace(prod=lambda _: 1))),
     Fault("a number of the batch is computed of its first row", Logits, _one_row(), lambda: nn.CrossEntropyLoss()),
-    Fault("a Python counter is baked in", Counting, _attribute(export, "check_again", lambda *_: [])),
+    Fault("a Python counter is baked in", Counting, _attribute(export, "check_again", lambda *_: ([], []))),
     Fault("a number drawn by Python is baked in", Drawing, _attribute(guard, "_no_draws", contextlib.nullcontext)),
     Fault("a norm's epsilon is another", Normed, _nodes("aten.layer_norm", _argument(4, 1e-2))),
     Fault("a norm's epsilon is another in the graph of the whole batch alone", Normed, _nodes("aten.layer_norm", _whole_batch_alone)),

@@ -23,7 +23,7 @@ from autopar.search.driver import SMALL_LAYERS
 from autopar.search.manual import make_mesh
 from autopar.search.options import SearchOptions
 from autopar.search.problem import Choice
-from autopar.techniques.logits import LOGITS
+from autopar.techniques.logits import LOGITS, SLICED
 
 SEGMENTS = (2, 3, 4)
 """Numbers of layers that brute force recomputes as one."""
@@ -113,7 +113,7 @@ def _drawn(key: object) -> str:
     offload = f", offload={name!r}" if name else f", {moved} {key.states}" if key.states == "nvme" else ""
     full, part = kind == "full", kind == "selective"
     offload += ", saved='int8'" if key.saves_int8 else ""
-    offload += ", logits='sliced'" if key.slices_logits else ""
+    offload += ", logits='sliced'" if key.options[LOGITS] == SLICED else ""
     return f"Strategy(roles={key.roles!r}, zero={key.zero}, recompute={full}, selective={part}{offload})"
 
 
@@ -455,7 +455,7 @@ def plans(
             tables[-1] = [
                 (s, p)
                 for s, p in tables[-1]
-                if not s.slices_logits or sizes.get(s.but(logits="whole"), 1e99) > 0.1 * max(limits)
+                if s.options[LOGITS] != SLICED or sizes.get(s.but(logits="whole"), 1e99) > 0.1 * max(limits)
             ]
     tied = [i for i, layer in enumerate(graph.layers) if "shared" in layer.parameters]
     memories = StageMemories(graph, tables)

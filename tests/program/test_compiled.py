@@ -265,7 +265,7 @@ def test_only_layers_that_admit_it_are_compiled(tmp_path: Path) -> None:
 def test_schedules_that_split_the_backward_pass_compile_nothing() -> None:
     split, whole = Schedule("zero-bubble", 2, 4), Schedule("1f1b", 2, 4)
     strategy = Strategy((Role.DATA,), compile="layers")
-    assert strategy.under(whole).compiled and not strategy.under(split).compiled
+    assert strategy.under(whole).options.compiled and not strategy.under(split).options.compiled
 
 
 def test_a_plan_keeps_what_is_compiled() -> None:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -31,7 +31,7 @@ from autopar.measure import compare
 from autopar.plan import NONE, Plan, Role, Strategy
 from autopar.planning import plan_model
 from autopar.price import Pricer
-from autopar.price import int8 as priced
+from autopar.price import kept as priced
 from autopar.program import int8
 from autopar.program.spec import layers_of
 from autopar.run import remote as run_remote
@@ -292,18 +292,25 @@ def test_a_layer_at_work_has_its_tensors_besides_and_passes_take_time() -> None:
 
 def test_passes_are_priced_at_the_rate_of_the_devices_memory() -> None:
     cluster = parse("1xH100-80GB")
-    may, numel, whole = (
-        np.array([True, True, False]),
-        np.array([2.0**24, 64.0, 2.0**24]),
-        np.array([2.0**25, 128.0, 2.0**25]),
-    )
-    one = priced.in_int8(may, numel, whole, [0, 1, 2], cluster, fused=True)
-    assert one.stored.tolist() == [2**24 + 2**20, 128.0, 2.0**25]
+    numel, whole = np.array([2.0**24, 64.0, 2.0**24]), np.array([2.0**25, 128.0, 2.0**25])
+
+    def narrow(fused: bool) -> Any:
+        """Three saved tensors, of which the second is too small and the third is an argument of the layer."""
+        table = SimpleNamespace(
+            saved=[SimpleNamespace(dtype=torch.bfloat16)] * 3, saved_argument=np.array([False, False, True]),
+            saved_numel=numel, fused=fused, cls=SimpleNamespace(gives_loss=False),
+        )  # fmt: skip
+        bound = SimpleNamespace(table=table, plain=(0, 1, 2))
+        return priced._narrow(
+            SimpleNamespace(bound=bound, cluster=cluster, saved=whole, local=lambda numbers, _: numbers)
+        )  # type: ignore[arg-type]
+
+    saved, live, storing, restoring = narrow(fused=True)
+    assert (saved, live) == (2**24 + 2**20 + 128.0 + 2.0**25, 2**25)
     passes = (2**25 + 2**24 + 2**20) / cluster.gpu.bytes_per_s
-    assert one.rounding_s == one.restoring_s == pytest.approx(passes + cluster.gpu.kernel_s)
-    several = priced.in_int8(may, numel, whole, [0, 1, 2], cluster, fused=False)
-    assert several.rounding_s > 10 * one.rounding_s and several.temporary_bytes == 9 * 2**22
-    assert one.temporary_bytes == 0 and one.restored_bytes == several.restored_bytes == 2**25
+    assert storing.compute_s == restoring.compute_s == pytest.approx(passes + cluster.gpu.kernel_s)
+    _, with_temporaries, several, _ = narrow(fused=False)
+    assert several.compute_s > 10 * storing.compute_s and with_temporaries == live + 9 * 2**22
 
 
 # -- plans and the search ----------------------------------------------------------------------------------------------

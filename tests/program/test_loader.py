@@ -20,7 +20,7 @@ from autopar.capture import capture
 from autopar.emit.ignored import ignored_labels
 from autopar.emit.prelude import row_sums
 from autopar.errors import BatchError, NonFiniteLossError, UsageError
-from autopar.program.loader import Synthetic, TensorData
+from autopar.program.loader import Synthetic, Tensors
 from autopar.program.metrics import Meter
 from autopar.program.runtime import DataError, in_training_alone
 from autopar.program.spec import StageSpec, TensorSpec
@@ -328,4 +328,4 @@ def test_a_file_without_rows_is_refused(message: str, tmp_path: Path) -> None:
     elif UNREADABLE[message]:
         torch.save(UNREADABLE[message], path)
     with pytest.raises(DataError, match=message):
-        TensorData.read(path)
+        Tensors.read(path)

@@ -122,8 +122,8 @@ def test_what_is_sliced_is_proved_and_what_is_not_is_refused_by_name(case: str, 
     (call,) = [node for node in cls.graph.graph.nodes if node.target is loss_in_slices]
     assert not any(40 in tuple(n.meta["val"].shape[1:]) for n in cls.graph.graph.nodes if n.op == "call_function")
     assert call.kwargs["slices"] == 2 and ("after" in call.kwargs) == (case == "capped")
-    assert manual_plan(graph, logits="sliced").layers[-1].strategy.slices_logits
-    assert not manual_plan(graph, logits="sliced").layers[0].strategy.slices_logits or len(graph.layers) == 1
+    assert manual_plan(graph, logits="sliced").layers[-1].strategy.options.rewrites
+    assert not manual_plan(graph, logits="sliced").layers[0].strategy.options.rewrites or len(graph.layers) == 1
 
 
 @pytest.mark.parametrize(
@@ -215,4 +215,4 @@ def test_the_price_of_slices_and_the_search() -> None:
         assert Plan.from_json(plan.to_json()).layers == plan.layers
     assert found == {None: "whole", 1_000_000_000: "sliced"}
     pinned = search(graph, parse("1xH100-80GB"), pricer, SearchOptions(pin={"logits": "sliced"}))
-    assert pinned.layers[-1].strategy.slices_logits and not pinned.layers[0].strategy.slices_logits
+    assert pinned.layers[-1].strategy.options.rewrites and not pinned.layers[0].strategy.options.rewrites

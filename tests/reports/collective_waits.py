@@ -169,7 +169,7 @@ def compute(kind):
         "runtime.py",
         "",
         """\
-from tracing import begin_step
+from .tracing import begin_step
 
 _step = Trainer.step
 
@@ -209,7 +209,7 @@ LAYERS_TIMED = (
         "fsdp.py",
         "",
         """\
-from tracing import compute
+from .tracing import compute
 
 
 class _Backward(torch.autograd.Function):

@@ -59,7 +59,7 @@ class Feature:
     def change(self, folder: Path) -> None:
         """Take the overlap out of an emitted program."""
         for name, lines in self.patch.items():
-            path = folder / name
+            path = folder / "runtime" / name
             path.write_text(f"{path.read_text()}\n\n{lines}")
 
 
