@@ -88,5 +88,8 @@ def _described(node: fx.Node) -> str:
         node = next((reader for reader in node.users if reader.op == "call_function"), node)
     text = op_name(node).removeprefix("aten.") if node.op == "call_function" else f"the value {node.name}"
     path = module_path(node)
-    where = next((f"line {line} of {Path(file).name}: {text}" for file, line, _, text in reversed(frames(node))), "")
+    lines = sorted(
+        reversed(frames(node)), key=lambda frame: frame[2] != "forward"
+    )  # the module's own line, if there is one
+    where = next((f"line {line} of {Path(file).name}: {text}" for file, line, _, text in lines), "")
     return f"{text}{f' of {path}' if path else ''}{f' ({where})' if where else ''}"
