@@ -88,8 +88,7 @@ def _described(node: fx.Node) -> str:
         node = next((reader for reader in node.users if reader.op == "call_function"), node)
     text = op_name(node).removeprefix("aten.") if node.op == "call_function" else f"the value {node.name}"
     path = module_path(node)
-    lines = sorted(
-        reversed(frames(node)), key=lambda frame: frame[2] != "forward"
-    )  # the module's own line, if there is one
-    where = next((f"line {line} of {Path(file).name}: {text}" for file, line, _, text in lines), "")
+    found = frames(node)
+    found = [frame for frame in found if frame[2] == "forward"] or found  # the module's own line, if there is one
+    where = f"line {found[-1][1]} of {Path(found[-1][0]).name}: {found[-1][3]}" if found else ""
     return f"{text}{f' of {path}' if path else ''}{f' ({where})' if where else ''}"
