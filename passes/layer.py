@@ -21,7 +21,7 @@ from passes.grouped_widths import grouped_widths_pass
 from passes.localise_layer import localise_pass, random_seed
 from passes.overlap import JOINED, converted_types
 from passes.pad import pad_class
-from passes.rewrite import local_rewrites
+from passes.rewrite import computed, local_rewrites
 from passes.runner import run
 
 
@@ -115,10 +115,7 @@ def local_layer(
     """Run the passes on one layer class. ``deferred`` are the indices of the parameters whose gradients the schedule may compute later
     than those of activations; a strategy of such a schedule has no overlap (``Strategy.under``)."""
     assert not deferred or strategy.options == strategy.options.but(**UNDER_SPLIT), strategy
-    rewrites = list(local_rewrites(strategy.options))
-    own = sharding
-    for _, value, module in rewrites:
-        own = module.computed(cls, own, value)
+    own = computed(cls, sharding, strategy.options)
     cls = pad_class(cls, own)
     flow = gradient_flow(cls)
     for node in cls.graph.graph.nodes:
@@ -132,8 +129,8 @@ def local_layer(
             ("grouped_widths", grouped_widths_pass),
         ],
     )
-    for name, value, module in rewrites:
-        gm = run(gm, [(name, functools.partial(module.rewrite_local, cls=cls, sharding=own, value=value))])
+    for name, value, rewrite in local_rewrites(strategy.options):
+        gm = run(gm, [(name, functools.partial(rewrite, cls=cls, sharding=own, value=value))])
     if deferred:
         parameters = [node for node in gm.graph.nodes if node.op == "placeholder"][-len(cls.parameters) :]
         late = [parameters[i] for i in deferred]

@@ -42,17 +42,10 @@ _SILENT = (Collective.NONE, Collective.LOCAL)
 
 
 def rewrite_local(gm: fx.GraphModule, cls: LayerClass, sharding: Sharding, value: str) -> fx.GraphModule:
-    """Rewrite the local graph of ``cls`` as a value of ``overlap`` says; ``sharding`` is ``computed`` of the value."""
+    """Rewrite the local graph of ``cls`` as a value of ``overlap`` says; ``sharding`` is that of what the graph computes."""
     if value == TENSOR:
         return _join_products(gm, cls, sharding)
     return _mark_turns(gm, cls, sharding) if value == HALVES else gm
-
-
-def computed(cls: LayerClass, sharding: Sharding, value: str) -> Sharding:
-    """The sharding of what the local graph computes: that of the whole microbatch, or of a half."""
-    half = _of_half(cls, sharding) if value == HALVES else sharding
-    assert half is not None, cls.name
-    return half
 
 
 # -- early collectives -------------------------------------------------------------------------------------------------
@@ -332,7 +325,7 @@ def _borders(cls: LayerClass, time: AxisTypes) -> list[str]:
     return [node.name for node in placeholders(cls) if time.produced[node.name].sharded]
 
 
-def _of_half(cls: LayerClass, sharding: Sharding) -> Sharding | None:
+def part_of(cls: LayerClass, sharding: Sharding) -> Sharding | None:
     """The sharding of one half of a microbatch; ``None`` if the rows on a device are not an even number."""
     time, *mesh = sharding.axes
     half = Sharding((Axis(MICROBATCH, 2 * time.size, 0), *mesh), sharding.types)
@@ -352,12 +345,10 @@ def _of_half(cls: LayerClass, sharding: Sharding) -> Sharding | None:
     return half
 
 
-def why_not(cls: LayerClass, sharding: Sharding, value: str) -> str:
-    """Why a layer of these shapes does not admit a value of ``overlap``, as the end of a sentence about the layer; empty if it does."""
-    if value != HALVES:
-        return ""
+def why_whole(cls: LayerClass, sharding: Sharding) -> str:
+    """Why the microbatches of a layer of these shapes are not halved, as the end of a sentence about the layer; empty if they are."""
     reason = refusal(cls, sharding.types, gradient_flow(cls))
-    return reason or ("" if _of_half(cls, sharding) is not None else ODD)
+    return reason or ("" if part_of(cls, sharding) is not None else ODD)
 
 
 # -- where they take turns ---------------------------------------------------------------------------------------------
@@ -474,7 +465,7 @@ def _middle(nodes: Sequence[fx.Node], start: int, stop: int) -> int | None:
 
 
 def _mark_turns(gm: fx.GraphModule, cls: LayerClass, sharding: Sharding) -> fx.GraphModule:
-    """Marks the turns in the local graph of ``cls`` of one half (``of_half``).
+    """Marks the turns in the local graph of ``cls`` of one half (``part_of``).
 
     ``meta["turn"]``: the halves take turns before the node. ``meta["flies"]`` of a ``convert``: it is issued and awaited apart.
     ``meta["sends"]``: the conversions that are issued right after the node. ``meta["across"]``: a turn stands between the node and a

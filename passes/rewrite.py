@@ -2,7 +2,7 @@
 
 A technique names its module of this package, because techniques are imported first. A class that ``Technique.rewrite`` has changed is an
 ordinary layer class: types, prices, padding and text follow from its graph. ``Technique.rewrite_local`` changes the graph that one rank
-runs; its module has ``LocalRewrite``'s functions.
+runs.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, cast
+from typing import Any, Protocol
 
 from torch import fx
 
 from autopar.graph import Graph, LayerClass
 from autopar.plan import Strategy
 from autopar.sharding import Sharding
-from autopar.techniques import LAYER, Options
+from autopar.techniques import LAYER, Options, Technique
 
 Rewrite = Callable[[LayerClass], LayerClass | str]
 """Returns the rewritten class, or why it cannot be rewritten, as the end of a sentence about the layer."""
@@ -49,27 +49,33 @@ def rewritten_graph(graph: Graph, strategies: Sequence[Strategy]) -> Graph:
 
 
 class LocalRewrite(Protocol):
-    """The functions of a module that rewrites local graphs for a technique."""
+    """Returns the local graph of a class under a technique's value; ``sharding`` is that of what the graph computes."""
 
-    def computed(self, cls: LayerClass, sharding: Sharding, value: str) -> Sharding:
-        """The sharding of what the local graph computes under ``value``: of the whole microbatch, or of a part."""
-
-    def rewrite_local(self, gm: fx.GraphModule, cls: LayerClass, sharding: Sharding, value: str) -> fx.GraphModule:
-        """The local graph under ``value``; ``sharding`` is what it computes."""
-
-    def why_not(self, cls: LayerClass, sharding: Sharding, value: str) -> str:
-        """Why a layer of these shapes does not admit ``value``, as the end of a sentence about the layer; empty if it does."""
+    def __call__(self, gm: fx.GraphModule, cls: LayerClass, sharding: Sharding, value: str) -> fx.GraphModule: ...
 
 
 def local_rewrites(options: Options) -> Iterator[tuple[str, str, LocalRewrite]]:
-    """The names of the techniques that rewrite local graphs, in order, with their values and modules."""
+    """The names of the techniques that rewrite local graphs, in order, with their values and functions."""
     for technique in LAYER:
         if technique.rewrite_local:
-            module = importlib.import_module(f"passes.{technique.rewrite_local}")
-            yield technique.name, options[technique], cast(LocalRewrite, module)
+            yield technique.name, options[technique], _module(technique).rewrite_local
+
+
+def computed(cls: LayerClass, sharding: Sharding, options: Options) -> Sharding:
+    """The sharding of what a local graph computes: of a microbatch, or of a part of one."""
+    if options.parts == 1:
+        return sharding
+    part = _module(options.parting).part_of(cls, sharding)
+    assert part is not None, cls.name
+    return part
 
 
 def why_whole(cls: LayerClass, sharding: Sharding, options: Options) -> str:
     """Why the microbatches of a layer are not computed in parts, as the end of a sentence about the layer; empty if they are."""
-    reasons = (module.why_not(cls, sharding, value) for _, value, module in local_rewrites(options))
-    return next((reason for reason in reasons if reason), "") if options.parts > 1 else ""
+    return _module(options.parting).why_whole(cls, sharding) if options.parts > 1 else ""
+
+
+def _module(technique: Technique) -> Any:
+    """The module that rewrites local graphs for a technique: it has ``rewrite_local``, and where a value of the technique has several parts
+    ``part_of`` and ``why_whole``."""
+    return importlib.import_module(f"passes.{technique.rewrite_local}")

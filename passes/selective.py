@@ -33,16 +33,6 @@ def recomputed(nodes: Sequence[fx.Node], flows: Callable[[fx.Node], bool]) -> li
     return ops
 
 
-def computed(cls: LayerClass, sharding: Sharding, value: str) -> Sharding:
-    """The whole microbatch, whatever is kept."""
-    return sharding
-
-
-def why_not(cls: LayerClass, sharding: Sharding, value: str) -> str:
-    """Nothing: every layer admits every value of ``activations``."""
-    return ""
-
-
 def rewrite_local(gm: fx.GraphModule, cls: LayerClass, sharding: Sharding, value: str) -> fx.GraphModule:
     """Mark the nodes whose results are kept, if ``value`` of ``activations`` recomputes in part: ``meta["kept"]``.
 

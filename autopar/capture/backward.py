@@ -19,7 +19,7 @@ from autopar.capture.functions import applied, apply_of_torch
 from autopar.errors import CaptureError
 from autopar.ops.facts import facts, op_name
 from autopar.ops.operands import arguments
-from autopar.ops.source import frames
+from autopar.ops.source import source_line
 from autopar.torch_private import gradient_hooks, patch_backward
 
 OPAQUE_HINT = "keep that module whole and replicated: wrap it in autopar.opaque(module)"
@@ -113,7 +113,7 @@ def refuse_nodes(gm: fx.GraphModule) -> None:
                 )
             if op_name(node) == "aten.embedding_renorm_":
                 raise CaptureError(
-                    f"an embedding with max_norm changes its own weight in forward\n{source(node)}",
+                    f"an embedding with max_norm changes its own weight in forward\n{source_line(node)}",
                     hint="leave max_norm out and scale the rows that were looked up: F.normalize(embedding(ids), dim=-1) * norm",
                 )
             if facts(node).looks_up:
@@ -124,24 +124,14 @@ def _refuse_table(node: fx.Node) -> None:
     given = arguments(node)
     if given["scale_grad_by_freq"]:
         raise CaptureError(
-            f"an embedding with scale_grad_by_freq divides gradients by how often an id is in the whole batch\n{source(node)}",
+            f"an embedding with scale_grad_by_freq divides gradients by how often an id is in the whole batch\n{source_line(node)}",
             hint="leave scale_grad_by_freq out, and weight the loss by the ids' counts instead",
         )
     if given["sparse"]:
         raise CaptureError(
-            f"an embedding with sparse=True has a sparse gradient, and a program's gradients are dense\n{source(node)}",
+            f"an embedding with sparse=True has a sparse gradient, and a program's gradients are dense\n{source_line(node)}",
             hint="pass sparse=False: the numbers are the same, and optimizers for dense gradients take them",
         )
-
-
-def source(node: fx.Node) -> str:
-    """The last line of the user's code that made the node; torch's line if none is the user's, and empty for a node without any."""
-    found = frames(node)
-    if not found:
-        return ""
-    users = [frame for frame in found if not frame[0].startswith(str(Path(torch.__file__).parent))]
-    file, line, function, text = ([frame for frame in users if frame[2] == "forward"] or users or found)[-1]
-    return f'File "{file}", line {line}, in {function}\n    {text}'
 
 
 def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:

@@ -16,8 +16,9 @@ from types import TracebackType
 from torch import fx, nn
 
 import passes
-from autopar.capture.backward import OPAQUE_HINT, TORCH, source
+from autopar.capture.backward import OPAQUE_HINT, TORCH
 from autopar.errors import AutoparError, CaptureError
+from autopar.ops.source import source_line
 
 _NOT_THE_USERS = (TORCH, str(Path(__file__).parents[1]), *passes.__path__, "<")
 _STANDARD = sysconfig.get_path("stdlib")
@@ -56,7 +57,7 @@ def _node(trace: TracebackType | None) -> str:
     found = ""
     while trace is not None:
         node = trace.tb_frame.f_locals.get("node")
-        if isinstance(node, fx.Node) and (line := source(node).strip()):
+        if isinstance(node, fx.Node) and (line := source_line(node).strip()):
             found = " ".join(line.split())
         trace = trace.tb_next
     return found

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopar.capture import reference
-from autopar.capture.backward import source
 from autopar.capture.batch import BatchStructure, flatten_batch, rebuild_batch
 from autopar.capture.eager import AsGiven, EagerStep, WithoutDraws, gradients, update
 from autopar.capture.float64 import WholeFloat64
@@ -34,6 +33,7 @@ from autopar.ops.cost import attention_dropout, model_flops
 from autopar.ops.facts import OpKind, facts, op_name
 from autopar.ops.meta import meta
 from autopar.ops.operands import args_of
+from autopar.ops.source import source_line
 from autopar.precision import name_of
 from autopar.torch_private import results_of_ops
 
@@ -382,7 +382,7 @@ def _located(comparison: _Comparison, graph: Graph, tensors: list[Tensor]) -> st
         return ""
     layer, node = first
     where = f"; the first value that the model does not compute is {node.name} ({op_name(node)}) in {graph.layers[layer].name}"
-    return f"{where}\n{source(node)}"
+    return f"{where}\n{source_line(node)}"
 
 
 class _Seen:

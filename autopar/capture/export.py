@@ -19,7 +19,6 @@ from autopar.capture.backward import (
     refuse_scripts,
     refuse_stray,
     refuse_strays,
-    source,
 )
 from autopar.capture.batch import BatchStructure, flatten_batch, rebuild_batch
 from autopar.capture.blocks import stack
@@ -43,6 +42,7 @@ from autopar.errors import CaptureError
 from autopar.graph import Parameter
 from autopar.ops.facts import facts, op_name
 from autopar.ops.meta import graph_meta, meta
+from autopar.ops.source import source_line
 from autopar.torch_private import as_if_exported, is_fake, masks_as_given, memory, plain_averages, traces_of_functions
 from passes.clean.nodes import like, note
 from passes.clean.regions import inline_regions_pass
@@ -449,7 +449,7 @@ def _label(
                 meta(node)["shares"] = sharing[target]
             real = constants.get(lifted_as)
             if target in strays and node.users:
-                refuse_stray(f"{source(next(iter(node.users)))}\nreads a tensor", strays[target])
+                refuse_stray(f"{source_line(next(iter(node.users)))}\nreads a tensor", strays[target])
             if target in copied.buffers:
                 values[target] = copied.buffers[target]
             elif kind == "CONSTANT_TENSOR" and isinstance(real, torch.Tensor):
@@ -466,7 +466,7 @@ def _label(
 
 def _check_constant(node: fx.Node, value: torch.Tensor) -> None:
     """Refuse a tensor that the graph stores as a constant although it is not constant."""
-    where = source(next(iter(node.users))) if node.users else ""
+    where = source_line(next(iter(node.users))) if node.users else ""
     if value.requires_grad:
         refuse_stray(f"{where}\nreads a tensor", value)
     if is_fake(value) and not value.is_meta:
@@ -501,7 +501,7 @@ def _check_dtypes(gm: fx.GraphModule) -> None:
                 f"{meta(n).get('input', n.name)} {str(meta(n)['val'].dtype).removeprefix('torch.')}" for n in given
             )
             raise CaptureError(
-                f"{op_name(node)} takes tensors of one dtype and gets {words}\n{source(node)}",
+                f"{op_name(node)} takes tensors of one dtype and gets {words}\n{source_line(node)}",
                 hint="give the batch in the model's dtype, or pass precision=..., which casts parameters and floating inputs alike",
             )
 
@@ -519,7 +519,7 @@ def _plain(value: Any, node: fx.Node) -> Any:
 
 
 def _dependent(text: str, node: fx.Node) -> KeptWholeError:
-    return KeptWholeError(f"{text}\n{source(node)}", OPAQUE_HINT, tuple(path for path, _, _ in stack(node)))
+    return KeptWholeError(f"{text}\n{source_line(node)}", OPAQUE_HINT, tuple(path for path, _, _ in stack(node)))
 
 
 def _parameter_names(model: nn.Module) -> dict[str, tuple[str, tuple[str, ...]]]:

@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from autopar.capture.backward import source
 from autopar.capture.opaque import register, target_of
 from autopar.errors import CaptureError
 from autopar.ops.facts import op_name
 from autopar.ops.meta import meta
 from autopar.ops.operands import arguments
+from autopar.ops.source import source_line
 from autopar.program.opaque import TorchOp
 from passes.clean.nodes import add, calls, evaluate, flat, note, replace
 
@@ -42,7 +42,7 @@ def _keep(gm: fx.GraphModule, node: fx.Node) -> None:
         isinstance(item, fx.Node) for value in given.values() if not isinstance(value, fx.Node) for item in flat(value)
     ):
         raise CaptureError(
-            f"torch cannot tell the shape of {op_name(node)}'s result without its operands' values\n{source(node)}",
+            f"torch cannot tell the shape of {op_name(node)}'s result without its operands' values\n{source_line(node)}",
             hint="put the call into a module of its own and wrap that: autopar.opaque(module, output)",
         )
     module = TorchOp(

@@ -237,7 +237,8 @@ def _layers(program: LocalProgram, class_names: dict[int, str], places: dict[int
             number = f"number={layers[0]}, " if random else ""
             lines.append(f"        {first.text} = {name}({spec}, {number}device=device)")
             continue
-        number = f"number=i + {offset}, ".replace(" + 0", "").replace("+ -", "- ") if random else ""
+        index = f"i {'-' if offset < 0 else '+'} {abs(offset)}" if offset else "i"
+        number = f"number={index}, " if random else ""
         lines.append(f"        for i in {_range(first.number, last.number + 1)}:")
         lines.append(f"            self.{first.attribute}[str(i)] = {name}({spec}, {number}device=device)")
     return lines

@@ -5,15 +5,19 @@ from __future__ import annotations
 import ast
 import builtins
 import linecache
+import operator
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx
 
 from autopar.ops.meta import meta
 
+_TORCH = str(Path(torch.__file__).parent)
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in ([^\n]+)\n\s*(.+)')
 
 Frame = tuple[str, int, str, str]
@@ -39,10 +43,21 @@ def _frames(trace: str) -> list[Frame]:
     return [(file, int(line), function, text) for file, line, function, text in _FRAME.findall(trace)]
 
 
+def user_frame(node: fx.Node) -> Frame | None:
+    """The user's line that created the node: the last one of a ``forward`` method, or else of any function; torch's line if none is the
+    user's, and ``None`` for a node that no line created."""
+    found = frames(node)
+    users = [frame for frame in found if not frame[0].startswith(_TORCH)]
+    best = [frame for frame in users if frame[2] == "forward"] or users or found
+    return best[-1] if best else None
+
+
 def source_line(node: fx.Node) -> str:
-    """Return the last line of a ``forward`` method that created the node, below its file and number; empty if unknown."""
-    found = [frame for frame in frames(node) if frame[2] == "forward"]
-    return f'File "{found[-1][0]}", line {found[-1][1]}, in forward\n    {found[-1][3]}' if found else ""
+    """``user_frame`` as Python prints a frame, the line below its file and number; empty without one."""
+    if (frame := user_frame(node)) is None:
+        return ""
+    file, line, function, text = frame
+    return f'File "{file}", line {line}, in {function}\n    {text}'
 
 
 def source_name(node: fx.Node) -> str:
@@ -96,7 +111,7 @@ def _module_name(node: fx.Node) -> str:
 
 def _index(node: fx.Node) -> int | None:
     """Which element of an op's results the node is."""
-    index = node.args[1] if len(node.args) > 1 and getattr(node.target, "__name__", "") == "getitem" else None
+    index = node.args[1] if node.target is operator.getitem else None
     return index if isinstance(index, int) and index >= 0 else None
 
 
@@ -109,7 +124,7 @@ def _is_last(node: fx.Node, at: list[Frame]) -> bool:
         if user in seen or user.op != "call_function":
             continue
         seen.add(user)
-        if getattr(user.target, "__name__", "") in ("convert", "share"):  # the same value, in another type
+        if getattr(user.target, "__module__", "") == "passes.collectives":  # the same value, in another type
             waiting += user.users
             continue
         there = frames(user)[: len(at)]

@@ -66,7 +66,7 @@ def _selection(sized: Sized) -> Kept:
     saved_bytes, working_bytes = table.selection.memory(
         table.saved, sized.saved, list(bound.plain), list(entries), table.live.saver, len(table.ops), sized.input_bytes
     )
-    again = sized.part("forward", chosen.moves, chosen.again)
+    again = sized.pass_of("forward", chosen.moves, chosen.again)
     return Kept(
         saved_bytes=saved_bytes,
         first_bytes=saved_bytes,

@@ -106,7 +106,7 @@ class Sized:
         """Seconds of a move's forward or backward collective."""
         return _move_s(move, getattr(move, side), self.ways[move.axes, move.sharded], self.cluster)
 
-    def part(self, side: str, moves: Collection[Move], ops: Flags | None = None) -> Pass:
+    def pass_of(self, side: str, moves: Collection[Move], ops: Flags | None = None) -> Pass:
         """The part of a pass that consists of ``ops`` and the collectives of ``moves``; without ``ops`` the whole pass."""
         table, gpu = self.bound.table, self.cluster.gpu
         arithmetic_s = getattr(self, f"{side}_s")

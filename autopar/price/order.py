@@ -62,11 +62,6 @@ def passes(sized: Sized, strategy: Strategy, half: Half, trainer: TrainerModel) 
     return _early(sized, trainer) if trainer.starts_early and strategy.overlap in (TENSOR, HALVES) else plain(sized)
 
 
-def in_parts(strategy: Strategy) -> bool:
-    """Whether the microbatch is computed in parts, if it can be."""
-    return strategy.options.parts > 1
-
-
 def why_whole(bound: Bound, half: Half) -> str:
     """Why the microbatches of a layer are not computed in parts; empty if they can be."""
     found = _half_and_turns(bound, half)
@@ -78,7 +73,7 @@ def plain(sized: Sized) -> Passes:
     if "plain" not in sized.known:
         bound = sized.bound
         weight_s = float(sized.backward_s @ bound.table.weight_share)
-        both = sized.part("forward", bound.moves), sized.part("backward", bound.moves)
+        both = sized.pass_of("forward", bound.moves), sized.pass_of("backward", bound.moves)
         sized.known["plain"] = Passes(*both, weight_s, sized.alive(), sized)
     return sized.known["plain"]
 

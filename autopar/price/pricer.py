@@ -211,8 +211,10 @@ class Pricer:
         if found is None:
             return None
         sized, cluster = found
-        in_parts = order.in_parts(strategy)
-        where = (cls_name, self._number(mesh), strategy.roles, microbatches) if in_parts else id(sized)
+        place = cls_name, self._number(mesh), strategy.roles, microbatches
+        where = (
+            place if strategy.options.parts > 1 else id(sized)
+        )  # the half of a microbatch may be padded in another way
         key = where, strategy.options, strategy.zero >= 2
         if key not in self._cores:
             half = functools.partial(self._half, cls_name, mesh, strategy.roles, microbatches)

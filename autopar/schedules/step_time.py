@@ -88,34 +88,6 @@ def _program(schedule: Schedule) -> _Program:
     return found
 
 
-def actions(schedule: Schedule) -> list[tuple[int, int, int]]:
-    """Every action in dependency order: its kind and stage (``KINDS.index(kind) * stages + stage``), the previous action of its device,
-    and the action whose result it takes; -1 where there is none."""
-    return _program(schedule).waits
-
-
-def mixed_paths(schedule: Schedule, ends: Array, follows: Array) -> Array:
-    """How often a mixture of paths through the schedule contains each part of each stage.
-
-    Of all paths the share ``ends[action]`` ends with an action; they came there from the previous action of the device and from the action
-    whose result it takes in the ratio of ``follows[action]``. Whatever the two are, the result is a mixture of paths.
-    """
-    flow, counts = ends / ends.sum(), np.zeros(len(KINDS) * schedule.stages)
-    for number, (slot, own, taken) in reversed(list(enumerate(_program(schedule).waits))):
-        here = flow[number]
-        counts[slot] += here
-        if own < 0 or taken < 0:
-            share = float(own >= 0)
-        else:
-            both = follows[number].sum()
-            share = follows[number, 0] / both if both > 0 else 1.0
-        if own >= 0:
-            flow[own] += here * share
-        if taken >= 0:
-            flow[taken] += here * (1 - share)
-    return counted(schedule, counts.reshape(len(KINDS), schedule.stages))
-
-
 def _seconds(parts: Array) -> Array:
     """Seconds by kind and stage, from ``parts[part, stage, ...]``."""
     forward, inputs = parts[:2]

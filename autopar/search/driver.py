@@ -8,7 +8,8 @@ or when the time limit is reached. The reported bound is the smallest of the ope
 incumbent's time.
 
 Once the choices under 1F1B and GPipe are settled, or half of the time is spent, other schedules are tried (``_waiting_less``): in small
-models for every pipeline, in others for that of the best plan, if it waits long. For such choices, pinned or not, the next number of
+models for every pipeline, in others for that of the best plan, if it waits long, and where the batch has fewer rows than there are
+devices and the best plan has no pipeline, for the two with the least bounds. For such choices, pinned or not, the next number of
 chunks is priced only when the previous one has the lowest bound: the cheap bound rises with the number of chunks.
 """
 
@@ -319,8 +320,9 @@ def _where_nothing_fits(state: State) -> bool:
 
 def _waiting_less(state: State, opened: list[Choice]) -> bool:
     """Try the pipeline of the best plan, and one with half as many devices and microbatches, with the schedules under which devices wait
-    less, if no pin decides the schedule or the number of stages. Every pipeline is tried in models of at most ``SMALL_LAYERS`` layers, and
-    with ``State.every_schedule`` where there is no best plan.
+    less, if no pin decides the schedule or the number of stages. Where the best plan has no pipeline, the ``PROMISING`` ones are tried
+    with few rows. Every pipeline is tried in models of at most ``SMALL_LAYERS`` layers, and with ``State.every_schedule`` where there is
+    no best plan.
 
     Schedules that split backward passes leave layers eager: they are tried where layers are eager in any case, and in models of at most
     ``SMALL_LAYERS``, if all that a layer keeps is on the device.

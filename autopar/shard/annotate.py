@@ -11,7 +11,7 @@ from autopar.flow import gradient_flow
 from autopar.graph import Graph, LayerClass
 from autopar.ops.facts import op_name
 from autopar.ops.operands import operands
-from autopar.ops.source import frames
+from autopar.ops.source import user_frame
 from autopar.plan import Role
 from autopar.rules import has_rule
 from autopar.rules.traffic import OF_MICROBATCHES
@@ -88,7 +88,6 @@ def _described(node: fx.Node) -> str:
         node = next((reader for reader in node.users if reader.op == "call_function"), node)
     text = op_name(node).removeprefix("aten.") if node.op == "call_function" else f"the value {node.name}"
     path = module_path(node)
-    found = frames(node)
-    found = [frame for frame in found if frame[2] == "forward"] or found  # the module's own line, if there is one
-    where = f"line {found[-1][1]} of {Path(found[-1][0]).name}: {found[-1][3]}" if found else ""
+    frame = user_frame(node)
+    where = f"line {frame[1]} of {Path(frame[0]).name}: {frame[3]}" if frame is not None else ""
     return f"{text}{f' of {path}' if path else ''}{f' ({where})' if where else ''}"

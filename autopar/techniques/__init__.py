@@ -122,6 +122,11 @@ class Options:
         """The number of parts in which the layer's microbatches are computed, if it admits them."""
         return max(technique.way(value).parts for technique, value in zip(LAYER, self.values, strict=True))
 
+    @property
+    def parting(self) -> Technique:
+        """The technique that computes microbatches in parts, if there are ``parts``."""
+        return next(technique for technique, value in self.chosen if technique.way(value).parts > 1)
+
     @cached_property
     def whole(self) -> Options:
         """The same values, with whole microbatches."""
@@ -183,17 +188,17 @@ def read_options(layer: Mapping[str, Any]) -> Options:
 
 def in_parts(options: Options) -> str:
     """How microbatches are computed in parts, in words: ``"in two halves that take turns"``."""
-    return next(technique.said(value) for technique, value in options.chosen if technique.way(value).parts > 1)
+    return options.parting.said(options[options.parting])
 
 
 def nowhere(options: Options, reasons: Mapping[str, str]) -> UsageError:
     """The error where no layer's microbatches can be computed in parts, from why each layer's cannot, by its name."""
-    technique, value = next((t, value) for t, value in options.chosen if t.way(value).parts > 1)
+    technique, value = options.parting, options[options.parting]
     reason = Counter(reasons.values()).most_common(1)[0][0]
     layer = next(name for name, why in reasons.items() if why == reason)
-    how = technique.said(value)
     return UsageError(
-        f"{technique.name}={value}: no layer's microbatches can be computed {how}: {layer} {reason}", technique.advice
+        f"{technique.name}={value}: no layer's microbatches can be computed {in_parts(options)}: {layer} {reason}",
+        technique.advice,
     )
 
 

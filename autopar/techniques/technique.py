@@ -179,7 +179,7 @@ class Technique:
     rewrite: ClassVar[str] = ""
     """The module of ``passes`` whose function ``rewrite`` changes a layer class for every value but the default (``passes.rewrite``)."""
     rewrite_local: ClassVar[str] = ""
-    """The module of ``passes`` that rewrites a layer's local graph for its values (``passes.rewrite.LocalRewrite``)."""
+    """The module of ``passes`` that rewrites a layer's local graph for its values (``passes.rewrite``)."""
     adds_work: ClassVar[bool] = False
     """Whether no value takes a microbatch less time than the default."""
     compiled: ClassVar[tuple[str, ...]] = ()

@@ -15,12 +15,9 @@ from autopar.layer_price import LayerPrice
 from autopar.plan import FULL, NONE, Axis, Plan, Role, Strategy
 from autopar.schedules import Schedule
 from autopar.schedules.step_time import (
-    actions,
     longest_path,
     lower_bound,
-    mixed_paths,
     simulate,
-    simulate_parts,
     textbook_paths,
     timeline,
 )
@@ -400,22 +397,6 @@ def test_a_path_through_the_schedule_is_as_long_as_the_step_and_bounds_others() 
             path = longest_path(schedule, np.array(own))
             assert (path * own).sum() == pytest.approx(simulate(schedule, *own))
             assert (path * other).sum() <= simulate(schedule, *other) * (1 + 1e-12)
-
-
-def test_a_mixture_of_paths_is_never_longer_than_the_step_and_the_longest_path_is_one() -> None:
-    rng = np.random.default_rng(0)
-    for schedule in (Schedule("1f1b", 4, 6), Schedule("interleaved-1f1b", 4, 8, 3), Schedule("zbv", 4, 8, 2)):
-        known = actions(schedule)
-        parts = rng.random((3 if schedule.split else 2, schedule.stages))
-        step = simulate_parts(schedule, parts)
-        for _ in range(20):
-            mixed = mixed_paths(schedule, rng.random(len(known)), rng.random((len(known), 2)) * rng.integers(0, 2, 2))
-            assert 0 < (mixed * parts).sum() <= step * (1 + 1e-12)
-        weight = parts[2] if schedule.split else ()
-        stops = [span.stop_s for span in timeline(schedule, parts[0], parts[1:].sum(axis=0), weight)] + [0.0]
-        last = np.arange(len(known)) == int(np.argmax(stops))
-        follows = np.array([[stops[own] >= stops[taken], stops[own] < stops[taken]] for _, own, taken in known])
-        assert (mixed_paths(schedule, last.astype(float), follows.astype(float)) * parts).sum() == pytest.approx(step)
 
 
 def test_without_time_the_bound_is_the_arithmetic_at_peak() -> None:
