@@ -21,7 +21,7 @@ from autopar.schedules.step_time import (
     textbook_paths,
     timeline,
 )
-from autopar.search import SearchOptions, evaluate, manual_plan, search
+from autopar.search import SearchOptions, driver, evaluate, manual_plan, search
 from autopar.search.evaluation import coalesce
 from autopar.search.manual import make_mesh
 from autopar.search.problem import for_sequence, meshes, strategies
@@ -397,6 +397,23 @@ def test_a_path_through_the_schedule_is_as_long_as_the_step_and_bounds_others() 
             path = longest_path(schedule, np.array(own))
             assert (path * own).sum() == pytest.approx(simulate(schedule, *own))
             assert (path * other).sum() <= simulate(schedule, *other) * (1 + 1e-12)
+
+
+def test_few_rows_try_interleaving_for_the_pipelines_with_the_least_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best plan has no pipeline whose devices could wait."""
+    tried = {}
+    for most in (0, driver.PROMISING):
+        monkeypatch.setattr(driver, "PROMISING", most)
+        graph = transformer(64)
+        state = driver.explore(graph, Devices(128, int(72e9)), TransformerPricer(graph), SearchOptions())
+        assert state.best is not None and state.best[0].schedule.pipeline == 1
+        tried[most] = state.schedules
+    assert tried[0] == {}
+    (lines,) = tried[driver.PROMISING].values()
+    assert 1 <= len(lines) <= driver.PROMISING and min(lines) > 1
+    graph = transformer(128)  # as many rows as devices
+    state = driver.explore(graph, Devices(128, int(72e9)), TransformerPricer(graph), SearchOptions())
+    assert state.best is not None and (state.schedules == {} or state.best[0].schedule.pipeline > 1)
 
 
 def test_without_time_the_bound_is_the_arithmetic_at_peak() -> None:
