@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import re
 
@@ -414,6 +415,17 @@ def test_few_rows_try_interleaving_for_the_pipelines_with_the_least_bounds(monke
     graph = transformer(128)  # as many rows as devices
     state = driver.explore(graph, Devices(128, int(72e9)), TransformerPricer(graph), SearchOptions())
     assert state.best is not None and (state.schedules == {} or state.best[0].schedule.pipeline > 1)
+
+
+def test_no_number_of_microbatches_is_faster_than_the_plan() -> None:
+    """A choice whose first cuts are little slower than the best plan has its layers moved, too."""
+    graph = chain(["embed", *["block"] * 40, "head"], 256, seq=TransformerPricer.seq)
+    options = SearchOptions(schedule="chimera", pipeline=4)
+    cluster, pricer = Devices(64, int(72e9)), TransformerPricer(graph)
+    free = search(graph, cluster, pricer, options).prediction.step_time_s
+    for microbatches in (32, 64):
+        pinned = search(graph, cluster, pricer, dataclasses.replace(options, microbatches=microbatches))
+        assert free <= pinned.prediction.step_time_s * 1.001, microbatches
 
 
 def test_without_time_the_bound_is_the_arithmetic_at_peak() -> None:

@@ -55,7 +55,7 @@ class _Draft:
 def construct(instance: Instance, deadline: float = np.inf, known_s: float = np.inf) -> tuple[float, Solution] | None:
     """The best solution found, with its true step time; ``None`` if nothing that was tried fits.
 
-    ``known_s`` is the step of the best plan: the local search changes candidates in solutions little slower than that. With several stages
+    ``known_s`` is the step of the best plan: the local search changes candidates in solutions little slower than that. With several chunks
     on each device, where it takes long, it moves layers in faster ones only. It ends at ``deadline``.
     """
     tries = _Tries(instance)
@@ -74,11 +74,11 @@ def construct(instance: Instance, deadline: float = np.inf, known_s: float = np.
             tries.cut(solution.bounds, modes_of(instance)[0])
     if tries.solution is None:
         return None
-    found, step_s, several = tries.solution, tries.step_s, instance.schedule.interleaved
+    found, step_s, chunked = tries.solution, tries.step_s, instance.schedule.chunks > 1
     if step_s < (1 + CLOSE) * known_s:
         found = changed(instance, found, deadline)
         step_s = cost(instance, found).step_time_s
-    if step_s < (1 if several else 1 + CLOSE) * known_s:
+    if step_s < (1 if chunked else 1 + CLOSE) * known_s:
         found = improved(instance, found, tries.refined, deadline)
     return cost(instance, found).step_time_s, found
 
