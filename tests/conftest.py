@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import forked
 import pytest
+from compiled_once import compile_once
 from workers import WorkerPool
 
 from autopar.run import processes
@@ -25,10 +26,14 @@ gc.disable()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Objects are looked through once the imports are done, and those of the imports never."""
+    """Run the garbage collector only once the imports are done, and never on their objects; keep the bytecode of what is imported, for the
+    Pythons that tests start and for the next run."""
+    kept, sys.dont_write_bytecode = sys.dont_write_bytecode, False
     try:
         return (yield)
     finally:
+        sys.dont_write_bytecode = kept
+        compile_once()
         gc.freeze()
         gc.enable()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 import resource
@@ -11,10 +12,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
-from house_figures import figures, imports, module_of, sources
+from house_figures import imports, module_of, sources, structure
 from pins_page import FIELDS, PAGE, page
 from places import DOCS, ROOT
 
@@ -133,6 +135,16 @@ ALLOWED: dict[str, set[str]] = {
 }
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def figures() -> dict[str, Any]:
+    return structure(sources(None))
+
+
 def room_of(path: Path) -> str:
     parts = path.relative_to(ROOT).parts
     return "passes" if parts[0] == "passes" else parts[1].removesuffix(".py")
@@ -140,7 +152,7 @@ def room_of(path: Path) -> str:
 
 def imports_of(path: Path) -> Iterator[tuple[int, str]]:
     """(line, dotted module) of every import that runs; those under ``if TYPE_CHECKING`` do not."""
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     skipped: set[ast.AST] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
@@ -175,7 +187,7 @@ def test_rooms_import_what_they_may():
 
 
 def test_no_rooms_and_no_files_import_in_a_circle():
-    found = figures(sources(None))
+    found = figures()
     assert found["cycles among packages"] == found["cycles among files"] == []
 
 
@@ -194,8 +206,8 @@ IMPORTS_IN_FUNCTIONS = {
 
 def test_imports_inside_of_functions_have_a_reason():
     modules = {module_of(path) for path in sources(None)}
-    for path, text in sources(None).items():
-        count = sum(inside for _, inside in imports(ast.parse(text), modules))
+    for path in sources(None):
+        count = sum(inside for _, inside in imports(tree_of(ROOT / path), modules))
         allowed, _ = IMPORTS_IN_FUNCTIONS.get(path, (0, ""))
         assert count <= allowed, f"{path}: {count} imports of our own modules inside of functions, {allowed} may be"
 
@@ -212,7 +224,7 @@ MANY_PARAMETERS = {
 
 
 def test_public_functions_have_few_parameters():
-    found = figures(sources(None))["public functions of more than 8 parameters"]
+    found = figures()["public functions of more than 8 parameters"]
     assert {name.partition(" ")[0] for name in found} <= set(MANY_PARAMETERS), found
 
 
@@ -272,19 +284,34 @@ def test_metadata_of_nodes_is_read_by_declared_keys():
     assert not found, "\n".join(found)
 
 
-def run_python(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+def run_python(code: str) -> Any:
+    """What a new Python prints, which is JSON."""
+    return json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, cwd=ROOT).stdout)
+
+
+IMPORTS = """
+import importlib, json, pkgutil, sys, passes
+for module in pkgutil.walk_packages(passes.__path__, "passes."):
+    importlib.import_module(module.name)
+found = [m for m in sys.modules if m.split(".")[0] == "ortools" or m.startswith(("autopar.search", "autopar.cli"))]
+import autopar.compile, autopar.capture.batch, autopar
+print(json.dumps({"solver": found, "functions": [callable(autopar.compile), callable(autopar.capture)]}))
+"""
+
+
+@functools.cache
+def imported() -> dict[str, Any]:
+    """What a new Python finds while it imports the passes, and then ``compile``."""
+    found: dict[str, Any] = run_python(IMPORTS)
+    return found
 
 
 def test_passes_do_not_import_the_solver():
-    code = "import sys, passes, pkgutil, importlib\n"
-    code += "for m in pkgutil.walk_packages(passes.__path__, 'passes.'): importlib.import_module(m.name)\n"
-    code += "print([m for m in sys.modules if m.split('.')[0] == 'ortools' or m.startswith(('autopar.search', 'autopar.cli'))])"
-    assert run_python(code).strip() == "[]"
+    assert imported()["solver"] == []
 
 
 def test_importing_autopar_does_not_import_torch():
-    assert run_python("import sys, autopar, autopar.cli; print('torch' in sys.modules)").strip() == "False"
+    assert run_python("import json, sys, autopar, autopar.cli; print(json.dumps('torch' in sys.modules))") is False
 
 
 def test_help_answers_at_once():
@@ -330,8 +357,7 @@ def test_exported_names():
 
 
 def test_public_functions_win_over_modules_of_their_name():
-    code = "import autopar.compile, autopar.capture.batch, autopar\nprint(callable(autopar.compile), callable(autopar.capture))"
-    assert run_python(code).strip() == "True True"
+    assert imported()["functions"] == [True, True]
 
 
 def test_the_error_tree_is_the_one_its_docstring_draws():
@@ -347,7 +373,7 @@ def test_files_and_functions_stay_small():
         text = path.read_text()
         if text.count("\n") > 600:
             long.append(f"{path.relative_to(ROOT)}: {text.count(chr(10))} lines")
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = node.end_lineno - node.lineno + 1
                 if lines > 70:
@@ -357,7 +383,7 @@ def test_files_and_functions_stay_small():
 
 def test_no_pickles_and_no_evaluated_strings():
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Call):
                 name = ast.unparse(node.func)
                 where = f"{path.relative_to(ROOT)}:{node.lineno}"

@@ -127,6 +127,15 @@ def imports(tree: ast.AST, modules: set[str]) -> Iterator[tuple[str, bool]]:
 
 def figures(texts: Sources) -> dict[str, Any]:
     """All figures of one state of the sources."""
+    return {
+        **structure(texts),
+        **{f"files that spell {name}": sum(name in text for text in texts.values()) for name in SPELLED},
+        **{f"files that know {name}": len(found) for name, found in spread(texts).items()},
+    }
+
+
+def structure(texts: Sources) -> dict[str, Any]:
+    """The figures that the syntax trees give."""
     modules = {module_of(path) for path in texts}
     trees = {module_of(path): ast.parse(text) for path, text in texts.items()}
     files, rooms = nx.DiGraph(), nx.DiGraph()
@@ -159,8 +168,6 @@ def figures(texts: Sources) -> dict[str, Any]:
             for module, node in functions
             if not node.name.startswith("_") and _parameters(node) > MANY_PARAMETERS
         ),
-        **{f"files that spell {name}": sum(name in text for text in texts.values()) for name in SPELLED},
-        **{f"files that know {name}": len(found) for name, found in spread(texts).items()},
     }
 
 
