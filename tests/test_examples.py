@@ -19,7 +19,16 @@ TOLERANCE = {
     "llama": FLOAT32, "finetune": FLOAT32, "moe": FLOAT32, "pins": FLOAT32, "resume": FLOAT32, "lengths": FLOAT32,
 }  # fmt: skip
 pytestmark = pytest.mark.timeout(300)
-SLOW = {"llama", "vit", "moe", "pins", "resume", "lengths"}  # what they use has tests of its own, in short
+SLOW = {
+    "custom_op",
+    "finetune",
+    "llama",
+    "vit",
+    "moe",
+    "pins",
+    "resume",
+    "lengths",
+}  # what they use has tests of its own, in short
 
 
 def skeleton(line: str) -> str:

@@ -12,6 +12,7 @@ from collective_faults import FAULTS, FUNCTIONS, QUICK, TORCH, Fault
 from exactness import KINDS
 from places import file_of
 from recorded import Case, captured, other_cases
+from tiers import slow
 
 from autopar.checks.nccl.distinct import DIFFERENT, Grid
 from autopar.checks.nccl.distinct import check as check_distinct
@@ -156,7 +157,7 @@ def test_pipeline_positions_are_compared(tmp_path: Path, workers: Workers) -> No
     assert all("pipeline position" in finding.sentence for finding in found)
 
 
-SIZED = [("llama", "pipeline 2 x data 2, zero 2"), ("mixtral", "expert 2"), ("gpt2", "tensor+sequence 2")]
+SIZED = [("llama", "pipeline 2 x data 2, zero 2"), ("mixtral", "expert 2"), slow("gpt2", "tensor+sequence 2")]
 
 
 @pytest.mark.parametrize(("model", "name"), SIZED)
