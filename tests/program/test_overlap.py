@@ -17,6 +17,7 @@ from workers import WorkerPool
 from autopar.capture import capture
 from autopar.emit import emit
 from autopar.errors import LaunchError
+from autopar.graph import Graph
 from autopar.run.folder import import_runtime, program_modules
 from autopar.search.manual import manual_plan
 from autopar.shard import annotate
@@ -50,6 +51,18 @@ def rows() -> tuple[Tensor, Tensor]:
     return torch.randn(16, 16), torch.randn(16, 16)
 
 
+_captured: dict[Any, Graph] = {}
+
+
+def captured(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Graph:
+    """The graph of the model and a mean squared error; models of one class with parameters and batches alike are captured once."""
+    parameters = [(name, p.shape, p.dtype, p.requires_grad) for name, p in model.named_parameters()]
+    key = type(model), *parameters, *((tensor.shape, tensor.dtype) for tensor in batch)
+    if key not in _captured:
+        _captured[key] = annotate(capture(model, batch, nn.functional.mse_loss))
+    return _captured[key]
+
+
 def program(
     folder: Path,
     *,
@@ -59,7 +72,7 @@ def program(
     **options: Any,
 ) -> str:
     """Emit a program; ``faults`` are changes of its files: the file, a pattern, the replacement."""
-    graph = annotate(capture(model or Blocks(), batch or rows(), nn.functional.mse_loss))
+    graph = captured(model or Blocks(), batch or rows())
     emit(graph, manual_plan(graph, **options), folder)
     for name, pattern, replacement in faults:
         text, count = re.subn(pattern, replacement, file_of(folder, name).read_text())
