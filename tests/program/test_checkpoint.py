@@ -155,7 +155,7 @@ FAULTS: dict[str, tuple[str, tuple[str, str], Fault]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", in_short(FAULTS, "the optimizer starts anew"))
 def test_a_fault_is_caught(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """By a refusal to write what is no whole tensor, or by other numbers."""
     model, kinds, fault = FAULTS[name]

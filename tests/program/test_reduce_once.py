@@ -163,7 +163,7 @@ FAULTS: dict[str, tuple[Fault, type[nn.Module]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", in_short(FAULTS, "reduced in the first microbatch"))
 def test_a_fault_is_caught(name: str, workers4: WorkerPool, tmp_path: Path) -> None:
     fault, kind = FAULTS[name]
     path, model = emitted(tmp_path, fault, model=kind(), **PLANS["1f1b" if kind is Skipping else "interleaved"])

@@ -206,7 +206,7 @@ FAULTS: dict[str, Fault] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", in_short(FAULTS, "the server does not broadcast"))
 def test_a_fault_of_a_server_is_caught(name: str, workers4: WorkerPool, tmp_path: Path) -> None:
     """Of AdamW alone a norm that is wrong in size would show little: the plan has two stages, and gradients are clipped."""
     folder = program(tmp_path, FAULTS[name], **SERVED["pipeline"], **SERVER)
@@ -368,7 +368,7 @@ APART_FAULTS: dict[str, Fault] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", APART_FAULTS)
+@pytest.mark.parametrize("name", in_short(APART_FAULTS, "replicas are not averaged"))
 def test_a_fault_of_an_average_is_caught(name: str, workers4: WorkerPool, tmp_path: Path) -> None:
     """With clipping to a small norm, which hides a gradient's scale, or without it, which hides the norm."""
     folder = program(tmp_path, APART_FAULTS[name], **APART["pipeline"], **local(3))
