@@ -85,6 +85,7 @@ def test_stages_on_faster_gpus_have_more_layers(capfd: pytest.CaptureFixture[str
     assert plan.bound_s <= plan.prediction.step_time_s
 
 
+@pytest.mark.slow
 def test_the_trainer_of_transformers_logs_what_it_logs_on_one_device(capfd: pytest.CaptureFixture[str]) -> None:
     ours, plain = run("hf_trainer", capfd)
     for name, count in {"loss": 10, "grad_norm": 10, "learning_rate": 10, "eval_loss": 2}.items():

@@ -194,7 +194,8 @@ STAGES = {"pipeline": 2, "microbatches": 2, "schedule": "1f1b"}
         ((0.25, 0.25), ONE | {"recompute": True}),
         slow((0.25, 0.25), ONE | {"recompute": "selective"}),
         slow((0.25, 0.25), STAGES),
-        ((0.25, 0.0), ONE | {"tensor": 2, "recompute": "selective"}),
+        ((0.25, 0.0), ONE | {"tensor": 2}),
+        slow((0.25, 0.0), ONE | {"tensor": 2, "recompute": "selective"}),
     ],
     ids=str,
 )

@@ -13,7 +13,7 @@ import torch
 from broken import rewriting
 from click.testing import CliRunner
 from exactness import mlp, subject
-from tiers import slow
+from tiers import in_short, slow
 from torch import Tensor, nn
 from workers import WorkerPool
 
@@ -224,6 +224,7 @@ def test_every_plan_is_run_with_another_batch(workers2: WorkerPool) -> None:
 # -- where it is wrong ------------------------------------------------------------------------------------------------
 
 # A model, the plan, what is wrong with the program's text, and the first difference: what, op, layer.
+ALONE = "a parameter's gradient that is not reduced"
 WRONG: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
     "attention that is not causal": (
         "llama", {"tensor": 2}, r", is_causal=True", "",
@@ -242,7 +243,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
         "llama", {"tensor": 2}, r'(kernels_overlap\.linears\([^()]*gate_proj[^()]*)axis="tensor"', r"\1axis=()",
         r"gradient of mul_7 \(aten\.mul\) in model\.layers\.3: .*I on tensor",
     ),
-    "a parameter's gradient that is not reduced": (
+    ALONE: (
         "llama", {"tensor": 2, "sequence": True},
         r'= kernels\.dense_gradient\(spmd\.convert\((self\.\w+layernorm\.weight), "tensor", src=spmd\.I, dst=spmd\.R\)\)',
         r"= \1", r"gradient of (model\.layers\.\d)\.post_attention_layernorm\.weight \(parameter\) in \1: I on tensor",
@@ -258,7 +259,9 @@ WRONG: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.parametrize(
+    "what", in_short(WRONG, "attention that is not causal", ALONE, "the second of two stages, each with a copy")
+)
 def test_the_first_node_that_differs_is_named(what: str, workers2: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, options, pattern, replacement, found = WRONG[what]
     given = subject(model)
