@@ -7,6 +7,10 @@ import gc
 import os
 import subprocess
 import sys
+
+# Read when torch is imported: threads of several processes would get in each other's way.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -17,7 +21,7 @@ from workers import WorkerPool
 
 from autopar.run import processes
 
-os.environ["AUTOPAR_CALIBRATION"] = ""  # what somebody measured on this machine is no business of the tests
+os.environ["AUTOPAR_CALIBRATION"] = ""  # ignore any local calibration file
 
 # What the tests import are hundreds of thousands of objects that stay until the end. Looking for garbage among them took a quarter of the
 # time in which a process collects its tests, and every full collection after that would look through them again.
