@@ -46,7 +46,7 @@ LEAVES = {
     "progress",
     "keywords",
 }
-# Which rooms a room may import, besides itself and the leaves. What is not here is forbidden.
+# Which packages a package may import, besides itself and the leaves. What is not here is forbidden.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "plan": set(),
@@ -145,7 +145,7 @@ def figures() -> dict[str, Any]:
     return structure(sources(None))
 
 
-def room_of(path: Path) -> str:
+def package_of(path: Path) -> str:
     parts = path.relative_to(ROOT).parts
     return "passes" if parts[0] == "passes" else parts[1].removesuffix(".py")
 
@@ -172,21 +172,21 @@ def imports_of(path: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"{module}.{alias.name}"
 
 
-def test_rooms_import_what_they_may():
+def test_packages_import_what_they_may():
     wrong = []
     for path in SOURCES:
-        room = room_of(path)
+        package = package_of(path)
         for line, name in imports_of(path):
             parts = name.split(".")
             if parts[0] not in ("autopar", "passes") or name in ("autopar", "autopar.__version__"):
                 continue
             target = "passes" if parts[0] == "passes" else parts[1]
-            if target not in ALLOWED[room] | LEAVES | {room}:
-                wrong.append(f"{path.relative_to(ROOT)}:{line}: {room} imports {name}")
+            if target not in ALLOWED[package] | LEAVES | {package}:
+                wrong.append(f"{path.relative_to(ROOT)}:{line}: {package} imports {name}")
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_rooms_and_no_files_import_in_a_circle():
+def test_no_packages_and_no_files_import_in_a_circle():
     found = figures()
     assert found["cycles among packages"] == found["cycles among files"] == []
 
@@ -228,11 +228,11 @@ def test_public_functions_have_few_parameters():
     assert {name.partition(" ")[0] for name in found} <= set(MANY_PARAMETERS), found
 
 
-def test_every_room_has_a_row():
-    assert {room_of(path) for path in SOURCES} == set(ALLOWED)
+def test_every_package_has_a_row():
+    assert {package_of(path) for path in SOURCES} == set(ALLOWED)
 
 
-def test_the_map_names_every_room():
+def test_the_map_names_every_package():
     text = (ROOT / "CONTRIBUTING.md").read_text()
     rows = " ".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| `"))
     named = re.findall(r"`(?:autopar/)?([\w/.]+)`", rows)
@@ -241,10 +241,10 @@ def test_the_map_names_every_room():
     assert sorted(named) == sorted([*found, "passes", "passes/clean"])
 
 
-def test_tests_mirror_the_rooms():
-    rooms = {room_of(path) for path in SOURCES}
+def test_tests_mirror_the_packages():
+    packages = {package_of(path) for path in SOURCES}
     folders = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")}
-    assert folders - {"reports"} <= rooms
+    assert folders - {"reports"} <= packages
 
 
 def test_the_program_that_is_copied_out_imports_nothing_of_ours():
