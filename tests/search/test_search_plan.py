@@ -403,21 +403,17 @@ def test_a_path_through_the_schedule_is_as_long_as_the_step_and_bounds_others() 
             assert (path * other).sum() <= simulate(schedule, *other) * (1 + 1e-12)
 
 
-def test_few_rows_try_interleaving_for_the_pipelines_with_the_least_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The best plan has no pipeline whose devices could wait."""
-    tried = {}
-    for most in (0, driver.PROMISING):
-        monkeypatch.setattr(driver, "PROMISING", most)
-        graph = transformer(64)
-        state = driver.explore(graph, Devices(128, int(72e9)), TransformerPricer(graph), SearchOptions())
-        assert state.best is not None and state.best[0].schedule.pipeline == 1
-        tried[most] = state.schedules
-    assert tried[0] == {}
-    (lines,) = tried[driver.PROMISING].values()
-    assert 1 <= len(lines) <= driver.PROMISING and min(lines) > 1
-    graph = transformer(128)  # as many rows as devices
-    state = driver.explore(graph, Devices(128, int(72e9)), TransformerPricer(graph), SearchOptions())
-    assert state.best is not None and (state.schedules == {} or state.best[0].schedule.pipeline > 1)
+@pytest.mark.parametrize("rows", [64, 128])
+def test_no_pinned_pipeline_is_faster_interleaved_than_the_plan(rows: int) -> None:
+    """Every pipeline is searched under every schedule, also where the best plan under 1F1B and GPipe has none whose devices could wait."""
+    graph, devices = transformer(rows), Devices(128, int(72e9))
+    state = driver.explore(graph, devices, TransformerPricer(graph), SearchOptions(chunks=1))
+    assert state.best is not None and state.best[0].schedule.pipeline == 1
+    plan = search(graph, devices, TransformerPricer(graph))
+    for pipeline in (2, 4, 8):
+        options = SearchOptions(schedule="interleaved-1f1b", pipeline=pipeline)
+        step_s = search(graph, devices, TransformerPricer(graph), options).prediction.step_time_s
+        assert plan.prediction.step_time_s <= step_s * 1.01 and plan.bound_s <= step_s * (1 + 1e-9)
 
 
 def test_no_number_of_microbatches_is_faster_than_the_plan() -> None:
