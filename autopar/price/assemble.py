@@ -14,7 +14,7 @@ import math
 from autopar.devices import Cluster
 from autopar.layer_price import LayerPrice
 from autopar.plan import Strategy
-from autopar.price.host import DEVICE, StatePlace, host_update_s, waited_s
+from autopar.price.host import StatePlace, host_update_s, waited_s
 from autopar.price.live_memory import LayerMemory, Neighbours
 from autopar.price.microbatch import Core, Kept, Pass
 from autopar.price.replicas import Spread
@@ -54,7 +54,7 @@ def assemble(
         forward_exposed += waited_s(kept.copied_bytes, forward_compute_s, cluster)
         backward_exposed += waited_s(kept.copied_bytes, backward_compute_s, cluster)
     updated = trainable / (data if zero else 1)
-    step_s = _update_s(updated, c.tensors, offloaded.states, zero, numbers, cluster)
+    step_s = _update_s(updated, c.tensors, offloaded.memory, zero, numbers, cluster)
     if zero < 2:
         step_s += spread.once_s(zero, forward_compute_s, backward_compute_s, trainer, cluster.overlap_slowdown)
     elif not each_time:  # the last backward is longer by the copies
@@ -107,10 +107,10 @@ def _accumulate_s(spread: Spread, elements: float, numbers: Precision, cluster: 
     return (1 - 1 / spread.microbatches) * elements * numbers.accumulated / cluster.gpu.bytes_per_s
 
 
-def _update_s(updated: float, tensors: int, states: str, zero: int, numbers: Precision, cluster: Cluster) -> float:
+def _update_s(updated: float, tensors: int, memory: str, zero: int, numbers: Precision, cluster: Cluster) -> float:
     """Seconds of the optimizer for ``updated`` elements."""
-    if states != DEVICE:
-        return host_update_s(updated, states, zero, numbers, cluster)
+    if memory:
+        return host_update_s(updated, memory, zero, numbers, cluster)
     return cluster.gpu.update_s(updated * update_bytes(numbers), tensors)
 
 
@@ -164,7 +164,7 @@ def _bytes(
     """Bytes of parameters, gradients, optimizer state, saved activations of one microbatch, and transients."""
     c, kept, data = core.sized, core.kept, spread.size
     parameters, trainable = math.ceil(c.parameters), math.ceil(c.trainable)
-    flat = zero < 2 and (data > 1 or numbers.master or offloaded.states != DEVICE)
+    flat = zero < 2 and (data > 1 or numbers.master or offloaded.memory)
     elements = parameters, trainable
     if flat:
         elements = padded(elements, c.padding, data if zero else 1, numbers.width)

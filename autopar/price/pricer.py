@@ -33,7 +33,6 @@ from autopar.rules.padding import padded, padding
 from autopar.shard.plan import MICROBATCH, LayerTypes, Solve
 from autopar.sharding import AxisTypes, Sharding
 from autopar.techniques import Options
-from autopar.techniques.activations import ACTIVATIONS
 from autopar.techniques.sync import ALL_REDUCE, local_steps
 from autopar.types import SpmdType
 from passes.pad import pad_class
@@ -223,14 +222,14 @@ class Pricer:
 
     def _core_of(self, sized: Sized, strategy: Strategy, half: order.Half) -> Core:
         passes = order.passes(sized, strategy, half, self.trainer)
-        return Core(sized, passes, kept(sized, passes, strategy.options[ACTIVATIONS]))
+        return Core(sized, passes, kept(sized, passes, strategy.options))
 
     def why_whole(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> str:
         """Why the microbatches of a layer class are not computed in parts; empty if they can be."""
         half = functools.partial(self._half, cls_name, mesh, strategy.roles, microbatches)
         runs = ((Axis(MICROBATCH, 2 * self.graph.parts(microbatches), 0),), *self._runs(mesh, strategy.roles))
         bound = self._bind(cls_name, runs, mesh, strategy.roles)
-        return "does not admit its role" if bound is None else order.why_whole(bound, half)
+        return "does not admit its role" if bound is None else order.why_whole(bound, half, strategy.options)
 
     def odd_experts(self, cls_name: str, mesh: Mesh, strategy: Strategy) -> tuple[int, int] | None:
         """The widths of a product of a layer class's experts that its program computes expert by expert (``ops.experts.odd_products``)."""
@@ -400,7 +399,7 @@ class Pricer:
 
     def _saved_bytes(self, sized: Sized, strategy: Strategy) -> float:
         """Bytes on the device that a layer saves for the backward of one microbatch."""
-        found = kept(sized, order.plain(sized), strategy.options[ACTIVATIONS])
+        found = kept(sized, order.plain(sized), strategy.options)
         return 0.0 if found.copied_bytes else found.saved_bytes
 
     def _around(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> Around:

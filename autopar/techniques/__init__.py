@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from autopar.errors import UsageError
@@ -19,7 +19,7 @@ from autopar.techniques.overlap import OVERLAP
 from autopar.techniques.reduce import REDUCE
 from autopar.techniques.states import STATES
 from autopar.techniques.sync import SYNC
-from autopar.techniques.technique import Conflict, Technique
+from autopar.techniques.technique import Call, Case, Conflict, Narrow, Technique, Way
 
 LAYER: tuple[Technique, ...] = (LOGITS, REDUCE, ACTIVATIONS, STATES, OVERLAP, COMPILATION)
 """Every technique of a layer. A search varies the last ones first."""
@@ -78,24 +78,53 @@ class Options:
         return ((t, value) for t, value in zip(LAYER, self.values, strict=True) if value != t.default)
 
     @cached_property
+    def _ways(self) -> tuple[Way, ...]:
+        return tuple(technique.way(value) for technique, value in zip(LAYER, self.values, strict=True))
+
+    @cached_property
     def zero(self) -> int:
         """The least ZeRO stage under which a layer may have these values."""
-        return max(technique.way(value).zero for technique, value in zip(LAYER, self.values, strict=True))
+        return max(way.zero for way in self._ways)
 
     @cached_property
     def elsewhere(self) -> bool:
         """Whether they need memory besides the device's."""
-        return any(technique.way(value).elsewhere for technique, value in self.chosen)
+        return any(way.elsewhere for way in self._ways)
+
+    @cached_property
+    def again(self) -> str:
+        """What the backward pass computes again: nothing (empty), a ``part`` of the layer, or ``all`` of it."""
+        return next((way.again for way in self._ways if way.again), "")
+
+    @cached_property
+    def saved_in(self) -> str:
+        """The memory, besides the device's, that has what the layer saves for its backward pass; empty for none."""
+        return next((way.saved_in for way in self._ways if way.saved_in), "")
+
+    @cached_property
+    def states_in(self) -> str:
+        """The memory, besides the device's, that has the optimizer states; empty for none."""
+        return next((way.states_in for way in self._ways if way.states_in), "")
 
     @cached_property
     def on_nvme(self) -> bool:
         """Whether they need room on the node's NVMe."""
-        return any(technique.way(value).elsewhere == "nvme" for technique, value in self.chosen)
+        return any(way.elsewhere == "nvme" for way in self._ways)
+
+    @cached_property
+    def narrow(self) -> Narrow | None:
+        """How the layer's saved tensors are stored in fewer bits, if they are."""
+        return next((way.narrow for way in self._ways if way.narrow), None)
+
+    @cached_property
+    def early(self) -> bool:
+        """Whether collectives of the backward pass start before the gradients of weights are computed."""
+        return any(way.early for way in self._ways)
 
     @cached_property
     def around(self) -> bool:
         """Whether something is done before and after the layer as a whole."""
-        return any(technique.way(value).around for technique, value in self.chosen)
+        return any(way.around for way in self._ways)
 
     @cached_property
     def together(self) -> int:
@@ -115,12 +144,12 @@ class Options:
     @cached_property
     def whole_gradients(self) -> bool:
         """Whether gradients add up whole over a step's microbatches, and are reduced once a step, also under ZeRO 2 and 3."""
-        return any(technique.way(value).whole_gradients for technique, value in self.chosen)
+        return any(way.whole_gradients for way in self._ways)
 
     @cached_property
     def parts(self) -> int:
         """The number of parts in which the layer's microbatches are computed, if it admits them."""
-        return max(technique.way(value).parts for technique, value in zip(LAYER, self.values, strict=True))
+        return max(way.parts for way in self._ways)
 
     @property
     def parting(self) -> Technique:
@@ -137,6 +166,12 @@ class Options:
     def rewrites(self) -> tuple[str, ...]:
         """The modules of ``passes`` that rewrite the layer's class (``Technique.rewrite``)."""
         return tuple(technique.rewrite for technique, _ in self.chosen if technique.rewrite)
+
+    def called(self, call: Call) -> Call:
+        """The call of a layer, or of layers, in the text of a program; the last techniques are the innermost."""
+        for technique, value in reversed([*self.chosen]):
+            call = technique.called(value, call)
+        return call
 
     @cached_property
     def compiled(self) -> bool:
@@ -166,10 +201,18 @@ def _restored(values: tuple[str, ...]) -> Options:
     return Options(**dict(zip(BY_NAME, values, strict=True)))
 
 
+@cache
+def conflicts_of(technique: Technique) -> tuple[Conflict, ...]:
+    """A technique's conflicts: its own, and those of values that compute microbatches in parts with values that do not admit them."""
+    in_parts = tuple(way.name for way in technique.ways if way.parts > 1)
+    whole = ((other.name, way) for other in LAYER for way in other.ways if way.uncut) if in_parts else ()
+    return (*technique.conflicts, *(Conflict(in_parts, name, (way.name,), way.uncut) for name, way in whole))
+
+
 def conflict(technique: Technique, value: str, others: Mapping[str, str]) -> Conflict | None:
     """The first of a technique's conflicts that a value has with other decisions, by name."""
     name, _ = technique.split(value)
-    for found in technique.conflicts:
+    for found in conflicts_of(technique):
         if name in found.values and str(others.get(found.other, "")).partition(":")[0] in found.others:
             return found
     return None
@@ -189,6 +232,14 @@ def read_options(layer: Mapping[str, Any]) -> Options:
 def in_parts(options: Options) -> str:
     """How microbatches are computed in parts, in words: ``"in two halves that take turns"``."""
     return options.parting.said(options[options.parting])
+
+
+def cases_of(technique: Technique, devices: int) -> Iterator[Case]:
+    """The plans with a technique that ``verify`` runs (``Technique.cases``), with words for the other techniques in their names."""
+    for name, pins in technique.cases(devices):
+        beside = (other for other in ALL if other is not technique and other.name in pins)
+        words = (other.in_case(pins[other.name]) for other in beside)
+        yield name.format("".join(f", {word}" for word in words if word)), pins
 
 
 def nowhere(options: Options, reasons: Mapping[str, str]) -> UsageError:

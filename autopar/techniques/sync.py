@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from autopar.schedules import CHIMERA
-from autopar.techniques.activations import ACTIVATIONS, FULL
+from autopar.techniques.activations import ACTIVATIONS
 from autopar.techniques.technique import PLAN, Case, Conflict, Technique, Way
 
 ALL_REDUCE, PARAMETER_SERVER, LOCAL_STEPS = "all-reduce", "parameter-server", "local-steps"
@@ -76,6 +76,14 @@ class Sync(Technique):
             f"{every}; optimizer states are not"
         )
 
+    def header(self, value: str, gives_loss: bool = False) -> str:
+        if not (steps := local_steps(value)):
+            return ""
+        return (
+            f"Replicas train apart, as {APART} allows: each updates by the gradients of its own samples, and parameters are\n"
+            f"averaged every {steps} step(s)."
+        )
+
     def cases(self, n: int) -> Iterator[Case]:
         if n == 1:
             return
@@ -90,8 +98,8 @@ class Sync(Technique):
         )
         yield f"ring 2 x ulysses {half}, parameter server", {"ring": 2, "ulysses": half} | server
         pipelined = {"data": half, "pipeline": 2, "microbatches": 4} | server
-        recomputed = {"schedule": "1f1b", ACTIVATIONS.name: FULL}
-        yield f"pipeline 2 x data {half}, parameter server, recompute", pipelined | recomputed
+        recomputed = {"schedule": "1f1b", ACTIVATIONS.name: ACTIVATIONS.having(again="all")}
+        yield f"pipeline 2 x data {half}, parameter server{{}}", pipelined | recomputed
         yield f"pipeline 2, zero bubble x data {half}, parameter server", pipelined | {"schedule": "zero-bubble"}
 
 

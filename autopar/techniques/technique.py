@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from autopar.errors import UsageError
+from autopar.units import Constant
 
 Value = int | str | bool
 """The value of a pin."""
@@ -76,6 +77,25 @@ class Pin:
 
 
 @dataclass(frozen=True, slots=True)
+class Narrow:
+    """How saved tensors are stored in fewer bits: a byte for each number, and a scale of ``scale_bytes`` for each ``block`` of them, of
+    tensors of at least ``least`` numbers.
+
+    In a layer that is not compiled, ``kernels`` round or restore ``chunk`` numbers, and move ``rounding`` or ``restoring`` bytes for each
+    besides those read and stored; ``temporary_bytes`` for each are live meanwhile. In a compiled layer one kernel does.
+    """
+
+    block: int
+    least: int
+    chunk: int
+    scale_bytes: int
+    temporary_bytes: int
+    rounding: Constant
+    restoring: Constant
+    kernels: Constant
+
+
+@dataclass(frozen=True, slots=True)
 class Way:
     """One value of a technique.
 
@@ -85,10 +105,12 @@ class Way:
     its memory, so that a plan may have it and no search takes it. ``counted``: it is followed by a colon and a number from this one
     (``full:4``); from 2, the value without a number is that of 1.
 
-    The others are facts for prices, passes and programs. ``elsewhere`` names the memory that it needs besides the device's: ``host`` or
-    ``nvme``. ``around``: something is done before and after the layer as a whole. ``whole_gradients``: gradients add up whole over a step's
-    microbatches, also under ZeRO 2 and 3. ``parts``: microbatches are computed in so many parts; a layer that does not admit them has the
-    value ``fallback``.
+    The others are facts for prices, passes and programs. ``again``: the backward pass computes a ``part`` of the layer again, or ``all`` of
+    it. ``saved_in`` and ``states_in`` name the memory, besides the device's, that has what the layer saves and its optimizer states:
+    ``host`` or ``nvme``. ``narrow``: saved tensors are stored in fewer bits. ``around``: something is done before and after the layer as a
+    whole. ``whole_gradients``: gradients add up whole over a step's microbatches, also under ZeRO 2 and 3. ``early``: collectives of the
+    backward pass start before the gradients of weights are computed. ``parts``: microbatches are computed in so many parts; a layer that
+    does not admit them has the value ``fallback``. ``uncut`` says why microbatches are not computed in parts beside it.
     """
 
     name: str
@@ -98,13 +120,23 @@ class Way:
     inexact: str = ""
     zero: int = 0
     most_zero: int = 3
-    elsewhere: str = ""
     unsearched: str = ""
     counted: int = 0
+    again: str = ""
+    saved_in: str = ""
+    states_in: str = ""
+    narrow: Narrow | None = None
     around: bool = False
     whole_gradients: bool = False
+    early: bool = False
     parts: int = 1
     fallback: str = ""
+    uncut: str = ""
+
+    @property
+    def elsewhere(self) -> str:
+        """The memory that it needs besides the device's: ``host`` or ``nvme``."""
+        return self.saved_in or self.states_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +166,45 @@ class Context:
     allow: Collection[str] = ()
     compiled: bool = False
     nvme: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call in the text of a program, which techniques change: of a layer's arithmetic, or of consecutive ``layers`` in turn.
+
+    ``arguments`` are the texts of the arguments; for ``layers`` the first one is their sequence, and a technique names the ``function``.
+    ``rows`` has the dim of each argument that has the rows of the microbatch (``None``: it has none), ``joined`` that of each result.
+    ``inputs`` are the arguments that are tensors, and ``resident`` those of them that are in memory anyway. ``compiled``: ``torch.compile``
+    compiles the layer. ``gives_loss``: it computes the loss.
+    """
+
+    arguments: tuple[str, ...]
+    function: str = ""
+    rows: tuple[int | None, ...] = ()
+    joined: tuple[int | None, ...] = ()
+    inputs: tuple[str, ...] = ()
+    resident: tuple[str, ...] = ()
+    layers: bool = False
+    compiled: bool = False
+    gives_loss: bool = False
+    remark: str = ""
+    contexts: tuple[tuple[str, str], ...] = ()
+
+    def by(self, function: str, *arguments: str, remark: str = "") -> Call:
+        """Return the call of another function; its arguments are the same ones if none are named."""
+        return replace(self, function=function, arguments=arguments or self.arguments, remark=remark or self.remark)
+
+    def inside(self, context: str, remark: str) -> Call:
+        """Return the call inside of a context manager, around those that it has."""
+        return replace(self, contexts=(*self.contexts, (remark, context)))
+
+    def lines(self, start: str) -> list[str]:
+        """Return the statement ``start function(arguments)``, with its contexts and remarks."""
+        lines = [f"# {self.remark}"] if self.remark else []
+        lines.append(f"{start}{self.function}({', '.join(self.arguments)})")
+        for remark, context in self.contexts:
+            lines = [f"# {remark}", f"with {context}:", *(f"    {line}" for line in lines)]
+        return lines
 
 
 PERMISSIVE = Context(chain=2**30, several=True)
@@ -174,8 +245,14 @@ class Technique:
     """Pins of before, which say a part of the same decision."""
     former_fields: ClassVar[Mapping[str, Any]] = {}
     """Fields of a layer in plan files of before, each with its values (``plan_schema`` says in what form)."""
+    run_fields: ClassVar[tuple[str, ...]] = ()
+    """The fields of a published run that say a value."""
+    flags: ClassVar[tuple[str, ...]] = ()
+    """The flags of other trainers that say a value."""
     modules: ClassVar[tuple[str, ...]] = ()
     """The modules of the runtime that ``model.py`` calls for it."""
+    computes: ClassVar[str] = ""
+    """What ``compute`` of a layer returns that computes a part of a microbatch."""
     rewrite: ClassVar[str] = ""
     """The module of ``passes`` whose function ``rewrite`` changes a layer class for every value but the default (``passes.rewrite``)."""
     rewrite_local: ClassVar[str] = ""
@@ -197,6 +274,10 @@ class Technique:
     @property
     def default(self) -> str:
         return self.ways[0].name
+
+    def having(self, **facts: Any) -> str:
+        """The first value that has these facts (of ``Way``)."""
+        return next(way.name for way in self.ways if all(getattr(way, name) == fact for name, fact in facts.items()))
 
     def split(self, value: str) -> tuple[str, int]:
         """``"full:4"`` as ``("full", 4)``; the number is 1 where there is none."""
@@ -240,6 +321,10 @@ class Technique:
     def said(self, value: str) -> str:
         """What the value does to the subject; empty for nothing to say."""
         return self.way(value).said
+
+    def in_case(self, value: str) -> str:
+        """The value in the name of another technique's case."""
+        return self.said(value)
 
     def cell(self, value: str) -> str:
         """The value in a table of layers."""
@@ -289,8 +374,8 @@ class Technique:
         """Why a layer with these roles cannot have a value, as the end of a sentence about it; empty if it can."""
         return ""
 
-    def pays_beside(self, value: str, options: Mapping[str, str]) -> bool:
-        """Whether a value that no pin asks for is tried beside the values of the other techniques."""
+    def pays_beside(self, value: str, options: Any) -> bool:
+        """Whether a value that no pin asks for is tried beside the values of the other techniques (``Options``)."""
         return True
 
     def unreadable(self, layer: Mapping[str, Any]) -> str:
@@ -305,10 +390,28 @@ class Technique:
         """A sentence for a plan's notes on the layers ``names``, of ``total``, that have the value; empty for none."""
         return ""
 
+    def header(self, value: str, gives_loss: bool = False) -> str:
+        """A sentence at the head of ``model.py`` on what a program computes in place of one device's step; empty for none. ``gives_loss``:
+        the layer that has the value computes the loss."""
+        return ""
+
+    def called(self, value: str, call: Call) -> Call:
+        """Return the call of a layer, or of layers, with what the value does before and after it."""
+        return call
+
     def cases(self, n: int) -> Iterator[Case]:
-        """The plans with the technique that ``verify`` runs on ``n`` devices: names and pins. ``mesh`` among the pins has the names and
-        sizes of a mesh's axes."""
+        """The plans with the technique that ``verify`` runs on ``n`` devices: names, with ``{}`` in place of words for other techniques,
+        and pins. ``mesh`` among the pins has the names and sizes of a mesh's axes."""
         yield from ()
+
+    def of_run(self, run: Mapping[str, Any]) -> str:
+        """The value with which a published run was done, from its ``run_fields``. Raises ``UsageError`` where they make no sense."""
+        return self.default
+
+    def of_flags(self, flags: Mapping[str, str]) -> str | None:
+        """The value that the flags of another trainer say, from the texts of those of its ``flags`` that are set; ``None`` if they say
+        none. Raises ``UsageError`` where they make no sense."""
+        return None
 
     def drawn(self, number: float, zero: int) -> str:
         """The value in a plan that is drawn at random, for a layer under ZeRO stage ``zero``; ``number`` is drawn between 0 and 1."""
