@@ -57,6 +57,8 @@ def assemble(
     step_s = _update_s(updated, c.tensors, offloaded.memory, zero, numbers, cluster)
     if zero < 2:
         step_s += spread.once_s(zero, forward_compute_s, backward_compute_s, trainer, cluster.overlap_slowdown)
+        if spread.late:  # gradients are copied to be summed, and the sums back
+            step_s += 4 * trainable * numbers.averaged / cluster.gpu.bytes_per_s
     elif not each_time:  # the last backward is longer by the copies
         last_s = exposed(back_s + reduce, backward_compute_s + copies_s[2])
         step_s += copies_s[2] + last_s - exposed(back_s, backward_compute_s) + waits_s[2]
@@ -171,6 +173,8 @@ def _bytes(
     stored, gradients, optimizer = state_bytes(
         *elements, data, zero, numbers, offloaded.here(numbers), strategy.options.whole_gradients
     )
+    if spread.late:  # besides this step's gradients, the sums that are on their way, and that of this step
+        gradients *= 2 + spread.late
     share = LayerMemory(
         core.passes.alive, kept, c.plain_bytes, parameters, trainable, c.largest, spread.microbatches, neighbours
     )

@@ -76,6 +76,14 @@ class Sync(Technique):
             f"{every}; optimizer states are not"
         )
 
+    def compared(self, value: str) -> str:
+        if not local_steps(value):
+            return ""
+        return (
+            "the first step of one device (the mean of the replicas' losses, gradients and updates by plain SGD); later steps, in which "
+            "replicas train apart, are not those of one device"
+        )
+
     def header(self, value: str, gives_loss: bool = False) -> str:
         if not (steps := local_steps(value)):
             return ""

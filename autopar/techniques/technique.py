@@ -31,8 +31,8 @@ ANY = "any"
 @dataclass(frozen=True, slots=True)
 class Pin:
     """One row of the table of pins. Without ``values`` a pin is a whole number from ``least`` to ``most``; with ``switch`` its values also
-    have the short forms ``True``, for the last one, and ``False``, for the first one. ``counted`` is a value that may be followed by a
-    colon and a whole number from ``least``. ``former``: a spelling of before, which another pin has replaced."""
+    have the short forms ``True``, for the last one, and ``False``, for the first one. ``counted`` are values that are followed by a colon
+    and a whole number from ``least``. ``former``: a spelling of before, which another pin has replaced."""
 
     name: str
     of_layer: bool
@@ -42,13 +42,13 @@ class Pin:
     least: int = 1
     most: int | None = None
     switch: bool = False
-    counted: str = ""
+    counted: tuple[str, ...] = ()
     former: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
         """The values as one writes them; none for a whole number."""
-        return (*self.values, f"{self.counted}:K") if self.counted else self.values
+        return (*self.values, *(f"{name}:K" for name in self.counted))
 
     @property
     def choices(self) -> str:
@@ -63,7 +63,7 @@ class Pin:
             return self.values[-1 if value else 0]
         if self.values:
             name, _, number = str(value).partition(":")
-            counted = bool(self.counted) and name == self.counted and re.fullmatch(r"[1-9]\d{0,8}", number, re.ASCII)
+            counted = name in self.counted and re.fullmatch(r"[1-9]\d{0,8}", number, re.ASCII)
             fits = value in self.values or bool(counted and int(number) >= self.least)
         else:
             whole = isinstance(value, int) and not isinstance(value, bool)
@@ -110,7 +110,8 @@ class Way:
     ``host`` or ``nvme``. ``narrow``: saved tensors are stored in fewer bits. ``around``: something is done before and after the layer as a
     whole. ``whole_gradients``: gradients add up whole over a step's microbatches, also under ZeRO 2 and 3. ``early``: collectives of the
     backward pass start before the gradients of weights are computed. ``parts``: microbatches are computed in so many parts; a layer that
-    does not admit them has the value ``fallback``. ``uncut`` says why microbatches are not computed in parts beside it.
+    does not admit them has the value ``fallback``. ``uncut`` says why microbatches are not computed in parts beside it. ``late``: gradients
+    are applied as many updates late as the number behind the colon says.
     """
 
     name: str
@@ -132,6 +133,7 @@ class Way:
     parts: int = 1
     fallback: str = ""
     uncut: str = ""
+    late: bool = False
 
     @property
     def elsewhere(self) -> str:
@@ -313,9 +315,9 @@ class Technique:
     def pin(self) -> Pin:
         """The row of the table of pins."""
         values = (*self.values, ANY) if self.optional else self.values
-        counted = next((way for way in self.ways if way.counted), None)
+        counted = [way for way in self.ways if way.counted]
         plain = tuple(value for value in values if self.known(value) or value == ANY)
-        form = {} if counted is None else {"counted": counted.name, "least": counted.counted}
+        form = {"counted": tuple(way.name for way in counted), "least": counted[0].counted} if counted else {}
         return Pin(self.name, self.scope == LAYER, self.meaning, self.example, plain, switch=self.switch, **form)  # type: ignore[arg-type]
 
     def said(self, value: str) -> str:
@@ -403,6 +405,18 @@ class Technique:
         """The plans with the technique that ``verify`` runs on ``n`` devices: names, with ``{}`` in place of words for other techniques,
         and pins. ``mesh`` among the pins has the names and sizes of a mesh's axes."""
         yield from ()
+
+    def late(self, value: str) -> int:
+        """By how many updates gradients are applied late."""
+        return self.split(value)[1] if self.way(value).late else 0
+
+    def compared(self, value: str) -> str:
+        """What ``verify`` compares a plan with, in words, where that is not the training of one device."""
+        return ""
+
+    def parts(self, value: str) -> Mapping[str, str]:
+        """The fields of ``ProgramSpec`` that name parts of the runtime for the value, each with its module and class."""
+        return {}
 
     def of_run(self, run: Mapping[str, Any]) -> str:
         """The value with which a published run was done, from its ``run_fields``. Raises ``UsageError`` where they make no sense."""
