@@ -1,5 +1,5 @@
 """Gradients that are applied late (delayed SGD, Langford et al. 2009, arXiv:0911.0491; staleness as in stale synchronous parallel training,
-Ho et al. 2013): the update of a step uses the gradients of the step ``LATE`` steps before, and the first ones use zeros.
+Ho et al. 2013): the update of a step uses the gradients of the step ``ProgramSpec.late`` steps before, and the first ones use zeros.
 
 A step's gradients are summed over the replicas while the following steps compute: each group's gradients are copied, the sum of the copy
 starts as a reduction would, and it is awaited when an update needs it. A checkpoint has the sums that no update has used yet, as states of
