@@ -99,3 +99,8 @@ def _module(technique: Technique) -> Any:
     """The module that rewrites local graphs for a technique: it has ``rewrite_local``; where a value of the technique has several parts
     ``part_of``, ``turns_or_reason`` and ``why_whole``; where one is early ``products_of``."""
     return importlib.import_module(f"passes.{technique.rewrite_local}")
+
+
+for _technique in LAYER:  # the ops that passes make are registered where their modules are imported
+    if _technique.rewrite:
+        rewrite_of(_technique.rewrite)

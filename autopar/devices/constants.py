@@ -46,26 +46,6 @@ FP8_KERNELS = Constant(
     "kernels of one product",
     "library: program/kernels_fp8.py: ten for each operand (its largest value, the scale, the rounding); the product is the last",
 )
-SLICE_PASSES = Constant(
-    6.0,
-    "passes over a slice of logits in float32, forward",
-    "library: program/kernels_logits.py: the largest (1), the difference (2), its exponential (2), their sum (1)",
-)
-SLICE_PASSES_BACK = Constant(
-    6.0,
-    "passes over a slice of logits in float32, backward",
-    "library: program/kernels_logits.py: the difference (2), its exponential (2), times the gradient (2)",
-)
-SLICE_KERNELS = Constant(
-    15.0,
-    "kernels for each slice of logits besides its product, forward",
-    "library: program/kernels_logits.py: a conversion, the labels' places and logits (6), largest, exponentials and sums (8)",
-)
-SLICE_KERNELS_BACK = Constant(
-    12.0,
-    "kernels for each slice of logits besides its products, backward",
-    "library: program/kernels_logits.py: conversions (2), the exponential's gradient (3), the labels' (6), the sum of the input's (1)",
-)
 USABLE_MEMORY_CPU = Constant(
     0.7,
     "fraction of the machine's memory",

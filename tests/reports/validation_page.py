@@ -23,6 +23,7 @@ from autopar.devices import constants as figures_of_devices
 from autopar.techniques import activations as figures_of_activations
 from autopar.trainers import figures as figures_of_trainers
 from autopar.validate import Score, ValidationReport, score, scores, validate
+from passes import slice_logits as figures_of_logits
 
 PAGE = EVIDENCE / "validation.md"
 ROWS = GROUNDTRUTH
@@ -58,6 +59,7 @@ def records() -> tuple[Record, ...]:
         for where, module in (
             ("devices.constants", figures_of_devices),
             ("techniques.activations", figures_of_activations),
+            ("passes.slice_logits", figures_of_logits),
             ("trainers.figures", figures_of_trainers),
         )
         for name, figure in vars(module).items()
