@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from functools import cache, cached_property
 from typing import Any
 
@@ -19,7 +20,7 @@ from autopar.techniques.overlap import OVERLAP
 from autopar.techniques.reduce import REDUCE
 from autopar.techniques.states import STATES
 from autopar.techniques.sync import SYNC
-from autopar.techniques.technique import Call, Case, Conflict, Narrow, Technique, Way
+from autopar.techniques.technique import Call, Case, Conflict, Facts, Technique
 
 LAYER: tuple[Technique, ...] = (LOGITS, REDUCE, ACTIVATIONS, STATES, OVERLAP, COMPILATION)
 """Every technique of a layer. A search varies the last ones first."""
@@ -39,19 +40,28 @@ GIVEN_UP = (*OF_LAYERS, *(way.gives_up for technique in PLAN for way in techniqu
 _made: dict[tuple[str, ...], Options] = {}
 
 
-class Options:
-    """A layer's value of every technique. Equal ones are one object: prices are cached by strategy, and identity is the fastest hash."""
+class Options(Facts):
+    """A layer's value of every technique, and their facts together: of each the largest. Equal ones are one object: prices are cached by
+    strategy, and identity is the fastest hash."""
+
+    values: tuple[str, ...]
 
     def __new__(cls, **chosen: str) -> Options:
         values = tuple(chosen.pop(technique.name, technique.default) for technique in LAYER)
         assert not chosen, f"no techniques: {chosen}"
         if values not in _made:
-            new = _made[values] = object.__new__(cls)
-            new.values = values
+            new = object.__new__(cls)
+            object.__setattr__(new, "values", values)
             assert not new.problem, new.problem
+            ways = [technique.way(value) for technique, value in zip(LAYER, values, strict=True)]
+            for fact in fields(Facts):
+                found = [known for way in ways if (known := getattr(way, fact.name)) is not None]
+                object.__setattr__(new, fact.name, max(found, default=None))
+            _made[values] = new
         return _made[values]
 
-    values: tuple[str, ...]
+    def __init__(self, **chosen: str) -> None:
+        """Nothing: ``__new__`` finds or makes the object."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restored, (self.values,)  # a copy is the same object
@@ -78,53 +88,9 @@ class Options:
         return ((t, value) for t, value in zip(LAYER, self.values, strict=True) if value != t.default)
 
     @cached_property
-    def _ways(self) -> tuple[Way, ...]:
-        return tuple(technique.way(value) for technique, value in zip(LAYER, self.values, strict=True))
-
-    @cached_property
-    def zero(self) -> int:
-        """The least ZeRO stage under which a layer may have these values."""
-        return max(way.zero for way in self._ways)
-
-    @cached_property
-    def elsewhere(self) -> bool:
-        """Whether they need memory besides the device's."""
-        return any(way.elsewhere for way in self._ways)
-
-    @cached_property
-    def again(self) -> str:
-        """What the backward pass computes again: nothing (empty), a ``part`` of the layer, or ``all`` of it."""
-        return next((way.again for way in self._ways if way.again), "")
-
-    @cached_property
-    def saved_in(self) -> str:
-        """The memory, besides the device's, that has what the layer saves for its backward pass; empty for none."""
-        return next((way.saved_in for way in self._ways if way.saved_in), "")
-
-    @cached_property
-    def states_in(self) -> str:
-        """The memory, besides the device's, that has the optimizer states; empty for none."""
-        return next((way.states_in for way in self._ways if way.states_in), "")
-
-    @cached_property
     def on_nvme(self) -> bool:
         """Whether they need room on the node's NVMe."""
-        return any(way.elsewhere == "nvme" for way in self._ways)
-
-    @cached_property
-    def narrow(self) -> Narrow | None:
-        """How the layer's saved tensors are stored in fewer bits, if they are."""
-        return next((way.narrow for way in self._ways if way.narrow), None)
-
-    @cached_property
-    def early(self) -> bool:
-        """Whether collectives of the backward pass start before the gradients of weights are computed."""
-        return any(way.early for way in self._ways)
-
-    @cached_property
-    def around(self) -> bool:
-        """Whether something is done before and after the layer as a whole."""
-        return any(way.around for way in self._ways)
+        return "nvme" in (self.saved_in, self.states_in)
 
     @cached_property
     def together(self) -> int:
@@ -140,16 +106,6 @@ class Options:
             if number > layers
         }
         return self.but(**limited) if limited else self
-
-    @cached_property
-    def whole_gradients(self) -> bool:
-        """Whether gradients add up whole over a step's microbatches, and are reduced once a step, also under ZeRO 2 and 3."""
-        return any(way.whole_gradients for way in self._ways)
-
-    @cached_property
-    def parts(self) -> int:
-        """The number of parts in which the layer's microbatches are computed, if it admits them."""
-        return max(way.parts for way in self._ways)
 
     @property
     def parting(self) -> Technique:
@@ -172,11 +128,6 @@ class Options:
         for technique, value in reversed([*self.chosen]):
             call = technique.called(value, call)
         return call
-
-    @cached_property
-    def compiled(self) -> bool:
-        """Whether ``torch.compile`` compiles the layer's arithmetic, if its class admits it."""
-        return any(value in technique.compiled for technique, value in self.chosen)
 
     @cached_property
     def quickest(self) -> Options:

@@ -95,23 +95,49 @@ class Narrow:
     kernels: Constant
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Facts:
+    """What prices, passes and programs must know of a value of a technique, or of a layer's values of all techniques together
+    (``Options``)."""
+
+    zero: int = 0
+    """The least ZeRO stage under which layers may have it."""
+    again: str = ""
+    """What the backward pass computes again: nothing (empty), a ``part`` of the layer, or ``all`` of it."""
+    saved_in: str = ""
+    """The memory, besides the device's, that has what the layer saves for its backward pass: ``host``, or empty."""
+    states_in: str = ""
+    """The memory, besides the device's, that has the optimizer states: ``host`` or ``nvme``, or empty."""
+    narrow: Narrow | None = None
+    """How saved tensors are stored in fewer bits, if they are."""
+    around: bool = False
+    """Whether something is done before and after the layer as a whole."""
+    whole_gradients: bool = False
+    """Whether gradients add up whole over a step's microbatches, and are reduced once a step, also under ZeRO 2 and 3."""
+    early: bool = False
+    """Whether collectives of the backward pass start before the gradients of weights are computed."""
+    compiled: bool = False
+    """Whether ``torch.compile`` compiles the layer's arithmetic, if its class admits it."""
+    parts: int = 1
+    """The number of parts in which microbatches are computed, if the layer admits them."""
+
+    @property
+    def elsewhere(self) -> str:
+        """A memory that is needed besides the device's: ``host`` or ``nvme``; empty for none."""
+        return max(self.saved_in, self.states_in)
+
+
 @dataclass(frozen=True, slots=True)
-class Way:
+class Way(Facts):
     """One value of a technique.
 
     ``said`` is what it does to the technique's subject, as in "30 of 34 layers **recomputed**"; empty where there is nothing to say.
     ``cell`` stands for it in a table. ``gives_up`` names the exactness that a user must allow (of ``plan.ALLOWED``), and ``inexact`` says
-    what is not exact. Layers may have it under the ZeRO stages from ``zero`` to ``most_zero``. ``unsearched``: why its price does not tell
+    what is not exact. ``most_zero`` is the last ZeRO stage under which layers may have it. ``unsearched``: why its price does not tell
     its memory, so that a plan may have it and no search takes it. ``counted``: it is followed by a colon and a number from this one
-    (``full:4``); from 2, the value without a number is that of 1.
-
-    The others are facts for prices, passes and programs. ``again``: the backward pass computes a ``part`` of the layer again, or ``all`` of
-    it. ``saved_in`` and ``states_in`` name the memory, besides the device's, that has what the layer saves and its optimizer states:
-    ``host`` or ``nvme``. ``narrow``: saved tensors are stored in fewer bits. ``around``: something is done before and after the layer as a
-    whole. ``whole_gradients``: gradients add up whole over a step's microbatches, also under ZeRO 2 and 3. ``early``: collectives of the
-    backward pass start before the gradients of weights are computed. ``parts``: microbatches are computed in so many parts; a layer that
-    does not admit them has the value ``fallback``. ``uncut`` says why microbatches are not computed in parts beside it. ``late``: gradients
-    are applied as many updates late as the number behind the colon says.
+    (``full:4``); from 2, the value without a number is that of 1. A layer that does not admit its ``parts`` has the value ``fallback``;
+    ``uncut`` says why microbatches are not computed in parts beside it. ``late``: gradients are applied as many updates late as the number
+    says.
     """
 
     name: str
@@ -119,26 +145,12 @@ class Way:
     cell: str = "-"
     gives_up: str = ""
     inexact: str = ""
-    zero: int = 0
     most_zero: int = 3
     unsearched: str = ""
     counted: int = 0
-    again: str = ""
-    saved_in: str = ""
-    states_in: str = ""
-    narrow: Narrow | None = None
-    around: bool = False
-    whole_gradients: bool = False
-    early: bool = False
-    parts: int = 1
     fallback: str = ""
     uncut: str = ""
     late: bool = False
-
-    @property
-    def elsewhere(self) -> str:
-        """The memory that it needs besides the device's: ``host`` or ``nvme``."""
-        return self.saved_in or self.states_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,8 +273,6 @@ class Technique:
     """The module of ``passes`` that rewrites a layer's local graph for its values (``passes.rewrite``)."""
     adds_work: ClassVar[bool] = False
     """Whether no value takes a microbatch less time than the default."""
-    compiled: ClassVar[tuple[str, ...]] = ()
-    """The values with which ``torch.compile`` compiles a layer's arithmetic."""
     advice: ClassVar[str] = ""
     """The hint where a pinned value is refused."""
     share: ClassVar[float] = 0.0
