@@ -63,7 +63,8 @@ def verify(
     parallelism that the model admits is checked. With ``plan``, only that plan: if it is for more devices, its axes are shrunk to fit,
     and the program at the plan's own size is only type-checked. Every program is type-checked.
 
-    A plan with local steps is not exact: the report says that its first step alone is compared with one device.
+    A plan whose replicas train apart, or whose gradients are late, is not exact: the report says that its first step alone is compared
+    with one device.
 
     With ``allow={"microbatch_statistics"}``, or a plan made with it, a model that couples the examples of a batch is run in
     microbatches and compared with one device that accumulates the mean over the same microbatches.

@@ -60,6 +60,16 @@ def trained(
         return losses, trainer.state_dict()
 
 
+def resumed(folder: str, saved: str, optimizer: str, steps: list[Batch]) -> list[float]:
+    """The losses of steps after a checkpoint."""
+    with program_modules(folder):
+        runtime = import_runtime(folder)
+        opened = runtime.load(folder)
+        world = runtime.start(opened, device="cpu")
+        trainer = runtime.Trainer(opened, world, optimizer=OPTIMIZERS[optimizer], max_norm=MAX_NORM, resume=saved)
+        return [trainer.step(batch) for batch in steps]
+
+
 def simulated(
     model: nn.Module, late: int, optimizer: str, steps: list[Batch], loss_of: Any = loss_of
 ) -> tuple[list[float], dict[str, Tensor]]:
@@ -140,6 +150,16 @@ def test_a_checkpoint_has_the_gradients_that_wait(
     )[0]
     assert halves[0] == whole[0] and all(torch.equal(halves[1][name], value) for name, value in whole[1].items())
     assert far(whole, simulated(tied(), 2, "adamw", steps_of())) < 1e-9
+
+
+def test_a_checkpoint_loads_under_a_plan_without_late_gradients(workers2: WorkerPool, tmp_path: Path) -> None:
+    """The gradients that wait are not used there."""
+    folder, after = program(tmp_path / "late", **stale(2, data=2)), program(tmp_path / "exact", data=2)
+    state, saved = state_of(tied()), str(tmp_path / "saved")
+    workers2.run("test_late_gradients:trained", folder, state, "adamw", steps_of()[:4], (saved, 3))
+    losses = workers2.run("test_late_gradients:resumed", after, saved, "adamw", steps_of()[3:])[0]
+    late = simulated(tied(), 2, "adamw", steps_of())[0]
+    assert losses[0] == pytest.approx(late[3], rel=1e-9) and losses[1] != pytest.approx(late[4], rel=1e-6)
 
 
 def test_gradients_of_a_loss_that_is_not_finite_are_never_applied(workers2: WorkerPool, tmp_path: Path) -> None:
