@@ -4,8 +4,8 @@
 strategy from the first one's input, ``selective`` all that is cheap to compute again (Korthikanti et al. 2022, arXiv:2205.05198;
 ``passes.selective`` selects). ``host`` moves what is kept into the host's memory, ``full+host`` the input of a recomputed layer, and
 ``selective+host`` what a layer that is recomputed in part keeps besides the selected values. ``int8`` stores it as 8-bit integers
-(``program.saved_tensors``), which is not exact: gradients are computed from rounded numbers. The layer that gives the loss keeps what it
-needs as it is in any case.
+(``program.activation_storage``), which is not exact: gradients are computed from rounded numbers. The layer that gives the loss keeps
+what it needs as it is in any case.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ SEGMENTS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 INT8_ROUNDING = Constant(
     47.0,
     "bytes moved per element, besides those read and stored",
-    "library: program/saved_tensors.py, not compiled: written in float32, and read and written for its finite values (8), the largest (4), "
-    "the quotient (8), the rounding (8), the lower limit (8); read and written as codes (5), which are copied (2)",
+    "library: program/activation_storage.py, not compiled: written in float32, and read and written for its finite values (8), the "
+    "largest (4), the quotient (8), the rounding (8), the lower limit (8); read and written as codes (5), which are copied (2)",
 )
 INT8_RESTORING = Constant(
     18.0,
     "bytes moved per element, besides those stored and restored",
-    "library: program/saved_tensors.py, not compiled: products with the scales are written (4), codes compared (2), -infinities filled in "
-    "(9), and read (4), less the byte of a code",
+    "library: program/activation_storage.py, not compiled: products with the scales are written (4), codes compared (2), -infinities "
+    "filled in (9), and read (4), less the byte of a code",
 )
 INT8_KERNELS = Constant(
     11.0,
     "kernels that round a tensor, or restore it",
-    "library: program/saved_tensors.py, not compiled: a conversion, finite values, the norm, its division and limit, the quotient, its "
-    "rounding and limit, codes, two copies",
+    "library: program/activation_storage.py, not compiled: a conversion, finite values, the norm, its division and limit, the "
+    "quotient, its rounding and limit, codes, two copies",
 )
 
 _IN_8_BITS = Narrow(
@@ -56,7 +56,7 @@ _IN_8_BITS = Narrow(
     restoring=INT8_RESTORING,
     kernels=INT8_KERNELS,
 )
-"""As ``program.saved_tensors`` stores them."""
+"""As ``program.activation_storage`` stores them."""
 
 _UNCUT = "microbatches in parts go with full recomputation"
 
@@ -157,7 +157,7 @@ class Activations(Technique):
         "--recompute-method",
         "--recompute-num-layers",
     )
-    modules = ("recomputing", "saved_tensors")
+    modules = ("recomputing", "activation_storage")
 
     def said(self, value: str) -> str:
         name, layers = self.split(value)
@@ -268,12 +268,12 @@ class Activations(Technique):
         if way.saved_in:
             stays = ", ".join(("self", *call.resident))
             return call.inside(
-                f"saved_tensors.in_host({stays})", "What the backward pass needs waits in the host's memory."
+                f"activation_storage.in_host({stays})", "What the backward pass needs waits in the host's memory."
             )
         if name == INT8 and not call.gives_loss:
             stays = ", ".join(("self", *call.inputs)) + (", fused=True" if call.compiled else "")
             remark = "What the backward pass needs is stored in 8 bits: gradients are rounded."
-            return call.inside(f"saved_tensors.in_8_bits({stays})", remark)
+            return call.inside(f"activation_storage.in_8_bits({stays})", remark)
         return call
 
     def cases(self, n: int) -> Iterator[Case]:

@@ -191,7 +191,7 @@ def test_a_folder_has_the_files_that_its_program_needs(tmp_path: Path) -> None:
             "kernels_ring.py",
             "kernels_rnn.py",
             "kernels_ctc.py",
-            "saved_tensors.py",
+            "activation_storage.py",
             "recomputing.py",
             "opaque.py",
         }

@@ -32,7 +32,7 @@ from autopar.plan import Plan, Role, Strategy
 from autopar.planning import plan_model
 from autopar.price import Pricer
 from autopar.price import kept as priced
-from autopar.program import saved_tensors
+from autopar.program import activation_storage
 from autopar.program.spec import layers_of
 from autopar.run import remote as run_remote
 from autopar.search import SearchOptions, make_mesh, manual_plan
@@ -50,7 +50,7 @@ assert NARROW is not None
 # -- rounding --------------------------------------------------------------------------------------------------------
 
 
-def stored(x: Tensor, fused: bool = False, module: ModuleType = saved_tensors) -> Tensor:
+def stored(x: Tensor, fused: bool = False, module: ModuleType = activation_storage) -> Tensor:
     return module._Rounded(x.reshape(-1), fused).restore().view(x.shape)
 
 
@@ -70,7 +70,7 @@ def test_numbers_are_within_a_254th_of_the_largest_of_their_block(dtype: torch.d
 def test_pieces_of_a_tensor_are_rounded_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(50, 77)
     whole = stored(x)
-    monkeypatch.setattr(saved_tensors, "CHUNK", 256)
+    monkeypatch.setattr(activation_storage, "CHUNK", 256)
     assert torch.equal(stored(x), whole) and torch.equal(stored(x, fused=True), whole)
 
 
@@ -84,8 +84,12 @@ def test_zeros_and_what_is_not_finite() -> None:
 
 
 def test_the_price_has_the_runtimes_numbers() -> None:
-    assert (NARROW.block, NARROW.least, NARROW.chunk) == (saved_tensors.BLOCK, saved_tensors.LEAST, saved_tensors.CHUNK)
-    held = saved_tensors._Rounded(torch.randn(1001), False)
+    assert (NARROW.block, NARROW.least, NARROW.chunk) == (
+        activation_storage.BLOCK,
+        activation_storage.LEAST,
+        activation_storage.CHUNK,
+    )
+    held = activation_storage._Rounded(torch.randn(1001), False)
     assert held.codes.nbytes + held.scales.nbytes == 1001 + NARROW.scale_bytes * 16
 
 
@@ -105,7 +109,7 @@ class Block(nn.Module):
         kept = hidden.masked_fill(hidden > 0.5, 0.0)
         return self.down(kept * hidden) / (1 + x.square().mean(-1, keepdim=True))
 
-    def forward(self, x: Tensor, module: ModuleType = saved_tensors) -> Tensor:
+    def forward(self, x: Tensor, module: ModuleType = activation_storage) -> Tensor:
         with module.in_8_bits(self, x):
             return self.compute(x)
 
@@ -156,7 +160,7 @@ def check_block(module: ModuleType) -> None:
 
 
 def test_all_but_parameters_arguments_masks_and_small_tensors_is_stored_once() -> None:
-    check_block(saved_tensors)
+    check_block(activation_storage)
 
 
 MUTATIONS = {
@@ -173,10 +177,10 @@ MUTATIONS = {
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_faults_are_found(name: str, tmp_path: Path) -> None:
-    text, (before, after) = Path(saved_tensors.__file__).read_text(), MUTATIONS[name]
+    text, (before, after) = Path(activation_storage.__file__).read_text(), MUTATIONS[name]
     assert text.count(before) == 1
     (tmp_path / "mutated.py").write_text(text.replace(before, after))
-    spec = importlib.util.spec_from_file_location(f"{saved_tensors.__package__}.mutated", tmp_path / "mutated.py")
+    spec = importlib.util.spec_from_file_location(f"{activation_storage.__package__}.mutated", tmp_path / "mutated.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -205,8 +209,8 @@ def check_one_restored(module: ModuleType) -> None:
 
 
 def test_what_is_stored_is_not_mixed_up() -> None:
-    check_addresses(saved_tensors)
-    check_one_restored(saved_tensors)
+    check_addresses(activation_storage)
+    check_one_restored(activation_storage)
 
 
 # -- prices ----------------------------------------------------------------------------------------------------------
@@ -392,7 +396,7 @@ class Rounded(nn.Module):
         self.block = block
 
     def forward(self, x: Tensor) -> Tensor:
-        with saved_tensors.in_8_bits(self, x):
+        with activation_storage.in_8_bits(self, x):
             return self.block(x)
 
 

@@ -26,7 +26,7 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.layer_price import LayerPrice
 from autopar.plan import Plan, Role, Strategy
 from autopar.price import Pricer
-from autopar.program.saved_tensors import _Offloaded, in_host
+from autopar.program.activation_storage import _Offloaded, in_host
 from autopar.schedules import Schedule
 from autopar.search import SearchOptions, evaluate, make_mesh, manual_plan, price_pins, search, steps
 from autopar.search.options import pins_by_layer
