@@ -32,7 +32,7 @@ from autopar.price.moves import Move, layer_moves, wire
 from autopar.program import kernels
 from autopar.rules.traffic import kernel_traffic
 from autopar.sharding import Sharding, local_shape
-from autopar.techniques.sync import local_steps
+from autopar.techniques.sync import SYNC
 from autopar.types import Collective, I, P, R, S, SpmdType, conversion
 from passes.collectives import MICROBATCH, convert, share
 from passes.joined import converted_types, is_joined, passed_on, results_of, weights_of
@@ -94,7 +94,7 @@ def check_collectives(program: LocalProgram) -> int:
 
 def _check_replicas(program: LocalProgram, crossed: set[str]) -> None:
     """Raise if replicas that train apart exchange something in a layer or between layers; ``crossed`` are the axes of all collectives."""
-    if not local_steps(program.plan.sync):
+    if not SYNC.apart(program.plan.sync):
         return
     replicas = {axis.name for axis in program.layers[0].strategy.replicas(program.plan.mesh)[0]}
     if replicas & crossed:

@@ -33,7 +33,7 @@ from autopar.rules.padding import padded, padding
 from autopar.shard.plan import MICROBATCH, LayerTypes, Solve
 from autopar.sharding import AxisTypes, Sharding
 from autopar.techniques import Options
-from autopar.techniques.sync import ALL_REDUCE, local_steps
+from autopar.techniques.sync import SYNC
 from autopar.types import SpmdType
 from passes.pad import pad_class
 from passes.rewrite import rewritten_class
@@ -64,7 +64,7 @@ class Pricer:
     ) -> None:
         self.graph, self.cluster = graph, cluster
         self.trainer = dataclasses.replace(trainer, cpu=True) if cluster.kind == "cpu" else trainer
-        self.prefetch, self.sync, self.copies = 1, ALL_REDUCE, 1
+        self.prefetch, self.sync, self.copies = 1, SYNC.default, 1
         self.compiled = self.trainer.compiles and not self.trainer.cpu
         self.numbers = trainer.precision(precision_name, graph.allow)
         self._pipelined = dataclasses.replace(cluster, pipelined=True)
@@ -371,7 +371,7 @@ class Pricer:
 
     def _replicas(self, mesh: Mesh, strategy: Strategy) -> tuple[Mesh, ...]:
         """The axes of the copies of ZeRO's shards, those over which it shards, and that of a stage's copies if it has any."""
-        axes = strategy.replicas(mesh) if local_steps(self.sync) else strategy.data_axes(mesh)
+        axes = strategy.replicas(mesh) if SYNC.apart(self.sync) else strategy.data_axes(mesh)
         if self.copies == 1:
             return axes
         far = max(math.prod(axis.size for axis in mesh), self.cluster.count // 2)

@@ -10,7 +10,7 @@ from autopar.plan import Axis
 from autopar.price.collectives import RankGroup, group
 from autopar.price.state import Precision
 from autopar.price.trainer import TrainerModel
-from autopar.techniques.sync import PARAMETER_SERVER, SYNC, local_steps
+from autopar.techniques.sync import SYNC
 from autopar.types import Collective
 
 
@@ -93,12 +93,12 @@ def spread(
         return found + over(Collective.ALL_REDUCE, shard, around_layer, ranks)
 
     def averaged() -> float:
-        if not (steps := local_steps(sync)) or copies.size == 1:
+        if not (steps := SYNC.apart(sync)) or copies.size == 1:
             return 0.0
         masters = trainable * (numbers.at_rest or numbers.width)
         return trainer.data_collective_s(Collective.ALL_REDUCE, masters, tensors.count, copies, cluster, False) / steps
 
-    average = Collective.REDUCE if sync == PARAMETER_SERVER else Collective.ALL_REDUCE
+    average = Collective.REDUCE if SYNC.way(sync).served else Collective.ALL_REDUCE
     return Spread(
         size=members.size,
         microbatches=microbatches,
@@ -111,8 +111,8 @@ def spread(
         copies_s=trainer.sharded_copies_s(
             parameters * numbers.width, trainable * numbers.width, trainable * numbers.reduced, cluster
         ),
-        average_s=over(average, trainable * numbers.averaged, False, members if local_steps(sync) else everyone),
-        publish_s=over(Collective.BROADCAST, trainable * numbers.width, False) if sync == PARAMETER_SERVER else 0.0,
+        average_s=over(average, trainable * numbers.averaged, False, members if SYNC.apart(sync) else everyone),
+        publish_s=over(Collective.BROADCAST, trainable * numbers.width, False) if SYNC.way(sync).served else 0.0,
         mean_s=averaged(),
         late=SYNC.late(sync) if everyone.size > 1 else 0,
         mirrored=mirrors != [],

@@ -31,7 +31,7 @@ class Sync(Technique):
     name = "sync"
     ways = (
         Way(ALL_REDUCE, cell=ALL_REDUCE),
-        Way(PARAMETER_SERVER, "synchronized by a parameter server", PARAMETER_SERVER, most_zero=0),
+        Way(PARAMETER_SERVER, "synchronized by a parameter server", PARAMETER_SERVER, most_zero=0, served=True),
         Way(
             LOCAL_STEPS,
             "averaged every {} steps",
@@ -40,6 +40,7 @@ class Sync(Technique):
             inexact="between two averages every replica trains by itself, which one device does not",
             most_zero=0,
             counted=1,
+            apart=True,
         ),
         Way(
             STALE,
@@ -93,7 +94,7 @@ class Sync(Technique):
                 f"not exact, as {STALE_GRADIENTS} allows: every update uses the gradients of {late} step{'s' * (late > 1)} before (the "
                 "first ones zeros), whose sum runs under the steps in between; the device has these gradients, too"
             )
-        if not (steps := local_steps(value)):
+        if not (steps := self.apart(value)):
             return ""
         every = "in every step" if steps == 1 else f"every {steps} steps"
         return (
@@ -107,7 +108,7 @@ class Sync(Technique):
                 f"the first step of one device (its loss, gradients and update by plain SGD), which is applied {late} updates late; later "
                 "steps are not those of one device"
             )
-        if not local_steps(value):
+        if not self.apart(value):
             return ""
         return (
             "the first step of one device (the mean of the replicas' losses, gradients and updates by plain SGD); later steps, in which "
@@ -120,7 +121,7 @@ class Sync(Technique):
     def header(self, value: str, gives_loss: bool = False) -> str:
         if late := self.late(value):
             return f"Every update uses the gradients of {late} step(s) before, as {STALE_GRADIENTS} allows."
-        if not (steps := local_steps(value)):
+        if not (steps := self.apart(value)):
             return ""
         return (
             f"Replicas train apart, as {APART} allows: each updates by the gradients of its own samples, and parameters are\n"
@@ -147,9 +148,3 @@ class Sync(Technique):
 
 
 SYNC = Sync()
-
-
-def local_steps(sync: str) -> int:
-    """The *K* of ``local-steps:K``; 0 if replicas are synchronised in every step."""
-    kind, steps = SYNC.split(sync)
-    return steps if kind == LOCAL_STEPS else 0

@@ -137,7 +137,8 @@ class Way(Facts):
     its memory, so that a plan may have it and no search takes it. ``counted``: it is followed by a colon and a number from this one
     (``full:4``); from 2, the value without a number is that of 1. A layer that does not admit its ``parts`` has the value ``fallback``;
     ``uncut`` says why microbatches are not computed in parts beside it. ``late``: gradients are applied as many updates late as the number
-    says.
+    says. ``apart``: replicas train apart for as many steps, and then average their parameters. ``served``: one replica has the optimizer
+    states, updates, and sends the parameters.
     """
 
     name: str
@@ -151,6 +152,8 @@ class Way(Facts):
     fallback: str = ""
     uncut: str = ""
     late: bool = False
+    apart: bool = False
+    served: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,6 +422,10 @@ class Technique:
     def late(self, value: str) -> int:
         """By how many updates gradients are applied late."""
         return self.split(value)[1] if self.way(value).late else 0
+
+    def apart(self, value: str) -> int:
+        """The number of steps for which replicas train apart; 0 if they are synchronised in every step."""
+        return self.split(value)[1] if self.way(value).apart else 0
 
     def compared(self, value: str) -> str:
         """What ``verify`` compares a plan with, in words, where that is not the training of one device."""
