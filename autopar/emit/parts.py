@@ -53,7 +53,7 @@ def _loaded(program: LocalProgram, layouts: list[dict[str, Any]]) -> LoadedProgr
     return LoadedProgram(
         plan=json.loads(program.plan.dumps()),
         layouts=tuple(Layout.read(record, mesh) for record in layouts),
-        spec=ProgramSpec(mesh=mesh, stages=program.stages, schedule=None),
+        spec=ProgramSpec(mesh=mesh, stages=program.stages, schedule=None, **SYNC.spec(program.plan.sync)),
         layers=tuple(_layers(program, stage) for stage in program.stages),
         constants={},
     )

@@ -236,14 +236,14 @@ def _program_record(program: LocalProgram, parts: Mapping[str, str], prelude: st
     """The text of ``PROGRAM``."""
     mesh = ", ".join(f"{quoted(axis.name)}: {axis.size}" for axis in program.plan.mesh)
     stages = ", ".join(f"Stage{stage.index}" for stage in program.stages) + ("," if len(program.stages) == 1 else "")
-    ignored, late = ignored_labels(program.graph), SYNC.late(program.plan.sync)
+    ignored = ignored_labels(program.graph)
     fields = {
         "mesh": f"{{{mesh}}},  # of a stage, outermost axis first",
         "stages": f"({stages}),",
         "prelude": f"{prelude}," if prelude else "",
         "ignored": f"{literal(ignored, {})},  # labels of rows that the loss leaves out" if ignored else "",
-        "late": f"{late},  # by how many updates gradients are applied late" if late else "",
         "flattened": f"{literal(program.flattened, {})}," if program.flattened else "",
+        **{name: f"{literal(fact, {})}," for name, fact in SYNC.spec(program.plan.sync).items()},
     }
     lines = [f"    {name}={text}" for name, text in fields.items() if text]
     more = ", ".join(f"{name}={part}" for name, part in parts.items())

@@ -431,6 +431,11 @@ class Technique:
         """What ``verify`` compares a plan with, in words, where that is not the training of one device."""
         return ""
 
+    def spec(self, value: str) -> Mapping[str, Any]:
+        """The fields of ``ProgramSpec`` by which a program knows what the value does."""
+        known = {"late": self.late(value), "apart": self.apart(value), "served": self.way(value).served}
+        return {name: fact for name, fact in known.items() if fact}
+
     def parts(self, value: str) -> Mapping[str, str]:
         """The fields of ``ProgramSpec`` that name parts of the runtime for the value, each with its module and class."""
         return {}
