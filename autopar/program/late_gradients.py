@@ -54,15 +54,25 @@ class LateReductions(Reductions):
             group: [] for group in self._groups if isinstance(group, FlatGroup) and group.masters
         }
 
+    def clear(self) -> None:
+        super().clear()
+        self.leave_out()
+
+    def leave_out(self) -> None:
+        """Forget the gradients of passes after the last update: no update follows them, or their loss is not finite."""
+        for sums in self._sums.values():
+            while sums and sums[-1].step == self._step:
+                sums.pop().wait()
+
     def _start(self, group: FlatGroup) -> None:
         if group not in self._sums:  # of parameters that are not trained
-            return super()._start(group)
+            super()._start(group)
+            return
         filled = group._grads
         group._grads = filled.clone()
         group.start_reduction()
         self._sums[group].append(_Sum(self._step, group._grads, group._work))
         group._grads, group._work, self._placed = filled, None, False
-        return None
 
     @torch.no_grad()
     def show(self) -> None:
@@ -87,12 +97,6 @@ class LateReductions(Reductions):
     def advance(self) -> None:
         """After an update, or one that was skipped."""
         self._step, self._placed = self._step + 1, False
-
-    @torch.no_grad()
-    def leave_out(self) -> None:
-        """Forget the gradients of the last forward and backward pass: the loss is not finite."""
-        for sums in self._sums.values():
-            sums.pop().wait()
 
     @contextlib.contextmanager
     def saved(self, updates: Updates) -> Iterator[None]:

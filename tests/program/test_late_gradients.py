@@ -56,6 +56,8 @@ def trained(
                 trainer.save(pause[0], wait=bool(i % 2))
                 trainer.finish_saving()
                 trainer = make(resume=pause[0])
+            if i == 2:
+                trainer.forward_backward(steps[0])  # gradients that no update follows
             losses.append(trainer.step(batch, on_nan))
         return losses, trainer.state_dict()
 
