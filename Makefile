@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format report package versions page docs clean
+.PHONY: help install demo test unit check format report package versions page docs clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -22,11 +22,19 @@ install: $(STAMP) ## .venv with autopar in it; .venv/bin/autopar is the command 
 demo: $(STAMP) ## train a small Llama on 4 processes and on 1, and compare (a few minutes)
 	$(BIN)/python examples/train_llama_stdlib.py
 
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+# packages whose tests start no process groups; the search against brute force takes as long as all of these
+UNIT := $(addprefix tests/,devices ops passes price rules schedules search shard techniques trainers emit/test_emit_golden.py)
+UNIT += --ignore tests/search/test_search_experts.py --ignore tests/search/test_search_optimum.py
+
 test: $(STAMP) ## the test suite
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+	$(PYTEST)
+
+unit: $(STAMP) ## the tests of rules, costs, schedules and the search: less than a minute
+	$(PYTEST) $(UNIT)
 
 test-slow: $(STAMP) ## the tests that repeat at length what the suite shows in short
-	$(BIN)/python -m pytest -m slow -n auto --maxprocesses 4 --dist worksteal
+	$(PYTEST) -m slow
 
 check: $(STAMP) ## formatter, linter and type checker, without changing anything
 	$(BIN)/ruff format --check .

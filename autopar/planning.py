@@ -22,7 +22,6 @@ from autopar.precision import name_of
 from autopar.price import Pricer as LayerPricer
 from autopar.progress import Progress, report
 from autopar.run import ranks
-from autopar.schedules import INTERLEAVED
 from autopar.search import (
     PriceSource,
     SearchOptions,
@@ -194,9 +193,11 @@ def find_plan(
     )
     pricer = pricer or LayerPricer(graph, cluster, options.precision)
     shared = Shared()
-    found, cluster = _on_the_best_devices(graph, cluster, options, pricer, shared, may_be_idle)
-    left_s = options.time_limit_s - (time.perf_counter() - start_s)
-    if besides := _few_rows(graph, cluster, options):
+    besides = _few_rows(graph, cluster, options)
+    first = dataclasses.replace(options, time_limit_s=options.time_limit_s * (FIRST_SHARE if besides else 1))
+    found, cluster = _on_the_best_devices(graph, cluster, first, pricer, shared, may_be_idle)
+    if besides:
+        left_s = options.time_limit_s - (time.perf_counter() - start_s)
         asked = dataclasses.replace(options, time_limit_s=max(left_s, 0.0))
         found = search_also(graph, cluster, pricer.on(cluster), asked, found, besides, shared)
     if options.pin_time_s is not None:
@@ -212,14 +213,16 @@ def find_plan(
     return dataclasses.replace(found, wall_time_s=wall_time_s, planning_memory_bytes=peak_memory_bytes(), notes=notes)
 
 
+FIRST_SHARE = 0.7
+"""The share of the time that the first search may take where others follow."""
+
 SEQUENCE_DEGREES = (8, 4, 2, 16)
 """Degrees of ring and of Ulysses that are searched, in this order, where a batch has fewer rows than there are devices."""
 
 
 def _few_rows(graph: Graph, cluster: Cluster, options: SearchOptions) -> list[dict[str, Any]]:
     """The pins with which a request is searched again, besides the space of one search, where the batch has fewer rows than there are
-    devices, so that data parallelism alone cannot use them: those that shard sequences (long ones are sharded in every search), and
-    several stages on each device, since pipelines have few microbatches then."""
+    devices, so that data parallelism alone cannot use them: those that shard sequences (long ones are sharded in every search)."""
     length = graph.tokens // graph.batch_size
     decided = options.roles is not None or options.ring is not None or options.ulysses is not None
     if decided or graph.batch_size >= cluster.count or length >= LONG_SEQUENCE:
@@ -227,9 +230,7 @@ def _few_rows(graph: Graph, cluster: Cluster, options: SearchOptions) -> list[di
     if not _has_attention(graph):
         return []
     degrees = [n for n in SEQUENCE_DEGREES if cluster.count % n == 0 and length % n == 0]
-    pins: list[dict[str, Any]] = [{role: n} for n in degrees for role in ("ring", "ulysses")]
-    several = options.schedule is None and options.chunks is None and options.pipeline != 1
-    return [*pins, *([{"schedule": INTERLEAVED}] if several else [])]
+    return [{role: n} for n in degrees for role in ("ring", "ulysses")]
 
 
 def _has_attention(graph: Graph) -> bool:

@@ -7,16 +7,21 @@ import gc
 import os
 import subprocess
 import sys
+
+# Read when torch is imported: threads of several processes would get in each other's way.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from collections.abc import Iterator
 from types import SimpleNamespace
 
 import forked
 import pytest
+from compiled_once import compile_once
 from workers import WorkerPool
 
 from autopar.run import processes
 
-os.environ["AUTOPAR_CALIBRATION"] = ""  # what somebody measured on this machine is no business of the tests
+os.environ["AUTOPAR_CALIBRATION"] = ""  # ignore any local calibration file
 
 # What the tests import are hundreds of thousands of objects that stay until the end. Looking for garbage among them took a quarter of the
 # time in which a process collects its tests, and every full collection after that would look through them again.
@@ -25,10 +30,14 @@ gc.disable()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Objects are looked through once the imports are done, and those of the imports never."""
+    """Run the garbage collector only once the imports are done, and never on their objects; keep the bytecode of what is imported, for the
+    Pythons that tests start and for the next run."""
+    kept, sys.dont_write_bytecode = sys.dont_write_bytecode, False
     try:
         return (yield)
     finally:
+        sys.dont_write_bytecode = kept
+        compile_once()
         gc.freeze()
         gc.enable()
 

@@ -23,7 +23,13 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import IO, Any
+
+from compiled_once import compile_once
+
+from autopar.program import runtime
+from autopar.run import folder
 
 PRELOADED = (
     "autopar.run.pool",
@@ -118,8 +124,10 @@ def _server(number: int) -> _Server:
 
 
 def _serve(connection: socket.socket) -> None:
+    compile_once()
     for module in PRELOADED:
         importlib.import_module(module)
+    folder.compile_sources(Path(runtime.__file__).parent)
     assert threading.active_count() == 1, "a fork has one thread, and would wait for what the others hold"
     gc.collect()
     gc.freeze()

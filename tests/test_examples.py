@@ -19,7 +19,16 @@ TOLERANCE = {
     "llama": FLOAT32, "finetune": FLOAT32, "moe": FLOAT32, "pins": FLOAT32, "resume": FLOAT32, "lengths": FLOAT32,
 }  # fmt: skip
 pytestmark = pytest.mark.timeout(300)
-SLOW = {"llama", "vit", "moe", "pins", "resume", "lengths"}  # what they use has tests of its own, in short
+SLOW = {
+    "custom_op",
+    "finetune",
+    "llama",
+    "vit",
+    "moe",
+    "pins",
+    "resume",
+    "lengths",
+}  # what they use has tests of its own, in short
 
 
 def skeleton(line: str) -> str:
@@ -76,6 +85,7 @@ def test_stages_on_faster_gpus_have_more_layers(capfd: pytest.CaptureFixture[str
     assert plan.bound_s <= plan.prediction.step_time_s
 
 
+@pytest.mark.slow
 def test_the_trainer_of_transformers_logs_what_it_logs_on_one_device(capfd: pytest.CaptureFixture[str]) -> None:
     ours, plain = run("hf_trainer", capfd)
     for name, count in {"loss": 10, "grad_norm": 10, "learning_rate": 10, "eval_loss": 2}.items():

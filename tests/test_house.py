@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 import resource
@@ -11,10 +12,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
-from house_figures import figures, imports, module_of, sources, spread
+from house_figures import imports, module_of, sources, spread, structure
 from pins_page import FIELDS, PAGE, page
 from places import DOCS, ROOT
 
@@ -44,7 +46,7 @@ LEAVES = {
     "progress",
     "keywords",
 }
-# Which rooms a room may import, besides itself and the leaves. What is not here is forbidden.
+# Which packages a package may import, besides itself and the leaves. What is not here is forbidden.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "plan": set(),
@@ -133,14 +135,24 @@ ALLOWED: dict[str, set[str]] = {
 }
 
 
-def room_of(path: Path) -> str:
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def figures() -> dict[str, Any]:
+    return structure(sources(None))
+
+
+def package_of(path: Path) -> str:
     parts = path.relative_to(ROOT).parts
     return "passes" if parts[0] == "passes" else parts[1].removesuffix(".py")
 
 
 def imports_of(path: Path) -> Iterator[tuple[int, str]]:
     """(line, dotted module) of every import that runs; those under ``if TYPE_CHECKING`` do not."""
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     skipped: set[ast.AST] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
@@ -160,22 +172,22 @@ def imports_of(path: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"{module}.{alias.name}"
 
 
-def test_rooms_import_what_they_may():
+def test_packages_import_what_they_may():
     wrong = []
     for path in SOURCES:
-        room = room_of(path)
+        package = package_of(path)
         for line, name in imports_of(path):
             parts = name.split(".")
             if parts[0] not in ("autopar", "passes") or name in ("autopar", "autopar.__version__"):
                 continue
             target = "passes" if parts[0] == "passes" else parts[1]
-            if target not in ALLOWED[room] | LEAVES | {room}:
-                wrong.append(f"{path.relative_to(ROOT)}:{line}: {room} imports {name}")
+            if target not in ALLOWED[package] | LEAVES | {package}:
+                wrong.append(f"{path.relative_to(ROOT)}:{line}: {package} imports {name}")
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_rooms_and_no_files_import_in_a_circle():
-    found = figures(sources(None))
+def test_no_packages_and_no_files_import_in_a_circle():
+    found = figures()
     assert found["cycles among packages"] == found["cycles among files"] == []
 
 
@@ -194,8 +206,8 @@ IMPORTS_IN_FUNCTIONS = {
 
 def test_imports_inside_of_functions_have_a_reason():
     modules = {module_of(path) for path in sources(None)}
-    for path, text in sources(None).items():
-        count = sum(inside for _, inside in imports(ast.parse(text), modules))
+    for path in sources(None):
+        count = sum(inside for _, inside in imports(tree_of(ROOT / path), modules))
         allowed, _ = IMPORTS_IN_FUNCTIONS.get(path, (0, ""))
         assert count <= allowed, f"{path}: {count} imports of our own modules inside of functions, {allowed} may be"
 
@@ -212,15 +224,15 @@ MANY_PARAMETERS = {
 
 
 def test_public_functions_have_few_parameters():
-    found = figures(sources(None))["public functions of more than 8 parameters"]
+    found = figures()["public functions of more than 8 parameters"]
     assert {name.partition(" ")[0] for name in found} <= set(MANY_PARAMETERS), found
 
 
-def test_every_room_has_a_row():
-    assert {room_of(path) for path in SOURCES} == set(ALLOWED)
+def test_every_package_has_a_row():
+    assert {package_of(path) for path in SOURCES} == set(ALLOWED)
 
 
-def test_the_map_names_every_room():
+def test_the_map_names_every_package():
     text = (ROOT / "CONTRIBUTING.md").read_text()
     rows = " ".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| `"))
     named = re.findall(r"`(?:autopar/)?([\w/.]+)`", rows)
@@ -229,10 +241,10 @@ def test_the_map_names_every_room():
     assert sorted(named) == sorted([*found, "passes", "passes/clean"])
 
 
-def test_tests_mirror_the_rooms():
-    rooms = {room_of(path) for path in SOURCES}
+def test_tests_mirror_the_packages():
+    packages = {package_of(path) for path in SOURCES}
     folders = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")}
-    assert folders - {"reports"} <= rooms
+    assert folders - {"reports"} <= packages
 
 
 def test_the_program_that_is_copied_out_imports_nothing_of_ours():
@@ -272,19 +284,34 @@ def test_metadata_of_nodes_is_read_by_declared_keys():
     assert not found, "\n".join(found)
 
 
-def run_python(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+def run_python(code: str) -> Any:
+    """What a new Python prints, which is JSON."""
+    return json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, cwd=ROOT).stdout)
+
+
+IMPORTS = """
+import importlib, json, pkgutil, sys, passes
+for module in pkgutil.walk_packages(passes.__path__, "passes."):
+    importlib.import_module(module.name)
+found = [m for m in sys.modules if m.split(".")[0] == "ortools" or m.startswith(("autopar.search", "autopar.cli"))]
+import autopar.compile, autopar.capture.batch, autopar
+print(json.dumps({"solver": found, "functions": [callable(autopar.compile), callable(autopar.capture)]}))
+"""
+
+
+@functools.cache
+def imported() -> dict[str, Any]:
+    """What a new Python finds while it imports the passes, and then ``compile``."""
+    found: dict[str, Any] = run_python(IMPORTS)
+    return found
 
 
 def test_passes_do_not_import_the_solver():
-    code = "import sys, passes, pkgutil, importlib\n"
-    code += "for m in pkgutil.walk_packages(passes.__path__, 'passes.'): importlib.import_module(m.name)\n"
-    code += "print([m for m in sys.modules if m.split('.')[0] == 'ortools' or m.startswith(('autopar.search', 'autopar.cli'))])"
-    assert run_python(code).strip() == "[]"
+    assert imported()["solver"] == []
 
 
 def test_importing_autopar_does_not_import_torch():
-    assert run_python("import sys, autopar, autopar.cli; print('torch' in sys.modules)").strip() == "False"
+    assert run_python("import json, sys, autopar, autopar.cli; print(json.dumps('torch' in sys.modules))") is False
 
 
 def test_help_answers_at_once():
@@ -330,8 +357,7 @@ def test_exported_names():
 
 
 def test_public_functions_win_over_modules_of_their_name():
-    code = "import autopar.compile, autopar.capture.batch, autopar\nprint(callable(autopar.compile), callable(autopar.capture))"
-    assert run_python(code).strip() == "True True"
+    assert imported()["functions"] == [True, True]
 
 
 def test_the_error_tree_is_the_one_its_docstring_draws():
@@ -347,7 +373,7 @@ def test_files_and_functions_stay_small():
         text = path.read_text()
         if text.count("\n") > 600:
             long.append(f"{path.relative_to(ROOT)}: {text.count(chr(10))} lines")
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = node.end_lineno - node.lineno + 1
                 if lines > 70:
@@ -366,7 +392,7 @@ def test_few_files_know_a_technique():
 
 def test_no_pickles_and_no_evaluated_strings():
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Call):
                 name = ast.unparse(node.func)
                 where = f"{path.relative_to(ROOT)}:{node.lineno}"

@@ -7,10 +7,9 @@ has the lowest bound again. The search ends when no choice, open or closed, has 
 or when the time limit is reached. The reported bound is the smallest of the open choices' bounds, the closed choices' bounds, and the
 incumbent's time.
 
-Once the choices under 1F1B and GPipe are settled, or half of the time is spent, other schedules are tried (``_waiting_less``): in small
-models for every pipeline, in others for that of the best plan, if it waits long, and where the batch has fewer rows than there are
-devices and the best plan has no pipeline, for the two with the least bounds. For such choices, pinned or not, the next number of
-chunks is priced only when the previous one has the lowest bound: the cheap bound rises with the number of chunks.
+Once the choices under 1F1B and GPipe are settled, or the time for them is spent, every pipeline is tried with the other schedules, too
+(``_other_schedules``): the incumbent discards most of these choices by their first bounds. For such choices, pinned or not, the next
+number of chunks is priced only when the previous one has the lowest bound: the cheap bound rises with the number of chunks.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from __future__ import annotations
 import heapq
 import resource
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,12 +28,11 @@ from autopar.graph import Graph
 from autopar.plan import FP8, PinPrice, Plan
 from autopar.precision import FLOAT8, TF32
 from autopar.schedules import copies_of
-from autopar.search.bounds.cheap import fewest_seconds, least_pipelined_s
+from autopar.search.bounds.cheap import fewest_seconds
 from autopar.search.construct.drafts import construct
-from autopar.search.evaluation import Proof, Solution, cost, in_segments, make_plan, tidy
+from autopar.search.evaluation import Proof, Solution, in_segments, make_plan, tidy
 from autopar.search.minimum_memory import explain, explain_outside, least_memory, least_share, something_fits
 from autopar.search.options import SearchOptions
-from autopar.search.pareto import Array
 from autopar.search.prices import Prices, Shared
 from autopar.search.problem import (
     Choice,
@@ -54,18 +52,11 @@ from autopar.techniques.sync import SYNC
 from autopar.techniques.technique import ANY
 from autopar.units import gigabytes
 
-PROMISING = 2
-"""Pipelines of few rows that are tried with other schedules where the best plan has none."""
-
-WAITING = 0.2
-"""If every device of the best plan waits for this share of the step or more, its pipeline is tried with other schedules than 1F1B and
-GPipe; where schedules with two-part backwards are among them, the mean of the devices counts. Models of at most ``SMALL_LAYERS`` layers
-are tried in any case."""
+OTHERS = 0.4
+"""The share of the time that is left for other schedules than 1F1B and GPipe."""
 
 SMALL_LAYERS = 16
-"""The largest number of layers for which every pipeline is tried with every schedule, and of compiled layers for which schedules with
-two-part backwards are tried: with more of them each such choice takes seconds, its bound stays several per cent below its plan, and on
-Llama-3-8B and 405B interleaving is faster by a fifth or more."""
+"""The largest number of compiled layers for which schedules with two-part backwards are tried, which leave layers eager."""
 
 
 def search(
@@ -105,13 +96,12 @@ def search_again(
     options: SearchOptions,
     known_s: float,
     shared: Shared | None = None,
-    every_schedule: bool = False,
 ) -> Again | None:
     """Search once more, with one thing changed, for a plan whose step takes less than ``known_s`` (infinite: any plan); ``None`` if the
-    request is refused or nothing fits. ``shared`` as in ``search``, ``every_schedule`` as in ``explore``."""
+    request is refused or nothing fits. ``shared`` as in ``search``."""
     started = time.monotonic()
     try:
-        state = explore(graph, cluster, pricer, options, known_s, shared, every_schedule)
+        state = explore(graph, cluster, pricer, options, known_s, shared)
     except (UsageError, InfeasibleError):
         return None
     plan = None if state.best is None else _record(graph, cluster, state, started)
@@ -131,15 +121,20 @@ def search_also(
     of them, too. Where the time of ``options`` ends first, only the arithmetic at the devices' peak is known of the pins that are left, and
     a note names them.
     """
-    deadline, best, bound_s, late = time.monotonic() + options.time_limit_s, plan, plan.bound_s, []
+    deadline, best, bound_s = time.monotonic() + options.time_limit_s, plan, plan.bound_s
+    late: list[str] = []
     for pin in pins:
         left_s, known_s = deadline - time.monotonic(), best.prediction.step_time_s
+        named = [f"{name}={value}" for name, value in pin.items()]
+        if left_s <= 0 and late:  # the arithmetic is the same
+            late += named
+            continue
         share = replace(options, **pin, time_limit_s=max(left_s, 0.0))
-        found = search_again(graph, cluster, pricer, share, known_s, shared, every_schedule=True)
+        found = search_again(graph, cluster, pricer, share, known_s, shared)
         if found is None:  # these devices or this model do not admit it
             continue
         bound_s = min(bound_s, found.bound_s)
-        late += [f"{name}={value}" for name, value in pin.items() if left_s <= 0]
+        late += named if left_s <= 0 else []
         if found.plan is not None and found.step_s < known_s:
             best = found.plan
     notes = (f"time ran out before these were searched: {', '.join(late)}; pin one to search it",) if late else ()
@@ -191,23 +186,20 @@ def explore(
     options: SearchOptions,
     known_s: float = np.inf,
     shared: Shared | None = None,
-    every_schedule: bool = False,
 ) -> State:
-    """The search itself. ``known_s`` is the step time of a plan known to be possible: only faster plans are searched for. With
-    ``every_schedule`` other schedules are tried for every pipeline, if no plan is found that could say whose devices wait."""
+    """The search itself. ``known_s`` is the step time of a plan known to be possible: only faster plans are searched for."""
     if cluster.count < 1:
         raise UsageError(f"a plan needs at least one device, not {cluster.count}")
     deadline = time.monotonic() + options.time_limit_s
     pricer, options = _asked(cluster, pricer, options)
     state = State(options, Prices(graph, cluster, pricer, options, shared), pricer, deadline, step_s=known_s)
-    state.every_schedule, state.few_rows = every_schedule, graph.batch_size < cluster.count
     opened = _open_all(graph, cluster, state)
     while state.left_s() > 0:
-        if not state.waited and state.left_s() < options.time_limit_s / 2:
-            _waiting_less(state, opened)
+        if state.left_s() < OTHERS * options.time_limit_s:
+            _other_schedules(state, opened)
         if (node := state.pop()) is not None:
             advance(state, node)
-        elif not (_in_segments(state) or _where_nothing_fits(state) or _waiting_less(state, opened)):
+        elif not (_in_segments(state) or _where_nothing_fits(state) or _other_schedules(state, opened)):
             break
     if state.best is None and not np.isfinite(known_s):
         while state.to_price and (state.left_s() > 0 or not state.priced):
@@ -318,63 +310,23 @@ def _where_nothing_fits(state: State) -> bool:
     return bool(state.heap) and state.heap[0].bound_s < state.enough_s
 
 
-def _waiting_less(state: State, opened: list[Choice]) -> bool:
-    """Try the pipeline of the best plan, and one with half as many devices and microbatches, with the schedules under which devices wait
-    less, if no pin decides the schedule or the number of stages. Where the best plan has no pipeline, the ``PROMISING`` ones are tried
-    with few rows. Every pipeline is tried in models of at most ``SMALL_LAYERS`` layers, and with ``State.every_schedule`` where there is
-    no best plan.
+def _other_schedules(state: State, opened: list[Choice]) -> bool:
+    """Try every pipeline with the schedules under which devices wait less, if no pin decides the schedule or the number of chunks; whether
+    some choice may improve the incumbent.
 
     Schedules that split backward passes leave layers eager: they are tried where layers are eager in any case, and in models of at most
     ``SMALL_LAYERS``, if all that a layer keeps is on the device.
     """
-    options = state.options
-    if state.waited or options.schedule is not None or options.chunks is not None:
+    options, pins = state.options, state.prices.pins
+    if state.schedules is not None or options.schedule is not None or options.chunks is not None:
         return False
-    if state.best is None and not state.every_schedule:
-        return False
-    state.waited = True
-    pins = state.prices.pins
-    small = len(pins) <= SMALL_LAYERS
-    split = all(may_split(some, context_of(options), small) for some in pins)
-    every = small or state.best is None
-    sizes: list[tuple[float, float]] = []
-    if state.best is not None and not small:
-        chosen = state.best[0].schedule
-        idle = _idle(*state.best)
-        if (idle.mean() if split else idle.min()) >= WAITING:
-            sizes = [(chosen.pipeline / n, chosen.microbatches / n) for n in (1, 2)]
-        elif chosen.pipeline == 1 and state.few_rows:
-            sizes = _promising(state, opened, split)
-        if not sizes:
-            return False
+    state.schedules = {}
+    split = all(may_split(some, context_of(options), len(pins) <= SMALL_LAYERS) for some in pins)
     for plain in opened:
-        line = plain.schedule.pipeline
-        if every or (line, plain.schedule.microbatches) in sizes:
-            for first, *more in waiting_less(plain, len(pins), split):
-                if state.open(first, more):
-                    state.schedules.setdefault(first.schedule.name, set()).add(line)
+        for first, *more in waiting_less(plain, len(pins), split):
+            if state.open(first, more):
+                state.schedules[first.schedule.name] = None
     return bool(state.to_price) and state.to_price[0].bound_s < state.enough_s
-
-
-def _promising(state: State, opened: list[Choice], split: bool) -> list[tuple[float, float]]:
-    """Pipelines and microbatches that another schedule may make faster than a best plan without a pipeline, of which no plan is known to
-    say whether its devices wait: those with the least bounds, ``PROMISING`` of them."""
-    bounds: dict[tuple[float, float], float] = {}
-    for plain in opened:
-        for first, *_ in waiting_less(plain, len(state.prices.pins), split):
-            least = state.prices.least_time_s(first)
-            size = plain.schedule.pipeline, plain.schedule.microbatches
-            if least is not None and (bound_s := least_pipelined_s(first.schedule, least)) < state.enough_s:
-                bounds[size] = min(bound_s, bounds.get(size, np.inf))
-    return sorted(bounds, key=lambda size: bounds[size])[:PROMISING]
-
-
-def _idle(instance: Instance, solution: Solution) -> Array:
-    """The share of the step for which each device is idle."""
-    found, line = cost(instance, solution), instance.schedule.pipeline
-    seconds = np.array([found.forward_s, found.backward_s]).sum(axis=0) * instance.schedule.microbatches
-    busy = np.bincount(instance.device, seconds + np.array(found.per_step_s), minlength=line)
-    return 1 - busy / found.step_time_s if found.step_time_s > 0 else np.zeros(line)
 
 
 @dataclass(order=True)
@@ -441,19 +393,6 @@ def _last_resort(graph: Graph, state: State, instances: list[Instance]) -> None:
         raise explain_outside(best.instance, best.solution)
 
 
-def _of_schedules(tried: Mapping[str, Collection[int]]) -> str:
-    """A note on the pipelines for which other schedules than 1F1B and GPipe were searched."""
-    together: dict[tuple[int, ...], list[str]] = {}
-    for name, lines in tried.items():
-        together.setdefault(tuple(sorted(lines)), []).append(name)
-    parts = [
-        f"{', '.join(names)} only for pipelines of {' and '.join(map(str, lines))} devices"
-        for lines, names in together.items()
-    ]
-    searched = f": {'; '.join(parts)}" if parts else " for no pipeline"
-    return f"schedules besides 1f1b and gpipe were searched{searched}; pin schedule to search one for every pipeline"
-
-
 def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Plan:
     assert state.best is not None
     instance, solution = state.best
@@ -467,8 +406,11 @@ def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Pla
         notes.append(
             f"time ran out with {state.unpriced} outer choices unpriced: all that is known of them is the arithmetic at peak"
         )
-    if instance.schedule.pipeline > 1 and state.options.schedule is None and state.options.chunks is None:
-        notes.append(_of_schedules(state.schedules))
+    if state.schedules is None and state.options.schedule is None and state.options.chunks is None:
+        notes.append("time ran out before schedules besides 1f1b and gpipe were searched; pin schedule to search one")
+    elif state.schedules:
+        names = ", ".join(state.schedules)
+        notes.append(f"{names}: only stages of equally many layers were searched; pin schedule to search others")
     gap = max(0.0, 1 - bound / state.step_s) if state.step_s > 0 else 0.0
     proof = Proof(
         bound,

@@ -114,7 +114,7 @@ def ways(instance: Instance, solution: Solution) -> tuple[list[float], list[floa
     edges: list[float] = []
     sends = [0.0] * (instance.layers - 1)
     for s, (i, j) in enumerate(pairwise(solution.bounds)):
-        edges += [float(instance.edge(a, place[s])[pick[a], pick[a + 1]]) for a in range(max(i - 1, 0), j - 1)]
+        edges += [float(instance.edge(a, place[s], pick[a], pick[a + 1])) for a in range(max(i - 1, 0), j - 1)]
         if j < instance.layers:
             sends[j - 1] = float(instance.p2p(j - 1, s)[pick[j - 1]])
     return edges, sends

@@ -148,7 +148,7 @@ class _Labels:
     ) -> tuple[Array, Indices]:
         """Each label extended by each candidate of one more layer, and how many layers may still join its segment."""
         instance, place = self.instance, self.place
-        halves = instance.edge(layer - 1, place)[last].ravel() / 2
+        halves = instance.edge(layer - 1, place, last[:, None].astype(np.int64), np.arange(len(more))).ravel() / 2
         old, new = np.repeat(label, len(more), axis=0), np.tile(more, (len(label), 1))
         label = old + new
         label[:, self.transient] = np.maximum(old[:, self.transient], new[:, self.transient])
@@ -217,7 +217,7 @@ class _Enumeration:
                     raise TooManyLabelsError
                 column = self.columns[s] = row.copy()
                 if s:
-                    half = float(instance.edge(i - 1, place)[pick[-1], chosen[0]]) / 2
+                    half = float(instance.edge(i - 1, place, pick[-1], chosen[0])) / 2
                     column[0] += half
                     column[1] += half + float(instance.p2p(i - 1, s - 1)[pick[-1]])
                 if send is not None:

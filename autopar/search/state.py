@@ -57,12 +57,10 @@ class State:
     priced: list[Instance] = field(default_factory=list)
     tried: set[Choice] = field(default_factory=set)  # whether anything fits in these choices was checked at the end
     widened: Choice | None = None  # the latest best choice in which segments were tried
-    every_schedule: bool = False  # whether these are tried for every pipeline where there is no best plan
-    few_rows: bool = False  # whether the batch has fewer rows than there are devices
-    waited: bool = False  # whether schedules under which devices wait less were considered
-    schedules: dict[str, set[int]] = field(
-        default_factory=dict
-    )  # these schedules, and the pipelines for which they were tried
+    schedules: dict[str, None] | None = None  # those besides 1F1B and GPipe that were opened; ``None``: not yet
+    missed_s: float = (
+        0.0  # seconds for solutions that were looked for early and were no better, since the latest that was
+    )
     too_large: int = 0  # choices with several stages on each device that were too large for the label method
     floor_s: float = 0.0  # the model's arithmetic at the devices' peak; also a bound for choices without a price
 

@@ -28,7 +28,10 @@ LABELS_S = 3.0
 """Seconds for the label method; with several stages on each device, every choice that was too large halves them for the next."""
 
 MARGIN = 0.15
-"""How far above a choice's bound a plan is searched for while no plan is known."""
+"""How far above a choice's bound a plan is searched for while no plan is known, or a better one is looked for at once."""
+
+MISSED = 0.1
+"""After solutions that were no better than the incumbent took this share of the time limit, better bounds come first."""
 
 PRICES = (0.0, 0.03, 0.3)
 """Prices of memory with which tied layers are decided, in units of a stage's least time per device memory."""
@@ -125,6 +128,18 @@ def _columns(state: State, node: SearchNode) -> None:
     _raise_bound(state, node, columns_bound(node.instance, node.bound_s, state.enough_s))
 
 
+def _first(state: State, node: SearchNode) -> None:
+    """A coarse bound of several stages on each device; a solution at once where the bound is so far below the incumbent that a better
+    incumbent, which discards other choices, is worth more than a better bound, unless too many such solutions were no better."""
+    bound_s, known_s = first_bound(node.instance, node.bound_s, state.enough_s), state.step_s
+    far = np.isfinite(bound_s) and bound_s < (1 - MARGIN) * known_s
+    if far and state.missed_s < MISSED * state.options.time_limit_s:
+        started = time.monotonic()
+        _look(state, node.instance)
+        state.missed_s = 0.0 if state.step_s < known_s else state.missed_s + time.monotonic() - started
+    _raise_bound(state, node, bound_s)
+
+
 def _construct(state: State, node: SearchNode) -> None:
     """Search for a solution of a choice."""
     instance = node.instance
@@ -206,6 +221,6 @@ NO_PIPELINE = (_coarse, _bounding(_whole), _construct, _columns, _close)
 """There is nothing to cut, so that the columns are needed for the proof alone."""
 
 ONE_STAGE = (_coarse, _bounding(_whole), _columns, _construct, _close)
-SEVERAL_STAGES = (_bounding(first_bound), _columns, _construct, _close)
+SEVERAL_STAGES = (_first, _columns, _construct, _close)
 BOTH_WAYS = (_construct, _close)
 """Schedules that have copies of each stage have the cheap bound alone, and, in small models, the exact method."""

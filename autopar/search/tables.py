@@ -286,15 +286,21 @@ class Instance:
         """Per layer, the smallest price among its candidates, over all places."""
         return np.array([min(float(getattr(t, name).min()) for t in table.places) for table in self.kinds])[self.kind]
 
-    def edge(self, layer: int, place: int) -> Array:
-        """Seconds of resharding after ``layer``, indexed by its candidates and by those of the next layer, which is at ``place``."""
+    def resharding(self, layer: int, place: int) -> Array:
+        """Seconds of resharding after ``layer``, indexed by its table's layouts and by those of the next layer's, which is at ``place``."""
         ways = self.layout.inside[place]
         key = (place, ways.border[layer], int(self.kind[layer]), int(self.kind[layer + 1]))
         if key not in self.matrices:
             left, right = self.table(layer), self.table(layer + 1)
-            by_layout = ways.edge(layer, self.choice, left.layouts, right.layouts)
-            self.matrices[key] = by_layout[np.ix_(left.layout, right.layout)]
+            self.matrices[key] = ways.edge(layer, self.choice, left.layouts, right.layouts)
         return self.matrices[key]
+
+    def edge(self, layer: int, place: int, before: Indices | int, after: Indices | int) -> Array:
+        """Seconds of resharding between candidates ``before`` of ``layer`` and ``after`` of the next layer, which is at ``place``; both are
+        broadcast."""
+        left, right = self.table(layer), self.table(layer + 1)
+        found: Array = self.resharding(layer, place)[left.layout[before], right.layout[after]]
+        return found
 
     def p2p(self, layer: int, stage: int) -> Array:
         """Seconds of sending ``layer``'s outputs from ``stage`` to the next stage, indexed by its candidates."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 from exactness import KINDS, subject
+from tiers import slow
 from torch import fx
 
 from autopar.checks.collectives import check_collectives, exchanges, priced
@@ -29,7 +30,7 @@ def program(model: str, **options: object) -> LocalProgram:
     return cut_stages(graph, plan, plan_shardings(graph, plan))
 
 
-@pytest.mark.parametrize("model", ["mlp", "llama", "bert"])
+@pytest.mark.parametrize("model", ["mlp", "llama", slow("bert")])
 def test_every_kind_of_plan_is_emitted_as_it_was_priced(model: str) -> None:
     graph = subject(model).graph
     counts = {}

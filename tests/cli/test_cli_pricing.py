@@ -42,14 +42,14 @@ def test_a_hand_written_plan_has_the_price_of_the_same_plan_in_a_file(tmp_path: 
     ("request_of", "words"),
     [
         (["gpt2", "--devices", "16xH100-80GB"], "is for 8 devices"),
-        (["gpt2-xl", "--devices", "8xH100-80GB"], "14 layers"),
+        ([f"{ROOT}/examples/mlp.py:model", "--devices", "8xH100-80GB"], "14 layers"),
     ],
 )
 def test_a_plan_for_other_devices_or_layers_is_refused(tmp_path: Path, request_of: list[str], words: str):
     file = tmp_path / "plan.json"
     file.write_text(invoke("price", *GPT2, "--json"))
     for command in (
-        ["price", *request_of, "--seq", "256", "--plan", str(file)],
+        ["price", *request_of, "--plan", str(file)],
         ["explain", str(file), "--model", *request_of],
     ):
         with pytest.raises(UsageError, match=words) as error:

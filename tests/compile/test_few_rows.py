@@ -42,7 +42,7 @@ def test_no_pin_that_shards_sequences_is_faster(graph: Graph) -> None:
 def test_what_time_leaves_is_named_and_bounded_by_the_arithmetic(graph: Graph) -> None:
     plan = find_plan(graph, CLUSTER, SearchOptions(time_limit_s=0.0))
     (note,) = (note for note in plan.notes if "before these were searched" in note)
-    assert "ring=8" in note and "schedule=interleaved-1f1b" in note
+    assert "ring=8" in note and "ulysses=16" in note
     enough = find_plan(graph, CLUSTER, SearchOptions(time_limit_s=60.0))
     assert plan.bound_s <= enough.prediction.step_time_s and plan.gap >= enough.gap
 

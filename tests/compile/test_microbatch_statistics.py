@@ -12,6 +12,7 @@ import torch
 from click.testing import CliRunner
 from exactness import KINDS, subject
 from text_models import two_towers
+from tiers import slow
 from torch import Tensor, nn
 from vision_models import resnet
 from workers import WorkerPool
@@ -52,11 +53,11 @@ def accumulated(model: nn.Module, parts: list[Any], loss_fn: Any) -> tuple[float
         ("mixtral balanced by microbatch", "data 2, zero 3"),
         ("mixtral balanced by microbatch", "expert 2"),
         ("mixtral balanced by microbatch", "tensor+sequence 2"),
-        ("mixtral balanced by microbatch", "pipeline 2"),
-        ("mixtral balanced by microbatch", "recompute, tensor 2"),
+        slow("mixtral balanced by microbatch", "pipeline 2"),
+        slow("mixtral balanced by microbatch", "recompute, tensor 2"),
         ("mixtral balanced by microbatch", "pipeline 2 x data 2, zero 2"),
         ("resnet by microbatch", "data 2, zero 2"),
-        ("resnet by microbatch", "pipeline 2, gpipe"),
+        slow("resnet by microbatch", "pipeline 2, gpipe"),
         ("resnet by microbatch", "pipeline 2, Chimera"),
     ],
 )

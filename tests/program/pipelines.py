@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autopar.run.folder import import_runtime, program_modules
 
-MICROBATCHES = 8
+MICROBATCHES = 4
 CHUNKS = {"zero-bubble": 1, "zbv": 2, "dualpipev": 2, "chimera": 1}  # by schedule
 Fault = tuple[str, str, str]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from exactness import KINDS, MODELS
+from tiers import slow
 from torch import Tensor, nn
 from workers import WorkerPool
 
@@ -30,12 +31,12 @@ BETWEEN = {"bfloat16": (1e-6, NEAR), "float16": (1e-7, 0.01)}
 @pytest.mark.parametrize(
     ("precision", "name"),
     [
-        ("bfloat16", "tensor 4"),
+        slow("bfloat16", "tensor 4"),
         ("bfloat16", "data 2 x tensor+sequence 2, zero 1"),
         ("bfloat16", "mixed: tensor 1, 2 and 4"),
         ("bfloat16", "pipeline 2, zero bubble x data 2, zero 1, recompute"),
         ("bfloat16", "pipeline 2, ZBV x data 2, zero 3"),
-        ("float16", "data 2 x tensor+sequence 2, zero 1"),
+        slow("float16", "data 2 x tensor+sequence 2, zero 1"),
         ("float16", "pipeline 2, ZBV x data 2, zero 3"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,7 @@ def tokens() -> tuple[Tensor, Tensor]:
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
+@functools.cache
 def captured(precision: str = "bfloat16") -> Graph:
     return annotate(capture(decoder(), tokens(), token_loss, precision=precision, name="decoder"))
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from test_overlap import LAYERS, Blocks, program
+from tiers import in_short
 from torch import Tensor, nn
 from workers import WorkerPool
 
@@ -82,7 +83,7 @@ FAULTS: dict[str, tuple[int, Fault]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", in_short(FAULTS, "no sum over the copies"))
 def test_a_fault_is_caught(name: str, workers4: WorkerPool, tmp_path: Path) -> None:
     zero, fault = FAULTS[name]
     path, model, batch = emitted(tmp_path, zero, 2, fault)

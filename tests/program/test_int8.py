@@ -249,6 +249,7 @@ def tokens() -> tuple[Tensor, Tensor]:
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
+@functools.cache
 def captured(precision: str = "float64") -> Graph:
     return annotate(capture(decoder(), tokens(), token_loss, precision=precision, name="decoder"))
 

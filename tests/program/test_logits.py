@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own convention
 from exactness import ROWS, run_case
+from tiers import slow
 from torch import Tensor, nn
 from workers import WorkerPool
 
@@ -134,7 +135,8 @@ def test_what_is_sliced_is_proved_and_what_is_not_is_refused_by_name(case: str, 
         ("bert", {"tensor": 2, "recompute": "selective"}),  # with a bias
         ("llama", {"pipeline": 2, "microbatches": 4, "schedule": "1f1b"}),
         ("llama", {"pipeline": 2, "microbatches": 4, "schedule": "zero-bubble"}),
-        ("llama", {"ring": 2, "compile": "layers"}),
+        ("llama", {"ring": 2}),
+        slow("llama", {"ring": 2, "compile": "layers"}),  # by a C++ compiler
     ],
     ids=str,
 )

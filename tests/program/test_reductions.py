@@ -18,6 +18,7 @@ from opaque_modules import Branching, Model
 from places import file_of
 from programs import Shape, mlp_batch, mlp_model, write_mlp
 from test_overlap import LAYERS, Blocks, program
+from tiers import in_short
 from torch import Tensor, nn
 from workers import WorkerPool
 
@@ -216,7 +217,7 @@ FAULTS: dict[str, Fault] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", in_short(FAULTS, "the result is not waited for"))
 def test_a_fault_is_caught(name: str, workers2: WorkerPool, tmp_path: Path) -> None:
     path, model, batch = blocks(tmp_path, 1, FAULTS[name])
     try:

@@ -24,7 +24,7 @@ from price_models import mlp as mlp_layer
 from price_models import solve_mlp
 from resumed import KIND, Fault, chain, emitted
 from test_run_optimizers import NORM, lamb
-from tiers import in_short
+from tiers import in_short, slow
 from torch import Tensor, nn
 from workers import WorkerPool
 
@@ -145,7 +145,7 @@ FAULTS: dict[str, tuple[str, Fault]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", in_short(FAULTS, "values do not go up"))
 def test_a_fault_is_caught(name: str, workers2: WorkerPool, tmp_path: Path) -> None:
     kind, fault = FAULTS[name]
     plans = [offloaded(KIND[kind].plan(subject("mlp").graph), NVME, tmp_path)] * 2
@@ -243,8 +243,12 @@ def updated(folder: str, state: dict[str, Tensor], batch: dict[str, Tensor], nam
     return found
 
 
-@pytest.mark.parametrize("states", ["host", NVME])
-@pytest.mark.parametrize("how", [{"data": 2, "zero": 1}, {"data": 2, "zero": 3, "microbatches": 2}], ids=str)
+FLAT, SHARDED = {"data": 2, "zero": 1}, {"data": 2, "zero": 3, "microbatches": 2}
+
+
+@pytest.mark.parametrize(
+    ("how", "states"), [(FLAT, "host"), slow(FLAT, NVME), slow(SHARDED, "host"), (SHARDED, NVME)], ids=str
+)
 def test_every_elementwise_optimizer_is_exact(
     how: dict[str, int], states: str, workers2: WorkerPool, tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ from autopar.checks.collectives import check_collectives
 from autopar.emit import emit
 from autopar.errors import LaunchError, ProgramError, UsageError
 from autopar.explain.describe import describe
+from autopar.graph import Graph
 from autopar.plan import Plan, Role, Strategy
 from autopar.run.folder import import_runtime, program_modules
 from autopar.search.manual import make_mesh, manual_plan
@@ -76,12 +77,17 @@ def batches(count: int = STEPS) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def planned(model: nn.Module, **options: Any) -> tuple[Any, Plan]:
-    graph = annotate(capture(model, batches(1)[0], loss_of))
+@functools.cache
+def captured(dtype: torch.dtype) -> Graph:
+    return annotate(capture(tied(dtype), batches(1)[0], loss_of))
+
+
+def planned(model: Tied, **options: Any) -> tuple[Graph, Plan]:
+    graph = captured(model.table.weight.dtype)
     return graph, manual_plan(graph, **options)
 
 
-def program(folder: Path, *faults: Fault, model: nn.Module | None = None, **options: Any) -> str:
+def program(folder: Path, *faults: Fault, model: Tied | None = None, **options: Any) -> str:
     """Emit a program; ``faults`` are changes of its files: the file, a pattern, the replacement."""
     emit(*planned(model or tied(), **options), folder)
     for name, pattern, replacement in faults:
@@ -206,7 +212,7 @@ FAULTS: dict[str, Fault] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", in_short(FAULTS, "the server does not broadcast"))
 def test_a_fault_of_a_server_is_caught(name: str, workers4: WorkerPool, tmp_path: Path) -> None:
     """Of AdamW alone a norm that is wrong in size would show little: the plan has two stages, and gradients are clipped."""
     folder = program(tmp_path, FAULTS[name], **SERVED["pipeline"], **SERVER)
@@ -368,7 +374,7 @@ APART_FAULTS: dict[str, Fault] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", APART_FAULTS)
+@pytest.mark.parametrize("name", in_short(APART_FAULTS, "replicas are not averaged"))
 def test_a_fault_of_an_average_is_caught(name: str, workers4: WorkerPool, tmp_path: Path) -> None:
     """With clipping to a small norm, which hides a gradient's scale, or without it, which hides the norm."""
     folder = program(tmp_path, APART_FAULTS[name], **APART["pipeline"], **local(3))

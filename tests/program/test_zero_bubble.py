@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from pipelines import emitted, is_right
+from tiers import in_short
 from workers import WorkerPool
 
 from autopar.errors import LaunchError
@@ -81,7 +82,7 @@ FAULTS = {  # by name: the schedule that shows the fault; a file of the program,
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", in_short(FAULTS, "the second part is left out"))
 def test_faults_are_caught(fault: str, workers4: WorkerPool, tmp_path: Path) -> None:
     """Each fault gives a wrong gradient or an error."""
     schedule, *change = FAULTS[fault]

@@ -1,8 +1,8 @@
 """Figures of the sources, by one command: ``python tests/reports house`` (``make report NAME=house``).
 
 Lines and files of the product, lengths of functions, imports inside functions, cycles among packages and among files, public functions
-with many parameters, files that spell the name of an op or a schedule, files that know a technique; then the lines of every room, by what
-they hold. ``--commit ab12cd3`` adds a column for that commit.
+with many parameters, files that spell the name of an op or a schedule, files that know a technique; then the lines of every package, by
+what they hold. ``--commit ab12cd3`` adds a column for that commit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PACKAGES = ("autopar", "passes")
 MANY_PARAMETERS = 8
 LONG_LINES = 40
 SPELLED = ("scaled_dot_product_attention", '"1f1b"', '"interleaved-1f1b"')
-"""Names of one op and of two schedules: facts about each belong in one room."""
+"""Names of one op and of two schedules: facts about each belong in one package."""
 
 TECHNIQUES = {
     "activations: recomputed": r"\brecomputations?\b|Recomputation|\bSELECTIVE\b|selectively|passes\.selective|[\"']selective\b"
@@ -71,8 +71,8 @@ def module_of(path: str) -> str:
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def room_of(module: str) -> str:
-    """The package or single file below ``autopar`` that a module is in; ``passes`` is one room."""
+def package_of(module: str) -> str:
+    """The package or single file below ``autopar`` that a module is in; ``passes`` is one of them."""
     parts = module.split(".")
     return "passes" if parts[0] == "passes" else ".".join(parts[1:2]) or "autopar"
 
@@ -95,14 +95,14 @@ def lines_of(text: str) -> Counter[str]:
     return Counter(kinds)
 
 
-def lines_by_room(texts: Sources) -> dict[str, Counter[str]]:
+def lines_by_package(texts: Sources) -> dict[str, Counter[str]]:
     """The lines of every package below ``autopar``, of its single files together, and of ``passes``; the largest first."""
-    rooms: dict[str, Counter[str]] = {}
+    packages: dict[str, Counter[str]] = {}
     for path, text in texts.items():
         parts = path.split("/")
-        room = "passes" if parts[0] == "passes" else "single files" if len(parts) == 2 else parts[1]
-        rooms.setdefault(room, Counter()).update(lines_of(text))
-    return dict(sorted(rooms.items(), key=lambda row: -row[1].total()))
+        package = "passes" if parts[0] == "passes" else "single files" if len(parts) == 2 else parts[1]
+        packages.setdefault(package, Counter()).update(lines_of(text))
+    return dict(sorted(packages.items(), key=lambda row: -row[1].total()))
 
 
 def imports(tree: ast.AST, modules: set[str]) -> Iterator[tuple[str, bool]]:
@@ -129,17 +129,26 @@ def imports(tree: ast.AST, modules: set[str]) -> Iterator[tuple[str, bool]]:
 
 def figures(texts: Sources) -> dict[str, Any]:
     """All figures of one state of the sources."""
+    return {
+        **structure(texts),
+        **{f"files that spell {name}": sum(name in text for text in texts.values()) for name in SPELLED},
+        **{f"files that know {name}": len(found) for name, found in spread(texts).items()},
+    }
+
+
+def structure(texts: Sources) -> dict[str, Any]:
+    """The figures that the syntax trees give."""
     modules = {module_of(path) for path in texts}
     trees = {module_of(path): ast.parse(text) for path, text in texts.items()}
-    files, rooms = nx.DiGraph(), nx.DiGraph()
+    files, packages = nx.DiGraph(), nx.DiGraph()
     inside_functions = 0
     for module, tree in trees.items():
         for target, inside in imports(tree, modules):
             inside_functions += inside
             if not inside:
                 files.add_edge(module, target)
-            if room_of(module) != room_of(target):
-                rooms.add_edge(room_of(module), room_of(target))
+            if package_of(module) != package_of(target):
+                packages.add_edge(package_of(module), package_of(target))
     functions = [
         (module, node)
         for module, tree in trees.items()
@@ -154,15 +163,13 @@ def figures(texts: Sources) -> dict[str, Any]:
         "longest function, lines": lengths[0],
         f"functions of more than {LONG_LINES} lines": sum(length > LONG_LINES for length in lengths),
         "imports of own modules inside functions": inside_functions,
-        "cycles among packages": _cycles(rooms),
+        "cycles among packages": _cycles(packages),
         "cycles among files": _cycles(files),
         f"public functions of more than {MANY_PARAMETERS} parameters": sorted(
             f"{module}.{node.name} ({_parameters(node)})"
             for module, node in functions
             if not node.name.startswith("_") and _parameters(node) > MANY_PARAMETERS
         ),
-        **{f"files that spell {name}": sum(name in text for text in texts.values()) for name in SPELLED},
-        **{f"files that know {name}": len(found) for name, found in spread(texts).items()},
     }
 
 
@@ -207,25 +214,25 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one object for each state")
     args = parser.parse_args()
     texts = {commit or "checkout": sources(commit) for commit in ([args.commit] if args.commit else []) + [None]}
-    states = {name: {**figures(files), "rooms": lines_by_room(files)} for name, files in texts.items()}
+    states = {name: {**figures(files), "packages": lines_by_package(files)} for name, files in texts.items()}
     if args.json:
         sys.stdout.write(json.dumps(states, indent=1) + "\n")
         return 0
     table = Table("", *states)
-    rooms = {name: state.pop("rooms") for name, state in states.items()}
+    packages = {name: state.pop("packages") for name, state in states.items()}
     for name in next(iter(states.values())):
         table.add_row(name, *(_cell(state[name]) for state in states.values()))
     console = Console()
     console.print(table)
-    for name, counts in rooms.items():
-        console.print(_rooms_table(name, counts))
+    for name, counts in packages.items():
+        console.print(_packages_table(name, counts))
     return 0
 
 
-def _rooms_table(state: str, counts: dict[str, Counter[str]]) -> Table:
+def _packages_table(state: str, counts: dict[str, Counter[str]]) -> Table:
     table = Table(f"lines, {state}", *(Column(kind, justify="right") for kind in ("all", *LINES)))
-    for room, kinds in {**counts, "all": sum(counts.values(), Counter())}.items():
-        table.add_row(room, *(f"{count:,}" for count in (kinds.total(), *(kinds[kind] for kind in LINES))))
+    for package, kinds in {**counts, "all": sum(counts.values(), Counter())}.items():
+        table.add_row(package, *(f"{count:,}" for count in (kinds.total(), *(kinds[kind] for kind in LINES))))
     return table
 
 

@@ -15,11 +15,10 @@ import functools
 import hashlib
 import json
 import random
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ import torch._dynamo
 from exactness import KINDS, MODELS, ROWS, subject
 from matrix_page import passed, write_page
 from places import EVIDENCE
-from results import Results, options, quiet
+from results import Results, options, quiet, time_limit
 from torch import Tensor
 from workers import WorkerPool
 
@@ -155,7 +154,7 @@ def case_line(case: Case, pools: dict[int, WorkerPool]) -> dict[str, Any]:
     start_s = time.perf_counter()
     line: dict[str, Any] = {"model": case.model, "kind": case.kind, "devices": case.devices}
     try:
-        with _alarm(CASE_S):
+        with time_limit(CASE_S):
             line |= _result(case, pools)
     except Exception as error:  # whatever it is, it is this case's result
         line |= {"failure": f"{type(error).__name__}: {error}".splitlines()[0]}
@@ -211,20 +210,6 @@ def _subject(model: str) -> Subject:
         except Exception as error:
             _broken[model] = error
     raise _broken[model]
-
-
-@contextlib.contextmanager
-def _alarm(seconds: int) -> Iterator[None]:
-    def ring(*_: Any) -> None:
-        raise TimeoutError(f"no result after {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

@@ -10,16 +10,15 @@ import contextlib
 import copy
 import dataclasses
 import random
-import signal
 import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from model_text import Made, Text, make
+from results import time_limit
 from torch import Tensor, nn
 from workers import WorkerPool
 
@@ -163,7 +162,7 @@ def runs(text: Text) -> bool:
 def outcome(text: Text, seed: int, pool: WorkerPool | None, *, typed: bool = True) -> Outcome:
     """Capture the model, compare, and run a random plan of it on the pool's processes. Raises ``InvalidError``."""
     seconds: dict[str, float] = {}
-    with _alarm(LONGEST_S):
+    with time_limit(LONGEST_S):
         return _outcome(text, seed, pool, typed, seconds)
 
 
@@ -255,17 +254,3 @@ def _timed(seconds: dict[str, float], what: str) -> Iterator[None]:
         yield
     finally:
         seconds[what] = round(time.perf_counter() - start, 3)
-
-
-@contextlib.contextmanager
-def _alarm(seconds: int) -> Iterator[None]:
-    def ring(*_: Any) -> None:
-        raise TimeoutError(f"no result after {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)

@@ -12,6 +12,7 @@ import fcntl
 import functools
 import hashlib
 import json
+import signal
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +25,7 @@ from places import ROOT, TESTS
 Line = dict[str, Any]
 
 ELSEWHERE = ("bench", "explain", "profile", "report", "sweep", "trainers", "validate", "zoo")
-"""Rooms of autopar that neither make nor run a program of a given plan."""
+"""Packages of autopar that neither make nor run a program of a given plan."""
 
 
 @functools.cache
@@ -102,3 +103,19 @@ def quiet() -> None:
     from transformers.utils import logging
 
     logging.set_verbosity_error()
+
+
+@contextlib.contextmanager
+def time_limit(seconds: int) -> Iterator[None]:
+    """Raises ``TimeoutError`` in what takes longer."""
+
+    def ring(*_: Any) -> None:
+        raise TimeoutError(f"no result after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

@@ -31,6 +31,8 @@ import autopar.program
 from autopar.verify import kind
 from autopar.verify.recording import RecordedSteps, Workers
 
+pytestmark = pytest.mark.slow  # a report is no part of the product
+
 RUNTIME = Path(autopar.program.__file__).parent
 CHIMERA = Case(
     "mlp", kind("pipeline 2, Chimera", pipeline=2, microbatches=4, schedule="chimera"), RecordedSteps(steps=1)

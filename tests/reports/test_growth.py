@@ -17,6 +17,8 @@ from kinds import Kinds
 from places import ROOT
 from planning import resumed
 
+pytestmark = pytest.mark.slow  # a report is no part of the product
+
 
 def line(layers: int, devices: int) -> dict:
     return {

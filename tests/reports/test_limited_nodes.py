@@ -20,6 +20,8 @@ from limited_processors import COMPUTING, GROUPS
 from autopar.errors import LaunchError, UsageError
 from autopar.run.processes import Processes
 
+pytestmark = pytest.mark.slow  # a report is no part of the product
+
 here = pytest.mark.skipif(bool(missing()), reason=missing() or "nothing is missing")
 MEBIBYTES = 4
 

@@ -23,6 +23,8 @@ from autopar.run.folder import import_runtime, program_modules
 from autopar.search.manual import manual_plan
 from autopar.shard import annotate
 
+pytestmark = pytest.mark.slow  # a report is no part of the product
+
 
 class Steps(nn.Module):
     def __init__(self) -> None:

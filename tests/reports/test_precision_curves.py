@@ -9,6 +9,8 @@ import pytest
 import torch
 from precision_curves import SIZES, WAYS, WINDOW, batches, draw, furthest, page, smoothed
 
+pytestmark = pytest.mark.slow  # a report is no part of the product
+
 
 def line(precision: str, shift: float, at: int) -> dict[str, Any]:
     losses = [4.0 - 0.01 * step + shift * (step == at) for step in range(60)]

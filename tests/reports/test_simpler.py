@@ -9,6 +9,8 @@ from simpler import PAIRS, SEARCHES, Problem, Uniform, every_uniform, over, page
 from autopar.devices import parse
 from autopar.search import SearchOptions, search
 
+pytestmark = pytest.mark.slow  # a report is no part of the product
+
 
 @pytest.fixture(scope="module")
 def problem() -> Problem:

@@ -6,6 +6,7 @@ for one block, forward and backward, in elements. Nothing is run.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -55,6 +56,7 @@ class Pair(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(x)))
 
 
+@functools.cache
 def captured(block: type[nn.Module]) -> Graph:
     """Three blocks and a mean squared error, on the meta device."""
     with torch.device("meta"):
@@ -178,6 +180,7 @@ def sent(one: Exchange, sizes: dict[str, int]) -> Fraction:
     return share * one.bytes / 4
 
 
+@functools.cache
 def emitted(way: Way) -> Volume:
     """Of the middle block of three."""
     graph = captured(way.block)

@@ -7,6 +7,7 @@ import re
 
 import pytest
 from exactness import subject
+from tiers import slow
 
 from autopar.cli.pricing import price_plan
 from autopar.devices import parse
@@ -129,7 +130,7 @@ class TestSearch:
     ("model", "devices", "pins"),
     [
         ("mixtral", 2, {"expert": 2, "pipeline": 1}),
-        ("deepseek", 4, {"expert": 2, "zero": 1, "pipeline": 2, "microbatches": 2}),
+        slow("deepseek", 4, {"expert": 2, "zero": 1, "pipeline": 2, "microbatches": 2}),
         ("qwen3_moe", 4, {"expert": 4, "pipeline": 1, "microbatches": 2}),
     ],
 )

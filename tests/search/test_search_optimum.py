@@ -43,7 +43,8 @@ def found(seed: int, options: SearchOptions = EXACT) -> tuple[Plan | None, float
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_same_optimum_and_same_infeasible_set_as_brute_force(family: str) -> None:
-    rows = [compare(family, seed) for seed in range(100_000, 100_060 if family == "any chunks" else 100_035)]
+    count = {"any chunks": 50, "offload": 24, "nvme": 24, "int8": 24}.get(family, 35)
+    rows = [compare(family, seed) for seed in range(100_000, 100_000 + count)]
     assert not [row for row in rows if not row["agrees"]]
     outcomes = [row["outcome"] for row in rows]
     # the problems are neither all easy nor all impossible
@@ -68,7 +69,7 @@ def test_the_committed_comparison_has_no_disagreement() -> None:
 def test_bounds_stay_below_the_optimum_without_the_exact_method(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "LABEL_LAYERS", 0)
     proved = 0
-    for seed in range(1000, 1080):
+    for seed in range(1000, 1050):
         plan, best = found(seed)
         assert (plan is None) == (best is None), seed
         if plan is not None and best is not None:
@@ -99,7 +100,7 @@ def test_pinned_schedule_and_pipeline(schedule: str) -> None:
 
 
 def test_more_memory_is_never_slower() -> None:
-    for seed in range(3000, 3020):
+    for seed in range(3000, 3012):
         graph, cluster, pricer = random_problem(seed)
         before = float("inf")
         for limit in (60, 90, 130, 200, 400, 10_000):
@@ -122,7 +123,7 @@ def _first_bound(prices: Prices, choice: Choice) -> float:
 
 def test_every_bound_of_every_outer_choice_holds() -> None:
     tight: dict[str, list[float]] = {}
-    for seed in range(4000, 4018):
+    for seed in range(4000, 4012):
         graph, cluster, pricer = random_problem(seed, layers=4)
         prices = Prices(graph, cluster, pricer, EXACT)
         for choice in choices(graph, cluster.count, EXACT):

@@ -12,11 +12,12 @@ from collective_faults import FAULTS, FUNCTIONS, QUICK, TORCH, Fault
 from exactness import KINDS
 from places import file_of
 from recorded import Case, captured, other_cases
+from tiers import slow
 
 from autopar.checks.nccl.distinct import DIFFERENT, Grid
 from autopar.checks.nccl.distinct import check as check_distinct
-from autopar.checks.nccl.findings import DEADLOCK, SEQUENCE, CollectiveFinding, agreed, unaligned
-from autopar.checks.nccl.records import Event, Operation
+from autopar.checks.nccl.findings import DEADLOCK, SEQUENCE, agreed, unaligned
+from autopar.checks.nccl.records import Event, Operation, RankTrace
 from autopar.cli.app import cli
 from autopar.emit import emit
 from autopar.verify import kind
@@ -102,18 +103,25 @@ WIDE = kind("pipeline 2 x data 8, zero 1", pipeline=2, data=8, zero=1, microbatc
 GRID = Grid(2, (("data", 8),))
 
 
-def sampled(folder: Path, workers: Workers, file: str = "", old: str = "", new: str = "") -> list[CollectiveFinding]:
-    """Findings of the distinct ranks of ``WIDE``, whose program has ``new`` in place of ``old`` in a file."""
+START = "self._reductions.start()"
+
+
+def sampled(folder: Path, workers: Workers, before: str = "") -> dict[int, RankTrace]:
+    """The traces of the distinct ranks of ``WIDE``, whose program does ``before`` before it starts its reductions."""
     given = captured("mlp")
     emit(given.graph, WIDE.plan(given.graph), folder)
-    if file:
-        text = file_of(folder, file).read_text()
-        assert old in text
-        file_of(folder, file).write_text(text.replace(old, new))
+    file = file_of(folder, "runtime.py")
+    assert START in file.read_text()
+    file.write_text(file.read_text().replace(START, before + START))
     shapes = {value.name: (tuple(value.shape), value.dtype) for value in given.graph.inputs}
     found = record_sizes(folder, shapes, GRID.samples(), workers)
     assert not found.failures
-    return check_distinct(found.late, GRID)
+    return dict(found.late)
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory, workers: Workers) -> dict[int, RankTrace]:
+    return sampled(tmp_path_factory.mktemp("clean"), workers)
 
 
 def test_the_distinct_ranks_of_a_plan() -> None:
@@ -121,42 +129,37 @@ def test_the_distinct_ranks_of_a_plan() -> None:
     assert all(GRID.rank(GRID.coordinates(rank)) == rank for rank in range(16))
 
 
-def test_distinct_ranks_stand_for_all_where_they_do_the_same(tmp_path: Path, workers: Workers) -> None:
-    assert sampled(tmp_path / "clean", workers) == []
-    start = "self._reductions.start()"
-    own = f"dist.get_rank() != 7 and dist.all_reduce(losses[0].detach() if losses else {TORCH}.zeros(1)); {start}"
-    (found,) = [f for f in sampled(tmp_path / "one", workers, "runtime.py", start, own) if f.kind == DIFFERENT]
+def test_distinct_ranks_stand_for_all_where_they_do_the_same(
+    tmp_path: Path, workers: Workers, clean: dict[int, RankTrace]
+) -> None:
+    assert check_distinct(clean, GRID) == []
+    own = f"dist.get_rank() != 7 and dist.all_reduce(losses[0].detach() if losses else {TORCH}.zeros(1)); "
+    (found,) = [f for f in check_distinct(sampled(tmp_path, workers, own), GRID) if f.kind == DIFFERENT]
     assert found.ranks == (0, 7)
 
 
-def test_ranks_of_one_position_may_have_other_alignments(tmp_path: Path, workers: Workers) -> None:
+def test_ranks_of_one_position_may_have_other_alignments(clean: dict[int, RankTrace]) -> None:
     """FSDP2 gathers from wherever a rank's shard begins in its buffer: slower where it is not aligned, and nothing else."""
-    given = captured("mlp")
-    emit(given.graph, WIDE.plan(given.graph), tmp_path)
-    shapes = {value.name: (tuple(value.shape), value.dtype) for value in given.graph.inputs}
-    traces = dict(record_sizes(tmp_path, shapes, GRID.samples(), workers).late)
-    assert check_distinct(traces, GRID) == []
 
     def moved(event: Event) -> Event:
         if not isinstance(event, Operation):
             return event
         return replace(event, operands=tuple(replace(operand, offset=8) for operand in event.operands))
 
-    traces[7] = replace(traces[7], events=tuple(map(moved, traces[7].events)))
+    traces = clean | {7: replace(clean[7], events=tuple(map(moved, clean[7].events)))}
     assert len(unaligned(traces)) > 0
     assert check_distinct(traces, GRID) == []
 
 
 def test_pipeline_positions_are_compared(tmp_path: Path, workers: Workers) -> None:
-    start = "self._reductions.start()"
-    first = f"dist.get_rank() < 8 and dist.all_reduce({TORCH}.zeros(1)); {start}"
-    found = sampled(tmp_path / "first", workers, "runtime.py", start, first)
+    first = f"dist.get_rank() < 8 and dist.all_reduce({TORCH}.zeros(1)); "
+    found = check_distinct(sampled(tmp_path, workers, first), GRID)
     assert DIFFERENT not in {finding.kind for finding in found}
     assert {SEQUENCE, DEADLOCK} <= {finding.kind for finding in found}
     assert all("pipeline position" in finding.sentence for finding in found)
 
 
-SIZED = [("llama", "pipeline 2 x data 2, zero 2"), ("mixtral", "expert 2"), ("gpt2", "tensor+sequence 2")]
+SIZED = [("llama", "pipeline 2 x data 2, zero 2"), ("mixtral", "expert 2"), slow("gpt2", "tensor+sequence 2")]
 
 
 @pytest.mark.parametrize(("model", "name"), SIZED)

@@ -6,7 +6,7 @@ Viterbi's algorithm with a price of memory in the costs, found by bisection; the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -66,14 +66,52 @@ def tied_cost(instance: Instance, layers: Sequence[int], price: float) -> float:
     return total
 
 
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """The candidates of a layer that may be used: seconds per microbatch, live bytes, transient bytes and, for each memory besides the
+    device's, the bytes there. Resharding depends on layouts alone: ``layout`` is each candidate's index in ``layouts``, the table's
+    numbers of the layouts that occur; ``sort`` orders the candidates by layout, ``starts`` is where each layout begins in that order.
+    """
+
+    keep: Indices
+    weight: Array
+    live: Array
+    transient: Array
+    layouts: Indices
+    layout: Indices
+    sort: Indices
+    starts: Indices
+    outside: tuple[Array, ...] = ()
+
+    def slower(self, seconds: Array) -> _Layer:
+        """The layer with further seconds for each of the kept candidates."""
+        return replace(self, weight=self.weight + seconds)
+
+    def least(self, cost: Array) -> Array:
+        """The least cost of each layout."""
+        return np.minimum.reduceat(cost[self.sort], self.starts)
+
+    def cheapest(self, cost: Array, layout: int) -> int:
+        """The candidate of least cost of one layout."""
+        members = np.flatnonzero(self.layout == layout)
+        return int(members[cost[members].argmin()])
+
+
+def _layer(table: Table, keep: Indices, weight: Array, in_flight: tuple[float, float], passing: int) -> _Layer:
+    layouts, layout, counts = np.unique(table.layout[keep], return_inverse=True, return_counts=True)
+    live, transient = table.live(*in_flight)[keep], table.at_work(passing)[keep]
+    sort, starts = np.argsort(layout, kind="stable"), np.cumsum(counts) - counts
+    return _Layer(keep, weight[keep], live, transient, layouts, layout, sort, starts)
+
+
 class LayerSelection:
     """The layers, in order, whose candidates are chosen together under one memory limit. ``in_flight`` is how many microbatches of each
     are live, and how many of these are between the two parts of their backward; ``passing`` as in ``schedules.memory``.
 
-    ``outside`` are the memories besides the device's that some candidate has bytes in: the bytes of each layer's candidates, and the room.
+    ``rooms`` are the limits of the memories besides the device's that some candidate has bytes in.
     """
 
-    outside: Sequence[tuple[Sequence[Array], float]] = ()
+    rooms: Sequence[float] = ()
     pressure = 0.0  # the price of filling one of them, relative to filling device memory
 
     def __init__(
@@ -87,25 +125,35 @@ class LayerSelection:
         limit: float,
     ) -> None:
         self.limit, self.scale = limit, memory_scale(instance)
-        kinds = instance.kind[list(layers)].tolist()
-        self.tables = [instance.kinds[k].at(place) for k in kinds]
-        self.keep = [allowed[k] for k in kinds]
-        priced = list(zip(self.tables, self.keep, strict=True))
-        self.weight = [seconds_of(instance, t)[keep] for t, keep in priced]
-        self.live = [t.live(*n)[keep] for (t, keep), n in zip(priced, in_flight, strict=True)]
-        self.transient = [t.at_work(passing)[keep] for t, keep in priced]
+        known: dict[tuple[int, tuple[float, float]], _Layer] = {}
+        self.layers: list[_Layer] = []
+        for kind, n in zip(instance.kind[list(layers)].tolist(), in_flight, strict=True):
+            if (kind, n) not in known:
+                table = instance.kinds[kind].at(place)
+                known[kind, n] = _layer(table, allowed[kind], seconds_of(instance, table), n, passing)
+            self.layers.append(known[kind, n])
         self.edges = [
-            _part(instance.edge(i, place), *keep) if j == i + 1 else np.zeros([len(k) for k in keep])
-            for (i, j), keep in zip(pairwise(layers), pairwise(self.keep), strict=True)
-        ]
+            instance.resharding(i, place)[np.ix_(a.layouts, b.layouts)]
+            if j == i + 1
+            else np.zeros((len(a.layouts), len(b.layouts)))
+            for (i, j), (a, b) in zip(pairwise(layers), pairwise(self.layers), strict=True)
+        ]  # by layout
 
     def solve(self) -> tuple[int, ...] | None:
-        for pressure in PRESSURES if self.outside else (0.0,):
+        for pressure in PRESSURES if self.rooms else (0.0,):
             self.pressure = pressure
             pick = self._solve()
             if pick is not None:
-                return tuple(int(self.keep[a][k]) for a, k in enumerate(pick))
+                return self._candidates(pick)
         return None
+
+    def _candidates(self, pick: list[int]) -> tuple[int, ...]:
+        """The table's numbers of kept candidates."""
+        return tuple(int(layer.keep[k]) for layer, k in zip(self.layers, pick, strict=True))
+
+    def _kept(self, pick: tuple[int, ...]) -> list[int]:
+        """The reverse of ``_candidates``."""
+        return [int(np.searchsorted(layer.keep, k)) for layer, k in zip(self.layers, pick, strict=True)]
 
     def _solve(self) -> list[int] | None:
         pick = self._viterbi(0.0)
@@ -130,52 +178,61 @@ class LayerSelection:
 
     def outside_fits(self, pick: tuple[int, ...]) -> bool:
         """Whether what these candidates have outside of device memory fits there."""
-        return self._room_for([int(np.searchsorted(keep, k)) for keep, k in zip(self.keep, pick, strict=True)])
+        return self._room_for(self._kept(pick))
 
     def _room_for(self, pick: list[int]) -> bool:
-        return all(float(sum(h[k] for h, k in zip(sizes, pick, strict=True))) <= room for sizes, room in self.outside)
+        return all(self._outside(i, pick) <= room for i, room in enumerate(self.rooms))
+
+    def _outside(self, memory: int, pick: list[int]) -> float:
+        return float(sum(layer.outside[memory][k] for layer, k in zip(self.layers, pick, strict=True)))
 
     def improved(self, pick: tuple[int, ...]) -> tuple[int, ...]:
         """These candidates, or better ones found by changing single layers."""
-        at = [int(np.searchsorted(keep, k)) for keep, k in zip(self.keep, pick, strict=True)]
-        if not self._fits(at):
-            return pick
-        return tuple(int(self.keep[a][k]) for a, k in enumerate(self._spend(at)))
+        kept = self._kept(pick)
+        return self._candidates(self._spend(kept)) if self._fits(kept) else pick
 
     def seconds(self, pick: tuple[int, ...]) -> float:
         """Seconds of these candidates, resharding between them included."""
-        at = [int(np.searchsorted(keep, k)) for keep, k in zip(self.keep, pick, strict=True)]
-        own = sum(float(w[k]) for w, k in zip(self.weight, at, strict=True))
-        return own + sum(float(edge[a, b]) for edge, (a, b) in zip(self.edges, pairwise(at), strict=True))
+        kept = self._kept(pick)
+        layouts = [layer.layout[k] for layer, k in zip(self.layers, kept, strict=True)]
+        own = sum(float(layer.weight[k]) for layer, k in zip(self.layers, kept, strict=True))
+        return own + sum(float(edge[a, b]) for edge, (a, b) in zip(self.edges, pairwise(layouts), strict=True))
 
     def _fits(self, pick: list[int]) -> bool:
-        live = sum(h[k] for h, k in zip(self.live, pick, strict=True))
-        needs = float(live + max(t[k] for t, k in zip(self.transient, pick, strict=True)))
+        live = sum(layer.live[k] for layer, k in zip(self.layers, pick, strict=True))
+        needs = float(live + max(layer.transient[k] for layer, k in zip(self.layers, pick, strict=True)))
         return needs <= self.limit and self._room_for(pick)
 
     def _viterbi(self, price: float) -> list[int]:
-        # a share of the transient is priced too: only the stage's largest counts, and it is not known yet
-        local = [
-            w + price * (h + t / len(self.live)) for w, h, t in zip(self.weight, self.live, self.transient, strict=True)
-        ]
-        for sizes, room in self.outside if self.pressure else ():
-            each = price * self.pressure * self.limit / max(room, 1.0)
-            local = [here + each * h for here, h in zip(local, sizes, strict=True)]
-        best, came = local[0], []
-        for edge, here in zip(self.edges, local[1:], strict=True):
+        """The candidates of least cost; between two layers only the best candidate of each layout matters."""
+        costs = {layer: self._cost(layer, price) for layer in self.layers}
+        least = {layer: layer.least(cost) for layer, cost in costs.items()}
+        first, *others = self.layers
+        best, came = least[first], []
+        for edge, layer in zip(self.edges, others, strict=True):
             through = best[:, None] + edge
             came.append(through.argmin(axis=0))
-            best = through.min(axis=0) + here
-        pick = [int(best.argmin())]
+            best = through.min(axis=0) + least[layer]
+        layouts = [int(best.argmin())]
         for back in reversed(came):
-            pick.append(int(back[pick[-1]]))
-        return pick[::-1]
+            layouts.append(int(back[layouts[-1]]))
+        chosen = list(zip(self.layers, layouts[::-1], strict=True))
+        cheapest = {(layer, layout): layer.cheapest(costs[layer], layout) for layer, layout in chosen}
+        return [cheapest[each] for each in chosen]
+
+    def _cost(self, layer: _Layer, price: float) -> Array:
+        """Seconds, and bytes at a price. A share of the transient is priced, too: only the stage's largest counts, and it is not known
+        yet."""
+        cost = layer.weight + price * (layer.live + layer.transient / len(self.layers))
+        for sizes, room in zip(layer.outside, self.rooms, strict=True) if self.pressure else ():
+            cost = cost + price * self.pressure * self.limit / max(room, 1.0) * sizes
+        return cost
 
     def _spend(self, pick: list[int]) -> list[int]:
         """Change single layers while a change saves time and fits, most seconds per byte first."""
         pick = list(pick)
-        live = float(sum(h[k] for h, k in zip(self.live, pick, strict=True)))
-        highest = max(float(t[k]) for t, k in zip(self.transient, pick, strict=True))
+        live = float(sum(layer.live[k] for layer, k in zip(self.layers, pick, strict=True)))
+        highest = max(float(layer.transient[k]) for layer, k in zip(self.layers, pick, strict=True))
         moves = [self._move(pick, a, live, highest) for a in range(len(pick))]
         for _ in range(4 * len(pick)):
             a = max(range(len(pick)), key=lambda a: moves[a][0])
@@ -185,9 +242,9 @@ class LayerSelection:
             if fresh != moves[a]:
                 moves[a] = fresh
                 continue
-            k = fresh[1]
-            live += float(self.live[a][k] - self.live[a][pick[a]])
-            highest = max(highest, float(self.transient[a][k]))
+            k, layer = fresh[1], self.layers[a]
+            live += float(layer.live[k] - layer.live[pick[a]])
+            highest = max(highest, float(layer.transient[k]))
             pick[a] = k
             for near in range(max(a - 1, 0), min(a + 2, len(pick))):
                 moves[near] = self._move(pick, near, live, highest)
@@ -195,27 +252,22 @@ class LayerSelection:
 
     def _move(self, pick: list[int], a: int, live: float, highest: float) -> tuple[float, int]:
         """The best other candidate of layer ``a``: (seconds saved per byte, 0 if no candidate saves time and fits; the candidate)."""
-        total = self.weight[a].copy()
+        layer, now = self.layers[a], pick[a]
+        total = layer.weight
         if a > 0:
-            total += self.edges[a - 1][pick[a - 1]]
+            total = total + self.edges[a - 1][self.layers[a - 1].layout[pick[a - 1]]][layer.layout]
         if a + 1 < len(pick):
-            total += self.edges[a][:, pick[a + 1]]
-        saves = total[pick[a]] - total
-        more = self.live[a] - self.live[a][pick[a]]
-        ok = (saves > 1e-15) & (live + more + np.maximum(highest, self.transient[a]) <= self.limit)
-        for sizes, room in self.outside:
-            others = sum(float(h[k]) for h, k in zip(sizes, pick, strict=True)) - sizes[a][pick[a]]
-            ok &= others + sizes[a] <= room
+            total = total + self.edges[a][:, self.layers[a + 1].layout[pick[a + 1]]][layer.layout]
+        saves = total[now] - total
+        more = layer.live - layer.live[now]
+        ok = (saves > 1e-15) & (live + more + np.maximum(highest, layer.transient) <= self.limit)
+        for i, room in enumerate(self.rooms):
+            ok &= self._outside(i, pick) - layer.outside[i][now] + layer.outside[i] <= room
         if not ok.any():
-            return 0.0, pick[a]
+            return 0.0, now
         ratio = np.where(ok, saves / np.maximum(more, 1.0), 0.0)
         k = int(ratio.argmax())
         return float(ratio[k]), k
-
-
-def _part(matrix: Array, rows: Indices, columns: Indices) -> Array:
-    """These rows and columns, which are distinct and rise; the matrix itself where they are all of it."""
-    return matrix if matrix.shape == (len(rows), len(columns)) else matrix[np.ix_(rows, columns)]
 
 
 def stage_of(
@@ -232,14 +284,14 @@ def stage_of(
     n, passing, place, limit = instance.regime(s)
     found = LayerSelection(instance, allowed, range(i, j), [(n, 0.0)] * (j - i), place, passing, limit - spare)
     if before is not None:
-        found.weight[0] = found.weight[0] + instance.edge(i - 1, place)[before, found.keep[0]]
+        layer, sent = found.layers[0], instance.table(i - 1).layout[before]
+        found.layers[0] = layer.slower(instance.resharding(i - 1, place)[sent, layer.layouts[layer.layout]])
     if j < instance.layers:  # forwards, and backwards by the next stage
-        found.weight[-1] = found.weight[-1] + 2 * instance.p2p(j - 1, s)[found.keep[-1]]
-    found.outside = [
-        (
-            [t.outside(n)[i][keep] for t, keep in zip(found.tables, found.keep, strict=True)],
-            instance.layout.outside[place][i],
-        )
-        for i in instance.outside
-    ]
+        layer = found.layers[-1]
+        found.layers[-1] = layer.slower(2 * instance.p2p(j - 1, s)[layer.keep])
+    if instance.outside:
+        found.rooms = [instance.layout.outside[place][k] for k in instance.outside]
+        for a, k in enumerate(instance.kind[i:j].tolist()):
+            sizes, layer = instance.kinds[k].at(place).outside(n), found.layers[a]
+            found.layers[a] = replace(layer, outside=tuple(sizes[each][layer.keep] for each in instance.outside))
     return found
