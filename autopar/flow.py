@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import fx
 
@@ -49,3 +49,18 @@ def carries_gradient(call: fx.Node, known: Callable[[fx.Node], bool]) -> bool:
     """Whether a gradient flows through a call; ``known`` answers this for its operands."""
     floating = any(t.is_floating_point() or t.is_complex() for t in tensors(meta(call).get("val")))
     return floating and facts(call).kind is not OpKind.DETACH and any(map(known, call.all_input_nodes))
+
+
+def run_again(nodes: Sequence[fx.Node], flows: Callable[[fx.Node], bool]) -> list[fx.Node]:
+    """Return the nodes that a backward pass runs again if it has the first ones' operands alone: the leading ``nodes``, in the order of the
+    graph, up to the last whose operands or result autograd may save.
+
+    ``flows`` says whether a gradient flows through a node's value. A product saves only its operands, and saves them first: if a product
+    comes last, it does not run again itself.
+    """
+    ops = [node for node in nodes if node.op == "call_function"]
+    while ops and (facts(ops[-1]).saves_nothing or not flows(ops[-1])):
+        ops.pop()
+    if ops and facts(ops[-1]).is_expensive and not facts(ops[-1]).is_attention:
+        ops.pop()
+    return ops

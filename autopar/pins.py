@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from autopar.errors import UsageError
 from autopar.plan import DEGREES
 from autopar.schedules import SCHEDULES
-from autopar.techniques import ALL, LAYER, PLAN
+from autopar.techniques import ALL, LAYER, PLAN, conflicts_of
 from autopar.techniques.technique import Pin, Technique, Value
 
 FORM = "write key=value, such as pipeline=4, tensor=8, layers.0-7.tensor=8, lm_head.zero=3 or schedule=1f1b"
@@ -77,7 +77,7 @@ class ParallelPins:
         for technique in ALL:
             value = str((plan if technique in PLAN else self).of(technique.name) or "")
             name, _ = technique.split(value)
-            for conflict in technique.conflicts:
+            for conflict in conflicts_of(technique):
                 others = [other.partition(":")[0] for other in decided[conflict.other]]
                 if name in conflict.values and set(others) <= set(conflict.others):
                     raise UsageError(

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 from autopar.precision import TF32
 from autopar.schedules import Schedule
 from autopar.techniques import DEFAULTS, GIVEN_UP, LAYER, PLAN, UNDER_SPLIT, Options, read_options
-from autopar.techniques.activations import ACTIVATIONS, IN_HOST, INT8, RECOMPUTED
-from autopar.techniques.overlap import OVERLAP
-from autopar.techniques.states import STATES
 from autopar.techniques.sync import SYNC
 from autopar.units import seconds
 
@@ -93,38 +89,12 @@ REPLICATING = tuple(role for role in Role if role.replicates_parameters)
 BATCHES = tuple(role for role in Role if role.shards_batch)
 SEQUENCES = tuple(role for role in Role if role.shards_sequence)
 
-RECOMPUTATIONS = ("none", "selective", "full")
-"""The kinds of recomputation, from most to least saved activations."""
-
 
 def given_up(sync: str, strategies: Iterable[Strategy]) -> tuple[str, ...]:
     """The exactness (of ``ALLOWED``) that a synchronisation and the layers' strategies give up."""
     given = {technique.way(value).gives_up for s in strategies for technique, value in s.options.chosen}
     given.add(SYNC.way(sync).gives_up)
     return tuple(name for name in GIVEN_UP if name in given)
-
-
-class Recomputation(NamedTuple):
-    """The part of a layer's forward that its backward pass runs again.
-
-    ``kind`` is one of ``RECOMPUTATIONS``: ``selective`` saves results that are expensive to compute (``passes.selective`` selects them) and
-    runs the rest again, ``full`` saves only the layer's input. ``layers`` is the number of consecutive layers, of one class and one
-    strategy in one stage, that are recomputed as one segment: only the first layer's input is saved. The last segment of a run may be
-    shorter.
-    """
-
-    kind: str
-    layers: int = 1
-
-
-NONE, SELECTIVE, FULL = (Recomputation(kind) for kind in RECOMPUTATIONS)
-
-
-@functools.cache
-def recomputation_of(options: Options) -> Recomputation:
-    """The part of a layer's forward that its backward pass runs again."""
-    name, layers = ACTIVATIONS.split(options[ACTIVATIONS])
-    return Recomputation(RECOMPUTED[name], layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,26 +133,6 @@ class Strategy:
     def but(self, **changes: str) -> Strategy:
         """The same strategy with other values of techniques."""
         return Strategy(self.roles, self.zero, self.replicate, self.options, **changes)
-
-    @property
-    def recomputation(self) -> Recomputation:
-        return recomputation_of(self.options)
-
-    @property
-    def offloads_activations(self) -> bool:
-        return self.options[ACTIVATIONS] in IN_HOST
-
-    @property
-    def saves_int8(self) -> bool:
-        return self.options[ACTIVATIONS] == INT8
-
-    @property
-    def states(self) -> str:
-        return self.options[STATES]
-
-    @property
-    def overlap(self) -> str:
-        return self.options[OVERLAP]
 
     @property
     def uninterrupted(self) -> bool:

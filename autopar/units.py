@@ -1,15 +1,25 @@
-"""Times and sizes as text for people, and sizes read from text."""
+"""Times and sizes as text for people, sizes read from text, and figures with a unit and a source."""
 
 from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 
 from autopar.errors import UsageError
 
 _DECIMAL = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 _FACTORS = {"": 1, "B": 1, **{f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT")},
             **{f"{p}IB": 1024 ** (i + 1) for i, p in enumerate("KMGT")}}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A number with its unit and its source, as ``devices.constants`` describes sources."""
+
+    value: float
+    unit: str
+    source: str
 
 
 def seconds(value: float) -> str:

@@ -17,8 +17,9 @@ from autopar.errors import ProgramError
 from autopar.ops.facts import is_custom, op_name
 from autopar.ops.meta import meta
 from autopar.ops.operands import arguments, operands, shape_of
+from autopar.ops.own import own_op
 from autopar.plan import Axis
-from autopar.program import custom, kernels, kernels_logits, kernels_norm, kernels_ring, kernels_rnn, kernels_vocab
+from autopar.program import custom, kernels, kernels_norm, kernels_ring, kernels_rnn, kernels_vocab
 from autopar.rules.traffic import OF_MICROBATCHES
 from autopar.sharding import Sharding
 from autopar.types import I, P, R, SpmdType
@@ -54,7 +55,9 @@ def kernel_call(node: fx.Node, sharding: Sharding) -> KernelCall | None:
             hint="plan with one microbatch",
         )
     named.pop(MICROBATCH, None)
-    entries: set[Entry | None] = {BY_KERNEL[name] for name in named.values()} or {BY_OP.get(op_name(node))}
+    own = own_op(node)
+    by_op = BY_OP.get(op_name(node)) if own is None else own.call
+    entries: set[Entry | None] = {BY_KERNEL.get(name, by_op) for name in named.values()} or {by_op}
     assert len(entries) == 1, f"{node.name}: several kernels at once, {named}"
     (entry,) = entries
     if entry is None and is_custom(node.target):
@@ -100,20 +103,13 @@ def _custom(node: fx.Node, sharding: Sharding) -> KernelCall | None:
 def _vocabulary_loss(request: KernelRequest) -> KernelCall:
     given = _loss_arguments(request)
     logits, labels = given.pop("logits"), given.pop("labels")
-    return kernels_vocab.vocab_parallel_cross_entropy_sum, (logits, labels, _one_or_all(request.axes)), given
-
-
-def _loss_in_slices(request: KernelRequest) -> KernelCall:
-    own: dict[str, Any] = {"partial_axes": request.partial} | (
-        {"axis": _one_or_all(request.axes)} if request.axes else {}
-    )
-    return kernels_logits.loss_in_slices, request.node.args, {**request.node.kwargs, **own}
+    return kernels_vocab.vocab_parallel_cross_entropy_sum, (logits, labels, one_or_all(request.axes)), given
 
 
 def _masked_embedding(request: KernelRequest) -> KernelCall:
     args = request.node.args
     padding = {"padding_idx": args[2]} if len(args) > 2 and args[2] != -1 else {}
-    return kernels_vocab.masked_embedding, (args[1], args[0]), {"axis": _one_or_all(request.axes), **padding}
+    return kernels_vocab.masked_embedding, (args[1], args[0]), {"axis": one_or_all(request.axes), **padding}
 
 
 def _dropout(request: KernelRequest) -> KernelCall:
@@ -143,7 +139,7 @@ def _ring_attention(request: KernelRequest) -> KernelCall:
     tensors = tuple(given.pop(key) for key in ("query", "key", "value"))
     kept = {key: value for key, value in given.items() if value not in (None, False, 0.0)}
     seed = {"seed": request.sharding} if given["dropout_p"] else {}
-    return kernels_ring.ring_attention, (*tensors, _one_or_all(request.axes)), {**kept, **seed}
+    return kernels_ring.ring_attention, (*tensors, one_or_all(request.axes)), {**kept, **seed}
 
 
 def _sum_of_losses(request: KernelRequest) -> KernelCall:
@@ -167,7 +163,7 @@ def _loss_arguments(request: KernelRequest) -> dict[str, Any]:
 
 
 def _statistics(request: KernelRequest) -> KernelCall:
-    axes = {"axis": _one_or_all(request.axes)} if request.axes else {}
+    axes = {"axis": one_or_all(request.axes)} if request.axes else {}
     return request.node.target, request.node.args[:1], axes  # type: ignore[return-value]
 
 
@@ -183,7 +179,8 @@ def _experts(request: KernelRequest) -> KernelCall:
     return target, request.node.args, {name: own for name, own in axes.items() if own}
 
 
-def _one_or_all(axes: tuple[str, ...]) -> str | tuple[str, ...]:
+def one_or_all(axes: tuple[str, ...]) -> str | tuple[str, ...]:
+    """Axes as kernels take them: the name of a single one, or all names."""
     return axes[0] if len(axes) == 1 else axes
 
 
@@ -198,7 +195,6 @@ BY_KERNEL: dict[str, Entry] = {
     "masked_embedding": _masked_embedding,
     "step_statistics": _statistics,
     "vocab_parallel_cross_entropy_sum": _vocabulary_loss,
-    "loss_in_slices": _loss_in_slices,
 }
 BY_OP: dict[str, Entry] = {
     "aten.dropout": _dropout,
@@ -208,6 +204,5 @@ BY_OP: dict[str, Entry] = {
     "kernels_rnn.recurrent": _recurrent,
     "aten.scaled_dot_product_attention": _attention,
     "kernels.cross_entropy_sum": _sum_of_losses,
-    "kernels_logits.loss_in_slices": _loss_in_slices,
     "kernels_experts.experts": _experts,
 }

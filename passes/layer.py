@@ -18,8 +18,8 @@ from passes.collectives import MICROBATCH, convert, insert_collectives_pass
 from passes.defer_weights import defer_weights_pass
 from passes.fuse_bias import fuse_bias_pass
 from passes.grouped_widths import grouped_widths_pass
+from passes.joined import converted_types, is_joined
 from passes.localise_layer import localise_pass, random_seed
-from passes.overlap import JOINED, converted_types
 from passes.pad import pad_class
 from passes.rewrite import computed, local_rewrites
 from passes.runner import run
@@ -84,7 +84,7 @@ class LocalLayer:
         """Tuples of axes (outermost first) over which one collective of the layer, or of a kernel in it, runs."""
         nodes = self.graph.graph.nodes
         found = {tuple(node.args[1]) for node in nodes if node.target is convert}
-        found |= {converted_types(node)[1] for node in nodes if node.target in JOINED}
+        found |= {converted_types(node)[1] for node in nodes if is_joined(node)}
         for name in {name for types in self.sharding.types for name in types.kernel}:
             pairs = zip(self.sharding.axes, self.sharding.types, strict=True)
             found.add(tuple(a.name for a, types in pairs if name in types.kernel and a.name != MICROBATCH))

@@ -15,7 +15,6 @@ import itertools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from autopar.techniques.overlap import HALVES, TENSOR
 from autopar.types import Collective, I, R, S, SpmdType, conversion
 from passes.collectives import MICROBATCH, convert
 from passes.conversions import conversion_steps, effective_steps
+from passes.turns import Read, Turns
 
 Types = tuple[SpmdType, ...]
 
@@ -50,7 +50,7 @@ def rewrite_local(gm: fx.GraphModule, cls: LayerClass, sharding: Sharding, value
 
 # -- early collectives -------------------------------------------------------------------------------------------------
 
-JOINED = (kernels_overlap.linear, kernels_overlap.linears)
+_JOINED = (kernels_overlap.linear, kernels_overlap.linears)
 _LINEAR = torch.ops.aten.linear.default
 
 
@@ -164,15 +164,16 @@ def _join(graph: fx.Graph, products: list[fx.Node]) -> None:
     more = {"whole": True} if whole else {}
     options = {"axis": axes[0] if len(axes) == 1 else axes, "src": source, **more}
     with graph.inserting_before(converted):
-        call = graph.call_function(JOINED[not one], args, options)
+        call = graph.call_function(_JOINED[not one], args, options)
         results = [call] if one else [graph.call_function(operator.getitem, (call, i)) for i in range(len(products))]
         if whole:
             results.append(graph.call_function(operator.getitem, (call, len(products))))
     replaced = [*products, converted] if whole else products
     call.meta = _common_meta(products)
     for old, new in zip(replaced, results, strict=True):
-        new.meta = {key: entry for key, entry in old.meta.items() if new is call or key != "kept"}
+        new.meta = {key: entry for key, entry in old.meta.items() if new is call or key != "caller"}
         old.replace_all_uses_with(new)
+    meta(call)["joined"] = True
     for old in (*products, converted):
         name = old.name
         graph.erase_node(old)
@@ -191,7 +192,7 @@ def _move_before(place: fx.Node, nodes: Sequence[fx.Node]) -> None:
 
 
 def _common_meta(products: Sequence[fx.Node]) -> dict[str, Any]:
-    """The metadata of a call in place of ``products``: the modules around all of them, and whether all results are kept."""
+    """The metadata of a call in place of ``products``: the modules around all of them, and the function that makes all of their calls."""
     stacks = [list((meta(product).get("nn_module_stack") or {}).items()) for product in products]
     same = 0
     while all(len(stack) > same and stack[same] == stacks[0][same] for stack in stacks):
@@ -201,72 +202,13 @@ def _common_meta(products: Sequence[fx.Node]) -> dict[str, Any]:
         "gradient": True,
         "nn_module_stack": dict(stacks[0][:same]),
     }
-    if all("kept" in meta(product) for product in products):
-        found["kept"] = all(meta(product)["kept"] for product in products)
+    callers = {meta(product).get("caller", "") for product in products}
+    if len(callers) == 1 and all(callers):
+        found["caller"] = callers.pop()
     return found
 
 
-# -- what a joined call holds -----------------------------------------------------------------------------------------
-
-
-def converted_types(call: fx.Node) -> tuple[fx.Node, tuple[str, ...], SpmdType]:
-    """The value that a joined call converts to R, the axes (outermost first), and the value's type on them before."""
-    value: Any = call.args[0]
-    axis: Any = call.kwargs["axis"]
-    return value, (axis,) if isinstance(axis, str) else tuple(axis), SpmdType.parse(str(call.kwargs["src"]))
-
-
-def weights_of(call: fx.Node) -> list[fx.Node]:
-    """The weights of a joined call."""
-    return [node for node in _listed(call.args[1]) if node is not None]
-
-
-@dataclass(frozen=True, slots=True)
-class JoinedResult:
-    """A result of a joined call: the node that has it, the name of its product, the weight and the bias; none of the three for the
-    converted input."""
-
-    node: fx.Node
-    product: str | None = None
-    weight: fx.Node | None = None
-    bias: fx.Node | None = None
-
-
-def results_of(call: fx.Node) -> list[JoinedResult]:
-    """The results of a joined call, in order."""
-    weights = weights_of(call)
-    biases = _listed(call.args[2]) if len(call.args) > 2 else [None] * len(weights)
-    users = [call] if call.target is JOINED[0] else sorted(call.users, key=_index)
-    found = [
-        JoinedResult(node, meta(node).get("product", node.name), weight, bias)
-        for node, weight, bias in zip(users, weights, biases, strict=False)
-    ]
-    return found + [JoinedResult(node) for node in users[len(weights) :]]
-
-
-def passed_on(node: fx.Node) -> fx.Node | None:
-    """The value before its conversion, if ``node`` is the converted value among the results of a joined call."""
-    call = node.args[0] if node.target is operator.getitem else None
-    if not isinstance(call, fx.Node) or call.target not in JOINED or _index(node) < len(weights_of(call)):
-        return None
-    return converted_types(call)[0]
-
-
-def _listed(given: Any) -> list[Any]:
-    return list(given) if isinstance(given, list | tuple) else [given]
-
-
-def _index(node: fx.Node) -> int:
-    """Which result of a call ``node`` takes."""
-    index = node.args[1]
-    assert isinstance(index, int)
-    return index
-
-
 # -- halves: which layers ---------------------------------------------------------------------------------------------
-
-Read = tuple[str, Types]
-"""A value's name and the types in which it is read."""
 
 _APART = frozenset(
     ("PI", "PR", "IR", "SR", "SI", "PS", "SS")
@@ -275,6 +217,12 @@ _APART = frozenset(
 
 ODD = "has an odd number of rows on each device in a microbatch"
 """Why a layer is not halved whose rows a device cannot halve: often it has one."""
+
+
+def turns_or_reason(cls: LayerClass, types: Sequence[AxisTypes]) -> Turns | str:
+    """Where the halves of a layer take turns; or why it cannot be halved, or gains nothing."""
+    gradient = gradient_flow(cls)
+    return refusal(cls, types, gradient) or turns_of(cls, types, gradient)
 
 
 def refusal(cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str, bool]) -> str:
@@ -354,46 +302,6 @@ def why_whole(cls: LayerClass, sharding: Sharding) -> str:
 # -- where they take turns ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Turns:
-    """Where the halves of a layer take turns: before the ops at the positions ``at`` among ``ops`` (their number: at the layer's end).
-
-    ``flights`` are the conversions that are on their way across a turn: the position of the first reader, and that of the turn before
-    which the collective is issued if that is not where the value is computed (``None``). ``made`` are the positions of their values
-    (-1: an argument). ``inner`` are the positions of mixtures of experts whose rows travel: their kernels take a turn before the experts'
-    own arithmetic, and one after it. Of the flights, one of each in ``once`` serves both halves: conversions of parameters.
-    """
-
-    ops: tuple[str, ...]
-    at: tuple[int, ...]
-    flights: dict[Read, tuple[int, int | None]]
-    made: dict[Read, int]
-    inner: tuple[int, ...]
-    once: frozenset[Read]
-
-    @property
-    def count(self) -> int:
-        """The number of turns."""
-        return len(self.at) + 2 * len(self.inner)
-
-    def piece(self, position: int) -> int:
-        """The number of the piece between two turns that an op belongs to."""
-        passed = sum((place < position) + (place <= position) for place in self.inner)
-        return sum(turn <= position for turn in self.at) + passed
-
-    def span(self, read: Read) -> tuple[int, int]:
-        """The piece in which a conversion is issued, and the one that begins with its result."""
-        arrives, before = self.flights[read]
-        made = self.made[read]
-        issued = self.piece(max(made, 0)) + (made in self.inner) if before is None else self.piece(before) - 1
-        return issued, self.piece(arrives)
-
-    def exchanges(self, op: str) -> tuple[tuple[int, int], ...]:
-        """The spans of what a mixture of experts sends to the experts' devices and back; none for other ops."""
-        middle = next((self.piece(place) for place in self.inner if self.ops[place] == op), None)
-        return () if middle is None else ((middle - 1, middle), (middle, middle + 1))
-
-
 def turns_of(cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str, bool]) -> Turns:
     """Where the halves take turns.
 
@@ -424,7 +332,7 @@ def turns_of(cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str,
         last = max((turn for turn in turns if turn <= at), default=-1)
         early = any(made[read] < turn < last for turn in (*turns, *inner))
         flights[read] = at, last if early else None
-    return Turns(tuple(node.name for node in nodes), tuple(sorted(turns)), flights, made, inner, once)
+    return Turns(tuple(node.name for node in nodes), tuple(sorted(turns)), flights, made, inner, once, ODD)
 
 
 def _reads(cls: LayerClass, nodes: Sequence[fx.Node], types: Sequence[AxisTypes]) -> Iterator[tuple[Read, int]]:
@@ -467,7 +375,7 @@ def _middle(nodes: Sequence[fx.Node], start: int, stop: int) -> int | None:
 def _mark_turns(gm: fx.GraphModule, cls: LayerClass, sharding: Sharding) -> fx.GraphModule:
     """Marks the turns in the local graph of ``cls`` of one half (``part_of``).
 
-    ``meta["turn"]``: the halves take turns before the node. ``meta["flies"]`` of a ``convert``: it is issued and awaited apart.
+    ``meta["turn"]``: the halves take turns before the node. ``meta["flies"]`` of a ``convert``: the function that issues it.
     ``meta["sends"]``: the conversions that are issued right after the node. ``meta["across"]``: a turn stands between the node and a
     reader.
     """
@@ -485,7 +393,7 @@ def _mark_turns(gm: fx.GraphModule, cls: LayerClass, sharding: Sharding) -> fx.G
         starts[at] = min((*own, op), key=lambda node: where[node])
         meta(starts[at])["turn"] = True
     for place in turns.inner:
-        meta(local[turns.ops[place]])["inner"] = True
+        meta(local[turns.ops[place]])["inner"] = "halves.send"
     for read, (_, before) in turns.flights.items():
         node = arriving[read]
         value = node.args[0]
@@ -493,7 +401,7 @@ def _mark_turns(gm: fx.GraphModule, cls: LayerClass, sharding: Sharding) -> fx.G
         anchor = _gathered_up(graph, local[read[0]], value)
         if before is not None:
             anchor = starts[before].prev
-        meta(node)["flies"], meta(node)["once"] = True, read in turns.once and value.op == "placeholder"
+        meta(node)["flies"], meta(node)["once"] = "halves.start", read in turns.once and value.op == "placeholder"
         meta(anchor).setdefault("sends", []).append(node)
     _mark_across(graph)
     graph.lint()

@@ -17,6 +17,7 @@ from autopar.graph import LayerClass
 from autopar.ops.facts import OpKind, facts, op_name
 from autopar.ops.meta import meta
 from autopar.ops.operands import arguments, operands, shape_of
+from autopar.ops.own import own_op
 from autopar.rules.padding import padding
 from autopar.sharding import Sharding
 from passes.localise import with_sizes
@@ -68,10 +69,8 @@ def _reword(new: fx.Node, old: fx.Node) -> None:
         classes = shape_of(operands(old)[0])[-1]
         if shape_of(operands(new)[0])[-1] != classes:
             new.kwargs = {**new.kwargs, "vocabulary": classes}
-    elif kind is OpKind.SLICED_LOSS:
-        classes = shape_of(operands(old)[1])[0]
-        if shape_of(operands(new)[1])[0] != classes:
-            new.kwargs = {**new.kwargs, "vocabulary": classes}
+    elif (own := own_op(old)) is not None:
+        own.reword(new, old)
     elif isinstance(meta(new)["val"], torch.Tensor) and shape_of(new) != shape_of(old):
         if kind in (OpKind.RESHAPE, OpKind.EXPANSION):
             target = with_sizes(name) if kind is OpKind.RESHAPE else torch.ops.aten.expand.default

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import fx
 
 from autopar.graph import Graph, LayerClass
 from autopar.plan import Strategy
-from autopar.sharding import Sharding
+from autopar.sharding import AxisTypes, Sharding
 from autopar.techniques import LAYER, Options, Technique
+from passes.turns import Read, Turns
 
 Rewrite = Callable[[LayerClass], LayerClass | str]
 """Returns the rewritten class, or why it cannot be rewritten, as the end of a sentence about the layer."""
@@ -70,12 +71,36 @@ def computed(cls: LayerClass, sharding: Sharding, options: Options) -> Sharding:
     return part
 
 
+def turns_of(cls: LayerClass, types: Sequence[AxisTypes], options: Options) -> Turns | str:
+    """Where the parts of a layer's microbatches take turns; or why they are not computed in parts, whatever their shapes. ``types`` are
+    those of the microbatch axis, then of the mesh's axes (or runs of axes with equal types)."""
+    found: Turns | str = _module(options.parting).turns_or_reason(cls, types)
+    return found
+
+
+def products_of(
+    cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str, bool]
+) -> dict[Read, tuple[fx.Node, ...]]:
+    """The products under whose weights' gradients the gradient of their input is reduced, if a technique starts it early, by what they
+    read; ``types`` as in ``turns_of``, ``gradient`` tells the values that a gradient flows back through."""
+    found: dict[Read, tuple[fx.Node, ...]] = {}
+    for technique in LAYER:
+        if any(way.early for way in technique.ways):
+            found |= _module(technique).products_of(cls, types, gradient)
+    return found
+
+
 def why_whole(cls: LayerClass, sharding: Sharding, options: Options) -> str:
     """Why the microbatches of a layer are not computed in parts, as the end of a sentence about the layer; empty if they are."""
     return _module(options.parting).why_whole(cls, sharding) if options.parts > 1 else ""
 
 
 def _module(technique: Technique) -> Any:
-    """The module that rewrites local graphs for a technique: it has ``rewrite_local``, and where a value of the technique has several parts
-    ``part_of`` and ``why_whole``."""
+    """The module that rewrites local graphs for a technique: it has ``rewrite_local``; where a value of the technique has several parts
+    ``part_of``, ``turns_or_reason`` and ``why_whole``; where one is early ``products_of``."""
     return importlib.import_module(f"passes.{technique.rewrite_local}")
+
+
+for _technique in LAYER:  # the ops that passes make are registered where their modules are imported
+    if _technique.rewrite:
+        rewrite_of(_technique.rewrite)

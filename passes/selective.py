@@ -7,45 +7,34 @@ op on whose operands autograd saves keeps no result, because a recomputation end
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import fx
 
+from autopar.flow import run_again
 from autopar.graph import LayerClass
 from autopar.ops.facts import facts
 from autopar.ops.meta import meta
 from autopar.sharding import Sharding
-from autopar.techniques.activations import ACTIVATIONS, RECOMPUTED, SELECTIVE
+from autopar.techniques.activations import ACTIVATIONS
 from passes.collectives import MICROBATCH, convert
 
 
-def recomputed(nodes: Sequence[fx.Node], flows: Callable[[fx.Node], bool]) -> list[fx.Node]:
-    """The leading ``nodes``, in the order of the graph, up to the last whose operands or result autograd may save.
-
-    ``flows`` says whether a gradient flows through a node's value. A product saves only its operands, and saves them first: if a product
-    comes last, it does not run again itself.
-    """
-    ops = [node for node in nodes if node.op == "call_function"]
-    while ops and (facts(ops[-1]).saves_nothing or not flows(ops[-1])):
-        ops.pop()
-    if ops and facts(ops[-1]).is_expensive and not facts(ops[-1]).is_attention:
-        ops.pop()
-    return ops
-
-
 def rewrite_local(gm: fx.GraphModule, cls: LayerClass, sharding: Sharding, value: str) -> fx.GraphModule:
-    """Mark the nodes whose results are kept, if ``value`` of ``activations`` recomputes in part: ``meta["kept"]``.
+    """Mark the nodes whose results are kept, if ``value`` of ``activations`` recomputes in part: ``meta["caller"]`` keeps them.
 
     Runs on a local graph, in which conversions are nodes.
     """
-    if RECOMPUTED[ACTIVATIONS.split(value)[0]] != SELECTIVE:
+    if ACTIVATIONS.way(value).again != "part":
         return gm
     axes = [axis.name for axis in sharding.axes]
-    for node in recomputed(list(gm.graph.nodes), lambda node: bool(meta(node).get("gradient"))):
+    for node in run_again(list(gm.graph.nodes), lambda node: bool(meta(node).get("gradient"))):
         if node.target is convert:
-            meta(node)["kept"] = node.args[2] == "P" and facts(_converted(node)).may_be_summed
+            kept = node.args[2] == "P" and facts(_converted(node)).may_be_summed
         else:
-            meta(node)["kept"] = facts(node).is_expensive and not is_partial(node, axes)
+            kept = facts(node).is_expensive and not is_partial(node, axes)
+        if kept:
+            meta(node)["caller"] = "recomputing.keep"
     return gm
 
 

@@ -14,16 +14,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
 from autopar.graph import LayerClass, cached_for_graphs
+from autopar.ops.cost import tensors
 from autopar.ops.facts import OpKind, facts, op_name
 from autopar.ops.meta import meta
-from autopar.ops.operands import arguments, dtype_of, shape_of
+from autopar.ops.operands import arguments, dtype_of, operands, shape_of, val
+from autopar.ops.own import OwnOp, Passes, Size, register
 from autopar.program import kernels_logits
+from autopar.rules.table import TABLE
+from autopar.units import Constant
+from passes.kernel_calls import KernelCall, KernelRequest, one_or_all
 
 COLUMNS = 8192
 """The most columns of a slice of the whole vocabulary: 64 MB of 4,096 tokens' logits in bfloat16, and products that are still large."""
@@ -90,8 +96,8 @@ def _join(graph: fx.Graph, loss: fx.Node) -> str:
         options: dict[str, Any] = {"slices": max(2, math.ceil(vocabulary / COLUMNS))}
         options |= {"after": tuple(reversed(steps))} if steps else {}
         options |= {name: given[name] for name in ("ignore_index", "label_smoothing")}
-        operands = (x, product["weight"], labels, *([] if bias is None else [bias]))
-        new = graph.call_function(kernels_logits.loss_in_slices, operands, options)
+        read = (x, product["weight"], labels, *([] if bias is None else [bias]))
+        new = graph.call_function(kernels_logits.loss_in_slices, read, options)
     new.meta = dict(loss.meta)
     loss.replace_all_uses_with(new)
     return ""
@@ -148,3 +154,90 @@ def _step(node: fx.Node) -> kernels_logits.Step | fx.Node | tuple[()] | None:
     ):
         return node
     return None
+
+
+# -- the op ------------------------------------------------------------------------------------------------------------
+
+SLICE_PASSES = Constant(
+    6.0,
+    "passes over a slice of logits in float32, forward",
+    "library: program/kernels_logits.py: the largest (1), the difference (2), its exponential (2), their sum (1)",
+)
+SLICE_PASSES_BACK = Constant(
+    6.0,
+    "passes over a slice of logits in float32, backward",
+    "library: program/kernels_logits.py: the difference (2), its exponential (2), times the gradient (2)",
+)
+SLICE_KERNELS = Constant(
+    15.0,
+    "kernels for each slice of logits besides its product, forward",
+    "library: program/kernels_logits.py: a conversion, the labels' places and logits (6), largest, exponentials and sums (8)",
+)
+SLICE_KERNELS_BACK = Constant(
+    12.0,
+    "kernels for each slice of logits besides its products, backward",
+    "library: program/kernels_logits.py: conversions (2), the exponential's gradient (3), the labels' (6), the sum of the input's (1)",
+)
+
+
+def _passes(node: fx.Node, size: Size) -> Passes:
+    """The passes over the logits, the live bytes of a slice while an op works on it, and the sum of the input's gradient, in float32 or
+    wider."""
+    slices = _slices(node)
+    rows, weight = operands(node)[:2]
+    x = tensors(meta(rows)["val"])[0]
+    narrow, logits = size(x) / x.numel(), x.numel() // x.shape[-1] * tensors(meta(weight)["val"])[0].shape[0]
+    wide = max(4.0, narrow)
+    casts, steps = narrow < wide, len(node.kwargs.get("after", ()))  # type: ignore[arg-type]
+    forward = SLICE_PASSES.value * wide + casts * (narrow + wide) + steps * 2 * narrow
+    backward = SLICE_PASSES_BACK.value * wide + casts * 2 * (narrow + wide) + steps * 5 * narrow
+    # in the backward pass the product, the wide slice, its gradient, and that in the product's dtype; one of each step
+    live = logits / slices * (2 * wide + casts * 2 * narrow + steps * narrow) + casts * x.numel() * wide
+    adding = slices * x.numel() * 2 * wide * (1 + casts)  # of each slice's part of the input's gradient
+    kernels = slices * SLICE_KERNELS.value, slices * SLICE_KERNELS_BACK.value
+    return Passes(forward * logits, backward * logits + adding, live, *kernels)
+
+
+def _slices(node: fx.Node) -> float:
+    return float(node.kwargs["slices"])  # type: ignore[arg-type]
+
+
+def _flops(node: fx.Node) -> float:
+    rows, weight = operands(node)[:2]
+    return 2.0 * val(rows).numel() * shape_of(weight)[0]
+
+
+def _reword(new: fx.Node, old: fx.Node) -> None:
+    classes = shape_of(operands(old)[1])[0]
+    if shape_of(operands(new)[1])[0] != classes:
+        new.kwargs = {**new.kwargs, "vocabulary": classes}
+
+
+def _call(request: KernelRequest) -> KernelCall:
+    axis = {"axis": one_or_all(request.axes)} if request.axes else {}
+    options = {**request.node.kwargs, "partial_axes": request.partial, **axis}
+    return kernels_logits.loss_in_slices, request.node.args, options
+
+
+def _samples(normal: Callable[..., Any], below: Callable[..., Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    steps = {"after": (("div", 2.0), ("tanh",)), "ignore_index": 0, "label_smoothing": 0.1}
+    return [
+        ((normal(6, 12, 5), normal(12, 5), below(12, 6, 12)), {"slices": 2}),
+        ((normal(6, 5), normal(12, 5), below(12, 6), normal(12)), {"slices": 3, **steps}),
+    ]
+
+
+TABLE["kernels_logits.loss_in_slices"] = "* k!, v k!, *, v -> ; v = loss_in_slices -> I"
+register(
+    OwnOp(
+        name="kernels_logits.loss_in_slices",
+        function=kernels_logits.loss_in_slices,
+        flops=_flops,
+        slices=_slices,
+        passes=_passes,
+        beyond=lambda zeros: True if zeros[0] is None and zeros[2] is None else None,  # of the vocabulary
+        reword=_reword,
+        call=_call,
+        samples=_samples,
+    )
+)

@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 import pytest
-from house_figures import imports, module_of, sources, structure
+from house_figures import imports, module_of, sources, spread, structure
 from pins_page import FIELDS, PAGE, page
 from places import DOCS, ROOT
 
@@ -379,6 +379,15 @@ def test_files_and_functions_stay_small():
                 if lines > 70:
                     long.append(f"{path.relative_to(ROOT)}:{node.lineno}: {node.name} has {lines} lines")
     assert not long, "\n".join(long)
+
+
+# A technique is known to its own file, its pass, its module of the runtime and its kernel; these, to more.
+KNOWN_TO_MORE = {"reduce": 5, "states": 11}
+
+
+def test_few_files_know_a_technique():
+    for name, files in spread(sources(None)).items():
+        assert len(files) <= KNOWN_TO_MORE.get(name, 4), f"{name}: {', '.join(files)}"
 
 
 def test_no_pickles_and_no_evaluated_strings():

@@ -32,12 +32,11 @@ from autopar.price.moves import Move, layer_moves, wire
 from autopar.program import kernels
 from autopar.rules.traffic import kernel_traffic
 from autopar.sharding import Sharding, local_shape
-from autopar.techniques.overlap import TENSOR
-from autopar.techniques.sync import local_steps
+from autopar.techniques.sync import SYNC
 from autopar.types import Collective, I, P, R, S, SpmdType, conversion
 from passes.collectives import MICROBATCH, convert, share
+from passes.joined import converted_types, is_joined, passed_on, results_of, weights_of
 from passes.layer import LocalLayer
-from passes.overlap import JOINED, converted_types, passed_on, results_of, weights_of
 from passes.stages import Crossing, LocalProgram
 
 Types = tuple[SpmdType, ...]
@@ -95,7 +94,7 @@ def check_collectives(program: LocalProgram) -> int:
 
 def _check_replicas(program: LocalProgram, crossed: set[str]) -> None:
     """Raise if replicas that train apart exchange something in a layer or between layers; ``crossed`` are the axes of all collectives."""
-    if not local_steps(program.plan.sync):
+    if not SYNC.apart(program.plan.sync):
         return
     replicas = {axis.name for axis in program.layers[0].strategy.replicas(program.plan.mesh)[0]}
     if replicas & crossed:
@@ -126,7 +125,7 @@ def priced(layer: LocalLayer) -> Iterator[Exchange]:
     sizes = {n.name: sum(t.numel() * t.element_size() for t in tensors(meta(n).get("val"))) for n in nodes}
     by_name = {n.name: n for n in nodes}
     for move in layer_moves(layer.cls, layer.computed.types, sizes, gradient_flow(layer.cls)):
-        under = move.under if layer.strategy.overlap == TENSOR else ()
+        under = move.under if layer.strategy.options.early and layer.half is None else ()
         weights = tuple(_parameter(operands(by_name[name])[1]) for name in under)
         yield from _exchanges_of(move, layer.computed.axes, weights)
 
@@ -177,7 +176,7 @@ def exchanges(layer: LocalLayer) -> Iterator[Exchange]:
             assert pair is not None, node.format_node()
             ranks = math.prod(sizes[axis] for axis in axes)
             yield from _conversion(_origin(node).name, axes, pair, before, after, ranks, meta(node)["gradient"])
-        elif node.target in JOINED:
+        elif is_joined(node):
             value, axes, own = converted_types(node)
             pair = conversion(own, R)
             assert pair is not None, node.format_node()
@@ -308,7 +307,7 @@ def _check_types(layer: LocalLayer, name: str) -> None:
             current[node] = changed(value, axes, SpmdType.parse(str(source)), SpmdType.parse(str(target)))
             if not node.users:
                 _fault(name, f"nothing reads {value.name} as {target} on {', '.join(axes)}")
-        elif node.target in JOINED:
+        elif is_joined(node):
             value, axes, own = converted_types(node)
             read = changed(value, axes, own, R)
             for one in results_of(node):

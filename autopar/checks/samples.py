@@ -14,9 +14,11 @@ from torch import Tensor
 
 from autopar.checks.rules import Sample, sample, without_gradient
 from autopar.checks.sample_experts import gated_experts, plain_experts
-from autopar.program import kernels, kernels_ctc, kernels_fp8, kernels_logits, kernels_norm, kernels_random, kernels_rnn
+from autopar.ops.own import OWN_OPS
+from autopar.program import kernels, kernels_ctc, kernels_fp8, kernels_norm, kernels_random, kernels_rnn
 from autopar.program.kernels_experts import grouped_linear, of_rows
 from autopar.rules.table import UNARY
+from passes import rewrite  # noqa: F401  registers the ops that passes make
 
 aten = torch.ops.aten
 _generator = torch.Generator().manual_seed(0)
@@ -295,18 +297,7 @@ def reductions() -> list[Sample]:
         sample(kernels.cross_entropy_sum, r(6, 12, 5), n(5, 6, 12)),
         sample(kernels.cross_entropy_sum, r(6, 5), n(5, 6), 0, 0.1),
         without_gradient(sample(kernels.cross_entropy_sum, r(6, 12, 5), n(5, 6, 12), 0, 0.1, u(5)), 2),
-        sample(kernels_logits.loss_in_slices, r(6, 12, 5), r(12, 5), n(12, 6, 12), slices=2),
-        sample(
-            kernels_logits.loss_in_slices,
-            r(6, 5),
-            r(12, 5),
-            n(12, 6),
-            r(12),
-            slices=3,
-            after=(("div", 2.0), ("tanh",)),
-            ignore_index=0,
-            label_smoothing=0.1,
-        ),
+        *(sample(op.function, *given, **options) for op in OWN_OPS.values() for given, options in op.samples(r, n)),
         sample(kernels_ctc.ctc_loss, r(6, 12, 5).log_softmax(-1), n(4, 6, 3) + 1, n(4, 6) + 8, n(4, 6), 0, True),
     ]
 

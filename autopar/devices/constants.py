@@ -8,17 +8,7 @@ measurements in view. docs/evidence/validation.md lists all of them, those in th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True, slots=True)
-class Constant:
-    """A number with its unit and its source."""
-
-    value: float
-    unit: str
-    source: str
-
+from autopar.units import Constant
 
 _NCCL = "library: NCCL src/graph/tuning.cc, hwLat and baseLat, protocol Simple"
 _CALCULON = "published: calculon-ai/calculon systems/h100_80g_nvl8.json and a100_80g.json"
@@ -55,44 +45,6 @@ FP8_KERNELS = Constant(
     20.0,
     "kernels of one product",
     "library: program/kernels_fp8.py: ten for each operand (its largest value, the scale, the rounding); the product is the last",
-)
-INT8_ROUNDING = Constant(
-    47.0,
-    "bytes moved per element, besides those read and stored",
-    "library: program/int8.py, not compiled: written in float32, and read and written for its finite values (8), the largest (4), the "
-    "quotient (8), the rounding (8), the lower limit (8); read and written as codes (5), which are copied (2)",
-)
-INT8_RESTORING = Constant(
-    18.0,
-    "bytes moved per element, besides those stored and restored",
-    "library: program/int8.py, not compiled: products with the scales are written (4), codes compared (2), -infinities filled in (9), and "
-    "read (4), less the byte of a code",
-)
-INT8_KERNELS = Constant(
-    11.0,
-    "kernels that round a tensor, or restore it",
-    "library: program/int8.py, not compiled: a conversion, finite values, the norm, its division and limit, the quotient, its rounding and "
-    "limit, codes, two copies",
-)
-SLICE_PASSES = Constant(
-    6.0,
-    "passes over a slice of logits in float32, forward",
-    "library: program/kernels_logits.py: the largest (1), the difference (2), its exponential (2), their sum (1)",
-)
-SLICE_PASSES_BACK = Constant(
-    6.0,
-    "passes over a slice of logits in float32, backward",
-    "library: program/kernels_logits.py: the difference (2), its exponential (2), times the gradient (2)",
-)
-SLICE_KERNELS = Constant(
-    15.0,
-    "kernels for each slice of logits besides its product, forward",
-    "library: program/kernels_logits.py: a conversion, the labels' places and logits (6), largest, exponentials and sums (8)",
-)
-SLICE_KERNELS_BACK = Constant(
-    12.0,
-    "kernels for each slice of logits besides its products, backward",
-    "library: program/kernels_logits.py: conversions (2), the exponential's gradient (3), the labels' (6), the sum of the input's (1)",
 )
 USABLE_MEMORY_CPU = Constant(
     0.7,

@@ -13,7 +13,7 @@ from autopar.ops.meta import meta
 from autopar.ops.source import is_bound, source_name
 from passes.clean.nodes import module_path
 from passes.collectives import convert
-from passes.overlap import JOINED, converted_types, passed_on, results_of, weights_of
+from passes.joined import converted_types, is_joined, passed_on, results_of, weights_of
 
 WIDTH = 110  # a longer line is split: its expression gets a name
 SHORT = 50  # the longest expression with a name in the user's code that stands inside another one
@@ -59,10 +59,10 @@ def statements(
             ends.append(len(lines))
             lines.append(f"        # {remark(here)}")
         scope = here or scope
-        made = [one.node for one in results_of(node)] if node.target in JOINED else [node]
+        made = [one.node for one in results_of(node)] if is_joined(node) else [node]
         own = [names.fresh(value_name(result)) for result in made]
         left = ", ".join(own)
-        lines += _joined_lines(node, left, texts) if node.target in JOINED else [f"        {left} = {text.text}"]
+        lines += _joined_lines(node, left, texts) if is_joined(node) else [f"        {left} = {text.text}"]
         texts.update(zip(made, map(Text, own), strict=True))
         watched += [f'"{result.name}": {name}' for result, name in zip(made, own, strict=True)]
         named += own
@@ -81,7 +81,7 @@ def sent_lines(node: fx.Node, texts: dict[fx.Node, Text], names: Names, flights:
         over = literal(axes[0] if len(axes) == 1 else axes, {})
         given = f"{texts[value].text}, {over}, src=spmd.{source}, dst=spmd.{target}"
         given += ", once=True" if meta(conversion).get("once") else ""
-        lines.append(f"        {flights[conversion]} = halves.start({given})")
+        lines.append(f"        {flights[conversion]} = {meta(conversion)['flies']}({given})")
     return lines
 
 
@@ -130,15 +130,15 @@ def _inline(node: fx.Node, text: Text) -> bool:
     input of joined products. What the user's code binds to a name stands alone sooner; what is returned does not."""
     if (
         any(meta(node).get(key) for key in ("turn", "sends", "across", "inner"))
-        or meta(node).get("kept")
-        or node.target in JOINED
+        or meta(node).get("caller")
+        or is_joined(node)
         or len(node.users) != 1
     ):
         return False
     user = next(iter(node.users))
     places: list[fx.Node] = []
     fx.map_arg((user.args, user.kwargs), lambda n: places.append(n) if n is node else None)
-    if len(places) != 1 or user.target in JOINED and user.args[0] is node:
+    if len(places) != 1 or is_joined(user) and user.args[0] is node:
         return False
     if user.op == "output":
         return not meta(node).get("flies") and len(text.text) <= WIDTH

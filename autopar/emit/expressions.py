@@ -24,8 +24,8 @@ from autopar.ops.operands import arguments
 from autopar.torch_private import overload_schema
 from autopar.types import SpmdType
 from passes.collectives import convert, share
+from passes.joined import converted_types, is_joined
 from passes.localise_layer import random_seed, scale
-from passes.overlap import JOINED, converted_types
 
 ATOM, UNARY, PRODUCT, SUM, COMPARE = 4, 3, 2, 1, 0
 _MAX_INT = 2**63 - 1
@@ -111,14 +111,15 @@ def kernel_module(node: fx.Node) -> str | None:
 
 
 def expression(node: fx.Node, texts: Texts) -> Text:
-    """The call as text; ``texts`` holds the expressions of its operands. ``selective.keep`` makes the call if its result is kept."""
+    """The call as text; ``texts`` holds the expressions of its operands. A function ``meta["caller"]`` makes the call."""
     if node.target is convert:
         return Text(_conversion(node, texts))
     text = _call(node, texts)
-    if not meta(node).get("kept") or node.target in JOINED:
+    caller = meta(node).get("caller", "")
+    if not caller or is_joined(node):
         return text
     function, _, arguments = text.text.partition("(")
-    return Text(_called(function, arguments.removesuffix(")"), kept=True))
+    return Text(_called(function, arguments.removesuffix(")"), caller))
 
 
 def _call(node: fx.Node, texts: Texts) -> Text:
@@ -135,7 +136,7 @@ def _call(node: fx.Node, texts: Texts) -> Text:
         return Text(f"{texts[_operand(node)].within(ATOM)}[{literal(node.args[1], texts)}]")
     if isinstance(node.target, Experts):
         return Text(_experts(node, node.target, texts))
-    if node.target in JOINED:
+    if is_joined(node):
         call, given = joined_call(node, texts)
         return Text(f"{call}({', '.join(given)})")
     module = kernel_module(node)
@@ -154,12 +155,10 @@ def _experts(node: fx.Node, op: Experts, texts: Texts) -> str:
     """A mixture of experts: its body is a method of the layer, named in ``meta["body"]``."""
     x, index, weights, *parameters = (literal(arg, texts) for arg in node.args)
     rest = "".join(f", {key}={literal(value, texts)}" for key, value in node.kwargs.items())
-    given = f"{x}, {index}, {weights}, [{', '.join(parameters)}], self.{meta(node)['body']}, {op.count}{rest}"
-    return (
-        f"yield from halves_experts.experts({given})"
-        if meta(node).get("inner")
-        else f"kernels_experts.experts({given})"
-    )
+    more = f"[{', '.join(parameters)}], self.{meta(node)['body']}, {op.count}{rest}"
+    if send := meta(node).get("inner"):
+        return f"yield from kernels_experts.in_steps({send}, ({x}, {index}, {weights}), {more})"
+    return f"kernels_experts.experts({x}, {index}, {weights}, {more})"
 
 
 def joined_call(node: fx.Node, texts: Texts) -> tuple[str, list[str]]:
@@ -168,14 +167,15 @@ def joined_call(node: fx.Node, texts: Texts) -> tuple[str, list[str]]:
     _, axes, source = converted_types(node)
     options = [f"axis={literal(axes[0] if len(axes) == 1 else axes, {})}", f"src=spmd.{source}"]
     options += ["whole=True"] if node.kwargs.get("whole") else []
-    function = f"kernels_overlap.{getattr(node.target, '__name__', '')}"
+    function = f"{kernel_module(node)}.{getattr(node.target, '__name__', '')}"
     given = [*(literal(arg, texts) for arg in node.args), ", ".join(options)]
-    return ("selective.keep", [function, *given]) if meta(node).get("kept") else (function, given)
+    caller = meta(node).get("caller", "")
+    return (caller, [function, *given]) if caller else (function, given)
 
 
-def _called(function: str, arguments: str, kept: bool) -> str:
-    """The call of a function, by ``selective.keep`` if its result is kept."""
-    return f"selective.keep({function}, {arguments})" if kept else f"{function}({arguments})"
+def _called(function: str, arguments: str, caller: str) -> str:
+    """The call of a function, by the function ``caller`` if there is one."""
+    return f"{caller}({function}, {arguments})" if caller else f"{function}({arguments})"
 
 
 def _operand(node: fx.Node) -> fx.Node:
@@ -214,8 +214,8 @@ def _conversion(node: fx.Node, texts: Texts) -> str:
     text = texts[value].text
     if str(source) == "P" and _strided(value):
         text = f"{texts[value].within(ATOM)}.contiguous()"  # as an all-reduce needs it
-    kept = bool(meta(node).get("kept"))
-    return conversion_text(text, tuple(map(str, axes)), str(source), str(target), dtype, kept)
+    caller = meta(node).get("caller", "")
+    return conversion_text(text, tuple(map(str, axes)), str(source), str(target), dtype, caller)
 
 
 def _strided(value: fx.Node) -> bool:
@@ -231,10 +231,10 @@ _ALL_REDUCES_BACKWARD = frozenset(("IR", "PR"))
 
 
 def conversion_text(
-    value: str, axes: tuple[str, ...], source: str, target: str, dtype: torch.dtype | None, kept: bool = False
+    value: str, axes: tuple[str, ...], source: str, target: str, dtype: torch.dtype | None, caller: str = ""
 ) -> str:
     """The call that converts ``value``: ``spmd_types``'s on one axis, ``flattened``'s on several. ``dtype`` is the value's dtype if a
-    gradient flows through it; ``kept``: selective recomputation saves the result.
+    gradient flows through it; ``caller``: the function that makes the call, if any.
 
     A gradient in reduced precision is reduced in that precision, like the activations and as in Megatron; ``spmd_types`` requires an
     explicit argument for it.
@@ -253,7 +253,7 @@ def conversion_text(
     options = f', backward_options={{"op_dtype": {dtype}}}' if reduced else ""
     where, over = ("spmd", quoted(axes[0])) if len(axes) == 1 else ("flattened", literal(axes, {}))
     given = f"{value}, {over}, src=spmd.{source}, dst=spmd.{target}{expert}{options}"
-    text = _called(f"{where}.{call}", given, kept)
+    text = _called(f"{where}.{call}", given, caller)
     return f"kernels.dense_gradient({text})" if dtype is not None and kinds in _ALL_REDUCES_BACKWARD else text
 
 

@@ -15,7 +15,7 @@ from autopar.emit.names import Names, attributes, remark
 from autopar.emit.pieces import compiled_pieces
 from autopar.ops.compilation import stays_eager
 from autopar.ops.meta import meta
-from autopar.plan import FULL, SELECTIVE
+from autopar.techniques.technique import Call
 from autopar.types import SpmdType
 from passes.layer import LocalLayer, rows_of
 from passes.localise_layer import random_seed
@@ -147,7 +147,7 @@ def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], w
     body += [line for op, name in bodies.items() for line in body_method(op, name)]
     outer = _outer(layer, arguments, resident, seeds, rows)
     body += pieces
-    computes = returns if layer.half is None else "halves.Half"
+    computes = returns if layer.half is None else layer.strategy.options.parting.computes
     if not outer:
         return [*decorators, f"    def forward({signature}) -> {computes}:", *body]
     return [
@@ -165,18 +165,13 @@ def is_compiled(layer: LocalLayer) -> bool:
     return layer.strategy.options.compiled and not stays_eager(layer.cls)
 
 
-def is_narrow(layer: LocalLayer) -> bool:
-    """Whether the layer's saved activations are in 8 bits."""
-    return layer.strategy.saves_int8 and not layer.cls.gives_loss
-
-
 def _outer(
     layer: LocalLayer, arguments: list[str], resident: list[str], seeds: list[fx.Node], rows: list[int | None]
 ) -> list[str]:
     """The ``forward`` that wraps ``compute``, if needed; ``resident`` are the arguments that are in memory anyway.
 
     ``seeds``: compiled code takes them as tensors, because it would be compiled anew for each new number. ``rows`` are the arguments' dims
-    that have the rows of the microbatch: where it is halved, ``compute`` takes a half.
+    that have the rows of the microbatch.
     """
     first = []
     if seeds:
@@ -184,47 +179,19 @@ def _outer(
         axes = ", ".join(literal(node.args[1], {}) for node in seeds)
         first = [f"        seeds = kernels.seeds(key, self.number, [{axes}])"]
     own = ["seeds"] if seeds else ["key"] if layer.random else []
-    given = ", ".join([*arguments, *own])
-    call, operands = "self.compute", given
-    if layer.half is not None:
-        call = "halves.interleaved"
-        operands = f"self.compute, {halved(arguments, rows, rows_of(layer.cls, layer.sharding.types[0])[1])}"
-    found: list[str] = []
-    if layer.strategy.recomputation == FULL:  # the stage handles segments of several layers
-        found = [
-            "        # Recomputed in the backward pass: only the arguments are kept.",
-            f"        return checkpoint({call}, {operands}, use_reentrant=False, preserve_rng_state=False)",
-        ]
-    elif layer.strategy.recomputation == SELECTIVE:
-        found = [
-            "        # Recomputed in the backward pass, but for what is kept.",
-            f"        return selective.selectively(self.compute, {given})",
-        ]
-    elif (
-        seeds
-        or layer.strategy.offloads_activations
-        or is_narrow(layer)
-        or (layer.half is not None and not layer.chained)
-    ):
-        found = [f"        return {call}({operands})"]
-    if layer.strategy.offloads_activations:
-        found = [
-            "        # What the backward pass needs waits in the host's memory.",
-            f"        with offload.saved({', '.join(['self', *resident])}):",
-            *(f"    {line}" for line in found),
-        ]
-    elif is_narrow(layer):
-        fused = ", fused=True" if is_compiled(layer) else ""
-        found = [
-            "        # What the backward pass needs is stored in 8 bits: gradients are rounded.",
-            f"        with int8.saved({', '.join(['self', *arguments])}{fused}):",
-            *(f"    {line}" for line in found),
-        ]
-    return [*first, *found]
-
-
-def halved(arguments: Sequence[str], rows: Sequence[int | None], joined: Sequence[int | None]) -> str:
-    """The arguments of ``halves.interleaved`` behind the function: the function's arguments, the dims of their rows, those of its
-    results."""
-    given = "".join(f"{argument}, " for argument in arguments).rstrip()
-    return f"({given}), {literal(tuple(rows), {})}, {literal(tuple(joined), {})}"
+    if layer.chained:  # the stage calls halves of all layers in turn
+        return first
+    call = Call(
+        arguments=(*arguments, *own),
+        function="self.compute",
+        rows=(*rows, *(None for _ in own)),
+        joined=rows_of(layer.cls, layer.sharding.types[0])[1],
+        inputs=tuple(arguments),
+        resident=tuple(resident),
+        compiled=is_compiled(layer),
+        gives_loss=layer.cls.gives_loss,
+    )
+    changed = layer.strategy.options.called(call)
+    if changed == call and not seeds:
+        return first
+    return [*first, *(f"        {line}" for line in changed.lines("return "))]

@@ -76,7 +76,7 @@ def torch_modules(layer: LocalLayer, shared: Set[int]) -> dict[str, str]:
     found: dict[str, str] = {}
     for node in layer.graph.graph.nodes:
         meta(node).pop("module", None)
-        if node.op != "call_function" or op_name(node) not in _CALLS or meta(node).get("kept"):
+        if node.op != "call_function" or op_name(node) not in _CALLS or meta(node).get("caller"):
             continue
         given = arguments(node)
         held = {leaf: tensor for leaf in ("weight", "bias") if isinstance(tensor := given.get(leaf), fx.Node)}

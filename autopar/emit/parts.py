@@ -11,6 +11,7 @@ from autopar.program.optimizers import cut
 from autopar.program.parameters import kind_of
 from autopar.program.spec import LayerSpec, ProgramSpec
 from autopar.program.world import Layout, LoadedProgram
+from autopar.techniques import SYNC
 from passes.stages import LocalProgram, Stage
 
 
@@ -33,7 +34,8 @@ def runtime_parts(program: LocalProgram, layouts: list[dict[str, Any]]) -> dict[
         "loss_scale": (program.plan.precision == FLOAT16, "scaling.LossScale"),
         "buffers": (any(local.cls.buffers for local in program.layers), "buffers.StageBuffers"),
     }
-    return {name: text for name, (needed, text) in wanted.items() if needed}
+    found = {name: text for name, (needed, text) in wanted.items() if needed}
+    return {**found, **SYNC.parts(program.plan.sync)}
 
 
 def _schedule(program: LocalProgram) -> str:
@@ -51,7 +53,7 @@ def _loaded(program: LocalProgram, layouts: list[dict[str, Any]]) -> LoadedProgr
     return LoadedProgram(
         plan=json.loads(program.plan.dumps()),
         layouts=tuple(Layout.read(record, mesh) for record in layouts),
-        spec=ProgramSpec(mesh=mesh, stages=program.stages, schedule=None),
+        spec=ProgramSpec(mesh=mesh, stages=program.stages, schedule=None, **SYNC.spec(program.plan.sync)),
         layers=tuple(_layers(program, stage) for stage in program.stages),
         constants={},
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 from autopar.emit.custom import custom_modules
 from autopar.emit.expressions import literal
 from autopar.emit.ignored import ignored_labels
-from autopar.emit.layer import buffer_paths, is_compiled, is_narrow, layer_body, parameter_paths
+from autopar.emit.layer import buffer_paths, is_compiled, layer_body, parameter_paths
 from autopar.emit.names import CALLED, Names, quoted, remark
 from autopar.emit.opaque import describe_opaque, imported_modules
 from autopar.emit.parts import runtime_parts
@@ -35,8 +35,7 @@ from autopar.program.type_check import write_digests
 from autopar.program.weights import write_file
 from autopar.schedules.orders import device_order
 from autopar.shard import plan_shardings
-from autopar.techniques import said
-from autopar.techniques.sync import local_steps
+from autopar.techniques import SYNC, said
 from passes.stages import LocalProgram, cut_stages
 
 _HEADER = '''"""{model} on {devices}: {summary}.
@@ -59,17 +58,10 @@ from __future__ import annotations
 '''
 
 
-_APART = """
-Each microbatch is a batch of its own, as microbatch_statistics allows: the step's loss is the mean of theirs, not the whole batch's."""
-
-
-_LOCAL_STEPS = """
-Replicas train apart, as local_steps allows: each updates by the gradients of its own samples, and parameters are
-averaged every {} step(s)."""
-
-
-_INT8 = """
-Some layers store what they save for the backward pass in 8 bits, as int8_activations allows: their gradients are rounded."""
+_APART = (
+    "Each microbatch is a batch of its own, as microbatch_statistics allows: the step's loss is the mean of theirs, not the whole "
+    "batch's."
+)
 
 
 def emit(
@@ -251,6 +243,7 @@ def _program_record(program: LocalProgram, parts: Mapping[str, str], prelude: st
         "prelude": f"{prelude}," if prelude else "",
         "ignored": f"{literal(ignored, {})},  # labels of rows that the loss leaves out" if ignored else "",
         "flattened": f"{literal(program.flattened, {})}," if program.flattened else "",
+        **{name: f"{literal(fact, {})}," for name, fact in SYNC.spec(program.plan.sync).items()},
     }
     lines = [f"    {name}={text}" for name, text in fields.items() if text]
     more = ", ".join(f"{name}={part}" for name, part in parts.items())
@@ -260,12 +253,12 @@ def _program_record(program: LocalProgram, parts: Mapping[str, str], prelude: st
 
 def _inexact(program: LocalProgram) -> str:
     """What the program computes in place of one device's step, in words."""
-    steps = local_steps(program.plan.sync)
-    return (
-        (_APART if program.graph.accumulated > 1 else "")
-        + (_LOCAL_STEPS.format(steps) if steps else "")
-        + (_INT8 if any(is_narrow(layer) for layer in program.layers) else "")
-    )
+    sentences = [_APART] if program.graph.accumulated > 1 else []
+    sentences.append(SYNC.header(program.plan.sync))
+    for layer in program.layers:
+        chosen = layer.strategy.options.chosen
+        sentences += (technique.header(value, layer.cls.gives_loss) for technique, value in chosen)
+    return "".join(f"\n{sentence}" for sentence in dict.fromkeys(sentences) if sentence)
 
 
 def _is_compiled(program: LocalProgram) -> bool:

@@ -13,13 +13,14 @@ import torch
 from torch import fx
 
 from autopar.emit.expressions import conversion_text, literal
-from autopar.emit.layer import buffer_paths, halved
+from autopar.emit.layer import buffer_paths
 from autopar.emit.names import Names, flat_attributes, identifier, quoted, remark
 from autopar.graph import Value
 from autopar.ops.experts import Experts
 from autopar.ops.facts import is_custom, op_of
 from autopar.plan import Axis
 from autopar.program.spec import LayerSpec
+from autopar.techniques.technique import Call
 from autopar.types import R, SpmdType
 from passes.layer import rows_of
 from passes.stages import LocalProgram, Stage, argument_keys
@@ -163,8 +164,8 @@ def _spec_of(program: LocalProgram, layer: int, users: Sequence[int], updates: t
         data_axes=copies + shards,
         replicate_axes=copies,
         reduce_once=strategy.options.whole_gradients,
-        states=strategy.states,
-        segment=strategy.recomputation.layers,
+        states=strategy.options.states_in or "device",
+        segment=strategy.options.together,
         backward=any(value.requires_grad for value in local.cls.outputs),
         opaque=any(_is_opaque(program.layers[user].graph) for user in users),
         updates=updates,
@@ -321,18 +322,18 @@ class _Forward:
                 and not any(name in self.stage.owned for name in this.parameters)
                 and not graph.classes[this.cls].updates
                 and program.layers[layer].border(0) == program.layers[previous].output(0)
-                and self._segment(layer) == self._segment(layers[0])
+                and self._together(layer) == self._together(layers[0])
                 and program.layers[layer].chained == program.layers[layers[0]].chained
             )
             if not (chained and alike):
                 break
             count += 1
-        together = self._segment(layers[0]) > 1 or program.layers[layers[0]].chained
+        together = self._together(layers[0]) > 1 or program.layers[layers[0]].chained
         return count if count > 2 or together else 1
 
-    def _segment(self, layer: int) -> int:
-        """The number of layers that are recomputed as one with this one; 1 if the layer handles its recomputation itself."""
-        return self.program.layers[layer].strategy.recomputation.layers
+    def _together(self, layer: int) -> int:
+        """The number of layers that a technique calls as one with this one; 1 if each is called by itself."""
+        return self.program.layers[layer].strategy.options.together
 
     def _readers(self, value: str) -> int:
         return sum(value in layer.activations for layer in self.program.graph.layers)
@@ -355,8 +356,8 @@ class _Forward:
             text = "hidden" if single and passed else "loss" if name == graph.loss else self.names.fresh(name)
             self.values[name] = _Variable(text, local.output(position), dtypes[position])
             results.append(text)
-        if local.chained:
-            self._halves(layer, run, arguments, results[0])
+        if local.chained or (run > 1 and self._together(layer) > 1):
+            self._call_together(layer, run, arguments, results[0])
             return
         if run == 1:
             call = f"{self.places[layer].text}({', '.join(arguments)})"
@@ -371,14 +372,8 @@ class _Forward:
         if arguments[0] != "hidden":
             self.body.append(f"        hidden = {arguments[0]}")
         rest = "".join(f", {argument}" for argument in arguments[1:])
-        if (number := self._segment(layer)) > 1:
-            self.body.append("        # Recomputed in the backward pass: only the arguments are kept.")
-            for at in range(layer, layer + run, number):
-                several = self._members(range(at, min(at + number, layer + run)))
-                self.body.append(f"        hidden = segments.as_one({several}, hidden{rest})")
-        else:
-            self.body.append(f"        for layer in {self._members(range(layer, layer + run))}:")
-            self.body.append(f"            hidden = layer(hidden{rest})")
+        self.body.append(f"        for layer in {self._members(range(layer, layer + run))}:")
+        self.body.append(f"            hidden = layer(hidden{rest})")
         if results != ["hidden"]:
             self.body.append(f"        {results[0]} = hidden")
 
@@ -393,16 +388,22 @@ class _Forward:
             return f"self.{first.attribute}.values()"
         return f"[self.{first.attribute}[str(i)] for i in {_range(numbers[0], numbers[-1] + 1)}]"
 
-    def _halves(self, layer: int, run: int, arguments: list[str], result: str) -> None:
-        """Layers whose halves go through all of them in turn."""
-        local = self.program.layers[layer]
-        members = self._members(range(layer, layer + run))
+    def _call_together(self, layer: int, run: int, arguments: list[str], result: str) -> None:
+        """Layers that techniques call as one: in groups of so many, or all of them."""
+        local, graph = self.program.layers[layer], self.program.graph
         rows, joined = rows_of(local.cls, local.sharding.types[0])
-        places = [place for place, _ in argument_keys(self.program.graph.layers[layer])]
-        dims = [rows[place] for place in places] + [None] * (len(arguments) - len(places))
-        given = halved([members, *arguments], [None, *dims], joined)
-        self.body.append("        # Two halves of the microbatch: one computes while the other's collectives run.")
-        self.body.append(f"        {result} = halves.interleaved(halves.in_turn, {given})")
+        dims = [rows[place] for place, _ in argument_keys(graph.layers[layer])]
+        dims = [None, *dims, *(None for _ in arguments[len(dims) :])]
+        number = self._together(layer) if self._together(layer) > 1 else run
+        value, remark = arguments[0], ""
+        for at in range(layer, layer + run, number):
+            members = self._members(range(at, min(at + number, layer + run)))
+            call = Call((members, value, *arguments[1:]), rows=tuple(dims), joined=joined, layers=True)
+            value = "hidden" if at + number < layer + run else result
+            changed = local.strategy.options.called(call)
+            lines = changed.lines(f"{value} = ")
+            self.body += [f"        {line}" for line in lines if line != f"# {remark}"]
+            remark = changed.remark
 
     def _read(self, layer: int, key: str, needed: Types) -> str:
         """The text of a value in the types that a layer takes, after the lines that convert it."""

@@ -22,6 +22,7 @@ from autopar.ops.experts import Experts
 from autopar.ops.facts import OpKind, facts
 from autopar.ops.meta import meta
 from autopar.ops.operands import arguments, operands, shape_of, val
+from autopar.ops.own import own_op
 
 # Backward FLOPs of attention over its forward FLOPs: flash attention has five products (one recomputes the scores) for forward's two.
 ATTENTION_BACKWARD = 2.5
@@ -73,7 +74,8 @@ def model_flops(node: fx.Node) -> float:
         return _attention_flops(node)
     if isinstance(node.target, Experts):  # of all chosen rows, as in the shapes of its body
         return sum(model_flops(inner) for inner in node.target.body.graph.nodes)
-    formula = _FLOPS.get(facts(node).kind)
+    own = own_op(node)
+    formula = own.flops if own is not None else _FLOPS.get(facts(node).kind)
     return float(formula(node)) if formula is not None else 0.0
 
 
@@ -155,11 +157,6 @@ def _convolution(node: fx.Node) -> float:
     return 2.0 * val(over).numel() * math.prod(shape_of(weight)[1:])
 
 
-def _sliced_loss(node: fx.Node) -> float:
-    rows, weight = operands(node)[:2]
-    return 2.0 * val(rows).numel() * shape_of(weight)[0]
-
-
 def _einsum(node: fx.Node) -> float:
     sizes: dict[str, int] = {}
     for letters, operand in zip(
@@ -179,5 +176,4 @@ _FLOPS: dict[OpKind, Callable[[fx.Node], float]] = {
     OpKind.CONVOLUTION: _convolution,
     OpKind.TRANSPOSED_CONVOLUTION: _convolution,
     OpKind.EINSUM: _einsum,
-    OpKind.SLICED_LOSS: _sliced_loss,
 }

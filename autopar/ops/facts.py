@@ -40,7 +40,6 @@ class OpKind(Enum):
     BAG = aten_names("embedding_bag _embedding_bag")  # sums of rows of a table
     GATHER = aten_names("gather index_select index")
     CLASS_LOSS = ("kernels.cross_entropy_sum",)
-    SLICED_LOSS = ("kernels_logits.loss_in_slices",)  # a product and its cross entropy
     LOSS = aten_names(
         """mse_loss l1_loss smooth_l1_loss huber_loss kl_div soft_margin_loss binary_cross_entropy
         binary_cross_entropy_with_logits"""

@@ -65,17 +65,20 @@ class NodeMeta(TypedDict, total=False):
     """The global shape, which ``passes.localise_layer`` replaced by one rank's."""
     product: str
     """The name of the product that a bias was joined to. Written by ``passes.fuse_bias``, read by ``passes`` and ``emit``."""
-    kept: bool
-    """Whether selective recomputation keeps the result. Written by ``passes.selective``, read by ``emit``."""
+    caller: str
+    """The function of the runtime that makes the node's call, in place of the program itself. Written by the passes of techniques, read by
+    ``emit``."""
+    joined: bool
+    """Whether a call converts its input itself (``passes.joined``)."""
     turn: bool
-    """Whether the other half of the microbatch computes before the node. Written by ``passes.overlap``, read by ``emit``; so are the next
-    five."""
-    inner: bool
-    """Whether it computes while the node's own kernel waits for what it sent."""
+    """Whether the other part of the microbatch computes before the node. Written by the passes of techniques, read by ``emit``; so are the
+    next five."""
+    inner: str
+    """Where it computes while the node's own kernel waits for what it sent: the function that sends."""
     across: bool
     """Whether it does so between the node and a reader."""
-    flies: bool
-    """Whether a conversion is issued and awaited apart."""
+    flies: str
+    """Where a conversion is issued and awaited apart: the function that issues it."""
     once: bool
     """Whether one such conversion serves both halves."""
     sends: list[fx.Node]

@@ -14,7 +14,7 @@ import math
 from autopar.devices import Cluster
 from autopar.layer_price import LayerPrice
 from autopar.plan import Strategy
-from autopar.price.host import DEVICE, StatePlace, host_update_s, waited_s
+from autopar.price.host import StatePlace, host_update_s, waited_s
 from autopar.price.live_memory import LayerMemory, Neighbours
 from autopar.price.microbatch import Core, Kept, Pass
 from autopar.price.replicas import Spread
@@ -54,9 +54,11 @@ def assemble(
         forward_exposed += waited_s(kept.copied_bytes, forward_compute_s, cluster)
         backward_exposed += waited_s(kept.copied_bytes, backward_compute_s, cluster)
     updated = trainable / (data if zero else 1)
-    step_s = _update_s(updated, c.tensors, offloaded.states, zero, numbers, cluster)
+    step_s = _update_s(updated, c.tensors, offloaded.memory, zero, numbers, cluster)
     if zero < 2:
         step_s += spread.once_s(zero, forward_compute_s, backward_compute_s, trainer, cluster.overlap_slowdown)
+        if spread.late:  # gradients are copied to be summed, and the sums back
+            step_s += 4 * trainable * numbers.averaged / cluster.gpu.bytes_per_s
     elif not each_time:  # the last backward is longer by the copies
         last_s = exposed(back_s + reduce, backward_compute_s + copies_s[2])
         step_s += copies_s[2] + last_s - exposed(back_s, backward_compute_s) + waits_s[2]
@@ -107,10 +109,10 @@ def _accumulate_s(spread: Spread, elements: float, numbers: Precision, cluster: 
     return (1 - 1 / spread.microbatches) * elements * numbers.accumulated / cluster.gpu.bytes_per_s
 
 
-def _update_s(updated: float, tensors: int, states: str, zero: int, numbers: Precision, cluster: Cluster) -> float:
+def _update_s(updated: float, tensors: int, memory: str, zero: int, numbers: Precision, cluster: Cluster) -> float:
     """Seconds of the optimizer for ``updated`` elements."""
-    if states != DEVICE:
-        return host_update_s(updated, states, zero, numbers, cluster)
+    if memory:
+        return host_update_s(updated, memory, zero, numbers, cluster)
     return cluster.gpu.update_s(updated * update_bytes(numbers), tensors)
 
 
@@ -164,13 +166,15 @@ def _bytes(
     """Bytes of parameters, gradients, optimizer state, saved activations of one microbatch, and transients."""
     c, kept, data = core.sized, core.kept, spread.size
     parameters, trainable = math.ceil(c.parameters), math.ceil(c.trainable)
-    flat = zero < 2 and (data > 1 or numbers.master or offloaded.states != DEVICE)
+    flat = zero < 2 and (data > 1 or numbers.master or offloaded.memory)
     elements = parameters, trainable
     if flat:
         elements = padded(elements, c.padding, data if zero else 1, numbers.width)
     stored, gradients, optimizer = state_bytes(
         *elements, data, zero, numbers, offloaded.here(numbers), strategy.options.whole_gradients
     )
+    if spread.late:  # besides this step's gradients, the sums that are on their way, and that of this step
+        gradients *= 2 + spread.late
     share = LayerMemory(
         core.passes.alive, kept, c.plain_bytes, parameters, trainable, c.largest, spread.microbatches, neighbours
     )

@@ -15,7 +15,7 @@ from autopar.price.microbatch import Core, Kept
 from autopar.price.moves import Move
 from autopar.price.replicas import ParameterCount
 from autopar.price.state import Precision
-from autopar.techniques.sync import PARAMETER_SERVER, local_steps
+from autopar.techniques.sync import SYNC
 from autopar.types import Collective
 
 _SILENT = (Collective.NONE, Collective.LOCAL)
@@ -89,7 +89,7 @@ def replica_collectives(
     copies = (*mirror, *inside)
     everyone = (*copies, *shards)
     gathered, trainable = tensors.parameters * numbers.width, tensors.trainable
-    steps, zero = local_steps(sync), strategy.zero if group(shards, cluster).size > 1 else 0
+    steps, zero = SYNC.apart(sync), strategy.zero if group(shards, cluster).size > 1 else 0
 
     def over(
         purpose: str, collective: Collective, size: float, along: tuple[Axis, ...], count: float
@@ -100,9 +100,9 @@ def replica_collectives(
             yield CollectiveCost(purpose, collective, along, members, size, seconds, count)
 
     if zero == 0:
-        average = Collective.REDUCE if sync == PARAMETER_SERVER else Collective.ALL_REDUCE
+        average = Collective.REDUCE if SYNC.way(sync).served else Collective.ALL_REDUCE
         yield from over("gradients", average, trainable * numbers.averaged, shards if steps else everyone, 1)
-        if sync == PARAMETER_SERVER:
+        if SYNC.way(sync).served:
             yield from over("parameters", Collective.BROADCAST, trainable * numbers.width, everyone, 1)
         if steps:
             masters = trainable * (numbers.at_rest or numbers.width)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from autopar.devices import constants
@@ -14,24 +13,24 @@ from autopar.devices.measured import ATTENTION, CLASS_LOSS, PRODUCT, PRODUCT8
 from autopar.ops import cost
 from autopar.ops.facts import OpKind, facts
 from autopar.ops.operands import operands
+from autopar.ops.own import OwnOp, Size, own_op
 from autopar.price.trace import INTERNAL, OUTPUT, Saved, Trace
-
-Size = Callable[[torch.Tensor], int]
-"""Bytes of a tensor at the priced precision."""
 
 
 @dataclass(frozen=True, slots=True)
 class PricedOp:
-    """An op as a price counts it: all the work of a node of the layer's graph, or a part of it. A loss in slices is two ops: the products
-    of its slices, and then (``passes``) its passes over their logits."""
+    """An op as a price counts it: all the work of a node of the layer's graph, or a part of it. An op of autopar's own (``ops.own``) is
+    two: its products, and then (``passes``) the rest."""
 
     node: fx.Node
     passes: bool = False
 
     @property
-    def slices(self) -> float:
-        """The number of slices of a loss in slices."""
-        return float(self.node.kwargs["slices"])  # type: ignore[arg-type]
+    def own(self) -> OwnOp:
+        """The record of an op of autopar's own."""
+        found = own_op(self.node)
+        assert found is not None, self.node.format_node()
+        return found
 
 
 @dataclass(slots=True)
@@ -81,14 +80,16 @@ class Draft:
 
 def draft(nodes: Iterable[fx.Node], run: Trace, size: Size, float8: bool) -> Draft:
     """The costs of ``nodes`` as PyTorch runs them eagerly. ``float8``: matrix products convert their operands to 8 bits first."""
-    parts = ((node, facts(node).kind is OpKind.SLICED_LOSS) for node in nodes)
-    ops = tuple(PricedOp(node, passes) for node, sliced in parts for passes in ((False, True) if sliced else (False,)))
+    parts = ((node, own_op(node) is not None) for node in nodes)
+    ops = tuple(PricedOp(node, passes) for node, own in parts for passes in ((False, True) if own else (False,)))
     work = [_work(op, run) for op in ops]
     costs = Draft(
         ops=ops,
         run=run,
         size=size,
-        slots=[slot for i, op in enumerate(ops) for slot in (_slice_slots if op.passes else _slots)(i, op, run, size)],
+        slots=[
+            slot for i, op in enumerate(ops) for slot in (_slots_of_passes if op.passes else _slots)(i, op, run, size)
+        ],
         forward_flops=[w.forward_flops for w in work],
         backward_flops=[w.backward_flops for w in work],
         forward_kernels=[w.forward_kernels for w in work],
@@ -104,22 +105,11 @@ def draft(nodes: Iterable[fx.Node], run: Trace, size: Size, float8: bool) -> Dra
     return costs
 
 
-def _slice_slots(index: int, op: PricedOp, run: Trace, size: Size) -> list[OpSlot]:
-    """The passes of ``kernels_logits.loss_in_slices`` over the logits, the live bytes of a slice while an op works on it, and the sum of
-    the input's gradient, in float32 or wider."""
-    node, slices = op.node, op.slices
-    rows, weight = operands(node)[:2]
-    x = cost.tensors(rows.meta["val"])[0]
-    narrow, logits = size(x) / x.numel(), x.numel() // x.shape[-1] * cost.tensors(weight.meta["val"])[0].shape[0]
-    wide = max(4.0, narrow)
-    casts, steps = narrow < wide, len(node.kwargs.get("after", ()))  # type: ignore[arg-type]
-    forward = constants.SLICE_PASSES.value * wide + casts * (narrow + wide) + steps * 2 * narrow
-    backward = constants.SLICE_PASSES_BACK.value * wide + casts * 2 * (narrow + wide) + steps * 5 * narrow
-    # in the backward pass the product, the wide slice, its gradient, and that in the product's dtype; one of each step
-    live = logits / slices * (2 * wide + casts * 2 * narrow + steps * narrow) + casts * x.numel() * wide
-    adding = slices * x.numel() * 2 * wide * (1 + casts)  # of each slice's part of the input's gradient
-    moved = (forward * logits, (backward * logits + adding) * run.requires_grad[node.name])
-    return [OpSlot(index, INTERNAL, node.name, *moved, live, 0.0)]
+def _slots_of_passes(index: int, op: PricedOp, run: Trace, size: Size) -> list[OpSlot]:
+    """The passes of an op of autopar's own besides its products, and what is live while it runs."""
+    found = op.own.passes(op.node, size)
+    moved = found.forward_bytes, found.backward_bytes * run.requires_grad[op.node.name]
+    return [OpSlot(index, INTERNAL, op.node.name, *moved, found.live_bytes, 0.0)]
 
 
 def _slots(index: int, op: PricedOp, run: Trace, size: Size) -> list[OpSlot]:
@@ -168,7 +158,7 @@ def _convert_operands(costs: Draft) -> None:
     """Add the conversions of 8-bit products: they first scale their operands and write them again."""
     for slot in costs.slots:
         op = costs.ops[slot.op]
-        if op.passes or slot.operand == OUTPUT:  # the passes over the logits of a loss in slices are no operands
+        if op.passes or slot.operand == OUTPUT:  # what an op of autopar's own does besides its products are no operands
             continue
         if cost.model_flops(op.node) and not cost.is_attention(op.node):
             slot.forward *= constants.FP8_PASSES.value
@@ -207,9 +197,8 @@ class _Work:
 def _work(op: PricedOp, run: Trace) -> _Work:
     node, differentiable = op.node, run.requires_grad[op.node.name]
     if op.passes:
-        forward_kernels = op.slices * constants.SLICE_KERNELS.value
-        backward_kernels = op.slices * constants.SLICE_KERNELS_BACK.value * differentiable
-        return _Work(0.0, 0.0, forward_kernels, backward_kernels, 0.0, facts(node).short)
+        rest = op.own.passes(node, lambda tensor: tensor.nbytes)  # kernels do not depend on the precision
+        return _Work(0.0, 0.0, rest.forward_kernels, rest.backward_kernels * differentiable, 0.0, facts(node).short)
     forward, model, launches = cost.executed_flops(node), cost.model_flops(node), node.name not in run.views
     if cost.is_attention(node):
         backward = cost.ATTENTION_BACKWARD * forward * differentiable
@@ -220,11 +209,10 @@ def _work(op: PricedOp, run: Trace) -> _Work:
     products = cost.gradient_products(node, run.requires_grad) if differentiable else ()
     kernels = float(max(1, len(products))) if differentiable and launches else 0.0
     backward = sum(product.flops for product in products)
-    if facts(node).kind is OpKind.SLICED_LOSS:  # the backward pass computes the product of each slice once more
-        backward_kernels = (kernels + differentiable) * op.slices
-        return _Work(
-            forward, backward + forward * differentiable, op.slices, backward_kernels, model + backward, PRODUCT
-        )
+    if (own := own_op(node)) is not None:  # the backward pass computes the product of each slice once more
+        slices = own.slices(node)
+        backward_kernels = (kernels + differentiable) * slices
+        return _Work(forward, backward + forward * differentiable, slices, backward_kernels, model + backward, PRODUCT)
     if facts(node).in_float8:
         each = constants.FP8_KERNELS.value
         return _Work(forward, backward, each, kernels * each, model + backward, PRODUCT8)

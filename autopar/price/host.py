@@ -1,7 +1,7 @@
 """Memory besides the device's: bytes of a layer in host memory and on NVMe, and seconds of the copies in both directions.
 
-*Optimizer states* (``Strategy.states``), as ``program.state_places`` updates them: the host's memory, or a file on NVMe, has the states and
-a master copy of every element that the device would update. Once per step gradients are copied to the host, the CPUs update at the
+*Optimizer states*, as ``program.state_places`` updates them: the host's memory, or a file on NVMe, has the states and a master copy of
+every element that the device would update. Once per step gradients are copied to the host, the CPUs update at the
 bandwidth of their memory, and parameters are copied back, chunk by chunk: the copies of one chunk run beside the update of another, so that
 the slowest of link, memory and drives takes its time. On NVMe the states and the master copy are read and written once; the drives do one
 after the other. Buffers for two chunks, 128 MB at most, are not counted.
@@ -19,33 +19,32 @@ from autopar.devices import Cluster
 from autopar.plan import Strategy
 from autopar.price.state import Precision
 
-DEVICE, HOST, NVME = "device", "host", "nvme"
-
 
 @dataclass(frozen=True, slots=True)
 class StatePlace:
-    """Where a layer's optimizer states are, and whether the host's memory is ``separate`` from the device's."""
+    """Where a layer's optimizer states are: on the device (empty), in the memory of the ``host`` or on ``nvme``; and whether the host's
+    memory is ``separate`` from the device's."""
 
-    states: str
+    memory: str
     separate: bool
 
     @staticmethod
     def of(strategy: Strategy, cluster: Cluster) -> StatePlace:
-        return StatePlace(strategy.states, cluster.host is not None)
+        return StatePlace(strategy.options.states_in, cluster.host is not None)
 
     def in_host(self, elements: int, numbers: Precision) -> int:
         """Bytes of the states of ``elements`` in host memory; 0 if host and device share one memory."""
-        return elements * offloaded_bytes(numbers) if self.states == HOST and self.separate else 0
+        return elements * offloaded_bytes(numbers) if self.memory == "host" and self.separate else 0
 
     def on_nvme(self, elements: int, numbers: Precision) -> int:
         """Bytes of the states of ``elements`` on NVMe."""
-        return elements * offloaded_bytes(numbers) if self.states == NVME else 0
+        return elements * offloaded_bytes(numbers) if self.memory == "nvme" else 0
 
     def here(self, numbers: Precision) -> int | None:
         """Bytes in device memory of the states of one element that the host updates; ``None`` if the device updates them."""
-        if self.states == DEVICE:
+        if not self.memory:
             return None
-        return 0 if self.separate or self.states == NVME else offloaded_bytes(numbers)
+        return 0 if self.separate or self.memory == "nvme" else offloaded_bytes(numbers)
 
 
 def offloaded_bytes(numbers: Precision) -> int:
@@ -53,7 +52,7 @@ def offloaded_bytes(numbers: Precision) -> int:
     return numbers.optimizer + (0 if numbers.master else numbers.shard)
 
 
-def host_update_s(elements: float, states: str, zero: int, numbers: Precision, cluster: Cluster) -> float:
+def host_update_s(elements: float, memory: str, zero: int, numbers: Precision, cluster: Cluster) -> float:
     """Seconds of an optimizer step over ``elements`` whose states are in host memory or on NVMe."""
     wide = numbers.at_rest or numbers.shard
     down, up = numbers.reduced, wide if zero >= 2 else numbers.shard
@@ -64,7 +63,7 @@ def host_update_s(elements: float, states: str, zero: int, numbers: Precision, c
     else:
         found = max(moved / cluster.host_bytes_per_s, elements * max(down, up) / cluster.host_link_bytes_per_s)
     size = elements * offloaded_bytes(numbers)
-    return max(found, cluster.nvme_s(size, size)) if states == NVME else found
+    return max(found, cluster.nvme_s(size, size)) if memory == "nvme" else found
 
 
 def waited_s(size: float, compute_s: float, cluster: Cluster) -> float:

@@ -1,15 +1,15 @@
 """What a layer keeps from its forward pass to its backward pass, and what that costs.
 
-*Recomputation* keeps a layer's input alone, or the values that ``passes.selective`` selects (``selection``), and computes the rest again.
+*Computed again*: the layer's input alone is kept, or a selection of values (``selection``), and the rest is computed again.
 
 *In the host's memory*: what is kept is copied to the host after the layer's forward, and back before its backward, during the arithmetic of
 other layers; the device waits for copies that take longer than the layer's own arithmetic. Device memory has the tensors of the running
 layer and of one layer that is being copied, assumed to be as large. If devices and host share one memory (``Cluster.host`` is ``None``),
 this saves no memory: the tensors stay, and while a layer runs, so do the copies of its tensors and of the next layer's.
 
-*In 8 bits*, as ``program.int8`` stores them: while the layer runs, its tensors also exist at full width: in the forward until the last op
-has read each (in a compiled layer until its end), in the backward from the first op that reads each. All of them are counted as live, as
-they are while a recomputed layer runs.
+*In fewer bits* (``techniques.Narrow``): while the layer runs, its tensors also exist at full width: in the forward until the
+last op has read each (in a compiled layer until its end), in the backward from the first op that reads each. All of them are counted as
+live, as they are while a recomputed layer runs.
 """
 
 from __future__ import annotations
@@ -18,33 +18,24 @@ import dataclasses
 
 import numpy as np
 
-from autopar.devices.constants import INT8_KERNELS, INT8_RESTORING, INT8_ROUNDING
 from autopar.price.layer import Bound, Sized, distinct
 from autopar.price.microbatch import Kept, Pass, Passes
 from autopar.price.selection import Selected
-from autopar.techniques.activations import ACTIVATIONS, FULL, IN_HOST, INT8, RECOMPUTED, SELECTIVE
-
-BLOCK, LEAST, CHUNK = 64, 1024, 2**22
-"""As in ``program.int8``: numbers that share a scale; elements of the smallest tensor that is rounded; elements rounded at a time."""
-
-SCALE_BYTES = 4
-TEMPORARY_BYTES = 9
-"""Per element that is rounded by several kernels: a copy in float32, its quotient by the scale, the code."""
+from autopar.techniques import Options
+from autopar.techniques.technique import Narrow
 
 
-def kept(sized: Sized, passes: Passes, value: str) -> Kept:
-    """What the layer keeps under a value of ``activations``."""
-    name, layers = ACTIVATIONS.split(value)
-    again = RECOMPUTED[name]
-    if again == FULL:
-        found = _input_alone(sized, passes, layers)
-    elif again == SELECTIVE:
+def kept(sized: Sized, passes: Passes, options: Options) -> Kept:
+    """What the layer keeps under the values of its techniques."""
+    if options.again == "all":
+        found = _input_alone(sized, passes, options.together)
+    elif options.again:
         found = _selection(sized)
-    elif name == INT8:
-        found = _in_8_bits(sized, passes)
+    elif options.narrow is not None:
+        found = _narrower(sized, passes, options.narrow)
     else:
         found = Kept(sized.plain_bytes, sized.plain_bytes, sized.plain_bytes)
-    return _in_host(found, sized.cluster.host is not None) if name in IN_HOST else found
+    return _in_host(found, sized.cluster.host is not None) if options.saved_in else found
 
 
 def _input_alone(sized: Sized, passes: Passes, layers: int) -> Kept:
@@ -98,30 +89,30 @@ def _in_host(found: Kept, separate: bool) -> Kept:
     )
 
 
-def _in_8_bits(sized: Sized, passes: Passes) -> Kept:
-    """The entries of floats that are not the layer's arguments are in 8 bits if they are large enough, in layers but the last."""
-    saved_bytes, live_bytes = _narrow(sized)[:2]
-    *_, storing, restoring = _narrow(passes.part)
+def _narrower(sized: Sized, passes: Passes, how: Narrow) -> Kept:
+    """The entries of floats that are not the layer's arguments are narrower if they are large enough, in layers but the last."""
+    saved_bytes, live_bytes = _narrow(sized, how)[:2]
+    *_, storing, restoring = _narrow(passes.part, how)
     working_bytes = saved_bytes + live_bytes
     times = passes.parts
     return Kept(saved_bytes, saved_bytes, working_bytes, storing=storing * times, restoring=restoring * times)
 
 
-def _narrow(sized: Sized) -> tuple[float, float, Pass, Pass]:
+def _narrow(sized: Sized, how: Narrow) -> tuple[float, float, Pass, Pass]:
     """The bytes that are saved, those that are live besides while the layer runs, and what is added to both passes."""
     table, gpu, plain = sized.bound.table, sized.cluster.gpu, list(sized.bound.plain)
     floats = np.array([entry.dtype.is_floating_point for entry in table.saved], dtype=bool)
     numel, whole = sized.local(table.saved_numel, "saved"), sized.saved
-    narrow = floats & ~table.saved_argument & (numel >= LEAST) & (not table.cls.gives_loss)
-    stored = np.where(narrow, numel + SCALE_BYTES * np.ceil(numel / BLOCK), whole)
+    narrow = floats & ~table.saved_argument & (numel >= how.least) & (not table.cls.gives_loss)
+    stored = np.where(narrow, numel + how.scale_bytes * np.ceil(numel / how.block), whole)
     at = np.array(plain, dtype=np.intp)[narrow[plain]]
     elements, moved = float(numel[at].sum()), float(whole[at].sum()) + float(stored[at].sum())
     # in a compiled layer one kernel rounds a tensor, and one restores it
-    calls = float(len(at) if table.fused else np.ceil(numel[at] / CHUNK).sum())
-    eager = (INT8_ROUNDING.value, INT8_RESTORING.value, INT8_KERNELS.value)
+    calls = float(len(at) if table.fused else np.ceil(numel[at] / how.chunk).sum())
+    eager = (how.rounding.value, how.restoring.value, how.kernels.value)
     rounding, restoring, launches = (0.0, 0.0, 1.0) if table.fused else eager
     kernels = calls * launches
-    temporary = 0.0 if table.fused else TEMPORARY_BYTES * min(CHUNK, float(numel[at].max(initial=0.0)))
+    temporary = 0.0 if table.fused else how.temporary_bytes * min(how.chunk, float(numel[at].max(initial=0.0)))
 
     def added(temporaries: float) -> Pass:
         arithmetic_s = (moved + temporaries * elements) / gpu.bytes_per_s + kernels * gpu.kernel_s

@@ -17,7 +17,7 @@ from autopar.rules.traffic import kernel_traffic
 from autopar.sharding import AxisTypes
 from autopar.types import Collective, SpmdType, conversion
 from passes.conversions import conversion_steps
-from passes.overlap import products_of
+from passes.rewrite import products_of
 
 
 @dataclass(frozen=True, slots=True)

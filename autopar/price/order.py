@@ -5,7 +5,7 @@ A layer waits for its collectives, except for those that a kernel runs beside it
 **Early collectives** (``passes.overlap``): the gradient of a column-parallel product's input is reduced while the gradients of weights are
 computed.
 
-**Halves** (``passes.overlap``, ``program.halves``): the microbatch is computed in two halves that take turns. A half has half of the
+**Halves** (``passes.rewrite.turns_of``): the microbatch is computed in two halves that take turns. A half has half of the
 rows: its ops and collectives have the prices of those smaller shapes, kernels' launches included, and there are twice as many. The
 layer's ops are cut into pieces *p_1 ... p_n*, whose seconds are *t_k*, forward and backward alike in number. The halves run them in the
 order A1, A2, B1, A3, B2, ... A collective that one half issues at the end of its piece *i* and awaits before its piece *j* has these pieces
@@ -35,16 +35,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 
 from autopar.devices.measured import Floats
-from autopar.flow import gradient_flow
 from autopar.plan import Strategy
 from autopar.price.layer import Bound, Sized
 from autopar.price.microbatch import Alive, Pass, Passes
 from autopar.price.moves import Move
 from autopar.price.trace import OUTPUT
 from autopar.price.trainer import TrainerModel
-from autopar.techniques.overlap import HALVES, TENSOR
+from autopar.techniques import Options
 from autopar.types import Collective
-from passes.overlap import ODD, Turns, refusal, turns_of
+from passes.rewrite import turns_of
+from passes.turns import Turns
 
 Span = tuple[int, int, float]
 """A collective: the piece in which it is issued, the one before which it is awaited, and its seconds."""
@@ -55,16 +55,16 @@ Half = Callable[[], Sized | None]
 
 def passes(sized: Sized, strategy: Strategy, half: Half, trainer: TrainerModel) -> Passes:
     """The passes of a microbatch in the order that ``strategy`` asks for, or in that of early collectives where there are no halves."""
-    if strategy.overlap == HALVES:
-        found = _half_and_turns(sized.bound, half)
+    if strategy.options.parts > 1:
+        found = _half_and_turns(sized.bound, half, strategy.options)
         if not isinstance(found, str):
             return _in_halves(plain(sized), *found, strategy.uninterrupted, trainer)
-    return _early(sized, trainer) if trainer.starts_early and strategy.overlap in (TENSOR, HALVES) else plain(sized)
+    return _early(sized, trainer) if trainer.starts_early and strategy.options.early else plain(sized)
 
 
-def why_whole(bound: Bound, half: Half) -> str:
+def why_whole(bound: Bound, half: Half, options: Options) -> str:
     """Why the microbatches of a layer are not computed in parts; empty if they can be."""
-    found = _half_and_turns(bound, half)
+    found = _half_and_turns(bound, half, options)
     return found if isinstance(found, str) else ""
 
 
@@ -129,16 +129,15 @@ def _alive_early(sized: Sized, alive: Alive) -> Alive:
 # -- halves ------------------------------------------------------------------------------------------------------------
 
 
-def _half_and_turns(bound: Bound, half: Half) -> tuple[Sized, Turns] | str:
+def _half_and_turns(bound: Bound, half: Half, options: Options) -> tuple[Sized, Turns] | str:
     """A half of a microbatch and where the halves take turns; or why there are no halves."""
     if "turns" not in bound.known:
-        of_class = bound.table.cls, bound.types, gradient_flow(bound.table.cls)
-        bound.known["turns"] = refusal(*of_class) or turns_of(*of_class)
+        bound.known["turns"] = turns_of(bound.table.cls, bound.types, options)
     turns = bound.known["turns"]
     if isinstance(turns, str):
         return turns
     found = half()
-    return ODD if found is None else (found, turns)
+    return turns.uneven if found is None else (found, turns)
 
 
 def _in_halves(whole: Passes, half: Sized, turns: Turns, chained: bool, trainer: TrainerModel) -> Passes:

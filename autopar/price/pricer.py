@@ -33,8 +33,7 @@ from autopar.rules.padding import padded, padding
 from autopar.shard.plan import MICROBATCH, LayerTypes, Solve
 from autopar.sharding import AxisTypes, Sharding
 from autopar.techniques import Options
-from autopar.techniques.activations import ACTIVATIONS
-from autopar.techniques.sync import ALL_REDUCE, local_steps
+from autopar.techniques.sync import SYNC
 from autopar.types import SpmdType
 from passes.pad import pad_class
 from passes.rewrite import rewritten_class
@@ -65,7 +64,7 @@ class Pricer:
     ) -> None:
         self.graph, self.cluster = graph, cluster
         self.trainer = dataclasses.replace(trainer, cpu=True) if cluster.kind == "cpu" else trainer
-        self.prefetch, self.sync, self.copies = 1, ALL_REDUCE, 1
+        self.prefetch, self.sync, self.copies = 1, SYNC.default, 1
         self.compiled = self.trainer.compiles and not self.trainer.cpu
         self.numbers = trainer.precision(precision_name, graph.allow)
         self._pipelined = dataclasses.replace(cluster, pipelined=True)
@@ -223,14 +222,14 @@ class Pricer:
 
     def _core_of(self, sized: Sized, strategy: Strategy, half: order.Half) -> Core:
         passes = order.passes(sized, strategy, half, self.trainer)
-        return Core(sized, passes, kept(sized, passes, strategy.options[ACTIVATIONS]))
+        return Core(sized, passes, kept(sized, passes, strategy.options))
 
     def why_whole(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> str:
         """Why the microbatches of a layer class are not computed in parts; empty if they can be."""
         half = functools.partial(self._half, cls_name, mesh, strategy.roles, microbatches)
         runs = ((Axis(MICROBATCH, 2 * self.graph.parts(microbatches), 0),), *self._runs(mesh, strategy.roles))
         bound = self._bind(cls_name, runs, mesh, strategy.roles)
-        return "does not admit its role" if bound is None else order.why_whole(bound, half)
+        return "does not admit its role" if bound is None else order.why_whole(bound, half, strategy.options)
 
     def odd_experts(self, cls_name: str, mesh: Mesh, strategy: Strategy) -> tuple[int, int] | None:
         """The widths of a product of a layer class's experts that its program computes expert by expert (``ops.experts.odd_products``)."""
@@ -372,7 +371,7 @@ class Pricer:
 
     def _replicas(self, mesh: Mesh, strategy: Strategy) -> tuple[Mesh, ...]:
         """The axes of the copies of ZeRO's shards, those over which it shards, and that of a stage's copies if it has any."""
-        axes = strategy.replicas(mesh) if local_steps(self.sync) else strategy.data_axes(mesh)
+        axes = strategy.replicas(mesh) if SYNC.apart(self.sync) else strategy.data_axes(mesh)
         if self.copies == 1:
             return axes
         far = max(math.prod(axis.size for axis in mesh), self.cluster.count // 2)
@@ -400,7 +399,7 @@ class Pricer:
 
     def _saved_bytes(self, sized: Sized, strategy: Strategy) -> float:
         """Bytes on the device that a layer saves for the backward of one microbatch."""
-        found = kept(sized, order.plain(sized), strategy.options[ACTIVATIONS])
+        found = kept(sized, order.plain(sized), strategy.options)
         return 0.0 if found.copied_bytes else found.saved_bytes
 
     def _around(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> Around:

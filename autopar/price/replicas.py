@@ -10,7 +10,7 @@ from autopar.plan import Axis
 from autopar.price.collectives import RankGroup, group
 from autopar.price.state import Precision
 from autopar.price.trainer import TrainerModel
-from autopar.techniques.sync import PARAMETER_SERVER, local_steps
+from autopar.techniques.sync import SYNC
 from autopar.types import Collective
 
 
@@ -24,7 +24,8 @@ class Spread:
     otherwise it is part of the reduction. ``copies_s`` are those of ZeRO 2 and 3, between flat
     buffers and parameters: around a gather, and around a reduction. ``average_s`` is the reduction without ZeRO, once per
     step. ``publish_s`` is a parameter server's broadcast of the updated parameters. ``mean_s`` is the average of the parameters of
-    replicas that train apart, which nothing hides. ``flops`` are those of one microbatch, see ``LayerPrice``.
+    replicas that train apart, which nothing hides. ``late``: a reduction without ZeRO is awaited so many steps later. ``flops`` are those
+    of one microbatch, see ``LayerPrice``.
     """
 
     size: int
@@ -36,6 +37,7 @@ class Spread:
     average_s: float
     publish_s: float
     mean_s: float
+    late: int = 0
     mirrored: bool = False
     mirror_s: float = 0.0
 
@@ -43,6 +45,8 @@ class Spread:
         """What collectives once a step add to it under ZeRO 0 and 1, if a forward and a backward of the layer compute for these seconds."""
         reduction_s, published_s = (self.reduce_s[0], self.gather_s[0]) if zero else (self.average_s, self.publish_s)
         under_s = 0.0 if self.mirrored else backward_s
+        if self.late:  # however late: each step has one to hide, and the arithmetic of one step
+            under_s = self.microbatches * (forward_s + backward_s)
         reduced_s = trainer.exposed_reduction_s(reduction_s, under_s, slowdown)
         return reduced_s + trainer.exposed_gather_s(published_s, forward_s, slowdown) + self.mean_s
 
@@ -89,12 +93,12 @@ def spread(
         return found + over(Collective.ALL_REDUCE, shard, around_layer, ranks)
 
     def averaged() -> float:
-        if not (steps := local_steps(sync)) or copies.size == 1:
+        if not (steps := SYNC.apart(sync)) or copies.size == 1:
             return 0.0
         masters = trainable * (numbers.at_rest or numbers.width)
         return trainer.data_collective_s(Collective.ALL_REDUCE, masters, tensors.count, copies, cluster, False) / steps
 
-    average = Collective.REDUCE if sync == PARAMETER_SERVER else Collective.ALL_REDUCE
+    average = Collective.REDUCE if SYNC.way(sync).served else Collective.ALL_REDUCE
     return Spread(
         size=members.size,
         microbatches=microbatches,
@@ -107,9 +111,10 @@ def spread(
         copies_s=trainer.sharded_copies_s(
             parameters * numbers.width, trainable * numbers.width, trainable * numbers.reduced, cluster
         ),
-        average_s=over(average, trainable * numbers.averaged, False, members if local_steps(sync) else everyone),
-        publish_s=over(Collective.BROADCAST, trainable * numbers.width, False) if sync == PARAMETER_SERVER else 0.0,
+        average_s=over(average, trainable * numbers.averaged, False, members if SYNC.apart(sync) else everyone),
+        publish_s=over(Collective.BROADCAST, trainable * numbers.width, False) if SYNC.way(sync).served else 0.0,
         mean_s=averaged(),
+        late=SYNC.late(sync) if everyone.size > 1 else 0,
         mirrored=mirrors != [],
         mirror_s=sum(over(Collective.ALL_REDUCE, shard, False, mirror) for mirror in mirrors),
     )

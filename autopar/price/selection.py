@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import fx
 
 from autopar.devices.measured import Floats
-from autopar.flow import gradient_flow
+from autopar.flow import gradient_flow, run_again
 from autopar.graph import LayerClass
 from autopar.ops import cost
 from autopar.ops.facts import facts
@@ -23,7 +23,6 @@ from autopar.price.moves import Move
 from autopar.price.trace import INTERNAL, OUTPUT, Saved, Trace
 from autopar.sharding import AxisTypes
 from autopar.types import Collective
-from passes.selective import recomputed
 
 Flags = NDArray[np.bool_]
 _SUMS = (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER)
@@ -116,7 +115,7 @@ def select_emitted(
 ) -> tuple[tuple[Saved, ...], Selection]:
     """The entries that an emitted program may save (``plain`` and the entries added to it), and the selection among them."""
     flow = gradient_flow(cls)
-    count = len(recomputed(ops, lambda node: flow[node.name]))
+    count = len(run_again(ops, lambda node: flow[node.name]))
     made = [(i, node) for i, node in enumerate(ops[:count])]
     found: list[tuple[Saved, int, bool]] = []
     for i, node in made:

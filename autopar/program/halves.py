@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from . import flattened
 from .collectives import Work, all_gather, reduce_scatter
 from .kernels import Axes, _split, dense_gradient
-from .mesh_axes import group_of
+from .mesh_axes import Axis, group_of
 from .spmd import spmd
 
 Result = Tensor | tuple[Tensor, ...]
@@ -269,5 +269,27 @@ def _after(work: Work | None, result: Finish) -> Finish:
         assert work is not None
         work.wait()
         return result()
+
+    return finish
+
+
+# -- mixtures of experts ------------------------------------------------------------------------------------------------
+
+
+def send(rows: Tensor, axes: Sequence[Axis], sent: list[int], taken: list[int]) -> Finish:
+    """Start to exchange rows for a mixture of experts (``kernels_experts.in_steps``): the other half computes while they travel."""
+    group = group_of(*axes)
+    there, back = (lambda x: _exchange(x, group, sent, taken)), (lambda x: _exchange(x, group, taken, sent))
+    return begin(rows, there, back).wait
+
+
+def _exchange(rows: Tensor, group: dist.ProcessGroup, sent: list[int], taken: list[int]) -> Finish:
+    found, rows = rows.new_empty(sum(taken), *rows.shape[1:]), rows.contiguous()
+    work = dist.all_to_all_single(found, rows, taken, sent, group=group, async_op=True)
+
+    def finish() -> Tensor:
+        assert work is not None and rows is not None  # which must live until then
+        work.wait()
+        return found
 
     return finish

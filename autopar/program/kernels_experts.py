@@ -133,7 +133,8 @@ def experts(
     first, and ``exchange`` those of them whose ranks have different tokens: rows travel over these. ``partial_axes`` are the axes on
     which the result is a term of a sum (P): the other owners, and the axes that shard another dim of the parameters.
     """
-    steps = in_steps(_at_once, (x, index, weights), parameters, body, count, (owners, exchange, partial_axes))
+    axes = {"owners": owners, "exchange": exchange, "partial_axes": partial_axes}
+    steps = in_steps(_at_once, (x, index, weights), parameters, body, count, **axes)
     while True:
         try:
             next(steps)
@@ -142,18 +143,22 @@ def experts(
             return result
 
 
+@torch.compiler.disable
 def in_steps(
     send: Send,
     tokens: tuple[Tensor, Tensor, Tensor],
     parameters: Sequence[Tensor],
     body: Body,
     count: int,
-    axes: tuple[Sequence[Axis], Sequence[Axis], Sequence[Axis]],
+    **axes: Sequence[Axis],
 ) -> Generator[None, None, Tensor]:
     """``experts`` as a generator that yields while rows travel: something else may be computed then. ``tokens`` and ``axes`` are those of
     ``experts``; ``send`` exchanges the rows."""
-    (x, index, weights), (owners, exchange, partial_axes) = tokens, axes
+    x, index, weights = tokens
+    owners, exchange, partial_axes = (axes.get(name, ()) for name in ("owners", "exchange", "partial_axes"))
     if spmd.is_type_checking():
+        if send is not _at_once:  # what is computed meanwhile has other types
+            return experts(x, index, weights, parameters, body, count, **axes)
         places = _check(x, index, weights, parameters, owners)
     owners = [axis for axis in owners if _size(axis) > 1]
     exchange = [axis for axis in exchange if _size(axis) > 1]

@@ -119,8 +119,9 @@ class Trainer:
         same_options({"the seed": seed, "max_norm": max_norm}, world.device)
         self.stages, self._by_stage, self._buffers = build_stages(program, world)
         self._groups = [group for groups in self._by_stage.values() for group in groups]
-        self._reductions = Reductions(program, self._by_stage)
         spec = program.spec
+        self._late = spec.reductions and spec.reductions(program, self._by_stage)
+        self._reductions = self._late or Reductions(program, self._by_stage)
         self._publications = spec.publications and spec.publications(program, self.stages, self._by_stage)
         self._updates: optimizers.Updates | None = None
         if isinstance(state, str | os.PathLike) and weights.is_weights(Path(state)):
@@ -261,6 +262,8 @@ class Trainer:
             raise NonFiniteLossError(
                 f"the loss of step {self.steps + 1} is {loss}; of the values that are not finite, {why}"
             )
+        if self._late is not None:
+            self._late.leave_out()
         self._update(skipped=True)
 
     def _forget_buffers(self) -> None:
@@ -284,8 +287,12 @@ class Trainer:
             self.loss_scale.update(skipped)
         assert self._updates is not None
         self.finish_update()  # of parameters that the forward pass did not read
+        if self._late is not None:
+            self._late.place()
         if not skipped:
             self._updates.step()
+        if self._late is not None:
+            self._late.advance()
         self.steps += 1
         self.rows += int(self.program.plan["global_batch"])
         apart = self.program.local_steps
@@ -309,7 +316,10 @@ class Trainer:
 
     def forward_backward(self, batch: Batch) -> float:
         """Return the global batch's loss; leave its gradients, summed over ranks, microbatches and tied copies."""
-        return float(self._schedule.reduced(self._forward_backward(batch)))
+        loss = self._forward_backward(batch)
+        if self._late is not None:
+            self._late.show()
+        return float(self._schedule.reduced(loss))
 
     def _forward_backward(self, batch: Batch) -> Tensor:
         """The sum of this rank's terms of the loss."""
@@ -347,6 +357,8 @@ class Trainer:
 
     @torch.no_grad()
     def _clip(self, max_norm: float) -> Tensor:
+        if self._late is not None:
+            self._late.place()
         masters = [master for group in self._groups for master in group.masters]
         counted = [m for m in masters if self.world.first_on(m.alike) and self.program.is_first_copy(m.layout)]
         grads = [grad for master in counted if (grad := master.gradient) is not None]
@@ -408,10 +420,11 @@ class Trainer:
             "loss_scale": scale,
             "data": self.positions,
         }
-        if wait:
-            return checkpoint.save(self._training(), folder, counters, keep)
-        self._background = self._background or checkpoint.Background(self.world.timeout_s)
-        return self._background.save(self._training(), folder, counters, keep)
+        with contextlib.nullcontext() if self._late is None else self._late.saved(self._updates):
+            if wait:
+                return checkpoint.save(self._training(), folder, counters, keep)
+            self._background = self._background or checkpoint.Background(self.world.timeout_s)
+            return self._background.save(self._training(), folder, counters, keep)
 
     def finish_saving(self) -> None:
         """Wait for a checkpoint that a thread writes. Raises ``CheckpointError`` on every rank if it could not be written."""
@@ -426,6 +439,8 @@ class Trainer:
         self.finish_saving()
         with self._replacing():
             counters = checkpoint.load(self._training(), folder)
+        if self._late is not None:
+            self._late.loaded(self._updates)
         self.steps, self.rows, self._seed = counters["steps"], counters["rows"], counters["seed"]
         self.positions = {key: (epoch, row) for key, (epoch, row) in counters["data"].items()}
         self._from_checkpoint = tuple(self.positions)

@@ -91,6 +91,12 @@ class ProgramSpec:
     prelude: Prelude | None = None
     ignored: Mapping[str, int] = field(default_factory=dict)  # labels of rows that the loss leaves out
     flattened: tuple[tuple[str, ...], ...] = ()  # axes that one collective runs over, outermost first
+    late: int = 0  # by how many updates gradients are applied late
+    apart: int = 0  # the steps for which replicas train apart before their parameters are averaged; 0 if they do not
+    served: bool = (
+        False  # whether one rank of each group of replicas, its server, updates the parameters and broadcasts them
+    )
+    reductions: Any = None  # starts and awaits the reductions of late gradients, in place of ``Reductions``
     local: Any = None  # keeps parameters of which no other rank has a part
     fsdp: Any = None  # keeps parameters under ZeRO 2 and 3
     publications: Any = None  # sends updated parameters under the next forward pass (ZeRO 1, parameter server)

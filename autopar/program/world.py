@@ -166,13 +166,12 @@ class LoadedProgram:
     @property
     def has_servers(self) -> bool:
         """Whether one rank of each group of replicas, its server, updates the parameters and broadcasts them."""
-        return bool(self.plan.get("sync") == "parameter-server")
+        return self.spec.served
 
     @property
     def local_steps(self) -> int:
         """The number of steps for which replicas train apart before their parameters are averaged; 0 if they do not."""
-        kind, _, steps = str(self.plan.get("sync", "")).partition(":")
-        return int(steps) if kind == "local-steps" else 0
+        return self.spec.apart
 
     def parted(self, axes: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Those of ``axes`` inside of a replica, and those between replicas that train apart: the data axes of every layer."""

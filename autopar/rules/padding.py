@@ -26,6 +26,7 @@ from autopar.graph import LayerClass, cached_for_graphs
 from autopar.ops.facts import OpKind, aten_names, facts, op_name
 from autopar.ops.meta import meta
 from autopar.ops.operands import operands, shape_of
+from autopar.ops.own import own_op
 from autopar.plan import Axis
 from autopar.rules.candidates import ShapedLine, bind, line_of, operand_shapes
 from autopar.rules.notation import Dim
@@ -218,8 +219,8 @@ def carried(node: fx.Node, beyond: Sequence[bool | None], in_result: bool) -> bo
         return (None if beyond[0] is None else beyond[0]) if in_result else True
     if kind is OpKind.CLASS_LOSS:
         return True if beyond[1] is None else None
-    if kind is OpKind.SLICED_LOSS:  # of the vocabulary
-        return True if beyond[0] is None and beyond[2] is None else None
+    if (own := own_op(node)) is not None:
+        return own.beyond(beyond)
     if op.is_attention:
         masked = len(beyond) > 3 and beyond[3] is not None and meta(operands(node)[3])["val"].dtype == torch.bool
         return bool(beyond[2]) if in_result and not masked else None

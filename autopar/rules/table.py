@@ -110,7 +110,6 @@ TABLE: dict[str, Entry] = {
     "aten.nll_loss_nd": v.cross_entropy,
     **dict.fromkeys(OpKind.LOSS.value, v.pointwise_loss),
     "kernels.cross_entropy_sum": v.sum_of_losses,
-    "kernels_logits.loss_in_slices": "* k!, v k!, *, v -> ; v = loss_in_slices -> I",
     "kernels_ctc.ctc_loss": "b 1 1, b 1, b, b -> b",
     # convolution and pooling
     **dict.fromkeys(aten_names("conv1d conv2d conv3d"), v.convolution),

@@ -291,13 +291,13 @@ def _options(pins: LayerPins, context: Context, zero: int) -> list[Options]:
         allowed.append(tuple(v for v in values if technique.way(v).zero <= zero) or (technique.default,))
     names = [technique.name for technique in LAYER]
     every = [dict(zip(names, values, strict=True)) for values in itertools.product(*allowed)]
-    found = [way for way in every if not any(conflict(t, way[t.name], way) for t in LAYER)]
+    found = [Options(**way) for way in every if not any(conflict(t, way[t.name], way) for t in LAYER)]
     for technique in LAYER:
         if pins.of(technique.name) is None:
-            pays = [way for way in found if technique.pays_beside(way[technique.name], way)]
-            said = {way[technique.name] for way in pays}
-            found = [way for way in found if way in pays or way[technique.name] not in said]
-    return [Options(**way) for way in found]
+            pays = [options for options in found if technique.pays_beside(options[technique], options)]
+            said = {options[technique] for options in pays}
+            found = [options for options in found if options in pays or options[technique] not in said]
+    return found
 
 
 def _suffixes(

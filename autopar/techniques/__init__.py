@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from functools import cached_property
+from dataclasses import fields
+from functools import cache, cached_property
 from typing import Any
 
 from autopar.errors import UsageError
@@ -19,7 +20,7 @@ from autopar.techniques.overlap import OVERLAP
 from autopar.techniques.reduce import REDUCE
 from autopar.techniques.states import STATES
 from autopar.techniques.sync import SYNC
-from autopar.techniques.technique import Conflict, Technique
+from autopar.techniques.technique import Call, Case, Conflict, Facts, Technique
 
 LAYER: tuple[Technique, ...] = (LOGITS, REDUCE, ACTIVATIONS, STATES, OVERLAP, COMPILATION)
 """Every technique of a layer. A search varies the last ones first."""
@@ -39,19 +40,28 @@ GIVEN_UP = (*OF_LAYERS, *(way.gives_up for technique in PLAN for way in techniqu
 _made: dict[tuple[str, ...], Options] = {}
 
 
-class Options:
-    """A layer's value of every technique. Equal ones are one object: prices are cached by strategy, and identity is the fastest hash."""
+class Options(Facts):
+    """A layer's value of every technique, and their facts together: of each the largest. Equal ones are one object: prices are cached by
+    strategy, and identity is the fastest hash."""
+
+    values: tuple[str, ...]
 
     def __new__(cls, **chosen: str) -> Options:
         values = tuple(chosen.pop(technique.name, technique.default) for technique in LAYER)
         assert not chosen, f"no techniques: {chosen}"
         if values not in _made:
-            new = _made[values] = object.__new__(cls)
-            new.values = values
+            new = object.__new__(cls)
+            object.__setattr__(new, "values", values)
             assert not new.problem, new.problem
+            ways = [technique.way(value) for technique, value in zip(LAYER, values, strict=True)]
+            for fact in fields(Facts):
+                found = [known for way in ways if (known := getattr(way, fact.name)) is not None]
+                object.__setattr__(new, fact.name, max(found, default=None))
+            _made[values] = new
         return _made[values]
 
-    values: tuple[str, ...]
+    def __init__(self, **chosen: str) -> None:
+        """Nothing: ``__new__`` finds or makes the object."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restored, (self.values,)  # a copy is the same object
@@ -78,24 +88,9 @@ class Options:
         return ((t, value) for t, value in zip(LAYER, self.values, strict=True) if value != t.default)
 
     @cached_property
-    def zero(self) -> int:
-        """The least ZeRO stage under which a layer may have these values."""
-        return max(technique.way(value).zero for technique, value in zip(LAYER, self.values, strict=True))
-
-    @cached_property
-    def elsewhere(self) -> bool:
-        """Whether they need memory besides the device's."""
-        return any(technique.way(value).elsewhere for technique, value in self.chosen)
-
-    @cached_property
     def on_nvme(self) -> bool:
         """Whether they need room on the node's NVMe."""
-        return any(technique.way(value).elsewhere == "nvme" for technique, value in self.chosen)
-
-    @cached_property
-    def around(self) -> bool:
-        """Whether something is done before and after the layer as a whole."""
-        return any(technique.way(value).around for technique, value in self.chosen)
+        return "nvme" in (self.saved_in, self.states_in)
 
     @cached_property
     def together(self) -> int:
@@ -111,16 +106,6 @@ class Options:
             if number > layers
         }
         return self.but(**limited) if limited else self
-
-    @cached_property
-    def whole_gradients(self) -> bool:
-        """Whether gradients add up whole over a step's microbatches, and are reduced once a step, also under ZeRO 2 and 3."""
-        return any(technique.way(value).whole_gradients for technique, value in self.chosen)
-
-    @cached_property
-    def parts(self) -> int:
-        """The number of parts in which the layer's microbatches are computed, if it admits them."""
-        return max(technique.way(value).parts for technique, value in zip(LAYER, self.values, strict=True))
 
     @property
     def parting(self) -> Technique:
@@ -138,10 +123,11 @@ class Options:
         """The modules of ``passes`` that rewrite the layer's class (``Technique.rewrite``)."""
         return tuple(technique.rewrite for technique, _ in self.chosen if technique.rewrite)
 
-    @cached_property
-    def compiled(self) -> bool:
-        """Whether ``torch.compile`` compiles the layer's arithmetic, if its class admits it."""
-        return any(value in technique.compiled for technique, value in self.chosen)
+    def called(self, call: Call) -> Call:
+        """The call of a layer, or of layers, in the text of a program; the last techniques are the innermost."""
+        for technique, value in reversed([*self.chosen]):
+            call = technique.called(value, call)
+        return call
 
     @cached_property
     def quickest(self) -> Options:
@@ -166,10 +152,18 @@ def _restored(values: tuple[str, ...]) -> Options:
     return Options(**dict(zip(BY_NAME, values, strict=True)))
 
 
+@cache
+def conflicts_of(technique: Technique) -> tuple[Conflict, ...]:
+    """A technique's conflicts: its own, and those of values that compute microbatches in parts with values that do not admit them."""
+    in_parts = tuple(way.name for way in technique.ways if way.parts > 1)
+    whole = ((other.name, way) for other in LAYER for way in other.ways if way.uncut) if in_parts else ()
+    return (*technique.conflicts, *(Conflict(in_parts, name, (way.name,), way.uncut) for name, way in whole))
+
+
 def conflict(technique: Technique, value: str, others: Mapping[str, str]) -> Conflict | None:
     """The first of a technique's conflicts that a value has with other decisions, by name."""
     name, _ = technique.split(value)
-    for found in technique.conflicts:
+    for found in conflicts_of(technique):
         if name in found.values and str(others.get(found.other, "")).partition(":")[0] in found.others:
             return found
     return None
@@ -189,6 +183,14 @@ def read_options(layer: Mapping[str, Any]) -> Options:
 def in_parts(options: Options) -> str:
     """How microbatches are computed in parts, in words: ``"in two halves that take turns"``."""
     return options.parting.said(options[options.parting])
+
+
+def cases_of(technique: Technique, devices: int) -> Iterator[Case]:
+    """The plans with a technique that ``verify`` runs (``Technique.cases``), with words for the other techniques in their names."""
+    for name, pins in technique.cases(devices):
+        beside = (other for other in ALL if other is not technique and other.name in pins)
+        words = (other.in_case(pins[other.name]) for other in beside)
+        yield name.format("".join(f", {word}" for word in words if word)), pins
 
 
 def nowhere(options: Options, reasons: Mapping[str, str]) -> UsageError:

@@ -4,8 +4,8 @@
 strategy from the first one's input, ``selective`` all that is cheap to compute again (Korthikanti et al. 2022, arXiv:2205.05198;
 ``passes.selective`` selects). ``host`` moves what is kept into the host's memory, ``full+host`` the input of a recomputed layer, and
 ``selective+host`` what a layer that is recomputed in part keeps besides the selected values. ``int8`` stores it as 8-bit integers
-(``program.int8``), which is not exact: gradients are computed from rounded numbers. The layer that gives the loss keeps what it needs as it
-is in any case.
+(``program.activation_storage``), which is not exact: gradients are computed from rounded numbers. The layer that gives the loss keeps
+what it needs as it is in any case.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from autopar.errors import UsageError
 from autopar.schedules import CHIMERA, DUALPIPE_V, INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE
-from autopar.techniques.technique import ANY, Case, Context, Pin, Pinned, Technique, Value, Way
+from autopar.techniques.technique import ANY, Call, Case, Context, Narrow, Pin, Pinned, Technique, Value, Way
+from autopar.units import Constant
 
 KEEP, SELECTIVE, FULL, HOST, INT8 = "keep", "selective", "full", "host", "int8"
 FULL_HOST, SELECTIVE_HOST = "full+host", "selective+host"
@@ -25,32 +27,58 @@ INT8_ACTIVATIONS = "int8_activations"
 SEGMENTS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of layers that are tried as one segment of recomputation."""
 
-RECOMPUTED = {
-    KEEP: "none",
-    SELECTIVE: "selective",
-    FULL: "full",
-    HOST: "none",
-    FULL_HOST: "full",
-    INT8: "none",
-    SELECTIVE_HOST: "selective",
-}
-"""The part of a layer that its backward pass computes again: none, a selection, or all."""
+INT8_ROUNDING = Constant(
+    47.0,
+    "bytes moved per element, besides those read and stored",
+    "library: program/activation_storage.py, not compiled: written in float32, and read and written for its finite values (8), the "
+    "largest (4), the quotient (8), the rounding (8), the lower limit (8); read and written as codes (5), which are copied (2)",
+)
+INT8_RESTORING = Constant(
+    18.0,
+    "bytes moved per element, besides those stored and restored",
+    "library: program/activation_storage.py, not compiled: products with the scales are written (4), codes compared (2), -infinities "
+    "filled in (9), and read (4), less the byte of a code",
+)
+INT8_KERNELS = Constant(
+    11.0,
+    "kernels that round a tensor, or restore it",
+    "library: program/activation_storage.py, not compiled: a conversion, finite values, the norm, its division and limit, the "
+    "quotient, its rounding and limit, codes, two copies",
+)
 
-IN_HOST = (HOST, FULL_HOST, SELECTIVE_HOST)
+_IN_8_BITS = Narrow(
+    block=64,
+    least=1024,
+    chunk=2**22,
+    scale_bytes=4,
+    temporary_bytes=9,  # a copy in float32, its quotient by the scale, the code
+    rounding=INT8_ROUNDING,
+    restoring=INT8_RESTORING,
+    kernels=INT8_KERNELS,
+)
+"""As ``program.activation_storage`` stores them."""
+
+_UNCUT = "microbatches in parts go with full recomputation"
+
+_AGAIN = ("", "part", "all")
+"""What is computed again, from least to most, and the words of ``recompute`` for it."""
+
+_RECOMPUTE = ("none", "selective", "full")
 
 
 class Activations(Technique):
     name = "activations"
     ways = (
         Way(KEEP),
-        Way(SELECTIVE, "recomputed in part", "in part", around=True),
-        Way(FULL, "recomputed", "recomputed", counted=2, around=True),
-        Way(HOST, "with activations in the host's memory", "in the host", elsewhere="host", around=True),
+        Way(SELECTIVE, "recomputed in part", "in part", again="part", around=True, uncut=_UNCUT),
+        Way(FULL, "recomputed", "recomputed", counted=2, again="all", around=True),
+        Way(HOST, "with activations in the host's memory", "in the host", saved_in="host", around=True),
         Way(
             FULL_HOST,
             "recomputed, with inputs in the host's memory",
             "recomputed, input in the host",
-            elsewhere="host",
+            again="all",
+            saved_in="host",
             around=True,
         ),
         Way(
@@ -59,14 +87,17 @@ class Activations(Technique):
             "in 8 bits",
             gives_up=INT8_ACTIVATIONS,
             inexact="gradients are computed from activations that were rounded to 8 bits",
+            narrow=_IN_8_BITS,
             around=True,
         ),
         Way(
             SELECTIVE_HOST,
             "recomputed in part, with inputs in the host's memory",
             "in part, input in the host",
-            elsewhere="host",
+            again="part",
+            saved_in="host",
             around=True,
+            uncut=_UNCUT,
             unsearched="what selective recomputation keeps stays on the device",
         ),
     )
@@ -119,7 +150,14 @@ class Activations(Technique):
     }
     adds_work = True
     rewrite_local = "selective"
-    modules = ("int8", "offload", "segments", "selective")
+    run_fields = ("recompute",)
+    flags = (
+        "--recompute-granularity",
+        "--activation_checkpoint.mode",
+        "--recompute-method",
+        "--recompute-num-layers",
+    )
+    modules = ("recomputing", "activation_storage")
 
     def said(self, value: str) -> str:
         name, layers = self.split(value)
@@ -131,8 +169,8 @@ class Activations(Technique):
 
     def effort(self, value: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         name, layers = self.split(value)
-        again = ("none", "selective", "full").index(RECOMPUTED[name])
-        return (int(name == INT8), int(name in IN_HOST)), (again, layers)
+        way = self.way(name)
+        return (int(name == INT8), int(bool(way.saved_in))), (_AGAIN.index(way.again), layers)
 
     def allowed(self, pinned: Pinned, context: Context) -> tuple[str, ...]:
         own, segment = pinned(self.name), pinned("segment")
@@ -147,7 +185,7 @@ class Activations(Technique):
             value
             for value in dict.fromkeys(tried)
             if self._says(value, pinned)
-            and (to_host or value not in IN_HOST)
+            and (to_host or not self.way(value).saved_in)
             and (value != SELECTIVE_HOST or ANY not in (own, pinned("offload")))
             and (wants_8_bits or value != INT8 or INT8_ACTIVATIONS in context.allow)
         )
@@ -160,8 +198,8 @@ class Activations(Technique):
         """Whether a value satisfies every pin, whatever they say of the number of layers."""
         name, own = self.split(value)[0], pinned(self.name)
         said = {
-            "recompute": RECOMPUTED[name],
-            "offload": "activations" if name in IN_HOST else "none",
+            "recompute": _RECOMPUTE[_AGAIN.index(self.way(name).again)],
+            "offload": "activations" if self.way(name).saved_in else "none",
             "saved": "int8" if name == INT8 else "exact",
         }
         fits = own in (None, ANY) or self.split(str(own))[0] == name
@@ -210,6 +248,34 @@ class Activations(Technique):
             "each 64 numbers), so gradients are computed from rounded numbers; the loss, and the layer that computes it, are not affected"
         )
 
+    def header(self, value: str, gives_loss: bool = False) -> str:
+        if value != INT8 or gives_loss:
+            return ""
+        saved = "Some layers store what they save for the backward pass in 8 bits"
+        return f"{saved}, as {INT8_ACTIVATIONS} allows: their gradients are rounded."
+
+    def called(self, value: str, call: Call) -> Call:
+        (name, layers), way = self.split(value), self.way(value)
+        recomputed = "Recomputed in the backward pass: only the arguments are kept."
+        if way.again == "all" and call.layers:
+            return call.by("recomputing.as_one", remark=recomputed) if layers > 1 else call
+        if way.again == "all" and layers == 1:
+            options = ("use_reentrant=False", "preserve_rng_state=False")
+            call = call.by("checkpoint", call.function, *call.arguments, *options, remark=recomputed)
+        elif way.again == "part":
+            remark = "Recomputed in the backward pass, but for what is kept."
+            call = call.by("recomputing.selectively", call.function, *call.arguments, remark=remark)
+        if way.saved_in:
+            stays = ", ".join(("self", *call.resident))
+            return call.inside(
+                f"activation_storage.in_host({stays})", "What the backward pass needs waits in the host's memory."
+            )
+        if name == INT8 and not call.gives_loss:
+            stays = ", ".join(("self", *call.inputs)) + (", fused=True" if call.compiled else "")
+            remark = "What the backward pass needs is stored in 8 bits: gradients are rounded."
+            return call.inside(f"activation_storage.in_8_bits({stays})", remark)
+        return call
+
     def cases(self, n: int) -> Iterator[Case]:
         full, part = {self.name: FULL}, {self.name: SELECTIVE}
         if n == 1:
@@ -242,6 +308,32 @@ class Activations(Technique):
         yield f"pipeline 2, zero bubble x data {half}, zero 1, recompute", {"data": half, "zero": 1} | split | full
         yield f"pipeline 2, Chimera x data {half}, zero 3, recompute", sharded | both | full
         yield f"pipeline 2, Chimera x tensor+sequence {half}, recompute in part", sequence | both | part
+
+    def in_case(self, value: str) -> str:
+        return {"part": "recompute in part", "all": "recompute"}.get(self.way(value).again, "")
+
+    def of_run(self, run: Mapping[str, Any]) -> str:
+        text = str(run.get("recompute") or "none").lower()
+        for word, found in {"none": KEEP, "selective": SELECTIVE, "full": FULL, "true": FULL, "false": KEEP}.items():
+            if text.startswith(word):
+                return found
+        raise UsageError(f"recompute = {run['recompute']!r} is neither none, selective nor full")
+
+    def of_flags(self, flags: Mapping[str, str]) -> str | None:
+        kind, mode, method, layers = (flags.get(name) for name in self.flags)
+        if method not in (None, "uniform"):
+            raise UsageError(
+                f"{self.flags[2]}: the method {method} is not supported", "write uniform, or a plan's JSON file"
+            )
+        if layers is not None and not layers.isdigit():
+            raise UsageError(
+                f"{self.flags[3]}: {layers!r} is not a whole number", "degrees and sizes are whole numbers"
+            )
+        said = mode or kind
+        value = {"off": KEEP, "none": KEEP}.get(said, said) if said else None
+        if int(layers or 1) > 1 and value in (None, FULL):  # other recomputation has no use for it
+            return full(int(layers or 1))
+        return value
 
     def drawn(self, number: float, zero: int) -> str:
         return FULL if number < 0.3 else SELECTIVE if number < 0.5 else KEEP

@@ -13,12 +13,11 @@ NONE, LAYERS = "none", "layers"
 
 class Compilation(Technique):
     name = "compile"
-    ways = (Way(NONE), Way(LAYERS, cell="compiled"))
+    ways = (Way(NONE), Way(LAYERS, cell="compiled", compiled=True))
     subject = "layers"
     meaning = "what torch.compile compiles: nothing, or each layer's arithmetic; layers on GPUs and nothing on CPUs where none is pinned"
     example = "compile=none"
     switch = True
-    compiled = (LAYERS,)
     under_split = NONE
     outweighs_split = True
     former_fields = {"compiled": bool}

@@ -3,10 +3,10 @@ pass (``passes.slice_logits``, ``program.kernels_logits``): memory has one slice
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from autopar.techniques.activations import ACTIVATIONS, FULL, INT8, KEEP
+from autopar.techniques.activations import ACTIVATIONS
 from autopar.techniques.technique import Case, Context, Pinned, Technique, Way
 
 WHOLE, SLICED = "whole", "sliced"
@@ -40,9 +40,9 @@ class Logits(Technique):
     def least(self, pinned: Pinned, context: Context) -> str:
         return str(pinned(self.name) or WHOLE)
 
-    def pays_beside(self, value: str, options: Mapping[str, str]) -> bool:
+    def pays_beside(self, value: str, options: Any) -> bool:
         """Slices leave little that recomputing or offloading the layer's activations would spare."""
-        return value == WHOLE or options[ACTIVATIONS.name] in (KEEP, INT8)
+        return value == WHOLE or not (options.again or options.saved_in)
 
     def note(self, names: Sequence[str], total: int, value: str) -> str:
         if value == WHOLE:
@@ -61,8 +61,8 @@ class Logits(Technique):
         )
         yield f"logits in slices, pipeline {n}", {"pipeline": n, "microbatches": 4 if n <= 4 else n, self.name: SLICED}
         yield (
-            f"logits in slices, data {n}, zero 3, recompute",
-            {"data": n, "zero": 3, ACTIVATIONS.name: FULL, self.name: SLICED},
+            f"logits in slices, data {n}, zero 3{{}}",
+            {"data": n, "zero": 3, ACTIVATIONS.name: ACTIVATIONS.having(again="all"), self.name: SLICED},
         )
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.schedules import SPLIT
-from autopar.techniques.activations import ACTIVATIONS, FULL, SELECTIVE, SELECTIVE_HOST
-from autopar.techniques.technique import Case, Conflict, Technique, Value, Way
+from autopar.techniques.activations import ACTIVATIONS
+from autopar.techniques.technique import Call, Case, Conflict, Technique, Value, Way
 
 TENSOR, NONE, HALVES = "tensor", "none", "halves"
 
@@ -19,22 +19,30 @@ TENSOR, NONE, HALVES = "tensor", "none", "halves"
 class Overlap(Technique):
     name = "overlap"
     ways = (
-        Way(TENSOR, cell=TENSOR),
+        Way(TENSOR, cell=TENSOR, early=True),
         Way(NONE, cell=NONE),
-        Way(HALVES, "in two halves that take turns", HALVES, parts=2, fallback=TENSOR),
+        Way(HALVES, "in two halves that take turns", HALVES, early=True, parts=2, fallback=TENSOR),
     )
     subject = "microbatches"
     meaning = "which collectives run under the layer's own arithmetic; tensor where none is pinned"
     example = "overlap=none"
     missing = NONE
     under_split = NONE
-    conflicts = (
-        Conflict((HALVES,), ACTIVATIONS.name, (SELECTIVE, SELECTIVE_HOST), "halves go with full recomputation"),
-        Conflict((HALVES,), "schedule", tuple(SPLIT), "halves go with schedules of whole backward passes"),
-    )
-    modules = ("halves", "halves_experts", "kernels_overlap")
+    conflicts = (Conflict((HALVES,), "schedule", tuple(SPLIT), "halves go with schedules of whole backward passes"),)
+    modules = ("halves", "kernels_overlap")
+    computes = "halves.Half"
     rewrite_local = "overlap"
     advice = "use an even number of rows on each device in a microbatch, and layers with tensor or expert parallelism; or leave overlap out"
+
+    def called(self, value: str, call: Call) -> Call:
+        if value != HALVES:
+            return call
+        remark, function = "", call.function
+        if call.layers:
+            remark = "Two halves of the microbatch: one computes while the other's collectives run."
+            function = "halves.in_turn"
+        given = f"({''.join(f'{argument}, ' for argument in call.arguments).rstrip()})"
+        return call.by("halves.interleaved", function, given, str(call.rows), str(call.joined), remark=remark)
 
     def cases(self, n: int) -> Iterator[Case]:
         if n == 1:
@@ -47,8 +55,8 @@ class Overlap(Technique):
         yield f"expert {n}, in halves", {"expert": n} | halves
         if n % 2 == 0 and n >= 4:
             half = n // 2
-            full = {"data": 2, "tensor": half, "zero": 3, ACTIVATIONS.name: FULL}
-            yield f"data 2 x tensor {half}, zero 3, recompute, in halves", full | halves
+            full = {"data": 2, "tensor": half, "zero": 3, ACTIVATIONS.name: ACTIVATIONS.having(again="all")}
+            yield f"data 2 x tensor {half}, zero 3{{}}, in halves", full | halves
             pipeline = {"tensor": half, "sequence": True, "pipeline": 2, "microbatches": 2, "schedule": "1f1b"}
             yield f"pipeline 2 x tensor+sequence {half}, in halves", pipeline | halves
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.schedules import CHIMERA, DUALPIPE_V, GPIPE, INTERLEAVED, ONE_F_ONE_B
-from autopar.techniques.activations import ACTIVATIONS, FULL, SELECTIVE
+from autopar.techniques.activations import ACTIVATIONS
 from autopar.techniques.technique import Case, Context, Pinned, Technique, Way
 
 MICROBATCH, STEP = "microbatch", "step"
@@ -44,15 +44,15 @@ class Reduce(Technique):
         copies = {"mesh": (("replicas", 2), ("data", half)), "replicate": 2, "zero": 3, self.name: STEP}
         one, gpipe = ({"pipeline": 2, "microbatches": 2, "schedule": name} for name in (ONE_F_ONE_B, GPIPE))
         chunks = {"pipeline": 2, "chunks": 2, "microbatches": 4}
-        full, part = {ACTIVATIONS.name: FULL}, {ACTIVATIONS.name: SELECTIVE}
+        full, part = ({ACTIVATIONS.name: ACTIVATIONS.having(again=again)} for again in ("all", "part"))
         yield f"data {half} in 2 copies, zero 3, reduced once a step", copies | {"microbatches": 2}
         yield f"pipeline 2 x data {half}, zero 2, reduced once a step", two | one
         yield (
-            f"pipeline 2, gpipe x data {half}, zero 3, recompute in part, reduced once a step",
+            f"pipeline 2, gpipe x data {half}, zero 3{{}}, reduced once a step",
             three | gpipe | part,
         )
         yield (
-            f"pipeline 2 of 2 chunks x data {half}, zero 3, recompute, reduced once a step",
+            f"pipeline 2 of 2 chunks x data {half}, zero 3{{}}, reduced once a step",
             three | chunks | {"schedule": INTERLEAVED} | full,
         )
         dualpipe = three | chunks | {"schedule": DUALPIPE_V}

@@ -15,8 +15,8 @@ class States(Technique):
     name = "states"
     ways = (
         Way(DEVICE, cell=DEVICE),
-        Way(HOST, "in the host's memory", HOST, elsewhere=HOST),
-        Way(NVME, "on NVMe", NVME, elsewhere=NVME),
+        Way(HOST, "in the host's memory", HOST, states_in=HOST),
+        Way(NVME, "on NVMe", NVME, states_in=NVME),
     )
     subject = "optimizer states"
     meaning = "where optimizer states and master copies are: on the device, in the host's memory, or on the node's NVMe"

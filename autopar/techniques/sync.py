@@ -2,22 +2,28 @@
 
 ``all-reduce``: each has the sum of all gradients, and updates. With a ``parameter-server`` one rank of each group of replicas gets the sum,
 has the optimizer states, updates, and broadcasts the parameters. With ``local-steps:K`` each replica updates by the gradients of its own
-samples, and every *K* steps the replicas average their parameters (local SGD, Stich 2019, arXiv:1805.09767), which is not exact.
+samples, and every *K* steps the replicas average their parameters (local SGD, Stich 2019, arXiv:1805.09767), which is not exact. With
+``stale:K`` each has the sum of all gradients of the step *K* steps before, and updates by it (delayed SGD, Langford et al. 2009,
+arXiv:0911.0491): the sums run under the steps in between (``program.late_gradients``). Every staleness is *K*, the bound of stale
+synchronous parallel training (Ho et al. 2013), so that a run can be repeated; it is not exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from autopar.schedules import CHIMERA
-from autopar.techniques.activations import ACTIVATIONS, FULL
+from autopar.techniques.activations import ACTIVATIONS
 from autopar.techniques.technique import PLAN, Case, Conflict, Technique, Way
 
-ALL_REDUCE, PARAMETER_SERVER, LOCAL_STEPS = "all-reduce", "parameter-server", "local-steps"
+ALL_REDUCE, PARAMETER_SERVER, LOCAL_STEPS, STALE = "all-reduce", "parameter-server", "local-steps", "stale"
 
 APART = "local_steps"
 """The exactness that ``local-steps`` gives up."""
+
+STALE_GRADIENTS = "stale_gradients"
+"""The exactness that ``stale`` gives up."""
 
 
 class Sync(Technique):
@@ -25,7 +31,7 @@ class Sync(Technique):
     name = "sync"
     ways = (
         Way(ALL_REDUCE, cell=ALL_REDUCE),
-        Way(PARAMETER_SERVER, "synchronized by a parameter server", PARAMETER_SERVER, most_zero=0),
+        Way(PARAMETER_SERVER, "synchronized by a parameter server", PARAMETER_SERVER, most_zero=0, served=True),
         Way(
             LOCAL_STEPS,
             "averaged every {} steps",
@@ -34,6 +40,17 @@ class Sync(Technique):
             inexact="between two averages every replica trains by itself, which one device does not",
             most_zero=0,
             counted=1,
+            apart=True,
+        ),
+        Way(
+            STALE,
+            "updated by gradients {} steps old",
+            STALE,
+            gives_up=STALE_GRADIENTS,
+            inexact="an update uses the gradients of an earlier step, taken at parameters that have changed since",
+            most_zero=0,
+            counted=1,
+            late=True,
         ),
     )
     subject = "replicas"
@@ -41,7 +58,7 @@ class Sync(Technique):
     example = "sync=parameter-server"
     conflicts = (
         Conflict(
-            (PARAMETER_SERVER, LOCAL_STEPS),
+            (PARAMETER_SERVER, LOCAL_STEPS, STALE),
             "schedule",
             (CHIMERA,),
             f"{CHIMERA} sums the gradients of a stage's two copies by {ALL_REDUCE}, which goes with every schedule",
@@ -50,17 +67,21 @@ class Sync(Technique):
     advice = f"leave sync out: {ALL_REDUCE} computes what one device computes"
 
     def refusal_of_plan(self, graph: Any, value: str, data: Sequence[int | None]) -> str:
-        if not self.way(value).gives_up:
+        way = self.way(value)
+        if not way.gives_up:
             return ""
-        if graph.unmicrobatchable:
+        if way.late and str(graph.dtype) == "torch.float16":
+            return "the loss of a program in float16 is scaled anew in every step, and late gradients have the scale of an earlier one"
+        if graph.unmicrobatchable and not way.late:
             return f"replicas cannot train apart: {graph.unmicrobatchable}"
-        if graph.buffers:
+        if graph.buffers and not way.late:
             return f"replicas cannot train apart: the model writes {next(iter(graph.buffers))}"
         if len(set(data)) > 1 or None in data:
             found = ", ".join("any" if n is None else str(n) for n in dict.fromkeys(data))
+            decides = "whose gradients are late" if way.late else "what is computed"
             return (
-                "the number of replicas decides what is computed: it must be pinned, for every layer alike and without expert "
-                f"parallelism, and the layers' data degrees are {found}"
+                f"the number of replicas decides {decides}: it must be pinned, for every layer alike and without expert parallelism, and "
+                f"the layers' data degrees are {found}"
             )
         return ""
 
@@ -68,12 +89,43 @@ class Sync(Technique):
         return self.way(value).said.format(self.split(value)[1])
 
     def note(self, names: Sequence[str], total: int, value: str) -> str:
-        if not (steps := local_steps(value)):
+        if late := self.late(value):
+            return (
+                f"not exact, as {STALE_GRADIENTS} allows: every update uses the gradients of {late} step{'s' * (late > 1)} before (the "
+                "first ones zeros), whose sum runs under the steps in between; the device has these gradients, too"
+            )
+        if not (steps := self.apart(value)):
             return ""
         every = "in every step" if steps == 1 else f"every {steps} steps"
         return (
             f"not exact, as {APART} allows: each replica updates with the gradients of its own samples, and parameters are averaged "
             f"{every}; optimizer states are not"
+        )
+
+    def compared(self, value: str) -> str:
+        if late := self.late(value):
+            return (
+                f"the first step of one device (its loss, gradients and update by plain SGD), which is applied {late} updates late; later "
+                "steps are not those of one device"
+            )
+        if not self.apart(value):
+            return ""
+        return (
+            "the first step of one device (the mean of the replicas' losses, gradients and updates by plain SGD); later steps, in which "
+            "replicas train apart, are not those of one device"
+        )
+
+    def parts(self, value: str) -> Mapping[str, str]:
+        return {"reductions": "late_gradients.LateReductions"} if self.late(value) else {}
+
+    def header(self, value: str, gives_loss: bool = False) -> str:
+        if late := self.late(value):
+            return f"Every update uses the gradients of {late} step(s) before, as {STALE_GRADIENTS} allows."
+        if not (steps := self.apart(value)):
+            return ""
+        return (
+            f"Replicas train apart, as {APART} allows: each updates by the gradients of its own samples, and parameters are\n"
+            f"averaged every {steps} step(s)."
         )
 
     def cases(self, n: int) -> Iterator[Case]:
@@ -90,15 +142,9 @@ class Sync(Technique):
         )
         yield f"ring 2 x ulysses {half}, parameter server", {"ring": 2, "ulysses": half} | server
         pipelined = {"data": half, "pipeline": 2, "microbatches": 4} | server
-        recomputed = {"schedule": "1f1b", ACTIVATIONS.name: FULL}
-        yield f"pipeline 2 x data {half}, parameter server, recompute", pipelined | recomputed
+        recomputed = {"schedule": "1f1b", ACTIVATIONS.name: ACTIVATIONS.having(again="all")}
+        yield f"pipeline 2 x data {half}, parameter server{{}}", pipelined | recomputed
         yield f"pipeline 2, zero bubble x data {half}, parameter server", pipelined | {"schedule": "zero-bubble"}
 
 
 SYNC = Sync()
-
-
-def local_steps(sync: str) -> int:
-    """The *K* of ``local-steps:K``; 0 if replicas are synchronised in every step."""
-    kind, steps = SYNC.split(sync)
-    return steps if kind == LOCAL_STEPS else 0

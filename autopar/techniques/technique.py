@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from autopar.errors import UsageError
+from autopar.units import Constant
 
 Value = int | str | bool
 """The value of a pin."""
@@ -30,8 +31,8 @@ ANY = "any"
 @dataclass(frozen=True, slots=True)
 class Pin:
     """One row of the table of pins. Without ``values`` a pin is a whole number from ``least`` to ``most``; with ``switch`` its values also
-    have the short forms ``True``, for the last one, and ``False``, for the first one. ``counted`` is a value that may be followed by a
-    colon and a whole number from ``least``. ``former``: a spelling of before, which another pin has replaced."""
+    have the short forms ``True``, for the last one, and ``False``, for the first one. ``counted`` are values that are followed by a colon
+    and a whole number from ``least``. ``former``: a spelling of before, which another pin has replaced."""
 
     name: str
     of_layer: bool
@@ -41,13 +42,13 @@ class Pin:
     least: int = 1
     most: int | None = None
     switch: bool = False
-    counted: str = ""
+    counted: tuple[str, ...] = ()
     former: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
         """The values as one writes them; none for a whole number."""
-        return (*self.values, f"{self.counted}:K") if self.counted else self.values
+        return (*self.values, *(f"{name}:K" for name in self.counted))
 
     @property
     def choices(self) -> str:
@@ -62,7 +63,7 @@ class Pin:
             return self.values[-1 if value else 0]
         if self.values:
             name, _, number = str(value).partition(":")
-            counted = bool(self.counted) and name == self.counted and re.fullmatch(r"[1-9]\d{0,8}", number, re.ASCII)
+            counted = name in self.counted and re.fullmatch(r"[1-9]\d{0,8}", number, re.ASCII)
             fits = value in self.values or bool(counted and int(number) >= self.least)
         else:
             whole = isinstance(value, int) and not isinstance(value, bool)
@@ -76,19 +77,68 @@ class Pin:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Narrow:
+    """How saved tensors are stored in fewer bits: a byte for each number, and a scale of ``scale_bytes`` for each ``block`` of them, of
+    tensors of at least ``least`` numbers.
+
+    In a layer that is not compiled, ``kernels`` round or restore ``chunk`` numbers, and move ``rounding`` or ``restoring`` bytes for each
+    besides those read and stored; ``temporary_bytes`` for each are live meanwhile. In a compiled layer one kernel does.
+    """
+
+    block: int
+    least: int
+    chunk: int
+    scale_bytes: int
+    temporary_bytes: int
+    rounding: Constant
+    restoring: Constant
+    kernels: Constant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Facts:
+    """What prices, passes and programs must know of a value of a technique, or of a layer's values of all techniques together
+    (``Options``)."""
+
+    zero: int = 0
+    """The least ZeRO stage under which layers may have it."""
+    again: str = ""
+    """What the backward pass computes again: nothing (empty), a ``part`` of the layer, or ``all`` of it."""
+    saved_in: str = ""
+    """The memory, besides the device's, that has what the layer saves for its backward pass: ``host``, or empty."""
+    states_in: str = ""
+    """The memory, besides the device's, that has the optimizer states: ``host`` or ``nvme``, or empty."""
+    narrow: Narrow | None = None
+    """How saved tensors are stored in fewer bits, if they are."""
+    around: bool = False
+    """Whether something is done before and after the layer as a whole."""
+    whole_gradients: bool = False
+    """Whether gradients add up whole over a step's microbatches, and are reduced once a step, also under ZeRO 2 and 3."""
+    early: bool = False
+    """Whether collectives of the backward pass start before the gradients of weights are computed."""
+    compiled: bool = False
+    """Whether ``torch.compile`` compiles the layer's arithmetic, if its class admits it."""
+    parts: int = 1
+    """The number of parts in which microbatches are computed, if the layer admits them."""
+
+    @property
+    def elsewhere(self) -> str:
+        """A memory that is needed besides the device's: ``host`` or ``nvme``; empty for none."""
+        return max(self.saved_in, self.states_in)
+
+
+@dataclass(frozen=True, slots=True)
+class Way(Facts):
     """One value of a technique.
 
     ``said`` is what it does to the technique's subject, as in "30 of 34 layers **recomputed**"; empty where there is nothing to say.
     ``cell`` stands for it in a table. ``gives_up`` names the exactness that a user must allow (of ``plan.ALLOWED``), and ``inexact`` says
-    what is not exact. Layers may have it under the ZeRO stages from ``zero`` to ``most_zero``. ``unsearched``: why its price does not tell
+    what is not exact. ``most_zero`` is the last ZeRO stage under which layers may have it. ``unsearched``: why its price does not tell
     its memory, so that a plan may have it and no search takes it. ``counted``: it is followed by a colon and a number from this one
-    (``full:4``); from 2, the value without a number is that of 1.
-
-    The others are facts for prices, passes and programs. ``elsewhere`` names the memory that it needs besides the device's: ``host`` or
-    ``nvme``. ``around``: something is done before and after the layer as a whole. ``whole_gradients``: gradients add up whole over a step's
-    microbatches, also under ZeRO 2 and 3. ``parts``: microbatches are computed in so many parts; a layer that does not admit them has the
-    value ``fallback``.
+    (``full:4``); from 2, the value without a number is that of 1. A layer that does not admit its ``parts`` has the value ``fallback``;
+    ``uncut`` says why microbatches are not computed in parts beside it. ``late``: gradients are applied as many updates late as the number
+    says. ``apart``: replicas train apart for as many steps, and then average their parameters. ``served``: one replica has the optimizer
+    states, updates, and sends the parameters.
     """
 
     name: str
@@ -96,15 +146,14 @@ class Way:
     cell: str = "-"
     gives_up: str = ""
     inexact: str = ""
-    zero: int = 0
     most_zero: int = 3
-    elsewhere: str = ""
     unsearched: str = ""
     counted: int = 0
-    around: bool = False
-    whole_gradients: bool = False
-    parts: int = 1
     fallback: str = ""
+    uncut: str = ""
+    late: bool = False
+    apart: bool = False
+    served: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +183,45 @@ class Context:
     allow: Collection[str] = ()
     compiled: bool = False
     nvme: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call in the text of a program, which techniques change: of a layer's arithmetic, or of consecutive ``layers`` in turn.
+
+    ``arguments`` are the texts of the arguments; for ``layers`` the first one is their sequence, and a technique names the ``function``.
+    ``rows`` has the dim of each argument that has the rows of the microbatch (``None``: it has none), ``joined`` that of each result.
+    ``inputs`` are the arguments that are tensors, and ``resident`` those of them that are in memory anyway. ``compiled``: ``torch.compile``
+    compiles the layer. ``gives_loss``: it computes the loss.
+    """
+
+    arguments: tuple[str, ...]
+    function: str = ""
+    rows: tuple[int | None, ...] = ()
+    joined: tuple[int | None, ...] = ()
+    inputs: tuple[str, ...] = ()
+    resident: tuple[str, ...] = ()
+    layers: bool = False
+    compiled: bool = False
+    gives_loss: bool = False
+    remark: str = ""
+    contexts: tuple[tuple[str, str], ...] = ()
+
+    def by(self, function: str, *arguments: str, remark: str = "") -> Call:
+        """Return the call of another function; its arguments are the same ones if none are named."""
+        return replace(self, function=function, arguments=arguments or self.arguments, remark=remark or self.remark)
+
+    def inside(self, context: str, remark: str) -> Call:
+        """Return the call inside of a context manager, around those that it has."""
+        return replace(self, contexts=(*self.contexts, (remark, context)))
+
+    def lines(self, start: str) -> list[str]:
+        """Return the statement ``start function(arguments)``, with its contexts and remarks."""
+        lines = [f"# {self.remark}"] if self.remark else []
+        lines.append(f"{start}{self.function}({', '.join(self.arguments)})")
+        for remark, context in self.contexts:
+            lines = [f"# {remark}", f"with {context}:", *(f"    {line}" for line in lines)]
+        return lines
 
 
 PERMISSIVE = Context(chain=2**30, several=True)
@@ -174,16 +262,20 @@ class Technique:
     """Pins of before, which say a part of the same decision."""
     former_fields: ClassVar[Mapping[str, Any]] = {}
     """Fields of a layer in plan files of before, each with its values (``plan_schema`` says in what form)."""
+    run_fields: ClassVar[tuple[str, ...]] = ()
+    """The fields of a published run that say a value."""
+    flags: ClassVar[tuple[str, ...]] = ()
+    """The flags of other trainers that say a value."""
     modules: ClassVar[tuple[str, ...]] = ()
     """The modules of the runtime that ``model.py`` calls for it."""
+    computes: ClassVar[str] = ""
+    """What ``compute`` of a layer returns that computes a part of a microbatch."""
     rewrite: ClassVar[str] = ""
     """The module of ``passes`` whose function ``rewrite`` changes a layer class for every value but the default (``passes.rewrite``)."""
     rewrite_local: ClassVar[str] = ""
     """The module of ``passes`` that rewrites a layer's local graph for its values (``passes.rewrite``)."""
     adds_work: ClassVar[bool] = False
     """Whether no value takes a microbatch less time than the default."""
-    compiled: ClassVar[tuple[str, ...]] = ()
-    """The values with which ``torch.compile`` compiles a layer's arithmetic."""
     advice: ClassVar[str] = ""
     """The hint where a pinned value is refused."""
     share: ClassVar[float] = 0.0
@@ -197,6 +289,10 @@ class Technique:
     @property
     def default(self) -> str:
         return self.ways[0].name
+
+    def having(self, **facts: Any) -> str:
+        """The first value that has these facts (of ``Way``)."""
+        return next(way.name for way in self.ways if all(getattr(way, name) == fact for name, fact in facts.items()))
 
     def split(self, value: str) -> tuple[str, int]:
         """``"full:4"`` as ``("full", 4)``; the number is 1 where there is none."""
@@ -232,14 +328,18 @@ class Technique:
     def pin(self) -> Pin:
         """The row of the table of pins."""
         values = (*self.values, ANY) if self.optional else self.values
-        counted = next((way for way in self.ways if way.counted), None)
+        counted = [way for way in self.ways if way.counted]
         plain = tuple(value for value in values if self.known(value) or value == ANY)
-        form = {} if counted is None else {"counted": counted.name, "least": counted.counted}
+        form = {"counted": tuple(way.name for way in counted), "least": counted[0].counted} if counted else {}
         return Pin(self.name, self.scope == LAYER, self.meaning, self.example, plain, switch=self.switch, **form)  # type: ignore[arg-type]
 
     def said(self, value: str) -> str:
         """What the value does to the subject; empty for nothing to say."""
         return self.way(value).said
+
+    def in_case(self, value: str) -> str:
+        """The value in the name of another technique's case."""
+        return self.said(value)
 
     def cell(self, value: str) -> str:
         """The value in a table of layers."""
@@ -289,8 +389,8 @@ class Technique:
         """Why a layer with these roles cannot have a value, as the end of a sentence about it; empty if it can."""
         return ""
 
-    def pays_beside(self, value: str, options: Mapping[str, str]) -> bool:
-        """Whether a value that no pin asks for is tried beside the values of the other techniques."""
+    def pays_beside(self, value: str, options: Any) -> bool:
+        """Whether a value that no pin asks for is tried beside the values of the other techniques (``Options``)."""
         return True
 
     def unreadable(self, layer: Mapping[str, Any]) -> str:
@@ -305,10 +405,49 @@ class Technique:
         """A sentence for a plan's notes on the layers ``names``, of ``total``, that have the value; empty for none."""
         return ""
 
+    def header(self, value: str, gives_loss: bool = False) -> str:
+        """A sentence at the head of ``model.py`` on what a program computes in place of one device's step; empty for none. ``gives_loss``:
+        the layer that has the value computes the loss."""
+        return ""
+
+    def called(self, value: str, call: Call) -> Call:
+        """Return the call of a layer, or of layers, with what the value does before and after it."""
+        return call
+
     def cases(self, n: int) -> Iterator[Case]:
-        """The plans with the technique that ``verify`` runs on ``n`` devices: names and pins. ``mesh`` among the pins has the names and
-        sizes of a mesh's axes."""
+        """The plans with the technique that ``verify`` runs on ``n`` devices: names, with ``{}`` in place of words for other techniques,
+        and pins. ``mesh`` among the pins has the names and sizes of a mesh's axes."""
         yield from ()
+
+    def late(self, value: str) -> int:
+        """By how many updates gradients are applied late."""
+        return self.split(value)[1] if self.way(value).late else 0
+
+    def apart(self, value: str) -> int:
+        """The number of steps for which replicas train apart; 0 if they are synchronised in every step."""
+        return self.split(value)[1] if self.way(value).apart else 0
+
+    def compared(self, value: str) -> str:
+        """What ``verify`` compares a plan with, in words, where that is not the training of one device."""
+        return ""
+
+    def spec(self, value: str) -> Mapping[str, Any]:
+        """The fields of ``ProgramSpec`` by which a program knows what the value does."""
+        known = {"late": self.late(value), "apart": self.apart(value), "served": self.way(value).served}
+        return {name: fact for name, fact in known.items() if fact}
+
+    def parts(self, value: str) -> Mapping[str, str]:
+        """The fields of ``ProgramSpec`` that name parts of the runtime for the value, each with its module and class."""
+        return {}
+
+    def of_run(self, run: Mapping[str, Any]) -> str:
+        """The value with which a published run was done, from its ``run_fields``. Raises ``UsageError`` where they make no sense."""
+        return self.default
+
+    def of_flags(self, flags: Mapping[str, str]) -> str | None:
+        """The value that the flags of another trainer say, from the texts of those of its ``flags`` that are set; ``None`` if they say
+        none. Raises ``UsageError`` where they make no sense."""
+        return None
 
     def drawn(self, number: float, zero: int) -> str:
         """The value in a plan that is drawn at random, for a layer under ZeRO stage ``zero``; ``number`` is drawn between 0 and 1."""

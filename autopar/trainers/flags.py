@@ -7,12 +7,10 @@ from typing import Any
 
 from autopar.errors import UsageError
 from autopar.pins import PINS
+from autopar.techniques import LAYER
 
 MICROBATCH, SEQUENCE = "microbatch", "sequence"
 """The names of values that are neither pins nor sizes of the batch: the sequences of a microbatch, Megatron-LM's sequence parallelism."""
-
-_RECOMPUTED = {"off": "keep", "none": "keep"}
-_LAYERS = "layers"  # that are recomputed as one
 
 
 def _whole(text: str) -> int:
@@ -21,21 +19,13 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-def _recomputed(text: str) -> str:
-    return _RECOMPUTED.get(text, text)
-
-
-def _uniform(text: str) -> None:
-    if text != "uniform":
-        raise UsageError(f"the method {text} is not supported", "write uniform, or a plan's JSON file")
-
-
 def _sharded(text: str) -> int:
     """torchtitan shards parameters, gradients and optimizer states over this degree."""
     return 3 if _whole(text) > 1 else 0
 
 
-# What a flag decides, and its value: made from the flag's text by a function, or the same for all flags without a text.
+# What a flag decides, and its value: made from the flag's text by a function, or the same for all flags without a text. Techniques read
+# the texts of theirs together.
 FLAGS: dict[str, tuple[str, Callable[[str], Any] | int | str | bool]] = {
     "--tensor-model-parallel-size": ("tensor", _whole),
     "--pipeline-model-parallel-size": ("pipeline", _whole),
@@ -46,9 +36,6 @@ FLAGS: dict[str, tuple[str, Callable[[str], Any] | int | str | bool]] = {
     "--seq-length": ("seq", _whole),
     "--sequence-parallel": (SEQUENCE, True),
     "--use-distributed-optimizer": ("zero", 1),
-    "--recompute-granularity": ("activations", _recomputed),
-    "--recompute-method": ("", _uniform),
-    "--recompute-num-layers": (_LAYERS, _whole),
     "--num-virtual-stages-per-pipeline-rank": ("chunks", _whole),
     "--bf16": ("precision", "bfloat16"),
     "--fp16": ("precision", "float16"),
@@ -61,7 +48,7 @@ FLAGS: dict[str, tuple[str, Callable[[str], Any] | int | str | bool]] = {
     "--training.local_batch_size": (MICROBATCH, _whole),
     "--training.global_batch_size": ("global_batch", _whole),
     "--training.seq_len": ("seq", _whole),
-    "--activation_checkpoint.mode": ("activations", _recomputed),
+    **{flag: (flag, str) for technique in LAYER for flag in technique.flags},
 }
 
 
@@ -86,7 +73,7 @@ def read_flags(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
             except UsageError as error:
                 raise UsageError(f"{flag}: {error.message}", error.hint) from None
         values |= {name: value} if name else {}
-    layers = values.pop(_LAYERS, 1)
-    if layers > 1 and values.get("activations", "full") == "full":  # other recomputation has no use for it
-        values["activations"] = f"full:{layers}"
+    for technique in LAYER:
+        said = technique.of_flags({flag: values.pop(flag) for flag in technique.flags if flag in values})
+        values |= {} if said is None else {technique.name: said}
     return [f"{name}={values.pop(name)}" for name in PINS if name in values], values

@@ -14,7 +14,8 @@ from typing import Any
 
 from autopar.errors import UsageError
 from autopar.precision import FLOAT8, SPELLINGS, TF32
-from autopar.techniques.activations import FULL, KEEP, SELECTIVE
+from autopar.techniques.activations import ACTIVATIONS
+from autopar.techniques.technique import Technique
 
 
 class RowError(UsageError):
@@ -90,7 +91,7 @@ class Row:
     measured: Measured
 
 
-# Words of a row's prose (schedule, recompute, precision, interconnect, notes, quote) that tell how it was run.
+# Words of a row's prose (``_PROSE``) that tell how it was run.
 _FACTS = {
     "eager": r"\beager\b",
     "compiled": r"\bcompil",
@@ -108,6 +109,7 @@ _FACTS = {
     "unfused attention": r"(unfused|no flash|without flash|non-flash)",
     "flash attention": r"(?<!no )(?<!non-)(?<!without )flash",
 }
+_PROSE = ("schedule", *ACTIVATIONS.run_fields, "precision", "interconnect", "notes", "quote")
 _LARGEST = 2**40  # the largest allowed number in a row
 _DEEPEST = 10_000  # the largest allowed number of layers
 _PRECISIONS = SPELLINGS | {TF32: TF32} | dict.fromkeys(("fp8", "float8", "mxfp8", "nvfp8"), FLOAT8)
@@ -207,9 +209,7 @@ def _setting(data: Mapping[str, Any]) -> Setting:
     degree = devices // group
     if degree % expert:  # experts are distributed over devices that have different samples
         raise RowError(f"ep = {expert} does not divide dp = {degree}")
-    prose = " ".join(
-        str(data.get(key) or "") for key in ("schedule", "recompute", "precision", "interconnect", "notes", "quote")
-    )
+    prose = " ".join(str(data.get(key) or "") for key in _PROSE)
     facts = frozenset(fact for fact, pattern in _FACTS.items() if re.search(pattern, prose, re.IGNORECASE))
     sequence = data.get("sequence_parallel")
     batch = _integer(data, "global_batch", least=1)
@@ -225,7 +225,7 @@ def _setting(data: Mapping[str, Any]) -> Setting:
         chunks=max(1, _integer(data, "vp", default=1)),
         sequence=tensor > 1 and (sequence is None or bool(sequence)),
         zero=_zero(data),
-        activations=_activations(data.get("recompute")),
+        activations=_value(ACTIVATIONS, data),
         precision=_precision(data.get("precision")),
         global_batch=batch,
         microbatch=microbatch,
@@ -253,12 +253,11 @@ def _zero(data: Mapping[str, Any]) -> int:
     return stage
 
 
-def _activations(value: object) -> str:
-    text = str(value or "none").lower()
-    for word, found in {"none": KEEP, "selective": SELECTIVE, "full": FULL, "true": FULL, "false": KEEP}.items():
-        if text.startswith(word):
-            return found
-    raise RowError(f"recompute = {value!r} is neither none, selective nor full")
+def _value(technique: Technique, data: Mapping[str, Any]) -> str:
+    try:
+        return technique.of_run(data)
+    except UsageError as error:
+        raise RowError(error.message) from None
 
 
 def _precision(value: object) -> str:

@@ -26,7 +26,7 @@ from autopar.schedules import (
 )
 from autopar.search.manual import grid_mesh, make_mesh, manual_plan
 from autopar.shard import plan_shardings
-from autopar.techniques import ALL
+from autopar.techniques import ALL, cases_of
 from passes.stages import check_parts
 
 DEGREES = ("pipeline", "data", "expert", "ring", "ulysses", "tensor")
@@ -89,7 +89,7 @@ def kind(name: str, **options: Any) -> PlanKind:
 
 def kinds(devices: int) -> tuple[PlanKind, ...]:
     """At least one kind for every way to parallelize over ``devices`` processes, then combinations and plans of mixed layers."""
-    techniques = (_case(name, pins) for technique in ALL for name, pins in technique.cases(devices))
+    techniques = (_case(name, pins) for technique in ALL for name, pins in cases_of(technique, devices))
     if devices == 1:
         return (kind("one device"), *techniques)
     return (

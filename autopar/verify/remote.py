@@ -48,7 +48,8 @@ def gradients_twice(
 
 def _updated(trainer: Any) -> dict[str, Tensor]:
     """The state dict after an update. Raises ``RuntimeError`` if ranks that read the same parameter have different values of it."""
-    trainer.update()
+    for _ in range(1 + trainer.program.spec.late):  # without new gradients
+        trainer.update()
     trainer.finish_update()
     program, world = trainer.program, trainer.world
     apart = program.local_steps and trainer.steps % program.local_steps

@@ -40,12 +40,6 @@ MEMORY_BYTES = 8 * 10**9
 MICROBATCHES = 2
 """Number of microbatches in plans for a model whose microbatches are treated as separate batches."""
 
-FIRST_STEP = (
-    "the first step of one device (the mean of the replicas' losses, gradients and updates by plain SGD); later steps, in which replicas "
-    "train apart, are not those of one device"
-)
-"""What a plan with local steps is compared with."""
-
 Progress = Callable[[str, int, int], None]
 """Called with the name of the current check, the number of finished plans, and the number of plans."""
 
@@ -69,7 +63,8 @@ def verify(
     parallelism that the model admits is checked. With ``plan``, only that plan: if it is for more devices, its axes are shrunk to fit,
     and the program at the plan's own size is only type-checked. Every program is type-checked.
 
-    A plan with local steps is not exact: the report says that its first step alone is compared with one device.
+    A plan whose replicas train apart, or whose gradients are late, is not exact: the report says that its first step alone is compared
+    with one device.
 
     With ``allow={"microbatch_statistics"}``, or a plan made with it, a model that couples the examples of a batch is run in
     microbatches and compared with one device that accumulates the mean over the same microbatches.
@@ -129,7 +124,7 @@ def verify_workload(
         for name in (name for name in plan.allow if name in OF_LAYERS):
             run.notes.append(f"numbers were compared with a plan that does not give up {name}")
         plans = [("the given plan", lambda graph: small)]
-        run.reference = FIRST_STEP if SYNC.way(small.sync).gives_up else ""
+        run.reference = SYNC.compared(small.sync)
         if small is not plan:
             run.check_types(plan, real or subject.graph, small.device_count)
     with run.pools:

@@ -20,7 +20,7 @@ from autopar.price.table import build
 from autopar.search.manual import make_mesh, manual_plan
 from autopar.shard import plan_shardings
 from passes.collectives import convert
-from passes.overlap import JOINED
+from passes.joined import is_joined
 from passes.stages import LocalProgram, cut_stages
 
 
@@ -139,7 +139,7 @@ def test_a_changed_program_is_named(change: Callable[[LocalProgram], None], mess
 
 def joined_call(given: LocalProgram) -> fx.Node:
     """Query, key and value."""
-    return next(n for n in given.layers[1].graph.graph.nodes if n.target in JOINED)
+    return next(n for n in given.layers[1].graph.graph.nodes if is_joined(n))
 
 
 def joined_on_another_axis(given: LocalProgram) -> None:
@@ -177,7 +177,7 @@ def not_joined(given: LocalProgram) -> None:
     plan = given.plan
     waiting = program("llama", data=2, tensor=2, overlap="none")
     object.__setattr__(given.layers[1], "graph", waiting.layers[1].graph)
-    assert plan.layers[1].strategy.overlap == "tensor"
+    assert plan.layers[1].strategy.options.by_name["overlap"] == "tensor"
 
 
 @pytest.mark.parametrize(

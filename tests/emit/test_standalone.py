@@ -191,15 +191,15 @@ def test_a_folder_has_the_files_that_its_program_needs(tmp_path: Path) -> None:
             "kernels_ring.py",
             "kernels_rnn.py",
             "kernels_ctc.py",
-            "offload.py",
-            "segments.py",
+            "activation_storage.py",
+            "recomputing.py",
             "opaque.py",
         }
         assert ("kernels_experts.py" in found) == (name == "mixtral")
-    for mine in (tmp_path / "segments.py", tmp_path / "runtime" / "segments.py"):
+    for mine in (tmp_path / "recomputing.py", tmp_path / "runtime" / "recomputing.py"):
         mine.write_text("mine = True\n")
     emit(graph, manual_plan(graph, tensor=2), tmp_path)
-    for mine in (tmp_path / "segments.py", tmp_path / "runtime" / "segments.py"):
+    for mine in (tmp_path / "recomputing.py", tmp_path / "runtime" / "recomputing.py"):
         assert mine.read_text() == "mine = True\n"
 
 

@@ -27,7 +27,6 @@ from autopar.price.table import build, flags
 from autopar.price.trainer import EMITTED, TrainerModel
 from autopar.shard.plan import MICROBATCH
 from autopar.sharding import AxisTypes, Sharding
-from autopar.techniques.activations import ACTIVATIONS
 from autopar.techniques.sync import ALL_REDUCE
 from autopar.types import Collective, I, P, R, S, SpmdType
 from passes.pad import pad_class
@@ -254,7 +253,7 @@ def price_layer(
     microbatches = math.prod(axis.size for axis in axes if axis.stride == 0)
     c = size(bound, given, cluster, numbers)
     passes = order.passes(c, strategy, lambda: None, trainer)
-    core = Core(c, passes, kept(c, passes, strategy.options[ACTIVATIONS]))
+    core = Core(c, passes, kept(c, passes, strategy.options))
     flops = table.model_flops / microbatches
     tensors = ParameterCount(math.ceil(c.parameters), math.ceil(c.trainable), c.tensors)
     around = spread(tensors, strategy.data_axes(mesh), microbatches, flops, cluster, numbers, trainer, ALL_REDUCE)

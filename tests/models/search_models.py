@@ -106,13 +106,13 @@ def _drawn(key: object) -> str:
     """The text by which a price is drawn. A strategy's is that of the seeds in ``docs/evidence``; its segment's layers draw nothing."""
     if not isinstance(key, Strategy):
         return repr(key)
-    kind = key.recomputation.kind
     names = {("none", "host"): "optimizer", ("activations", "device"): "activations", ("activations", "host"): "both"}
-    moved = "activations" if key.offloads_activations else "none"
-    name = names.get((moved, key.states))
-    offload = f", offload={name!r}" if name else f", {moved} {key.states}" if key.states == "nvme" else ""
-    full, part = kind == "full", kind == "selective"
-    offload += ", saved='int8'" if key.saves_int8 else ""
+    moved = "activations" if key.options.saved_in else "none"
+    states = key.options.states_in or "device"
+    name = names.get((moved, states))
+    offload = f", offload={name!r}" if name else f", {moved} {states}" if states == "nvme" else ""
+    full, part = key.options.again == "all", key.options.again == "part"
+    offload += ", saved='int8'" if key.options.narrow else ""
     offload += ", logits='sliced'" if key.options[LOGITS] == SLICED else ""
     return f"Strategy(roles={key.roles!r}, zero={key.zero}, recompute={full}, selective={part}{offload})"
 
@@ -167,15 +167,15 @@ class RandomPricer:
             rng.random(), rng.randint(1, 20), rng.randint(1, 20), rng.randint(0, 60), int(rng.randint(1, 80) / microbatches),
             rng.randint(0, 30), 1e12 * part,
         )  # fmt: skip
-        if strategy.states == "host":
+        if strategy.options.states_in == "host":
             found = replace(found, optimizer_bytes=0, host_bytes=rng.randint(1, 40))
-        if strategy.states == "nvme":
+        if strategy.options.states_in == "nvme":
             found = replace(found, optimizer_bytes=0, nvme_bytes=rng.randint(1, 60), step_s=found.step_s + rng.random())
-        if strategy.offloads_activations:
+        if strategy.options.saved_in:
             found = replace(found, saved_bytes=0, host_saved_bytes=int(rng.randint(1, 40) / microbatches))
         weight_s = found.backward_s * rng.choice([0.0, 0.5, rng.random()])
         found = replace(found, weight_s=weight_s, waiting_bytes=int(rng.randint(0, 40) / microbatches))
-        segment = strategy.recomputation.layers
+        segment = strategy.options.together
         if segment == 1:
             return found
         more = (segment - 1) * rng.randint(1, 10)
@@ -285,9 +285,7 @@ def pairs_spare(
     for s, (i, j) in enumerate(itertools.pairwise(bounds)):
         at = pricer.on(cluster.stages(choice.schedule.pipeline)[s % choice.schedule.pipeline])
         again = [
-            a
-            for a in range(i, j)
-            if ways[a].recomputation.kind == "full" and longest_run(graph, graph.layers[a].cls) > 1
+            a for a in range(i, j) if ways[a].options.again == "all" and longest_run(graph, graph.layers[a].cls) > 1
         ]
         prices = [at.layer(graph.layers[a].cls, choice.mesh, ways[a], choice.schedule.microbatches) for a in again]
         inputs = sum(p.saved_bytes for p in prices if p is not None)
@@ -396,7 +394,7 @@ def candidates(
         return found
     if "logits" in pins:
         return [s.but(logits=str(pins["logits"])) for s in found]
-    plain = [s for s in found if s.recomputation.kind == "none" and not s.offloads_activations] or found
+    plain = [s for s in found if not s.options.again and not s.options.saved_in] or found
     return found + [s.but(logits="sliced") for s in plain]
 
 
@@ -528,7 +526,7 @@ class TransformerPricer:
         ways = 0.0 if tensor == 1 else 8 * tokens * self.hidden / (fast if tensor <= 8 else slow) + 2e-5
         gather = 2 * p / tensor / slow if zero == 3 else 0.0
         scatter = 2 * p / tensor / slow if zero >= 2 else 0.0
-        full = strategy.recomputation.kind == "full"
+        full = strategy.options.again == "all"
         again = compute + ways / 2 if full else 0.0
         step = (4 * p / tensor / slow if zero < 2 else 0.0) + p / tensor * 14 / 3e12 / (data if zero else 1)
         held = tokens * self.hidden * (34 / tensor if sequence or tensor == 1 else 10 + 24 / tensor)

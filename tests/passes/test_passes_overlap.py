@@ -18,11 +18,12 @@ from autopar.schedules import Schedule
 from autopar.sharding import AxisTypes, Sharding
 from autopar.types import I, P, R, S, SpmdType
 from passes.collectives import MICROBATCH, convert
+from passes.joined import is_joined, results_of, weights_of
 from passes.layer import local_layer
-from passes.overlap import JOINED, results_of, rewrite_local, weights_of
+from passes.overlap import _JOINED, rewrite_local
 
 aten = torch.ops.aten
-LINEAR, LINEARS = JOINED
+LINEAR, LINEARS = _JOINED
 TIME, TENSOR = Axis(MICROBATCH, 1, 0), Axis("tensor", 1, 1)  # of one device, so that values can be compared
 
 
@@ -66,7 +67,7 @@ def calls(gm: fx.GraphModule) -> list[Any]:
 
 def joined(gm: fx.GraphModule) -> list[list[str | None]]:
     """The products of every joined call; ``None`` stands for the converted input."""
-    return [[one.product for one in results_of(node)] for node in gm.graph.nodes if node.target in JOINED]
+    return [[one.product for one in results_of(node)] for node in gm.graph.nodes if is_joined(node)]
 
 
 class Values(fx.Interpreter):
@@ -110,7 +111,7 @@ def test_products_of_one_input_are_joined(source: SpmdType) -> None:
     cls = projections(3)
     types = column(cls, "linear_default", "linear_default_1", "linear_default_2", source=source)
     gm = local(cls, types)
-    (call,) = [node for node in gm.graph.nodes if node.target in JOINED]
+    (call,) = [node for node in gm.graph.nodes if is_joined(node)]
     assert call.target is LINEARS and call.kwargs == {"axis": "tensor", "src": str(source)}
     assert [weight.name for weight in weights_of(call)] == ["w0", "w1", "w2"]
     assert joined(gm) == [["linear_default", "linear_default_1", "linear_default_2"]]
@@ -142,7 +143,7 @@ def test_biases_and_transposed_weights_come_along() -> None:
     more = {"produced": {"w0": S(1), "w1": S(1), "t_default": S(0), "t_default_1": S(0)}}
     types = column(cls, "linear_default", "linear_default_1", more=more)
     gm = local(cls, types)
-    (call,) = [node for node in gm.graph.nodes if node.target in JOINED]
+    (call,) = [node for node in gm.graph.nodes if is_joined(node)]
     one, other = results_of(call)
     assert (one.bias, other.bias.name) == (None, "b") and other.product == "linear_default_1"
     order = [node.name for node in gm.graph.nodes]
@@ -214,5 +215,5 @@ def test_joining_twice_changes_nothing() -> None:
 
 def test_a_schedule_that_splits_the_backward_has_no_overlap() -> None:
     strategy = Strategy((Role.TENSOR,))
-    assert strategy.under(Schedule("zero-bubble", 2, 4)).overlap == "none"
+    assert strategy.under(Schedule("zero-bubble", 2, 4)).options.by_name["overlap"] == "none"
     assert strategy.under(Schedule("1f1b", 2, 4)) == strategy

@@ -43,6 +43,22 @@ def layer(sync: str, mesh: tuple[Axis, ...] = DATA, roles: tuple[Role, ...] = (R
     return price
 
 
+def test_late_gradients_hide_under_whole_steps_and_take_memory() -> None:
+    """A reduction hides under the arithmetic of one step, however late it is awaited; gradients are copied, and their sums back."""
+    whole, averaged = layer(ALL_REDUCE), Pricer(GRAPH, CLUSTER, "bfloat16", solve_mlp).numbers.averaged
+    reduce_s = time_s(Collective.ALL_REDUCE, ELEMENTS * averaged, 16, 1, CLUSTER)
+    copies_s = 4 * ELEMENTS * averaged / CLUSTER.gpu.bytes_per_s
+    found = {late: layer(f"stale:{late}") for late in (1, 2, 5)}
+    hidden, plain = (
+        beside_s(under_s, reduce_s, CLUSTER.overlap_slowdown)
+        for under_s in (whole.forward_s + whole.backward_s, whole.backward_s)
+    )
+    for late, price in found.items():
+        less_s = hidden - plain
+        assert price.step_s - whole.step_s == pytest.approx(less_s + copies_s, rel=1e-9) and less_s < 0
+        assert price.gradients_bytes == pytest.approx((2 + late) * whole.gradients_bytes, rel=1e-3)
+
+
 def test_a_server_costs_a_reduction_under_the_backward_and_a_broadcast_under_the_forward() -> None:
     """Gradients are reduced in float32; parameters are sent in 16 bits."""
     whole, served = layer(ALL_REDUCE), layer(PARAMETER_SERVER)

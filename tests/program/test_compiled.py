@@ -439,7 +439,7 @@ def test_a_forward_pass_leaves_the_bytes_of_the_plan(
     measured = workers1.run("test_compiled:left", str(tmp_path), batch, timeout_s=300)[0]
     pricer = Pricer(graph, parse("1"), "float32")
     strategy = plan.layers[0].strategy
-    strategy = strategy.but(activations="keep") if strategy.offloads_activations else strategy
+    strategy = strategy.but(activations="keep") if strategy.options.saved_in else strategy
     # a layer's offloaded tensors stay on the device until the next layer ends, so the first block leaves them twice
     for layer, size in zip(graph.layers[2:-1], list(measured.values())[2:-1], strict=True):
         price = pricer.layer(layer.cls, plan.mesh, strategy, 1)

@@ -140,7 +140,7 @@ def test_layers_without_products_and_the_loss_stay_whole(tmp_path: Path) -> None
     given = subject("llama")
     local = emit(given.graph, manual_plan(given.graph, tensor=2, overlap="halves"), tmp_path)
     assert [layer.half is not None for layer in local.layers] == [False, True, True, True, True, False]
-    assert local.layers[-1].strategy.overlap == "tensor"
+    assert local.layers[-1].strategy.options.by_name["overlap"] == "tensor"
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------

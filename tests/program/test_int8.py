@@ -28,25 +28,29 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.explain import describe
 from autopar.graph import Graph
 from autopar.measure import compare
-from autopar.plan import NONE, Plan, Role, Strategy
+from autopar.plan import Plan, Role, Strategy
 from autopar.planning import plan_model
 from autopar.price import Pricer
 from autopar.price import kept as priced
-from autopar.program import int8
+from autopar.program import activation_storage
 from autopar.program.spec import layers_of
 from autopar.run import remote as run_remote
 from autopar.search import SearchOptions, make_mesh, manual_plan
 from autopar.search.options import pins_by_layer
 from autopar.search.problem import strategies
 from autopar.shard import annotate
+from autopar.techniques.activations import ACTIVATIONS
 from autopar.techniques.activations import INT8_ACTIVATIONS as INT8
 from autopar.verify import verify
 from autopar.workload import Workload
 
+NARROW = ACTIVATIONS.way("int8").narrow
+assert NARROW is not None
+
 # -- rounding --------------------------------------------------------------------------------------------------------
 
 
-def stored(x: Tensor, fused: bool = False, module: ModuleType = int8) -> Tensor:
+def stored(x: Tensor, fused: bool = False, module: ModuleType = activation_storage) -> Tensor:
     return module._Rounded(x.reshape(-1), fused).restore().view(x.shape)
 
 
@@ -66,7 +70,7 @@ def test_numbers_are_within_a_254th_of_the_largest_of_their_block(dtype: torch.d
 def test_pieces_of_a_tensor_are_rounded_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(50, 77)
     whole = stored(x)
-    monkeypatch.setattr(int8, "CHUNK", 256)
+    monkeypatch.setattr(activation_storage, "CHUNK", 256)
     assert torch.equal(stored(x), whole) and torch.equal(stored(x, fused=True), whole)
 
 
@@ -80,9 +84,13 @@ def test_zeros_and_what_is_not_finite() -> None:
 
 
 def test_the_price_has_the_runtimes_numbers() -> None:
-    assert (priced.BLOCK, priced.LEAST, priced.CHUNK) == (int8.BLOCK, int8.LEAST, int8.CHUNK)
-    held = int8._Rounded(torch.randn(1001), False)
-    assert held.codes.nbytes + held.scales.nbytes == 1001 + priced.SCALE_BYTES * 16
+    assert (NARROW.block, NARROW.least, NARROW.chunk) == (
+        activation_storage.BLOCK,
+        activation_storage.LEAST,
+        activation_storage.CHUNK,
+    )
+    held = activation_storage._Rounded(torch.randn(1001), False)
+    assert held.codes.nbytes + held.scales.nbytes == 1001 + NARROW.scale_bytes * 16
 
 
 # -- what is stored ----------------------------------------------------------------------------------------------------
@@ -101,8 +109,8 @@ class Block(nn.Module):
         kept = hidden.masked_fill(hidden > 0.5, 0.0)
         return self.down(kept * hidden) / (1 + x.square().mean(-1, keepdim=True))
 
-    def forward(self, x: Tensor, module: ModuleType = int8) -> Tensor:
-        with module.saved(self, x):
+    def forward(self, x: Tensor, module: ModuleType = activation_storage) -> Tensor:
+        with module.in_8_bits(self, x):
             return self.compute(x)
 
 
@@ -152,14 +160,14 @@ def check_block(module: ModuleType) -> None:
 
 
 def test_all_but_parameters_arguments_masks_and_small_tensors_is_stored_once() -> None:
-    check_block(int8)
+    check_block(activation_storage)
 
 
 MUTATIONS = {
     "a scale is missing": ("return (codes * scales)", "return (codes * torch.ones_like(scales))"),
     "a scale of the whole tensor": ("dim=1, keepdim=True) / 127", "dim=1, keepdim=True).mean() / 127 + 0 * finite[:, :1]"),
-    "parameters are rounded": ("stay = resident(layer, *here)", "stay = resident(nn.Module(), *here)"),
-    "arguments are rounded": ("stay = resident(layer, *here)", "stay = resident(layer)"),
+    "parameters are rounded": ("(*layer.parameters(), *layer.buffers(), *here)", "(*here,)"),
+    "arguments are rounded": ("(*layer.parameters(), *layer.buffers(), *here)", "(*layer.parameters(), *layer.buffers())"),
     "a tensor is rounded twice": ("if view.key not in known or", "if True or view.key not in known or"),
     "restored for each reader": ("if self.whole is None:", "if True:"),
     "small tensors are rounded": ("LEAST = 1024", "LEAST = 1"),
@@ -169,10 +177,10 @@ MUTATIONS = {
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_faults_are_found(name: str, tmp_path: Path) -> None:
-    text, (before, after) = Path(int8.__file__).read_text(), MUTATIONS[name]
+    text, (before, after) = Path(activation_storage.__file__).read_text(), MUTATIONS[name]
     assert text.count(before) == 1
     (tmp_path / "mutated.py").write_text(text.replace(before, after))
-    spec = importlib.util.spec_from_file_location(f"{int8.__package__}.mutated", tmp_path / "mutated.py")
+    spec = importlib.util.spec_from_file_location(f"{activation_storage.__package__}.mutated", tmp_path / "mutated.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -185,7 +193,7 @@ def test_faults_are_found(name: str, tmp_path: Path) -> None:
 def check_addresses(module: ModuleType) -> None:
     """Tensors that live one after another at one address are rounded each for itself."""
     x, memory, found = torch.ones(64, 64, requires_grad=True), np.empty((64, 64), dtype=np.float32), []
-    with module.saved(nn.Module(), x):
+    with module.in_8_bits(nn.Module(), x):
         for k in range(4):
             memory[:] = k
             found.append((x * torch.from_numpy(memory)).sum())
@@ -201,8 +209,8 @@ def check_one_restored(module: ModuleType) -> None:
 
 
 def test_what_is_stored_is_not_mixed_up() -> None:
-    check_addresses(int8)
-    check_one_restored(int8)
+    check_addresses(activation_storage)
+    check_one_restored(activation_storage)
 
 
 # -- prices ----------------------------------------------------------------------------------------------------------
@@ -303,7 +311,7 @@ def test_passes_are_priced_at_the_rate_of_the_devices_memory() -> None:
         )  # fmt: skip
         bound = SimpleNamespace(table=table, plain=(0, 1, 2))
         return priced._narrow(
-            SimpleNamespace(bound=bound, cluster=cluster, saved=whole, local=lambda numbers, _: numbers)
+            SimpleNamespace(bound=bound, cluster=cluster, saved=whole, local=lambda numbers, _: numbers), NARROW
         )  # type: ignore[arg-type]
 
     saved, live, storing, restoring = narrow(fused=True)
@@ -320,12 +328,12 @@ def test_passes_are_priced_at_the_rate_of_the_devices_memory() -> None:
 def test_it_is_a_value_of_a_layer_that_only_an_allowance_gives() -> None:
     options = SearchOptions(allow={INT8})
     mesh = make_mesh(("data", 2))
-    assert not any(s.saves_int8 for s in strategies(mesh, 8, 8, SearchOptions()))
+    assert not any(s.options.narrow for s in strategies(mesh, 8, 8, SearchOptions()))
     tried = strategies(mesh, 8, 8, replace(options, offload="any"))
-    narrow = [s for s in tried if s.saves_int8]
-    assert narrow and all(s.recomputation == NONE and not s.offloads_activations for s in narrow)
+    narrow = [s for s in tried if s.options.narrow]
+    assert narrow and all(not s.options.again and not s.options.saved_in for s in narrow)
     plain = strategies(mesh, 8, 8, SearchOptions(offload="any"))
-    assert [s for s in tried if not s.saves_int8] == plain
+    assert [s for s in tried if not s.options.narrow] == plain
     for pins in ({"saved": "int8"}, {"pin": {"layers.0.saved": "int8"}}):
         with pytest.raises(UsageError, match="saved=int8 is not exact"):
             SearchOptions(**pins)  # type: ignore[arg-type]
@@ -349,12 +357,12 @@ def planned(allow: set[str], memory: int | None = None, **pins: Any) -> Plan:
 def test_the_search_takes_it_where_memory_is_short_and_the_plan_says_so() -> None:
     only: dict[str, Any] = {"microbatches": 1, "recompute": "none"}
     free = planned({INT8}, **only)
-    assert free.allow == () and not any(layer.strategy.saves_int8 for layer in free.layers)
+    assert free.allow == () and not any(layer.strategy.options.narrow for layer in free.layers)
     most = max(stage.memory.total for stage in free.stages)
     least = max(stage.memory.total for stage in planned({INT8}, saved="int8", **only).stages)
     assert least < most
     plan = planned({INT8}, memory=(least + most) // 2, **only)
-    count = sum(layer.strategy.saves_int8 for layer in plan.layers)
+    count = sum(layer.strategy.options.narrow is not None for layer in plan.layers)
     assert plan.allow == (INT8,) and count > 0 and plan.bound_s <= plan.prediction.step_time_s
     assert any(f"not exact, as {INT8} allows: {count} of {len(plan.layers)} layers" in note for note in plan.notes)
     assert "int8 activations (not exact)" in describe(plan)
@@ -363,7 +371,7 @@ def test_the_search_takes_it_where_memory_is_short_and_the_plan_says_so() -> Non
     for layer in older["layers"]:
         del layer["activations"]
         layer["recomputation"] = {"kind": "none", "layers": 1}
-    assert not any(layer.strategy.saves_int8 for layer in Plan.from_json(older).layers)
+    assert not any(layer.strategy.options.narrow for layer in Plan.from_json(older).layers)
     with pytest.raises(InfeasibleError):
         planned(set(), memory=(least + most) // 2, **only)
 
@@ -389,7 +397,7 @@ class Rounded(nn.Module):
         self.block = block
 
     def forward(self, x: Tensor) -> Tensor:
-        with int8.saved(self, x):
+        with activation_storage.in_8_bits(self, x):
             return self.block(x)
 
 
@@ -426,7 +434,7 @@ def test_a_plan_rounds_as_eager_blocks_on_one_device_do(
     assert compare(loss, found, *eager(rounded=True)).value <= 1e-9
     assert json.loads((tmp_path / "plan.json").read_text())["allow"] == [INT8]
     assert "int8_activations allows" in (tmp_path / "model.py").read_text()
-    assert not (tmp_path / "runtime" / "offload.py").exists()
+    assert not (tmp_path / "runtime" / "recomputing.py").exists()
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.layer_price import LayerPrice
 from autopar.plan import Plan, Role, Strategy
 from autopar.price import Pricer
-from autopar.program.offload import _Storage, saved
+from autopar.program.activation_storage import _Offloaded, in_host
 from autopar.schedules import Schedule
 from autopar.search import SearchOptions, evaluate, make_mesh, manual_plan, price_pins, search, steps
 from autopar.search.options import pins_by_layer
@@ -62,7 +62,7 @@ def test_older_plans_are_read(older: str | None, kept: str, states: str) -> None
         layer |= {"recomputation": {"kind": "none", "layers": 1}}
         layer |= {} if older is None else {"offload": older}
     strategy = Plan.from_json(text).layers[0].strategy
-    assert (strategy.options[ACTIVATIONS], strategy.states) == (kept, states)
+    assert (strategy.options[ACTIVATIONS], strategy.options[STATES]) == (kept, states)
 
 
 # -- prices ----------------------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def test_pins() -> None:
     graph, cluster, pricer, _ = random_offload(0)
     everything = replace(cluster, memory_limit_bytes=10**9, host_limit_bytes=10**9)
     plan = search(graph, everything, pricer, SearchOptions(pin={"layers.0.states": "host"}))
-    assert [layer.strategy.states for layer in plan.layers] == ["host", *["device"] * (len(plan.layers) - 1)]
+    assert [layer.strategy.options[STATES] for layer in plan.layers] == ["host", *["device"] * (len(plan.layers) - 1)]
     # what leaves a choice to the search decides nothing, and has no price
     options = SearchOptions(offload="any", zero=0)
     found = search(graph, everything, pricer, options)
@@ -242,7 +242,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, scale: Tensor) -> Tensor:
         if self.how == "here":
             return self.compute(x, scale)
-        with saved(self, scale):
+        with in_host(self, scale):
             if self.how == "recomputed":
                 return checkpoint(self.compute, x, scale, use_reentrant=False)
             return self.compute(x, scale)
@@ -268,7 +268,7 @@ def test_all_but_parameters_and_constants_is_put_aside_once_and_comes_back_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stays: list[Tensor] = []
-    aside: list[_Storage] = []
+    aside: list[_Offloaded] = []
     hooks = torch.autograd.graph.saved_tensors_hooks
 
     def watched(put: Callable[[Tensor], Any], take: Callable[[Any], Tensor]) -> Any:
@@ -276,8 +276,8 @@ def test_all_but_parameters_and_constants_is_put_aside_once_and_comes_back_once(
             kept = put(tensor)
             if isinstance(kept, Tensor):
                 stays.append(kept)
-            elif not any(kept.storage is storage for storage in aside):
-                aside.append(kept.storage)
+            elif not any(kept.stored is storage for storage in aside):
+                aside.append(kept.stored)
             return kept
 
         return hooks(note, take)

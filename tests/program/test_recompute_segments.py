@@ -19,9 +19,9 @@ from autopar.devices import parse
 from autopar.emit.program import model_source
 from autopar.errors import InfeasibleError, UsageError
 from autopar.layer_price import LayerPrice
-from autopar.plan import FULL, Plan, Recomputation, Role, Strategy
+from autopar.plan import Plan, Role, Strategy
 from autopar.price import Pricer
-from autopar.program.segments import as_one
+from autopar.program.recomputing import as_one
 from autopar.schedules import Schedule
 from autopar.search import SearchOptions, evaluate, make_mesh, manual_plan, search
 from autopar.search.options import pins_by_layer
@@ -58,12 +58,12 @@ class TestWhichLayers:
 
     def test_a_segment_is_no_longer_than_its_run(self) -> None:
         told = shortened(GRAPH, [recomputed(4)] * LAYERS, (0, 3, LAYERS))
-        assert [way.recomputation.layers for way in told] == [3] * 3 + [4] * 7
+        assert [way.options.together for way in told] == [3] * 3 + [4] * 7
 
     def test_embeddings_and_heads_are_alone(self) -> None:
         graph = subject("llama").graph
         plan = manual_plan(graph, segment=3)
-        assert [layer.strategy.recomputation for layer in plan.layers] == [FULL, *[Recomputation("full", 3)] * 4, FULL]
+        assert [layer.strategy.options[ACTIVATIONS] for layer in plan.layers] == ["full", *["full:3"] * 4, "full"]
         assert Plan.from_json(plan.to_json()) == plan
 
     def test_layers_that_read_more_than_the_layer_before_are_never_one(self) -> None:
@@ -122,8 +122,8 @@ class TestText:
         graph = subject("llama").graph
         plan = manual_plan(graph, tensor=2, segment=3)
         text = model_source(cut_stages(graph, plan, plan_shardings(graph, plan)))
-        assert re.search("from runtime import .*segments", text) and text.count("segments.as_one(") == 2
-        assert 'segments.as_one((self.model_layers["3"],), hidden' in text
+        assert re.search("from runtime import .*recomputing", text) and text.count("recomputing.as_one(") == 2
+        assert 'recomputing.as_one((self.model_layers["3"],), hidden' in text
         assert text.count("checkpoint(self.compute") == 2  # embedding and head
 
     def test_the_arguments_alone_are_kept_until_the_backward(self) -> None:
@@ -150,9 +150,9 @@ class TestPins:
         assert ACTIVATIONS.allowed(pinned[4].of, context) == ("keep", "selective", "full")
         plan = search(GRAPH, CLUSTER, PRICER, SearchOptions(segment=2, precision="bfloat16"))
         runs = [layer.strategy for layer in plan.layers]
-        assert all(way.recomputation == Recomputation("full", 2) for way in runs)
+        assert all(way.options[ACTIVATIONS] == "full:2" for way in runs)
         free = search(GRAPH, CLUSTER, PRICER, SearchOptions(pin={"segment": 1}, precision="bfloat16"))
-        assert not any(layer.strategy.recomputation == FULL for layer in free.layers)
+        assert not any(layer.strategy.options[ACTIVATIONS] == "full" for layer in free.layers)
 
     @pytest.mark.parametrize("how", ["none", "selective"])
     def test_other_recomputation_contradicts_it(self, how: str) -> None:
@@ -168,7 +168,7 @@ class TestPins:
             with pytest.raises(UsageError, match="every layer is pinned to .*, which contradict each other"):
                 manual_plan(GRAPH, segment=2, **options)  # type: ignore[arg-type]
         tried = strategies(MESH, BATCH, 8, SearchOptions(segment=2, offload="any"))
-        assert not any(way.offloads_activations for way in tried)
+        assert not any(way.options.saved_in for way in tried)
 
     def test_sizes_end_at_twice_the_square_root(self) -> None:
         options = SearchOptions()
@@ -192,8 +192,8 @@ class KeepingPricer(RandomPricer):
         drawn = super().layer(cls, mesh, strategy, microbatches)
         if drawn is None:
             return None
-        rng, segment = self._rng("kept", cls, mesh, strategy, microbatches), strategy.recomputation.layers
-        saved = rng.randint(20, 50) if strategy.recomputation.kind == "full" else rng.randint(50, 120)
+        rng, segment = self._rng("kept", cls, mesh, strategy, microbatches), strategy.options.together
+        saved = rng.randint(20, 50) if strategy.options.again == "all" else rng.randint(50, 120)
         return replace(
             drawn, parameters_bytes=drawn.parameters_bytes // 4, gradients_bytes=drawn.gradients_bytes // 4,
             optimizer_bytes=drawn.optimizer_bytes // 8, saved_bytes=saved // segment, kept_bytes=saved * (segment > 1),
@@ -241,7 +241,7 @@ def test_same_optimum_and_same_infeasible_set_as_brute_force() -> None:
             continue
         assert best is not None and plan.prediction.step_time_s == pytest.approx(best, rel=1e-9), seed
         assert plan.gap <= 1e-6, seed
-        if any(layer.strategy.recomputation.layers > 1 for layer in plan.layers):
+        if any(layer.strategy.options.together > 1 for layer in plan.layers):
             pinned += "segment" in str(options.pins)
             found += "segment" not in str(options.pins)
     assert pinned > 3 and found > 3 and nothing > 3
@@ -255,6 +255,6 @@ def test_what_fits_in_segments_alone_is_found() -> None:
     need = int(re.search(r"\((\d+) bytes\)", error.value.hint or "")[1])  # type: ignore[index]
     found = search(GRAPH, CLUSTER, PRICER, replace(options, memory_limit_bytes=need - 1))
     assert all(stage.memory.total < need for stage in found.stages)
-    assert any(layer.strategy.recomputation.layers > 1 for layer in found.layers)
+    assert any(layer.strategy.options.together > 1 for layer in found.layers)
     enough = search(GRAPH, CLUSTER, PRICER, replace(options, memory_limit_bytes=need))
-    assert not any(layer.strategy.recomputation.layers > 1 for layer in enough.layers)  # what fits without does without
+    assert not any(layer.strategy.options.together > 1 for layer in enough.layers)  # what fits without does without

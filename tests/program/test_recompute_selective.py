@@ -13,9 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from autopar.devices import parse
 from autopar.errors import UsageError
 from autopar.ops.cost import tensors
-from autopar.plan import RECOMPUTATIONS, Plan, Role, Strategy
+from autopar.pins import PINS
+from autopar.plan import Plan, Role, Strategy
 from autopar.price import Pricer
-from autopar.program.selective import keep, selectively
+from autopar.program.recomputing import keep, selectively
 from autopar.search import SearchOptions, manual_plan
 from autopar.search.manual import make_mesh
 from autopar.shard import plan_shardings
@@ -98,12 +99,12 @@ def test_the_price_counts_the_bytes_that_the_program_keeps(model: str, role: Rol
         values = tensors(node.meta.get("val"))
         if node.op == "placeholder" and nodes.index(node) < len(local.cls.activations):
             expected += values[0].nbytes
-        elif node.meta.get("kept"):
+        elif node.meta.get("caller"):
             expected += sum(value.nbytes for value in values)
             if "attention" in str(node.target):
                 expected += 4 * math.prod(values[0].shape[:-1])  # the logarithms of its sums
     assert price.saved_bytes == expected
-    assert (role is Role.RING) == (not any("attention" in str(n.target) for n in nodes if n.meta.get("kept")))
+    assert (role is Role.RING) == (not any("attention" in str(n.target) for n in nodes if n.meta.get("caller")))
 
 
 @pytest.mark.parametrize("role", ROLES[:4], ids=lambda role: role.value)
@@ -124,7 +125,9 @@ def test_it_lies_between_none_and_full(role: Role) -> None:
 def test_every_spelling_is_one_pin() -> None:
     for given, pinned in ((True, "full"), ("full", "full"), (False, "none"), ("selective", "selective")):
         options = SearchOptions(recompute=given, pin={"layers.0-3.recompute": given})
-        assert options.pins == {"recompute": pinned, "layers.0-3.recompute": pinned} and pinned in RECOMPUTATIONS
+        assert (
+            options.pins == {"recompute": pinned, "layers.0-3.recompute": pinned} and pinned in PINS["recompute"].values
+        )
     assert SearchOptions(recompute=True, pin={"recompute": "full"}).recompute == "full"
     with pytest.raises(UsageError, match="pinned to full and to selective"):
         SearchOptions(recompute=True, pin={"recompute": "selective"})

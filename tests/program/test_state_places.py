@@ -356,7 +356,7 @@ def test_what_fits_only_with_nvme_has_a_plan(tmp_path: Path) -> None:
         with pytest.raises(InfeasibleError):
             found(plain, **options)
     plan = found(plain + drives + f'nvme_path = "{tmp_path}"\n')
-    chosen = {layer.strategy.states for layer in plan.layers}
+    chosen = {layer.strategy.options.by_name["states"] for layer in plan.layers}
     assert NVME in chosen and plan.nvme_path == str(tmp_path) and plan.gap < 0.01
     assert 0 < plan.stages[0].nvme_bytes <= 1e9 and any(note.startswith("on NVMe: ") for note in plan.notes)
     # a drive that is slower costs more, one that is full is no way out, and a pin keeps states away from it
@@ -366,7 +366,7 @@ def test_what_fits_only_with_nvme_has_a_plan(tmp_path: Path) -> None:
     with pytest.raises(InfeasibleError):
         found(plain + drives, states="device")
     # pinned and not described, one drive is assumed
-    assert {layer.strategy.states for layer in found(plain, states=NVME).layers} == {NVME}
+    assert {layer.strategy.options.by_name["states"] for layer in found(plain, states=NVME).layers} == {NVME}
 
 
 def test_a_folder_must_be_named_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

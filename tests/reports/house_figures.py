@@ -33,14 +33,16 @@ SPELLED = ("scaled_dot_product_attention", '"1f1b"', '"interleaved-1f1b"')
 
 TECHNIQUES = {
     "activations: recomputed": r"\brecomputations?\b|Recomputation|\bSELECTIVE\b|selectively|passes\.selective|[\"']selective\b"
-    r"|\brecompute\b|as_one",
-    "activations: in the host": r"offloads_activations|OFFLOADS|\boffload\b|FULL_HOST",
-    "activations: in 8 bits": r"saves_int8|SAVINGS|\bINT8|pins_int8|saved_int8|is_narrow|trainer\.int8|price\.int8|program\.int8",
+    r"|\brecompute\b|as_one|\brecomputing\b",
+    "activations: in the host": r"offloads_activations|OFFLOADS|\boffload\b|FULL_HOST|activation_storage",
+    "activations: in 8 bits": r"saves_int8|SAVINGS|\bINT8|pins_int8|saved_int8|is_narrow|trainer\.int8|price\.int8|program\.int8"
+    r"|in_8_bits",
     "compile": r"COMPILATION|strategy\.compiled|is_compiled|_of_compiled_layers|\bs\.compiled|compiles_layers|techniques\.compilation",
     "logits": r"slice_logits|slices_logits|kernels_logits|whole_logits|check_logits|[\"']sliced\b|sliced_(?:graph|class)|\bLOGITS\b|SLICED",
     "overlap": r"\bHALVES\b|[\"']halves\b|\bhalves\.\w|program\.halves|halves_\w+|in_halves|\bOVERLAP\b|y\.overlap\b|kernels_overlap"
     r"|overlap_pass|passes\.overlap",
     "reduce": r"reduces?_once|techniques\.reduce\b|options\[REDUCE\]|\bREDUCE\.name\b",
+    "late gradients": r"\bstale\b|STALE|late_gradients|LateReductions",
     "states": r"\bSTATES\b|strategy\.states|s\.states\b|state_places|(?<![A-Z_])NVME\b",
 }
 """What a file spells that knows a technique of layers: its symbols and words, in identifiers and strings, docstrings aside. Values that are

@@ -15,6 +15,7 @@ import autopar
 from autopar.cli.app import cli as command_line
 from autopar.rules import notation
 from autopar.rules.table import TABLE
+from passes import rewrite  # noqa: F401  registers the ops that passes make
 
 FOLDER = DOCS / "reference"
 _MADE = "\nMade by `make report NAME=reference`. Do not edit.\n"

@@ -20,8 +20,10 @@ from places import EVIDENCE, GROUNDTRUTH
 
 from autopar.devices import Constant, hardware
 from autopar.devices import constants as figures_of_devices
+from autopar.techniques import activations as figures_of_activations
 from autopar.trainers import figures as figures_of_trainers
 from autopar.validate import Score, ValidationReport, score, scores, validate
+from passes import slice_logits as figures_of_logits
 
 PAGE = EVIDENCE / "validation.md"
 ROWS = GROUNDTRUTH
@@ -54,7 +56,12 @@ def records() -> tuple[Record, ...]:
     """Every figure that was chosen rather than given by a data sheet. One figure that several files share is one record."""
     found = [
         Record(name, figure.value, figure.unit, figure.source, where)
-        for where, module in (("devices.constants", figures_of_devices), ("trainers.figures", figures_of_trainers))
+        for where, module in (
+            ("devices.constants", figures_of_devices),
+            ("techniques.activations", figures_of_activations),
+            ("passes.slice_logits", figures_of_logits),
+            ("trainers.figures", figures_of_trainers),
+        )
         for name, figure in vars(module).items()
         if isinstance(figure, Constant)
     ]

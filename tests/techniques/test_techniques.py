@@ -22,7 +22,18 @@ from autopar.search import SearchOptions, manual_plan
 from autopar.search.concessions import concessions
 from autopar.search.manual import make_mesh
 from autopar.search.problem import context_of, strategies
-from autopar.techniques import ALL, BY_NAME, DEFAULTS, GIVEN_UP, LAYER, OF_LAYERS, Options, conflict
+from autopar.techniques import (
+    ALL,
+    BY_NAME,
+    DEFAULTS,
+    GIVEN_UP,
+    LAYER,
+    OF_LAYERS,
+    Options,
+    cases_of,
+    conflict,
+    conflicts_of,
+)
 from autopar.techniques.technique import ANY, PERMISSIVE, Technique
 from autopar.verify.kinds import kinds
 
@@ -51,7 +62,7 @@ def test_its_words_and_values_are_well_formed(technique: Technique) -> None:
         assert bool(way.gives_up) == bool(way.inexact) and (not way.gives_up or way.gives_up in ALLOWED)
     for wrong in ("", "nothing", 3, None, True, f"{technique.values[1]}:1", f"{technique.default}:2"):
         assert not technique.known(wrong)
-    for conflict_ in technique.conflicts:
+    for conflict_ in conflicts_of(technique):
         others = BY_NAME[conflict_.other].values if conflict_.other in BY_NAME else SCHEDULES
         assert set(conflict_.values) <= set(technique.values) and set(conflict_.others) <= set(others)
 
@@ -136,6 +147,6 @@ def test_every_technique_has_pins_and_cases() -> None:
     for n in (2, 4):
         named: dict[str, Any] = {kind.name: kind.options for kind in kinds(n)}
         for technique in ALL:
-            for name, pins in technique.cases(n):
+            for name, pins in cases_of(technique, n):
                 pins = pins | {"mesh": make_mesh(*pins["mesh"])} if "mesh" in pins else pins
                 assert named[name] == pins and technique.name in pins

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from runtime import kernels, kernels_overlap, kernels_vocab, local_group, microbatches, selective, whole_tensors
+from runtime import kernels, kernels_overlap, kernels_vocab, local_group, microbatches, recomputing, whole_tensors
 from runtime.spec import Layer, LayerSpec, Prelude, ProgramSpec, StageSpec, TensorSpec, Tensors, Total
 
 
@@ -30,7 +30,7 @@ class Embedding(Layer):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         # Recomputed in the backward pass, but for what is kept.
-        return selective.selectively(self.compute, input_ids)
+        return recomputing.selectively(self.compute, input_ids)
 
     def compute(self, input_ids: torch.Tensor) -> torch.Tensor:
         # input_ids (8, 16): R on tensor
@@ -65,7 +65,7 @@ class LlamaDecoderLayer(Layer):
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         # Recomputed in the backward pass, but for what is kept.
-        return selective.selectively(self.compute, x, cos, sin)
+        return recomputing.selectively(self.compute, x, cos, sin)
 
     def compute(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         # x (8, 8, 32): S(1) on tensor
@@ -77,7 +77,7 @@ class LlamaDecoderLayer(Layer):
         del hidden_states, input_layernorm_weight_r
         # self_attn
         # backward: the reduce-scatter of the input's gradient runs while the weights' gradients are computed
-        q_proj, k_proj, v_proj = selective.keep(
+        q_proj, k_proj, v_proj = recomputing.keep(
             kernels_overlap.linears,
             hidden_states_2,
             [self.self_attn.q_proj.weight, self.self_attn.k_proj.weight, self.self_attn.v_proj.weight],
@@ -88,11 +88,11 @@ class LlamaDecoderLayer(Layer):
         value_states = kernels.reshape(v_proj, [8, 16, 2, 4], (None, None, "tensor", None)).transpose(1, 2)
         q_embed = query_states * cos + torch.cat([-query_states[..., 2:4], query_states[..., :2]], -1) * sin
         k_embed = key_states * cos + torch.cat([-key_states[..., 2:4], key_states[..., :2]], -1) * sin
-        attn_output = selective.keep(kernels.attention, q_embed, k_embed, value_states, scale=0.5, enable_gqa=True, is_causal=True)
+        attn_output = recomputing.keep(kernels.attention, q_embed, k_embed, value_states, scale=0.5, enable_gqa=True, is_causal=True)
         del hidden_states_2, q_proj, k_proj, v_proj, query_states, key_states, value_states, q_embed, k_embed
         # self_attn.o_proj
         attn_output_2 = F.linear(attn_output.transpose(1, 2).reshape(8, 16, 16), self.self_attn.o_proj.weight)
-        attn_output_s = selective.keep(spmd.reduce_scatter, attn_output_2, "tensor", src=spmd.P, dst=spmd.S(1))
+        attn_output_s = recomputing.keep(spmd.reduce_scatter, attn_output_2, "tensor", src=spmd.P, dst=spmd.S(1))
         hidden_states_3 = x + attn_output_s
         del attn_output, attn_output_2, attn_output_s
         # post_attention_layernorm
@@ -102,7 +102,7 @@ class LlamaDecoderLayer(Layer):
         del variance, post_attention_layernorm_weight_r
         # mlp
         # backward: the reduce-scatter of the input's gradient runs while the weights' gradients are computed
-        gate_proj, up_proj = selective.keep(
+        gate_proj, up_proj = recomputing.keep(
             kernels_overlap.linears,
             hidden_states_4,
             [self.mlp.gate_proj.weight, self.mlp.up_proj.weight],
@@ -128,7 +128,7 @@ class LlamaForCausalLMHead(Layer):
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor, valid_labels: torch.Tensor) -> torch.Tensor:
         # Recomputed in the backward pass, but for what is kept.
-        return selective.selectively(self.compute, x, labels, valid_labels)
+        return recomputing.selectively(self.compute, x, labels, valid_labels)
 
     def compute(self, x: torch.Tensor, labels: torch.Tensor, valid_labels: torch.Tensor) -> torch.Tensor:
         # x (8, 8, 32): S(1) on tensor
@@ -141,7 +141,7 @@ class LlamaForCausalLMHead(Layer):
         del hidden_states, model_norm_weight_r
         # lm_head
         # backward: the reduce-scatter of the input's gradient runs while the weight's gradient is computed
-        logits = selective.keep(
+        logits = recomputing.keep(
             kernels_overlap.linear,
             hidden_states_2,
             self.lm_head.weight,

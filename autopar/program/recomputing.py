@@ -1,19 +1,23 @@
-"""Selective activation checkpointing: the backward pass recomputes cheap ops; results of products and all-reduces are saved.
+"""Activation checkpoints: the backward pass computes again what the forward pass did not save.
 
-In a layer's ``compute``, ``keep`` makes the calls whose results are saved; ``selectively`` runs ``compute`` with them. Both use the
-selective checkpointing of ``torch.utils.checkpoint``: inside ``keep``, the results of the ops listed below are saved. Everything else is
-recomputed. In a layer that ``torch.compile`` compiles, these calls run as they are (products are kernels of their own in any case), and
-what lies between them is compiled: so the same values are saved.
+*Selective*: cheap ops are recomputed; results of products and all-reduces are saved. In a layer's ``compute``, ``keep`` makes the calls
+whose results are saved; ``selectively`` runs ``compute`` with them. Both use the selective checkpointing of ``torch.utils.checkpoint``:
+inside ``keep``, the results of the ops listed below are saved. Everything else is recomputed. In a layer that ``torch.compile`` compiles,
+these calls run as they are (products are kernels of their own in any case), and what lies between them is compiled: so the same values are
+saved.
+
+*Several layers as one* (``as_one``): the first layer's arguments are saved, and the backward pass recomputes all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar, Token
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 Result = TypeVar("Result")
@@ -78,3 +82,15 @@ def _policy(context: object, op: Any, *args: Any, **kwargs: Any) -> CheckpointPo
     # every backend has an attention op of its own, with the output and the logsumexp of each row as results
     kept = name in _KEPT or ("attention" in name and "backward" not in name)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def as_one(layers: Sequence[nn.Module], hidden: Tensor, *others: Tensor | int) -> Tensor:
+    """``hidden`` after all ``layers``, each of which also takes ``others``."""
+    result: Tensor = checkpoint(_in_turn, layers, hidden, *others, use_reentrant=False, preserve_rng_state=False)
+    return result
+
+
+def _in_turn(layers: Sequence[nn.Module], hidden: Tensor, *others: Tensor | int) -> Tensor:
+    for layer in layers:
+        hidden = layer(hidden, *others)
+    return hidden

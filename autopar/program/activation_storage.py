@@ -1,0 +1,302 @@
+"""Tensors that autograd saves for a layer's backward pass, stored elsewhere or narrower until the backward pass reads them.
+
+``in_host`` and ``in_8_bits`` are contexts of a layer's arithmetic, or of the call that recomputes the layer. Saved tensors of the same
+memory are stored once. Parameters, buffers and other tensors that stay in memory anyway are saved as they are.
+
+*In the host's memory.* A tensor is copied when it is saved, and its own elements alone: kernels such as a GRU's write parts of a storage
+after others were saved. On a GPU each direction has a stream of its own: the copy to the host overlaps the next layer's forward, which
+waits for the copy at its end; the copy to the device overlaps the backward of the layer after, whose first read also fetches the layer
+before it. The device so has the saved tensors of at most two layers. On a CPU the copies are made as well, and save no memory.
+
+*In 8 bits.* Numbers are rounded in blocks of ``BLOCK`` that follow each other in memory: one float32 scale for each block, its largest
+magnitude / 127. So zeros stay zeros, and each number is within 1/254 of the largest one of its block. A plan rounds as one device does
+where the pieces of memory that a device has of a tensor are whole blocks. -infinity has a code of its own; in a block with NaN or infinity
+every number is NaN. The layer's arguments, integers, and tensors of fewer than ``LEAST`` elements stay as they are. Tensors of the same
+memory are views of one restored tensor until the last of them is read. The values of the forward pass do not change, gradients do:
+``allow={"int8_activations"}`` gives that exactness up.
+
+This file has not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F  # noqa: N812  torch's own convention
+
+BLOCK = 64
+LEAST = 1024
+CHUNK = 2**22
+"""Elements that are rounded or restored at a time where that takes several kernels, and so tensors in between."""
+
+
+# -- saved tensors as views of memory -----------------------------------------------------------------------------------
+
+
+class StorageView(NamedTuple):
+    """What of its storage a tensor reads. Tensors of one ``key`` read the same memory. ``steps`` are the strides, ``None`` if there are
+    gaps between the elements, which are stored without them."""
+
+    key: tuple[Any, ...]
+    size: tuple[int, ...]
+    steps: tuple[int, ...] | None
+
+    @staticmethod
+    def of(tensor: Tensor) -> StorageView:
+        size, steps, span = tuple(tensor.size()), tensor.stride(), _span(tensor)
+        dense = span <= tensor.numel()
+        place = (tensor.storage_offset(), span) if dense else (tensor.storage_offset(), size, steps)
+        key = (tensor.untyped_storage().data_ptr(), tensor.dtype, *place)
+        return StorageView(key, size, steps if dense else None)
+
+    def stored(self, tensor: Tensor) -> Tensor:
+        """The elements that ``tensor`` reads, in the order of their memory, as one dim."""
+        if self.steps is None:
+            return tensor.detach().reshape(-1)
+        return tensor.detach().as_strided((_span(tensor),), (1,))
+
+    def read(self, stored: Tensor) -> Tensor:
+        """The tensor again, as a view of what ``stored`` gave."""
+        return stored.view(self.size) if self.steps is None else stored.as_strided(self.size, self.steps)
+
+
+def _span(tensor: Tensor) -> int:
+    """The elements from the first to the last one of a tensor in its storage."""
+    steps = zip(tensor.size(), tensor.stride(), strict=True)
+    return 1 + sum((extent - 1) * step for extent, step in steps) if tensor.numel() else 0
+
+
+class _Stored(Protocol):
+    """The elements of a saved tensor, wherever and however they are stored."""
+
+    def restore(self) -> Tensor:
+        """Return the elements on the device, as one dim."""
+
+
+class _Saved(NamedTuple):
+    """A saved tensor, as a view of stored elements."""
+
+    view: StorageView
+    stored: _Stored
+
+
+@contextmanager
+def _saving(
+    layer: nn.Module, here: tuple[Tensor, ...], store: Callable[[Tensor, StorageView], _Stored | None]
+) -> Iterator[None]:
+    """A context in which ``store`` stores what autograd saves, unless it returns ``None``; the parameters and buffers of ``layer`` and the
+    tensors ``here``, which are in memory anyway, are saved as they are."""
+    tensors = (*layer.parameters(), *layer.buffers(), *here)
+    stay = {0, *(tensor.untyped_storage().data_ptr() for tensor in tensors)}  # at 0 there is nothing
+
+    @torch.compiler.disable  # torch.compile would compile the copies into the layer
+    @torch.no_grad()
+    def put(tensor: Tensor) -> Tensor | _Saved:
+        plain = tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
+        if not plain or tensor.untyped_storage().data_ptr() in stay:
+            return tensor
+        view = StorageView.of(tensor)
+        stored = store(tensor, view)
+        return tensor if stored is None else _Saved(view, stored)
+
+    with torch.autograd.graph.saved_tensors_hooks(put, _take):
+        yield
+
+
+@torch.compiler.disable
+@torch.no_grad()
+def _take(kept: Tensor | _Saved) -> Tensor:
+    return kept if isinstance(kept, Tensor) else kept.view.read(kept.stored.restore())
+
+
+# -- in the host's memory -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def in_host(layer: nn.Module, *here: Tensor) -> Iterator[None]:
+    """A context in which saved tensors are in the host's memory, except the layer's parameters and ``here``."""
+    global _latest, _going
+    call = _Call(_latest)
+    with _saving(layer, here, call.put):
+        yield
+    _settle()
+    _going, _latest = call, weakref.ref(call)
+
+
+def _settle() -> None:
+    """Make the device wait until the latest call's tensors are in the host's memory, and free the device's copies."""
+    global _going
+    if _going is not None:
+        for _, _, storage in _going.begun.values():
+            storage.wait()
+        _going.begun.clear()
+        _going = None
+
+
+class _Call:
+    """One forward of a layer: its offloaded storages, and the call before it, whose backward comes next."""
+
+    def __init__(self, before: weakref.ref[_Call] | None) -> None:
+        self.before = before
+        # by memory: the sources, until the copy has ended, so that no address is reused, and the copy
+        self.begun: dict[tuple[Any, ...], tuple[Tensor, Tensor, _Offloaded]] = {}
+        self.storages: list[weakref.ref[_Offloaded]] = []
+
+    def put(self, tensor: Tensor, view: StorageView) -> _Offloaded:
+        if view.key not in self.begun:
+            stored = view.stored(tensor)
+            storage = _Offloaded(stored, self)
+            self.begun[view.key] = tensor, stored, storage
+            self.storages.append(weakref.ref(storage))
+        return self.begun[view.key][2]
+
+    def fetch(self) -> None:
+        """Start to copy all storages that are still needed to the device."""
+        for each in self.storages:
+            storage = each()
+            if storage is not None:
+                storage.fetch()
+
+
+class _Offloaded:
+    """The bytes of a tensor of one dim in the host's memory, and after ``fetch`` in the device's memory as well."""
+
+    def __init__(self, tensor: Tensor, call: _Call) -> None:
+        self.call, self.device, self.dtype = call, tensor.device, tensor.dtype
+        width = tensor.element_size()
+        there = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        there = there.set_(tensor.untyped_storage(), tensor.storage_offset() * width, (tensor.numel() * width,), (1,))
+        self.host = torch.empty(there.numel(), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        self.back: Tensor | None = None
+        self.ready = _copy(self.host, there, self.device)
+
+    def fetch(self) -> None:
+        if self.back is None:
+            self.back = torch.empty(self.host.shape, dtype=torch.uint8, device=self.device)
+            self.ready = _copy(self.back, self.host, self.device, after=self.ready)
+
+    def wait(self) -> None:
+        """Make the current stream wait for the latest copy."""
+        if self.ready is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.ready)
+
+    def restore(self) -> Tensor:
+        _settle()
+        self.call.fetch()
+        before = self.call.before and self.call.before()
+        if before:
+            before.fetch()
+        assert self.back is not None
+        self.wait()
+        return self.back.view(self.dtype)
+
+    def __del__(self) -> None:
+        if self.back is not None:
+            self.wait()  # fetched and not read: its memory must not be reused earlier
+
+
+def _copy(
+    to: Tensor, source: Tensor, device: torch.device, after: torch.cuda.Event | None = None
+) -> torch.cuda.Event | None:
+    """Copy on the stream of that direction, after the work that the device's current stream has queued; the event that marks the end. A CPU
+    copies at once."""
+    if device.type != "cuda":
+        to.copy_(source)
+        return None
+    way = device, to.device
+    if way not in _streams:
+        _streams[way] = torch.cuda.Stream(device)
+    stream = _streams[way]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    if after is not None:
+        stream.wait_event(after)
+    with torch.cuda.stream(stream):
+        to.copy_(source, non_blocking=True)
+    return stream.record_event()
+
+
+_latest: weakref.ref[_Call] | None = None
+_going: _Call | None = None  # the latest call, until its copies have ended
+_streams: dict[tuple[torch.device, torch.device], torch.cuda.Stream] = {}
+
+
+# -- in 8 bits ----------------------------------------------------------------------------------------------------------
+
+
+def in_8_bits(layer: nn.Module, *here: Tensor, fused: bool = False) -> AbstractContextManager[None]:
+    """A context in which saved tensors are in 8 bits, except the layer's parameters and ``here``. ``fused``: rounded and restored by one
+    compiled kernel each."""
+    known: dict[tuple[Any, ...], tuple[StorageWeakRef, _Rounded]] = {}
+
+    def store(tensor: Tensor, view: StorageView) -> _Rounded | None:
+        if not tensor.is_floating_point() or (stored := view.stored(tensor)).numel() < LEAST:
+            return None
+        if view.key not in known or known[view.key][0].expired():  # another tensor may have come to be at this address
+            known[view.key] = StorageWeakRef(tensor.untyped_storage()), _Rounded(stored, fused)
+        return known[view.key][1]
+
+    return _saving(layer, here, store)
+
+
+class _Rounded:
+    """A tensor of one dim in 8 bits, and restored once the backward has read it."""
+
+    def __init__(self, tensor: Tensor, fused: bool) -> None:
+        self.dtype, self.numel, self.fused = tensor.dtype, tensor.numel(), fused
+        blocks = math.ceil(self.numel / BLOCK)
+        if fused:
+            self.codes, self.scales = _compiled(rounded)(_in_blocks(tensor))
+        else:
+            self.codes = torch.empty(blocks, BLOCK, dtype=torch.int8, device=tensor.device)
+            self.scales = torch.empty(blocks, 1, dtype=torch.float32, device=tensor.device)
+            for at, some in enumerate(tensor.split(CHUNK)):
+                rows = slice(at * CHUNK // BLOCK, at * CHUNK // BLOCK + math.ceil(some.numel() / BLOCK))
+                self.codes[rows], self.scales[rows] = rounded(_in_blocks(some))
+        self.codes = self.codes.view(-1)[: self.numel]
+        self.whole: Tensor | None = None
+
+    def restore(self) -> Tensor:
+        if self.whole is None:
+            codes = _in_blocks(self.codes)
+            if self.fused:
+                self.whole = _compiled(restored)(codes, self.scales, self.dtype).view(-1)[: self.numel]
+            else:
+                self.whole = torch.empty(codes.shape, dtype=self.dtype, device=codes.device)
+                rows = CHUNK // BLOCK
+                parts = zip(self.whole.split(rows), codes.split(rows), self.scales.split(rows), strict=True)
+                for part, some, scales in parts:
+                    part.copy_(restored(some, scales, torch.float32))
+                self.whole = self.whole.view(-1)[: self.numel]
+        return self.whole
+
+
+def rounded(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """The codes of ``blocks`` ``[n, BLOCK]``, and the blocks' scales ``[n, 1]``; -128 stands for -infinity."""
+    wide = blocks.float()
+    finite = torch.nan_to_num(wide, nan=math.nan, posinf=math.inf, neginf=0.0)
+    scales = torch.linalg.vector_norm(finite, math.inf, dim=1, keepdim=True) / 127
+    codes = (wide / scales.clamp(min=torch.finfo(torch.float32).tiny)).round_().clamp_(min=-128)
+    return codes.to(torch.int8), scales
+
+
+def restored(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers that ``codes`` stand for."""
+    return (codes * scales).masked_fill_(codes == -128, -math.inf).to(dtype)
+
+
+def _in_blocks(tensor: Tensor) -> Tensor:
+    """A tensor of one dim as ``[n, BLOCK]``, with zeros behind its end."""
+    return F.pad(tensor, (0, -tensor.numel() % BLOCK)).view(-1, BLOCK)
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)

@@ -1,0 +1,54 @@
+"""Where the parts of a microbatch take turns in a layer: a record that passes make, and that prices read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.types import SpmdType
+
+Types = tuple[SpmdType, ...]
+
+Read = tuple[str, Types]
+"""A value's name and the types in which it is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """Where the halves of a layer take turns: before the ops at the positions ``at`` among ``ops`` (their number: at the layer's end).
+
+    ``flights`` are the conversions that are on their way across a turn: the position of the first reader, and that of the turn before
+    which the collective is issued if that is not where the value is computed (``None``). ``made`` are the positions of their values
+    (-1: an argument). ``inner`` are the positions of mixtures of experts whose rows travel: their kernels take a turn before the experts'
+    own arithmetic, and one after it. Of the flights, one of each in ``once`` serves both halves: conversions of parameters. ``uneven`` says
+    why a layer is not computed in parts whose rows a device cannot divide.
+    """
+
+    ops: tuple[str, ...]
+    at: tuple[int, ...]
+    flights: dict[Read, tuple[int, int | None]]
+    made: dict[Read, int]
+    inner: tuple[int, ...]
+    once: frozenset[Read]
+    uneven: str
+
+    @property
+    def count(self) -> int:
+        """The number of turns."""
+        return len(self.at) + 2 * len(self.inner)
+
+    def piece(self, position: int) -> int:
+        """The number of the piece between two turns that an op belongs to."""
+        passed = sum((place < position) + (place <= position) for place in self.inner)
+        return sum(turn <= position for turn in self.at) + passed
+
+    def span(self, read: Read) -> tuple[int, int]:
+        """The piece in which a conversion is issued, and the one that begins with its result."""
+        arrives, before = self.flights[read]
+        made = self.made[read]
+        issued = self.piece(max(made, 0)) + (made in self.inner) if before is None else self.piece(before) - 1
+        return issued, self.piece(arrives)
+
+    def exchanges(self, op: str) -> tuple[tuple[int, int], ...]:
+        """The spans of what a mixture of experts sends to the experts' devices and back; none for other ops."""
+        middle = next((self.piece(place) for place in self.inner if self.ops[place] == op), None)
+        return () if middle is None else ((middle - 1, middle), (middle, middle + 1))
