@@ -152,20 +152,36 @@ class Knapsacks:
             made = self._fronts[((table, level, n),)] = merged(single, made, self.regime[3], self.bound)
         return made
 
-    def _levelled(self, layers: Layers) -> list[tuple[float, list[Part]]]:
-        """For each level that the transients of such a stage may reach: the remaining memory, and the parts whose transients stay below
-        it."""
+    def _levelled(self, layers: Layers) -> list[tuple[float, float, list[Part]]]:
+        """For each level that the transients of such a stage may reach: a lower bound of its cost, the remaining memory, and the parts
+        whose transients stay below it. The lowest bound comes first."""
         some = [(id(table), number, [level for level, _ in self._single(table)]) for table, number in layers]
         floor = max(levels[0] for _, _, levels in some)
         found = []
         for level in sorted({floor, *(level for _, _, levels in some for level in levels if level > floor)}):
             below = [(table, bisect_right(levels, level) - 1, number) for table, number, levels in some]
-            found.append((self.regime[3] - level, sorted(below, key=lambda part: -part[2])))
-        return found
+            room = self.regime[3] - level
+            found.append((self._mixed(below, room), room, sorted(below, key=lambda part: -part[2])))
+        return sorted(found, key=lambda each: each[0])
+
+    def _mixed(self, parts: Sequence[Part], room: float) -> float:
+        """The least cost of the parts within the room if fractions of a layer may take different candidates: its dual is largest without a
+        price of memory, or at a slope of the ways of one layer."""
+        singles = [(self._levels[table][level][1], number) for table, level, number in parts]
+        prices = [np.zeros(1)]
+        for ways, _ in singles:
+            more = np.flatnonzero(np.diff(ways.live) > 0)
+            prices.append(-np.diff(ways.cost)[more] / np.diff(ways.live)[more])
+        price = np.concatenate(prices)
+        priced = [n * (ways.cost + price[:, None] * ways.live).min(axis=1) for ways, n in singles]
+        memory = np.multiply(price, room, out=np.zeros(len(price)), where=price > 0)  # the room may be infinite
+        return float((np.array(priced).sum(axis=0) - memory).max())
 
     def _best(self, layers: Layers) -> tuple[float, tuple[Front, int, Front, int] | None]:
         best: tuple[float, tuple[Front, int, Front, int] | None] = np.inf, None
-        for room, parts in self._levelled(layers):
+        for least, room, parts in self._levelled(layers):
+            if least >= best[0]:
+                break
             a, b = self._of(tuple(parts[:-1])), self._of(tuple(parts[-1:]))
             if not len(a) or not len(b) or a.cost[-1] + b.cost[-1] >= best[0]:  # the cheapest ways of both
                 continue
