@@ -21,6 +21,7 @@ from torch import Tensor
 
 from . import boxes
 from .boxes import Piece, divided, pieces
+from .collectives import exchange
 from .masters import Master
 from .world import LoadedProgram, World
 
@@ -183,21 +184,14 @@ def _round(
 ) -> list[tuple[Chunk, Tensor]]:
     """Exchange these chunks; those of this rank, with their bytes."""
     members, me = range(dist.get_world_size(group)), dist.get_rank(group)
-    sent = [[part for chunk in chunks if chunk.member == member for part in _sent(chunk, values)] for member in members]
+    sent = [(chunk.member, part) for chunk in chunks for part in _sent(chunk, values)]
     mine = [
         (c, torch.empty((c.high - c.low) * c.dtype.itemsize, dtype=torch.uint8, device=device))
         for c in chunks
         if c.member == me
     ]
-    parts = [[_bytes(chunk, rank, received) for chunk, received in mine] for rank in members]
-    outgoing = [part.to(device) for own in sent for part in own]
-    takes, gives = [[sum(map(len, own)) for own in every] for every in (parts, sent)]
-    incoming = torch.empty(sum(takes), dtype=torch.uint8, device=device)
-    dist.all_to_all_single(incoming, torch.cat([*outgoing, incoming[:0]]), takes, gives, group=group)
-    at = 0
-    for part in (part for own in parts for part in own):
-        part.copy_(incoming[at : at + len(part)])
-        at += len(part)
+    received = [(rank, _bytes(chunk, rank, into)) for chunk, into in mine for rank in members]
+    exchange(sent, received, torch.uint8, device, group)
     return mine
 
 

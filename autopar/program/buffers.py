@@ -101,27 +101,6 @@ class StageBuffers:
             if record.original in state:
                 tensor.copy_(state[record.original])
 
-    @torch.no_grad()
-    def values(self) -> dict[str, Tensor]:
-        """The persistent buffers of all stages, by original name, on the CPU of rank 0; an empty dict on other ranks."""
-        found = {}
-        rank = dist.get_rank()
-        for record in self._records:
-            if not (record.written and record.persistent):
-                continue
-            sender = self._world.first_of(record.stage)
-            value = self._held(record)
-            if sender != 0 and rank == sender:
-                assert value is not None
-                dist.send(value, 0)
-            elif sender != 0 and rank == 0:
-                value = _empty(record, self._world)
-                dist.recv(value, sender)
-            if rank == 0:
-                assert value is not None
-                found[record.original] = value.to("cpu", copy=True)
-        return found
-
 
 def _initial(record: BufferRecord, constants: Mapping[str, Tensor]) -> Tensor:
     """The buffer's value when the model was captured; for a model on meta, ones for running variances and zeros for other buffers."""

@@ -21,16 +21,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from . import box_files, schedulers
 from .box_exchange import Held, gathered, writes
-from .boxes import Piece, pieces, whole
+from .boxes import Piece
 from .checkpoint_files import (
     FORMAT,
     CheckpointError,
@@ -54,37 +53,19 @@ from .checkpoint_metadata import (
     write_metadata,
 )
 from .claims import Claim, claimed, claimed_for_save
-from .masters import ParameterGroup
+from .model_tensors import TrainingTensors
 from .optimizer_state import Restored, described, merged, saved, without_state
-from .optimizers import Updates
 from .state import sentence
-from .world import BufferRecord, LoadedProgram, World
+from .world import LoadedProgram
 
 T = TypeVar("T")
-
-
-class SavedBuffers(Protocol):
-    """As of ``buffers``."""
-
-    def own(self) -> list[tuple[BufferRecord, Tensor]]: ...
-
-
-@dataclass(frozen=True)
-class SavedTraining:
-    """The parts of a trainer that a checkpoint saves and restores, besides its counters."""
-
-    program: LoadedProgram
-    world: World
-    groups: Sequence[ParameterGroup]
-    buffers: SavedBuffers | None  # that the model writes
-    updates: Updates | None  # not yet there when weights are loaded at the start
 
 
 # -- save and load ----------------------------------------------------------------------------------------------------
 
 
 def save(
-    training: SavedTraining, folder: str | os.PathLike[str], counters: Mapping[str, Any], keep: int | None
+    training: TrainingTensors, folder: str | os.PathLike[str], counters: Mapping[str, Any], keep: int | None
 ) -> Path:
     """Write the checkpoint ``folder/step-N``, ``N`` being ``counters["steps"]``; all ranks call this.
 
@@ -109,7 +90,7 @@ class Background:
         self._last: Future[Path] | None = None
 
     def save(
-        self, training: SavedTraining, folder: str | os.PathLike[str], counters: Mapping[str, Any], keep: int | None
+        self, training: TrainingTensors, folder: str | os.PathLike[str], counters: Mapping[str, Any], keep: int | None
     ) -> Path:
         """Start to write a checkpoint; the folder that it will have. All ranks call this, after ``finish``."""
         job = _prepared(training, folder, counters, keep)
@@ -199,7 +180,7 @@ class _Job:
 
 
 def _prepared(
-    training: SavedTraining, folder: str | os.PathLike[str], counters: Mapping[str, Any], keep: int | None
+    training: TrainingTensors, folder: str | os.PathLike[str], counters: Mapping[str, Any], keep: int | None
 ) -> _Job:
     """Make the folder, and collect what this rank has."""
     partial, updates = partial_of(Path(folder), counters["steps"]), training.updates
@@ -230,7 +211,7 @@ def _prepared(
         raise
     held, others, keys = states[0]
     alike = tuple(training.world.coordinates)
-    written = [p for p in buffers(training, every_copy=False) if writes(p, alike, training.program, training.world)]
+    written = [p for p in training.written() if writes(p, alike, training.program, training.world)]
     facts = {
         **_facts(training),
         **counters,
@@ -244,14 +225,14 @@ def _prepared(
     return _Job(partial, save, model, [*others, *written], keys, facts, keep, claims[0] if claims else None)
 
 
-def gathered_pieces(training: SavedTraining, job: _Job) -> Iterator[Piece]:
+def gathered_pieces(training: TrainingTensors, job: _Job) -> Iterator[Piece]:
     """The pieces that this rank writes; all ranks call this, and take all of them."""
-    prefix = _replica(training)[0]
+    prefix = _prefix(training)
     yield from _under(prefix, job.whole)
     yield from _under(prefix, gathered(job.held, training.program, training.world))
 
 
-def _held_parameters(training: SavedTraining) -> Iterator[Held]:
+def _held_parameters(training: TrainingTensors) -> Iterator[Held]:
     """This rank's elements of the parameters, those that are not trained included, of the first copy of tied ones."""
     for group in training.groups:
         for master in (*group.masters, *group.frozen):
@@ -259,7 +240,7 @@ def _held_parameters(training: SavedTraining) -> Iterator[Held]:
                 yield Held(("model", master.layout.original), master, master.tensor.detach())
 
 
-def load(training: SavedTraining, folder: str | os.PathLike[str]) -> Mapping[str, Any]:
+def load(training: TrainingTensors, folder: str | os.PathLike[str]) -> Mapping[str, Any]:
     """Read the checkpoint ``folder``, or the newest whole one in it; all ranks call this. Returns its facts, counters included.
 
     Raises ``CheckpointError`` on every rank, before anything is changed if the checkpoint is of another model or optimizer, or damaged.
@@ -291,8 +272,7 @@ def load(training: SavedTraining, folder: str | os.PathLike[str]) -> Mapping[str
         stored = _stored(found.metadata, prefix)
         state = Restored(updates.optimizer, updates.masters, training.world, found.facts["optimizer"], stored)
         schedulers.check(updates.scheduler, found.facts.get("scheduler"))
-        model = (*parameters(training, every_copy=True), *buffers(training, every_copy=True))
-        reads.append(planned(list(_under(prefix, (*model, *state.pieces))), found))
+        reads.append(planned(list(_under(prefix, (*training.all_pieces(), *state.pieces))), found))
         opened.append(found)
         restored.append(state)
         return without_state(training.program, found.facts["optimizer"], stored)
@@ -305,9 +285,7 @@ def load(training: SavedTraining, folder: str | os.PathLike[str]) -> Mapping[str
     restored[0].install()
     schedulers.restore(updates.scheduler, opened[0].facts.get("scheduler"))
     updates.read_masters()
-    for group in training.groups:
-        group.upload()
-        group.publish()
+    training.spread()
     return opened[0].facts
 
 
@@ -366,12 +344,12 @@ def on_every_rank(
 # -- saving ------------------------------------------------------------------------------------------------------------
 
 
-def _facts(training: SavedTraining) -> dict[str, Any]:
+def _facts(training: TrainingTensors) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "torch": torch.__version__,
         "devices": dist.get_world_size(),
-        "replicas": _replica(training)[1],
+        "replicas": training.replica()[1],
         "tensors": {name: list(shape) for name, shape in _tensors(training.program).items()},
         "other_names": dict(_other_names(training.program)),
         "left_out": _left_out(training.program),
@@ -395,36 +373,10 @@ def _left_out(program: LoadedProgram) -> list[str]:
     return [entry["name"] for entry in program.records.get("model", ()) if entry["name"] not in known]
 
 
-def parameters(training: SavedTraining, *, every_copy: bool, every_rank: bool = True) -> Iterator[Piece]:
-    """This rank's pieces of the parameters, those that are not trained included: of the first copy of tied ones, or of ``every_copy``.
-
-    Without ``every_rank`` only the first of the ranks that have a piece yields it.
-    """
-    world = training.world
-    for group in training.groups:
-        for master in (*group.masters, *group.frozen):
-            layout = master.layout
-            copy = every_copy or training.program.is_first_copy(layout)
-            if copy and (every_rank or world.first_on(master.alike)):
-                window = layout.window(world.coordinates)
-                yield from pieces(("model", layout.original), layout, window, master.tensor.detach(), master.first)
-
-
-def buffers(training: SavedTraining, *, every_copy: bool, every_rank: bool = True) -> Iterator[Piece]:
-    """The buffers that this rank's stages write; with ``every_copy`` also those that they only read."""
-    for record, tensor in () if training.buffers is None else training.buffers.own():
-        copy = every_copy or record.written
-        if copy and (every_rank or training.world.first_on(training.world.coordinates)):
-            yield whole(("model" if record.persistent else "buffer", record.original), tensor)
-
-
-def _replica(training: SavedTraining) -> tuple[tuple[str, ...], int]:
-    """What the names of this rank's tensors begin with, and the number of replicas that train apart."""
-    index, count = 0, 1
-    for axis in training.program.parted(list(training.program.spec.mesh))[1]:
-        place, size = training.world.coordinates[axis]
-        index, count = index * size + place, count * size
-    return ((f"replica{index}",) if count > 1 else ()), count
+def _prefix(training: TrainingTensors) -> tuple[str, ...]:
+    """Return what the names of this rank's tensors begin with: its local SGD replica, if there are several."""
+    index, count = training.replica()
+    return (f"replica{index}",) if count > 1 else ()
 
 
 def _under(prefix: tuple[str, ...], own: Iterable[Piece]) -> Iterator[Piece]:
@@ -451,9 +403,9 @@ def _check_model(program: LoadedProgram, found: Found) -> None:
         )
 
 
-def _prefix_of(training: SavedTraining, found: Found) -> tuple[str, ...]:
+def _prefix_of(training: TrainingTensors, found: Found) -> tuple[str, ...]:
     """What the names of the tensors for this rank begin with. All replicas can start from one model, and not the other way round."""
-    there, (prefix, here) = found.facts["replicas"], _replica(training)
+    there, here = found.facts["replicas"], training.replica()[1]
     if there == 1:
         return ()
     if there != here:
@@ -462,7 +414,7 @@ def _prefix_of(training: SavedTraining, found: Found) -> tuple[str, ...]:
             f"the checkpoint {found.path} has {there} replicas that train apart (sync=local-steps), and the program has {program}",
             f"load it in a program with {there} replicas, whose state_dict() is their mean",
         )
-    return prefix
+    return _prefix(training)
 
 
 def _stored(metadata: Metadata, prefix: tuple[str, ...]) -> dict[str, TensorStorageMetadata]:

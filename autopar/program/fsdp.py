@@ -6,7 +6,7 @@ stream waits for no collective (``LastBackward``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 
 from .collectives import ShardedReduceScatter, Work
 from .masters import Master, ParameterGroup, alike, set_parameter
-from .state_places import DEVICE, Offloaded, download, pieces_of, upload
-from .world import MIRROR, Layout, LoadedProgram, World
+from .state_places import DEVICE, Offloaded, pieces_of
+from .world import MIRROR, Layout, LoadedProgram
 
 
-class ShardedGroup:
+class ShardedGroup(ParameterGroup):
     """One layer's parameters under FSDP2 over the layer's data axes: ZeRO 2 (kept gathered after forward) and 3 (not kept).
 
     Gradients are reduce-scattered in every microbatch, and their shards accumulated; or, with ``reduces_once``, whole gradients are
@@ -30,13 +30,11 @@ class ShardedGroup:
     its layers.
     """
 
-    shared = None  # tied copies are never here
-
-    def __init__(self, stage: nn.Module, layouts: Sequence[Layout], world: World, program: LoadedProgram) -> None:
-        self.layouts = tuple(layouts)
+    def _allocate(self, program: LoadedProgram) -> None:
+        stage, layouts, world = self._stage, self.layouts, self._world
         child, zero, _ = program.group(layouts[0])
         copies, shards = program.copies(layouts[0])
-        self._world, self._stage, self._shards = world, stage, shards
+        self._shards = shards
         self.reduce_scatter = HeldReduceScatter()  # until ``join_stages`` gives all groups of the rank the same
         copies = tuple(axis for axis in copies if axis != MIRROR)  # summed once a step: ``start_copies``
         self._mirror = world.group((MIRROR,)) if program.directions == 2 else None
@@ -71,8 +69,6 @@ class ShardedGroup:
         module.set_gradient_divide_factor(1.0)  # a sum: each rank's loss is a term of the whole loss
         module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
         self._params = {layout: stage.get_parameter(layout.name) for layout in layouts}
-        self.masters: list[Master] = []
-        self.frozen: list[Master] = []
         for layout, param in self._params.items():
             first = rows_of(param, param.shape[0])[0] * param.shape[1:].numel()
             place = program.place(layout) if layout.trainable else DEVICE
@@ -102,30 +98,10 @@ class ShardedGroup:
     def device(self) -> torch.device:
         return self._world.device
 
-    def own_gradients(self) -> list[Tensor]:
-        """As of ``FlatGroup``."""
-        return [gradient for master in self.masters if (gradient := master.gradient) is not None]
-
-    def adders(self) -> Mapping[int, Callable[[Tensor], None]]:
-        """None: autograd computes all gradients."""
-        return {}
-
-    def finish_adding(self) -> None:
-        """Nothing."""
-
-    @torch.no_grad()
-    def load(self, source: Callable[[Layout], Tensor]) -> None:
-        for layout, param in self._params.items():
-            local = layout.slice(source(layout), self._world.coordinates)
-            start, stop = rows_of(param, local.shape[0])
-            shard_of(param).copy_(local[start:stop])
-        download(self.masters)
-
     def zero_grad(self) -> None:
         for param in self._params.values():
             param.grad = None
-        for master in self.masters:
-            master.holder.grad = None  # it is a view of the old gradients, which would stay live beside the new ones
+        super().zero_grad()  # views of these gradients, which would stay live beside the new ones
 
     def finish_reduction(self) -> None:
         """FSDP2 has reduced the gradients that autograd computed; the optimizer gets views of them. Padding has no gradient."""
@@ -150,24 +126,6 @@ class ShardedGroup:
             inner = slice(max(start - first, 0), max(last - first, 0)) if dim == 0 else slice(start, start + length)
             grad.movedim(dim, 0)[inner] = 0
         return grad
-
-    def average(self) -> None:
-        """Nothing: replicas that train apart have no shards."""
-
-    def upload(self) -> None:
-        """As of ``FlatGroup``."""
-        upload(self.masters)
-
-    def publish(self) -> None:
-        """Nothing: the masters are the parameters' own storage, or their values are uploaded."""
-
-    def values(self) -> dict[str, Tensor]:
-        return {layout.name: _full(param.detach()) for layout, param in self._params.items()}
-
-    def gradients(self) -> dict[str, Tensor]:
-        trainable = {layout.name: param for layout, param in self._params.items() if layout.trainable}
-        grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trainable.items()}
-        return {name: _full(grad) for name, grad in grads.items()}
 
     @staticmethod
     def join_stages(
@@ -223,11 +181,6 @@ def rows_of(param: Tensor, rows: int) -> tuple[int, int]:
     mesh = param.device_mesh  # its last dim shards
     index, share = mesh.get_local_rank(mesh.ndim - 1), -(-rows // mesh.size(mesh.ndim - 1))
     return min(index * share, rows), min((index + 1) * share, rows)
-
-
-def _full(tensor: Tensor) -> Tensor:
-    assert isinstance(tensor, DTensor)
-    return tensor.full_tensor()
 
 
 class ShardedLayer(NamedTuple):

@@ -1,15 +1,16 @@
-"""The tensors that the optimizer owns, and what every group of parameters can do."""
+"""The tensors that the optimizer updates, and the groups of parameters that they belong to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from .state_places import Offloaded
-from .world import Layout, World
+from .world import Layout, LoadedProgram, World
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,53 +38,66 @@ class Master:
         return self.holder.grad
 
 
-class ParameterGroup(Protocol):
-    """Parameters of one layer of a stage that are kept alike; ``frozen`` are masters of those that are not trained.
+class ParameterGroup:
+    """Parameters of one layer of a stage that are stored together.
 
-    ``FlatGroup`` (``parameters``) is the usual one; ``LocalGroup`` and ``ShardedGroup`` (``fsdp``) are others.
+    This class keeps parameters whose gradients no other rank and no other stage adds to, in the dtype of their masters: the masters are the
+    parameters themselves, and autograd accumulates their gradients over microbatches, as it does on one device. ``FlatGroup``
+    (``parameters``) and ``ShardedGroup`` (``fsdp``) keep the others.
+
+    ``masters`` are what the optimizer updates, ``frozen`` those of parameters that are not trained. ``adders`` has, by the identity of each
+    trainable parameter that the stage reads, the function that adds a microbatch's gradient which autograd does not compute.
     """
 
-    layouts: tuple[Layout, ...]
-    masters: list[Master]
-    frozen: list[Master]
+    def __init__(self, stage: nn.Module, layouts: Sequence[Layout], world: World, program: LoadedProgram) -> None:
+        self.layouts, self.shared = tuple(layouts), layouts[0].shared  # the key of tied copies in several stages
+        self._stage, self._world = stage, world
+        self.masters: list[Master] = []
+        self.frozen: list[Master] = []
+        self.adders: dict[int, Callable[[Tensor], None]] = {}
+        self._allocate(program)
 
-    @property
-    def shared(self) -> str | None:
-        """The key of tied copies in several stages."""
-
-    def load(self, source: Callable[[Layout], Tensor]) -> None:
-        """Set the parameters to this rank's slices of the originals from ``source``."""
+    def _allocate(self, program: LoadedProgram) -> None:
+        """Give the parameters memory, zeros, and make their masters."""
+        for layout in self.layouts:
+            dtype = program.dtypes(layout)[0]
+            values = torch.zeros(self._stage.get_parameter(layout.name).shape, dtype=dtype, device=self._world.device)
+            param = nn.Parameter(values, layout.trainable)
+            set_parameter(self._stage, layout.name, param)
+            mine = self.masters if layout.trainable else self.frozen
+            mine.append(Master(layout, param, alike(layout, (), self._world)))
+            self.adders[id(param)] = functools.partial(_add, param)
 
     def zero_grad(self) -> None:
-        """Before a step: forget the last one's gradients."""
-
-    def finish_reduction(self) -> None:
-        """After a step: give the masters their gradients."""
-
-    def own_gradients(self) -> list[Tensor]:
-        """The gradients that this rank's masters read, after the reduction."""
-
-    def adders(self) -> Mapping[int, Callable[[Tensor], None]]:
-        """By the identity of each trainable parameter that the stage reads: the function that adds a microbatch's gradient, for gradients
-        that autograd does not compute."""
+        """Forget the gradients of the last step, before another one."""
+        for master in self.masters:
+            master.holder.grad = None
 
     def finish_adding(self) -> None:
         """Wait for what the adders have started."""
 
-    def average(self) -> None:
-        """Average the masters of replicas that train apart."""
+    def finish_reduction(self) -> None:
+        """Give the masters their gradients, after a step's backward passes. A parameter that got none has zeros, and so does padding."""
+        for master in self.masters:
+            param = master.tensor
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+            for dim, start, length in master.layout.beyond(self._world.coordinates):
+                param.grad.narrow(dim, start, length).zero_()
 
-    def upload(self) -> None:
-        """Give the device the values of masters that are offloaded, after anything but an update set them."""
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients of this rank's masters, after the reduction."""
+        return [gradient for master in self.masters if (gradient := master.gradient) is not None]
+
+    def average(self) -> None:
+        """Average the masters of local SGD replicas."""
 
     def publish(self) -> None:
-        """After the optimizer's update: copy the masters into the parameters that the stage reads."""
+        """Copy the masters, which an update has changed, into the parameters that the stage reads."""
 
-    def values(self) -> dict[str, Tensor]:
-        """This rank's whole slice of every parameter, by its name in the stage."""
 
-    def gradients(self) -> dict[str, Tensor]:
-        """This rank's whole slice of every trainable parameter's gradient, by its name in the stage."""
+def _add(param: nn.Parameter, gradient: Tensor) -> None:
+    param.grad = gradient if param.grad is None else param.grad.add_(gradient)
 
 
 def alike(layout: Layout, zero_axes: Sequence[str], world: World) -> tuple[str, ...]:

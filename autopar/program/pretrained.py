@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,15 +14,16 @@ from torch import Tensor
 from . import weights
 from .agree import same_values
 from .boxes import Piece, divided
-from .checkpoint import SavedTraining, buffers, on_every_rank, parameters
+from .checkpoint import on_every_rank
 from .checkpoint_files import PARTIAL, CheckpointError, begin, discard, final_of, sync
+from .model_tensors import TrainingTensors
 from .state import torn, wrong_names
 from .weights import Stored, Weights
 
 _HINT = "give weights of the model that was compiled"
 
 
-def load(training: SavedTraining, path: str | os.PathLike[str]) -> None:
+def load(training: TrainingTensors, path: str | os.PathLike[str]) -> None:
     """Set parameters and buffers from a file or folder of weights; optimizer state stays. All ranks call this.
 
     All that can be checked is checked on every rank before any rank changes a value: names and shapes, that tied parameters have one value,
@@ -55,15 +56,13 @@ def load(training: SavedTraining, path: str | os.PathLike[str]) -> None:
         except ValueError as error:
             raise CheckpointError(str(error), "all machines read one shared folder, or equal copies") from error
         on_every_rank(copy, source, writing=False, replaces=True)
-    for group in training.groups:
-        group.upload()
-        group.publish()
+    training.spread()
 
 
-def _named(training: SavedTraining, files: Weights) -> Iterator[tuple[Piece, Sequence[str]]]:
+def _named(training: TrainingTensors, files: Weights) -> Iterator[tuple[Piece, Sequence[str]]]:
     """This rank's pieces, with the names under which the files have the tensor; a buffer that is in no state dict may be missing."""
     names = {layout.original: (layout.original, *layout.tied) for layout in training.program.layouts}
-    for piece in (*parameters(training, every_copy=True), *buffers(training, every_copy=True)):
+    for piece in training.all_pieces():
         own = piece.path[1]
         if found := [name for name in names.get(own, (own,)) if name in files.tensors]:
             yield piece, found
@@ -75,7 +74,7 @@ def _read(files: Weights, name: str, part: Piece) -> Tensor:
     return values
 
 
-def save(training: SavedTraining, folder: str | os.PathLike[str], file_bytes: int) -> None:
+def save(training: TrainingTensors, folder: str | os.PathLike[str], file_bytes: int) -> None:
     """Write the folder of weights, in the model's own dtypes; all ranks call this.
 
     The folder must not exist; it gets its name once all files are on the disk. Raises ``CheckpointError`` on every rank, and leaves nothing
@@ -113,7 +112,11 @@ def save(training: SavedTraining, folder: str | os.PathLike[str], file_bytes: in
 
     try:
         on_every_rank(prepare, partial, writing=True)
-        on_every_rank(lambda: weights.write(_counted(training, places)), partial, writing=True)
+        on_every_rank(
+            lambda: weights.write((places[piece.path[1]], piece) for piece in training.pieces_once()),
+            partial,
+            writing=True,
+        )
         on_every_rank(end, partial, writing=True)
     except CheckpointError:
         for path in begun:
@@ -121,16 +124,8 @@ def save(training: SavedTraining, folder: str | os.PathLike[str], file_bytes: in
         raise
 
 
-def _tensors(training: SavedTraining) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def _tensors(training: TrainingTensors) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """The dtypes and shapes of the parameters and of the buffers of the state dict that are written."""
     found = {layout.original: (layout.dtype, layout.original_shape) for layout in training.program.layouts}
     written = [record for record in training.program.buffers if record.written and record.persistent]
     return found | {record.original: (record.dtype, record.shape) for record in written}
-
-
-def _counted(training: SavedTraining, places: Mapping[str, Stored]) -> Iterator[tuple[Stored, Piece]]:
-    """This rank's pieces with their places; of pieces that several ranks have, those of the first one."""
-    options = {"every_copy": False, "every_rank": False}
-    for piece in (*parameters(training, **options), *buffers(training, **options)):
-        if piece.path[0] == "model":
-            yield places[piece.path[1]], piece

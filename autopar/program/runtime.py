@@ -28,16 +28,14 @@ from . import checkpoint, optimizers, pretrained, weights
 from .agree import same_options, same_state
 from .checkpoint import claim, has_checkpoint
 from .checkpoint_files import CheckpointError
-from .collectives import all_gather
 from .finite import NonFiniteLossError, first_non_finite
 from .loader import Loader, Order, Synthetic, Tensors
-from .masters import ParameterGroup
-from .parameters import build_stages, grouping
-from .reductions import Reductions
+from .model_tensors import TrainingTensors, given
+from .parameters import build_stages
+from .reductions import Publications, Reductions
 from .share import Batch, DataError
 from .state import initial, read_state, wrong_state
 from .tracing import traced
-from .values import draw, given
 from .world import Layout, LoadedProgram, World, load, start
 
 T = TypeVar("T")
@@ -120,17 +118,17 @@ class Trainer:
         self.stages, self._by_stage, self._buffers = build_stages(program, world)
         self._groups = [group for groups in self._by_stage.values() for group in groups]
         self._reductions = Reductions(program, self._by_stage)
-        spec = program.spec
-        self._publications = spec.publications and spec.publications(program, self.stages, self._by_stage)
+        self._publications = Publications(program, self.stages, self._by_stage)
         self._updates: optimizers.Updates | None = None
         if isinstance(state, str | os.PathLike) and weights.is_weights(Path(state)):
             self.load_weights(state)
         elif state is not None:
             self.load_state_dict(read_state(state) if isinstance(state, str | os.PathLike) else state)
         elif values is not None:
-            self._load(values)
+            self._tensors().fill(values)
         elif resume is None:
-            draw(self._training(), seed)
+            self._tensors().draw(seed)
+        spec = program.spec
         self.loss_scale = spec.loss_scale and spec.loss_scale(world.device)
         scaled = self.loss_scale and self.loss_scale.scaled
         self._schedule = spec.schedule(program, world, self.stages, self._by_stage, self._reductions, scaled=scaled)
@@ -293,19 +291,14 @@ class Trainer:
             for group in self._groups:
                 group.average()
             self._updates.read_masters()
-        if self._publications is not None:
-            self._publications.start()
-        else:
-            for group in self._groups:
-                group.publish()
+        self._publications.start()
         if self._buffers is not None:
             self._buffers.write()
 
     def finish_update(self) -> None:
         """Wait until the stages' parameters have the values of the last update. Whatever reads them outside of a step calls this first;
         methods of this class do."""
-        if self._publications is not None:
-            self._publications.finish()
+        self._publications.finish()
 
     def forward_backward(self, batch: Batch) -> float:
         """Return the global batch's loss; leave its gradients, summed over ranks, microbatches and tied copies."""
@@ -322,7 +315,7 @@ class Trainer:
         loss = self._schedule.own_sum(losses)
         self._reductions.finish()
         if self.loss_scale is not None:
-            self.loss_scale.unscale(gradient for group in self._groups for gradient in group.own_gradients())
+            self.loss_scale.unscale(gradient for group in self._groups for gradient in group.gradients())
         return loss
 
     def evaluate(self, batch: Batch) -> float:
@@ -362,19 +355,12 @@ class Trainer:
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients of trainable parameters, whole, by original name, on the CPU of rank 0; nothing on other ranks."""
-        return dict(self._collect(lambda group: group.gradients(), lambda layout: layout.trainable))
+        return self._tensors().gradients()
 
     def state_dict(self) -> dict[str, Tensor]:
         """The parameters and written buffers, whole, by original name (under every name of a tied one), on the CPU of rank 0; nothing
         elsewhere."""
-        self.finish_update()
-        state = dict(self._collect(lambda group: group.values(), lambda layout: True))
-        for layout in self.program.layouts:
-            if layout.original in state:
-                state.update(dict.fromkeys(layout.tied, state[layout.original]))
-        if self._buffers is not None:
-            state.update(self._buffers.values())
-        return state
+        return self._tensors().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Set parameters and buffers from a state dict of the user's model, given on every rank. Optimizer state stays.
@@ -386,7 +372,9 @@ class Trainer:
         layouts, buffers = self.program.layouts, self.program.buffers
         names = {name for layout in layouts for name in (layout.original, *layout.tied)}
         same_state(state, sorted(names | {record.original for record in buffers}), self.world.device)
-        self._load(given(state))
+        self._tensors().fill(given(state))
+        if self._updates is not None:
+            self._updates.read_masters()
         if self._buffers is not None:
             self._buffers.load(state)
         self._half_read = False
@@ -409,9 +397,9 @@ class Trainer:
             "data": self.positions,
         }
         if wait:
-            return checkpoint.save(self._training(), folder, counters, keep)
+            return checkpoint.save(self._tensors(), folder, counters, keep)
         self._background = self._background or checkpoint.Background(self.world.timeout_s)
-        return self._background.save(self._training(), folder, counters, keep)
+        return self._background.save(self._tensors(), folder, counters, keep)
 
     def finish_saving(self) -> None:
         """Wait for a checkpoint that a thread writes. Raises ``CheckpointError`` on every rank if it could not be written."""
@@ -425,7 +413,7 @@ class Trainer:
         """
         self.finish_saving()
         with self._replacing():
-            counters = checkpoint.load(self._training(), folder)
+            counters = checkpoint.load(self._tensors(), folder)
         self.steps, self.rows, self._seed = counters["steps"], counters["rows"], counters["seed"]
         self.positions = {key: (epoch, row) for key, (epoch, row) in counters["data"].items()}
         self._from_checkpoint = tuple(self.positions)
@@ -439,7 +427,7 @@ class Trainer:
         Every rank writes its own parts. Raises ``CheckpointError`` on every rank.
         """
         self._check_whole()
-        pretrained.save(self._training(), folder, file_bytes)
+        pretrained.save(self._tensors(), folder, file_bytes)
 
     def load_weights(self, path: str | os.PathLike[str]) -> None:
         """Set parameters and buffers from a safetensors file, or a folder of them; every rank reads its own parts. Optimizer state stays.
@@ -447,7 +435,7 @@ class Trainer:
         Raises ``CheckpointError`` on every rank, with the names that are missing, unknown or of other shapes.
         """
         with self._replacing():
-            pretrained.load(self._training(), path)
+            pretrained.load(self._tensors(), path)
         if self._updates is not None:
             self._updates.read_masters()
 
@@ -468,61 +456,10 @@ class Trainer:
                 "load a whole checkpoint, or whole weights",
             )
 
-    def _training(self) -> checkpoint.SavedTraining:
+    def _tensors(self) -> TrainingTensors:
         """The tensors that are saved and loaded."""
         self.finish_update()
-        return checkpoint.SavedTraining(self.program, self.world, self._groups, self._buffers, self._updates)
-
-    def _load(self, source: Callable[[Layout], Tensor]) -> None:
-        self.finish_update()
-        for group in self._groups:
-            group.load(source)
-        if self._updates is not None:
-            self._updates.read_masters()
-
-    @torch.no_grad()
-    def _collect(
-        self, of: Callable[[ParameterGroup], dict[str, Tensor]], wanted: Callable[[Layout], bool]
-    ) -> Iterator[tuple[str, Tensor]]:
-        """The user's parameters, assembled from all stages' slices, one group at a time, on rank 0."""
-        fused: dict[str, Tensor] = {}
-        for stage in range(len(self.program.spec.stages)):
-            for index, layouts in enumerate(grouping(self.program, stage)):
-                layouts = tuple(layout for layout in layouts if wanted(layout) and self.program.is_first_copy(layout))
-                if not layouts:
-                    continue
-                local = of(self._by_stage[stage][index]) if stage in self._by_stage else {}
-                for layout in layouts:
-                    whole = self._whole(layout, local.get(layout.name))
-                    if whole is not None and layout.part is None:
-                        yield layout.original, whole
-                    elif whole is not None and layout.part is not None:
-                        if layout.original not in fused:
-                            fused[layout.original] = whole.new_empty(layout.original_shape)
-                        fused[layout.original].narrow(*layout.part).copy_(whole)
-        yield from fused.items()
-
-    def _whole(self, layout: Layout, local: Tensor | None) -> Tensor | None:
-        """One parameter on rank 0: its slices joined over the axes of its stage, then sent there."""
-        sender = self.world.first_of(layout.stage)
-        dtype = self.program.dtypes(layout)[0]
-        if local is not None:
-            for axis, dim in reversed(layout.sharded):
-                group, size = self.world.mesh.get_group(axis), self.world.coordinates[axis][1]
-                flat = local.new_empty(size * local.numel())
-                all_gather(flat, local.contiguous().view(-1), group=group)
-                local = torch.cat(list(flat.view(size, *local.shape).unbind()), dim)
-            for dim, size in enumerate(layout.shape):
-                local = local.narrow(dim, 0, size)
-            local = local.to(dtype)
-        rank = dist.get_rank()
-        if sender != 0 and rank == sender:
-            assert local is not None
-            dist.send(local.contiguous(), 0)
-        elif sender != 0 and rank == 0:
-            local = torch.empty(layout.shape, dtype=dtype, device=self.world.device)
-            dist.recv(local, sender)
-        return local.to("cpu", copy=True) if local is not None and rank == 0 else None
+        return TrainingTensors(self.program, self.world, self._groups, self._buffers, self._updates)
 
 
 def in_training_alone(program: LoadedProgram) -> str:

@@ -91,9 +91,7 @@ class ProgramSpec:
     prelude: Prelude | None = None
     ignored: Mapping[str, int] = field(default_factory=dict)  # labels of rows that the loss leaves out
     flattened: tuple[tuple[str, ...], ...] = ()  # axes that one collective runs over, outermost first
-    local: Any = None  # keeps parameters of which no other rank has a part
     fsdp: Any = None  # keeps parameters under ZeRO 2 and 3
-    publications: Any = None  # sends updated parameters under the next forward pass (ZeRO 1, parameter server)
     whole_tensors: Any = None  # whole parameters for optimizers that look at more than single elements
     loss_scale: Any = None  # scales the loss in float16
     buffers: Any = None  # writes the buffers that the forward pass computes

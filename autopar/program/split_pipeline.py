@@ -22,7 +22,7 @@ class SplitStage(TracedStage):
 
     def __init__(self, place: Place, *, groups: Sequence[ParameterGroup], **options: Any) -> None:
         super().__init__(*place, **options, dw_builder=self._second_part)
-        self._adders, self._groups = [group.adders() for group in groups], groups
+        self._adders, self._groups = [group.adders for group in groups], groups
         self._products: list[Product] = []
 
     def backward_one_chunk(

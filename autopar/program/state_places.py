@@ -277,14 +277,6 @@ def upload(masters: Sequence[Master]) -> None:
             master.offloaded.values.copy_(master.tensor)
 
 
-@torch.no_grad()
-def download(masters: Sequence[Master]) -> None:
-    """After the device's values were set: give them to the masters, which are of the same dtype."""
-    for master in masters:
-        if master.offloaded is not None:
-            master.tensor.copy_(master.offloaded.values)
-
-
 def _chunks(masters: Sequence[Master]) -> Iterator[list[Master]]:
     chunk: list[Master] = []
     size = 0

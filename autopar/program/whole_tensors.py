@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .boxes import Box, pieces
+from .boxes import Box, part_of, pieces
+from .collectives import exchange
 from .masters import Master
 from .state_places import DEVICE, upload
 from .world import Layout, LoadedProgram, World
@@ -116,8 +117,9 @@ class WholeTensors:
         """After an update: write the new values into the pieces on all ranks. The owners' gradients are freed."""
         for dtype, held, owned in self._rounds:
             boxes = self._boxes_of(held, _value)
-            sent = [(t.holder, _in(self._owned[t.key].tensor.detach(), t.box)) for t in owned]
-            _exchange(sent, [(t.owner, boxes[t.index][t.number]) for t in held], dtype, self._world)
+            sent = [(t.holder, part_of(self._owned[t.key].tensor.detach(), t.box)) for t in owned]
+            received = [(t.owner, boxes[t.index][t.number]) for t in held]
+            exchange(sent, received, dtype, self._world.device)
         for master in self._owned.values():
             master.tensor.grad = None
         upload(self._held)
@@ -131,9 +133,9 @@ class WholeTensors:
             for transfer in owned:
                 whole = values(self._owned[transfer.key])
                 assert whole is not None
-                received.append((transfer.holder, _in(whole, transfer.box)))
+                received.append((transfer.holder, part_of(whole, transfer.box)))
             sent = [(t.owner, boxes[t.index][t.number]) for t in held]
-            _exchange(sent, received, dtype, self._world)
+            exchange(sent, received, dtype, self._world.device)
 
     def _boxes_of(self, transfers: Sequence[_Transfer], values: Values) -> dict[int, list[Tensor]]:
         """Views of this rank's boxes, by the index of the master."""
@@ -154,12 +156,6 @@ def _boxes(master: Master, values: Tensor, world: World) -> Iterator[tuple[Box, 
     window = master.layout.window(world.coordinates)
     for piece in pieces((), master.layout, window, values, master.first):
         yield piece.box, piece.values
-
-
-def _in(tensor: Tensor, box: Box) -> Tensor:
-    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-        tensor = tensor.narrow(dim, offset, size)
-    return tensor
 
 
 def _cut(held: Sequence[Master], names: Sequence[_Name], world: World) -> set[_Name]:
@@ -236,27 +232,3 @@ def _told(held: Sequence[_Transfer], numbers: Mapping[_Key, int], world: World) 
             offsets, extents = (tuple(itertools.islice(values, dims)) for _ in range(2))
             owned.append(_Transfer(keys[number], holder, dist.get_rank(), Box(offsets, extents), bool(counted)))
     return owned
-
-
-def _exchange(
-    sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]], dtype: torch.dtype, world: World
-) -> None:
-    """Send each tensor of ``sent`` to its rank, and fill those of ``received`` from theirs, in the lists' order; all ranks call this."""
-    flat, sizes = [], []
-    for own in (sent, received):
-        flat.append([tensor for _, tensor in sorted(own, key=lambda item: item[0])])
-        count: Counter[int] = Counter()
-        for rank, tensor in own:
-            count[rank] += tensor.numel()
-        sizes.append([count[rank] for rank in range(dist.get_world_size())])
-    outgoing = torch.empty(sum(sizes[0]), dtype=dtype, device=world.device)
-    incoming = torch.empty(sum(sizes[1]), dtype=dtype, device=world.device)
-    at = 0
-    for tensor in flat[0]:
-        outgoing[at : at + tensor.numel()].view(tensor.shape).copy_(tensor)
-        at += tensor.numel()
-    dist.all_to_all_single(incoming, outgoing, sizes[1], sizes[0])
-    at = 0
-    for tensor in flat[1]:
-        tensor.copy_(incoming[at : at + tensor.numel()].view(tensor.shape))
-        at += tensor.numel()

@@ -87,24 +87,6 @@ class Layout:
             shared=record["shared"],
         )
 
-    def slice(self, full: Tensor, coordinates: Mapping[str, tuple[int, int]]) -> Tensor:
-        """This rank's slice of the original; ``coordinates`` gives the rank's index on each axis, and the axis's size."""
-        if tuple(full.shape) != self.original_shape:
-            raise ValueError(f"{self.original} has shape {tuple(full.shape)}, the program {self.original_shape}")
-        local = full if self.part is None else full.narrow(*self.part)
-        for dim, (start, extent) in enumerate(self.window(coordinates)):
-            stop = min(start + extent, self.shape[dim])
-            if stop - start == extent:
-                local = local.narrow(dim, start, extent)
-                continue
-            size = list(local.shape)
-            size[dim] = extent
-            filled = local.new_zeros(size)
-            if stop > start:
-                filled.narrow(dim, 0, stop - start).copy_(local.narrow(dim, start, stop - start))
-            local = filled
-        return local
-
     def window(self, coordinates: Mapping[str, tuple[int, int]]) -> list[tuple[int, int]]:
         """For every dim, where this rank's slice begins in the padded whole, and its extent."""
         window = [(0, size) for size in self.padded]
@@ -349,10 +331,6 @@ class World:
     def pipeline(self) -> int:
         """The number of pipeline ranks."""
         return max(self.placed) + 1
-
-    def first_of(self, stage: int) -> int:
-        """The first rank of those that run a stage."""
-        return int(self.mesh.mesh[self.placed[stage]].flatten()[0])
 
     @contextmanager
     def in_mesh(self) -> Iterator[None]:

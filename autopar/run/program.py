@@ -74,7 +74,7 @@ class Program:
             folder's ``initial.safetensors``.
         optimizer, scheduler, lr, max_norm, seed: the recipe. If all of them are left out, it is that of the folder's ``train.py``, which is
             AdamW with 3e-4 and seed 0 unless the program was compiled with another one, or edited. A folder with a recipe refuses another.
-        draw_init: where neither exists, draw values from ``seed`` (``autopar.program.values.draw``).
+        draw_init: where neither exists, draw values from ``seed`` (``autopar.program.model_tensors``).
         optimizer: makes an optimizer of the list of the model's parameters, or of pairs with their names where its argument is called
             ``named_parameters``; AdamW with ``lr`` if it alone is left out. It may make a list of optimizers, each with parameters of its
             own. It is called with stand-ins of the same shapes and without values. A class of your own says with ``per_tensor = True``

@@ -54,7 +54,7 @@ def test_pieces_are_boxes_of_the_original_without_padding() -> None:
     )
     original = torch.arange(60).view(12, 5)
     window = layout.window({"tensor": (1, 2)})
-    local = layout.slice(original, {"tensor": (1, 2)})
+    local = torch.nn.functional.pad(original[4:8], (0, 1))[:, 3:]
     found = list(pieces(("model", "qkv"), layout, window, local.flatten()[2:11], first=2))
     assert [piece.box for piece in found] == [Box((5, 3), (2, 2)), Box((7, 3), (1, 2))]
     for piece in found:
@@ -138,7 +138,7 @@ FAULTS: dict[str, tuple[str, tuple[str, str], Fault]] = {
         "mlp", ("one device", "data 2, zero 1"), ("checkpoint.py", r"restored\[0\]\.install\(\)", "pass"),
     ),
     "masters are not published": (
-        "mlp", ("one device", "data 2, zero 1"), ("checkpoint.py", r"group\.publish\(\)", "pass"),
+        "mlp", ("one device", "data 2, zero 1"), ("model_tensors.py", r"group\.publish\(\)", "pass"),
     ),
     "pieces begin where slices begin": (
         "mlp", ("data 2, zero 1", "one device"), ("parameters.py", r"same, low - slot\.start\)", "same, 0)"),
@@ -165,8 +165,8 @@ def test_a_fault_is_caught(name: str, request: pytest.FixtureRequest, tmp_path: 
         errors = chain(
             model, plans, "adamw", lambda count: request.getfixturevalue(f"workers{count}"), tmp_path, [fault]
         )
-    except LaunchError as error:
-        assert "CheckpointError: " in error.message
+    except LaunchError as error:  # a save refuses what is no whole tensor, a start what is no part of one
+        assert "CheckpointError: " in error.message or "exceeds dimension size" in error.message
         return
     assert max(errors.values()) > 1e-6
 

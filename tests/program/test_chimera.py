@@ -12,6 +12,7 @@ from pipelines import emitted, is_right
 from test_overlap import Blocks
 from test_run_pipeline import Skip
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from workers import WorkerPool
 
 from autopar.program.chimera import REDUCE, RankStep, with_transfers
@@ -63,11 +64,11 @@ def trained(folder: str, state: dict[str, Tensor], batch: dict[str, Tensor], max
         opened = runtime.load(folder)
         trainer = runtime.Trainer(opened, runtime.start(opened, device="cpu"), state=state, max_norm=max_norm)
         losses = [trainer.step(batch) for _ in range(3)]
+        trainer.finish_update()
         own = {
-            (group.layouts[0].stage, name): value
-            for groups in trainer._by_stage.values()
-            for group in groups
-            for name, value in group.values().items()
+            (stage, name): value.full_tensor() if isinstance(value, DTensor) else value.detach()
+            for stage, module in trainer.stages.items()
+            for name, value in module.named_parameters()
         }
         saved = trainer.state_dict()
         trainer.forward_backward(batch)

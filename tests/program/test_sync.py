@@ -358,7 +358,7 @@ def test_masters_of_replicas_are_averaged_in_32_bits(workers2: WorkerPool, tmp_p
 APART_FAULTS: dict[str, Fault] = {
     "replicas are not averaged": ("runtime.py", r"group\.average\(\)", "pass"),
     "averaged in every step": ("runtime.py", r"if apart and .*:", "if apart:"),
-    "the sum, not the mean": ("parameters.py", r"return tensor\.div_\(.*\)", "return tensor"),
+    "the sum, not the mean": ("parameters.py", r"own\.div_\(dist\.get_world_size\(self\._replicas\)\)", "own"),
     "a replica's own term of the loss": ("parameters.py", r"self\._grads \*= dist\.get_world_size\(self\._replicas\)", "pass"),
     "clipped by all replicas' norm": ("runtime.py", r"squares, group=self\.world\.replica", "squares"),
     "gradients are summed over the replicas": (

@@ -16,8 +16,8 @@ from workers import WorkerPool
 import autopar
 from autopar.cli import main
 from autopar.errors import UsageError
+from autopar.program.model_tensors import normal
 from autopar.program.state import NO_VALUES, initial, wrong_state
-from autopar.program.values import normal
 from autopar.program.weights import Weights, write_file
 from autopar.run import Program
 from autopar.run.folder import import_runtime, program_modules
