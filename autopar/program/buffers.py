@@ -94,13 +94,6 @@ class StageBuffers:
         """The buffers of this rank's stages, with their records."""
         return [(record, self._stages[record.stage].get_buffer(record.name)) for record in self._own]
 
-    @torch.no_grad()
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Set the buffers that a state dict of the user's model contains."""
-        for record, tensor in self.own():
-            if record.original in state:
-                tensor.copy_(state[record.original])
-
 
 def _initial(record: BufferRecord, constants: Mapping[str, Tensor]) -> Tensor:
     """The buffer's value when the model was captured; for a model on meta, ones for running variances and zeros for other buffers."""

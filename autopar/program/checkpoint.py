@@ -284,7 +284,6 @@ def load(training: TrainingTensors, folder: str | os.PathLike[str]) -> Mapping[s
     on_every_rank(lambda: read_values(reads[0], opened[0]), path, writing=False, replaces=True)
     restored[0].install()
     schedulers.restore(updates.scheduler, opened[0].facts.get("scheduler"))
-    updates.read_masters()
     training.spread()
     return opened[0].facts
 

@@ -87,8 +87,8 @@ class TrainingTensors:
         return index, count
 
     @torch.no_grad()
-    def fill(self, source: Callable[[Layout], Tensor]) -> None:
-        """Set the parameters from the originals that ``source`` returns. All ranks call this."""
+    def fill(self, source: Callable[[Layout], Tensor], buffers: Mapping[str, Tensor] | None = None) -> None:
+        """Set the parameters from the originals that ``source`` returns, and buffers from ``buffers``, by name; then ``spread``."""
         last, full = None, torch.empty(0)
         for layout, piece in self.parameters():
             if layout is not last:
@@ -98,11 +98,13 @@ class TrainingTensors:
                         f"{layout.original} has shape {tuple(full.shape)}, the program {layout.original_shape}"
                     )
             piece.values.copy_(part_of(full, piece.box))
-        self.spread()
+        for piece in self.written(copies=True) if buffers else ():
+            if buffers is not None and piece.path[1] in buffers:
+                piece.values.copy_(buffers[piece.path[1]])
 
     @torch.no_grad()
     def draw(self, seed: int) -> None:
-        """Draw this rank's parts of all parameters. All ranks call this.
+        """Draw this rank's parts of all parameters; then ``spread``.
 
         Matrices are normal with standard deviation 0.02, vectors named ``...weight`` are ones (a norm's scale), other vectors zeros. A
         number depends on the seed, the parameter's original name and the element's place in it, not on the plan, and a rank draws no
@@ -113,13 +115,14 @@ class TrainingTensors:
                 piece.values.fill_(float(piece.name.endswith("weight")))
             else:
                 _fill(piece, seed)
-        self.spread()
 
     def spread(self) -> None:
         """Copy the masters into the parameters that the stages read, after anything but an update has set them. All ranks call this."""
         for group in self.groups:
             upload(group.masters)
             group.publish()
+        if self.updates is not None:
+            self.updates.read_masters()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the parameters, under every name of a tied one, and the written buffers: whole, on the CPU of rank 0; nothing elsewhere.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -12,66 +11,39 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import weights
-from .agree import same_values
-from .boxes import Piece, divided
+from .agree import digest, same_values
 from .checkpoint import on_every_rank
 from .checkpoint_files import PARTIAL, CheckpointError, begin, discard, final_of, sync
-from .model_tensors import TrainingTensors
-from .state import torn, wrong_names
-from .weights import Stored, Weights
+from .model_tensors import TrainingTensors, given
+from .state import wrong_state
+from .weights import Stored, mapped
 
-_HINT = "give weights of the model that was compiled"
+_SAMPLED_BYTES = 2**16  # of each tensor, to learn whether ranks read the same files
 
 
 def load(training: TrainingTensors, path: str | os.PathLike[str]) -> None:
-    """Set parameters and buffers from a file or folder of weights; optimizer state stays. All ranks call this.
+    """Set parameters and buffers from a file or folder of weights; optimizer state stays. All ranks call this, then ``spread``.
 
     All that can be checked is checked on every rank before any rank changes a value: names and shapes, that tied parameters have one value,
     that all ranks have the same files. Raises ``CheckpointError`` on every rank.
     """
-    source = Path(path)
-    own = list[tuple[Piece, Sequence[str]]]()
-    with ExitStack() as stack:
-        opened = list[Weights]()
+    source, opened = Path(path), list[Mapping[str, Tensor]]()
 
-        def check() -> None:
-            files = stack.enter_context(Weights(source))
-            opened.append(files)
-            if wrong := wrong_names(training.program.records, files.tensors):
-                raise CheckpointError(f"{source} has no weights of the model that was compiled: {wrong}", _HINT)
-            own.extend(_named(training, files))
-            for piece, names in own:
-                for part in divided(piece) if len({files.tensors[name] for name in names}) > 1 else ():
-                    if wrong := torn([names], {name: _read(files, name, part) for name in names}):
-                        raise CheckpointError(f"{source}: {wrong}", _HINT)
+    def check() -> None:
+        opened.append(mapped(source))
+        if wrong := wrong_state(training.program.records, opened[0]):
+            raise CheckpointError(
+                f"{source} has no weights of the model that was compiled: {wrong}",
+                "give weights of the model that was compiled",
+            )
 
-        def copy() -> None:
-            for piece, (name, *_) in own:
-                opened[0].read(name, piece.box, piece.values)
-
-        on_every_rank(check, source, writing=False)
-        (files,) = opened
-        try:
-            same_values({name: files.digest(name) for name in sorted(files.tensors)}, training.world.device)
-        except ValueError as error:
-            raise CheckpointError(str(error), "all machines read one shared folder, or equal copies") from error
-        on_every_rank(copy, source, writing=False, replaces=True)
-    training.spread()
-
-
-def _named(training: TrainingTensors, files: Weights) -> Iterator[tuple[Piece, Sequence[str]]]:
-    """This rank's pieces, with the names under which the files have the tensor; a buffer that is in no state dict may be missing."""
-    names = {layout.original: (layout.original, *layout.tied) for layout in training.program.layouts}
-    for piece in training.all_pieces():
-        own = piece.path[1]
-        if found := [name for name in names.get(own, (own,)) if name in files.tensors]:
-            yield piece, found
-
-
-def _read(files: Weights, name: str, part: Piece) -> Tensor:
-    values = torch.empty(part.box.sizes, dtype=files.tensors[name].dtype)
-    files.read(name, part.box, values)
-    return values
+    on_every_rank(check, source, writing=False)
+    (state,) = opened
+    try:
+        same_values({name: digest(state[name], _SAMPLED_BYTES) for name in sorted(state)}, training.world.device)
+    except ValueError as error:
+        raise CheckpointError(str(error), "all machines read one shared folder, or equal copies") from error
+    on_every_rank(lambda: training.fill(given(state), state), source, writing=False, replaces=True)
 
 
 def save(training: TrainingTensors, folder: str | os.PathLike[str], file_bytes: int) -> None:

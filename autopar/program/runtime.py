@@ -125,9 +125,9 @@ class Trainer:
         elif state is not None:
             self.load_state_dict(read_state(state) if isinstance(state, str | os.PathLike) else state)
         elif values is not None:
-            self._tensors().fill(values)
+            self._set(lambda tensors: tensors.fill(values))
         elif resume is None:
-            self._tensors().draw(seed)
+            self._set(lambda tensors: tensors.draw(seed))
         spec = program.spec
         self.loss_scale = spec.loss_scale and spec.loss_scale(world.device)
         scaled = self.loss_scale and self.loss_scale.scaled
@@ -372,11 +372,7 @@ class Trainer:
         layouts, buffers = self.program.layouts, self.program.buffers
         names = {name for layout in layouts for name in (layout.original, *layout.tied)}
         same_state(state, sorted(names | {record.original for record in buffers}), self.world.device)
-        self._tensors().fill(given(state))
-        if self._updates is not None:
-            self._updates.read_masters()
-        if self._buffers is not None:
-            self._buffers.load(state)
+        self._set(lambda tensors: tensors.fill(given(state), state))
         self._half_read = False
 
     def save(self, folder: str | os.PathLike[str], *, keep: int | None = None, wait: bool = True) -> Path:
@@ -435,9 +431,13 @@ class Trainer:
         Raises ``CheckpointError`` on every rank, with the names that are missing, unknown or of other shapes.
         """
         with self._replacing():
-            pretrained.load(self._tensors(), path)
-        if self._updates is not None:
-            self._updates.read_masters()
+            self._set(lambda tensors: pretrained.load(tensors, path))
+
+    def _set(self, change: Callable[[TrainingTensors], None]) -> None:
+        """Let ``change`` set values of this rank's tensors, and the parameters that the stages read follow."""
+        tensors = self._tensors()
+        change(tensors)
+        tensors.spread()
 
     @contextlib.contextmanager
     def _replacing(self) -> Iterator[None]:

@@ -34,11 +34,10 @@ from autopar.program.state import (
     read_state,
     untrained,
     write_initial,
-    wrong_names,
     wrong_state,
 )
 from autopar.program.state_places import PlaceError, folder_of
-from autopar.program.weights import Weights, is_weights, write_file
+from autopar.program.weights import is_weights, mapped, write_file
 from autopar.run import remote
 from autopar.run.data import Data, importable, names_of, sent
 from autopar.run.folder import folder_for_program
@@ -523,12 +522,12 @@ class Program:
             self._untrained |= {name: given[name] for name in names & given.keys()}
             return
         try:
-            with Weights(given) as files:
-                if wrong := wrong_names(self._records, files.tensors):
-                    raise UsageError(f"{given} has no weights of the model that was compiled: {wrong}", "compile anew")
-                self._untrained |= {name: files.whole(name) for name in names & files.tensors.keys()}
+            tensors = mapped(given)
         except (ValueError, OSError) as error:
             raise UsageError(f"{given} cannot be read: {error}", "compile anew, or copy the whole folder") from error
+        if wrong := wrong_state(self._records, tensors):
+            raise UsageError(f"{given} has no weights of the model that was compiled: {wrong}", "compile anew")
+        self._untrained |= {name: tensors[name].clone() for name in names & tensors.keys()}
 
     def _state_file(self, folder: Path) -> str | None:
         """The file of the values to start from, written to ``folder`` if necessary; ``None`` where values are drawn."""
