@@ -50,7 +50,7 @@ def gathered(held: Sequence[Held], program: LoadedProgram, world: World) -> Iter
     """
     by_group: dict[tuple[str, ...], list[Held]] = {axes: [] for axes in _zero_axes(program, world)}
     for each in held:
-        axes = program.copies(each.master.layout)[1]
+        axes = program.placement(each.master.layout).shards
         if axes in by_group and not set(axes) <= set(each.master.alike):
             by_group[axes].append(each)
             continue
@@ -87,11 +87,11 @@ def _zero_axes(program: LoadedProgram, world: World) -> set[tuple[str, ...]]:
     if program.local_steps:
         return set()
     own = {
-        program.copies(layout)[1]
+        placement.shards
         for layout in program.layouts
         if layout.stage in world.stages
-        and program.group(layout)[1]
-        and program.copies(layout)[1] in program.reduced_over(layout)
+        and (placement := program.placement(layout)).zero
+        and placement.shards in program.reduced_over(layout)
     }
     return {axes for axes in own if math.prod(world.coordinates[axis][1] for axis in axes) > 1}
 

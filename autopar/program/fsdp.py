@@ -32,25 +32,24 @@ class ShardedGroup(ParameterGroup):
 
     def _allocate(self, program: LoadedProgram) -> None:
         stage, layouts, world = self._stage, self.layouts, self._world
-        child, zero, _ = program.group(layouts[0])
-        copies, shards = program.copies(layouts[0])
+        placement = program.placement(layouts[0])
+        child, shards, wide, compute = placement.layer, placement.shards, placement.wide, placement.compute
         self._shards = shards
         self.reduce_scatter = HeldReduceScatter()  # until ``join_stages`` gives all groups of the rank the same
-        copies = tuple(axis for axis in copies if axis != MIRROR)  # summed once a step: ``start_copies``
+        copies = tuple(axis for axis in placement.copies if axis != MIRROR)  # summed once a step: ``start_copies``
         self._mirror = world.group((MIRROR,)) if program.directions == 2 else None
         self._sums: list[dist.Work | None] = []  # over the copies of the stage, while they run
-        wide, compute = program.dtypes(layouts[0])
         module = stage.get_submodule(child)
         ignored = {param for param in module.parameters() if not param.is_meta}  # these belong to a flat group
         for layout in layouts:
             shape = stage.get_parameter(layout.name).shape
-            values = torch.empty(shape, dtype=program.dtypes(layout)[0], device="meta")
+            values = torch.empty(shape, dtype=program.placement(layout).wide, device="meta")
             set_parameter(stage, layout.name, nn.Parameter(values, layout.trainable))
         self.mesh = world.data_mesh(copies, shards)
         fully_shard(
             module,
             mesh=self.mesh,
-            reshard_after_forward=zero == 3,
+            reshard_after_forward=placement.zero == 3,
             mp_policy=MixedPrecisionPolicy(compute, wide, None, False) if wide != compute else MixedPrecisionPolicy(),
             ignored_params=ignored,
         )
@@ -71,7 +70,7 @@ class ShardedGroup(ParameterGroup):
         self._params = {layout: stage.get_parameter(layout.name) for layout in layouts}
         for layout, param in self._params.items():
             first = rows_of(param, param.shape[0])[0] * param.shape[1:].numel()
-            place = program.place(layout) if layout.trainable else DEVICE
+            place = placement.place if layout.trainable else DEVICE
             if place != DEVICE:
                 self._add_offloaded(layout, param, place, first)
                 continue

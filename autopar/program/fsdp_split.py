@@ -104,9 +104,9 @@ class SplitShardedGroup(ShardedGroup):
 
     def _allocate(self, program: LoadedProgram) -> None:
         super()._allocate(program)
-        copies, shards = program.copies(self.layouts[0])
-        wide, group = program.dtypes(self.layouts[0])[0], self._world.group
-        self._late = LateGradients(group(shards), group(copies) if copies else None, wide, self.reduces_once)
+        own, group = program.placement(self.layouts[0]), self._world.group
+        copies = group(own.copies) if own.copies else None
+        self._late = LateGradients(group(own.shards), copies, own.wide, self.reduces_once)
         self.module.register_forward_pre_hook(self._gathered)
 
     @staticmethod

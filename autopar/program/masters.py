@@ -60,7 +60,7 @@ class ParameterGroup:
     def _allocate(self, program: LoadedProgram) -> None:
         """Give the parameters memory, zeros, and make their masters."""
         for layout in self.layouts:
-            dtype = program.dtypes(layout)[0]
+            dtype = program.placement(layout).wide
             values = torch.zeros(self._stage.get_parameter(layout.name).shape, dtype=dtype, device=self._world.device)
             param = nn.Parameter(values, layout.trainable)
             set_parameter(self._stage, layout.name, param)

@@ -144,7 +144,7 @@ class TrainingTensors:
         found: dict[str, Tensor] = {}
         averaged: set[str] = set()
         if dist.get_rank() == 0:
-            shapes = {x.original: (x.original_shape, self.program.dtypes(x)[0]) for x in layouts}
+            shapes = {x.original: (x.original_shape, self.program.placement(x).wide) for x in layouts}
             found = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
             averaged = {layout.original for layout in layouts if layout.trainable and self.replica()[1] > 1}
         for piece in gathered(own, self.world):

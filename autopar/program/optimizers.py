@@ -277,7 +277,7 @@ def class_name(made: torch.optim.Optimizer) -> str:
 def _stand_ins(program: LoadedProgram) -> dict[str, nn.Parameter]:
     """The user's parameters, on meta, by name, in the model's order."""
     found: dict[str, nn.Parameter] = {}
-    dtypes = {layout.original: program.dtypes(layout)[0] for layout in program.layouts}
+    dtypes = {layout.original: program.placement(layout).wide for layout in program.layouts}
     entries = [(e["name"], e["shape"], e["trainable"]) for e in program.records.get("model", ()) if _own(e)]
     for name, shape, trainable in entries or [(x.original, x.original_shape, x.trainable) for x in program.layouts]:
         tensor = torch.empty(tuple(shape), dtype=dtypes.get(name, torch.float32), device="meta")
@@ -346,10 +346,10 @@ def cut(layout: Layout, program: LoadedProgram) -> str | None:
         return f"the axis {axes[0]} shards it"
     if layout.part is not None:
         return "it is a fused projection, which the program stores in parts"
-    if program.place(layout) != DEVICE:
+    placement = program.placement(layout)
+    if placement.place != DEVICE:
         return "it is not on the device, and is updated piece by piece"
-    _, zero, data = program.group(layout)
-    return f"ZeRO {zero} divides it over {', '.join(data)}" if zero else None
+    return f"ZeRO {placement.zero} divides it over {', '.join(placement.axes)}" if placement.zero else None
 
 
 # -- the same optimizer over other tensors ----------------------------------------------------------------------------

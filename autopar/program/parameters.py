@@ -81,16 +81,14 @@ class FlatGroup(ParameterGroup):
 
     def _allocate(self, program: LoadedProgram) -> None:
         layouts, world, first = self.layouts, self._world, self.layouts[0]
-        self.child, zero, axes = program.group(first)
-        copies, shards = program.copies(first)
-        wide, compute = program.dtypes(first)
-        trainable = first.trainable
-        self._scattered = zero == 1 and trainable and shards != ()  # frozen parameters stay whole
-        self._shards = shards if self._scattered else ()
-        axes, self._apart = program.parted(axes)
+        placement, trainable = program.placement(first), first.trainable
+        self.child, wide, compute = placement.layer, placement.wide, placement.compute
+        self._scattered = placement.zero == 1 and trainable and placement.shards != ()  # frozen parameters stay whole
+        self._shards = placement.shards if self._scattered else ()
+        axes, self._apart = program.parted(placement.axes)
         self._group = world.group(self._shards or axes) if axes and trainable else None
         self._replicas = world.group(self._apart) if self._apart and trainable else None
-        self._copies = world.group(copies) if self._scattered and copies else None
+        self._copies = world.group(placement.copies) if self._scattered and placement.copies else None
         self._served = program.has_servers and self._group is not None
         self._updates = not self._served or dist.get_rank(self._group) == 0  # whether this rank has masters
         self._parts = dist.get_world_size(self._group) if self._scattered else 1
@@ -100,7 +98,7 @@ class FlatGroup(ParameterGroup):
         piece = aligned(-(-starts[-1] // self._parts), unit)  # the last pieces are padded
         index = dist.get_rank(self._group) if self._scattered else 0
         self._own = slice(index * piece, (index + 1) * piece)
-        self._place = program.place(first) if trainable and self._updates else DEVICE
+        self._place = placement.place if trainable and self._updates else DEVICE
         self._mixed = trainable and self._updates and (wide != compute or self._place != DEVICE)
         self._values = torch.zeros(piece * self._parts, dtype=compute, device=world.device)
         self._grads = torch.zeros(piece * self._parts if trainable else 0, dtype=wide, device=world.device)
@@ -301,9 +299,9 @@ def grouping(program: LoadedProgram, stage: int) -> list[tuple[Layout, ...]]:
     groups: dict[tuple[Any, ...], list[Layout]] = {}
     for layout in program.layouts:
         if layout.stage == stage:
-            child, zero, axes = program.group(layout)
-            kind = (layout.dtype, layout.trainable, layout.shared) if zero < 2 else ()  # one kind per buffer
-            groups.setdefault((child, zero, axes, kind), []).append(layout)
+            own = program.placement(layout)
+            kind = (layout.dtype, layout.trainable, layout.shared) if own.zero < 2 else ()  # one kind per buffer
+            groups.setdefault((own.layer, own.zero, own.axes, kind), []).append(layout)
     return [tuple(layouts) for _, layouts in sorted(groups.items(), key=lambda item: item[0][1])]
 
 
@@ -342,12 +340,11 @@ def _build(index: int, stage: nn.Module, program: LoadedProgram, world: World) -
 
 def kind_of(layout: Layout, program: LoadedProgram) -> str:
     """Return how a parameter is stored: ``"fsdp"``, ``"local"`` (no other rank has a part of it), or else ``"flat"``."""
-    zero, axes = program.group(layout)[1:]
-    wide, compute = program.dtypes(layout)
-    if zero >= 2:
+    own = program.placement(layout)
+    if own.zero >= 2:
         return "fsdp"
-    offloaded = layout.trainable and program.place(layout) != DEVICE
-    return "flat" if axes or layout.shared is not None or wide != compute or offloaded else "local"
+    offloaded = layout.trainable and own.place != DEVICE
+    return "flat" if own.axes or layout.shared is not None or own.wide != own.compute or offloaded else "local"
 
 
 def _group_of(layout: Layout, program: LoadedProgram) -> Callable[..., ParameterGroup]:

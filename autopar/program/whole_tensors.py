@@ -83,8 +83,8 @@ class WholeTensors:
         for key in sorted(key for key, owner in owners.items() if owner == dist.get_rank()):
             layout = layouts[key.stage, key.original]
             shape = layout.original_shape
-            device = torch.device("cpu") if program.place(layout) != DEVICE else world.device
-            tensor = nn.Parameter(torch.empty(shape, dtype=program.dtypes(layout)[0], device=device))
+            device = torch.device("cpu") if program.placement(layout).place != DEVICE else world.device
+            tensor = nn.Parameter(torch.empty(shape, dtype=program.placement(layout).wide, device=device))
             layout = replace(layout, part=None, shape=shape, padded=shape, sharded=(), replicated=())
             self._owned[key] = Master(layout, tensor, ())
         self.masters += self._owned.values()
@@ -201,7 +201,7 @@ def _rounds(
     sums: Counter[tuple[int, str]] = Counter()
     for key in sorted(owners):
         layout = layouts[key.stage, key.original]
-        dtype = program.dtypes(layout)[0]
+        dtype = program.placement(layout).wide
         dtypes[str(dtype)] = dtype
         place = owners[key], str(dtype)
         found.setdefault((str(dtype), sums[place] // ROUND_BYTES), set()).add(key)

@@ -107,6 +107,26 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a parameter's masters, gradients and optimizer states are.
+
+    ``layer`` is the path of the layer that has the parameter, empty for the stage itself. Gradients are summed over ``axes``, those larger
+    than 1 on which the parameter is ``R``. ZeRO stage ``zero`` shards over ``shards``; ``copies`` are the other ``axes``: ``mirror``, and
+    those of hybrid sharding. Masters and gradient sums have the dtype ``wide``, the stage's arithmetic has ``compute``. Masters and
+    optimizer states are in ``place`` (``PLACES``).
+    """
+
+    layer: str
+    zero: int
+    axes: tuple[str, ...]
+    copies: tuple[str, ...]
+    shards: tuple[str, ...]
+    wide: torch.dtype
+    compute: torch.dtype
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
 class BufferRecord:
     """A buffer that the model writes: ``name`` in the stage, ``original`` in the user's model.
 
@@ -139,6 +159,7 @@ class LoadedProgram:
     buffers: tuple[BufferRecord, ...] = ()
     records: Mapping[str, Any] = field(default_factory=dict)  # the content of layouts.json
     folder: Path = Path()
+    _placements: dict[Layout, Placement] = field(default_factory=dict)
 
     @property
     def splits_backward(self) -> bool:
@@ -190,70 +211,63 @@ class LoadedProgram:
         """The inputs of all stages."""
         return {name: spec for stage in self.spec.stages for name, spec in stage.SPEC.inputs.items()}
 
-    def group(self, layout: Layout) -> tuple[str, int, tuple[str, ...]]:
-        """The path of the layer that has the parameter (``""``: the stage itself), its ZeRO stage, and the axes (larger than 1)
-        on which it is ``R`` and its gradient is a term of the sum.
+    def placement(self, layout: Layout) -> Placement:
+        """Return where the masters, gradients and optimizer states of a parameter are.
 
         FSDP2 shards a layer's parameters over the layer's data axes. Other parameters are reduced explicitly after the schedule, with
-        ZeRO-1 at most: those that several layers or stages share, those that are ``R`` on other axes, scalars, and those of a dtype other
-        than that of most of the layer. Tied copies all have the lowest ZeRO stage of their layers, so that their updates are the same.
+        ZeRO 1 at most: those that several layers or stages share, those that are ``R`` on other axes, scalars, and those of a dtype other
+        than that of most of the layer. Tied copies all have the lowest ZeRO stage of their layers, are sharded over the axes that all of
+        these layers shard over, and have their masters in one place, so that their updates are the same.
         """
-        child, zero = self._home(layout)
-        data = self.layers[layout.stage][child].data_axes
+        if layout not in self._placements:
+            self._placements[layout] = self._placed(layout)
+        return self._placements[layout]
+
+    def _placed(self, layout: Layout) -> Placement:
+        child = self._layer(layout)
+        tied = [layout] if layout.shared is None else [c for c in self.layouts if c.shared == layout.shared]
+        layers = [self.layers[copy.stage][self._layer(copy)] for copy in tied]
         sizes = self.axes
         axes = tuple(axis for axis in (MIRROR, *layout.replicated) if sizes[axis] > 1)
         spread = set(axes) - {MIRROR}  # ZeRO does not shard over the copies of a stage
-        usual = spread == {axis for axis in data if sizes[axis] > 1}
-        if layout.shared is not None:
-            zero = min(self._home(copy)[1] for copy in self.layouts if copy.shared == layout.shared)
+        usual = spread == {axis for axis in self.layers[layout.stage][child].data_axes if sizes[axis] > 1}
         odd = layout.original_shape == () or layout.dtype != self._main_dtype(layout.stage, child)
         explicit = child == "" or layout.shared is not None or not usual or odd
-        return child, min(zero, 1 if explicit else 3) if spread else 0, axes
-
-    def copies(self, layout: Layout) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The axes of ``group`` that replicate what ZeRO shards, and those over which ZeRO shards: all, except ``mirror``, and except under
-        hybrid sharding.
-
-        Tied copies are all sharded over the axes that every layer that has one shards over, so that their updates are the same.
-        """
-        records = [layout] if layout.shared is None else [c for c in self.layouts if c.shared == layout.shared]
-        layers = [self.layers[c.stage][self._home(c)[0]] for c in records]
-        axes = self.group(layout)[2]
         replicating = {MIRROR, *(axis for layer in layers for axis in layer.replicate_axes)}
-        return tuple(a for a in axes if a in replicating), tuple(a for a in axes if a not in replicating)
+        narrow = layout.dtype.itemsize == 2 and layout.dtype == getattr(torch, self.plan["precision"])
+        return Placement(
+            layer=child,
+            zero=min(1 if explicit else 3, *(layer.zero for layer in layers)) if spread else 0,
+            axes=axes,
+            copies=tuple(axis for axis in axes if axis in replicating),
+            shards=tuple(axis for axis in axes if axis not in replicating),
+            wide=torch.float32 if narrow else layout.dtype,
+            compute=layout.dtype,
+            place=max((layer.states for layer in layers), key=PLACES.index),
+        )
 
     def reduced_over(self, layout: Layout) -> set[tuple[str, ...]]:
-        """The axes of every collective that sums a parameter's gradient, averages its replicas, or gathers its shards."""
-        zero, axes = self.group(layout)[1:]
-        inside, apart = self.parted(axes)
-        sharded = zero >= 2 or (zero == 1 and layout.trainable)
-        copies, shards = self.copies(layout)
-        if zero >= 2:  # the copies of a stage are no axis of FSDP2's mesh
-            copies = tuple(axis for axis in copies if axis != MIRROR)
-        found = {copies, shards, apart} if sharded and shards else {inside, apart}
+        """Return the axes of every collective that sums a parameter's gradient, averages its replicas, or gathers its shards."""
+        own = self.placement(layout)
+        inside, apart = self.parted(own.axes)
+        sharded = own.zero >= 2 or (own.zero == 1 and layout.trainable)
+        copies = tuple(
+            axis for axis in own.copies if axis != MIRROR or own.zero < 2
+        )  # MIRROR is no axis of FSDP2's mesh
+        found = {copies, own.shards, apart} if sharded and own.shards else {inside, apart}
         return {axes for axes in found if axes} if layout.trainable or sharded else set()
-
-    def place(self, layout: Layout) -> str:
-        """Where the parameter's master copy and optimizer states are (``PLACES``). Tied copies have theirs in one place, so that their
-        updates are the same."""
-        records = [layout] if layout.shared is None else [c for c in self.layouts if c.shared == layout.shared]
-        return max((self.layers[c.stage][self._home(c)[0]].states for c in records), key=PLACES.index)
 
     def is_first_copy(self, layout: Layout) -> bool:
         """Whether a parameter is not tied to one of an earlier stage."""
         return layout.shared is None or layout.stage == min(c.stage for c in self.layouts if c.shared == layout.shared)
 
-    def _home(self, layout: Layout) -> tuple[str, int]:
-        layers, layer = self.layers[layout.stage], self._layer(layout)
-        if layer not in layers:
-            raise ValueError(f"no SPEC in model.py has the parameter {layout.name} of stage {layout.stage}")
-        return layer, layers[layer].zero
-
     def _layer(self, layout: Layout) -> str:
-        """The path of the layer that has the parameter in its stage; empty if it is the stage's own."""
+        """Return the path of the layer that has the parameter in its stage, empty if it is the stage's own."""
         path, layers = layout.name, self.layers[layout.stage]
         while path and path not in layers:
             path = path.rpartition(".")[0]
+        if path not in layers:
+            raise ValueError(f"no SPEC in model.py has the parameter {layout.name} of stage {layout.stage}")
         return path
 
     def _main_dtype(self, stage: int, child: str) -> torch.dtype:
@@ -263,12 +277,6 @@ class LoadedProgram:
             if layout.stage == stage and self._layer(layout) == child:
                 elements[layout.dtype] = elements.get(layout.dtype, 0) + math.prod(layout.original_shape)
         return max(elements, key=lambda dtype: elements[dtype]) if elements else torch.float32
-
-    def dtypes(self, layout: Layout) -> tuple[torch.dtype, torch.dtype]:
-        """The dtype of master copies and gradient sums, and the dtype of the stage's arithmetic."""
-        if layout.dtype.itemsize == 2 and layout.dtype == getattr(torch, self.plan["precision"]):
-            return torch.float32, layout.dtype
-        return layout.dtype, layout.dtype
 
 
 def load(folder: str | os.PathLike[str]) -> LoadedProgram:
