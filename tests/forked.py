@@ -29,7 +29,7 @@ PRELOADED = (
     "autopar.run.pool",
     "autopar.run.worker",
     "autopar.verify.remote",
-    "autopar.program.runtime",
+    "autopar.program.trainer",
     "autopar.program.split_pipeline",  # torch's pipelining
     "autopar.program.fsdp_split",  # ... and FSDP
 )

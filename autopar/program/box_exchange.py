@@ -22,7 +22,7 @@ from torch import Tensor
 from . import boxes
 from .boxes import Piece, divided, pieces
 from .collectives import exchange
-from .masters import Master
+from .parameters import Master
 from .world import LoadedProgram, World
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints that any plan of the same model can load: parameters, buffers, optimizer state, counters.
+"""Checkpoints and weights that any plan of the same model can load: parameters, buffers, optimizer state, counters.
 
 Tensors are written in the format of ``torch.distributed.checkpoint``, under the names of the user's model: ``model.NAME`` for a parameter
 or buffer, ``optimizer.NAME.KEY`` for the optimizer's state. Each rank knows from the layouts which boxes (``boxes``) it writes, into a file
@@ -25,16 +25,22 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from . import box_files, schedulers
+from . import box_files, weights
+from .agree import digest, same_values
 from .box_exchange import Held, gathered, writes
 from .boxes import Piece
 from .checkpoint_files import (
     FORMAT,
+    PARTIAL,
     CheckpointError,
+    Claim,
     Found,
     begin,
+    claimed,
+    claimed_for_save,
     discard,
     explained,
     final_of,
@@ -43,6 +49,7 @@ from .checkpoint_files import (
     newest,
     opened_or_why,
     partial_of,
+    sync,
 )
 from .checkpoint_metadata import (
     Reads,
@@ -52,10 +59,19 @@ from .checkpoint_metadata import (
     read_values,
     write_metadata,
 )
-from .claims import Claim, claimed, claimed_for_save
-from .model_tensors import TrainingTensors
-from .optimizer_state import Restored, described, merged, saved, without_state
-from .state import sentence
+from .model_tensors import TrainingTensors, given
+from .optimizer_state import (
+    Restored,
+    check_scheduler,
+    described,
+    described_scheduler,
+    merged,
+    restore_scheduler,
+    saved,
+    without_state,
+)
+from .state import sentence, wrong_state
+from .weights import Stored, mapped
 from .world import LoadedProgram
 
 T = TypeVar("T")
@@ -217,12 +233,12 @@ def _prepared(
         **counters,
         "save": save,
         "optimizer": described(updates.optimizer),
-        "scheduler": schedulers.described(updates.scheduler),
+        "scheduler": described_scheduler(updates.scheduler),
     }
-    model = [*_held_parameters(training), *held]
+    model = [own for own in training.held() if training.program.is_first_copy(own.master.layout)]
     # where the data are, and a scheduler's state, change while a thread writes
     facts = copy.deepcopy(facts)
-    return _Job(partial, save, model, [*others, *written], keys, facts, keep, claims[0] if claims else None)
+    return _Job(partial, save, [*model, *held], [*others, *written], keys, facts, keep, claims[0] if claims else None)
 
 
 def gathered_pieces(training: TrainingTensors, job: _Job) -> Iterator[Piece]:
@@ -230,14 +246,6 @@ def gathered_pieces(training: TrainingTensors, job: _Job) -> Iterator[Piece]:
     prefix = _prefix(training)
     yield from _under(prefix, job.whole)
     yield from _under(prefix, gathered(job.held, training.program, training.world))
-
-
-def _held_parameters(training: TrainingTensors) -> Iterator[Held]:
-    """This rank's elements of the parameters, those that are not trained included, of the first copy of tied ones."""
-    for group in training.groups:
-        for master in (*group.masters, *group.frozen):
-            if training.program.is_first_copy(master.layout):
-                yield Held(("model", master.layout.original), master, master.tensor.detach())
 
 
 def load(training: TrainingTensors, folder: str | os.PathLike[str]) -> Mapping[str, Any]:
@@ -271,7 +279,7 @@ def load(training: TrainingTensors, folder: str | os.PathLike[str]) -> Mapping[s
         prefix = _prefix_of(training, found)
         stored = _stored(found.metadata, prefix)
         state = Restored(updates.optimizer, updates.masters, training.world, found.facts["optimizer"], stored)
-        schedulers.check(updates.scheduler, found.facts.get("scheduler"))
+        check_scheduler(updates.scheduler, found.facts.get("scheduler"))
         reads.append(planned(list(_under(prefix, (*training.all_pieces(), *state.pieces))), found))
         opened.append(found)
         restored.append(state)
@@ -283,7 +291,7 @@ def load(training: TrainingTensors, folder: str | os.PathLike[str]) -> Mapping[s
         print(sentence(what, anew), file=sys.stderr, flush=True)
     on_every_rank(lambda: read_values(reads[0], opened[0]), path, writing=False, replaces=True)
     restored[0].install()
-    schedulers.restore(updates.scheduler, opened[0].facts.get("scheduler"))
+    restore_scheduler(updates.scheduler, opened[0].facts.get("scheduler"))
     training.spread()
     return opened[0].facts
 
@@ -338,6 +346,93 @@ def on_every_rank(
         raise CheckpointError(*mine[0])
     result: T = mine[0]
     return result
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+_SAMPLED_BYTES = 2**16  # of each tensor, to learn whether ranks read the same files
+
+
+def load_weights(training: TrainingTensors, path: str | os.PathLike[str]) -> None:
+    """Set parameters and buffers from a file or folder of weights; optimizer state stays. All ranks call this, then ``spread``.
+
+    All that can be checked is checked on every rank before any rank changes a value: names and shapes, that tied parameters have one value,
+    that all ranks have the same files. Raises ``CheckpointError`` on every rank.
+    """
+    source, opened = Path(path), list[Mapping[str, Tensor]]()
+
+    def check() -> None:
+        opened.append(mapped(source))
+        if wrong := wrong_state(training.program.records, opened[0]):
+            raise CheckpointError(
+                f"{source} has no weights of the model that was compiled: {wrong}",
+                "give weights of the model that was compiled",
+            )
+
+    on_every_rank(check, source, writing=False)
+    (state,) = opened
+    try:
+        same_values({name: digest(state[name], _SAMPLED_BYTES) for name in sorted(state)}, training.world.device)
+    except ValueError as error:
+        raise CheckpointError(str(error), "all machines read one shared folder, or equal copies") from error
+    on_every_rank(lambda: training.fill(given(state), state), source, writing=False, replaces=True)
+
+
+def save_weights(training: TrainingTensors, folder: str | os.PathLike[str], file_bytes: int) -> None:
+    """Write the folder of weights, in the model's own dtypes; all ranks call this.
+
+    The folder must not exist; it gets its name once all files are on the disk. Raises ``CheckpointError`` on every rank, and leaves nothing
+    behind.
+    """
+    target = Path(folder)
+    partial = target.with_name(f"{target.name}{PARTIAL}")
+    places, begun = dict[str, Stored](), list[Path]()
+
+    def prepare() -> None:
+        if training.program.local_steps:
+            raise CheckpointError(
+                "each replica that trains apart has weights of its own", "state_dict() has their mean"
+            )
+        tensors = _weights(training)
+        if odd := weights.without_names(tensors):
+            raise CheckpointError(
+                f"safetensors files have no {', '.join(sorted({str(tensors[name][0]) for name in odd}))}, the dtype of {odd[0]}",
+                "state_dict() has it",
+            )
+        places.update(weights.file_places(partial, tensors, file_bytes))
+        if dist.get_rank() == 0:
+            if target.exists():
+                raise CheckpointError(f"{target} exists", "give the name of a new folder")
+            begun.append(partial)
+            begin(partial)
+            weights.create(places)
+
+    def end() -> None:
+        if dist.get_rank() == 0:
+            for path in (*partial.iterdir(), partial):
+                sync(path)
+            partial.rename(final_of(partial))
+            sync(target.parent)
+
+    try:
+        on_every_rank(prepare, partial, writing=True)
+        on_every_rank(
+            lambda: weights.write((places[piece.path[1]], piece) for piece in training.pieces_once()),
+            partial,
+            writing=True,
+        )
+        on_every_rank(end, partial, writing=True)
+    except CheckpointError:
+        for path in begun:
+            discard(path)
+        raise
+
+
+def _weights(training: TrainingTensors) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """The dtypes and shapes of the parameters and of the buffers of the state dict that are written."""
+    found = {layout.original: (layout.dtype, layout.original_shape) for layout in training.program.layouts}
+    written = [record for record in training.program.buffers if record.written and record.persistent]
+    return found | {record.original: (record.dtype, record.shape) for record in written}
 
 
 # -- saving ------------------------------------------------------------------------------------------------------------

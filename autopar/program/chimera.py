@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .groups import start_transfers
 from .microbatches import Microbatches
+from .processes import start_transfers
 from .tracing import action
 
 ORDERS = "runtime/schedule.csv"

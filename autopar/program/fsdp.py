@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from .collectives import ShardedReduceScatter, Work
-from .masters import Master, ParameterGroup, alike, set_parameter
+from .parameters import Master, ParameterGroup, alike, set_parameter
 from .state_places import DEVICE, Offloaded, pieces_of
 from .world import MIRROR, Layout, LoadedProgram
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from .collectives import Work, reduce_scatter
 from .fsdp import ShardedGroup, rows_of, shard_of
-from .masters import ParameterGroup
+from .parameters import ParameterGroup
 from .world import LoadedProgram
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .host import on_device
-from .masters import ParameterGroup
+from .parameters import ParameterGroup
 from .reductions import Reductions
 from .share import Batch, Share
 from .spec import StageSpec

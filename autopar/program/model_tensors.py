@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .boxes import Box, Piece, divided, part_of, pieces, whole
+from .box_exchange import Held
+from .boxes import Box, Piece, divided, part_of, whole
 from .collectives import exchange
-from .masters import Master, ParameterGroup
 from .optimizers import Updates
+from .parameters import Master, ParameterGroup
 from .state_places import upload
 from .weights import runs
 from .world import BufferRecord, Layout, LoadedProgram, World
@@ -48,19 +49,23 @@ class TrainingTensors:
     buffers: SavedBuffers | None
     updates: Updates | None  # not yet there when weights are loaded at the start
 
+    def held(self, of: Callable[[Master], Tensor | None] = _value) -> Iterator[Held]:
+        """Yield what ``of`` returns for each of this rank's masters, those of frozen parameters included."""
+        for group in self.groups:
+            for master in (*group.masters, *group.frozen):
+                values = of(master)
+                if values is not None:
+                    yield Held(("model", master.layout.original), master, values)
+
     def parameters(
         self, *, once: bool = False, of: Callable[[Master], Tensor | None] = _value
     ) -> Iterator[tuple[Layout, Piece]]:
-        """Yield this rank's pieces of the parameters, frozen ones included: the values that ``of`` returns for each master. With ``once``
-        an element comes from the first of the ranks that have it (in each local SGD replica), and from the first of tied copies."""
-        for group in self.groups:
-            for master in (*group.masters, *group.frozen):
-                layout, values = master.layout, of(master)
-                first = self.world.first_on(master.alike) and self.program.is_first_copy(layout)
-                if values is not None and (first or not once):
-                    window = layout.window(self.world.coordinates)
-                    for piece in pieces(("model", layout.original), layout, window, values, master.first):
-                        yield layout, piece
+        """Yield the pieces of ``held``. With ``once`` an element comes from the first of the ranks that have it (in each local SGD
+        replica), and from the first of tied copies."""
+        for held in self.held(of):
+            layout = held.master.layout
+            if not once or self.world.first_on(held.master.alike) and self.program.is_first_copy(layout):
+                yield from ((layout, piece) for piece in held.pieces(self.world))
 
     def written(self, *, copies: bool = False) -> Iterator[Piece]:
         """Yield the buffers that this rank's stages write; with ``copies`` also those that they only read."""
@@ -161,7 +166,7 @@ class TrainingTensors:
 def gathered(own: Iterable[Piece], world: World) -> Iterator[Piece]:
     """Send the pieces of all ranks to rank 0, which yields them; all ranks call this, and take all of it. Rank 0 receives a bounded number
     of bytes at a time."""
-    limit = max(_ROUND_BYTES // dist.get_world_size(), 2**20)
+    limit = max(_ROUND_BYTES // dist.get_world_size(), 2**18)
     mine = [part for piece in own for part in divided(piece, limit)]
     described = [(p.path, p.shape, p.box.offsets, p.box.sizes, p.values.dtype) for p in mine]
     every: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None

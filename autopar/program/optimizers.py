@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from .masters import Master
+from .parameters import Master
 from .state_places import DEVICE, OffloadedUpdates
 from .world import Layout, LoadedProgram, World
 

@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from .masters import ParameterGroup
-from .parameters import FlatGroup
+from .parameters import FlatGroup, ParameterGroup
 from .spec import LayerSpec
 from .world import LoadedProgram
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .masters import ParameterGroup
+from .parameters import ParameterGroup
 from .pipeline import Pipeline, Place, TracedStage
 from .weight_gradients import Product, deferred
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from .masters import Master
+    from .parameters import Master
 
 DEVICE, HOST, NVME = PLACES = ("device", "host", "nvme")
 CHUNK_BYTES = 32 * 2**20  # of masters, at most: the size of a buffer

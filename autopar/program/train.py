@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from autopar.program.optimizers import Scheduler, select  # noqa: F401  recipes select
-from autopar.program.runtime import adamw
+from autopar.program.trainer import adamw
 from autopar.program.training import Recipe
 from autopar.program.training import main as train
 from autopar.program.watch import run

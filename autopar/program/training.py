@@ -33,11 +33,11 @@ from torch import Tensor, nn
 
 from .guards import GuardError
 from .loader import Loader, Order, Synthetic, Tensors
-from .metrics import Meter, peak_memory_bytes
+from .metrics import Meter, explained, peak_memory_bytes
 from .optimizers import RefusedOptimizerError, Scheduler
-from .out_of_memory import explained
 from .processes import StartError
-from .runtime import (
+from .state_places import PlaceError
+from .trainer import (
     CheckpointError,
     DataError,
     NonFiniteLossError,
@@ -50,7 +50,6 @@ from .runtime import (
     start,
     wrong_state,
 )
-from .state_places import PlaceError
 from .type_check import IllTypedError, check_edits
 from .watch import Watch
 from .weights import is_weights

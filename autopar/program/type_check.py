@@ -36,8 +36,8 @@ from spmd_types.checker import typecheck
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from .groups import ProcessGroups
 from .loader import Synthetic
+from .processes import ProcessGroups
 from .spec import Prelude, layers_of
 from .spmd import spmd
 from .state import read_constants

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from .boxes import Box, part_of, pieces
 from .collectives import exchange
-from .masters import Master
+from .parameters import Master
 from .state_places import DEVICE, upload
 from .world import Layout, LoadedProgram, World
 

@@ -24,9 +24,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .groups import ProcessGroups
 from .mesh_axes import on_mesh
-from .processes import StartError, check_node, device_of, meet, place_of
+from .processes import ProcessGroups, StartError, check_node, device_of, meet, place_of
 from .spec import LayerSpec, ProgramSpec, TensorSpec, layers_of
 from .state import read_constants
 from .state_places import PLACES, StateStorage
@@ -159,7 +158,7 @@ class LoadedProgram:
     buffers: tuple[BufferRecord, ...] = ()
     records: Mapping[str, Any] = field(default_factory=dict)  # the content of layouts.json
     folder: Path = Path()
-    _placements: dict[Layout, Placement] = field(default_factory=dict)
+    _placements: dict[Layout, Placement] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def splits_backward(self) -> bool:

@@ -107,12 +107,12 @@ def test_both_copies_train_as_one_device(options: dict[str, Any], workers4: Work
 
 FAULTS = {  # faults that gradients alone do not show: a file of the program, a pattern, the replacement
     "both copies of a parameter count in the norm": (
-        "masters.py",
+        "parameters.py",
         "if axis not in spread",
         'if axis not in spread and axis != "mirror"',
     ),
     "one copy of a stage is not updated": (
-        "runtime.py",
+        "trainer.py",
         "        if not skipped:",
         '        if not skipped and not self.world.coordinates["mirror"][0]:',
     ),

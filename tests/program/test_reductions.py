@@ -24,8 +24,8 @@ from workers import WorkerPool
 from autopar.capture import capture
 from autopar.emit import model_source
 from autopar.errors import LaunchError
-from autopar.program.runtime import _norm
 from autopar.program.spec import layers_of
+from autopar.program.trainer import _norm
 from autopar.run.folder import import_runtime, program_modules
 from autopar.search.manual import make_mesh, manual_plan
 from autopar.shard import annotate, plan_shardings

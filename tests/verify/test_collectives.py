@@ -125,7 +125,7 @@ def test_distinct_ranks_stand_for_all_where_they_do_the_same(tmp_path: Path, wor
     assert sampled(tmp_path / "clean", workers) == []
     start = "self._reductions.start()"
     own = f"dist.get_rank() != 7 and dist.all_reduce(losses[0].detach() if losses else {TORCH}.zeros(1)); {start}"
-    (found,) = [f for f in sampled(tmp_path / "one", workers, "runtime.py", start, own) if f.kind == DIFFERENT]
+    (found,) = [f for f in sampled(tmp_path / "one", workers, "trainer.py", start, own) if f.kind == DIFFERENT]
     assert found.ranks == (0, 7)
 
 
@@ -150,7 +150,7 @@ def test_ranks_of_one_position_may_have_other_alignments(tmp_path: Path, workers
 def test_pipeline_positions_are_compared(tmp_path: Path, workers: Workers) -> None:
     start = "self._reductions.start()"
     first = f"dist.get_rank() < 8 and dist.all_reduce({TORCH}.zeros(1)); {start}"
-    found = sampled(tmp_path / "first", workers, "runtime.py", start, first)
+    found = sampled(tmp_path / "first", workers, "trainer.py", start, first)
     assert DIFFERENT not in {finding.kind for finding in found}
     assert {SEQUENCE, DEADLOCK} <= {finding.kind for finding in found}
     assert all("pipeline position" in finding.sentence for finding in found)

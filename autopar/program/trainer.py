@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import checkpoint, optimizers, pretrained, weights
+from . import checkpoint, optimizers, weights
 from .agree import same_options, same_state
 from .checkpoint import claim, has_checkpoint
 from .checkpoint_files import CheckpointError
@@ -423,7 +423,7 @@ class Trainer:
         Every rank writes its own parts. Raises ``CheckpointError`` on every rank.
         """
         self._check_whole()
-        pretrained.save(self._tensors(), folder, file_bytes)
+        checkpoint.save_weights(self._tensors(), folder, file_bytes)
 
     def load_weights(self, path: str | os.PathLike[str]) -> None:
         """Set parameters and buffers from a safetensors file, or a folder of them; every rank reads its own parts. Optimizer state stays.
@@ -431,7 +431,7 @@ class Trainer:
         Raises ``CheckpointError`` on every rank, with the names that are missing, unknown or of other shapes.
         """
         with self._replacing():
-            self._set(lambda tensors: pretrained.load(tensors, path))
+            self._set(lambda tensors: checkpoint.load_weights(tensors, path))
 
     def _set(self, change: Callable[[TrainingTensors], None]) -> None:
         """Let ``change`` set values of this rank's tensors, and the parameters that the stages read follow."""
