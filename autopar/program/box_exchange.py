@@ -44,7 +44,7 @@ class UnequalStatesError(ValueError):
 
 
 def gathered(held: Sequence[Held], program: LoadedProgram, world: World) -> Iterator[Piece]:
-    """The pieces that this rank writes, so that every element is written once; all ranks call this, and take all of them.
+    """Yield the pieces that this rank writes, so that every element is written once; all ranks call this, and take all of them.
 
     Raises ``UnequalStatesError`` at the end if ranks of a ZeRO group have different tensors of a parameter.
     """
@@ -67,14 +67,14 @@ def gathered(held: Sequence[Held], program: LoadedProgram, world: World) -> Iter
 
 
 def writes(piece: Piece, alike: Sequence[str], program: LoadedProgram, world: World) -> bool:
-    """Whether this rank is the one that writes a piece, of all ranks along the axes ``alike``, which have the same."""
+    """Return whether this rank is the one that writes a piece, of all ranks along the axes ``alike``, which have the same."""
     index, count = copy_of(alike, program, world)
     # a parameter server alone has masters; elsewhere the copies share the work
     return index == (0 if program.has_servers else zlib.crc32(repr((piece.path, piece.box.offsets)).encode()) % count)
 
 
 def copy_of(alike: Sequence[str], program: LoadedProgram, world: World) -> tuple[int, int]:
-    """The place of this rank among ranks with the same values, and their number. Replicas that train apart have values of their own."""
+    """The place of this rank among ranks with the same values, and their number. Local SGD replicas have values of their own."""
     index, count = 0, 1
     for axis in program.parted(list(alike))[0]:
         place, size = world.coordinates[axis]
@@ -83,7 +83,7 @@ def copy_of(alike: Sequence[str], program: LoadedProgram, world: World) -> tuple
 
 
 def _zero_axes(program: LoadedProgram, world: World) -> set[tuple[str, ...]]:
-    """The axes of the ZeRO groups of this rank's stages; the same for every rank of the stages. Replicas that train apart have none."""
+    """The axes of the ZeRO groups of this rank's stages; the same for every rank of the stages. Local SGD replicas have none."""
     if program.local_steps:
         return set()
     own = {
@@ -126,7 +126,7 @@ class Chunk:
     member: int
 
     def overlap(self, rank: int) -> tuple[int, int]:
-        """The elements that a rank of the group has; empty where the ends are equal."""
+        """Return the elements that a rank of the group has; empty where the ends are equal."""
         first, count = self.tensors.ranges.get(rank, (0, 0))
         low = max(self.low, first)
         return low, max(low, min(self.high, first + count))
@@ -162,7 +162,7 @@ def rounds(every: Sequence[GroupTensors], members: int) -> Iterator[list[Chunk]]
 
 
 def _exchanged(held: Sequence[Held], axes: tuple[str, ...], program: LoadedProgram, world: World) -> Iterator[Piece]:
-    """The pieces that this rank gets in the exchange with its ZeRO group over ``axes``."""
+    """Yield the pieces that this rank gets in the exchange with its ZeRO group over ``axes``."""
     group = world.group(axes)
     every = _tensors(held, axes, program, world, group)
     numbers = {layout: number for number, layout in enumerate(program.layouts)}
@@ -196,13 +196,13 @@ def _round(
 
 
 def _bytes(chunk: Chunk, rank: int, received: Tensor) -> Tensor:
-    """The bytes of a chunk that a rank of the group has: a view of them."""
+    """Return the bytes of a chunk that a rank of the group has: a view of them."""
     low, high = ((element - chunk.low) * chunk.dtype.itemsize for element in chunk.overlap(rank))
     return received[low:high]
 
 
 def _sent(chunk: Chunk, values: Mapping[tuple[int, tuple[str, ...]], Sequence[Held]]) -> list[Tensor]:
-    """This rank's bytes of a chunk, in order."""
+    """Return this rank's bytes of a chunk, in order."""
     found = []
     for held in values.get((chunk.tensors.layout, chunk.path), ()):
         first = held.master.first
@@ -215,7 +215,7 @@ def _sent(chunk: Chunk, values: Mapping[tuple[int, tuple[str, ...]], Sequence[He
 def _tensors(
     held: Sequence[Held], axes: tuple[str, ...], program: LoadedProgram, world: World, group: dist.ProcessGroup
 ) -> list[GroupTensors]:
-    """What the ranks of a ZeRO group have of each parameter, in one order."""
+    """Return what the ranks of a ZeRO group have of each parameter, in one order."""
     kinds: dict[
         tuple[tuple[tuple[str, ...], str], ...], int
     ] = {}  # the tensors of a parameter, mostly those of all others
@@ -242,7 +242,7 @@ def _tensors(
 
 
 def _ends(ranges: Iterable[tuple[int, int]]) -> int | None:
-    """Where ranges end that follow each other from 0 on; ``None`` if they do not."""
+    """Return where ranges end that follow each other from 0 on; ``None`` if they do not."""
     end = 0
     for first, count in sorted(ranges):
         if first != end:

@@ -43,7 +43,7 @@ class Piece:
 
 
 def whole(path: tuple[str, ...], values: Tensor) -> Piece:
-    """A piece that is all of a tensor."""
+    """Return a piece that is all of a tensor."""
     shape = tuple(values.shape)
     return Piece(path, shape, Box((0,) * len(shape), shape), values)
 
@@ -56,7 +56,7 @@ def part_of(tensor: Tensor, box: Box) -> Tensor:
 
 
 def cut(shape: Sequence[int], low: int, high: int) -> Iterator[Box]:
-    """The boxes that have the elements ``low`` to ``high`` (exclusive, in row-major order) of a tensor of this shape, in that order.
+    """Yield the boxes that have the elements ``low`` to ``high`` (exclusive, in row-major order) of a tensor of this shape, in that order.
 
     A range of a matrix is at most three boxes: the end of a row, whole rows, the beginning of a row. Rows of more dims are cut likewise.
     """
@@ -85,7 +85,7 @@ def _in_row(shape: Sequence[int], index: int, low: int, high: int) -> Iterator[B
 def pieces(
     path: tuple[str, ...], layout: Layout, window: Sequence[tuple[int, int]], values: Tensor, first: int
 ) -> Iterator[Piece]:
-    """The pieces of an original parameter (or of a tensor of its shape) that this rank has, without padding.
+    """Yield the pieces of an original parameter (or of a tensor of its shape) that this rank has, without padding.
 
     ``window`` is the rank's slice of the stored parameter (``Layout.window``); ``values`` are the elements of the slice from the element
     ``first`` on.

@@ -53,7 +53,7 @@ class StageBuffers:
             self._spread(name)
 
     def _mean(self, new: Sequence[Tensor]) -> Tensor:
-        """The mean of the microbatches' new values, of those that the stage's other copy ran included."""
+        """Return the mean of the microbatches' new values, of those that the stage's other copy ran included."""
         mean = new[0] if len(new) == 1 else torch.stack(list(new)).mean(0)
         copies = self._world.coordinates[MIRROR][1]
         if copies > 1:
@@ -63,7 +63,7 @@ class StageBuffers:
         return mean
 
     def _writers(self) -> list[int]:
-        """This rank's stages that return new values, in order; the others have copies of buffers that they read."""
+        """Return this rank's stages that return new values, in order; the others have copies of buffers that they read."""
         return sorted({record.stage for record in self._own if record.written})
 
     def _returned(self, stage: int) -> list[tuple[str, list[Tensor]]]:
@@ -71,7 +71,7 @@ class StageBuffers:
         return updates
 
     def _held(self, record: BufferRecord) -> Tensor | None:
-        """This rank's copy of a buffer; ``None`` if another pipeline rank has it."""
+        """Return this rank's copy of a buffer; ``None`` if another pipeline rank has it."""
         return self._stages[record.stage].get_buffer(record.name) if record.stage in self._stages else None
 
     def _spread(self, name: str) -> None:
@@ -91,7 +91,7 @@ class StageBuffers:
                 buffer.copy_(new)
 
     def own(self) -> list[tuple[BufferRecord, Tensor]]:
-        """The buffers of this rank's stages, with their records."""
+        """Return the buffers of this rank's stages, with their records."""
         return [(record, self._stages[record.stage].get_buffer(record.name)) for record in self._own]
 
 

@@ -7,7 +7,7 @@ Rank 0 makes the metadata from the tables in these files (``checkpoint_metadata`
 boxes overlap, so no process has the whole model.
 
 Master copies are saved in their own dtype. Random numbers depend on the seed and the number of steps (``Trainer``), so these two are all of
-their state. Replicas that train apart each have a model: their tensors are under ``replica0``, ``replica1``, and so on.
+their state. Local SGD replicas each have a model: their tensors are under ``replica0``, ``replica1``, and so on.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ def _prepared(
 
 
 def gathered_pieces(training: TrainingTensors, job: _Job) -> Iterator[Piece]:
-    """The pieces that this rank writes; all ranks call this, and take all of them."""
+    """Yield the pieces that this rank writes; all ranks call this, and take all of them."""
     prefix = _prefix(training)
     yield from _under(prefix, job.whole)
     yield from _under(prefix, gathered(job.held, training.program, training.world))
@@ -312,7 +312,7 @@ def claim(folder: str | os.PathLike[str], patience_s: float) -> Claim | None:
 
 
 def has_checkpoint(folder: str | os.PathLike[str]) -> bool:
-    """Whether there is a checkpoint to load in ``folder``; all ranks call this, and get the same answer."""
+    """Return whether there is a checkpoint to load in ``folder``; all ranks call this, and get the same answer."""
     return on_every_rank(lambda: dist.get_rank() == 0 and has_any(Path(folder)), Path(folder), writing=False)
 
 
@@ -429,7 +429,7 @@ def save_weights(training: TrainingTensors, folder: str | os.PathLike[str], file
 
 
 def _weights(training: TrainingTensors) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """The dtypes and shapes of the parameters and of the buffers of the state dict that are written."""
+    """Return the dtypes and shapes of the parameters and of the buffers of the state dict that are written."""
     found = {layout.original: (layout.dtype, layout.original_shape) for layout in training.program.layouts}
     written = [record for record in training.program.buffers if record.written and record.persistent]
     return found | {record.original: (record.dtype, record.shape) for record in written}
@@ -451,7 +451,7 @@ def _facts(training: TrainingTensors) -> dict[str, Any]:
 
 
 def _tensors(program: LoadedProgram) -> dict[str, tuple[int, ...]]:
-    """The shapes of the parameters and buffers that a checkpoint has, by original name."""
+    """Return the shapes of the parameters and buffers that a checkpoint has, by original name."""
     found = {layout.original: layout.original_shape for layout in program.layouts}
     return found | {record.original: record.shape for record in program.buffers if record.written}
 
@@ -462,7 +462,7 @@ def _other_names(program: LoadedProgram) -> Iterator[tuple[str, str]]:
 
 
 def _left_out(program: LoadedProgram) -> list[str]:
-    """The tensors of the model's state dict that the program neither trains nor writes: no checkpoint has them."""
+    """Return the tensors of the model's state dict that the program neither trains nor writes: no checkpoint has them."""
     known = {*_tensors(program), *dict(_other_names(program))}
     return [entry["name"] for entry in program.records.get("model", ()) if entry["name"] not in known]
 
@@ -498,7 +498,7 @@ def _check_model(program: LoadedProgram, found: Found) -> None:
 
 
 def _prefix_of(training: TrainingTensors, found: Found) -> tuple[str, ...]:
-    """What the names of the tensors for this rank begin with. All replicas can start from one model, and not the other way round."""
+    """Return what the names of the tensors for this rank begin with. All replicas can start from one model, and not the other way round."""
     there, here = found.facts["replicas"], training.replica()[1]
     if there == 1:
         return ()
@@ -512,7 +512,7 @@ def _prefix_of(training: TrainingTensors, found: Found) -> tuple[str, ...]:
 
 
 def _stored(metadata: Metadata, prefix: tuple[str, ...]) -> dict[str, TensorStorageMetadata]:
-    """The metadata of tensors whose names begin with ``prefix``, by the rest of the name."""
+    """Return the metadata of tensors whose names begin with ``prefix``, by the rest of the name."""
     start = "".join(f"{part}." for part in prefix)
     return {
         name.removeprefix(start): stored

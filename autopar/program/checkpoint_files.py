@@ -69,12 +69,12 @@ class Found:
 
 
 def partial_of(folder: Path, steps: int) -> Path:
-    """The folder that the checkpoint after ``steps`` steps is written to."""
+    """Return the folder that the checkpoint after ``steps`` steps is written to."""
     return folder / f"step-{steps}{PARTIAL}"
 
 
 def final_of(partial: Path) -> Path:
-    """The folder's name once it is whole."""
+    """Return the folder's name once it is whole."""
     return partial.with_name(partial.name.removesuffix(PARTIAL))
 
 
@@ -144,7 +144,7 @@ def sync(path: Path) -> None:
 
 
 def has_any(folder: Path) -> bool:
-    """Whether a folder is a checkpoint, or has one that was finished."""
+    """Return whether a folder is a checkpoint, or has one that was finished."""
     return _is_checkpoint(folder) or bool(_steps(folder))
 
 
@@ -153,7 +153,7 @@ def _is_checkpoint(folder: Path) -> bool:
 
 
 def newest(folder: Path) -> tuple[Found, str]:
-    """The checkpoint in ``folder``, which is one itself or has the newest whole one; and a message on those that were skipped.
+    """Return the checkpoint in ``folder``, which is one itself or has the newest whole one; and a message on those that were skipped.
 
     Raises ``CheckpointError`` where there is none.
     """
@@ -173,7 +173,7 @@ def newest(folder: Path) -> tuple[Found, str]:
 
 
 def _steps(folder: Path) -> list[Path]:
-    """The checkpoints in a folder that have their final names, newest first."""
+    """Return the checkpoints in a folder that have their final names, newest first."""
     found = [path for path in folder.glob("step-*") if _STEP.fullmatch(path.name)]
     return sorted(found, key=_order, reverse=True)
 
@@ -185,7 +185,7 @@ def _order(path: Path) -> tuple[int, bool]:
 
 
 def opened_or_why(path: Path, files: bool = True) -> Found | str:
-    """The checkpoint, or why it is not whole. Without ``files`` those of tensors are not looked at."""
+    """Return the checkpoint, or why it is not whole. Without ``files`` those of tensors are not looked at."""
     for name in (FACTS, METADATA):
         if not (path / name).is_file():
             return f"it has no {name}"
@@ -233,7 +233,7 @@ def _described(metadata: bytes) -> dict[str, int]:
 
 
 def _checksum(facts: Mapping[str, Any]) -> int:
-    """The CRC-32 of facts as JSON has them, without their own."""
+    """Return the CRC-32 of facts as JSON has them, without their own."""
     content = {name: value for name, value in facts.items() if name != "checksum"}
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
@@ -332,7 +332,7 @@ def claimed(folder: Path, patience_s: float) -> Claim:
 
 
 def claimed_for_save(folder: Path) -> Claim | None:
-    """What a save needs: the claim that this process or its parent has, or one for the save alone, which is returned.
+    """Return what a save needs: the claim that this process or its parent has, or one for the save alone, which is returned.
 
     Raises ``CheckpointError`` if another program has it, or the file of the lock is another one by now.
     """
@@ -383,7 +383,7 @@ def _no_file(path: Path) -> CheckpointError:
 
 
 def _locked(descriptor: int) -> bool:
-    """Whether the lock was taken; also where the file system has no locks."""
+    """Return whether the lock was taken; also where the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -394,7 +394,7 @@ def _locked(descriptor: int) -> bool:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether a path leads to an open file."""
+    """Return whether a path leads to an open file."""
     try:
         there = os.stat(path, follow_symlinks=False)
     except FileNotFoundError:
@@ -424,7 +424,7 @@ def explained(error: BaseException, folder: Path, writing: bool, half_read: bool
 
 
 def _system_error(error: BaseException | None) -> OSError | None:
-    """The operating system's error that is, or caused, this one."""
+    """Return the operating system's error that is, or caused, this one."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error

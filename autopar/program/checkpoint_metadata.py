@@ -35,7 +35,7 @@ from .checkpoint_files import METADATA, CheckpointError, Found
 
 
 def metadata_of(tables: Sequence[FileHeader]) -> Metadata:
-    """The metadata of the tables' boxes. Raises ``CheckpointError`` if the boxes of a tensor do not fill it, each element once."""
+    """Return the metadata of the tables' boxes. Raises ``CheckpointError`` if the boxes of a tensor do not fill it, each element once."""
     tensors: dict[str, TensorStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     paths: dict[str, tuple[str, ...]] = {}
@@ -76,7 +76,7 @@ def _wrong(name: str, why: str) -> CheckpointError:
 
 
 def _not_filled(tensor: TensorStorageMetadata) -> str:
-    """Why boxes do not fill a tensor, each element once; empty if they do."""
+    """Return why boxes do not fill a tensor, each element once, or an empty string."""
     size = tuple(tensor.size)
     elements = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
     if elements != math.prod(size):
@@ -111,7 +111,7 @@ Reads = Mapping[str, Sequence[Read]]
 
 
 def planned(own: Sequence[Piece], found: Found) -> Reads:
-    """What this rank reads to fill its pieces. The tables of the files are read and compared with the metadata, no values.
+    """Return what this rank reads to fill its pieces. The tables of the files are read and compared with the metadata, no values.
 
     Raises ``CheckpointError`` if the checkpoint lacks parts of a piece, or a file is damaged or of another save.
     """
@@ -186,7 +186,7 @@ def _box(chunk: ChunkStorageMetadata) -> Box:
 
 
 def _overlap(one: Box, other: Box) -> Box | None:
-    """The box that two boxes of a tensor have in common."""
+    """Return the box that two boxes of a tensor have in common."""
     offsets = tuple(map(max, one.offsets, other.offsets))
     ends = (min(a + x, b + y) for a, x, b, y in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True))
     sizes = tuple(end - offset for end, offset in zip(ends, offsets, strict=True))

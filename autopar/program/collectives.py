@@ -30,7 +30,7 @@ class Work(Protocol):
 def reduce_scatter(
     output: Tensor, input: Tensor, *, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
-    """The sum of all ranks' ``input``, cut into as many equal parts as the group has ranks: this rank's part, into ``output``.
+    """Return the sum of all ranks' ``input``, cut into as many equal parts as the group has ranks: this rank's part, into ``output``.
 
     Both are contiguous. With ``async_op``, ``output`` is there after ``wait`` of the result.
     """
@@ -85,7 +85,7 @@ class ShardedReduceScatter:
     """``reduce_scatter`` as ``FSDPModule.set_custom_reduce_scatter`` takes it."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """An uninitialised tensor for FSDP2's operand or result."""
+        """Return an uninitialised tensor for FSDP2's operand or result."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(

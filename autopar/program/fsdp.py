@@ -118,7 +118,7 @@ class ShardedGroup(ParameterGroup):
             master.holder.grad = whole if master.offloaded is None else whole.view(-1)[piece]
 
     def _gradient(self, layout: Layout, param: Tensor) -> Tensor:
-        """This rank's shard of a gradient; zeros if there is none."""
+        """Return this rank's shard of a gradient; zeros if there is none."""
         grad = torch.zeros_like(shard_of(param)) if param.grad is None else shard_of(param.grad)
         first, last = rows_of(param, param.shape[0])
         for dim, start, length in layout.beyond(self._world.coordinates):
@@ -162,20 +162,20 @@ class ShardedGroup(ParameterGroup):
 
     @staticmethod
     def last_backward(groups: Sequence[ParameterGroup], program: LoadedProgram) -> LastBackward:
-        """What tells FSDP how the backward passes of one stage end."""
+        """Return what tells FSDP how the backward passes of one stage end."""
         sharded = [group for group in groups if isinstance(group, ShardedGroup)]
         return LastBackward(sharded, program)
 
 
 def shard_of(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor, sharing its storage."""
+    """Return this rank's shard of a DTensor, sharing its storage."""
     detached = tensor.detach()
     assert isinstance(detached, DTensor)
     return detached.to_local()
 
 
 def rows_of(param: Tensor, rows: int) -> tuple[int, int]:
-    """The rows of this rank's shard of a DTensor: divided as by ``torch.chunk``; the last ranks may have fewer rows, or none."""
+    """Return the rows of this rank's shard of a DTensor: divided as by ``torch.chunk``; the last ranks may have fewer rows, or none."""
     assert isinstance(param, DTensor)
     mesh = param.device_mesh  # its last dim shards
     index, share = mesh.get_local_rank(mesh.ndim - 1), -(-rows // mesh.size(mesh.ndim - 1))
@@ -208,7 +208,7 @@ def gather_ahead(stage: nn.Module, layers: Sequence[ShardedLayer], mesh: DeviceM
 
 
 def _layers(index: int, stage: nn.Module, program: LoadedProgram) -> list[ShardedLayer]:
-    """The stage's layers under FSDP, in the order of the forward pass."""
+    """Return the stage's layers under FSDP, in the order of the forward pass."""
     layers = []
     for name, layer in program.layers[index].items():
         module = stage.get_submodule(name)
@@ -249,7 +249,7 @@ class HeldReduceScatter(ShardedReduceScatter):
 
 
 def recorded_event(device: torch.device) -> torch.Event:
-    """The point that the device's current stream has reached."""
+    """Return the point that the device's current stream has reached."""
     event: torch.Event = torch.get_device_module(device).Event()
     event.record()
     return event

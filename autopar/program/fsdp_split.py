@@ -147,7 +147,7 @@ class SplitShardedGroup(ShardedGroup):
 
 
 def _like(param: Tensor, shard: Tensor) -> Tensor:
-    """A DTensor divided as ``param``, of which this rank has ``shard``."""
+    """Return a DTensor divided as ``param``, of which this rank has ``shard``."""
     assert isinstance(param, DTensor)
     return DTensor.from_local(
         shard, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()

@@ -26,7 +26,7 @@ _FAR = 0.2
 
 
 def peak_memory_bytes() -> int:
-    """The peak of this process's memory: allocated tensors on a GPU; on a CPU what is resident, Python and torch included."""
+    """Return the peak of this process's memory: allocated tensors on a GPU; on a CPU what is resident, Python and torch included."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return int(torch.cuda.max_memory_allocated())
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -153,7 +153,7 @@ _CHANGES = {
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on a GPU or on the host."""
+    """Return whether an allocation failed, on a GPU or on the host."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError | OSError) and any(sign in str(error) for sign in _SIGNS)

@@ -240,7 +240,7 @@ def normal(key: int, start: int, stop: int) -> Tensor:
 
 
 def _signed(bits: int) -> int:
-    """The 64-bit integer with these bits, as torch has it."""
+    """Return the 64-bit integer with these bits, as torch has it."""
     return bits - (1 << 64)
 
 

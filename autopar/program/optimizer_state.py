@@ -36,7 +36,7 @@ _PYTHON: dict[str, type] = {"int": int, "float": float, "bool": bool}
 
 
 def described(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's class, and its groups' options that JSON can express."""
+    """Return the optimizer's class, and its groups' options that JSON can express."""
     groups = [
         {key: own for key, option in group.items() if key not in _OF_THE_PROGRAM and (own := plain(option)) is not ...}
         for group in optimizer.param_groups
@@ -45,7 +45,7 @@ def described(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def plain(option: Any) -> Any:
-    """An option as JSON; ``...`` if it has no such form, and always comes from the function that makes the optimizer."""
+    """Return an option as JSON; ``...`` if it has no such form, and always comes from the function that makes the optimizer."""
     if isinstance(option, Tensor) and option.dim() == 0:
         return option.item()
     if isinstance(option, tuple | list):
@@ -55,7 +55,7 @@ def plain(option: Any) -> Any:
 
 
 def merged(optimizer: Mapping[str, Any], parts: Iterable[Mapping[str, str]]) -> dict[str, Any]:
-    """A description with the kinds of the keys of all ranks' states. A key that is a number for one parameter is one for all."""
+    """Return a description with the kinds of the keys of all ranks' states. A key that is a number for one parameter is one for all."""
     kinds: dict[str, str] = {}
     for part in parts:
         for key, kind in part.items():
@@ -89,7 +89,7 @@ def _is_like(master: Master, value: Any) -> bool:
 
 
 def _has_first(master: Master, program: LoadedProgram, world: World) -> bool:
-    """Whether this rank is the one with the parameter's first element: of all ranks that have parts of it, it writes the numbers."""
+    """Return whether this rank is the one with the parameter's first element: of all ranks that have parts of it, it writes the numbers."""
     layout = master.layout
     begins = [master.first, *(start for start, _ in layout.window(world.coordinates)), (layout.part or (0, 0))[1]]
     return not any(begins) and copy_of(master.alike, program, world)[0] == 0
@@ -122,7 +122,7 @@ def _path(master: Master, key: str) -> tuple[str, ...]:
 
 
 def _whole(master: Master, key: str, value: Any) -> Piece:
-    """A state of another shape than the parameter's: a tensor, or a number."""
+    """Return a state of another shape than the parameter's: a tensor, or a number."""
     if isinstance(value, Tensor):
         return whole(_path(master, key), value.detach())
     return whole(_path(master, key), torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None))
@@ -229,7 +229,7 @@ def _check(optimizer: torch.optim.Optimizer, facts: Mapping[str, Any]) -> None:
 
 
 def described_scheduler(scheduler: LRScheduler | None) -> dict[str, Any] | None:
-    """The scheduler's class, those of its parts included, and its state."""
+    """Return the scheduler's class, those of its parts included, and its state."""
     return None if scheduler is None else {"class": _class(scheduler), "state": _saved(scheduler.state_dict())}
 
 
@@ -256,7 +256,7 @@ def _class(scheduler: LRScheduler) -> str:
 
 
 def _saved(value: Any) -> Any:
-    """The value as JSON; ``...`` if it has no such form. Of a dict, the entries that have."""
+    """Return the value as JSON; ``...`` if it has no such form. Of a dict, the entries that have."""
     if isinstance(value, Mapping):
         entries = {key: _saved(item) for key, item in value.items() if isinstance(key, str)}
         return {key: item for key, item in entries.items() if item not in (..., {})}
@@ -266,7 +266,7 @@ def _saved(value: Any) -> Any:
 
 
 def _restored(now: Any, saved: Any) -> Any:
-    """The ``saved`` value in the form of the one ``now``, which has what was not saved."""
+    """Return the ``saved`` value in the form of the one ``now``, which has what was not saved."""
     if isinstance(now, Mapping) and isinstance(saved, Mapping):
         return {**now, **{key: _restored(now.get(key), item) for key, item in saved.items()}}
     if isinstance(now, list) and isinstance(saved, list) and len(now) == len(saved):

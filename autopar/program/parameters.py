@@ -113,7 +113,7 @@ def _add(param: nn.Parameter, gradient: Tensor) -> None:
 
 
 def alike(layout: Layout, zero_axes: Sequence[str], world: World) -> tuple[str, ...]:
-    """The axes on which neither the parameter nor ZeRO shards a master copy: their ranks all have the same values."""
+    """Return the axes on which neither the parameter nor ZeRO shards a master copy: their ranks all have the same values."""
     spread = {axis for axis, _ in layout.sharded}.union(zero_axes)
     return tuple(axis for axis in world.coordinates if axis not in spread)
 
@@ -177,7 +177,7 @@ class FlatGroup(ParameterGroup):
     (``Publications``). If masters are wider than the computation (float32 and bfloat16), gradients add up in the masters' dtype.
 
     With a parameter server ZeRO 0 reduces the gradients to the group's first rank, which alone has masters, updates them, and broadcasts
-    the parameters. Replicas that train apart reduce gradients inside of each replica only; a replica's loss is its term of the batch's loss
+    the parameters. Local SGD replicas reduce gradients inside of each replica only; a replica's loss is its term of the batch's loss
     times the number of replicas, and ``average`` makes their masters equal.
     """
 
@@ -271,7 +271,7 @@ class FlatGroup(ParameterGroup):
         return [self._grads[self._own]] if self.masters else []
 
     def _overlap(self, slot: Slot) -> tuple[int, int]:
-        """The part of the slot that this rank's piece of the buffer covers; empty when the ends are equal."""
+        """Return the part of the slot that this rank's piece of the buffer covers; empty when the ends are equal."""
         low = max(slot.start, self._own.start)
         return low, max(low, min(slot.stop, self._own.stop))
 
@@ -394,7 +394,7 @@ class FlatGroup(ParameterGroup):
 
 
 def grouping(program: LoadedProgram, stage: int) -> list[tuple[Layout, ...]]:
-    """A stage's parameters, grouped as they are stored; the same list on every rank.
+    """Return a stage's parameters, grouped as they are stored; the same list on every rank.
 
     Flat buffers first: FSDP2 must find them in place to leave them alone.
     """
@@ -410,7 +410,7 @@ def grouping(program: LoadedProgram, stage: int) -> list[tuple[Layout, ...]]:
 def build_stages(
     program: LoadedProgram, world: World
 ) -> tuple[dict[int, nn.Module], dict[int, list[ParameterGroup]], Any]:
-    """This rank's stages on its device, with their parameters allocated (zeros) in their groups, and the buffers that they write."""
+    """Return this rank's stages on its device, with their parameters allocated (zeros) in their groups, and the buffers that they write."""
     constants = {name: tensor.to(world.device) for name, tensor in program.constants.items()}
     stages: dict[int, nn.Module] = {
         index: program.spec.stages[index](device=torch.device("meta"), constants=constants) for index in world.stages

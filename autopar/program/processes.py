@@ -63,7 +63,7 @@ def place_of(environment: Mapping[str, str]) -> ProcessPlace:
 
 
 def _tasks_of_node(environment: Mapping[str, str]) -> str | None:
-    """The step's processes on this node: ``SLURM_STEP_TASKS_PER_NODE`` is ``4(x2),3`` for nodes with 4, 4 and 3 of them."""
+    """Return the step's processes on this node: ``SLURM_STEP_TASKS_PER_NODE`` is ``4(x2),3`` for nodes with 4, 4 and 3 of them."""
     node, at = int(environment.get("SLURM_NODEID", "0")), 0
     for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         if (found := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)) is None:
@@ -95,7 +95,7 @@ def meet(environment: MutableMapping[str, str], place: ProcessPlace) -> None:
 
 
 def device_of(place: ProcessPlace, kind: str | None) -> torch.device:
-    """The device of this process; ``kind`` is ``"cuda"``, ``"cpu"``, or ``None`` for GPUs where the node has any.
+    """Return the device of this process; ``kind`` is ``"cuda"``, ``"cpu"``, or ``None`` for GPUs where the node has any.
 
     A process that sees one GPU uses it: launchers may give each process its own. Otherwise the node's processes see the same GPUs, and each
     uses that of its local rank.
@@ -133,7 +133,7 @@ def device_of(place: ProcessPlace, kind: str | None) -> torch.device:
 
 
 def _has_gpus() -> bool:
-    """Whether this process may open a GPU of NVIDIA's, and the user has not hidden all of them."""
+    """Return whether this process may open a GPU of NVIDIA's, and the user has not hidden all of them."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return False
     return any(os.access(path, os.R_OK | os.W_OK) for path in Path("/dev").glob("nvidia[0-9]*"))
@@ -199,7 +199,7 @@ class ProcessGroups:
         return mine
 
     def _single(self) -> dist.ProcessGroup:
-        """The group of this rank alone."""
+        """Return the group of this rank alone."""
         if self._alone is None:
             ranks = [dist.get_rank()]
             self._alone = dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=True)
@@ -223,7 +223,7 @@ class ProcessGroups:
     def links(
         self, lines: Tensor, pairs: Iterable[tuple[int, int]], pipeline: dist.ProcessGroup
     ) -> Mapping[int, dist.ProcessGroup]:
-        """A group of this rank and each rank that it exchanges tensors with, by that rank; ``lines[pipeline, ...]`` are all ranks.
+        """Return a group of this rank and each rank that it exchanges tensors with, by that rank; ``lines[pipeline, ...]`` are all ranks.
 
         NCCL runs the transfers of a communicator in the order of their issue: on a communicator of all pipeline ranks, a receive that was
         issued early holds up a send to another rank. A ``pipeline`` of two ranks is a pair already.

@@ -141,7 +141,7 @@ def _limits(groups: Sequence[FlatGroup]) -> dict[FlatGroup, int]:
 
 
 def _early(groups: Sequence[ParameterGroup], layers: Mapping[str, LayerSpec]) -> list[FlatGroup]:
-    """The groups of a stage that are reduced under the backward pass, in order; ``layers`` are the stage's."""
+    """Return the groups of a stage that are reduced under the backward pass, in order; ``layers`` are the stage's."""
     found = [group for group in groups if isinstance(group, FlatGroup) and group.is_reduced and group.shared is None]
     found = [group for group in found if not layers[group.child].opaque]
     # The stage's own parameters come last: an early layer may use them.

@@ -35,7 +35,7 @@ class SplitStage(TracedStage):
             super().backward_one_chunk(bwd_chunk_id, loss, False, last_backward)
 
     def _second_part(self) -> Callable[[], None]:
-        """What torch calls for the second part of the backward pass that has just ended; nothing is left of a whole one."""
+        """Return what torch calls for the second part of the backward pass that has just ended; nothing is left of a whole one."""
         products, self._products = self._products, []
         return functools.partial(self._add, products)
 

@@ -1,7 +1,7 @@
 """The trainer: pipeline, loss, gradients, clipping, optimizer, state dicts.
 
 Gradients are sums, never means: the loss that a stage returns is a term of the whole batch's loss, so the gradients of all
-ranks and microbatches add up to exactly those of one device. Replicas that train apart (``sync`` of the plan) are the exception: each has
+ranks and microbatches add up to exactly those of one device. Local SGD replicas (``sync`` of the plan) are the exception: each has
 the gradients of its own samples; losses, gradients and state dicts that the trainer returns are means over the replicas. If the plan
 allows ``microbatch_statistics``, each microbatch is treated as a separate batch, with its own scalars: its loss is divided by the number of
 microbatches, and the sum is the mean.
@@ -60,7 +60,7 @@ __all__ = [
 
 
 def adamw(params: list[nn.Parameter], lr: float, world: World) -> torch.optim.Optimizer:
-    """The default optimizer; on GPUs one kernel updates many tensors."""
+    """Return the default optimizer; on GPUs one kernel updates many tensors."""
     return torch.optim.AdamW(params, lr=lr, fused=world.device.type == "cuda" or None)
 
 
@@ -151,12 +151,12 @@ class Trainer:
     def loader(
         self, dataset: Any, order: Order | Mapping[str, Any] | None = None, *, collate: Callable[..., Any] | None = None
     ) -> Loader:
-        """This rank's rows of the global batches of ``dataset``; ``order`` may be given by the fields of ``Order``."""
+        """Return this rank's rows of the global batches of ``dataset``; ``order`` may be given by the fields of ``Order``."""
         order = Order(**order) if isinstance(order, Mapping) else order
         return Loader(self.program, self.world, dataset, order, collate=collate)
 
     def position(self, loader: Loader) -> tuple[int, int]:
-        """Where the training is in a data set: an epoch and a row; all ranks call this."""
+        """Return where the training is in a data set: an epoch and a row; all ranks call this."""
         if loader.key not in self.positions:
             if loader.order in self.positions:  # a checkpoint of before data sets had checksums
                 self.positions[loader.key] = self.positions.pop(loader.order)
@@ -171,7 +171,7 @@ class Trainer:
         return self.positions.get(loader.key, (0, 0))
 
     def step_from(self, loader: Loader, on_nan: str = "") -> tuple[float, bool]:
-        """One update on the next global batch; the loss before the update, and whether the epoch ends with this batch.
+        """Update on the next global batch; return the loss before the update, and whether the epoch ends with this batch.
 
         Raises ``DataError`` on every rank if rows cannot be read: nothing has changed, and the training can go on.
         """
@@ -267,7 +267,7 @@ class Trainer:
             self._buffers.clear()
 
     def _key(self) -> int:
-        """The key of the random numbers of this step's first microbatch."""
+        """Return the key of the random numbers of this step's first microbatch."""
         return (self._seed << 40) + self.steps * self._schedule.microbatches
 
     def update(self) -> None:
@@ -305,7 +305,7 @@ class Trainer:
         return float(self._schedule.reduced(self._forward_backward(batch)))
 
     def _forward_backward(self, batch: Batch) -> Tensor:
-        """The sum of this rank's terms of the loss."""
+        """Return the sum of this rank's terms of the loss."""
         self._check_whole()
         self._schedule.share.check(batch)
         self._reductions.clear()
@@ -319,7 +319,7 @@ class Trainer:
         return loss
 
     def evaluate(self, batch: Batch) -> float:
-        """The loss of a global batch by forward passes alone; nothing is kept and nothing updated.
+        """Return the loss of a global batch by forward passes alone; nothing is kept and nothing updated.
 
         Raises ``ModeError`` if the model would compute something else in evaluation mode, as with dropout or batch norm: the program has
         the model in the mode in which it was captured.
@@ -354,7 +354,7 @@ class Trainer:
         return norm
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients of trainable parameters, whole, by original name, on the CPU of rank 0; nothing on other ranks."""
+        """Return the gradients of trainable parameters, whole, by original name, on the CPU of rank 0; nothing on other ranks."""
         return self._tensors().gradients()
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -457,13 +457,13 @@ class Trainer:
             )
 
     def _tensors(self) -> TrainingTensors:
-        """The tensors that are saved and loaded."""
+        """Return the tensors that are saved and loaded."""
         self.finish_update()
         return TrainingTensors(self.program, self.world, self._groups, self._buffers, self._updates)
 
 
 def in_training_alone(program: LoadedProgram) -> str:
-    """What of the model is done in training mode alone, in words; empty if nothing is."""
+    """Return what of the model is done in training mode alone, in words, or an empty string."""
     if any(stage.SPEC.random for stage in program.spec.stages):
         return "it draws random numbers, as dropout does"
     written = sorted({record.original for record in program.buffers})
@@ -471,7 +471,7 @@ def in_training_alone(program: LoadedProgram) -> str:
 
 
 def _norm(grad: Tensor) -> Tensor:
-    """The 2-norm in float64: that of rows of 1,024 elements in the gradient's dtype, then that of all rows.
+    """Return the 2-norm in float64: that of rows of 1,024 elements in the gradient's dtype, then that of all rows.
 
     In float64 alone it takes twelve times as long, and in float32 alone its error on a CPU is 1e-3 for 16 M elements; this one's is 1e-9.
     """

@@ -69,7 +69,7 @@ class Stored:
 
 
 def is_weights(path: Path) -> bool:
-    """Whether this is a file or a folder of weights."""
+    """Return whether this is a file or a folder of weights."""
     return path.suffix == SUFFIX or path.is_dir()
 
 
@@ -125,7 +125,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def file_places(folder: Path, tensors: Described, file_bytes: int = FILE_BYTES) -> dict[str, Stored]:
-    """The places of all tensors in files of up to ``file_bytes`` each (a larger tensor has a file of its own)."""
+    """Return the places of all tensors in files of up to ``file_bytes`` each (a larger tensor has a file of its own)."""
     groups: list[list[str]] = [[]]
     filled = 0
     for name, (dtype, shape) in tensors.items():
@@ -143,7 +143,7 @@ def file_places(folder: Path, tensors: Described, file_bytes: int = FILE_BYTES) 
 
 
 def places_in(file: Path, tensors: Described, others: Mapping[str, str] | None = None) -> dict[str, Stored]:
-    """The places of tensors in one file. ``others`` gives, for each other name of a tensor, the name that it is stored under."""
+    """Return the places of tensors in one file. ``others`` gives, for each other name of a tensor, the name that it is stored under."""
     # those of wide dtypes first: then every tensor begins at a multiple of its elements' size
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1][0].itemsize))
     begin = 8 + len(_encoded(ordered, others or {}))
@@ -155,7 +155,7 @@ def places_in(file: Path, tensors: Described, others: Mapping[str, str] | None =
 
 
 def without_names(tensors: Described) -> list[str]:
-    """The names of tensors whose dtype the format does not have."""
+    """Return the names of tensors whose dtype the format does not have."""
     format_has = set(_NAMES) - {torch.complex128}
     return [name for name, (dtype, _) in tensors.items() if dtype not in format_has]
 
@@ -238,7 +238,7 @@ def _write_all(descriptor: int, data: memoryview, at: int) -> None:
 
 
 def runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int]]:
-    """The runs of consecutive elements that a box is in a tensor of this shape: the first element, and their number."""
+    """Yield the runs of consecutive elements that a box is in a tensor of this shape: the first element, and their number."""
     inner = len(shape)
     while inner and box.sizes[inner - 1] == shape[inner - 1]:
         inner -= 1

@@ -42,7 +42,7 @@ _Name = tuple[int, str]
 
 
 class _Key(NamedTuple):
-    """A parameter: copies of a tied one in several stages, and those of replicas that train apart, are updated by themselves."""
+    """A parameter: copies of a tied one in several stages, and those of local SGD replicas, are updated by themselves."""
 
     replica: tuple[int, ...]
     stage: int
@@ -152,14 +152,14 @@ def _value(master: Master) -> Tensor:
 
 
 def _boxes(master: Master, values: Tensor, world: World) -> Iterator[tuple[Box, Tensor]]:
-    """The boxes of the original parameter that a master has, without padding, and its ``values`` in them: views."""
+    """Yield the boxes of the original parameter that a master has, without padding, and its ``values`` in them: views."""
     window = master.layout.window(world.coordinates)
     for piece in pieces((), master.layout, window, values, master.first):
         yield piece.box, piece.values
 
 
 def _cut(held: Sequence[Master], names: Sequence[_Name], world: World) -> set[_Name]:
-    """Those of ``names`` of which a rank has a part: all ranks learn it by one small reduction."""
+    """Return those of ``names`` of which a rank has a part: all ranks learn it by one small reduction."""
     number = {name: i for i, name in enumerate(names)}
     marks = torch.zeros(len(names), dtype=torch.int32, device=world.device)
     for master in held:
@@ -195,7 +195,7 @@ def _owners(layouts: Sequence[Layout], program: LoadedProgram, world: World) -> 
 def _rounds(
     owners: Mapping[_Key, int], layouts: Mapping[_Name, Layout], program: LoadedProgram
 ) -> list[tuple[torch.dtype, frozenset[_Key]]]:
-    """The parameters that are sent at a time, with their dtype; the same list on every rank."""
+    """Return the parameters that are sent at a time, with their dtype; the same list on every rank."""
     found: dict[tuple[str, int], set[_Key]] = {}
     dtypes: dict[str, torch.dtype] = {}
     sums: Counter[tuple[int, str]] = Counter()

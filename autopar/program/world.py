@@ -96,7 +96,7 @@ class Layout:
         return window
 
     def beyond(self, coordinates: Mapping[str, tuple[int, int]]) -> list[tuple[int, int, int]]:
-        """The padding in this rank's slice: dim, start and length within the slice."""
+        """Return the padding in this rank's slice: dim, start and length within the slice."""
         found = []
         for dim, (start, extent) in enumerate(self.window(coordinates)):
             inside = max(0, min(extent, self.shape[dim] - start))
@@ -177,7 +177,7 @@ class LoadedProgram:
         return int(steps) if kind == "local-steps" else 0
 
     def parted(self, axes: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Those of ``axes`` inside of a replica, and those between replicas that train apart: the data axes of every layer."""
+        """Return those of ``axes`` inside of a replica, and those between local SGD replicas: the data axes of every layer."""
         roles = [layer["roles"] for layer in self.plan["layers"]] if self.local_steps else []
         apart = {
             axis["name"] for i, axis in enumerate(self.plan["mesh"]) if roles and all(r[i] == "data" for r in roles)
@@ -257,7 +257,7 @@ class LoadedProgram:
         return {axes for axes in found if axes} if layout.trainable or sharded else set()
 
     def is_first_copy(self, layout: Layout) -> bool:
-        """Whether a parameter is not tied to one of an earlier stage."""
+        """Return whether a parameter is not tied to one of an earlier stage."""
         return layout.shared is None or layout.stage == min(c.stage for c in self.layouts if c.shared == layout.shared)
 
     def _layer(self, layout: Layout) -> str:
@@ -270,7 +270,7 @@ class LoadedProgram:
         return path
 
     def _main_dtype(self, stage: int, child: str) -> torch.dtype:
-        """The dtype of most of the elements in a stage's layer."""
+        """Return the dtype of most of the elements in a stage's layer."""
         elements: dict[torch.dtype, int] = {}
         for layout in self.layouts:
             if layout.stage == stage and self._layer(layout) == child:
@@ -304,7 +304,7 @@ def load(folder: str | os.PathLike[str]) -> LoadedProgram:
 
 
 def _layers(stage: Any, constants: Mapping[str, Tensor]) -> dict[str, LayerSpec]:
-    """The layers of a stage's class, in order, and the parameters that several of them share."""
+    """Return the layers of a stage's class, in order, and the parameters that several of them share."""
     module: nn.Module = stage(device="meta", constants=constants)
     found: dict[str, Any] = {path: layer.SPEC for path, layer in layers_of(module).items()}
     own: LayerSpec | None = stage.SPEC.own
@@ -349,7 +349,7 @@ class World:
         return self.groups[axes] if axes in self.groups else self.mesh.get_group(*axes)
 
     def data_mesh(self, copies: tuple[str, ...], shards: tuple[str, ...]) -> DeviceMesh:
-        """The mesh that FSDP2 shards a layer over: the flattened axes ``shards``, inside of ``copies`` if there are any."""
+        """Return the mesh that FSDP2 shards a layer over: the flattened axes ``shards``, inside of ``copies`` if there are any."""
         if not copies:
             return DeviceMesh.from_group(self.group(shards), self.device.type, mesh_dim_names=("shard",))
         dims = [1 + list(self.coordinates).index(axis) for axis in (*copies, *shards)]
@@ -360,7 +360,7 @@ class World:
         return DeviceMesh.from_group(groups, self.device.type, mesh=own, mesh_dim_names=("replicate", "shard"))
 
     def first_on(self, axes: Iterable[str]) -> bool:
-        """Whether this rank is the first on each of ``axes``: among ranks with the same values, only this one counts."""
+        """Return whether this rank is the first on each of ``axes``: among ranks with the same values, only this one counts."""
         return all(self.coordinates[axis][0] == 0 for axis in axes)
 
 
@@ -429,7 +429,7 @@ def start(
 
 
 def _mesh(groups: ProcessGroups, ranks: Tensor, names: Sequence[str], kind: str) -> DeviceMesh:
-    """The mesh ``ranks`` of named axes, with a group for each axis."""
+    """Return the mesh ``ranks`` of named axes, with a group for each axis."""
     rows = [ranks.movedim(dim, -1).flatten(0, -2) for dim in range(ranks.dim())]
     own = [group for row in rows if (group := groups.rows(row)) is not None]
     return DeviceMesh.from_group(own, kind, mesh=ranks, mesh_dim_names=tuple(names))
@@ -472,14 +472,14 @@ def _check_world(size: int, axes: Mapping[str, int], shape: Sequence[int]) -> No
 def _axis_groups(
     groups: ProcessGroups, program: LoadedProgram, ranks: Tensor
 ) -> dict[tuple[str, ...], dist.ProcessGroup]:
-    """A group for every combination of axes that gradients are reduced over or that model.py names."""
+    """Return a group for every combination of axes that gradients are reduced over or that model.py names."""
     wanted = {axes for layout in program.layouts for axes in program.reduced_over(layout) if len(axes) > 1}
     wanted |= set(program.spec.flattened) | ({(MIRROR,)} if program.directions > 1 else set())
     return groups.flattened(wanted, list(program.axes), ranks)
 
 
 def _replica_group(groups: ProcessGroups, program: LoadedProgram, ranks: Tensor) -> dist.ProcessGroup | None:
-    """A group for every replica that trains apart, over all its pipeline stages."""
+    """Return a group for every replica that trains apart, over all its pipeline stages."""
     names = list(program.spec.mesh)
     apart = [1 + names.index(axis) for axis in program.parted(names)[1]]
     if not apart:
@@ -490,7 +490,7 @@ def _replica_group(groups: ProcessGroups, program: LoadedProgram, ranks: Tensor)
 def _stage_groups(
     groups: ProcessGroups, program: LoadedProgram, grid: Tensor, placed: Sequence[int]
 ) -> dict[str, dist.ProcessGroup]:
-    """A group for every tied parameter with copies on several pipeline ranks. Ranks that mirror each other are in two groups: the
+    """Return a group for every tied parameter with copies on several pipeline ranks. Ranks that mirror each other are in two groups: the
     reduction of gradients over ``mirror`` comes later."""
     places: dict[str, set[int]] = {}
     for layout in program.layouts:
