@@ -74,12 +74,8 @@ def writes(piece: Piece, alike: Sequence[str], program: LoadedProgram, world: Wo
 
 
 def copy_of(alike: Sequence[str], program: LoadedProgram, world: World) -> tuple[int, int]:
-    """The place of this rank among ranks with the same values, and their number. Local SGD replicas have values of their own."""
-    index, count = 0, 1
-    for axis in program.parted(list(alike))[0]:
-        place, size = world.coordinates[axis]
-        index, count = index * size + place, count * size
-    return index, count
+    """Return the place of this rank among ranks with the same values, and their number. Local SGD replicas have values of their own."""
+    return world.place_on(program.parted(list(alike))[0])
 
 
 def _zero_axes(program: LoadedProgram, world: World) -> set[tuple[str, ...]]:

@@ -37,7 +37,7 @@ from .checkpoint_files import (
     PARTIAL,
     CheckpointError,
     Claim,
-    Found,
+    StoredCheckpoint,
     begin,
     claimed,
     claimed_for_save,
@@ -59,7 +59,7 @@ from .checkpoint_metadata import (
     read_values,
     write_metadata,
 )
-from .model_tensors import TrainingTensors, given
+from .model_tensors import TrainingTensors, source_of
 from .optimizer_state import (
     Restored,
     check_scheduler,
@@ -253,7 +253,7 @@ def load(training: TrainingTensors, folder: str | os.PathLike[str]) -> Mapping[s
 
     Raises ``CheckpointError`` on every rank, before anything is changed if the checkpoint is of another model or optimizer, or damaged.
     """
-    opened, reads, restored, updates = list[Found](), list[Reads](), list[Restored](), training.updates
+    opened, reads, restored, updates = list[StoredCheckpoint](), list[Reads](), list[Restored](), training.updates
     assert updates is not None
 
     def find() -> str:
@@ -375,7 +375,7 @@ def load_weights(training: TrainingTensors, path: str | os.PathLike[str]) -> Non
         same_values({name: digest(state[name], _SAMPLED_BYTES) for name in sorted(state)}, training.world.device)
     except ValueError as error:
         raise CheckpointError(str(error), "all machines read one shared folder, or equal copies") from error
-    on_every_rank(lambda: training.fill(given(state), state), source, writing=False, replaces=True)
+    on_every_rank(lambda: training.fill(source_of(state), state), source, writing=False, replaces=True)
 
 
 def save_weights(training: TrainingTensors, folder: str | os.PathLike[str], file_bytes: int) -> None:
@@ -480,7 +480,7 @@ def _under(prefix: tuple[str, ...], own: Iterable[Piece]) -> Iterator[Piece]:
 # -- loading -----------------------------------------------------------------------------------------------------------
 
 
-def _check_model(program: LoadedProgram, found: Found) -> None:
+def _check_model(program: LoadedProgram, found: StoredCheckpoint) -> None:
     """Raise ``CheckpointError`` with the names of tensors that differ."""
     own = _tensors(program)
     theirs = {name: tuple(shape) for name, shape in found.facts["tensors"].items()}
@@ -497,7 +497,7 @@ def _check_model(program: LoadedProgram, found: Found) -> None:
         )
 
 
-def _prefix_of(training: TrainingTensors, found: Found) -> tuple[str, ...]:
+def _prefix_of(training: TrainingTensors, found: StoredCheckpoint) -> tuple[str, ...]:
     """Return what the names of the tensors for this rank begin with. All replicas can start from one model, and not the other way round."""
     there, here = found.facts["replicas"], training.replica()[1]
     if there == 1:

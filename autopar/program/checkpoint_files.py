@@ -55,7 +55,7 @@ class CheckpointError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Found:
+class StoredCheckpoint:
     """A whole checkpoint: its folder, the content of ``checkpoint.json``, torch's metadata of its tensors, and the id of its save, which
     the format without checksums has not."""
 
@@ -152,7 +152,7 @@ def _is_checkpoint(folder: Path) -> bool:
     return (folder / METADATA).is_file() or (folder / FACTS).is_file()
 
 
-def newest(folder: Path) -> tuple[Found, str]:
+def newest(folder: Path) -> tuple[StoredCheckpoint, str]:
     """Return the checkpoint in ``folder``, which is one itself or has the newest whole one; and a message on those that were skipped.
 
     Raises ``CheckpointError`` where there is none.
@@ -165,7 +165,7 @@ def newest(folder: Path) -> tuple[Found, str]:
     skipped = [f"{path.name} (its save did not end)" for path in folder.glob(f"step-*{PARTIAL}")]
     for path in _steps(folder):
         opened = opened_or_why(path)
-        if isinstance(opened, Found):
+        if isinstance(opened, StoredCheckpoint):
             return opened, f"loading {path}; skipped {', '.join(skipped)}" if skipped else ""
         skipped.append(f"{path.name} ({opened})")
     why = f": {', '.join(skipped)}" if skipped else ""
@@ -184,7 +184,7 @@ def _order(path: Path) -> tuple[int, bool]:
     return int(found[1]), found[2] is None
 
 
-def opened_or_why(path: Path, files: bool = True) -> Found | str:
+def opened_or_why(path: Path, files: bool = True) -> StoredCheckpoint | str:
     """Return the checkpoint, or why it is not whole. Without ``files`` those of tensors are not looked at."""
     for name in (FACTS, METADATA):
         if not (path / name).is_file():
@@ -219,7 +219,7 @@ def opened_or_why(path: Path, files: bool = True) -> Found | str:
             tables_of(path, sorted(ends), facts["save"])
         except (DamageError, OSError) as error:
             return f"its file {error}"
-    return Found(path, facts, metadata, facts["save"] if form == FORMAT else None)
+    return StoredCheckpoint(path, facts, metadata, facts["save"] if form == FORMAT else None)
 
 
 def _sealed(facts: Mapping[str, Any], metadata: bytes) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from . import box_files
 from .box_files import DamageError, Entry, FileHeader
 from .boxes import Box, Piece
-from .checkpoint_files import METADATA, CheckpointError, Found
+from .checkpoint_files import METADATA, CheckpointError, StoredCheckpoint
 
 # -- writing ----------------------------------------------------------------------------------------------------------
 
@@ -110,7 +110,7 @@ Reads = Mapping[str, Sequence[Read]]
 """What a rank reads, by file."""
 
 
-def planned(own: Sequence[Piece], found: Found) -> Reads:
+def planned(own: Sequence[Piece], found: StoredCheckpoint) -> Reads:
     """Return what this rank reads to fill its pieces. The tables of the files are read and compared with the metadata, no values.
 
     Raises ``CheckpointError`` if the checkpoint lacks parts of a piece, or a file is damaged or of another save.
@@ -137,7 +137,7 @@ def planned(own: Sequence[Piece], found: Found) -> Reads:
     return {name: _verified(name, theirs, found, found.save) for name, theirs in reads.items()}
 
 
-def _verified(name: str, reads: Sequence[Read], found: Found, save: str) -> list[Read]:
+def _verified(name: str, reads: Sequence[Read], found: StoredCheckpoint, save: str) -> list[Read]:
     """Reads with the entries of the file's table, which must be those of the metadata."""
     with explained_damage(found.path):
         table = box_files.read_table(found.path / name, save)
@@ -152,7 +152,7 @@ def _verified(name: str, reads: Sequence[Read], found: Found, save: str) -> list
     return whole
 
 
-def read_values(reads: Reads, found: Found) -> None:
+def read_values(reads: Reads, found: StoredCheckpoint) -> None:
     """Read what was ``planned`` into this rank's pieces, every block compared with its checksum. Raises ``CheckpointError``."""
     for name, theirs in reads.items():
         with explained_damage(found.path, half_read=True), (found.path / name).open("rb", buffering=0) as file:

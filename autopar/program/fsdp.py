@@ -6,7 +6,7 @@ stream waits for no collective (``LastBackward``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -31,8 +31,7 @@ class ShardedGroup(ParameterGroup):
     """
 
     def _allocate(self, program: LoadedProgram) -> None:
-        stage, layouts, world = self._stage, self.layouts, self._world
-        placement = program.placement(layouts[0])
+        stage, layouts, world, placement = self._module, self.layouts, self._world, self.placement
         child, shards, wide, compute = placement.layer, placement.shards, placement.wide, placement.compute
         self._shards = shards
         self.reduce_scatter = HeldReduceScatter()  # until ``join_stages`` gives all groups of the rank the same
@@ -59,7 +58,7 @@ class ShardedGroup(ParameterGroup):
         for layout in layouts:
             shard_of(stage.get_parameter(layout.name)).zero_()
         self.module = module
-        layer = program.layers[layouts[0].stage][child]
+        layer = program.layers[self.stage][child]
         self.reduces_once = layer.reduce_once
         if layer.opaque and hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13
             module.set_reduce_scatter_unused_params(True)  # ranks may lack gradients, and all must reduce the same ones
@@ -91,16 +90,22 @@ class ShardedGroup(ParameterGroup):
     @property
     def root(self) -> nn.Module:
         """The stage, which is the FSDP root of its layers once all parameters of the rank are there."""
-        return self._stage
-
-    @property
-    def device(self) -> torch.device:
-        return self._world.device
+        return self._module
 
     def zero_grad(self) -> None:
         for param in self._params.values():
             param.grad = None
         super().zero_grad()  # views of these gradients, which would stay live beside the new ones
+
+    def free(self) -> None:
+        self.module.reshard()
+
+    def start_copies(self) -> None:
+        """Start to sum the gradients over the copies of the stage (Chimera), once FSDP2 has reduced them inside of each."""
+        for layout, param in self._params.items():
+            if layout.trainable:
+                param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+                self._sums.append(dist.all_reduce(shard_of(param.grad), group=self._mirror, async_op=True))
 
     def finish_reduction(self) -> None:
         """FSDP2 has reduced the gradients that autograd computed; the optimizer gets views of them. Padding has no gradient."""
@@ -141,24 +146,6 @@ class ShardedGroup(ParameterGroup):
         for group in sharded:
             group.reduce_scatter = reduce_scatter
             group.module.set_custom_reduce_scatter(cast(Any, reduce_scatter))
-
-    @staticmethod
-    def free(stages: Iterable[nn.Module]) -> None:
-        """Free the parameters that forward passes gathered."""
-        for layer in (layer for stage in stages for layer in stage.modules()):
-            if isinstance(layer, FSDPModule):
-                layer.reshard()
-
-    @staticmethod
-    def start_copies(groups: Sequence[ParameterGroup]) -> None:
-        """Start to sum the gradients of a stage over its copies, where it has two (Chimera), once FSDP2 has reduced them inside of each."""
-        for group in groups:
-            if isinstance(group, ShardedGroup):
-                for layout, param in group._params.items():
-                    if layout.trainable:
-                        param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-                        work = dist.all_reduce(shard_of(param.grad), group=group._mirror, async_op=True)
-                        group._sums.append(work)
 
     @staticmethod
     def last_backward(groups: Sequence[ParameterGroup], program: LoadedProgram) -> LastBackward:
@@ -278,7 +265,7 @@ class LastBackward:
         self._event: torch.Event | None = None
         if not groups or not isinstance(groups[0].root, FSDPModule):
             return
-        self._root, index = groups[0].root, groups[0].layouts[0].stage
+        self._root, index = groups[0].root, groups[0].stage
         self._waits_each_time = any(group.mesh.ndim > 1 for group in groups)
         self._followed = followed_by_forward(index, program)
         first, *others = _layers(index, groups[0].root, program)

@@ -104,7 +104,7 @@ class SplitShardedGroup(ShardedGroup):
 
     def _allocate(self, program: LoadedProgram) -> None:
         super()._allocate(program)
-        own, group = program.placement(self.layouts[0]), self._world.group
+        own, group = self.placement, self._world.group
         copies = group(own.copies) if own.copies else None
         self._late = LateGradients(group(own.shards), copies, own.wide, self.reduces_once)
         self.module.register_forward_pre_hook(self._gathered)
@@ -123,7 +123,7 @@ class SplitShardedGroup(ShardedGroup):
     def _gathered(self, *_: object) -> None:
         """Give an adder to each tensor that FSDP2 has gathered for this forward pass, because products read these."""
         for layout in self._params:
-            gathered = self._stage.get_parameter(layout.name)
+            gathered = self._module.get_parameter(layout.name)
             self.adders[id(gathered)] = functools.partial(self._late.add, layout.name)
 
     def finish_adding(self) -> None:
@@ -137,7 +137,7 @@ class SplitShardedGroup(ShardedGroup):
     def finish_reduction(self) -> None:
         """Add the late gradients to those that FSDP2 has reduced."""
         for name, rows in self._late.finish().items():
-            param = self._stage.get_parameter(name)
+            param = self._module.get_parameter(name)
             start, stop = rows_of(param, param.shape[0])
             if param.grad is not None:  # some microbatches had a whole backward pass
                 shard_of(param.grad).add_(rows[: stop - start])

@@ -154,8 +154,8 @@ class Microbatches:
                         self._term(*values)
                     elif placed[index + 1] != place:
                         self._transfer(dist.isend, values, placed[index + 1])
-        if self.program.spec.fsdp is not None:
-            self.program.spec.fsdp.free(self.stages.values())  # no backward pass does
+        for group in (group for groups in self._groups.values() for group in groups):
+            group.free()
         return self._losses
 
     def _transfer(self, way: Callable[..., Any], values: Sequence[Tensor], place: int) -> None:

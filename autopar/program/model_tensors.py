@@ -85,11 +85,7 @@ class TrainingTensors:
 
     def replica(self) -> tuple[int, int]:
         """Return the index of this rank's local SGD replica, and the number of replicas."""
-        index, count = 0, 1
-        for axis in self.program.parted(list(self.program.spec.mesh))[1]:
-            place, size = self.world.coordinates[axis]
-            index, count = index * size + place, count * size
-        return index, count
+        return self.world.place_on(self.program.parted(list(self.program.spec.mesh))[1])
 
     @torch.no_grad()
     def fill(self, source: Callable[[Layout], Tensor], buffers: Mapping[str, Tensor] | None = None) -> None:
@@ -103,9 +99,9 @@ class TrainingTensors:
                         f"{layout.original} has shape {tuple(full.shape)}, the program {layout.original_shape}"
                     )
             piece.values.copy_(part_of(full, piece.box))
-        for piece in self.written(copies=True) if buffers else ():
-            if buffers is not None and piece.path[1] in buffers:
-                piece.values.copy_(buffers[piece.path[1]])
+        given = buffers or {}
+        for piece in (piece for piece in self.written(copies=True) if piece.path[1] in given):
+            piece.values.copy_(given[piece.path[1]])
 
     @torch.no_grad()
     def draw(self, seed: int) -> None:
@@ -249,7 +245,7 @@ def _shifted(bits: Tensor, count: int) -> Tensor:
     return (bits >> count).bitwise_and_((1 << (64 - count)) - 1)
 
 
-def given(state: Mapping[str, Tensor]) -> Callable[[Layout], Tensor]:
+def source_of(state: Mapping[str, Tensor]) -> Callable[[Layout], Tensor]:
     """Initial values from a state dict of the user's model; any name of a tied parameter works."""
 
     def value(layout: Layout) -> Tensor:

@@ -48,7 +48,7 @@ class RefusedOptimizerError(ValueError):
         self.message, self.hint = message, hint
 
 
-class Several(torch.optim.Optimizer):
+class OptimizerContainer(torch.optim.Optimizer):
     """Optimizers with parameters of their own as one: the groups of all of them, in order, and one state."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
@@ -245,7 +245,7 @@ def difference(mine: torch.optim.Optimizer, its: torch.optim.Optimizer) -> str:
 
 
 def _joined(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    return optimizers[0] if len(optimizers) == 1 else Several(optimizers)
+    return optimizers[0] if len(optimizers) == 1 else OptimizerContainer(optimizers)
 
 
 def scheduled(scheduler: Scheduler, optimizer: torch.optim.Optimizer) -> LRScheduler:
@@ -271,7 +271,9 @@ def scheduled(scheduler: Scheduler, optimizer: torch.optim.Optimizer) -> LRSched
 
 def class_name(made: torch.optim.Optimizer) -> str:
     """Return the class of an optimizer; those of several, in order."""
-    return " and ".join(type(part).__qualname__ for part in (made.parts if isinstance(made, Several) else (made,)))
+    return " and ".join(
+        type(part).__qualname__ for part in (made.parts if isinstance(made, OptimizerContainer) else (made,))
+    )
 
 
 def _stand_ins(program: LoadedProgram) -> dict[str, nn.Parameter]:

@@ -57,13 +57,15 @@ class ParameterGroup:
     parameters themselves, and autograd accumulates their gradients over microbatches, as it does on one device. ``FlatGroup``
     and ``ShardedGroup`` (``fsdp``) keep the others.
 
-    ``masters`` are what the optimizer updates, ``frozen`` those of parameters that are not trained. ``adders`` has, by the identity of each
-    trainable parameter that the stage reads, the function that adds a microbatch's gradient which autograd does not compute.
+    All have one ``placement``. ``masters`` are what the optimizer updates, ``frozen`` those of parameters that are not trained. ``adders``
+    has, by the identity of each trainable parameter that the stage reads, the function that adds a microbatch's gradient which autograd
+    does not compute.
     """
 
     def __init__(self, stage: nn.Module, layouts: Sequence[Layout], world: World, program: LoadedProgram) -> None:
-        self.layouts, self.shared = tuple(layouts), layouts[0].shared  # the key of tied copies in several stages
-        self._stage, self._world = stage, world
+        self.layouts, self.placement, self.device = tuple(layouts), program.placement(layouts[0]), world.device
+        self.stage, self.shared = layouts[0].stage, layouts[0].shared  # the key of tied copies in several stages
+        self._module, self._world = stage, world
         self.masters: list[Master] = []
         self.frozen: list[Master] = []
         self.adders: dict[int, Callable[[Tensor], None]] = {}
@@ -73,9 +75,9 @@ class ParameterGroup:
         """Give the parameters memory, zeros, and make their masters."""
         for layout in self.layouts:
             dtype = program.placement(layout).wide
-            values = torch.zeros(self._stage.get_parameter(layout.name).shape, dtype=dtype, device=self._world.device)
+            values = torch.zeros(self._module.get_parameter(layout.name).shape, dtype=dtype, device=self._world.device)
             param = nn.Parameter(values, layout.trainable)
-            set_parameter(self._stage, layout.name, param)
+            set_parameter(self._module, layout.name, param)
             mine = self.masters if layout.trainable else self.frozen
             mine.append(Master(layout, param, alike(layout, (), self._world)))
             self.adders[id(param)] = functools.partial(_add, param)
@@ -100,6 +102,12 @@ class ParameterGroup:
     def gradients(self) -> list[Tensor]:
         """Return the gradients of this rank's masters, after the reduction."""
         return [gradient for master in self.masters if (gradient := master.gradient) is not None]
+
+    def start_copies(self) -> None:
+        """Start the sum over the copies of a stage (Chimera) that a reduction during the backward pass has left out."""
+
+    def free(self) -> None:
+        """Free what forward passes have gathered, where no backward pass follows."""
 
     def average(self) -> None:
         """Average the masters of local SGD replicas."""
@@ -182,9 +190,8 @@ class FlatGroup(ParameterGroup):
     """
 
     def _allocate(self, program: LoadedProgram) -> None:
-        layouts, world, first = self.layouts, self._world, self.layouts[0]
-        placement, trainable = program.placement(first), first.trainable
-        self.child, wide, compute = placement.layer, placement.wide, placement.compute
+        layouts, world, placement = self.layouts, self._world, self.placement
+        wide, compute, trainable = placement.wide, placement.compute, layouts[0].trainable
         self._scattered = placement.zero == 1 and trainable and placement.shards != ()  # frozen parameters stay whole
         self._shards = placement.shards if self._scattered else ()
         axes, self._apart = program.parted(placement.axes)
@@ -194,7 +201,7 @@ class FlatGroup(ParameterGroup):
         self._served = program.has_servers and self._group is not None
         self._updates = not self._served or dist.get_rank(self._group) == 0  # whether this rank has masters
         self._parts = dist.get_world_size(self._group) if self._scattered else 1
-        shapes = [self._stage.get_parameter(layout.name).shape for layout in layouts]
+        shapes = [self._module.get_parameter(layout.name).shape for layout in layouts]
         unit = ALIGNMENT_BYTES // min(wide.itemsize, compute.itemsize)
         starts = [0, *itertools.accumulate(aligned(shape.numel(), unit) for shape in shapes)]
         piece = aligned(-(-starts[-1] // self._parts), unit)  # the last pieces are padded
@@ -221,7 +228,7 @@ class FlatGroup(ParameterGroup):
         for layout, shape, start in zip(layouts, shapes, starts, strict=False):
             stop = start + shape.numel()
             param = nn.Parameter(self._values[start:stop].view(shape), requires_grad=trainable)
-            set_parameter(self._stage, layout.name, param)
+            set_parameter(self._module, layout.name, param)
             self._slots.append(Slot(layout, param, start, stop))
             if trainable:
                 self._add_master(self._slots[-1])
@@ -303,15 +310,6 @@ class FlatGroup(ParameterGroup):
     def is_reduced(self) -> bool:
         """Whether gradients are summed over a process group."""
         return self._group is not None
-
-    @property
-    def stage(self) -> int:
-        """The stage whose parameters these are."""
-        return self.layouts[0].stage
-
-    @property
-    def device(self) -> torch.device:
-        return self._grads.device
 
     @property
     def reduction_bytes(self) -> int:

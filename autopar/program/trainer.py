@@ -30,7 +30,7 @@ from .checkpoint import claim, has_checkpoint
 from .checkpoint_files import CheckpointError
 from .finite import NonFiniteLossError, first_non_finite
 from .loader import Loader, Order, Synthetic, Tensors
-from .model_tensors import TrainingTensors, given
+from .model_tensors import TrainingTensors, source_of
 from .parameters import build_stages
 from .reductions import Publications, Reductions
 from .share import Batch, DataError
@@ -372,7 +372,7 @@ class Trainer:
         layouts, buffers = self.program.layouts, self.program.buffers
         names = {name for layout in layouts for name in (layout.original, *layout.tied)}
         same_state(state, sorted(names | {record.original for record in buffers}), self.world.device)
-        self._set(lambda tensors: tensors.fill(given(state), state))
+        self._set(lambda tensors: tensors.fill(source_of(state), state))
         self._half_read = False
 
     def save(self, folder: str | os.PathLike[str], *, keep: int | None = None, wait: bool = True) -> Path:

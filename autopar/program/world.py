@@ -359,6 +359,14 @@ class World:
         groups = [self.group(copies), self.group(shards)]
         return DeviceMesh.from_group(groups, self.device.type, mesh=own, mesh_dim_names=("replicate", "shard"))
 
+    def place_on(self, axes: Iterable[str]) -> tuple[int, int]:
+        """Return the place of this rank among those that differ from it on ``axes`` alone, outermost first, and their number."""
+        index, count = 0, 1
+        for axis in axes:
+            place, size = self.coordinates[axis]
+            index, count = index * size + place, count * size
+        return index, count
+
     def first_on(self, axes: Iterable[str]) -> bool:
         """Return whether this rank is the first on each of ``axes``: among ranks with the same values, only this one counts."""
         return all(self.coordinates[axis][0] == 0 for axis in axes)

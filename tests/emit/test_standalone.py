@@ -21,8 +21,9 @@ from exactness import subject
 import autopar.program
 from autopar import register_rule
 from autopar.emit import emit
-from autopar.program.type_check import digests
+from autopar.program.type_check import digests, write_digests
 from autopar.rules.table import TABLE
+from autopar.run.folder import import_runtime, program_modules
 from autopar.search.manual import manual_plan
 from autopar.verify import make_subject
 
@@ -220,3 +221,22 @@ def test_files_of_a_flat_folder_are_removed(tmp_path: Path) -> None:
     graph = subject("mlp").graph
     emit(graph, manual_plan(graph), tmp_path)
     assert {path.name for path in tmp_path.glob("*.py")} == {"model.py", "train.py", "world.py"}
+
+
+def test_files_that_the_package_had_before_are_removed(tmp_path: Path) -> None:
+    """What an earlier version emitted and nobody edited since goes, and its trainer is found until then."""
+    graph = subject("mlp").graph
+    emit(graph, manual_plan(graph), tmp_path)
+    package = tmp_path / "runtime"
+    (package / "trainer.py").rename(package / "runtime.py")
+    (package / "values.py").write_text("# as emitted\n")
+    (package / "mine.py").write_text("# a user's\n")
+    write_digests(tmp_path)
+    with program_modules(tmp_path):
+        assert import_runtime(tmp_path).__name__ == "runtime.runtime"
+    (package / "values.py").write_text("# edited\n")
+    emit(graph, manual_plan(graph), tmp_path)
+    assert {"trainer.py", "values.py", "mine.py"} <= {path.name for path in package.glob("*.py")}
+    assert not (package / "runtime.py").exists()
+    with program_modules(tmp_path):
+        assert import_runtime(tmp_path).__name__ == "runtime.trainer"

@@ -95,8 +95,8 @@ FAULTS = (
         "reductions in another order on one rank",
         DATA,
         "reductions.py",
-        "key=lambda group: children.index(group.child))",
-        "key=lambda group: children.index(group.child), reverse=__import__('torch').distributed.get_rank() == 1)",
+        "key=lambda group: children.index(group.placement.layer))",
+        "key=lambda group: children.index(group.placement.layer), reverse=__import__('torch').distributed.get_rank() == 1)",
         (SEQUENCE,),
     ),
     Fault(

@@ -38,7 +38,7 @@ def trained(folder: str, state: dict[str, Tensor], batch: dict[str, Tensor]) -> 
         start = parameters.FlatGroup.start_publication
 
         def started(group: Any) -> None:
-            log.append(f"send {group.child}")
+            log.append(f"send {group.placement.layer}")
             start(group)
 
         for stage in trainer.stages.values():

@@ -126,6 +126,29 @@ def test_weights_go_in_and_out(kind: str, workers3: WorkerPool, tmp_path: Path) 
     assert f"{PART} has no weights of the model that was compiled: it has no" in found["whys"][1]
 
 
+def gathered(folder: str, start: str) -> dict[str, Tensor]:
+    """In a worker: the state dict of a trainer that starts from weights."""
+    trainer = started(folder)
+    trainer.load_weights(start)
+    found: dict[str, Tensor] = trainer.state_dict()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["tensor 2", "data 2, zero 1", "data 2, zero 3"])
+def test_a_state_dict_is_gathered_a_few_bytes_at_a_time(kind: str, workers2: WorkerPool, tmp_path: Path) -> None:
+    given = subject("odd_gpt2")
+    program = emitted("odd_gpt2", KIND[kind].plan(given.graph), tmp_path / "program")
+    file = tmp_path / "program" / "runtime" / "model_tensors.py"
+    text, count = re.subn(r"limit = max\(.*\)", "limit = 1000", file.read_text())
+    assert count == 1
+    file.write_text(text)
+    state = {name: tensor + 1 for name, tensor in given.state.items() if name != "lm_head.weight"}
+    save_file(state, tmp_path / "model.safetensors")
+    found = workers2.run("test_weights:gathered", program, str(tmp_path / "model.safetensors"))
+    assert all(torch.equal(found[0][name], state[name]) for name in state) and set(found[0]) == set(given.state)
+    assert found[1] == {}
+
+
 def test_a_tensor_with_two_names_is_stored_once_and_found_under_both(tmp_path: Path) -> None:
     tensor = torch.arange(6.0).view(2, 3)
     state = {"embed": tensor, "head": tensor, "rows": tensor[:1], "flag": torch.tensor([True])}
