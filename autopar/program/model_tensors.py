@@ -163,7 +163,11 @@ def gathered(own: Iterable[Piece], world: World) -> Iterator[Piece]:
     """Send the pieces of all ranks to rank 0, which yields them; all ranks call this, and take all of it. Rank 0 receives a bounded number
     of bytes at a time."""
     limit = max(_ROUND_BYTES // dist.get_world_size(), 2**18)
-    mine = [part for piece in own for part in divided(piece, limit)]
+    mine: list[Piece] = []
+    if dist.get_rank() == 0:
+        yield from own
+    else:
+        mine += (part for piece in own for part in divided(piece, limit))
     described = [(p.path, p.shape, p.box.offsets, p.box.sizes, p.values.dtype) for p in mine]
     every: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(described, every)
