@@ -28,14 +28,14 @@ from typing import IO, Any
 
 from compiled_once import compile_once
 
-from autopar.program import runtime
+from autopar.program import trainer
 from autopar.run import folder
 
 PRELOADED = (
     "autopar.run.pool",
     "autopar.run.worker",
     "autopar.verify.remote",
-    "autopar.program.runtime",
+    "autopar.program.trainer",
     "autopar.program.split_pipeline",  # torch's pipelining
     "autopar.program.fsdp_split",  # ... and FSDP
 )
@@ -127,7 +127,7 @@ def _serve(connection: socket.socket) -> None:
     compile_once()
     for module in PRELOADED:
         importlib.import_module(module)
-    folder.compile_sources(Path(runtime.__file__).parent)
+    folder.compile_sources(Path(trainer.__file__).parent)
     assert threading.active_count() == 1, "a fork has one thread, and would wait for what the others hold"
     gc.collect()
     gc.freeze()

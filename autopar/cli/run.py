@@ -24,8 +24,7 @@ from autopar.compile import start_program
 from autopar.devices import parse
 from autopar.errors import LaunchError, UsageError
 from autopar.keywords import Request, Training
-from autopar.program.checkpoint_files import CheckpointError, has_any
-from autopar.program.claims import PARENT, Claim, claimed
+from autopar.program.checkpoint_files import PARENT, CheckpointError, Claim, claimed, has_any
 from autopar.program.watch import heeded
 from autopar.run.elastic import Nodes
 from autopar.run.folder import folder_for_program

@@ -19,17 +19,11 @@ def runtime_parts(program: LocalProgram, layouts: list[dict[str, Any]]) -> dict[
     """The fields of ``ProgramSpec`` that name parts of the runtime, each with its module and class; ``layouts`` as in ``layouts.json``."""
     loaded = _loaded(program, layouts)
     trained = [layout for layout in loaded.layouts if layout.trainable]
-    flat = [layout for layout in trained if kind_of(layout, loaded) == "flat"]
     kinds = {kind_of(layout, loaded) for layout in loaded.layouts}
     split = loaded.splits_backward
     wanted = {
         "schedule": (True, _schedule(program)),
-        "local": ("local" in kinds, "local_group.LocalGroup"),
         "fsdp": ("fsdp" in kinds, "fsdp_split.SplitShardedGroup" if split else "fsdp.ShardedGroup"),
-        "publications": (
-            loaded.has_servers or any(loaded.group(layout)[1] == 1 for layout in flat),
-            "publications.Publications",
-        ),
         "whole_tensors": (any(cut(layout, loaded) for layout in trained), "whole_tensors.WholeTensors"),
         "loss_scale": (program.plan.precision == FLOAT16, "scaling.LossScale"),
         "buffers": (any(local.cls.buffers for local in program.layers), "buffers.StageBuffers"),

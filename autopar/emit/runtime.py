@@ -10,12 +10,29 @@ from collections.abc import Iterable, Set
 from pathlib import Path
 
 from autopar import program
-from autopar.program.type_check import file_digest
+from autopar.program.type_check import DIGESTS, file_digest
 
 PACKAGE = "runtime"
 _HOME = Path(program.__file__).parent
 FILES = frozenset(path.name for path in _HOME.glob("*.py")) - {"train.py"}
 """The files of the package."""
+_FORMER = frozenset(
+    f"{name}.py"
+    for name in (
+        "arrivals",
+        "claims",
+        "groups",
+        "local_group",
+        "masters",
+        "out_of_memory",
+        "pretrained",
+        "publications",
+        "runtime",
+        "schedulers",
+        "values",
+    )
+)
+"""Files that the package had in earlier versions."""
 
 
 def copy_runtime(folder: str | os.PathLike[str], uses: Iterable[str]) -> None:
@@ -27,12 +44,13 @@ def copy_runtime(folder: str | os.PathLike[str], uses: Iterable[str]) -> None:
     there = Path(folder) / PACKAGE
     there.mkdir(parents=True, exist_ok=True)
     needed = needed_files({"__init__", *_imported("train.py"), *uses})
-    for name in FILES:
-        text = (_HOME / name).read_bytes()
-        if name in needed:
-            (there / name).write_bytes(text)
-        elif (there / name).is_file() and (there / name).read_bytes() == text:
-            (there / name).unlink()
+    emitted = _digests(there.parent / DIGESTS)
+    for name in {*FILES, *_FORMER} - needed:
+        path = there / name
+        if path.is_file() and file_digest(path) == emitted.get(f"{PACKAGE}/{name}"):
+            path.unlink()
+    for name in needed:
+        (there / name).write_bytes((_HOME / name).read_bytes())
     train = (_HOME / "train.py").read_text()
     (there.parent / "train.py").write_text(train.replace(f"{program.__name__}.", f"{PACKAGE}."))
     _remove_siblings(there.parent)
@@ -64,13 +82,19 @@ def _imported(name: str) -> tuple[str, ...]:
     return tuple(found)
 
 
+def _digests(file: Path) -> dict[str, str]:
+    """Return what a folder's file of digests has, by the files' names; nothing where there is none."""
+    try:
+        found: dict[str, str] = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found
+
+
 def _remove_siblings(folder: Path) -> None:
     """Remove the runtime that older versions wrote beside ``model.py``, except files that were edited since."""
-    try:
-        known: dict[str, str] = json.loads((folder / "checked.json").read_text())
-    except (OSError, ValueError):
-        return
-    for name in known.keys() & FILES:
+    known = _digests(folder / "checked.json")
+    for name in known.keys() & {*FILES, *_FORMER}:
         if (folder / name).is_file() and file_digest(folder / name) == known[name]:
             (folder / name).unlink()
     for name in ("checked.json", "constants.pt", "opaque.json", "schedule.csv"):

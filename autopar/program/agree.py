@@ -16,9 +16,9 @@ from torch import Tensor
 from .weights import bytes_of
 
 WHOLE_BYTES = 8 * 2**30
-"""Bytes up to which the digest of a state dict reads all of it; of a larger one it reads a part of each tensor."""
-_PIECE = 2**20
-_EVERY = 16
+"""Bytes up to which the digest of a state dict reads all of it; of each tensor of a larger one it reads up to ``SAMPLED_BYTES``."""
+SAMPLED_BYTES = 2**24
+_SAMPLES = 16
 
 
 def same_batch(batch: Mapping[str, Tensor], names: list[str], device: torch.device) -> None:
@@ -33,8 +33,8 @@ def same_batch(batch: Mapping[str, Tensor], names: list[str], device: torch.devi
 def same_state(state: Mapping[str, Tensor], names: Sequence[str], device: torch.device) -> None:
     """Raise ``ValueError`` if ranks were given different state dicts, of which the program reads ``names``."""
     if dist.get_world_size() > 1:
-        whole = sum(tensor.numel() * tensor.element_size() for tensor in state.values()) <= WHOLE_BYTES
-        same_values({name: digest(state[name], whole) if name in state else 0 for name in names}, device)
+        most = SAMPLED_BYTES if sum(tensor.nbytes for tensor in state.values()) > WHOLE_BYTES else None
+        same_values({name: digest(state[name], most) if name in state else 0 for name in names}, device)
 
 
 def same_options(options: Mapping[str, object], device: torch.device) -> None:
@@ -49,19 +49,21 @@ def same_values(digests: Mapping[str, int], device: torch.device) -> None:
         _same(digests, device, what, "every rank takes the same state dict and options")
 
 
-def digest(tensor: Tensor, whole: bool = True) -> int:
-    """A digest of a tensor's dtype, shape and bytes."""
+def digest(tensor: Tensor, most: int | None = None) -> int:
+    """Return a digest of a tensor's dtype, shape and bytes: of all bytes, or of 16 parts with ``most`` bytes where it has more."""
     head = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     if tensor.numel() == 0:
         return head
     plain = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
     held = plain.cpu().contiguous()
     read = bytes_of(held)
-    if whole or len(read) <= _PIECE * _EVERY:
+    if most is None or len(read) <= most:
         return zlib.crc32(read, head)
-    for start in range(0, len(read), _PIECE * _EVERY):
-        head = zlib.crc32(read[start : start + _PIECE], head)
-    return zlib.crc32(read[-_PIECE:], head)
+    length = most // _SAMPLES
+    for i in range(_SAMPLES):
+        start = (len(read) - length) * i // (_SAMPLES - 1)
+        head = zlib.crc32(read[start : start + length], head)
+    return head
 
 
 def _same(digests: Mapping[str, int], device: torch.device, what: str, hint: str) -> None:

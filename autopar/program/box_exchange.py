@@ -21,7 +21,8 @@ from torch import Tensor
 
 from . import boxes
 from .boxes import Piece, divided, pieces
-from .masters import Master
+from .collectives import exchange
+from .parameters import Master
 from .world import LoadedProgram, World
 
 
@@ -43,13 +44,13 @@ class UnequalStatesError(ValueError):
 
 
 def gathered(held: Sequence[Held], program: LoadedProgram, world: World) -> Iterator[Piece]:
-    """The pieces that this rank writes, so that every element is written once; all ranks call this, and take all of them.
+    """Yield the pieces that this rank writes, so that every element is written once; all ranks call this, and take all of them.
 
     Raises ``UnequalStatesError`` at the end if ranks of a ZeRO group have different tensors of a parameter.
     """
     by_group: dict[tuple[str, ...], list[Held]] = {axes: [] for axes in _zero_axes(program, world)}
     for each in held:
-        axes = program.copies(each.master.layout)[1]
+        axes = program.placement(each.master.layout).shards
         if axes in by_group and not set(axes) <= set(each.master.alike):
             by_group[axes].append(each)
             continue
@@ -66,31 +67,27 @@ def gathered(held: Sequence[Held], program: LoadedProgram, world: World) -> Iter
 
 
 def writes(piece: Piece, alike: Sequence[str], program: LoadedProgram, world: World) -> bool:
-    """Whether this rank is the one that writes a piece, of all ranks along the axes ``alike``, which have the same."""
+    """Return whether this rank is the one that writes a piece, of all ranks along the axes ``alike``, which have the same."""
     index, count = copy_of(alike, program, world)
     # a parameter server alone has masters; elsewhere the copies share the work
     return index == (0 if program.has_servers else zlib.crc32(repr((piece.path, piece.box.offsets)).encode()) % count)
 
 
 def copy_of(alike: Sequence[str], program: LoadedProgram, world: World) -> tuple[int, int]:
-    """The place of this rank among ranks with the same values, and their number. Replicas that train apart have values of their own."""
-    index, count = 0, 1
-    for axis in program.parted(list(alike))[0]:
-        place, size = world.coordinates[axis]
-        index, count = index * size + place, count * size
-    return index, count
+    """Return the place of this rank among ranks with the same values, and their number. Local SGD replicas have values of their own."""
+    return world.place_on(program.parted(list(alike))[0])
 
 
 def _zero_axes(program: LoadedProgram, world: World) -> set[tuple[str, ...]]:
-    """The axes of the ZeRO groups of this rank's stages; the same for every rank of the stages. Replicas that train apart have none."""
+    """The axes of the ZeRO groups of this rank's stages; the same for every rank of the stages. Local SGD replicas have none."""
     if program.local_steps:
         return set()
     own = {
-        program.copies(layout)[1]
+        placement.shards
         for layout in program.layouts
         if layout.stage in world.stages
-        and program.group(layout)[1]
-        and program.copies(layout)[1] in program.reduced_over(layout)
+        and (placement := program.placement(layout)).zero
+        and placement.shards in program.reduced_over(layout)
     }
     return {axes for axes in own if math.prod(world.coordinates[axis][1] for axis in axes) > 1}
 
@@ -125,7 +122,7 @@ class Chunk:
     member: int
 
     def overlap(self, rank: int) -> tuple[int, int]:
-        """The elements that a rank of the group has; empty where the ends are equal."""
+        """Return the elements that a rank of the group has; empty where the ends are equal."""
         first, count = self.tensors.ranges.get(rank, (0, 0))
         low = max(self.low, first)
         return low, max(low, min(self.high, first + count))
@@ -161,7 +158,7 @@ def rounds(every: Sequence[GroupTensors], members: int) -> Iterator[list[Chunk]]
 
 
 def _exchanged(held: Sequence[Held], axes: tuple[str, ...], program: LoadedProgram, world: World) -> Iterator[Piece]:
-    """The pieces that this rank gets in the exchange with its ZeRO group over ``axes``."""
+    """Yield the pieces that this rank gets in the exchange with its ZeRO group over ``axes``."""
     group = world.group(axes)
     every = _tensors(held, axes, program, world, group)
     numbers = {layout: number for number, layout in enumerate(program.layouts)}
@@ -183,32 +180,25 @@ def _round(
 ) -> list[tuple[Chunk, Tensor]]:
     """Exchange these chunks; those of this rank, with their bytes."""
     members, me = range(dist.get_world_size(group)), dist.get_rank(group)
-    sent = [[part for chunk in chunks if chunk.member == member for part in _sent(chunk, values)] for member in members]
+    sent = [(chunk.member, part) for chunk in chunks for part in _sent(chunk, values)]
     mine = [
         (c, torch.empty((c.high - c.low) * c.dtype.itemsize, dtype=torch.uint8, device=device))
         for c in chunks
         if c.member == me
     ]
-    parts = [[_bytes(chunk, rank, received) for chunk, received in mine] for rank in members]
-    outgoing = [part.to(device) for own in sent for part in own]
-    takes, gives = [[sum(map(len, own)) for own in every] for every in (parts, sent)]
-    incoming = torch.empty(sum(takes), dtype=torch.uint8, device=device)
-    dist.all_to_all_single(incoming, torch.cat([*outgoing, incoming[:0]]), takes, gives, group=group)
-    at = 0
-    for part in (part for own in parts for part in own):
-        part.copy_(incoming[at : at + len(part)])
-        at += len(part)
+    received = [(rank, _bytes(chunk, rank, into)) for chunk, into in mine for rank in members]
+    exchange(sent, received, torch.uint8, device, group)
     return mine
 
 
 def _bytes(chunk: Chunk, rank: int, received: Tensor) -> Tensor:
-    """The bytes of a chunk that a rank of the group has: a view of them."""
+    """Return the bytes of a chunk that a rank of the group has: a view of them."""
     low, high = ((element - chunk.low) * chunk.dtype.itemsize for element in chunk.overlap(rank))
     return received[low:high]
 
 
 def _sent(chunk: Chunk, values: Mapping[tuple[int, tuple[str, ...]], Sequence[Held]]) -> list[Tensor]:
-    """This rank's bytes of a chunk, in order."""
+    """Return this rank's bytes of a chunk, in order."""
     found = []
     for held in values.get((chunk.tensors.layout, chunk.path), ()):
         first = held.master.first
@@ -221,7 +211,7 @@ def _sent(chunk: Chunk, values: Mapping[tuple[int, tuple[str, ...]], Sequence[He
 def _tensors(
     held: Sequence[Held], axes: tuple[str, ...], program: LoadedProgram, world: World, group: dist.ProcessGroup
 ) -> list[GroupTensors]:
-    """What the ranks of a ZeRO group have of each parameter, in one order."""
+    """Return what the ranks of a ZeRO group have of each parameter, in one order."""
     kinds: dict[
         tuple[tuple[tuple[str, ...], str], ...], int
     ] = {}  # the tensors of a parameter, mostly those of all others
@@ -248,7 +238,7 @@ def _tensors(
 
 
 def _ends(ranges: Iterable[tuple[int, int]]) -> int | None:
-    """Where ranges end that follow each other from 0 on; ``None`` if they do not."""
+    """Return where ranges end that follow each other from 0 on; ``None`` if they do not."""
     end = 0
     for first, count in sorted(ranges):
         if first != end:

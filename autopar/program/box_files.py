@@ -102,7 +102,7 @@ class FileHeader:
 
 
 def file_of(rank: int) -> str:
-    """The name of a rank's file, as ``torch.distributed.checkpoint`` has it."""
+    """Return the name of a rank's file, as ``torch.distributed.checkpoint`` has it."""
     return f"__{rank}_0.distcp"
 
 
@@ -204,7 +204,7 @@ class _Summed:
 
 
 def _place_of_values(file: IO[bytes], size: int) -> int:
-    """The first byte of the values in the archive of ``torch.save`` that the file ends with: its records are stored as they are."""
+    """Return the first byte of the values in the archive of ``torch.save`` that the file ends with: its records are stored as they are."""
     with zipfile.ZipFile(file) as archive:
         (record,) = (info for info in archive.infolist() if info.filename.endswith("/data/0"))
     assert record.compress_type == zipfile.ZIP_STORED and record.file_size == size
@@ -217,14 +217,14 @@ def _place_of_values(file: IO[bytes], size: int) -> int:
 
 
 def has_table(path: Path) -> bool:
-    """Whether a file ends as the files do that have a table."""
+    """Return whether a file ends as the files do that have a table."""
     with path.open("rb", buffering=0) as file:
         file.seek(max(file.seek(0, os.SEEK_END) - _FOOTER.size, 0))
         return file.read(len(_MAGIC)) == _MAGIC
 
 
 def tables_of(folder: Path, names: Sequence[str], save: str) -> list[FileHeader]:
-    """The tables of files of one save, in order. Raises as ``read_table`` does."""
+    """Return the tables of files of one save, in order. Raises as ``read_table`` does."""
     if not names:
         return []
     with ThreadPoolExecutor(min(_THREADS, len(names)), "tables") as pool:
@@ -232,7 +232,7 @@ def tables_of(folder: Path, names: Sequence[str], save: str) -> list[FileHeader]
 
 
 def read_table(path: Path, save: str) -> FileHeader:
-    """A file's table. Raises ``DamageError`` if it is missing or not as it was written, or is of another save than ``save``."""
+    """Return a file's table. Raises ``DamageError`` if it is missing or not as it was written, or is of another save than ``save``."""
     name = path.name
     try:
         file = path.open("rb", buffering=0)

@@ -43,13 +43,20 @@ class Piece:
 
 
 def whole(path: tuple[str, ...], values: Tensor) -> Piece:
-    """A piece that is all of a tensor."""
+    """Return a piece that is all of a tensor."""
     shape = tuple(values.shape)
     return Piece(path, shape, Box((0,) * len(shape), shape), values)
 
 
+def part_of(tensor: Tensor, box: Box) -> Tensor:
+    """Return the part of a tensor that is in a box: a view."""
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
 def cut(shape: Sequence[int], low: int, high: int) -> Iterator[Box]:
-    """The boxes that have the elements ``low`` to ``high`` (exclusive, in row-major order) of a tensor of this shape, in that order.
+    """Yield the boxes that have the elements ``low`` to ``high`` (exclusive, in row-major order) of a tensor of this shape, in that order.
 
     A range of a matrix is at most three boxes: the end of a row, whole rows, the beginning of a row. Rows of more dims are cut likewise.
     """
@@ -78,7 +85,7 @@ def _in_row(shape: Sequence[int], index: int, low: int, high: int) -> Iterator[B
 def pieces(
     path: tuple[str, ...], layout: Layout, window: Sequence[tuple[int, int]], values: Tensor, first: int
 ) -> Iterator[Piece]:
-    """The pieces of an original parameter (or of a tensor of its shape) that this rank has, without padding.
+    """Yield the pieces of an original parameter (or of a tensor of its shape) that this rank has, without padding.
 
     ``window`` is the rank's slice of the stored parameter (``Layout.window``); ``values`` are the elements of the slice from the element
     ``first`` on.
@@ -101,11 +108,11 @@ def pieces(
             yield Piece(path, layout.original_shape, Box(tuple(offsets), tuple(sizes)), view)
 
 
-def divided(piece: Piece) -> Iterator[Piece]:
-    """The piece in boxes of up to ``LARGEST`` bytes, divided along the first dim that has several elements."""
+def divided(piece: Piece, limit: int | None = None) -> Iterator[Piece]:
+    """Yield the piece in boxes of up to ``limit`` bytes (``LARGEST``), divided along the first dim that has several elements."""
     sizes = piece.box.sizes
     dim = next((dim for dim, size in enumerate(sizes) if size > 1), None)
-    parts = -(-piece.values.numel() * piece.values.element_size() // LARGEST)
+    parts = -(-piece.values.nbytes // (limit or LARGEST))
     if dim is None or parts <= 1:
         yield piece
         return
@@ -115,4 +122,4 @@ def divided(piece: Piece) -> Iterator[Piece]:
         offsets = [*piece.box.offsets]
         offsets[dim] += start
         box = Box(tuple(offsets), (*sizes[:dim], length, *sizes[dim + 1 :]))
-        yield from divided(replace(piece, box=box, values=piece.values.narrow(dim, start, length)))
+        yield from divided(replace(piece, box=box, values=piece.values.narrow(dim, start, length)), limit)

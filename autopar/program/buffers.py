@@ -53,7 +53,7 @@ class StageBuffers:
             self._spread(name)
 
     def _mean(self, new: Sequence[Tensor]) -> Tensor:
-        """The mean of the microbatches' new values, of those that the stage's other copy ran included."""
+        """Return the mean of the microbatches' new values, of those that the stage's other copy ran included."""
         mean = new[0] if len(new) == 1 else torch.stack(list(new)).mean(0)
         copies = self._world.coordinates[MIRROR][1]
         if copies > 1:
@@ -63,7 +63,7 @@ class StageBuffers:
         return mean
 
     def _writers(self) -> list[int]:
-        """This rank's stages that return new values, in order; the others have copies of buffers that they read."""
+        """Return this rank's stages that return new values, in order; the others have copies of buffers that they read."""
         return sorted({record.stage for record in self._own if record.written})
 
     def _returned(self, stage: int) -> list[tuple[str, list[Tensor]]]:
@@ -71,7 +71,7 @@ class StageBuffers:
         return updates
 
     def _held(self, record: BufferRecord) -> Tensor | None:
-        """This rank's copy of a buffer; ``None`` if another pipeline rank has it."""
+        """Return this rank's copy of a buffer; ``None`` if another pipeline rank has it."""
         return self._stages[record.stage].get_buffer(record.name) if record.stage in self._stages else None
 
     def _spread(self, name: str) -> None:
@@ -91,36 +91,8 @@ class StageBuffers:
                 buffer.copy_(new)
 
     def own(self) -> list[tuple[BufferRecord, Tensor]]:
-        """The buffers of this rank's stages, with their records."""
+        """Return the buffers of this rank's stages, with their records."""
         return [(record, self._stages[record.stage].get_buffer(record.name)) for record in self._own]
-
-    @torch.no_grad()
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Set the buffers that a state dict of the user's model contains."""
-        for record, tensor in self.own():
-            if record.original in state:
-                tensor.copy_(state[record.original])
-
-    @torch.no_grad()
-    def values(self) -> dict[str, Tensor]:
-        """The persistent buffers of all stages, by original name, on the CPU of rank 0; an empty dict on other ranks."""
-        found = {}
-        rank = dist.get_rank()
-        for record in self._records:
-            if not (record.written and record.persistent):
-                continue
-            sender = self._world.first_of(record.stage)
-            value = self._held(record)
-            if sender != 0 and rank == sender:
-                assert value is not None
-                dist.send(value, 0)
-            elif sender != 0 and rank == 0:
-                value = _empty(record, self._world)
-                dist.recv(value, sender)
-            if rank == 0:
-                assert value is not None
-                found[record.original] = value.to("cpu", copy=True)
-        return found
 
 
 def _initial(record: BufferRecord, constants: Mapping[str, Tensor]) -> Tensor:

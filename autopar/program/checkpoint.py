@@ -1,4 +1,4 @@
-"""Checkpoints that any plan of the same model can load: parameters, buffers, optimizer state, counters.
+"""Checkpoints and weights that any plan of the same model can load: parameters, buffers, optimizer state, counters.
 
 Tensors are written in the format of ``torch.distributed.checkpoint``, under the names of the user's model: ``model.NAME`` for a parameter
 or buffer, ``optimizer.NAME.KEY`` for the optimizer's state. Each rank knows from the layouts which boxes (``boxes``) it writes, into a file
@@ -7,7 +7,7 @@ Rank 0 makes the metadata from the tables in these files (``checkpoint_metadata`
 boxes overlap, so no process has the whole model.
 
 Master copies are saved in their own dtype. Random numbers depend on the seed and the number of steps (``Trainer``), so these two are all of
-their state. Replicas that train apart each have a model: their tensors are under ``replica0``, ``replica1``, and so on.
+their state. Local SGD replicas each have a model: their tensors are under ``replica0``, ``replica1``, and so on.
 """
 
 from __future__ import annotations
@@ -21,21 +21,26 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from . import box_files, schedulers
+from . import box_files, weights
+from .agree import digest, same_values
 from .box_exchange import Held, gathered, writes
-from .boxes import Piece, pieces, whole
+from .boxes import Piece
 from .checkpoint_files import (
     FORMAT,
+    PARTIAL,
     CheckpointError,
-    Found,
+    Claim,
+    StoredCheckpoint,
     begin,
+    claimed,
+    claimed_for_save,
     discard,
     explained,
     final_of,
@@ -44,6 +49,7 @@ from .checkpoint_files import (
     newest,
     opened_or_why,
     partial_of,
+    sync,
 )
 from .checkpoint_metadata import (
     Reads,
@@ -53,38 +59,29 @@ from .checkpoint_metadata import (
     read_values,
     write_metadata,
 )
-from .claims import Claim, claimed, claimed_for_save
-from .masters import ParameterGroup
-from .optimizer_state import Restored, described, merged, saved, without_state
-from .optimizers import Updates
-from .state import sentence
-from .world import BufferRecord, LoadedProgram, World
+from .model_tensors import TrainingTensors, source_of
+from .optimizer_state import (
+    Restored,
+    check_scheduler,
+    described,
+    described_scheduler,
+    merged,
+    restore_scheduler,
+    saved,
+    without_state,
+)
+from .state import sentence, wrong_state
+from .weights import Stored, mapped
+from .world import LoadedProgram
 
 T = TypeVar("T")
-
-
-class SavedBuffers(Protocol):
-    """As of ``buffers``."""
-
-    def own(self) -> list[tuple[BufferRecord, Tensor]]: ...
-
-
-@dataclass(frozen=True)
-class SavedTraining:
-    """The parts of a trainer that a checkpoint saves and restores, besides its counters."""
-
-    program: LoadedProgram
-    world: World
-    groups: Sequence[ParameterGroup]
-    buffers: SavedBuffers | None  # that the model writes
-    updates: Updates | None  # not yet there when weights are loaded at the start
 
 
 # -- save and load ----------------------------------------------------------------------------------------------------
 
 
 def save(
-    training: SavedTraining, folder: str | os.PathLike[str], counters: Mapping[str, Any], keep: int | None
+    training: TrainingTensors, folder: str | os.PathLike[str], counters: Mapping[str, Any], keep: int | None
 ) -> Path:
     """Write the checkpoint ``folder/step-N``, ``N`` being ``counters["steps"]``; all ranks call this.
 
@@ -109,7 +106,7 @@ class Background:
         self._last: Future[Path] | None = None
 
     def save(
-        self, training: SavedTraining, folder: str | os.PathLike[str], counters: Mapping[str, Any], keep: int | None
+        self, training: TrainingTensors, folder: str | os.PathLike[str], counters: Mapping[str, Any], keep: int | None
     ) -> Path:
         """Start to write a checkpoint; the folder that it will have. All ranks call this, after ``finish``."""
         job = _prepared(training, folder, counters, keep)
@@ -199,7 +196,7 @@ class _Job:
 
 
 def _prepared(
-    training: SavedTraining, folder: str | os.PathLike[str], counters: Mapping[str, Any], keep: int | None
+    training: TrainingTensors, folder: str | os.PathLike[str], counters: Mapping[str, Any], keep: int | None
 ) -> _Job:
     """Make the folder, and collect what this rank has."""
     partial, updates = partial_of(Path(folder), counters["steps"]), training.updates
@@ -230,41 +227,33 @@ def _prepared(
         raise
     held, others, keys = states[0]
     alike = tuple(training.world.coordinates)
-    written = [p for p in buffers(training, every_copy=False) if writes(p, alike, training.program, training.world)]
+    written = [p for p in training.written() if writes(p, alike, training.program, training.world)]
     facts = {
         **_facts(training),
         **counters,
         "save": save,
         "optimizer": described(updates.optimizer),
-        "scheduler": schedulers.described(updates.scheduler),
+        "scheduler": described_scheduler(updates.scheduler),
     }
-    model = [*_held_parameters(training), *held]
+    model = [own for own in training.held() if training.program.is_first_copy(own.master.layout)]
     # where the data are, and a scheduler's state, change while a thread writes
     facts = copy.deepcopy(facts)
-    return _Job(partial, save, model, [*others, *written], keys, facts, keep, claims[0] if claims else None)
+    return _Job(partial, save, [*model, *held], [*others, *written], keys, facts, keep, claims[0] if claims else None)
 
 
-def gathered_pieces(training: SavedTraining, job: _Job) -> Iterator[Piece]:
-    """The pieces that this rank writes; all ranks call this, and take all of them."""
-    prefix = _replica(training)[0]
+def gathered_pieces(training: TrainingTensors, job: _Job) -> Iterator[Piece]:
+    """Yield the pieces that this rank writes; all ranks call this, and take all of them."""
+    prefix = _prefix(training)
     yield from _under(prefix, job.whole)
     yield from _under(prefix, gathered(job.held, training.program, training.world))
 
 
-def _held_parameters(training: SavedTraining) -> Iterator[Held]:
-    """This rank's elements of the parameters, those that are not trained included, of the first copy of tied ones."""
-    for group in training.groups:
-        for master in (*group.masters, *group.frozen):
-            if training.program.is_first_copy(master.layout):
-                yield Held(("model", master.layout.original), master, master.tensor.detach())
-
-
-def load(training: SavedTraining, folder: str | os.PathLike[str]) -> Mapping[str, Any]:
+def load(training: TrainingTensors, folder: str | os.PathLike[str]) -> Mapping[str, Any]:
     """Read the checkpoint ``folder``, or the newest whole one in it; all ranks call this. Returns its facts, counters included.
 
     Raises ``CheckpointError`` on every rank, before anything is changed if the checkpoint is of another model or optimizer, or damaged.
     """
-    opened, reads, restored, updates = list[Found](), list[Reads](), list[Restored](), training.updates
+    opened, reads, restored, updates = list[StoredCheckpoint](), list[Reads](), list[Restored](), training.updates
     assert updates is not None
 
     def find() -> str:
@@ -290,9 +279,8 @@ def load(training: SavedTraining, folder: str | os.PathLike[str]) -> Mapping[str
         prefix = _prefix_of(training, found)
         stored = _stored(found.metadata, prefix)
         state = Restored(updates.optimizer, updates.masters, training.world, found.facts["optimizer"], stored)
-        schedulers.check(updates.scheduler, found.facts.get("scheduler"))
-        model = (*parameters(training, every_copy=True), *buffers(training, every_copy=True))
-        reads.append(planned(list(_under(prefix, (*model, *state.pieces))), found))
+        check_scheduler(updates.scheduler, found.facts.get("scheduler"))
+        reads.append(planned(list(_under(prefix, (*training.all_pieces(), *state.pieces))), found))
         opened.append(found)
         restored.append(state)
         return without_state(training.program, found.facts["optimizer"], stored)
@@ -303,11 +291,8 @@ def load(training: SavedTraining, folder: str | os.PathLike[str]) -> Mapping[str
         print(sentence(what, anew), file=sys.stderr, flush=True)
     on_every_rank(lambda: read_values(reads[0], opened[0]), path, writing=False, replaces=True)
     restored[0].install()
-    schedulers.restore(updates.scheduler, opened[0].facts.get("scheduler"))
-    updates.read_masters()
-    for group in training.groups:
-        group.upload()
-        group.publish()
+    restore_scheduler(updates.scheduler, opened[0].facts.get("scheduler"))
+    training.spread()
     return opened[0].facts
 
 
@@ -327,7 +312,7 @@ def claim(folder: str | os.PathLike[str], patience_s: float) -> Claim | None:
 
 
 def has_checkpoint(folder: str | os.PathLike[str]) -> bool:
-    """Whether there is a checkpoint to load in ``folder``; all ranks call this, and get the same answer."""
+    """Return whether there is a checkpoint to load in ``folder``; all ranks call this, and get the same answer."""
     return on_every_rank(lambda: dist.get_rank() == 0 and has_any(Path(folder)), Path(folder), writing=False)
 
 
@@ -363,15 +348,102 @@ def on_every_rank(
     return result
 
 
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+_SAMPLED_BYTES = 2**16  # of each tensor, to learn whether ranks read the same files
+
+
+def load_weights(training: TrainingTensors, path: str | os.PathLike[str]) -> None:
+    """Set parameters and buffers from a file or folder of weights; optimizer state stays. All ranks call this, then ``spread``.
+
+    All that can be checked is checked on every rank before any rank changes a value: names and shapes, that tied parameters have one value,
+    that all ranks have the same files. Raises ``CheckpointError`` on every rank.
+    """
+    source, opened = Path(path), list[Mapping[str, Tensor]]()
+
+    def check() -> None:
+        opened.append(mapped(source))
+        if wrong := wrong_state(training.program.records, opened[0]):
+            raise CheckpointError(
+                f"{source} has no weights of the model that was compiled: {wrong}",
+                "give weights of the model that was compiled",
+            )
+
+    on_every_rank(check, source, writing=False)
+    (state,) = opened
+    try:
+        same_values({name: digest(state[name], _SAMPLED_BYTES) for name in sorted(state)}, training.world.device)
+    except ValueError as error:
+        raise CheckpointError(str(error), "all machines read one shared folder, or equal copies") from error
+    on_every_rank(lambda: training.fill(source_of(state), state), source, writing=False, replaces=True)
+
+
+def save_weights(training: TrainingTensors, folder: str | os.PathLike[str], file_bytes: int) -> None:
+    """Write the folder of weights, in the model's own dtypes; all ranks call this.
+
+    The folder must not exist; it gets its name once all files are on the disk. Raises ``CheckpointError`` on every rank, and leaves nothing
+    behind.
+    """
+    target = Path(folder)
+    partial = target.with_name(f"{target.name}{PARTIAL}")
+    places, begun = dict[str, Stored](), list[Path]()
+
+    def prepare() -> None:
+        if training.program.local_steps:
+            raise CheckpointError(
+                "each replica that trains apart has weights of its own", "state_dict() has their mean"
+            )
+        tensors = _weights(training)
+        if odd := weights.without_names(tensors):
+            raise CheckpointError(
+                f"safetensors files have no {', '.join(sorted({str(tensors[name][0]) for name in odd}))}, the dtype of {odd[0]}",
+                "state_dict() has it",
+            )
+        places.update(weights.file_places(partial, tensors, file_bytes))
+        if dist.get_rank() == 0:
+            if target.exists():
+                raise CheckpointError(f"{target} exists", "give the name of a new folder")
+            begun.append(partial)
+            begin(partial)
+            weights.create(places)
+
+    def end() -> None:
+        if dist.get_rank() == 0:
+            for path in (*partial.iterdir(), partial):
+                sync(path)
+            partial.rename(final_of(partial))
+            sync(target.parent)
+
+    try:
+        on_every_rank(prepare, partial, writing=True)
+        on_every_rank(
+            lambda: weights.write((places[piece.path[1]], piece) for piece in training.pieces_once()),
+            partial,
+            writing=True,
+        )
+        on_every_rank(end, partial, writing=True)
+    except CheckpointError:
+        for path in begun:
+            discard(path)
+        raise
+
+
+def _weights(training: TrainingTensors) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Return the dtypes and shapes of the parameters and of the buffers of the state dict that are written."""
+    found = {layout.original: (layout.dtype, layout.original_shape) for layout in training.program.layouts}
+    written = [record for record in training.program.buffers if record.written and record.persistent]
+    return found | {record.original: (record.dtype, record.shape) for record in written}
+
+
 # -- saving ------------------------------------------------------------------------------------------------------------
 
 
-def _facts(training: SavedTraining) -> dict[str, Any]:
+def _facts(training: TrainingTensors) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "torch": torch.__version__,
         "devices": dist.get_world_size(),
-        "replicas": _replica(training)[1],
+        "replicas": training.replica()[1],
         "tensors": {name: list(shape) for name, shape in _tensors(training.program).items()},
         "other_names": dict(_other_names(training.program)),
         "left_out": _left_out(training.program),
@@ -379,7 +451,7 @@ def _facts(training: SavedTraining) -> dict[str, Any]:
 
 
 def _tensors(program: LoadedProgram) -> dict[str, tuple[int, ...]]:
-    """The shapes of the parameters and buffers that a checkpoint has, by original name."""
+    """Return the shapes of the parameters and buffers that a checkpoint has, by original name."""
     found = {layout.original: layout.original_shape for layout in program.layouts}
     return found | {record.original: record.shape for record in program.buffers if record.written}
 
@@ -390,41 +462,15 @@ def _other_names(program: LoadedProgram) -> Iterator[tuple[str, str]]:
 
 
 def _left_out(program: LoadedProgram) -> list[str]:
-    """The tensors of the model's state dict that the program neither trains nor writes: no checkpoint has them."""
+    """Return the tensors of the model's state dict that the program neither trains nor writes: no checkpoint has them."""
     known = {*_tensors(program), *dict(_other_names(program))}
     return [entry["name"] for entry in program.records.get("model", ()) if entry["name"] not in known]
 
 
-def parameters(training: SavedTraining, *, every_copy: bool, every_rank: bool = True) -> Iterator[Piece]:
-    """This rank's pieces of the parameters, those that are not trained included: of the first copy of tied ones, or of ``every_copy``.
-
-    Without ``every_rank`` only the first of the ranks that have a piece yields it.
-    """
-    world = training.world
-    for group in training.groups:
-        for master in (*group.masters, *group.frozen):
-            layout = master.layout
-            copy = every_copy or training.program.is_first_copy(layout)
-            if copy and (every_rank or world.first_on(master.alike)):
-                window = layout.window(world.coordinates)
-                yield from pieces(("model", layout.original), layout, window, master.tensor.detach(), master.first)
-
-
-def buffers(training: SavedTraining, *, every_copy: bool, every_rank: bool = True) -> Iterator[Piece]:
-    """The buffers that this rank's stages write; with ``every_copy`` also those that they only read."""
-    for record, tensor in () if training.buffers is None else training.buffers.own():
-        copy = every_copy or record.written
-        if copy and (every_rank or training.world.first_on(training.world.coordinates)):
-            yield whole(("model" if record.persistent else "buffer", record.original), tensor)
-
-
-def _replica(training: SavedTraining) -> tuple[tuple[str, ...], int]:
-    """What the names of this rank's tensors begin with, and the number of replicas that train apart."""
-    index, count = 0, 1
-    for axis in training.program.parted(list(training.program.spec.mesh))[1]:
-        place, size = training.world.coordinates[axis]
-        index, count = index * size + place, count * size
-    return ((f"replica{index}",) if count > 1 else ()), count
+def _prefix(training: TrainingTensors) -> tuple[str, ...]:
+    """Return what the names of this rank's tensors begin with: its local SGD replica, if there are several."""
+    index, count = training.replica()
+    return (f"replica{index}",) if count > 1 else ()
 
 
 def _under(prefix: tuple[str, ...], own: Iterable[Piece]) -> Iterator[Piece]:
@@ -434,7 +480,7 @@ def _under(prefix: tuple[str, ...], own: Iterable[Piece]) -> Iterator[Piece]:
 # -- loading -----------------------------------------------------------------------------------------------------------
 
 
-def _check_model(program: LoadedProgram, found: Found) -> None:
+def _check_model(program: LoadedProgram, found: StoredCheckpoint) -> None:
     """Raise ``CheckpointError`` with the names of tensors that differ."""
     own = _tensors(program)
     theirs = {name: tuple(shape) for name, shape in found.facts["tensors"].items()}
@@ -451,9 +497,9 @@ def _check_model(program: LoadedProgram, found: Found) -> None:
         )
 
 
-def _prefix_of(training: SavedTraining, found: Found) -> tuple[str, ...]:
-    """What the names of the tensors for this rank begin with. All replicas can start from one model, and not the other way round."""
-    there, (prefix, here) = found.facts["replicas"], _replica(training)
+def _prefix_of(training: TrainingTensors, found: StoredCheckpoint) -> tuple[str, ...]:
+    """Return what the names of the tensors for this rank begin with. All replicas can start from one model, and not the other way round."""
+    there, here = found.facts["replicas"], training.replica()[1]
     if there == 1:
         return ()
     if there != here:
@@ -462,11 +508,11 @@ def _prefix_of(training: SavedTraining, found: Found) -> tuple[str, ...]:
             f"the checkpoint {found.path} has {there} replicas that train apart (sync=local-steps), and the program has {program}",
             f"load it in a program with {there} replicas, whose state_dict() is their mean",
         )
-    return prefix
+    return _prefix(training)
 
 
 def _stored(metadata: Metadata, prefix: tuple[str, ...]) -> dict[str, TensorStorageMetadata]:
-    """The metadata of tensors whose names begin with ``prefix``, by the rest of the name."""
+    """Return the metadata of tensors whose names begin with ``prefix``, by the rest of the name."""
     start = "".join(f"{part}." for part in prefix)
     return {
         name.removeprefix(start): stored

@@ -3,17 +3,27 @@
 A checkpoint has ``checkpoint.json`` (facts, to be read by people too), torch's ``.metadata``, and the tensors' files, of which
 ``.metadata`` lists all parts with their places. ``checkpoint.json`` has its own checksum, that of ``.metadata`` and the id of the save,
 which every file of tensors names (``box_files``). Nothing in it is unpickled into code.
+
+One program writes into a folder: it has a lock on the file ``.lock`` there, from the first step to the last one. The file may be a link
+that somebody put there, or be replaced while it is locked: links are refused, and every save compares the file that is locked with the one
+that is there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import pickle
+import platform
 import re
+import secrets
 import shutil
+import stat
+import time
+import weakref
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,7 +55,7 @@ class CheckpointError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Found:
+class StoredCheckpoint:
     """A whole checkpoint: its folder, the content of ``checkpoint.json``, torch's metadata of its tensors, and the id of its save, which
     the format without checksums has not."""
 
@@ -59,12 +69,12 @@ class Found:
 
 
 def partial_of(folder: Path, steps: int) -> Path:
-    """The folder that the checkpoint after ``steps`` steps is written to."""
+    """Return the folder that the checkpoint after ``steps`` steps is written to."""
     return folder / f"step-{steps}{PARTIAL}"
 
 
 def final_of(partial: Path) -> Path:
-    """The folder's name once it is whole."""
+    """Return the folder's name once it is whole."""
     return partial.with_name(partial.name.removesuffix(PARTIAL))
 
 
@@ -134,7 +144,7 @@ def sync(path: Path) -> None:
 
 
 def has_any(folder: Path) -> bool:
-    """Whether a folder is a checkpoint, or has one that was finished."""
+    """Return whether a folder is a checkpoint, or has one that was finished."""
     return _is_checkpoint(folder) or bool(_steps(folder))
 
 
@@ -142,8 +152,8 @@ def _is_checkpoint(folder: Path) -> bool:
     return (folder / METADATA).is_file() or (folder / FACTS).is_file()
 
 
-def newest(folder: Path) -> tuple[Found, str]:
-    """The checkpoint in ``folder``, which is one itself or has the newest whole one; and a message on those that were skipped.
+def newest(folder: Path) -> tuple[StoredCheckpoint, str]:
+    """Return the checkpoint in ``folder``, which is one itself or has the newest whole one; and a message on those that were skipped.
 
     Raises ``CheckpointError`` where there is none.
     """
@@ -155,7 +165,7 @@ def newest(folder: Path) -> tuple[Found, str]:
     skipped = [f"{path.name} (its save did not end)" for path in folder.glob(f"step-*{PARTIAL}")]
     for path in _steps(folder):
         opened = opened_or_why(path)
-        if isinstance(opened, Found):
+        if isinstance(opened, StoredCheckpoint):
             return opened, f"loading {path}; skipped {', '.join(skipped)}" if skipped else ""
         skipped.append(f"{path.name} ({opened})")
     why = f": {', '.join(skipped)}" if skipped else ""
@@ -163,7 +173,7 @@ def newest(folder: Path) -> tuple[Found, str]:
 
 
 def _steps(folder: Path) -> list[Path]:
-    """The checkpoints in a folder that have their final names, newest first."""
+    """Return the checkpoints in a folder that have their final names, newest first."""
     found = [path for path in folder.glob("step-*") if _STEP.fullmatch(path.name)]
     return sorted(found, key=_order, reverse=True)
 
@@ -174,8 +184,8 @@ def _order(path: Path) -> tuple[int, bool]:
     return int(found[1]), found[2] is None
 
 
-def opened_or_why(path: Path, files: bool = True) -> Found | str:
-    """The checkpoint, or why it is not whole. Without ``files`` those of tensors are not looked at."""
+def opened_or_why(path: Path, files: bool = True) -> StoredCheckpoint | str:
+    """Return the checkpoint, or why it is not whole. Without ``files`` those of tensors are not looked at."""
     for name in (FACTS, METADATA):
         if not (path / name).is_file():
             return f"it has no {name}"
@@ -209,7 +219,7 @@ def opened_or_why(path: Path, files: bool = True) -> Found | str:
             tables_of(path, sorted(ends), facts["save"])
         except (DamageError, OSError) as error:
             return f"its file {error}"
-    return Found(path, facts, metadata, facts["save"] if form == FORMAT else None)
+    return StoredCheckpoint(path, facts, metadata, facts["save"] if form == FORMAT else None)
 
 
 def _sealed(facts: Mapping[str, Any], metadata: bytes) -> dict[str, Any]:
@@ -223,7 +233,7 @@ def _described(metadata: bytes) -> dict[str, int]:
 
 
 def _checksum(facts: Mapping[str, Any]) -> int:
-    """The CRC-32 of facts as JSON has them, without their own."""
+    """Return the CRC-32 of facts as JSON has them, without their own."""
     content = {name: value for name, value in facts.items() if name != "checksum"}
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
@@ -244,6 +254,153 @@ class _Unpickler(pickle.Unpickler):
             if name in names if names is not None else getattr(found, "__module__", None) == module:
                 return found
         raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+# -- which program writes --------------------------------------------------------------------------------------------
+
+LOCK = ".lock"
+PARENT = "AUTOPAR_CLAIM"
+"""The variable of the environment with a claim (``Claim.inherited``) that a process holds for those that it starts."""
+
+_ANOTHER = "give another folder, or end that training"
+
+
+class Claim:
+    """The right to write checkpoints into ``folder``, for as long as this object is there and open. ``token`` tells it from others."""
+
+    def __init__(self, folder: Path, descriptor: int) -> None:
+        self.folder, self.token = folder, secrets.token_hex(8)
+        self._file = os.fdopen(descriptor, "r+b")
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {platform.node()}\n{self.token}\n".encode(), 0)
+        _held[folder.resolve()] = self
+
+    @property
+    def inherited(self) -> str:
+        """What the processes that this one starts find in ``PARENT``."""
+        return f"{self.token} {self.folder.resolve()}"
+
+    def check(self) -> None:
+        """Raise ``CheckpointError`` if the lock is no longer on the file that other programs would find."""
+        if not _is_at(self._file.fileno(), self.folder / LOCK):
+            raise _lost(self.folder)
+
+    def close(self, remove: bool = False) -> None:
+        """Give the right back; ``remove`` also removes the file."""
+        if remove and _is_at(self._file.fileno(), self.folder / LOCK):
+            (self.folder / LOCK).unlink()
+        _held.pop(self.folder.resolve(), None)
+        self._file.close()
+
+
+_held: weakref.WeakValueDictionary[Path, Claim] = weakref.WeakValueDictionary()
+"""The claims of this process."""
+
+
+def claimed(folder: Path, patience_s: float) -> Claim:
+    """Keep other programs from writing checkpoints into ``folder``, which is made if it is missing.
+
+    A training that was cut off may write for a little longer: ``patience_s`` is how long it has. Where the file system has no locks, none
+    is taken. Raises ``CheckpointError`` if the folder cannot be written to, if ``.lock`` is a link, or if another program has the claim.
+    """
+    deadline = time.monotonic() + patience_s
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe-{secrets.token_hex(8)}"  # a save makes a folder
+        probe.mkdir()
+        probe.rmdir()
+        while True:
+            descriptor = _opened(folder / LOCK)
+            try:
+                locked = _locked(descriptor)
+                if locked and _is_at(descriptor, folder / LOCK):
+                    return Claim(folder, descriptor)
+                if not locked and time.monotonic() >= deadline:
+                    owner = os.pread(descriptor, 4096, 0).decode(errors="replace").partition("\n")[0]
+                    raise CheckpointError(f"another training writes checkpoints into {folder} ({owner})", _ANOTHER)
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)  # it was replaced, or is taken
+            if not locked:
+                time.sleep(min(0.2, patience_s))
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoints cannot be written to {folder}: {error.strerror}",
+            "give a folder that can be made and written to",
+        ) from error
+
+
+def claimed_for_save(folder: Path) -> Claim | None:
+    """Return what a save needs: the claim that this process or its parent has, or one for the save alone, which is returned.
+
+    Raises ``CheckpointError`` if another program has it, or the file of the lock is another one by now.
+    """
+    own = _held.get(folder.resolve())
+    if own is not None:
+        own.check()
+        return None
+    token, _, of = os.environ.get(PARENT, "").partition(" ")
+    if of != str(folder.resolve()):
+        return claimed(folder, 0.0)
+    try:
+        descriptor = _opened(folder / LOCK, create=False)
+    except FileNotFoundError as error:
+        raise _lost(folder) from error
+    try:
+        if token not in os.pread(descriptor, 4096, 0).decode(errors="replace").split("\n"):
+            raise _lost(folder)
+    finally:
+        os.close(descriptor)
+    return None
+
+
+def _lost(folder: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{folder / LOCK} was removed or replaced after this training had locked it",
+        "another training may write there: give another folder, or start this one again with --resume",
+    )
+
+
+def _opened(path: Path, create: bool = True) -> int:
+    """Open the file of a lock. Raises ``CheckpointError`` if it is a link or no plain file, because what it stands for would change."""
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | (os.O_CREAT if create else 0)
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.EISDIR):
+            raise _no_file(path) from error
+        raise
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+        os.close(descriptor)
+        raise _no_file(path)
+    return descriptor
+
+
+def _no_file(path: Path) -> CheckpointError:
+    return CheckpointError(f"{path} is a link, or no plain file", "remove it, or give another folder")
+
+
+def _locked(descriptor: int) -> bool:
+    """Return whether the lock was taken; also where the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Return whether a path leads to an open file."""
+    try:
+        there = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    here = os.fstat(descriptor)
+    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
@@ -267,7 +424,7 @@ def explained(error: BaseException, folder: Path, writing: bool, half_read: bool
 
 
 def _system_error(error: BaseException | None) -> OSError | None:
-    """The operating system's error that is, or caused, this one."""
+    """Return the operating system's error that is, or caused, this one."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error

@@ -29,13 +29,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 from . import box_files
 from .box_files import DamageError, Entry, FileHeader
 from .boxes import Box, Piece
-from .checkpoint_files import METADATA, CheckpointError, Found
+from .checkpoint_files import METADATA, CheckpointError, StoredCheckpoint
 
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
 def metadata_of(tables: Sequence[FileHeader]) -> Metadata:
-    """The metadata of the tables' boxes. Raises ``CheckpointError`` if the boxes of a tensor do not fill it, each element once."""
+    """Return the metadata of the tables' boxes. Raises ``CheckpointError`` if the boxes of a tensor do not fill it, each element once."""
     tensors: dict[str, TensorStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     paths: dict[str, tuple[str, ...]] = {}
@@ -76,7 +76,7 @@ def _wrong(name: str, why: str) -> CheckpointError:
 
 
 def _not_filled(tensor: TensorStorageMetadata) -> str:
-    """Why boxes do not fill a tensor, each element once; empty if they do."""
+    """Return why boxes do not fill a tensor, each element once, or an empty string."""
     size = tuple(tensor.size)
     elements = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
     if elements != math.prod(size):
@@ -110,8 +110,8 @@ Reads = Mapping[str, Sequence[Read]]
 """What a rank reads, by file."""
 
 
-def planned(own: Sequence[Piece], found: Found) -> Reads:
-    """What this rank reads to fill its pieces. The tables of the files are read and compared with the metadata, no values.
+def planned(own: Sequence[Piece], found: StoredCheckpoint) -> Reads:
+    """Return what this rank reads to fill its pieces. The tables of the files are read and compared with the metadata, no values.
 
     Raises ``CheckpointError`` if the checkpoint lacks parts of a piece, or a file is damaged or of another save.
     """
@@ -137,7 +137,7 @@ def planned(own: Sequence[Piece], found: Found) -> Reads:
     return {name: _verified(name, theirs, found, found.save) for name, theirs in reads.items()}
 
 
-def _verified(name: str, reads: Sequence[Read], found: Found, save: str) -> list[Read]:
+def _verified(name: str, reads: Sequence[Read], found: StoredCheckpoint, save: str) -> list[Read]:
     """Reads with the entries of the file's table, which must be those of the metadata."""
     with explained_damage(found.path):
         table = box_files.read_table(found.path / name, save)
@@ -152,7 +152,7 @@ def _verified(name: str, reads: Sequence[Read], found: Found, save: str) -> list
     return whole
 
 
-def read_values(reads: Reads, found: Found) -> None:
+def read_values(reads: Reads, found: StoredCheckpoint) -> None:
     """Read what was ``planned`` into this rank's pieces, every block compared with its checksum. Raises ``CheckpointError``."""
     for name, theirs in reads.items():
         with explained_damage(found.path, half_read=True), (found.path / name).open("rb", buffering=0) as file:
@@ -186,7 +186,7 @@ def _box(chunk: ChunkStorageMetadata) -> Box:
 
 
 def _overlap(one: Box, other: Box) -> Box | None:
-    """The box that two boxes of a tensor have in common."""
+    """Return the box that two boxes of a tensor have in common."""
     offsets = tuple(map(max, one.offsets, other.offsets))
     ends = (min(a + x, b + y) for a, x, b, y in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True))
     sizes = tuple(end - offset for end, offset in zip(ends, offsets, strict=True))

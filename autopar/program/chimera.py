@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .groups import start_transfers
 from .microbatches import Microbatches
+from .processes import start_transfers
 from .tracing import action
 
 ORDERS = "runtime/schedule.csv"
@@ -50,7 +50,7 @@ class RankStep:
 
 
 def read_orders(folder: Path) -> list[list[RankStep]]:
-    """The actions of every pipeline rank, from the folder's ``runtime/schedule.csv``."""
+    """Return the actions of every pipeline rank, from the folder's ``runtime/schedule.csv``."""
     with (folder / ORDERS).open(newline="") as file:
         return [[_parsed(text) for text in row] for row in csv.reader(file)]
 
@@ -210,7 +210,7 @@ class ScheduleChimera:
             ]
 
     def _taken(self, step: RankStep) -> list[Tensor]:
-        """The tensors that a step needs from another stage, once they are here."""
+        """Return the tensors that a step needs from another stage, once they are here."""
         works, tensors = self._received.pop((step.kind, step.stage, step.microbatch))
         _wait(works)
         return tensors

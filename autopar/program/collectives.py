@@ -1,4 +1,4 @@
-"""Collectives under one name in every version of torch, and a reduce-scatter that sends half as many bytes on CPUs.
+"""Collectives under one name in every version of torch, a reduce-scatter that sends half as many bytes on CPUs, and an exchange of tensors.
 
 torch 2.13 renamed two collectives; torch 2.11 has only the old names. gloo reduce-scatters by an all-reduce of which every rank keeps its
 slice, so that each of ``n`` ranks sends ``2 (n - 1) / n`` of the tensor. On gloo ``reduce_scatter`` is an all-to-all of the slices and a
@@ -8,6 +8,7 @@ the ranks.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -29,7 +30,7 @@ class Work(Protocol):
 def reduce_scatter(
     output: Tensor, input: Tensor, *, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
-    """The sum of all ranks' ``input``, cut into as many equal parts as the group has ranks: this rank's part, into ``output``.
+    """Return the sum of all ranks' ``input``, cut into as many equal parts as the group has ranks: this rank's part, into ``output``.
 
     Both are contiguous. With ``async_op``, ``output`` is there after ``wait`` of the result.
     """
@@ -56,11 +57,35 @@ class _Exchange:
         torch.sum(self._terms.view(-1, self._output.numel()), 0, out=self._output.view(-1))
 
 
+def exchange(
+    sent: Sequence[tuple[int, Tensor]],
+    received: Sequence[tuple[int, Tensor]],
+    dtype: torch.dtype,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Send each tensor of ``sent`` to its rank of the group, and fill those of ``received`` from theirs, those of one pair of ranks in the
+    lists' order. Tensors are sent in ``dtype`` between devices ``device``. All ranks of the group call this."""
+    flat = [[tensor for _, tensor in sorted(own, key=lambda item: item[0])] for own in (sent, received)]
+    sizes = []
+    for own in (sent, received):
+        count = Counter[int]()
+        for rank, tensor in own:
+            count[rank] += tensor.numel()
+        sizes.append([count[rank] for rank in range(dist.get_world_size(group))])
+    outgoing, incoming = (torch.empty(sum(own), dtype=dtype, device=device) for own in sizes)
+    for tensor, part in zip(flat[0], outgoing.split([tensor.numel() for tensor in flat[0]]), strict=True):
+        part.view(tensor.shape).copy_(tensor)
+    dist.all_to_all_single(incoming, outgoing, sizes[1], sizes[0], group=group)
+    for tensor, part in zip(flat[1], incoming.split([tensor.numel() for tensor in flat[1]]), strict=True):
+        tensor.copy_(part.view(tensor.shape))
+
+
 class ShardedReduceScatter:
     """``reduce_scatter`` as ``FSDPModule.set_custom_reduce_scatter`` takes it."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """An uninitialised tensor for FSDP2's operand or result."""
+        """Return an uninitialised tensor for FSDP2's operand or result."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .masters import ParameterGroup
 from .microbatches import Microbatches
+from .parameters import ParameterGroup
 from .share import Batch, Rows
 from .spec import layers_of
 

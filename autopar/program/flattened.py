@@ -40,7 +40,7 @@ def all_to_all(x: Tensor, axes: Axes, **options: Any) -> Tensor:
 
 
 def convert(x: Tensor, axes: Axes, **options: Any) -> Tensor:
-    """The conversions that move nothing forward, such as I to R."""
+    """Return the conversions that move nothing forward, such as I to R."""
     return _over(spmd.convert, x, axes, options)
 
 

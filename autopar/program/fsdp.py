@@ -6,7 +6,7 @@ stream waits for no collective (``LastBackward``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -17,12 +17,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from .collectives import ShardedReduceScatter, Work
-from .masters import Master, ParameterGroup, alike, set_parameter
-from .state_places import DEVICE, Offloaded, download, pieces_of, upload
-from .world import MIRROR, Layout, LoadedProgram, World
+from .parameters import Master, ParameterGroup, alike, set_parameter
+from .state_places import DEVICE, Offloaded, pieces_of
+from .world import MIRROR, Layout, LoadedProgram
 
 
-class ShardedGroup:
+class ShardedGroup(ParameterGroup):
     """One layer's parameters under FSDP2 over the layer's data axes: ZeRO 2 (kept gathered after forward) and 3 (not kept).
 
     Gradients are reduce-scattered in every microbatch, and their shards accumulated; or, with ``reduces_once``, whole gradients are
@@ -30,29 +30,25 @@ class ShardedGroup:
     its layers.
     """
 
-    shared = None  # tied copies are never here
-
-    def __init__(self, stage: nn.Module, layouts: Sequence[Layout], world: World, program: LoadedProgram) -> None:
-        self.layouts = tuple(layouts)
-        child, zero, _ = program.group(layouts[0])
-        copies, shards = program.copies(layouts[0])
-        self._world, self._stage, self._shards = world, stage, shards
+    def _allocate(self, program: LoadedProgram) -> None:
+        stage, layouts, world, placement = self._module, self.layouts, self._world, self.placement
+        child, shards, wide, compute = placement.layer, placement.shards, placement.wide, placement.compute
+        self._shards = shards
         self.reduce_scatter = HeldReduceScatter()  # until ``join_stages`` gives all groups of the rank the same
-        copies = tuple(axis for axis in copies if axis != MIRROR)  # summed once a step: ``start_copies``
+        copies = tuple(axis for axis in placement.copies if axis != MIRROR)  # summed once a step: ``start_copies``
         self._mirror = world.group((MIRROR,)) if program.directions == 2 else None
         self._sums: list[dist.Work | None] = []  # over the copies of the stage, while they run
-        wide, compute = program.dtypes(layouts[0])
         module = stage.get_submodule(child)
         ignored = {param for param in module.parameters() if not param.is_meta}  # these belong to a flat group
         for layout in layouts:
             shape = stage.get_parameter(layout.name).shape
-            values = torch.empty(shape, dtype=program.dtypes(layout)[0], device="meta")
+            values = torch.empty(shape, dtype=program.placement(layout).wide, device="meta")
             set_parameter(stage, layout.name, nn.Parameter(values, layout.trainable))
         self.mesh = world.data_mesh(copies, shards)
         fully_shard(
             module,
             mesh=self.mesh,
-            reshard_after_forward=zero == 3,
+            reshard_after_forward=placement.zero == 3,
             mp_policy=MixedPrecisionPolicy(compute, wide, None, False) if wide != compute else MixedPrecisionPolicy(),
             ignored_params=ignored,
         )
@@ -62,7 +58,7 @@ class ShardedGroup:
         for layout in layouts:
             shard_of(stage.get_parameter(layout.name)).zero_()
         self.module = module
-        layer = program.layers[layouts[0].stage][child]
+        layer = program.layers[self.stage][child]
         self.reduces_once = layer.reduce_once
         if layer.opaque and hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13
             module.set_reduce_scatter_unused_params(True)  # ranks may lack gradients, and all must reduce the same ones
@@ -71,11 +67,9 @@ class ShardedGroup:
         module.set_gradient_divide_factor(1.0)  # a sum: each rank's loss is a term of the whole loss
         module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
         self._params = {layout: stage.get_parameter(layout.name) for layout in layouts}
-        self.masters: list[Master] = []
-        self.frozen: list[Master] = []
         for layout, param in self._params.items():
             first = rows_of(param, param.shape[0])[0] * param.shape[1:].numel()
-            place = program.place(layout) if layout.trainable else DEVICE
+            place = placement.place if layout.trainable else DEVICE
             if place != DEVICE:
                 self._add_offloaded(layout, param, place, first)
                 continue
@@ -96,36 +90,22 @@ class ShardedGroup:
     @property
     def root(self) -> nn.Module:
         """The stage, which is the FSDP root of its layers once all parameters of the rank are there."""
-        return self._stage
-
-    @property
-    def device(self) -> torch.device:
-        return self._world.device
-
-    def own_gradients(self) -> list[Tensor]:
-        """As of ``FlatGroup``."""
-        return [gradient for master in self.masters if (gradient := master.gradient) is not None]
-
-    def adders(self) -> Mapping[int, Callable[[Tensor], None]]:
-        """None: autograd computes all gradients."""
-        return {}
-
-    def finish_adding(self) -> None:
-        """Nothing."""
-
-    @torch.no_grad()
-    def load(self, source: Callable[[Layout], Tensor]) -> None:
-        for layout, param in self._params.items():
-            local = layout.slice(source(layout), self._world.coordinates)
-            start, stop = rows_of(param, local.shape[0])
-            shard_of(param).copy_(local[start:stop])
-        download(self.masters)
+        return self._module
 
     def zero_grad(self) -> None:
         for param in self._params.values():
             param.grad = None
-        for master in self.masters:
-            master.holder.grad = None  # it is a view of the old gradients, which would stay live beside the new ones
+        super().zero_grad()  # views of these gradients, which would stay live beside the new ones
+
+    def free(self) -> None:
+        self.module.reshard()
+
+    def start_copies(self) -> None:
+        """Start to sum the gradients over the copies of the stage (Chimera), once FSDP2 has reduced them inside of each."""
+        for layout, param in self._params.items():
+            if layout.trainable:
+                param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+                self._sums.append(dist.all_reduce(shard_of(param.grad), group=self._mirror, async_op=True))
 
     def finish_reduction(self) -> None:
         """FSDP2 has reduced the gradients that autograd computed; the optimizer gets views of them. Padding has no gradient."""
@@ -143,31 +123,13 @@ class ShardedGroup:
             master.holder.grad = whole if master.offloaded is None else whole.view(-1)[piece]
 
     def _gradient(self, layout: Layout, param: Tensor) -> Tensor:
-        """This rank's shard of a gradient; zeros if there is none."""
+        """Return this rank's shard of a gradient; zeros if there is none."""
         grad = torch.zeros_like(shard_of(param)) if param.grad is None else shard_of(param.grad)
         first, last = rows_of(param, param.shape[0])
         for dim, start, length in layout.beyond(self._world.coordinates):
             inner = slice(max(start - first, 0), max(last - first, 0)) if dim == 0 else slice(start, start + length)
             grad.movedim(dim, 0)[inner] = 0
         return grad
-
-    def average(self) -> None:
-        """Nothing: replicas that train apart have no shards."""
-
-    def upload(self) -> None:
-        """As of ``FlatGroup``."""
-        upload(self.masters)
-
-    def publish(self) -> None:
-        """Nothing: the masters are the parameters' own storage, or their values are uploaded."""
-
-    def values(self) -> dict[str, Tensor]:
-        return {layout.name: _full(param.detach()) for layout, param in self._params.items()}
-
-    def gradients(self) -> dict[str, Tensor]:
-        trainable = {layout.name: param for layout, param in self._params.items() if layout.trainable}
-        grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trainable.items()}
-        return {name: _full(grad) for name, grad in grads.items()}
 
     @staticmethod
     def join_stages(
@@ -186,48 +148,25 @@ class ShardedGroup:
             group.module.set_custom_reduce_scatter(cast(Any, reduce_scatter))
 
     @staticmethod
-    def free(stages: Iterable[nn.Module]) -> None:
-        """Free the parameters that forward passes gathered."""
-        for layer in (layer for stage in stages for layer in stage.modules()):
-            if isinstance(layer, FSDPModule):
-                layer.reshard()
-
-    @staticmethod
-    def start_copies(groups: Sequence[ParameterGroup]) -> None:
-        """Start to sum the gradients of a stage over its copies, where it has two (Chimera), once FSDP2 has reduced them inside of each."""
-        for group in groups:
-            if isinstance(group, ShardedGroup):
-                for layout, param in group._params.items():
-                    if layout.trainable:
-                        param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-                        work = dist.all_reduce(shard_of(param.grad), group=group._mirror, async_op=True)
-                        group._sums.append(work)
-
-    @staticmethod
     def last_backward(groups: Sequence[ParameterGroup], program: LoadedProgram) -> LastBackward:
-        """What tells FSDP how the backward passes of one stage end."""
+        """Return what tells FSDP how the backward passes of one stage end."""
         sharded = [group for group in groups if isinstance(group, ShardedGroup)]
         return LastBackward(sharded, program)
 
 
 def shard_of(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor, sharing its storage."""
+    """Return this rank's shard of a DTensor, sharing its storage."""
     detached = tensor.detach()
     assert isinstance(detached, DTensor)
     return detached.to_local()
 
 
 def rows_of(param: Tensor, rows: int) -> tuple[int, int]:
-    """The rows of this rank's shard of a DTensor: divided as by ``torch.chunk``; the last ranks may have fewer rows, or none."""
+    """Return the rows of this rank's shard of a DTensor: divided as by ``torch.chunk``; the last ranks may have fewer rows, or none."""
     assert isinstance(param, DTensor)
     mesh = param.device_mesh  # its last dim shards
     index, share = mesh.get_local_rank(mesh.ndim - 1), -(-rows // mesh.size(mesh.ndim - 1))
     return min(index * share, rows), min((index + 1) * share, rows)
-
-
-def _full(tensor: Tensor) -> Tensor:
-    assert isinstance(tensor, DTensor)
-    return tensor.full_tensor()
 
 
 class ShardedLayer(NamedTuple):
@@ -256,7 +195,7 @@ def gather_ahead(stage: nn.Module, layers: Sequence[ShardedLayer], mesh: DeviceM
 
 
 def _layers(index: int, stage: nn.Module, program: LoadedProgram) -> list[ShardedLayer]:
-    """The stage's layers under FSDP, in the order of the forward pass."""
+    """Return the stage's layers under FSDP, in the order of the forward pass."""
     layers = []
     for name, layer in program.layers[index].items():
         module = stage.get_submodule(name)
@@ -297,7 +236,7 @@ class HeldReduceScatter(ShardedReduceScatter):
 
 
 def recorded_event(device: torch.device) -> torch.Event:
-    """The point that the device's current stream has reached."""
+    """Return the point that the device's current stream has reached."""
     event: torch.Event = torch.get_device_module(device).Event()
     event.record()
     return event
@@ -326,7 +265,7 @@ class LastBackward:
         self._event: torch.Event | None = None
         if not groups or not isinstance(groups[0].root, FSDPModule):
             return
-        self._root, index = groups[0].root, groups[0].layouts[0].stage
+        self._root, index = groups[0].root, groups[0].stage
         self._waits_each_time = any(group.mesh.ndim > 1 for group in groups)
         self._followed = followed_by_forward(index, program)
         first, *others = _layers(index, groups[0].root, program)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from .collectives import Work, reduce_scatter
 from .fsdp import ShardedGroup, rows_of, shard_of
-from .masters import ParameterGroup
-from .world import Layout, LoadedProgram, World
+from .parameters import ParameterGroup
+from .world import LoadedProgram
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +102,11 @@ class LateGradients:
 class SplitShardedGroup(ShardedGroup):
     """A group under FSDP2 some of whose gradients come in the second part of a backward pass."""
 
-    def __init__(self, stage: nn.Module, layouts: Sequence[Layout], world: World, program: LoadedProgram) -> None:
-        super().__init__(stage, layouts, world, program)
-        copies, shards = program.copies(layouts[0])
-        wide = program.dtypes(layouts[0])[0]
-        self._late = LateGradients(
-            world.group(shards), world.group(copies) if copies else None, wide, self.reduces_once
-        )
-        self._adders: dict[int, Callable[[Tensor], None]] = {}
+    def _allocate(self, program: LoadedProgram) -> None:
+        super()._allocate(program)
+        own, group = self.placement, self._world.group
+        copies = group(own.copies) if own.copies else None
+        self._late = LateGradients(group(own.shards), copies, own.wide, self.reduces_once)
         self.module.register_forward_pre_hook(self._gathered)
 
     @staticmethod
@@ -124,14 +121,10 @@ class SplitShardedGroup(ShardedGroup):
                 group._late.turn = turn
 
     def _gathered(self, *_: object) -> None:
-        """Before a forward, once FSDP2 has gathered the parameters: note the gathered tensors, which products read."""
+        """Give an adder to each tensor that FSDP2 has gathered for this forward pass, because products read these."""
         for layout in self._params:
-            gathered = self._stage.get_parameter(layout.name)
-            self._adders[id(gathered)] = functools.partial(self._late.add, layout.name)
-
-    def adders(self) -> Mapping[int, Callable[[Tensor], None]]:
-        """As of ``ParameterGroup``; the stage reads parameters that FSDP2 has gathered."""
-        return self._adders
+            gathered = self._module.get_parameter(layout.name)
+            self.adders[id(gathered)] = functools.partial(self._late.add, layout.name)
 
     def finish_adding(self) -> None:
         """Wait for the last reduction: else a whole gradient would stay in memory."""
@@ -144,7 +137,7 @@ class SplitShardedGroup(ShardedGroup):
     def finish_reduction(self) -> None:
         """Add the late gradients to those that FSDP2 has reduced."""
         for name, rows in self._late.finish().items():
-            param = self._stage.get_parameter(name)
+            param = self._module.get_parameter(name)
             start, stop = rows_of(param, param.shape[0])
             if param.grad is not None:  # some microbatches had a whole backward pass
                 shard_of(param.grad).add_(rows[: stop - start])
@@ -154,7 +147,7 @@ class SplitShardedGroup(ShardedGroup):
 
 
 def _like(param: Tensor, shard: Tensor) -> Tensor:
-    """A DTensor divided as ``param``, of which this rank has ``shard``."""
+    """Return a DTensor divided as ``param``, of which this rank has ``shard``."""
     assert isinstance(param, DTensor)
     return DTensor.from_local(
         shard, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()

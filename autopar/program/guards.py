@@ -15,7 +15,7 @@ class GuardError(ValueError):
 
 
 def answer(value: Tensor, like: Any) -> Any:
-    """What Python reads from ``value``: a number of the type of ``like``."""
+    """Return what Python reads from ``value``: a number of the type of ``like``."""
     return type(like)(value.item())
 
 

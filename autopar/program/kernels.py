@@ -30,7 +30,7 @@ Partition = Sequence[str | tuple[str, ...] | None]
 
 
 def _places(x: Tensor) -> list[tuple[Any, ...]]:
-    """The axes that shard each dim of a typed tensor."""
+    """Return the axes that shard each dim of a typed tensor."""
     spec = spmd.get_partition_spec(x)
     if spec is None:
         return [()] * x.ndim
@@ -38,7 +38,7 @@ def _places(x: Tensor) -> list[tuple[Any, ...]]:
 
 
 def _axes(partition: Partition) -> list[tuple[Any, ...]]:
-    """A partition's axes in the checker's form, without axes of size one."""
+    """Return a partition's axes in the checker's form, without axes of size one."""
     names = spmd.current_mesh_all_names() or {}
     entries = [() if entry is None else entry if isinstance(entry, tuple) else (entry,) for entry in partition]
     axes = [tuple(names[axis] for axis in entry) for entry in entries]
@@ -74,13 +74,13 @@ def _size(axis: Axis) -> int:
 
 
 def _split(axes: Axes) -> list[Axis]:
-    """The axes of size above one, outermost first."""
+    """Return the axes of size above one, outermost first."""
     several: Sequence[Any] = axes if isinstance(axes, list | tuple) else [axes]
     return [axis for axis in several if _size(axis) > 1]
 
 
 def _start(axes: Sequence[Axis], extent: int, device: torch.device) -> Tensor:
-    """The start of this rank's slice of ``extent``: a tensor of one element, so that nothing waits for the device."""
+    """Return the start of this rank's slice of ``extent``: a tensor of one element, so that nothing waits for the device."""
     start = torch.zeros(1, dtype=torch.long, device=device)
     for axis in reversed(axes):
         starts = torch.arange(0, _size(axis) * extent, extent, device=device)
@@ -297,7 +297,7 @@ def _seeded(seed: Seed | None, device: torch.device) -> Iterator[None]:
 
 
 def seed(key: int, layer: int, op: int, axes: Sequence[str] = ()) -> int:
-    """The seed of one random op: a function of the microbatch's key, the layer, the op, and this rank's coordinates on ``axes``.
+    """Return the seed of one random op: a function of the microbatch's key, the layer, the op, and this rank's coordinates on ``axes``.
 
     ``axes`` are those that shard the op's operand: their ranks draw differently, ranks with the same values draw the same; an axis
     of size one does not count, so one device draws the same as replicas. A recomputation
@@ -317,7 +317,7 @@ def seed(key: int, layer: int, op: int, axes: Sequence[str] = ()) -> int:
 
 
 def seeds(key: int, layer: int, axes: Sequence[Sequence[str]]) -> tuple[Tensor, ...]:
-    """The seeds of a layer's random ops as tensors on the CPU; ``axes`` are those of each op."""
+    """Return the seeds of a layer's random ops as tensors on the CPU; ``axes`` are those of each op."""
     numbers = [seed(key, layer, op, each) for op, each in enumerate(axes)]
     with spmd.no_typecheck():
         return tuple(torch.tensor(number, device="cpu") for number in numbers)
@@ -353,7 +353,7 @@ def cross_entropy_sum(
     partial_axes: Sequence[Axis] = (),
     vocabulary: int | None = None,
 ) -> Tensor:
-    """The cross entropy of ``logits [..., v]`` and ``labels [...]``, summed over the labels that are not ``ignore_index``: 0-d.
+    """Return the cross entropy of ``logits [..., v]`` and ``labels [...]``, summed over the labels that are not ``ignore_index``: 0-d.
 
     ``weight [v]`` weighs the classes, as in torch.
 

@@ -13,7 +13,7 @@ from .spmd import spmd
 def ctc_loss(
     scores: Tensor, labels: Tensor, frames: Tensor, lengths: Tensor, blank: int = 0, zero_infinity: bool = False
 ) -> Tensor:
-    """The losses ``[batch]`` of ``scores [batch, time, classes]`` (logarithms of probabilities) for ``labels [batch, most]``.
+    """Return the losses ``[batch]`` of ``scores [batch, time, classes]`` (logarithms of probabilities) for ``labels [batch, most]``.
 
     ``frames [batch]`` and ``lengths [batch]`` say how many of the scores and of the labels count.
     """

@@ -87,7 +87,7 @@ spmd.register_local_autograd_function(GroupedProduct)
 
 
 def fills_empty_groups(device: torch.device) -> bool:
-    """Whether the device's grouped product writes something else than zeros for groups without rows."""
+    """Return whether the device's grouped product writes something else than zeros for groups without rows."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
 
 
@@ -185,7 +185,7 @@ def in_steps(
 def _check(
     x: Tensor, index: Tensor, weights: Tensor, parameters: Sequence[Tensor], owners: Sequence[Axis]
 ) -> list[tuple[object, ...]]:
-    """The axes that shard each dim of the result: those of ``x``; the router's choices must be sharded like the tokens of ``x``."""
+    """Return the axes that shard each dim of the result: those of ``x``; the router's choices must be sharded like the tokens of ``x``."""
     places = _places(x)
     _require(not places[-1], f"experts: the last dim of the tokens is sharded over {places[-1]}")
     for name, choice in (("index", index), ("weights", weights)):
@@ -245,7 +245,7 @@ class _Traffic(NamedTuple):
 
 
 def _traffic(counts: Tensor, exchange: Sequence[Axis], total: int) -> _Traffic:
-    """What travels, where ``counts`` cover all experts that ``exchange`` distributes; for ``total`` rows on the meta device."""
+    """Return what travels, where ``counts`` cover all experts that ``exchange`` distributes; for ``total`` rows on the meta device."""
     n = prod(_size(axis) for axis in exchange)
     theirs = counts.view(n, -1)  # for each rank, the number of rows for each of its experts
     ours = _RowExchange.apply(theirs, exchange, [1] * n, [1] * n)  # from each rank, the number of rows for each of ours
@@ -261,7 +261,7 @@ def _traffic(counts: Tensor, exchange: Sequence[Axis], total: int) -> _Traffic:
 def _travel(
     rows: Tensor, traffic: _Traffic, body: Body, parameters: Sequence[Tensor], exchange: Sequence[Axis], send: Send
 ) -> Generator[None, None, Tensor]:
-    """The body's result for ``rows``, sorted by expert, from the ranks that own the experts."""
+    """Yield the body's result for ``rows``, sorted by expert, from the ranks that own the experts."""
     sent, taken, ours, counts = traffic
     arrived = send(rows, exchange, sent, taken)
     yield

@@ -52,7 +52,7 @@ class Scaled(NamedTuple):
     unit: Tensor
 
     def transposed(self) -> Scaled:
-        """The transposed matrix, in memory of its own."""
+        """Return the transposed matrix, in memory of its own."""
         return Scaled(self.values.t().contiguous(), self.unit)
 
 

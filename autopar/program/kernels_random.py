@@ -32,7 +32,7 @@ def normal(like: Tensor, mean: float = 0.0, std: float = 1.0, seed: Seed | None 
 
 
 def chosen(like: Tensor, share: float, seed: Seed) -> Tensor:
-    """A mask in the shape and types of ``like``: each element is true with probability ``share``."""
+    """Return a mask in the shape and types of ``like``: each element is true with probability ``share``."""
     return _drawn("bernoulli", like, torch.bool, [share], seed)
 
 

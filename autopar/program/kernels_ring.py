@@ -104,7 +104,7 @@ class Ring:
 
     @cached_property
     def place(self) -> tuple[int, ...]:
-        """This rank's coordinate on every axis."""
+        """Return this rank's coordinate on every axis."""
         return tuple(dist.get_rank(group) for group in self.groups)
 
     @property
@@ -112,14 +112,14 @@ class Ring:
         return prod(self.sizes)
 
     def index(self, place: Sequence[int]) -> int:
-        """A rank's position in the ring."""
+        """Return a rank's position in the ring."""
         at = 0
         for coordinate, size in zip(place, self.sizes, strict=True):
             at = at * size + coordinate
         return at
 
     def at(self, index: int) -> tuple[int, ...]:
-        """The inverse of ``index``."""
+        """Return the inverse of ``index``."""
         place = []
         for size in reversed(self.sizes):
             index, coordinate = divmod(index, size)
@@ -127,7 +127,7 @@ class Ring:
         return tuple(reversed(place))
 
     def hop(self, step: int) -> int:
-        """The axis along which blocks move before step ``step`` (1 and up)."""
+        """Return the axis along which blocks move before step ``step`` (1 and up)."""
         axis, turns = len(self.sizes) - 1, self.sizes[-1]
         while step % turns == 0:
             axis -= 1
@@ -194,7 +194,7 @@ class Ring:
         return [mine[part] for part in wanted[me]]
 
     def _beside(self, place: Sequence[int], axis: int) -> bool:
-        """Whether a rank is in this rank's group on an axis."""
+        """Return whether a rank is in this rank's group on an axis."""
         return all(a == b for i, (a, b) in enumerate(zip(place, self.place, strict=True)) if i != axis)
 
 
@@ -231,7 +231,7 @@ class _Order:
         return self._exchange(x, forward=True)
 
     def leave(self, x: Tensor) -> Tensor:
-        """The inverse of ``enter``."""
+        """Return the inverse of ``enter``."""
         return self._exchange(x, forward=False)
 
     def _exchange(self, x: Tensor, *, forward: bool) -> Tensor:
@@ -254,7 +254,7 @@ class _Block:
 
 
 def _blocks(order: _Order, origin: int, causal: bool, length: int, scores_per_pair: int) -> Iterator[_Block]:
-    """The runs of queries that this rank computes against the block of the ``origin``-th rank."""
+    """Yield the runs of queries that this rank computes against the block of the ``origin``-th rank."""
     mine, theirs = order.chunks[order.ring.index(order.ring.place)], order.chunks[origin]
     chunk = length // len(mine)
     for i, number in enumerate(mine):
@@ -315,12 +315,12 @@ class _Scores:
         return scores
 
     def window(self, mask: Tensor, block: _Block, column: int) -> Tensor:
-        """The rows and columns of a mask that a block reads."""
+        """Return the rows and columns of a mask that a block reads."""
         rows = mask if mask.shape[-2] == 1 else mask[..., block.start : block.stop, :]
         return rows if mask.shape[-1] == 1 else rows[..., column : column + block.keys]
 
     def kept(self, scores: Tensor) -> Tensor | None:
-        """The next dropout mask, scaled; ``None`` without dropout. Both passes must request masks in the same order."""
+        """Return the next dropout mask, scaled; ``None`` without dropout. Both passes must request masks in the same order."""
         if self.generator is None:
             return None
         keep = torch.empty_like(scores).bernoulli_(1.0 - self.dropout_p, generator=self.generator)
@@ -350,7 +350,7 @@ def _heads(x: Tensor, query: Tensor) -> Tensor:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """The result, and the logarithm of every row's sum."""
+    """Return the result, and the logarithm of every row's sum."""
     if q.device.type == "cpu":
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
         return out, lse
@@ -383,7 +383,7 @@ class _Part(NamedTuple):
 
 
 def _parts(order: _Order, origin: int, causal: bool, length: int) -> Iterator[_Part]:
-    """What this rank computes against the block of the ``origin``-th rank: one part, or none."""
+    """Yield what this rank computes against the block of the ``origin``-th rank: one part, or none."""
     me = order.ring.index(order.ring.place)
     mine, theirs = order.chunks[me], order.chunks[origin]
     if not causal or origin == me:  # the chunks are ascending, and so are the positions in them
@@ -505,7 +505,7 @@ def _pairs(query: Tensor) -> int:
 def _forward(
     order: _Order, causal: bool, scores: _Scores, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The result and the logarithm of every row's sum, which is infinite for a row that reads no key; the result of such a row is
+    """Return the result and the logarithm of every row's sum, which is infinite for a row that reads no key; the result of such a row is
     zero."""
     wide, length = scores.wide, query.shape[-2]
     top = query.new_full(query.shape[:-1], float("-inf"), dtype=wide)
@@ -535,7 +535,7 @@ def _forward(
 def _backward(
     order: _Order, causal: bool, scores: _Scores, saved: tuple[Tensor, ...], grad: Tensor, grad_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value in the wide dtype; that of the mask is added to ``grad_mask``."""
+    """Return the gradients of query, key and value in the wide dtype; that of the mask is added to ``grad_mask``."""
     query, key, value, out, lse = saved
     wide, length = scores.wide, query.shape[-2]
     delta = (grad.to(wide) * out.to(wide)).sum(-1)

@@ -27,7 +27,7 @@ def recurrent(
     bidirectional: bool = False,
     seed: int | None = None,
 ) -> Tensor:
-    """An LSTM (``mode`` is "lstm"), a GRU ("gru") or a plain RNN ("rnn_tanh", "rnn_relu") in training, on padded sequences.
+    """Return an LSTM (``mode`` is "lstm"), a GRU ("gru") or a plain RNN ("rnn_tanh", "rnn_relu") in training, on padded sequences.
 
     ``x`` is ``[batch, time, width]`` and each of ``states`` ``[layers * directions, batch, hidden]``, the batch sharded equally; without
     ``states`` they are zeros. The result is ``[batch, time + layers * states, directions * hidden]``: the outputs, then the last hidden

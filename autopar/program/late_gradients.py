@@ -17,9 +17,8 @@ from torch import Tensor
 
 from .checkpoint_files import CheckpointError
 from .collectives import Work
-from .masters import ParameterGroup
 from .optimizers import Updates
-from .parameters import FlatGroup
+from .parameters import FlatGroup, ParameterGroup
 from .reductions import Reductions
 from .world import LoadedProgram
 

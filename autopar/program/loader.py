@@ -74,7 +74,7 @@ class Tensors(Dataset[Mapping[str, Tensor]]):
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> Tensors:
-        """The tensors of a file of ``torch.save({"input_ids": tensor, ...})``."""
+        """Return the tensors of a file of ``torch.save({"input_ids": tensor, ...})``."""
         how = 'a file of torch.save({"NAME": tensor, ...}) has the rows of each input of the program'
         if not os.path.isfile(path):
             raise DataError(f"there is no file {path}", how)
@@ -176,7 +176,7 @@ class Loader:
         self._fetched: _Fetched | None = None  # ahead of the step that takes it
 
     def __len__(self) -> int:
-        """The number of global batches of an epoch."""
+        """Return the number of global batches of an epoch."""
         return -(-self.rows // self.batch) if self._ignored else self.rows // self.batch
 
     @property
@@ -210,13 +210,13 @@ class Loader:
         return f"{one:08x}" if one == other else ""
 
     def _digest(self, collated: Any) -> int:
-        """The checksum of all inputs of the program, whatever part of them this rank reads."""
+        """Return the checksum of all inputs of the program, whatever part of them this rank reads."""
         named = self._named(collated)
         tensors = {name: torch.as_tensor(named[name]) for name in sorted(self._inputs) if name in named}
         return zlib.crc32(repr([(name, digest(tensor)) for name, tensor in tensors.items()]).encode())
 
     def _opened(self, given: Any) -> Any:
-        """The data set, with what it needs to be read here."""
+        """Return the data set, with what it needs to be read here."""
         if isinstance(given, DataLoader):
             given = self._taken_over(given)
         if isinstance(given, Mapping):
@@ -232,7 +232,7 @@ class Loader:
         return given
 
     def _taken_over(self, loader: DataLoader[Any]) -> Any:
-        """The data set of a user's loader, whose options this one takes over."""
+        """Return the data set of a user's loader, whose options this one takes over."""
         if loader.batch_size not in (1, self.batch):
             raise DataError(
                 f"the loader's batches have {loader.batch_size} rows, and the plan's global batch has {self.batch}",
@@ -254,7 +254,7 @@ class Loader:
     # -- reading --
 
     def read(self, position: Sequence[int], *, ahead: bool = False) -> tuple[Rows, tuple[int, int]]:
-        """This rank's rows of the global batch at ``position`` (epoch, row), and the position after it; all ranks call this.
+        """Return this rank's rows of the global batch at ``position`` (epoch, row), and the position after it; all ranks call this.
 
         With ``ahead`` the batch after it is read too, for the next call: then no call waits for the device, which compares the ranks' rows.
         Raises ``DataError`` on every rank; the same position can be read again.
@@ -290,15 +290,15 @@ class Loader:
         return _Fetched(begin, tensors, problem, self._share.ask(tensors, (*begin, self.rows), problem))
 
     def ends(self, position: Sequence[int]) -> bool:
-        """Whether the epoch has no batch after ``position``."""
+        """Return whether the epoch has no batch after ``position``."""
         return position[1] + (1 if self._ignored else self.batch) > self.rows
 
     def epoch_of(self, position: Sequence[int]) -> int:
-        """The epoch of the batch after ``position``."""
+        """Return the epoch of the batch after ``position``."""
         return self._begin(*position)[0]
 
     def epoch(self) -> Iterator[Rows]:
-        """This rank's rows of the global batches of epoch 0."""
+        """Yield this rank's rows of the global batches of epoch 0."""
         position = (0, 0)
         while not self.ends(position):
             rows, position = self.read(position)
@@ -326,7 +326,7 @@ class Loader:
         )
 
     def indices(self, begin: tuple[int, int]) -> Iterator[list[int]]:
-        """The rows of the data set that this rank reads, batch by batch without end."""
+        """Yield the rows of the data set that this rank reads, batch by batch without end."""
         epoch, row = begin
         own = self._share.rows
         for current in itertools.count(epoch):
@@ -347,7 +347,7 @@ class Loader:
     # -- what a row is --
 
     def _checked(self, collated: Any) -> dict[str, Tensor]:
-        """The inputs that this rank reads, in the dtypes and shapes that the program takes."""
+        """Return the inputs that this rank reads, in the dtypes and shapes that the program takes."""
         named = self._named(collated)
         found = {}
         for name in self._share.inputs:
@@ -361,7 +361,7 @@ class Loader:
         return found
 
     def _named(self, collated: Any) -> Mapping[str, Any]:
-        """A collated batch by the names of the program's inputs."""
+        """Return a collated batch by the names of the program's inputs."""
         named = collated
         if self._order.names is not None and not (
             isinstance(named, Mapping) and named.keys() >= set(self._share.inputs)
@@ -375,7 +375,7 @@ class Loader:
         return named
 
     def _fitting(self, name: str, named: Mapping[str, Any]) -> Tensor:
-        """An input's rows, if the program takes such rows; floating ones may have another dtype."""
+        """Return an input's rows, if the program takes such rows; floating ones may have another dtype."""
         if name not in named:
             raise DataError(
                 f"the batch has no {name!r}; it has {', '.join(sorted(map(str, named))) or 'nothing'}",
@@ -395,7 +395,7 @@ class Loader:
         return tensor
 
     def _dtype(self, name: str, tensor: Tensor) -> torch.dtype:
-        """The dtype in which the program takes an input; its own if only a condition on the batch reads it."""
+        """Return the dtype in which the program takes an input; its own if only a condition on the batch reads it."""
         return self._inputs[name].dtype if name in self._inputs else tensor.dtype
 
 
@@ -435,7 +435,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _leaves(names: Any, sample: Any) -> Iterator[tuple[str, Any]]:
-    """The parts of a collated sample, by the names at their positions."""
+    """Yield the parts of a collated sample, by the names at their positions."""
     if isinstance(names, str):
         yield names, sample
     elif isinstance(names, Mapping):

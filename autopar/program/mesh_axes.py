@@ -34,7 +34,7 @@ def on_mesh(mesh: DeviceMesh, flat: Groups | None = None) -> Iterator[None]:
 
 
 def group_of(*axes: Axis) -> dist.ProcessGroup:
-    """The process group of the ranks that differ on ``axes`` alone: one axis, or several (outermost first)."""
+    """Return the process group of the ranks that differ on ``axes`` alone: one axis, or several (outermost first)."""
     if len(axes) == 1:
         if not isinstance(axes[0], str):
             return axes[0]

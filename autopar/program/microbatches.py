@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .host import on_device
-from .masters import ParameterGroup
+from .parameters import ParameterGroup
 from .reductions import Reductions
 from .share import Batch, Share
 from .spec import StageSpec
@@ -124,7 +124,7 @@ class Microbatches:
                 term.backward()
 
     def chunks(self, inputs: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """The inputs of each microbatch."""
+        """Return the inputs of each microbatch."""
         chunks = {name: tensor.chunk(self.microbatches) for name, tensor in inputs.items()}
         return [{name: parts[i] for name, parts in chunks.items()} for i in range(self.microbatches)]
 
@@ -154,8 +154,8 @@ class Microbatches:
                         self._term(*values)
                     elif placed[index + 1] != place:
                         self._transfer(dist.isend, values, placed[index + 1])
-        if self.program.spec.fsdp is not None:
-            self.program.spec.fsdp.free(self.stages.values())  # no backward pass does
+        for group in (group for groups in self._groups.values() for group in groups):
+            group.free()
         return self._losses
 
     def _transfer(self, way: Callable[..., Any], values: Sequence[Tensor], place: int) -> None:
@@ -166,18 +166,18 @@ class Microbatches:
             work.wait()
 
     def sum(self, losses: list[Tensor]) -> Tensor:
-        """The whole batch's loss on every rank, from the terms that ``run`` returned: all ranks call this."""
+        """Return the whole batch's loss on every rank, from the terms that ``run`` returned: all ranks call this."""
         return self.reduced(self.own_sum(losses))
 
     def own_sum(self, losses: list[Tensor]) -> Tensor:
-        """The sum of this rank's terms."""
+        """Return the sum of this rank's terms."""
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for loss in losses:
             total += loss.detach()
         return total
 
     def reduced(self, total: Tensor) -> Tensor:
-        """The sums over all ranks, on every rank, of sums of own terms; ``total`` may be overwritten."""
+        """Return the sums over all ranks, on every rank, of sums of own terms; ``total`` may be overwritten."""
         if self.last in self._modules:
             for axis, type_ in self._specs[-1].loss.items():
                 if type_ == spmd.P and self.world.coordinates[axis][1] > 1:

@@ -52,7 +52,7 @@ class TorchOp(nn.Module):
 
 
 def tensors_in(result: Any) -> list[Tensor]:
-    """The tensors of a module's result, in order: the result itself, or those in nested tuples, lists and dicts."""
+    """Return the tensors of a module's result, in order: the result itself, or those in nested tuples, lists and dicts."""
     if isinstance(result, Tensor):
         return [result]
     items = result.values() if isinstance(result, dict) else result if isinstance(result, tuple | list) else ()
@@ -114,12 +114,12 @@ def _listed(tensors: Sequence[tuple[Sequence[int], torch.dtype]]) -> str:
 
 
 def _generators(device: torch.device) -> list[Tensor]:
-    """The states of the generators that a module may draw from."""
+    """Return the states of the generators that a module may draw from."""
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
 def _common_types(op: str, tensors: Sequence[Tensor]) -> dict[Any, Any]:
-    """The types of the operands that gradients flow through; of all where none is."""
+    """Return the types of the operands that gradients flow through; of all where none is."""
     flowing = [t for t in tensors if t.requires_grad] or list(tensors)
     found = [spmd.get_local_type(t) for t in flowing]
     for t in tensors:
@@ -132,7 +132,7 @@ def _common_types(op: str, tensors: Sequence[Tensor]) -> dict[Any, Any]:
 
 @cache
 def _module(op: str, file: Path) -> tuple[nn.Module, dict[str, int]]:
-    """The module that ``file`` describes, without tensors, and the index of the operand for each parameter's and buffer's name."""
+    """Return the module that ``file`` describes, without tensors, and the index of the operand for each parameter's and buffer's name."""
     records = json.loads(file.read_text())[op]
     modules: list[nn.Module] = []
     for record in records:
@@ -159,7 +159,7 @@ def _module(op: str, file: Path) -> tuple[nn.Module, dict[str, int]]:
 
 
 def _named(text: str) -> Any:
-    """The class named by ``"package.module:Outer.Inner"``."""
+    """Return the class named by ``"package.module:Outer.Inner"``."""
     name, _, path = text.partition(":")
     if not name:  # one of this file's
         return globals()[path]
@@ -181,7 +181,7 @@ def _placeholder(tensor: dict[str, Any]) -> Tensor:
 
 
 def _value(text: Any) -> Any:
-    """An attribute from its JSON form. A value that JSON cannot express is an object with one key that names its type."""
+    """Return an attribute from its JSON form. A value that JSON cannot express is an object with one key that names its type."""
     if isinstance(text, list):
         return [_value(item) for item in text]
     if not isinstance(text, dict):

@@ -1,7 +1,11 @@
-"""The optimizer's state in a checkpoint: for each parameter, tensors of its shape and numbers; for each group, its options.
+"""The state of the optimizer and of its scheduler in a checkpoint.
 
-A tensor of the parameter's shape (``exp_avg``) is divided as the parameter is, and a number (``step``) is there once. A tensor of another
-shape (Adafactor's ``row_var``) is written whole by a rank that has the whole parameter (``whole_tensors``).
+Of each parameter there are tensors of its shape and numbers, of each group its options. A tensor of the parameter's shape (``exp_avg``) is
+divided as the parameter is, and a number (``step``) is there once. A tensor of another shape (Adafactor's ``row_var``) is written whole by
+a rank that has the whole parameter (``whole_tensors``).
+
+Of a scheduler, the part of ``state_dict`` that JSON can express is saved. The rest, such as the function of a ``LambdaLR``, always comes
+from the function that makes the scheduler.
 """
 
 from __future__ import annotations
@@ -12,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.optim.lr_scheduler import LRScheduler
 
 from .box_exchange import Held, copy_of, writes
 from .boxes import Piece, whole
 from .checkpoint_files import CheckpointError
-from .masters import Master
 from .optimizers import class_name
+from .parameters import Master
 from .world import LoadedProgram, World
 
 TENSOR, NUMBER = "tensor", "number"
@@ -31,7 +36,7 @@ _PYTHON: dict[str, type] = {"int": int, "float": float, "bool": bool}
 
 
 def described(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's class, and its groups' options that JSON can express."""
+    """Return the optimizer's class, and its groups' options that JSON can express."""
     groups = [
         {key: own for key, option in group.items() if key not in _OF_THE_PROGRAM and (own := plain(option)) is not ...}
         for group in optimizer.param_groups
@@ -40,7 +45,7 @@ def described(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def plain(option: Any) -> Any:
-    """An option as JSON; ``...`` if it has no such form, and always comes from the function that makes the optimizer."""
+    """Return an option as JSON; ``...`` if it has no such form, and always comes from the function that makes the optimizer."""
     if isinstance(option, Tensor) and option.dim() == 0:
         return option.item()
     if isinstance(option, tuple | list):
@@ -50,7 +55,7 @@ def plain(option: Any) -> Any:
 
 
 def merged(optimizer: Mapping[str, Any], parts: Iterable[Mapping[str, str]]) -> dict[str, Any]:
-    """A description with the kinds of the keys of all ranks' states. A key that is a number for one parameter is one for all."""
+    """Return a description with the kinds of the keys of all ranks' states. A key that is a number for one parameter is one for all."""
     kinds: dict[str, str] = {}
     for part in parts:
         for key, kind in part.items():
@@ -84,7 +89,7 @@ def _is_like(master: Master, value: Any) -> bool:
 
 
 def _has_first(master: Master, program: LoadedProgram, world: World) -> bool:
-    """Whether this rank is the one with the parameter's first element: of all ranks that have parts of it, it writes the numbers."""
+    """Return whether this rank is the one with the parameter's first element: of all ranks that have parts of it, it writes the numbers."""
     layout = master.layout
     begins = [master.first, *(start for start, _ in layout.window(world.coordinates)), (layout.part or (0, 0))[1]]
     return not any(begins) and copy_of(master.alike, program, world)[0] == 0
@@ -117,7 +122,7 @@ def _path(master: Master, key: str) -> tuple[str, ...]:
 
 
 def _whole(master: Master, key: str, value: Any) -> Piece:
-    """A state of another shape than the parameter's: a tensor, or a number."""
+    """Return a state of another shape than the parameter's: a tensor, or a number."""
     if isinstance(value, Tensor):
         return whole(_path(master, key), value.detach())
     return whole(_path(master, key), torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None))
@@ -218,3 +223,54 @@ def _check(optimizer: torch.optim.Optimizer, facts: Mapping[str, Any]) -> None:
             f"the checkpoint has {len(facts['groups'])} groups of parameters, and the optimizer {len(optimizer.param_groups)}",
             "make the optimizer with the same groups",
         )
+
+
+# -- the scheduler -----------------------------------------------------------------------------------------------------
+
+
+def described_scheduler(scheduler: LRScheduler | None) -> dict[str, Any] | None:
+    """Return the scheduler's class, those of its parts included, and its state."""
+    return None if scheduler is None else {"class": _class(scheduler), "state": _saved(scheduler.state_dict())}
+
+
+def check_scheduler(scheduler: LRScheduler | None, facts: Mapping[str, Any] | None) -> None:
+    """Raise ``CheckpointError`` if the checkpoint with these ``facts`` is of a training with another scheduler."""
+    own, theirs = scheduler and _class(scheduler), facts and facts["class"]
+    if own != theirs:
+        raise CheckpointError(
+            f"the checkpoint is of a training with {theirs or 'no scheduler'}, and the program's training has "
+            f"{own or 'no scheduler'}",
+            f"train with {theirs or 'no scheduler'}, or start from the checkpoint's parameters alone",
+        )
+
+
+def restore_scheduler(scheduler: LRScheduler | None, facts: Mapping[str, Any] | None) -> None:
+    """Give the scheduler its state; the learning rates themselves are options of the optimizer's groups."""
+    if scheduler is not None and facts is not None:
+        scheduler.load_state_dict(_restored(scheduler.state_dict(), facts["state"]))
+
+
+def _class(scheduler: LRScheduler) -> str:
+    parts = ", ".join(_class(part) for part in getattr(scheduler, "_schedulers", ()))
+    return type(scheduler).__qualname__ + (f"({parts})" if parts else "")
+
+
+def _saved(value: Any) -> Any:
+    """Return the value as JSON; ``...`` if it has no such form. Of a dict, the entries that have."""
+    if isinstance(value, Mapping):
+        entries = {key: _saved(item) for key, item in value.items() if isinstance(key, str)}
+        return {key: item for key, item in entries.items() if item not in (..., {})}
+    if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        return [_saved(item) for item in value]
+    return plain(value)
+
+
+def _restored(now: Any, saved: Any) -> Any:
+    """Return the ``saved`` value in the form of the one ``now``, which has what was not saved."""
+    if isinstance(now, Mapping) and isinstance(saved, Mapping):
+        return {**now, **{key: _restored(now.get(key), item) for key, item in saved.items()}}
+    if isinstance(now, list) and isinstance(saved, list) and len(now) == len(saved):
+        return [_restored(*pair) for pair in zip(now, saved, strict=True)]
+    if isinstance(now, Tensor):
+        return torch.full_like(now, saved)
+    return tuple(saved) if isinstance(now, tuple) else saved

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from .masters import Master
+from .parameters import Master
 from .state_places import DEVICE, OffloadedUpdates
 from .world import Layout, LoadedProgram, World
 
@@ -48,7 +48,7 @@ class RefusedOptimizerError(ValueError):
         self.message, self.hint = message, hint
 
 
-class Several(torch.optim.Optimizer):
+class OptimizerContainer(torch.optim.Optimizer):
     """Optimizers with parameters of their own as one: the groups of all of them, in order, and one state."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
@@ -116,7 +116,7 @@ def make(
     masters: Sequence[Master],
     scheduler: Scheduler | None = None,
 ) -> Updates:
-    """The user's optimizer and scheduler over this rank's master copies; all ranks call this.
+    """Return the user's optimizer and scheduler over this rank's master copies; all ranks call this.
 
     Raises ``RefusedOptimizerError`` where training would not be as on one device, on every rank alike.
     """
@@ -161,12 +161,12 @@ class CheckedRecipe:
         return _joined([_rebuilt(model, self.names, masters) for model in self.models])
 
     def again(self) -> torch.optim.Optimizer:
-        """The same over the stand-ins."""
+        """Return the same over the stand-ins."""
         return self.over({name: [stand_in] for name, stand_in in self.stand_ins.items()})
 
 
 def checked(optimizer: Optimizer, program: LoadedProgram, scheduler: Scheduler | None = None) -> CheckedRecipe:
-    """The optimizers that the user's callable makes of the stand-ins; the scheduler is tried on them.
+    """Return the optimizers that the user's callable makes of the stand-ins; the scheduler is tried on them.
 
     Raises ``RefusedOptimizerError`` as ``make`` does; nothing need have been started.
     """
@@ -206,7 +206,7 @@ def checked(optimizer: Optimizer, program: LoadedProgram, scheduler: Scheduler |
 
 
 def select(parameters: Mapping[str, T], *patterns: str) -> list[T]:
-    """The parameters with one of the names, in the model's order; a ``*`` in a name stands for a number: ``"layers.*.mlp.weight"``.
+    """Return the parameters with one of the names, in the model's order; a ``*`` in a name stands for a number: ``"layers.*.mlp.weight"``.
 
     Raises ``RefusedOptimizerError`` for a name that no parameter has.
     """
@@ -226,7 +226,7 @@ def patterns_of(name: str) -> list[str]:
 
 
 def difference(mine: torch.optim.Optimizer, its: torch.optim.Optimizer) -> str:
-    """What two optimizers over the same parameters differ in, besides the names in their groups; empty if in nothing."""
+    """Return what two optimizers over the same parameters differ in, besides the names in their groups, or an empty string."""
     if type(mine) is not type(its):
         return "class"
     if len(mine.param_groups) != len(its.param_groups):
@@ -245,11 +245,11 @@ def difference(mine: torch.optim.Optimizer, its: torch.optim.Optimizer) -> str:
 
 
 def _joined(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    return optimizers[0] if len(optimizers) == 1 else Several(optimizers)
+    return optimizers[0] if len(optimizers) == 1 else OptimizerContainer(optimizers)
 
 
 def scheduled(scheduler: Scheduler, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """The scheduler that the user's callable makes of an optimizer. Raises ``RefusedOptimizerError``."""
+    """Return the scheduler that the user's callable makes of an optimizer. Raises ``RefusedOptimizerError``."""
     made = scheduler(optimizer)
     if not isinstance(made, LRScheduler):
         raise RefusedOptimizerError(
@@ -270,14 +270,16 @@ def scheduled(scheduler: Scheduler, optimizer: torch.optim.Optimizer) -> LRSched
 
 
 def class_name(made: torch.optim.Optimizer) -> str:
-    """The class of an optimizer; those of several, in order."""
-    return " and ".join(type(part).__qualname__ for part in (made.parts if isinstance(made, Several) else (made,)))
+    """Return the class of an optimizer; those of several, in order."""
+    return " and ".join(
+        type(part).__qualname__ for part in (made.parts if isinstance(made, OptimizerContainer) else (made,))
+    )
 
 
 def _stand_ins(program: LoadedProgram) -> dict[str, nn.Parameter]:
-    """The user's parameters, on meta, by name, in the model's order."""
+    """Return the user's parameters, on meta, by name, in the model's order."""
     found: dict[str, nn.Parameter] = {}
-    dtypes = {layout.original: program.dtypes(layout)[0] for layout in program.layouts}
+    dtypes = {layout.original: program.placement(layout).wide for layout in program.layouts}
     entries = [(e["name"], e["shape"], e["trainable"]) for e in program.records.get("model", ()) if _own(e)]
     for name, shape, trainable in entries or [(x.original, x.original_shape, x.trainable) for x in program.layouts]:
         tensor = torch.empty(tuple(shape), dtype=dtypes.get(name, torch.float32), device="meta")
@@ -302,7 +304,7 @@ def _name(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _of_torch(optimizer: torch.optim.Optimizer) -> str:
-    """The name of an optimizer of torch's own; ``""`` of any other, subclasses included."""
+    """Return the name of an optimizer of torch's own; ``""`` of any other, subclasses included."""
     name = _name(optimizer)
     return name if type(optimizer) is getattr(torch.optim, name, None) else ""
 
@@ -346,10 +348,10 @@ def cut(layout: Layout, program: LoadedProgram) -> str | None:
         return f"the axis {axes[0]} shards it"
     if layout.part is not None:
         return "it is a fused projection, which the program stores in parts"
-    if program.place(layout) != DEVICE:
+    placement = program.placement(layout)
+    if placement.place != DEVICE:
         return "it is not on the device, and is updated piece by piece"
-    _, zero, data = program.group(layout)
-    return f"ZeRO {zero} divides it over {', '.join(data)}" if zero else None
+    return f"ZeRO {placement.zero} divides it over {', '.join(placement.axes)}" if placement.zero else None
 
 
 # -- the same optimizer over other tensors ----------------------------------------------------------------------------
@@ -358,7 +360,7 @@ def cut(layout: Layout, program: LoadedProgram) -> str | None:
 def _rebuilt(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], masters: Mapping[str, list[nn.Parameter]]
 ) -> torch.optim.Optimizer:
-    """An optimizer of the same class with the same options over ``masters``."""
+    """Return an optimizer of the same class with the same options over ``masters``."""
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         own = [(names[id(param)], master) for param in group["params"] for master in masters.get(names[id(param)], ())]
@@ -431,7 +433,7 @@ def _plain(value: Any) -> bool:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two options are equal, and of the same type."""
+    """Return whether two options are equal, and of the same type."""
     if a is b:
         return True
     if isinstance(a, Tensor) or isinstance(b, Tensor):

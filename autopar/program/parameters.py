@@ -1,13 +1,16 @@
-"""The parameters of this rank's stages: flat buffers (ZeRO 0 and 1); for ZeRO 2 and 3 see ``fsdp``.
+"""The parameters of this rank's stages, and the master copies that the optimizer updates.
 
-Everything here is a function of the parameters' layout records (``layouts.json``). The optimizer owns plain tensors, the
-*masters*: whole local slices, or under ZeRO this rank's pieces of them. Masters may be in the host's memory or on NVMe (``state_places``).
+Everything here is a function of the parameters' layout records (``layouts.json``). The optimizer owns plain tensors, the *masters*: whole
+local slices, or under ZeRO this rank's pieces of them. They may be in the host's memory or on NVMe (``state_places``). Parameters that
+other ranks have, too, are in flat buffers (ZeRO 0 and 1), or under FSDP2 (ZeRO 2 and 3, ``fsdp``).
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +18,121 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .arrivals import Arrivals
 from .collectives import Work, all_gather, reduce_scatter
-from .masters import Master, ParameterGroup, alike, set_parameter
 from .state_places import DEVICE, Offloaded, pieces_of, upload
 from .world import Layout, LoadedProgram, World
 
 # -- groups of parameters ---------------------------------------------------------------------------------------------
 
+
+@dataclass(frozen=True, slots=True)
+class Master:
+    """A tensor that the optimizer owns: this rank's slice of a parameter, or under ZeRO its piece of that slice.
+
+    ``alike`` are the axes whose ranks all have the same values; ``first`` is the piece's first element in the slice. ``offloaded`` is
+    what the device has of a master that is not there itself.
+    """
+
+    layout: Layout
+    tensor: nn.Parameter
+    alike: tuple[str, ...]
+    first: int = 0
+    offloaded: Offloaded | None = None
+
+    @property
+    def holder(self) -> nn.Parameter:
+        """The tensor on the device whose ``grad`` is the master's gradient."""
+        return self.tensor if self.offloaded is None else self.offloaded.gradient
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """The gradient on the device."""
+        return self.holder.grad
+
+
+class ParameterGroup:
+    """Parameters of one layer of a stage that are stored together.
+
+    This class keeps parameters whose gradients no other rank and no other stage adds to, in the dtype of their masters: the masters are the
+    parameters themselves, and autograd accumulates their gradients over microbatches, as it does on one device. ``FlatGroup``
+    and ``ShardedGroup`` (``fsdp``) keep the others.
+
+    All have one ``placement``. ``masters`` are what the optimizer updates, ``frozen`` those of parameters that are not trained. ``adders``
+    has, by the identity of each trainable parameter that the stage reads, the function that adds a microbatch's gradient which autograd
+    does not compute.
+    """
+
+    def __init__(self, stage: nn.Module, layouts: Sequence[Layout], world: World, program: LoadedProgram) -> None:
+        self.layouts, self.placement, self.device = tuple(layouts), program.placement(layouts[0]), world.device
+        self.stage, self.shared = layouts[0].stage, layouts[0].shared  # the key of tied copies in several stages
+        self._module, self._world = stage, world
+        self.masters: list[Master] = []
+        self.frozen: list[Master] = []
+        self.adders: dict[int, Callable[[Tensor], None]] = {}
+        self._allocate(program)
+
+    def _allocate(self, program: LoadedProgram) -> None:
+        """Give the parameters memory, zeros, and make their masters."""
+        for layout in self.layouts:
+            dtype = program.placement(layout).wide
+            values = torch.zeros(self._module.get_parameter(layout.name).shape, dtype=dtype, device=self._world.device)
+            param = nn.Parameter(values, layout.trainable)
+            set_parameter(self._module, layout.name, param)
+            mine = self.masters if layout.trainable else self.frozen
+            mine.append(Master(layout, param, alike(layout, (), self._world)))
+            self.adders[id(param)] = functools.partial(_add, param)
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of the last step, before another one."""
+        for master in self.masters:
+            master.holder.grad = None
+
+    def finish_adding(self) -> None:
+        """Wait for what the adders have started."""
+
+    def finish_reduction(self) -> None:
+        """Give the masters their gradients, after a step's backward passes. A parameter that got none has zeros, and so does padding."""
+        for master in self.masters:
+            param = master.tensor
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+            for dim, start, length in master.layout.beyond(self._world.coordinates):
+                param.grad.narrow(dim, start, length).zero_()
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients of this rank's masters, after the reduction."""
+        return [gradient for master in self.masters if (gradient := master.gradient) is not None]
+
+    def start_copies(self) -> None:
+        """Start the sum over the copies of a stage (Chimera) that a reduction during the backward pass has left out."""
+
+    def free(self) -> None:
+        """Free what forward passes have gathered, where no backward pass follows."""
+
+    def average(self) -> None:
+        """Average the masters of local SGD replicas."""
+
+    def publish(self) -> None:
+        """Copy the masters, which an update has changed, into the parameters that the stage reads."""
+
+
+def _add(param: nn.Parameter, gradient: Tensor) -> None:
+    param.grad = gradient if param.grad is None else param.grad.add_(gradient)
+
+
+def alike(layout: Layout, zero_axes: Sequence[str], world: World) -> tuple[str, ...]:
+    """Return the axes on which neither the parameter nor ZeRO shards a master copy: their ranks all have the same values."""
+    spread = {axis for axis, _ in layout.sharded}.union(zero_axes)
+    return tuple(axis for axis in world.coordinates if axis not in spread)
+
+
+def set_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
+    """Make ``param`` the module's parameter ``name``, which may be one of an inner module."""
+    path, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(path), leaf, param)
+
+
+# -- flat buffers -----------------------------------------------------------------------------------------------------
 
 ALIGNMENT_BYTES = 128
 """Parameters, and the pieces that ranks send, begin at multiples of this in a flat buffer: collectives and matrix products are slower, or
@@ -30,7 +140,7 @@ refused, where operands don't begin at 16 bytes. Between them are zeros."""
 
 
 def aligned(elements: int, unit: int) -> int:
-    """The next multiple of ``unit``."""
+    """Return the next multiple of ``unit``."""
     return -(-elements // unit) * unit
 
 
@@ -44,50 +154,69 @@ class Slot:
     stop: int
 
 
-class FlatGroup:
+class Arrivals:
+    """Counts the gradients of a group that a step still lacks: one of every parameter in every microbatch.
+
+    A parameter's hook references this, and not the group: the garbage collector does not see a parameter's hooks, so the group, and with
+    it the process groups, would never be freed. ``complete`` is called when the last gradient arrives.
+    """
+
+    def __init__(self, each_step: int) -> None:
+        self._each_step, self.missing = each_step, each_step
+        self.complete: weakref.WeakMethod[Callable[[], None]] | None = None
+
+    def reset(self) -> None:
+        self.missing = self._each_step
+
+    def count(self) -> None:
+        self.missing -= 1
+        complete = self.complete and self.complete()
+        if complete is not None and self.missing <= 0:
+            if self.missing < 0:
+                raise RuntimeError("a parameter got a gradient after the reduction of its group had started")
+            complete()
+
+
+class FlatGroup(ParameterGroup):
     """Parameters in one flat buffer whose gradients are reduced explicitly, once a step: ZeRO 0 and 1.
 
     ZeRO 0 all-reduces the gradients over the data axes. ZeRO 1 reduce-scatters them (under hybrid sharding inside of a copy, and this
     rank's piece is then summed over the copies), the optimizer updates this rank's piece of the buffer, and the pieces are all-gathered
-    (see ``publications``). If masters are wider than the computation (float32 and bfloat16), gradients add up in the masters' dtype.
+    (``Publications``). If masters are wider than the computation (float32 and bfloat16), gradients add up in the masters' dtype.
 
     With a parameter server ZeRO 0 reduces the gradients to the group's first rank, which alone has masters, updates them, and broadcasts
-    the parameters. Replicas that train apart reduce gradients inside of each replica only; a replica's loss is its term of the batch's loss
+    the parameters. Local SGD replicas reduce gradients inside of each replica only; a replica's loss is its term of the batch's loss
     times the number of replicas, and ``average`` makes their masters equal.
     """
 
-    def __init__(self, stage: nn.Module, layouts: Sequence[Layout], world: World, program: LoadedProgram) -> None:
-        self.layouts = tuple(layouts)
-        self.child, zero, axes = program.group(layouts[0])
-        copies, shards = program.copies(layouts[0])
-        wide, compute = program.dtypes(layouts[0])
-        trainable = layouts[0].trainable
-        self.shared = layouts[0].shared
-        self._world, self._scattered = world, zero == 1 and trainable and shards != ()  # frozen parameters stay whole
-        self._shards = shards if self._scattered else ()
-        axes, self._apart = program.parted(axes)
+    def _allocate(self, program: LoadedProgram) -> None:
+        layouts, world, placement = self.layouts, self._world, self.placement
+        wide, compute, trainable = placement.wide, placement.compute, layouts[0].trainable
+        self._scattered = placement.zero == 1 and trainable and placement.shards != ()  # frozen parameters stay whole
+        self._shards = placement.shards if self._scattered else ()
+        axes, self._apart = program.parted(placement.axes)
         self._group = world.group(self._shards or axes) if axes and trainable else None
         self._replicas = world.group(self._apart) if self._apart and trainable else None
-        self._copies = world.group(copies) if self._scattered and copies else None
+        self._copies = world.group(placement.copies) if self._scattered and placement.copies else None
         self._served = program.has_servers and self._group is not None
         self._updates = not self._served or dist.get_rank(self._group) == 0  # whether this rank has masters
         self._parts = dist.get_world_size(self._group) if self._scattered else 1
-        shapes = [stage.get_parameter(layout.name).shape for layout in layouts]
+        shapes = [self._module.get_parameter(layout.name).shape for layout in layouts]
         unit = ALIGNMENT_BYTES // min(wide.itemsize, compute.itemsize)
         starts = [0, *itertools.accumulate(aligned(shape.numel(), unit) for shape in shapes)]
         piece = aligned(-(-starts[-1] // self._parts), unit)  # the last pieces are padded
         index = dist.get_rank(self._group) if self._scattered else 0
         self._own = slice(index * piece, (index + 1) * piece)
-        self._place = program.place(layouts[0]) if trainable and self._updates else DEVICE
+        self._place = placement.place if trainable and self._updates else DEVICE
         self._mixed = trainable and self._updates and (wide != compute or self._place != DEVICE)
         self._values = torch.zeros(piece * self._parts, dtype=compute, device=world.device)
         self._grads = torch.zeros(piece * self._parts if trainable else 0, dtype=wide, device=world.device)
         if self._place != DEVICE:
             self._owned = world.places.zeros(self._place, (piece,), wide)
+        elif self._mixed:
+            self._owned = torch.zeros(piece, dtype=wide, device=world.device)
         else:
-            self._owned = (
-                torch.zeros(piece, dtype=wide, device=world.device) if self._mixed else self._values[self._own]
-            )
+            self._owned = self._values[self._own]
         self._work: Work | None = None  # the reduction, while it runs
         self._sum: Tensor | None = None  # its result under ZeRO 1
         self._over_copies = False  # whether the sum over the copies has started
@@ -95,14 +224,11 @@ class FlatGroup:
         self._source: Tensor | None = None  # its operand under ZeRO 1
         self.arrivals = Arrivals(len(layouts) * program.passes)
         self._slots: list[Slot] = []
-        self._adders: dict[int, Callable[[Tensor], None]] = {}  # by the parameter's identity
         self._unwritten: set[str] = set()  # the parameters whose gradients in the buffer are from an earlier step
-        self.masters: list[Master] = []
-        self.frozen: list[Master] = []  # whole slices of parameters that are not trained
         for layout, shape, start in zip(layouts, shapes, starts, strict=False):
             stop = start + shape.numel()
             param = nn.Parameter(self._values[start:stop].view(shape), requires_grad=trainable)
-            set_parameter(stage, layout.name, param)
+            set_parameter(self._module, layout.name, param)
             self._slots.append(Slot(layout, param, start, stop))
             if trainable:
                 self._add_master(self._slots[-1])
@@ -126,7 +252,7 @@ class FlatGroup:
                 gradient, param.grad = param.grad, None
                 add(gradient)
 
-        self._adders[id(slot.param)] = add
+        self.adders[id(slot.param)] = add
         # Not param.grad = a view of the buffer: the first step of torch's schedules sets the gradients of everything inside an FSDP
         # module to None, and a tied copy may be there. Besides, the buffer may have a wider dtype.
         slot.param.register_post_accumulate_grad_hook(accumulate)
@@ -148,33 +274,13 @@ class FlatGroup:
             tensor = nn.Parameter(piece[start:stop])
             self.masters.append(Master(slot.layout, tensor, same, low + start - slot.start, offloaded))
 
-    def own_gradients(self) -> list[Tensor]:
-        """The gradients that this rank's masters read, after the reduction."""
+    def gradients(self) -> list[Tensor]:
         return [self._grads[self._own]] if self.masters else []
 
-    def adders(self) -> Mapping[int, Callable[[Tensor], None]]:
-        """By the identity of each trainable parameter that the stage reads: the function that adds a microbatch's gradient, for gradients
-        that autograd does not compute."""
-        return self._adders
-
-    def finish_adding(self) -> None:
-        """Nothing: an adder adds at once."""
-
     def _overlap(self, slot: Slot) -> tuple[int, int]:
-        """The part of the slot that this rank's piece of the buffer covers; empty when the ends are equal."""
+        """Return the part of the slot that this rank's piece of the buffer covers; empty when the ends are equal."""
         low = max(slot.start, self._own.start)
         return low, max(low, min(slot.stop, self._own.stop))
-
-    @torch.no_grad()
-    def load(self, source: Callable[[Layout], Tensor]) -> None:
-        """Fill the buffer with this rank's slices of the original parameters from ``source``."""
-        for slot in self._slots:
-            local = slot.layout.slice(source(slot.layout), self._world.coordinates).to(self._world.device)
-            slot.param.copy_(local)
-            if self._mixed:
-                low, high = self._overlap(slot)
-                flat = local.reshape(-1)[low - slot.start : high - slot.start]
-                self._owned[low - self._own.start : high - self._own.start].copy_(flat)
 
     def zero_grad(self) -> None:
         """Mark all gradients as old: the first gradient of a step overwrites the last step's, so the buffer is not filled with zeros."""
@@ -204,15 +310,6 @@ class FlatGroup:
     def is_reduced(self) -> bool:
         """Whether gradients are summed over a process group."""
         return self._group is not None
-
-    @property
-    def stage(self) -> int:
-        """The stage whose parameters these are."""
-        return self.layouts[0].stage
-
-    @property
-    def device(self) -> torch.device:
-        return self._grads.device
 
     @property
     def reduction_bytes(self) -> int:
@@ -256,23 +353,11 @@ class FlatGroup:
 
     @torch.no_grad()
     def average(self) -> None:
-        """Average the masters of replicas that train apart."""
         if self._replicas is not None:
             own = self._owned.to(self._world.device)  # itself, unless it is offloaded
-            self._owned.copy_(self._average_(own, self._replicas))
-            self.upload()
-
-    def upload(self) -> None:
-        """Give the device the values of masters that are offloaded, after anything but an update set them."""
-        upload(self.masters)
-
-    def _average_(self, tensor: Tensor, replicas: dist.ProcessGroup) -> Tensor:
-        dist.all_reduce(tensor, group=replicas)
-        return tensor.div_(dist.get_world_size(replicas))
-
-    def _mean(self, tensor: Tensor) -> Tensor:
-        """The mean over the replicas that train apart."""
-        return tensor if self._replicas is None else self._average_(tensor.clone(), self._replicas)
+            dist.all_reduce(own, group=self._replicas)
+            self._owned.copy_(own.div_(dist.get_world_size(self._replicas)))
+            upload(self.masters)
 
     @property
     def is_sent(self) -> bool:
@@ -280,8 +365,7 @@ class FlatGroup:
         return self._scattered or self._served
 
     def publish(self) -> None:
-        """After the optimizer's update: copy the masters into the parameters that the stage reads, on this rank and on those that it
-        serves."""
+        """Copy the masters into the parameters that the stage reads, on this rank and on those that it serves."""
         self.start_publication()
         self.finish_publication()
 
@@ -303,46 +387,28 @@ class FlatGroup:
             self._sending.wait()
         self._sending = self._source = None
 
-    def values(self) -> dict[str, Tensor]:
-        """This rank's whole slice of every parameter, by its name in the stage: the mean of replicas that train apart."""
-        return self._split(self._mean(self._whole(self._owned.to(self._world.device)) if self._mixed else self._values))
-
-    def gradients(self) -> dict[str, Tensor]:
-        """This rank's whole slice of every trainable parameter's reduced gradient, by its name in the stage."""
-        return self._split(self._mean(self._whole(self._grads[self._own]))) if self._grads.numel() else {}
-
-    def _whole(self, own: Tensor) -> Tensor:
-        if not self._scattered:
-            return own
-        whole = own.new_empty(own.numel() * self._parts)
-        all_gather(whole, own.clone(), group=self._group)
-        return whole
-
-    def _split(self, flat: Tensor) -> dict[str, Tensor]:
-        return {slot.layout.name: flat[slot.start : slot.stop].view(slot.param.shape) for slot in self._slots}
-
 
 # -- stages -----------------------------------------------------------------------------------------------------------
 
 
 def grouping(program: LoadedProgram, stage: int) -> list[tuple[Layout, ...]]:
-    """A stage's parameters, grouped as they are stored; the same list on every rank.
+    """Return a stage's parameters, grouped as they are stored; the same list on every rank.
 
     Flat buffers first: FSDP2 must find them in place to leave them alone.
     """
     groups: dict[tuple[Any, ...], list[Layout]] = {}
     for layout in program.layouts:
         if layout.stage == stage:
-            child, zero, axes = program.group(layout)
-            kind = (layout.dtype, layout.trainable, layout.shared) if zero < 2 else ()  # one kind per buffer
-            groups.setdefault((child, zero, axes, kind), []).append(layout)
+            own = program.placement(layout)
+            kind = (layout.dtype, layout.trainable, layout.shared) if own.zero < 2 else ()  # one kind per buffer
+            groups.setdefault((own.layer, own.zero, own.axes, kind), []).append(layout)
     return [tuple(layouts) for _, layouts in sorted(groups.items(), key=lambda item: item[0][1])]
 
 
 def build_stages(
     program: LoadedProgram, world: World
 ) -> tuple[dict[int, nn.Module], dict[int, list[ParameterGroup]], Any]:
-    """This rank's stages on its device, with their parameters allocated (zeros) in their groups, and the buffers that they write."""
+    """Return this rank's stages on its device, with their parameters allocated (zeros) in their groups, and the buffers that they write."""
     constants = {name: tensor.to(world.device) for name, tensor in program.constants.items()}
     stages: dict[int, nn.Module] = {
         index: program.spec.stages[index](device=torch.device("meta"), constants=constants) for index in world.stages
@@ -373,26 +439,25 @@ def _build(index: int, stage: nn.Module, program: LoadedProgram, world: World) -
 
 
 def kind_of(layout: Layout, program: LoadedProgram) -> str:
-    """How a parameter is kept: ``"fsdp"``, ``"local"`` (no other rank has a part of it), or else ``"flat"``."""
-    zero, axes = program.group(layout)[1:]
-    wide, compute = program.dtypes(layout)
-    if zero >= 2:
+    """Return how a parameter is stored: ``"fsdp"``, ``"local"`` (no other rank has a part of it), or else ``"flat"``."""
+    own = program.placement(layout)
+    if own.zero >= 2:
         return "fsdp"
-    offloaded = layout.trainable and program.place(layout) != DEVICE
-    return "flat" if axes or layout.shared is not None or wide != compute or offloaded else "local"
+    offloaded = layout.trainable and own.place != DEVICE
+    return "flat" if own.axes or layout.shared is not None or own.wide != own.compute or offloaded else "local"
 
 
 def _group_of(layout: Layout, program: LoadedProgram) -> Callable[..., ParameterGroup]:
-    kinds = {"flat": FlatGroup, "fsdp": program.spec.fsdp, "local": program.spec.local}
-    kind: Callable[..., ParameterGroup] | None = kinds[kind_of(layout, program)]
+    kind: Callable[..., ParameterGroup] | None
+    kind = {"flat": FlatGroup, "fsdp": program.spec.fsdp, "local": ParameterGroup}[kind_of(layout, program)]
     if kind is None:
-        raise ValueError(f"PROGRAM of model.py has no {kind_of(layout, program)}, which keeps {layout.original}")
+        raise ValueError(f"PROGRAM of model.py has no fsdp, which keeps {layout.original}")
     return kind
 
 
 def _check_layout(layout: Layout, stage: nn.Module, world: World) -> None:
     shape = tuple(stage.get_parameter(layout.name).shape)
-    wanted = tuple(layout.slice(torch.empty(layout.original_shape, device="meta"), world.coordinates).shape)
+    wanted = tuple(extent for _, extent in layout.window(world.coordinates))
     if shape != wanted:
         raise ValueError(f"{layout.name} has local shape {shape} in model.py and {wanted} by layouts.json")
 

@@ -1,4 +1,4 @@
-"""When a rank reduces its gradients: most reductions run under the backward pass.
+"""When a rank reduces its gradients, and sends parameters that it has updated: most of both runs under the computation.
 
 FSDP2 reduces the gradients of its layers (ZeRO 2 and 3) by itself (``fsdp``). The flat groups' gradients (ZeRO 0 and 1) are always reduced
 once a step: a group's reduction starts as soon as the last microbatch has given the group's last gradient, while the backward pass goes on
@@ -12,10 +12,9 @@ import weakref
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .masters import ParameterGroup
-from .parameters import FlatGroup
+from .parameters import FlatGroup, ParameterGroup
 from .spec import LayerSpec
 from .world import LoadedProgram
 
@@ -35,7 +34,7 @@ class Reductions:
 
     def __init__(self, program: LoadedProgram, by_stage: Mapping[int, Sequence[ParameterGroup]]) -> None:
         self._groups = [group for groups in by_stage.values() for group in groups]
-        self._by_stage, self._fsdp = by_stage, program.spec.fsdp
+        self._by_stage, fsdp = by_stage, program.spec.fsdp
         found = {stage: _early(by_stage[stage], program.layers[stage]) for stage in sorted(by_stage, reverse=True)}
         ordered = [group for groups in found.values() for group in groups]
         paired = program.directions == 2
@@ -45,7 +44,6 @@ class Reductions:
         flat = [*ordered, *self._late]
         device = torch.get_device_module(flat[0].device if flat else "cpu")
         self._on_stream, self._stream = device.stream, device.Stream()
-        fsdp = self._fsdp
         self._last = {} if fsdp is None else {stage: fsdp.last_backward(by_stage[stage], program) for stage in by_stage}
         self._started = 0  # of the early groups
         self._running: list[FlatGroup] = []
@@ -98,8 +96,8 @@ class Reductions:
         copies' ranks do at the same place in the order of their transfers."""
         for group in self._paired[stage]:
             self._start(group)
-        if self._fsdp is not None:
-            self._fsdp.start_copies(self._by_stage[stage])
+        for member in self._by_stage[stage]:
+            member.start_copies()
 
     def start(self) -> None:
         """After the schedule: start the reductions that are left, those of tied copies after the sum over their stages."""
@@ -134,7 +132,7 @@ class Reductions:
 def _limits(groups: Sequence[FlatGroup]) -> dict[FlatGroup, int]:
     """The bytes that reductions may keep when that of a group starts: those of the group's layer and of the layer before it in the order of
     ``groups``."""
-    layers = [list(own) for _, own in itertools.groupby(groups, key=lambda group: (group.stage, group.child))]
+    layers = [list(own) for _, own in itertools.groupby(groups, key=lambda group: (group.stage, group.placement.layer))]
     kept = [sum(group.reduction_bytes for group in own) for own in layers]
     return {
         group: own + before for before, own, groups in zip([0, *kept], kept, layers, strict=False) for group in groups
@@ -142,9 +140,62 @@ def _limits(groups: Sequence[FlatGroup]) -> dict[FlatGroup, int]:
 
 
 def _early(groups: Sequence[ParameterGroup], layers: Mapping[str, LayerSpec]) -> list[FlatGroup]:
-    """The groups of a stage that are reduced under the backward pass, in order; ``layers`` are the stage's."""
+    """Return the groups of a stage that are reduced under the backward pass, in order; ``layers`` are the stage's."""
     found = [group for group in groups if isinstance(group, FlatGroup) and group.is_reduced and group.shared is None]
-    found = [group for group in found if not layers[group.child].opaque]
+    found = [group for group in found if not layers[group.placement.layer].opaque]
     # The stage's own parameters come last: an early layer may use them.
     children = [*(child for child in reversed(list(layers)) if child), ""]
-    return sorted(found, key=lambda group: children.index(group.child))
+    return sorted(found, key=lambda group: children.index(group.placement.layer))
+
+
+IN_FLIGHT = 2  # publications that run at a time: one for the next layer, one for the layer after it
+
+
+class Publications:
+    """Sends updated parameters to the ranks that read them (ZeRO 1, a parameter server), under the next forward pass.
+
+    The groups of the first layers are sent right after the update; each layer starts another one when its own parameters have arrived,
+    before its first forward pass of the step. The order is that in which the forward pass reads them, which is the same on all ranks of a
+    process group.
+    """
+
+    def __init__(
+        self, program: LoadedProgram, stages: Mapping[int, nn.Module], by_stage: Mapping[int, Sequence[ParameterGroup]]
+    ) -> None:
+        self._groups = [group for groups in by_stage.values() for group in groups]
+        self._sent: list[FlatGroup] = []
+        for index in sorted(by_stage):
+            # the stage's own parameters first: any layer may read them
+            children = ["", *(child for child in program.layers[index] if child)]
+            sent = [group for group in by_stage[index] if isinstance(group, FlatGroup) and group.is_sent]
+            for group in sorted(sent, key=lambda group: children.index(group.placement.layer)):
+                place = len(self._sent)
+                self._sent.append(group)
+                module = stages[index].get_submodule(group.placement.layer)
+                module.register_forward_pre_hook(lambda *_, place=place: self._await(place))
+        self._started = self._arrived = len(self._sent)
+
+    def start(self) -> None:
+        """After an update: publish every group, or begin to."""
+        self.finish()
+        self._started = self._arrived = 0
+        for group in self._groups:
+            if group not in self._sent:
+                group.publish()
+        self._start_next()
+
+    def finish(self) -> None:
+        """Wait until all ranks have the updated parameters."""
+        self._await(len(self._sent) - 1)
+
+    def _await(self, place: int) -> None:
+        """Wait for the groups up to the one at ``place``."""
+        while self._arrived <= place:
+            self._sent[self._arrived].finish_publication()
+            self._arrived += 1
+            self._start_next()
+
+    def _start_next(self) -> None:
+        while self._started < min(self._arrived + IN_FLIGHT, len(self._sent)):
+            self._sent[self._started].start_publication()
+            self._started += 1

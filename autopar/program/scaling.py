@@ -52,7 +52,7 @@ class LossScale:
         self._agreed = True
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The loss times the scale, in float32 or wider: the scale itself is beyond float16."""
+        """Return the loss times the scale, in float32 or wider: the scale itself is beyond float16."""
         return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.scale
 
     @torch.no_grad()
@@ -74,7 +74,7 @@ class LossScale:
         return both[1]
 
     def overflowed(self) -> Tensor:
-        """The number of ranks with a non-finite gradient in this step, a scalar on the device; the same on every rank."""
+        """Return the number of ranks with a non-finite gradient in this step, a scalar on the device; the same on every rank."""
         if not self._agreed:
             self.agree()
         return self._found
@@ -97,7 +97,7 @@ class LossScale:
             self.scale = grown if grown <= _LIMITS.max else self.scale
 
     def state_dict(self) -> dict[str, float | int]:
-        """The state, the same on every rank, under the names of ``torch.amp.GradScaler.state_dict``."""
+        """Return the state, the same on every rank, under the names of ``torch.amp.GradScaler.state_dict``."""
         return {
             "scale": self.scale,
             "growth_factor": self._growth_factor,

@@ -74,11 +74,11 @@ class Share:
     # -- which part --
 
     def _indices(self, spec: Mapping[str, int]) -> Tensor:
-        """The rows of the global batch that ``spec`` gives this rank, ascending."""
+        """Return the rows of the global batch that ``spec`` gives this rank, ascending."""
         return self._cut(torch.arange(self.batch), {axis: dim for axis, dim in spec.items() if dim == 0})
 
     def _cut(self, tensor: Tensor, spec: Mapping[str, int]) -> Tensor:
-        """This rank's slices of the microbatches, one after the other along dim 0."""
+        """Return this rank's slices of the microbatches, one after the other along dim 0."""
         chunks = tensor.unflatten(0, (self.microbatches, -1))
         for axis, (index, size) in self.world.coordinates.items():
             if axis in spec:
@@ -104,7 +104,7 @@ class Share:
         same_batch(batch, names, self.world.device)
 
     def local(self, batch: Batch, name: str, spec: Mapping[str, int]) -> Tensor:
-        """The part of an input that a stage takes: ``spec`` gives the dim that an axis slices."""
+        """Return the part of an input that a stage takes: ``spec`` gives the dim that an axis slices."""
         if not isinstance(batch, Rows):
             return self._cut(batch[name], spec)
         tensor, wanted = batch.tensors[name], self._indices(spec)
@@ -113,7 +113,7 @@ class Share:
         return self._cut(tensor, {axis: dim for axis, dim in spec.items() if dim})
 
     def scalars(self, batch: Batch) -> dict[str, Tensor]:
-        """The scalars of the whole batch, or of every microbatch along dim 0."""
+        """Return the scalars of the whole batch, or of every microbatch along dim 0."""
         prelude = self._prelude
         if prelude is None or isinstance(batch, Rows) and not self.needs_scalars:
             return {}
@@ -129,7 +129,7 @@ class Share:
         return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
 
     def _for_scalars(self, rows: Rows) -> dict[str, Tensor]:
-        """What the prelude reads, on the device: own rows, or where these do not do, the rows of all ranks."""
+        """Return what the prelude reads, on the device: own rows, or where these do not do, the rows of all ranks."""
         assert self._prelude is not None
         spec, found = dict.fromkeys(self._row_axes, 0), {}
         for name in self._scalar_inputs:
@@ -138,7 +138,7 @@ class Share:
         return found
 
     def _total(self, term: Tensor) -> Tensor:
-        """The sum over all rows of the batch, from that over the rows of this rank."""
+        """Return the sum over all rows of the batch, from that over the rows of this rank."""
         total = term.to(self.world.device, copy=True)
         for axis in self._row_axes:
             if self.world.coordinates[axis][1] > 1:
@@ -146,7 +146,7 @@ class Share:
         return total
 
     def _gathered(self, tensor: Tensor) -> Tensor:
-        """The rows of all ranks, in the order of the global batch."""
+        """Return the rows of all ranks, in the order of the global batch."""
         chunks = tensor.unflatten(0, (self.microbatches, -1))
         for axis in reversed(self._row_axes):
             size = self.world.coordinates[axis][1]
@@ -209,5 +209,5 @@ class Share:
 
 
 def _whole(term: Tensor) -> Tensor:
-    """The sum over all rows, from all rows."""
+    """Return the sum over all rows, from all rows."""
     return term

@@ -97,9 +97,7 @@ class ProgramSpec:
         False  # whether one rank of each group of replicas, its server, updates the parameters and broadcasts them
     )
     reductions: Any = None  # starts and awaits the reductions of late gradients, in place of ``Reductions``
-    local: Any = None  # keeps parameters of which no other rank has a part
     fsdp: Any = None  # keeps parameters under ZeRO 2 and 3
-    publications: Any = None  # sends updated parameters under the next forward pass (ZeRO 1, parameter server)
     whole_tensors: Any = None  # whole parameters for optimizers that look at more than single elements
     loss_scale: Any = None  # scales the loss in float16
     buffers: Any = None  # writes the buffers that the forward pass computes

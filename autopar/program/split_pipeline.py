@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .masters import ParameterGroup
+from .parameters import ParameterGroup
 from .pipeline import Pipeline, Place, TracedStage
 from .weight_gradients import Product, deferred
 
@@ -22,7 +22,7 @@ class SplitStage(TracedStage):
 
     def __init__(self, place: Place, *, groups: Sequence[ParameterGroup], **options: Any) -> None:
         super().__init__(*place, **options, dw_builder=self._second_part)
-        self._adders, self._groups = [group.adders() for group in groups], groups
+        self._adders, self._groups = [group.adders for group in groups], groups
         self._products: list[Product] = []
 
     def backward_one_chunk(
@@ -35,7 +35,7 @@ class SplitStage(TracedStage):
             super().backward_one_chunk(bwd_chunk_id, loss, False, last_backward)
 
     def _second_part(self) -> Callable[[], None]:
-        """What torch calls for the second part of the backward pass that has just ended; nothing is left of a whole one."""
+        """Return what torch calls for the second part of the backward pass that has just ended; nothing is left of a whole one."""
         products, self._products = self._products, []
         return functools.partial(self._add, products)
 

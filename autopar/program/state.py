@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .weights import Stored, Weights, write_file
+from .weights import mapped, write_file
 
 INITIAL = "initial.safetensors"
 """The file in a folder with the values of the user's model, under the model's names."""
@@ -27,7 +27,7 @@ _SHOWN = 5
 
 
 def has_values(state: Mapping[str, Any] | None) -> bool:
-    """Whether a state dict has values to start from: a model on meta has none."""
+    """Return whether a state dict has values to start from: a model on meta has none."""
     tensors = [value for value in (state or {}).values() if isinstance(value, Tensor)]
     return bool(tensors) and not any(tensor.is_meta for tensor in tensors)
 
@@ -52,34 +52,27 @@ def note_values(folder: Path) -> None:
 
 
 def read_constants(folder: Path) -> dict[str, Tensor]:
-    """The tensors that the model computes with, by name."""
+    """Return the tensors that the model computes with, by name."""
     if (folder / CONSTANTS).is_file():
-        with Weights(folder / CONSTANTS) as files:
-            return {name: files.whole(name) for name in files.tensors}
+        return {name: tensor.clone() for name, tensor in mapped(folder / CONSTANTS).items()}
     former = folder / "constants.pt"  # where there was no package of the runtime
     return torch.load(former, weights_only=True) if former.is_file() else {}
 
 
 def read_state(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """The state dict in a file of ``torch.save``, memory-mapped: tensors are read when they are used."""
+    """Return the state dict in a file of ``torch.save``, memory-mapped: tensors are read when they are used."""
     state: dict[str, Tensor] = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
     return state
 
 
 def initial(folder: str | os.PathLike[str]) -> Path | None:
-    """The file of the folder's initial values, or ``None``."""
+    """Return the file of the folder's initial values, or ``None``."""
     path = Path(folder) / INITIAL
     return path if path.is_file() else None
 
 
-def wrong_names(records: Mapping[str, Any], tensors: Mapping[str, Stored]) -> str:
-    """Why stored tensors do not fit a program, by their names and shapes: ``wrong_state`` without values."""
-    nothing = torch.zeros(())
-    return wrong_state(records, {name: nothing.expand(tensor.shape) for name, tensor in tensors.items()})
-
-
 def untrained(records: Mapping[str, Any]) -> set[str]:
-    """The names of the model's state dict whose tensors the program neither trains nor writes."""
+    """Return the names of the model's state dict whose tensors the program neither trains nor writes."""
     own = {name for record in records["parameters"] for name in (record["original"], *record["tied"])}
     own |= {record["original"] for record in records.get("buffers", ()) if record["persistent"] and record["written"]}
     return {entry["name"] for entry in records.get("model", ())} - own
@@ -115,11 +108,11 @@ def wrong_state(records: Mapping[str, Any], state: Mapping[str, Tensor]) -> str:
         ),
     ]
     if not any(sentences):
-        sentences.append(torn(needed, tensors))
+        sentences.append(_torn(needed, tensors))
     return "; ".join(sentence for sentence in sentences if sentence)
 
 
-def torn(needed: Iterable[Sequence[str]], tensors: Mapping[str, Tensor]) -> str:
+def _torn(needed: Iterable[Sequence[str]], tensors: Mapping[str, Tensor]) -> str:
     """The tied parameters, each given as its names, that have different values under these, as a sentence; ``""`` if there are none."""
     found = []
     for names in needed:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from .masters import Master
+    from .parameters import Master
 
 DEVICE, HOST, NVME = PLACES = ("device", "host", "nvme")
 CHUNK_BYTES = 32 * 2**20  # of masters, at most: the size of a buffer
@@ -63,7 +63,7 @@ class StateStorage:
     _file: _MappedFile | None = field(default=None, init=False)
 
     def zeros(self, place: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A contiguous tensor of zeros. Raises ``PlaceError`` where the folder cannot have the file."""
+        """Return a contiguous tensor of zeros. Raises ``PlaceError`` where the folder cannot have the file."""
         if place != NVME:
             return torch.zeros(tuple(shape), dtype=dtype)
         if self._file is None:
@@ -71,7 +71,7 @@ class StateStorage:
         return self._file.zeros(shape, dtype)
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether a tensor is in the file."""
+        """Return whether a tensor is in the file."""
         return self._file is not None and self._file.has(tensor)
 
     def adopt(self, optimizer: torch.optim.Optimizer, master: Master) -> None:
@@ -95,7 +95,7 @@ class StateStorage:
 
 
 def folder_of(named: str) -> str:
-    """The folder on NVMe: the one that the plan or the command line has ``named``, or the environment's. Raises ``PlaceError``."""
+    """Return the folder on NVMe: the one that the plan or the command line has ``named``, or the environment's. Raises ``PlaceError``."""
     folder = named or os.environ.get(FOLDER, "")
     if not folder:
         raise PlaceError(
@@ -151,7 +151,7 @@ class _MappedFile:
         return self._place(tensor) is not None
 
     def _place(self, tensor: Tensor) -> tuple[mmap.mmap, int] | None:
-        """The mapping that a tensor is in, and where."""
+        """Return the mapping that a tensor is in, and where."""
         at = tensor.data_ptr()
         for begin, mapping, memory in self._parts:
             if begin <= at < begin + memory.numel():
@@ -168,7 +168,7 @@ class _MappedFile:
 
 
 def pieces_of(elements: int, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
-    """The ranges of so many elements that are masters of their own, none larger than a chunk."""
+    """Return the ranges of so many elements that are masters of their own, none larger than a chunk."""
     step = CHUNK_BYTES // dtype.itemsize
     return ((low, min(low + step, elements)) for low in range(0, elements, step))
 
@@ -232,7 +232,7 @@ class OffloadedUpdates:
         self._lanes[number % 2].fetch(self._chunks[number])
 
     def _tensors(self, chunk: Sequence[Master]) -> Iterator[Tensor]:
-        """The masters of a chunk, and their states."""
+        """Yield the masters of a chunk, and their states."""
         for master in chunk:
             yield master.tensor
             yield from (value for value in self._optimizer.state.get(master.tensor, {}).values() if _on_cpu(value))
@@ -275,14 +275,6 @@ def upload(masters: Sequence[Master]) -> None:
     for master in masters:
         if master.offloaded is not None:
             master.offloaded.values.copy_(master.tensor)
-
-
-@torch.no_grad()
-def download(masters: Sequence[Master]) -> None:
-    """After the device's values were set: give them to the masters, which are of the same dtype."""
-    for master in masters:
-        if master.offloaded is not None:
-            master.tensor.copy_(master.offloaded.values)
 
 
 def _chunks(masters: Sequence[Master]) -> Iterator[list[Master]]:
@@ -329,7 +321,7 @@ class _Lane:
             there.copy_(gradient.view(there.shape), non_blocking=True)
 
     def arrived(self) -> list[Tensor]:
-        """The gradients, once they are here."""
+        """Return the gradients, once they are here."""
         if self._came is not None:
             self._came.synchronize()
         return self._gradients

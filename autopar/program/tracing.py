@@ -64,7 +64,7 @@ def traced(step: Callable[[], T], finish: Callable[[], None], path: str | os.Pat
 
 
 def measured(spans: Iterable[tuple[str, float, float, bool]], rank: int, pipeline_rank: int) -> list[Event]:
-    """The events of a rank from a profile's spans: name, start and end in microseconds, whether on a GPU."""
+    """Return the events of a rank from a profile's spans: name, start and end in microseconds, whether on a GPU."""
     spans = list(spans)
     begin = min(start for name, start, _, on_gpu in spans if name == STEP and not on_gpu)
     pattern = re.compile(f"({'|'.join(WORDS.values())}), stage \\d+, microbatch \\d+")
@@ -79,7 +79,7 @@ def measured(spans: Iterable[tuple[str, float, float, bool]], rank: int, pipelin
 
 
 def process(number: int, name: str, pipeline_rank: int, order: int) -> list[Event]:
-    """The name of a process and of its tracks. Processes are sorted by pipeline rank, then by ``order``."""
+    """Return the name of a process and of its tracks. Processes are sorted by pipeline rank, then by ``order``."""
     found = [_named("process_name", number, 0, {"name": name})]
     found.append(_named("process_sort_index", number, 0, {"sort_index": 100_000 * pipeline_rank + order}))
     return found + [_named("thread_name", number, track, {"name": text}) for track, text in enumerate(_TRACKS)]
@@ -90,7 +90,7 @@ def _named(what: str, number: int, track: int, args: Mapping[str, Any]) -> Event
 
 
 def event(number: int, track: int, name: str, start_s: float, seconds: float, args: Mapping[str, Any]) -> Event:
-    """A span on a track of a process."""
+    """Return a span on a track of a process."""
     times = {"ts": round(start_s * 1e6, 3), "dur": round(seconds * 1e6, 3)}
     return {"ph": "X", "name": name, "pid": number, "tid": track, **times, "args": {"seconds": seconds, **args}}
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from autopar.program.optimizers import Scheduler, select  # noqa: F401  recipes select
-from autopar.program.runtime import adamw
+from autopar.program.trainer import adamw
 from autopar.program.training import Recipe
 from autopar.program.training import main as train
 from autopar.program.watch import run
@@ -45,7 +45,7 @@ DRAW_INIT = False  # draw initial values where there are none
 def make_optimizer(
     parameters: dict[str, nn.Parameter], lr: float, world: World
 ) -> torch.optim.Optimizer | list[torch.optim.Optimizer]:
-    """The optimizer, or a list of them, over the model's parameters by name."""
+    """Return the optimizer, or a list of them, over the model's parameters by name."""
     return adamw(list(parameters.values()), lr, world)
 
 
@@ -56,7 +56,7 @@ make_scheduler: Scheduler | None = None
 
 
 def recipe() -> Recipe:
-    """The values above, as the training takes them."""
+    """Return the values above, as the training takes them."""
     return Recipe(
         folder=Path(__file__).resolve().parent,
         optimizer=make_optimizer,

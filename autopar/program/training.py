@@ -33,11 +33,11 @@ from torch import Tensor, nn
 
 from .guards import GuardError
 from .loader import Loader, Order, Synthetic, Tensors
-from .metrics import Meter, peak_memory_bytes
+from .metrics import Meter, explained, peak_memory_bytes
 from .optimizers import RefusedOptimizerError, Scheduler
-from .out_of_memory import explained
 from .processes import StartError
-from .runtime import (
+from .state_places import PlaceError
+from .trainer import (
     CheckpointError,
     DataError,
     NonFiniteLossError,
@@ -50,7 +50,6 @@ from .runtime import (
     start,
     wrong_state,
 )
-from .state_places import PlaceError
 from .type_check import IllTypedError, check_edits
 from .watch import Watch
 from .weights import is_weights
@@ -93,7 +92,7 @@ class Recipe:
 
 
 def arguments(recipe: Recipe) -> argparse.Namespace:
-    """The options of the command line."""
+    """Return the options of the command line."""
     made = parser(recipe)
     return completed(recipe, made, made.parse_args())
 
@@ -180,7 +179,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 
 
 def completed(recipe: Recipe, parser: argparse.ArgumentParser, args: argparse.Namespace) -> argparse.Namespace:
-    """The options with what the recipe says where they were left out; ends the process where they contradict each other."""
+    """Return the options with what the recipe says where they were left out; ends the process where they contradict each other."""
     for old, new in (("data", "dataset"), ("log", "log_file")):
         if (given := getattr(args, f"old_{old}")) is not None:
             hint(f"--{old} is now called --{new.replace('_', '-')}, and will go")
@@ -215,35 +214,35 @@ def hint(message: str) -> None:
 
 
 def count(text: str) -> int:
-    """A number from 1 up."""
+    """Return a number from 1 up."""
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is too small: it must be at least 1")
     return int(text)
 
 
 def positive(text: str) -> float:
-    """A number of seconds above 0."""
+    """Return a number of seconds above 0."""
     if not float(text) > 0:
         raise argparse.ArgumentTypeError(f"{text} is not a time limit: it must be above 0")
     return float(text)
 
 
 def rate(text: str) -> float:
-    """A learning rate: not negative."""
+    """Return a learning rate: not negative."""
     if not 0 <= float(text) < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not a learning rate: it must be at least 0")
     return float(text)
 
 
 def norm(text: str) -> float:
-    """The largest norm of gradients: above 0."""
+    """Return the largest norm of gradients: above 0."""
     if not float(text) > 0:
         raise argparse.ArgumentTypeError(f"{text} is not a norm for clipping: it must be above 0")
     return float(text)
 
 
 def dataset(args: argparse.Namespace, program: LoadedProgram) -> Any:
-    """The data set: made up, of a module, or the tensors of a file."""
+    """Return the data set: made up, of a module, or the tensors of a file."""
     if args.dataset == "synthetic":
         return Synthetic(program.inputs, args.seed)
     module, _, name = args.dataset.partition(":")
@@ -265,13 +264,13 @@ def dataset(args: argparse.Namespace, program: LoadedProgram) -> Any:
 
 
 def line_of(error: Exception) -> str:
-    """The file and line where an error was raised."""
+    """Return the file and line where an error was raised."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{frame.filename}:{frame.lineno}"
 
 
 def open_loader(args: argparse.Namespace, trainer: Trainer) -> Loader:
-    """This rank's rows of the data, from where the training is."""
+    """Return this rank's rows of the data, from where the training is."""
     order = Order(args.shuffle, args.seed, args.workers, last=args.last)
     loader = trainer.loader(dataset(args, trainer.program), order)
     if trainer.positions and not {loader.key, loader.order} & trainer.positions.keys():
@@ -285,7 +284,7 @@ def open_loader(args: argparse.Namespace, trainer: Trainer) -> Loader:
 def start_values(
     recipe: Recipe, args: argparse.Namespace, records: Mapping[str, Any]
 ) -> dict[str, Tensor] | str | None:
-    """The state dict to start from, or the path of weights; ``None`` if the values are drawn at random."""
+    """Return the state dict to start from, or the path of weights; ``None`` if the values are drawn at random."""
     source = Path(args.init) if args.init else initial(recipe.folder)
     if args.draw_init or source is None and recipe.draw_init:
         hint("starts from drawn values, not from those of a model (--draw-init)")
@@ -412,7 +411,7 @@ def train(recipe: Recipe, args: argparse.Namespace, watch: Watch) -> None:
 
 
 def run_steps(args: argparse.Namespace, trainer: Trainer, loader: Loader, watch: Watch) -> str | None:
-    """The steps; the name of the signal that stops them early, if one does."""
+    """Return the steps; the name of the signal that stops them early, if one does."""
     first, begun = dist.get_rank() == 0, trainer.steps
     meter = Meter(trainer.program.plan, args.log_file if first else None, args.tensorboard if first else None)
     # the first step is slower than the rest; with --epochs the number of steps is not known
@@ -469,7 +468,7 @@ def log(trainer: Trainer, meter: Meter, loss: float, steps: int) -> None:
 
 
 def is_over(args: argparse.Namespace, trainer: Trainer, loader: Loader) -> bool:
-    """Whether all steps, or with ``--epochs`` all epochs, are done."""
+    """Return whether all steps, or with ``--epochs`` all epochs, are done."""
     if args.epochs is None:
         return trainer.steps >= int(args.steps)
     return loader.epoch_of(trainer.position(loader)) >= int(args.epochs)

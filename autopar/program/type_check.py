@@ -36,8 +36,8 @@ from spmd_types.checker import typecheck
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from .groups import ProcessGroups
 from .loader import Synthetic
+from .processes import ProcessGroups
 from .spec import Prelude, layers_of
 from .spmd import spmd
 from .state import read_constants
@@ -65,13 +65,13 @@ class IllTypedError(RuntimeError):
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """The digests of ``layouts.json`` and of every module of a program's folder except ``train.py``, which has no collectives."""
+    """Return the digests of ``layouts.json`` and of every module of a program's folder except ``train.py``, which has no collectives."""
     files = [folder / "layouts.json", *folder.glob("*.py"), *folder.glob("runtime/*.py")]
     return {path.relative_to(folder).as_posix(): file_digest(path) for path in sorted(files) if path.name != "train.py"}
 
 
 def file_digest(file: Path) -> str:
-    """The SHA-256 of a file."""
+    """Return the SHA-256 of a file."""
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
@@ -83,7 +83,7 @@ def write_digests(folder: Path) -> None:
 
 
 def edited(folder: Path) -> list[str]:
-    """The files that were emitted and have changed since; ``model.py`` if it is not known what was emitted."""
+    """Return the files that were emitted and have changed since; ``model.py`` if it is not known what was emitted."""
     try:
         known: dict[str, str] = json.loads((folder / DIGESTS).read_text())
     except (OSError, ValueError):
@@ -292,7 +292,7 @@ def _described_module(layer: nn.Module) -> Any:
 
 
 def _described(value: Any) -> Any:
-    """A hashable description of a call's value: tensors by shape, dtype and types; ``None`` if a part cannot be described."""
+    """Return a hashable description of a call's value: tensors by shape, dtype and types; ``None`` if a part cannot be described."""
     if isinstance(value, Tensor):
         if not value.is_meta or not spmd.has_local_type(value):
             return None
@@ -316,7 +316,7 @@ _TENSOR, _PLAIN = "tensor", "plain"
 
 
 def _made(description: Any) -> Any:
-    """A value that fits the description."""
+    """Return a value that fits the description."""
     if description[0] is tuple:
         return tuple(_made(item) for item in description[1])
     if description[0] == _PLAIN:
@@ -394,7 +394,7 @@ def _kept_by_spmd_types() -> list[set[Any]]:
 
 
 def _flattened(model: ModuleType, mesh: Any) -> AbstractContextManager[None]:
-    """The program's mesh with its groups over several axes, in the program's own copy of ``mesh_axes``."""
+    """Return the program's mesh with its groups over several axes, in the program's own copy of ``mesh_axes``."""
     axes = model.PROGRAM.flattened
     if not axes:
         return nullcontext()

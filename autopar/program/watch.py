@@ -63,7 +63,7 @@ _LIBRARIES = ("torch/", "spmd_types/", "python3", "<frozen")
 
 
 def is_consequence(error: str) -> bool:
-    """Whether the text of an error only says that another rank went away."""
+    """Return whether the text of an error only says that another rank went away."""
     return any(sign in error for sign in _CONSEQUENCES)
 
 
@@ -117,12 +117,12 @@ class Machine:
                 self.problem, self.ended = self.problem or problem, self.ended or ended
 
     def silent(self, patience_s: float) -> list[int]:
-        """The ranks that have given no sign of life for ``patience_s``."""
+        """Return the ranks that have given no sign of life for ``patience_s``."""
         now = time.monotonic()
         return [rank for rank in self.ranks if rank != self.rank and now - self._heard[rank] > patience_s]
 
     def speaker(self, patience_s: float) -> int:
-        """The lowest rank that is not silent."""
+        """Return the lowest rank that is not silent."""
         silent = self.silent(patience_s)
         return next(rank for rank in self.ranks if rank not in silent)
 
@@ -238,7 +238,7 @@ class Watch:
                 tensor.register_hook(lambda _: self._note(where))
 
     def stop_asked(self, device: torch.device) -> str:
-        """The name of a signal that some rank had received when this was called last, on all ranks; empty if there is none. All ranks
+        """Return the name of a signal that some rank had received when this was called last, on all ranks, or an empty string. All ranks
         call this, once a step: the answer of the step before is on the host without a wait for this step's end."""
         if dist.get_world_size() == 1:
             return signal.Signals(self._received).name if self._received else ""
@@ -378,7 +378,7 @@ class Watch:
 
 
 def place_of(frame: FrameType, layer: str) -> tuple[str, bool]:
-    """Where a thread with this innermost frame is, ``"in all_reduce of layer_1 (Layer), model.py:48"``, and whether it is in a
+    """Return where a thread with this innermost frame is, ``"in all_reduce of layer_1 (Layer), model.py:48"``, and whether it is in a
     collective."""
     call, line, backward = "", "", False
     for inner, number in traceback.walk_stack(frame):
@@ -395,7 +395,7 @@ def place_of(frame: FrameType, layer: str) -> tuple[str, bool]:
 
 
 def told(problem: str, before: Mapping[int, list[Any]], after: Mapping[int, list[Any]]) -> str:
-    """The sentence for a training that hangs, from two reports of each rank on where it is: which rank keeps the others waiting.
+    """Return the sentence for a training that hangs, from two reports of each rank on where it is: which rank keeps the others waiting.
 
     A rank is silent if it said nothing in between; else the ranks that wait in no collective are late.
     """
@@ -416,7 +416,7 @@ def told(problem: str, before: Mapping[int, list[Any]], after: Mapping[int, list
 
 
 def _places(ranks: Iterable[int], said: Mapping[int, list[Any]]) -> str:
-    """Where ranks are, those at one place together."""
+    """Return where ranks are, those at one place together."""
     places: dict[str, list[int]] = {}
     for rank in ranks:
         places.setdefault(f"in {said[rank][1]} {said[rank][2]}", []).append(rank)

@@ -31,7 +31,7 @@ class Product:
     gradient: Tensor
 
     def weight_gradient(self) -> Tensor:
-        """The gradient of the weight, summed over all rows of the input; it has the weight's shape."""
+        """Return the gradient of the weight, summed over all rows of the input; it has the weight's shape."""
         return self.gradient.flatten(0, -2).t() @ self.input.flatten(0, -2)
 
 

@@ -1,8 +1,9 @@
 """Weights in the safetensors format: one file, or a folder of files with an index, as transformers has them.
 
-A file is the length of a header, the header (JSON: for each tensor its dtype, shape and bytes), and the bytes. Each rank reads its own
-boxes through a small buffer, and writes its own boxes at their places: no process has a whole model. A tensor with several names is stored
-once; the header's metadata give, for each other name, the name that it is stored under, as ``safetensors.torch.save_model`` has it.
+A file is the length of a header, the header (JSON: for each tensor its dtype, shape and bytes), and the bytes. Files are mapped into
+memory, and each rank reads its own boxes; it writes its own boxes at their places. So no process has a whole model. A tensor with several
+names is stored once; the header's metadata give, for each other name, the name that it is stored under, as
+``safetensors.torch.save_model`` has it. The library of that name writes whole files alone, and has no complex128.
 Format: https://github.com/huggingface/safetensors#format.
 """
 
@@ -13,12 +14,9 @@ import itertools
 import json
 import math
 import os
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -27,8 +25,6 @@ from .boxes import Box, Piece, divided, whole
 
 INDEX, SUFFIX = "model.safetensors.index.json", ".safetensors"
 FILE_BYTES = 5 * 10**9  # as transformers divides a model
-_BUFFER_BYTES = 16 * 2**20  # of a file are read at a time
-_SAMPLE_BYTES, _SAMPLES = 4096, 16
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -56,7 +52,7 @@ Described = Mapping[str, tuple[torch.dtype, Sequence[int]]]
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in a file: its first byte is ``begin``, counted from the beginning of the file."""
+    """The place of a tensor in a file: its first byte is ``begin``, counted from the beginning of the file."""
 
     file: Path
     dtype: torch.dtype
@@ -73,15 +69,17 @@ class Stored:
 
 
 def is_weights(path: Path) -> bool:
-    """Whether this is a file or a folder of weights."""
+    """Return whether this is a file or a folder of weights."""
     return path.suffix == SUFFIX or path.is_dir()
 
 
-def stored(path: Path) -> dict[str, Stored]:
-    """The tensors of a file, or of all files of a folder, by each of their names. Raises ``ValueError`` for a file that is not of the
-    format."""
+def mapped(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file, or of all files of a folder, under each of their names: mapped into memory, and read when used.
+
+    Raises ``ValueError`` for a file that is not of the format, ``OSError`` for one that cannot be opened.
+    """
     files = [path] if path.is_file() else _files(path)
-    return {name: tensor for file in files for name, tensor in _header(file).items()}
+    return {name: tensor for file in files for name, tensor in _tensors(file).items()}
 
 
 def _files(folder: Path) -> list[Path]:
@@ -94,99 +92,27 @@ def _files(folder: Path) -> list[Path]:
     return found
 
 
-def _header(file: Path) -> dict[str, Stored]:
+def _tensors(file: Path) -> dict[str, Tensor]:
     size = file.stat().st_size
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         if length > size - 8:
             raise ValueError(f"{file} is not a complete file of weights")
         header = json.loads(opened.read(length))
-    found: dict[str, Stored] = {}
+    memory = torch.from_file(str(file), size=size, dtype=torch.uint8)
+    found: dict[str, Tensor] = {}
     others = header.pop("__metadata__", {})
     for name, record in header.items():
         begin, end = record["data_offsets"]
         if record["dtype"] not in DTYPES:
             raise ValueError(f"{name} in {file} has the dtype {record['dtype']}, which no program has")
-        tensor = Stored(file, DTYPES[record["dtype"]], tuple(record["shape"]), 8 + length + begin)
-        if tensor.size != end - begin or tensor.begin + tensor.size > size:
+        dtype = DTYPES[record["dtype"]]
+        part = memory[8 + length + begin : 8 + length + end]
+        if not end - begin == len(part) == math.prod(record["shape"]) * dtype.itemsize:
             raise ValueError(f"{file} is not a complete file of weights: {name} has bytes {begin} to {end}")
-        found[name] = tensor
+        aligned = part.storage_offset() % dtype.itemsize == 0
+        found[name] = (part if aligned else part.clone()).view(dtype).view(record["shape"])
     return found | {other: found[name] for other, name in others.items() if name in found and other not in found}
-
-
-class Weights:
-    """The tensors of a file or folder of weights, by name. The files stay open until the end of the context, so that the tensors that are
-    read are those that were found.
-
-    Raises ``ValueError`` for a file that is not of the format, ``OSError`` for one that cannot be read.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.tensors = stored(path)
-        with ExitStack() as stack:
-            files = {tensor.file for tensor in self.tensors.values()}
-            self._files = {file: stack.enter_context(file.open("rb", buffering=0)) for file in sorted(files)}
-            self._open = stack.pop_all()
-
-    def __enter__(self) -> Weights:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._open.close()
-
-    def read(self, name: str, box: Box, into: Tensor) -> None:
-        """Copy a box of a tensor into a tensor of the box's sizes, of any dtype and on any device."""
-        self._read(self.tensors[name], box, into)
-
-    def _read(self, tensor: Stored, box: Box, into: Tensor) -> None:
-        if not into.numel():
-            return
-        first, rows = (box.offsets[0], box.sizes[0]) if box.sizes else (0, 1)
-        row = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
-        if row > _BUFFER_BYTES and len(box.sizes) > 1:
-            for i in range(rows):
-                inner = Stored(tensor.file, tensor.dtype, tensor.shape[1:], tensor.begin + (first + i) * row)
-                self._read(inner, Box(box.offsets[1:], box.sizes[1:]), into[i])
-            return
-        step = max(_BUFFER_BYTES // row, 1)
-        buffer = torch.empty(min(step, rows) * row, dtype=torch.uint8)
-        for start in range(0, rows, step):
-            count = min(step, rows - start)
-            part = buffer[: count * row]
-            self._fill(part, tensor.file, tensor.begin + (first + start) * row)
-            values = part.view(tensor.dtype).view(count, *tensor.shape[1:])
-            for dim in range(1, len(box.sizes)):
-                values = values.narrow(dim, box.offsets[dim], box.sizes[dim])
-            (into[start : start + count] if box.sizes else into.view(1)).copy_(values)
-
-    def _fill(self, part: Tensor, file: Path, at: int) -> None:
-        opened, left = self._files[file], bytes_of(part)
-        opened.seek(at)
-        while left:
-            count = opened.readinto(left)
-            if not count:
-                raise OSError(f"{file} ended while it was read")
-            left = left[count:]
-
-    def whole(self, name: str) -> Tensor:
-        """A tensor, whole."""
-        tensor = self.tensors[name]
-        values = torch.empty(tensor.shape, dtype=tensor.dtype)
-        self.read(name, Box((0,) * len(tensor.shape), tensor.shape), values)
-        return values
-
-    def digest(self, name: str) -> int:
-        """A digest of a tensor's dtype, shape, and bytes: of all bytes of a small tensor, of 16 parts of a larger one."""
-        tensor = self.tensors[name]
-        found = zlib.crc32(f"{tensor.dtype} {tensor.shape}".encode())
-        length = min(_SAMPLE_BYTES, -(-tensor.size // _SAMPLES))
-        part = torch.empty(length, dtype=torch.uint8)
-        for i in range(_SAMPLES if length else 0):
-            self._fill(part, tensor.file, tensor.begin + (tensor.size - length) * i // (_SAMPLES - 1))
-            found = zlib.crc32(bytes_of(part), found)
-        return found
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -199,7 +125,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def file_places(folder: Path, tensors: Described, file_bytes: int = FILE_BYTES) -> dict[str, Stored]:
-    """The places of all tensors in files of up to ``file_bytes`` each (a larger tensor has a file of its own)."""
+    """Return the places of all tensors in files of up to ``file_bytes`` each (a larger tensor has a file of its own)."""
     groups: list[list[str]] = [[]]
     filled = 0
     for name, (dtype, shape) in tensors.items():
@@ -217,7 +143,7 @@ def file_places(folder: Path, tensors: Described, file_bytes: int = FILE_BYTES) 
 
 
 def places_in(file: Path, tensors: Described, others: Mapping[str, str] | None = None) -> dict[str, Stored]:
-    """The places of tensors in one file. ``others`` gives, for each other name of a tensor, the name that it is stored under."""
+    """Return the places of tensors in one file. ``others`` gives, for each other name of a tensor, the name that it is stored under."""
     # those of wide dtypes first: then every tensor begins at a multiple of its elements' size
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1][0].itemsize))
     begin = 8 + len(_encoded(ordered, others or {}))
@@ -229,7 +155,7 @@ def places_in(file: Path, tensors: Described, others: Mapping[str, str] | None =
 
 
 def without_names(tensors: Described) -> list[str]:
-    """The names of tensors whose dtype the format does not have."""
+    """Return the names of tensors whose dtype the format does not have."""
     format_has = set(_NAMES) - {torch.complex128}
     return [name for name, (dtype, _) in tensors.items() if dtype not in format_has]
 
@@ -312,7 +238,7 @@ def _write_all(descriptor: int, data: memoryview, at: int) -> None:
 
 
 def runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int]]:
-    """The runs of consecutive elements that a box is in a tensor of this shape: the first element, and their number."""
+    """Yield the runs of consecutive elements that a box is in a tensor of this shape: the first element, and their number."""
     inner = len(shape)
     while inner and box.sizes[inner - 1] == shape[inner - 1]:
         inner -= 1

@@ -26,8 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .boxes import Box, pieces
-from .masters import Master
+from .boxes import Box, part_of, pieces
+from .collectives import exchange
+from .parameters import Master
 from .state_places import DEVICE, upload
 from .world import Layout, LoadedProgram, World
 
@@ -41,7 +42,7 @@ _Name = tuple[int, str]
 
 
 class _Key(NamedTuple):
-    """A parameter: copies of a tied one in several stages, and those of replicas that train apart, are updated by themselves."""
+    """A parameter: copies of a tied one in several stages, and those of local SGD replicas, are updated by themselves."""
 
     replica: tuple[int, ...]
     stage: int
@@ -82,8 +83,8 @@ class WholeTensors:
         for key in sorted(key for key, owner in owners.items() if owner == dist.get_rank()):
             layout = layouts[key.stage, key.original]
             shape = layout.original_shape
-            device = torch.device("cpu") if program.place(layout) != DEVICE else world.device
-            tensor = nn.Parameter(torch.empty(shape, dtype=program.dtypes(layout)[0], device=device))
+            device = torch.device("cpu") if program.placement(layout).place != DEVICE else world.device
+            tensor = nn.Parameter(torch.empty(shape, dtype=program.placement(layout).wide, device=device))
             layout = replace(layout, part=None, shape=shape, padded=shape, sharded=(), replicated=())
             self._owned[key] = Master(layout, tensor, ())
         self.masters += self._owned.values()
@@ -116,8 +117,9 @@ class WholeTensors:
         """After an update: write the new values into the pieces on all ranks. The owners' gradients are freed."""
         for dtype, held, owned in self._rounds:
             boxes = self._boxes_of(held, _value)
-            sent = [(t.holder, _in(self._owned[t.key].tensor.detach(), t.box)) for t in owned]
-            _exchange(sent, [(t.owner, boxes[t.index][t.number]) for t in held], dtype, self._world)
+            sent = [(t.holder, part_of(self._owned[t.key].tensor.detach(), t.box)) for t in owned]
+            received = [(t.owner, boxes[t.index][t.number]) for t in held]
+            exchange(sent, received, dtype, self._world.device)
         for master in self._owned.values():
             master.tensor.grad = None
         upload(self._held)
@@ -131,9 +133,9 @@ class WholeTensors:
             for transfer in owned:
                 whole = values(self._owned[transfer.key])
                 assert whole is not None
-                received.append((transfer.holder, _in(whole, transfer.box)))
+                received.append((transfer.holder, part_of(whole, transfer.box)))
             sent = [(t.owner, boxes[t.index][t.number]) for t in held]
-            _exchange(sent, received, dtype, self._world)
+            exchange(sent, received, dtype, self._world.device)
 
     def _boxes_of(self, transfers: Sequence[_Transfer], values: Values) -> dict[int, list[Tensor]]:
         """Views of this rank's boxes, by the index of the master."""
@@ -150,20 +152,14 @@ def _value(master: Master) -> Tensor:
 
 
 def _boxes(master: Master, values: Tensor, world: World) -> Iterator[tuple[Box, Tensor]]:
-    """The boxes of the original parameter that a master has, without padding, and its ``values`` in them: views."""
+    """Yield the boxes of the original parameter that a master has, without padding, and its ``values`` in them: views."""
     window = master.layout.window(world.coordinates)
     for piece in pieces((), master.layout, window, values, master.first):
         yield piece.box, piece.values
 
 
-def _in(tensor: Tensor, box: Box) -> Tensor:
-    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-        tensor = tensor.narrow(dim, offset, size)
-    return tensor
-
-
 def _cut(held: Sequence[Master], names: Sequence[_Name], world: World) -> set[_Name]:
-    """Those of ``names`` of which a rank has a part: all ranks learn it by one small reduction."""
+    """Return those of ``names`` of which a rank has a part: all ranks learn it by one small reduction."""
     number = {name: i for i, name in enumerate(names)}
     marks = torch.zeros(len(names), dtype=torch.int32, device=world.device)
     for master in held:
@@ -199,13 +195,13 @@ def _owners(layouts: Sequence[Layout], program: LoadedProgram, world: World) -> 
 def _rounds(
     owners: Mapping[_Key, int], layouts: Mapping[_Name, Layout], program: LoadedProgram
 ) -> list[tuple[torch.dtype, frozenset[_Key]]]:
-    """The parameters that are sent at a time, with their dtype; the same list on every rank."""
+    """Return the parameters that are sent at a time, with their dtype; the same list on every rank."""
     found: dict[tuple[str, int], set[_Key]] = {}
     dtypes: dict[str, torch.dtype] = {}
     sums: Counter[tuple[int, str]] = Counter()
     for key in sorted(owners):
         layout = layouts[key.stage, key.original]
-        dtype = program.dtypes(layout)[0]
+        dtype = program.placement(layout).wide
         dtypes[str(dtype)] = dtype
         place = owners[key], str(dtype)
         found.setdefault((str(dtype), sums[place] // ROUND_BYTES), set()).add(key)
@@ -236,27 +232,3 @@ def _told(held: Sequence[_Transfer], numbers: Mapping[_Key, int], world: World) 
             offsets, extents = (tuple(itertools.islice(values, dims)) for _ in range(2))
             owned.append(_Transfer(keys[number], holder, dist.get_rank(), Box(offsets, extents), bool(counted)))
     return owned
-
-
-def _exchange(
-    sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]], dtype: torch.dtype, world: World
-) -> None:
-    """Send each tensor of ``sent`` to its rank, and fill those of ``received`` from theirs, in the lists' order; all ranks call this."""
-    flat, sizes = [], []
-    for own in (sent, received):
-        flat.append([tensor for _, tensor in sorted(own, key=lambda item: item[0])])
-        count: Counter[int] = Counter()
-        for rank, tensor in own:
-            count[rank] += tensor.numel()
-        sizes.append([count[rank] for rank in range(dist.get_world_size())])
-    outgoing = torch.empty(sum(sizes[0]), dtype=dtype, device=world.device)
-    incoming = torch.empty(sum(sizes[1]), dtype=dtype, device=world.device)
-    at = 0
-    for tensor in flat[0]:
-        outgoing[at : at + tensor.numel()].view(tensor.shape).copy_(tensor)
-        at += tensor.numel()
-    dist.all_to_all_single(incoming, outgoing, sizes[1], sizes[0])
-    at = 0
-    for tensor in flat[1]:
-        tensor.copy_(incoming[at : at + tensor.numel()].view(tensor.shape))
-        at += tensor.numel()

@@ -24,9 +24,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .groups import ProcessGroups
 from .mesh_axes import on_mesh
-from .processes import StartError, check_node, device_of, meet, place_of
+from .processes import ProcessGroups, StartError, check_node, device_of, meet, place_of
 from .spec import LayerSpec, ProgramSpec, TensorSpec, layers_of
 from .state import read_constants
 from .state_places import PLACES, StateStorage
@@ -87,24 +86,6 @@ class Layout:
             shared=record["shared"],
         )
 
-    def slice(self, full: Tensor, coordinates: Mapping[str, tuple[int, int]]) -> Tensor:
-        """This rank's slice of the original; ``coordinates`` gives the rank's index on each axis, and the axis's size."""
-        if tuple(full.shape) != self.original_shape:
-            raise ValueError(f"{self.original} has shape {tuple(full.shape)}, the program {self.original_shape}")
-        local = full if self.part is None else full.narrow(*self.part)
-        for dim, (start, extent) in enumerate(self.window(coordinates)):
-            stop = min(start + extent, self.shape[dim])
-            if stop - start == extent:
-                local = local.narrow(dim, start, extent)
-                continue
-            size = list(local.shape)
-            size[dim] = extent
-            filled = local.new_zeros(size)
-            if stop > start:
-                filled.narrow(dim, 0, stop - start).copy_(local.narrow(dim, start, stop - start))
-            local = filled
-        return local
-
     def window(self, coordinates: Mapping[str, tuple[int, int]]) -> list[tuple[int, int]]:
         """For every dim, where this rank's slice begins in the padded whole, and its extent."""
         window = [(0, size) for size in self.padded]
@@ -115,13 +96,33 @@ class Layout:
         return window
 
     def beyond(self, coordinates: Mapping[str, tuple[int, int]]) -> list[tuple[int, int, int]]:
-        """The padding in this rank's slice: dim, start and length within the slice."""
+        """Return the padding in this rank's slice: dim, start and length within the slice."""
         found = []
         for dim, (start, extent) in enumerate(self.window(coordinates)):
             inside = max(0, min(extent, self.shape[dim] - start))
             if inside < extent:
                 found.append((dim, inside, extent - inside))
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a parameter's masters, gradients and optimizer states are.
+
+    ``layer`` is the path of the layer that has the parameter, empty for the stage itself. Gradients are summed over ``axes``, those larger
+    than 1 on which the parameter is ``R``. ZeRO stage ``zero`` shards over ``shards``; ``copies`` are the other ``axes``: ``mirror``, and
+    those of hybrid sharding. Masters and gradient sums have the dtype ``wide``, the stage's arithmetic has ``compute``. Masters and
+    optimizer states are in ``place`` (``PLACES``).
+    """
+
+    layer: str
+    zero: int
+    axes: tuple[str, ...]
+    copies: tuple[str, ...]
+    shards: tuple[str, ...]
+    wide: torch.dtype
+    compute: torch.dtype
+    place: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +158,7 @@ class LoadedProgram:
     buffers: tuple[BufferRecord, ...] = ()
     records: Mapping[str, Any] = field(default_factory=dict)  # the content of layouts.json
     folder: Path = Path()
+    _placements: dict[Layout, Placement] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def splits_backward(self) -> bool:
@@ -174,7 +176,7 @@ class LoadedProgram:
         return self.spec.apart
 
     def parted(self, axes: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Those of ``axes`` inside of a replica, and those between replicas that train apart: the data axes of every layer."""
+        """Return those of ``axes`` inside of a replica, and those between local SGD replicas: the data axes of every layer."""
         roles = [layer["roles"] for layer in self.plan["layers"]] if self.local_steps else []
         apart = {
             axis["name"] for i, axis in enumerate(self.plan["mesh"]) if roles and all(r[i] == "data" for r in roles)
@@ -207,85 +209,72 @@ class LoadedProgram:
         """The inputs of all stages."""
         return {name: spec for stage in self.spec.stages for name, spec in stage.SPEC.inputs.items()}
 
-    def group(self, layout: Layout) -> tuple[str, int, tuple[str, ...]]:
-        """The path of the layer that has the parameter (``""``: the stage itself), its ZeRO stage, and the axes (larger than 1)
-        on which it is ``R`` and its gradient is a term of the sum.
+    def placement(self, layout: Layout) -> Placement:
+        """Return where the masters, gradients and optimizer states of a parameter are.
 
         FSDP2 shards a layer's parameters over the layer's data axes. Other parameters are reduced explicitly after the schedule, with
-        ZeRO-1 at most: those that several layers or stages share, those that are ``R`` on other axes, scalars, and those of a dtype other
-        than that of most of the layer. Tied copies all have the lowest ZeRO stage of their layers, so that their updates are the same.
+        ZeRO 1 at most: those that several layers or stages share, those that are ``R`` on other axes, scalars, and those of a dtype other
+        than that of most of the layer. Tied copies all have the lowest ZeRO stage of their layers, are sharded over the axes that all of
+        these layers shard over, and have their masters in one place, so that their updates are the same.
         """
-        child, zero = self._home(layout)
-        data = self.layers[layout.stage][child].data_axes
+        if layout not in self._placements:
+            self._placements[layout] = self._placed(layout)
+        return self._placements[layout]
+
+    def _placed(self, layout: Layout) -> Placement:
+        child = self._layer(layout)
+        tied = [layout] if layout.shared is None else [c for c in self.layouts if c.shared == layout.shared]
+        layers = [self.layers[copy.stage][self._layer(copy)] for copy in tied]
         sizes = self.axes
         axes = tuple(axis for axis in (MIRROR, *layout.replicated) if sizes[axis] > 1)
         spread = set(axes) - {MIRROR}  # ZeRO does not shard over the copies of a stage
-        usual = spread == {axis for axis in data if sizes[axis] > 1}
-        if layout.shared is not None:
-            zero = min(self._home(copy)[1] for copy in self.layouts if copy.shared == layout.shared)
+        usual = spread == {axis for axis in self.layers[layout.stage][child].data_axes if sizes[axis] > 1}
         odd = layout.original_shape == () or layout.dtype != self._main_dtype(layout.stage, child)
         explicit = child == "" or layout.shared is not None or not usual or odd
-        return child, min(zero, 1 if explicit else 3) if spread else 0, axes
-
-    def copies(self, layout: Layout) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The axes of ``group`` that replicate what ZeRO shards, and those over which ZeRO shards: all, except ``mirror``, and except under
-        hybrid sharding.
-
-        Tied copies are all sharded over the axes that every layer that has one shards over, so that their updates are the same.
-        """
-        records = [layout] if layout.shared is None else [c for c in self.layouts if c.shared == layout.shared]
-        layers = [self.layers[c.stage][self._home(c)[0]] for c in records]
-        axes = self.group(layout)[2]
         replicating = {MIRROR, *(axis for layer in layers for axis in layer.replicate_axes)}
-        return tuple(a for a in axes if a in replicating), tuple(a for a in axes if a not in replicating)
+        narrow = layout.dtype.itemsize == 2 and layout.dtype == getattr(torch, self.plan["precision"])
+        return Placement(
+            layer=child,
+            zero=min(1 if explicit else 3, *(layer.zero for layer in layers)) if spread else 0,
+            axes=axes,
+            copies=tuple(axis for axis in axes if axis in replicating),
+            shards=tuple(axis for axis in axes if axis not in replicating),
+            wide=torch.float32 if narrow else layout.dtype,
+            compute=layout.dtype,
+            place=max((layer.states for layer in layers), key=PLACES.index),
+        )
 
     def reduced_over(self, layout: Layout) -> set[tuple[str, ...]]:
-        """The axes of every collective that sums a parameter's gradient, averages its replicas, or gathers its shards."""
-        zero, axes = self.group(layout)[1:]
-        inside, apart = self.parted(axes)
-        sharded = zero >= 2 or (zero == 1 and layout.trainable)
-        copies, shards = self.copies(layout)
-        if zero >= 2:  # the copies of a stage are no axis of FSDP2's mesh
-            copies = tuple(axis for axis in copies if axis != MIRROR)
-        found = {copies, shards, apart} if sharded and shards else {inside, apart}
+        """Return the axes of every collective that sums a parameter's gradient, averages its replicas, or gathers its shards."""
+        own = self.placement(layout)
+        inside, apart = self.parted(own.axes)
+        sharded = own.zero >= 2 or (own.zero == 1 and layout.trainable)
+        copies = tuple(
+            axis for axis in own.copies if axis != MIRROR or own.zero < 2
+        )  # MIRROR is no axis of FSDP2's mesh
+        found = {copies, own.shards, apart} if sharded and own.shards else {inside, apart}
         return {axes for axes in found if axes} if layout.trainable or sharded else set()
 
-    def place(self, layout: Layout) -> str:
-        """Where the parameter's master copy and optimizer states are (``PLACES``). Tied copies have theirs in one place, so that their
-        updates are the same."""
-        records = [layout] if layout.shared is None else [c for c in self.layouts if c.shared == layout.shared]
-        return max((self.layers[c.stage][self._home(c)[0]].states for c in records), key=PLACES.index)
-
     def is_first_copy(self, layout: Layout) -> bool:
-        """Whether a parameter is not tied to one of an earlier stage."""
+        """Return whether a parameter is not tied to one of an earlier stage."""
         return layout.shared is None or layout.stage == min(c.stage for c in self.layouts if c.shared == layout.shared)
 
-    def _home(self, layout: Layout) -> tuple[str, int]:
-        layers, layer = self.layers[layout.stage], self._layer(layout)
-        if layer not in layers:
-            raise ValueError(f"no SPEC in model.py has the parameter {layout.name} of stage {layout.stage}")
-        return layer, layers[layer].zero
-
     def _layer(self, layout: Layout) -> str:
-        """The path of the layer that has the parameter in its stage; empty if it is the stage's own."""
+        """Return the path of the layer that has the parameter in its stage, empty if it is the stage's own."""
         path, layers = layout.name, self.layers[layout.stage]
         while path and path not in layers:
             path = path.rpartition(".")[0]
+        if path not in layers:
+            raise ValueError(f"no SPEC in model.py has the parameter {layout.name} of stage {layout.stage}")
         return path
 
     def _main_dtype(self, stage: int, child: str) -> torch.dtype:
-        """The dtype of most of the elements in a stage's layer."""
+        """Return the dtype of most of the elements in a stage's layer."""
         elements: dict[torch.dtype, int] = {}
         for layout in self.layouts:
             if layout.stage == stage and self._layer(layout) == child:
                 elements[layout.dtype] = elements.get(layout.dtype, 0) + math.prod(layout.original_shape)
         return max(elements, key=lambda dtype: elements[dtype]) if elements else torch.float32
-
-    def dtypes(self, layout: Layout) -> tuple[torch.dtype, torch.dtype]:
-        """The dtype of master copies and gradient sums, and the dtype of the stage's arithmetic."""
-        if layout.dtype.itemsize == 2 and layout.dtype == getattr(torch, self.plan["precision"]):
-            return torch.float32, layout.dtype
-        return layout.dtype, layout.dtype
 
 
 def load(folder: str | os.PathLike[str]) -> LoadedProgram:
@@ -314,7 +303,7 @@ def load(folder: str | os.PathLike[str]) -> LoadedProgram:
 
 
 def _layers(stage: Any, constants: Mapping[str, Tensor]) -> dict[str, LayerSpec]:
-    """The layers of a stage's class, in order, and the parameters that several of them share."""
+    """Return the layers of a stage's class, in order, and the parameters that several of them share."""
     module: nn.Module = stage(device="meta", constants=constants)
     found: dict[str, Any] = {path: layer.SPEC for path, layer in layers_of(module).items()}
     own: LayerSpec | None = stage.SPEC.own
@@ -349,10 +338,6 @@ class World:
         """The number of pipeline ranks."""
         return max(self.placed) + 1
 
-    def first_of(self, stage: int) -> int:
-        """The first rank of those that run a stage."""
-        return int(self.mesh.mesh[self.placed[stage]].flatten()[0])
-
     @contextmanager
     def in_mesh(self) -> Iterator[None]:
         """A context in which collectives find the stage's axes by name, single and flattened."""
@@ -363,7 +348,7 @@ class World:
         return self.groups[axes] if axes in self.groups else self.mesh.get_group(*axes)
 
     def data_mesh(self, copies: tuple[str, ...], shards: tuple[str, ...]) -> DeviceMesh:
-        """The mesh that FSDP2 shards a layer over: the flattened axes ``shards``, inside of ``copies`` if there are any."""
+        """Return the mesh that FSDP2 shards a layer over: the flattened axes ``shards``, inside of ``copies`` if there are any."""
         if not copies:
             return DeviceMesh.from_group(self.group(shards), self.device.type, mesh_dim_names=("shard",))
         dims = [1 + list(self.coordinates).index(axis) for axis in (*copies, *shards)]
@@ -373,8 +358,16 @@ class World:
         groups = [self.group(copies), self.group(shards)]
         return DeviceMesh.from_group(groups, self.device.type, mesh=own, mesh_dim_names=("replicate", "shard"))
 
+    def place_on(self, axes: Iterable[str]) -> tuple[int, int]:
+        """Return the place of this rank among those that differ from it on ``axes`` alone, outermost first, and their number."""
+        index, count = 0, 1
+        for axis in axes:
+            place, size = self.coordinates[axis]
+            index, count = index * size + place, count * size
+        return index, count
+
     def first_on(self, axes: Iterable[str]) -> bool:
-        """Whether this rank is the first on each of ``axes``: among ranks with the same values, only this one counts."""
+        """Return whether this rank is the first on each of ``axes``: among ranks with the same values, only this one counts."""
         return all(self.coordinates[axis][0] == 0 for axis in axes)
 
 
@@ -443,7 +436,7 @@ def start(
 
 
 def _mesh(groups: ProcessGroups, ranks: Tensor, names: Sequence[str], kind: str) -> DeviceMesh:
-    """The mesh ``ranks`` of named axes, with a group for each axis."""
+    """Return the mesh ``ranks`` of named axes, with a group for each axis."""
     rows = [ranks.movedim(dim, -1).flatten(0, -2) for dim in range(ranks.dim())]
     own = [group for row in rows if (group := groups.rows(row)) is not None]
     return DeviceMesh.from_group(own, kind, mesh=ranks, mesh_dim_names=tuple(names))
@@ -486,14 +479,14 @@ def _check_world(size: int, axes: Mapping[str, int], shape: Sequence[int]) -> No
 def _axis_groups(
     groups: ProcessGroups, program: LoadedProgram, ranks: Tensor
 ) -> dict[tuple[str, ...], dist.ProcessGroup]:
-    """A group for every combination of axes that gradients are reduced over or that model.py names."""
+    """Return a group for every combination of axes that gradients are reduced over or that model.py names."""
     wanted = {axes for layout in program.layouts for axes in program.reduced_over(layout) if len(axes) > 1}
     wanted |= set(program.spec.flattened) | ({(MIRROR,)} if program.directions > 1 else set())
     return groups.flattened(wanted, list(program.axes), ranks)
 
 
 def _replica_group(groups: ProcessGroups, program: LoadedProgram, ranks: Tensor) -> dist.ProcessGroup | None:
-    """A group for every replica that trains apart, over all its pipeline stages."""
+    """Return a group for every replica that trains apart, over all its pipeline stages."""
     names = list(program.spec.mesh)
     apart = [1 + names.index(axis) for axis in program.parted(names)[1]]
     if not apart:
@@ -504,7 +497,7 @@ def _replica_group(groups: ProcessGroups, program: LoadedProgram, ranks: Tensor)
 def _stage_groups(
     groups: ProcessGroups, program: LoadedProgram, grid: Tensor, placed: Sequence[int]
 ) -> dict[str, dist.ProcessGroup]:
-    """A group for every tied parameter with copies on several pipeline ranks. Ranks that mirror each other are in two groups: the
+    """Return a group for every tied parameter with copies on several pipeline ranks. Ranks that mirror each other are in two groups: the
     reduction of gradients over ``mirror`` comes later."""
     places: dict[str, set[int]] = {}
     for layout in program.layouts:

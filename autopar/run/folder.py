@@ -156,4 +156,6 @@ def made_by(train: Any, lr: float | None, world: Any) -> Callable[..., Any]:
 
 def import_runtime(folder: str | os.PathLike[str]) -> ModuleType:
     """The folder's own trainer, so that the code in the folder is the code that runs. Call inside ``program_modules``."""
-    return importlib.import_module("runtime.runtime" if (Path(folder) / "runtime").is_dir() else "runtime")
+    there = Path(folder) / "runtime"
+    former = "runtime.runtime" if there.is_dir() else "runtime"  # of folders that earlier versions emitted
+    return importlib.import_module("runtime.trainer" if (there / "trainer.py").is_file() else former)

@@ -34,11 +34,10 @@ from autopar.program.state import (
     read_state,
     untrained,
     write_initial,
-    wrong_names,
     wrong_state,
 )
 from autopar.program.state_places import PlaceError, folder_of
-from autopar.program.weights import Weights, is_weights, write_file
+from autopar.program.weights import is_weights, mapped, write_file
 from autopar.run import remote
 from autopar.run.data import Data, importable, names_of, sent
 from autopar.run.folder import folder_for_program
@@ -74,7 +73,7 @@ class Program:
             folder's ``initial.safetensors``.
         optimizer, scheduler, lr, max_norm, seed: the recipe. If all of them are left out, it is that of the folder's ``train.py``, which is
             AdamW with 3e-4 and seed 0 unless the program was compiled with another one, or edited. A folder with a recipe refuses another.
-        draw_init: where neither exists, draw values from ``seed`` (``autopar.program.values.draw``).
+        draw_init: where neither exists, draw values from ``seed`` (``autopar.program.model_tensors``).
         optimizer: makes an optimizer of the list of the model's parameters, or of pairs with their names where its argument is called
             ``named_parameters``; AdamW with ``lr`` if it alone is left out. It may make a list of optimizers, each with parameters of its
             own. It is called with stand-ins of the same shapes and without values. A class of your own says with ``per_tensor = True``
@@ -523,12 +522,12 @@ class Program:
             self._untrained |= {name: given[name] for name in names & given.keys()}
             return
         try:
-            with Weights(given) as files:
-                if wrong := wrong_names(self._records, files.tensors):
-                    raise UsageError(f"{given} has no weights of the model that was compiled: {wrong}", "compile anew")
-                self._untrained |= {name: files.whole(name) for name in names & files.tensors.keys()}
+            tensors = mapped(given)
         except (ValueError, OSError) as error:
             raise UsageError(f"{given} cannot be read: {error}", "compile anew, or copy the whole folder") from error
+        if wrong := wrong_state(self._records, tensors):
+            raise UsageError(f"{given} has no weights of the model that was compiled: {wrong}", "compile anew")
+        self._untrained |= {name: tensors[name].clone() for name in names & tensors.keys()}
 
     def _state_file(self, folder: Path) -> str | None:
         """The file of the values to start from, written to ``folder`` if necessary; ``None`` where values are drawn."""

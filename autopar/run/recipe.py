@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from autopar import program as runtime_files
 from autopar.errors import UsageError
+from autopar.program.optimizer_state import described_scheduler
 from autopar.program.optimizers import (
     CheckedRecipe,
     RefusedOptimizerError,
@@ -38,7 +39,6 @@ from autopar.program.optimizers import (
     scheduled,
     select,
 )
-from autopar.program.schedulers import described
 from autopar.program.world import load
 from autopar.run.data import importable
 from autopar.run.folder import import_train, made_by, program_modules
@@ -499,7 +499,7 @@ def _compare(made: CheckedRecipe, schedule: Scheduler | None) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the schedulers are stepped without their optimizers
         for _ in range(_COMPARED_STEPS):
-            if described(both[0]) != described(both[1]) or _rates(both[0]) != _rates(both[1]):
+            if described_scheduler(both[0]) != described_scheduler(both[1]) or _rates(both[0]) != _rates(both[1]):
                 raise _UnwritableError(f"{type(both[0]).__name__}, made by its constructor alone, has another state")
             for each in both:
                 each.step()

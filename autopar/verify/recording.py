@@ -49,7 +49,7 @@ LIMIT_S = 300.0
 SIZES_LIMIT_S = 3600.0
 """The same for a rank of a large plan, which takes a minute of a processor."""
 PRELOADED = (
-    "autopar.program.runtime",
+    "autopar.program.trainer",
     "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",

@@ -54,9 +54,9 @@ def _updated(trainer: Any) -> dict[str, Tensor]:
     program, world = trainer.program, trainer.world
     apart = program.local_steps and trainer.steps % program.local_steps
     for layout in program.layouts:
-        _, zero, axes = program.group(layout)
-        axes = program.parted(axes)[0] if apart else axes
-        if layout.stage not in trainer.stages or zero >= 2 or not axes:
+        own = program.placement(layout)
+        axes = program.parted(own.axes)[0] if apart else own.axes
+        if layout.stage not in trainer.stages or own.zero >= 2 or not axes:
             continue
         values = trainer.stages[layout.stage].get_parameter(layout.name).detach().nan_to_num()
         ends = torch.stack((values, -values))

@@ -95,8 +95,8 @@ FAULTS = (
         "reductions in another order on one rank",
         DATA,
         "reductions.py",
-        "key=lambda group: children.index(group.child))",
-        "key=lambda group: children.index(group.child), reverse=__import__('torch').distributed.get_rank() == 1)",
+        "key=lambda group: children.index(group.placement.layer))",
+        "key=lambda group: children.index(group.placement.layer), reverse=__import__('torch').distributed.get_rank() == 1)",
         (SEQUENCE,),
     ),
     Fault(
@@ -118,12 +118,12 @@ FAULTS = (
     Fault(
         "another reduce op",
         CLIPPED,
-        "runtime.py",
+        "trainer.py",
         CLIP,
         f"dist.all_reduce(squares, dist.ReduceOp.MAX if {ONE} else dist.ReduceOp.SUM, group=self.world.replica)",
         (SEQUENCE,),
     ),
-    Fault("a missing member", CLIPPED, "runtime.py", CLIP, f"{ONE} or {CLIP}", (SEQUENCE,)),
+    Fault("a missing member", CLIPPED, "trainer.py", CLIP, f"{ONE} or {CLIP}", (SEQUENCE,)),
     Fault(
         "another root",
         Case("mlp", kind("parameter server", data=2, sync="parameter-server")),
@@ -152,7 +152,7 @@ FAULTS = (
     Fault(
         "a dtype that NCCL lacks",
         CLIPPED,
-        "runtime.py",
+        "trainer.py",
         CLIP,
         "dist.all_reduce(squares.to(__import__('torch').int16), group=self.world.replica)",
         (DTYPE,),
@@ -160,7 +160,7 @@ FAULTS = (
     Fault(
         "a send that nobody receives",
         Case("mlp", kind("pipeline 2", pipeline=2, microbatches=2)),
-        "runtime.py",
+        "trainer.py",
         CLIP_START,
         f"dist.get_rank() or dist.isend({TORCH}.zeros(1), 1)\n        {CLIP_START}",
         (SEQUENCE,),

@@ -90,12 +90,12 @@ def compared(folder: str, state: str | dict[str, Tensor], data: dict[str, Tensor
         for step in range(length // batch):
             whole = {name: tensor[permuted[step * batch : (step + 1) * batch]] for name, tensor in data.items()}
             loss = trainer.forward_backward(whole)
-            wanted = [group.own_gradients() for group in trainer._groups]
+            wanted = [group.gradients() for group in trainer._groups]
             for loader in loaders:
                 counting.read.clear()
                 rows, _ = loader.read((0, step * batch))
                 again = trainer.forward_backward(rows)
-                grads = [group.own_gradients() for group in trainer._groups]
+                grads = [group.gradients() for group in trainer._groups]
                 pairs = [pair for a, b in zip(wanted, grads, strict=True) for pair in zip(a, b, strict=True)]
                 found["same"].append(loss == again and all(torch.equal(a, b) for a, b in pairs) and len(wanted) > 0)
                 if loader is loaders[0]:
@@ -206,10 +206,10 @@ def epochs(folder: str, state: str, file: str, saved: str) -> dict[str, Any]:
         epoch, first = divmod(step, steps)
         rows = order(loader.rows, True, 3, epoch)[first * loader.batch : (first + 1) * loader.batch]
         whole = trainer.forward_backward({name: tensor[rows] for name, tensor in data.items()})
-        wanted = [gradient.clone() for group in trainer._groups for gradient in group.own_gradients()]
+        wanted = [gradient.clone() for group in trainer._groups for gradient in group.gradients()]
         own, _ = loader.read((epoch, first * loader.batch))
         loss = trainer.forward_backward(own)
-        gradients = [gradient for group in trainer._groups for gradient in group.own_gradients()]
+        gradients = [gradient for group in trainer._groups for gradient in group.gradients()]
         same.append(loss == whole and all(torch.equal(a, b) for a, b in zip(wanted, gradients, strict=True)))
     first_epochs, total = [sum(reads[e * steps : (e + 1) * steps], []) for e in range(2)], copied
 

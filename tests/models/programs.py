@@ -178,7 +178,7 @@ def write_mlp(folder: Path, shape: Shape) -> Path:
     (folder / "model.py").write_text(text)
     (folder / "plan.json").write_text(mlp_plan(shape).dumps())
     (folder / "layouts.json").write_text(json.dumps({"parameters": _layouts(shape)}))
-    copy_runtime(folder, ("fsdp", "local_group", "microbatches", "pipeline", "publications", "spec", "whole_tensors"))
+    copy_runtime(folder, ("fsdp", "microbatches", "pipeline", "spec", "whole_tensors"))
     write_file(folder / CONSTANTS, {"scale": torch.tensor(SCALE, dtype=getattr(torch, shape.precision))})
     write_digests(folder)
     return folder

@@ -26,7 +26,7 @@ from autopar.emit import emit
 from autopar.errors import LaunchError
 from autopar.program import box_files, checkpoint
 from autopar.program.boxes import Box, Piece, cut, divided, pieces
-from autopar.program.checkpoint_files import CheckpointError, Found, finish, newest, opened_or_why
+from autopar.program.checkpoint_files import CheckpointError, StoredCheckpoint, finish, newest, opened_or_why
 from autopar.program.world import Layout
 from autopar.search.manual import manual_plan
 from autopar.shard import annotate
@@ -54,7 +54,7 @@ def test_pieces_are_boxes_of_the_original_without_padding() -> None:
     )
     original = torch.arange(60).view(12, 5)
     window = layout.window({"tensor": (1, 2)})
-    local = layout.slice(original, {"tensor": (1, 2)})
+    local = torch.nn.functional.pad(original[4:8], (0, 1))[:, 3:]
     found = list(pieces(("model", "qkv"), layout, window, local.flatten()[2:11], first=2))
     assert [piece.box for piece in found] == [Box((5, 3), (2, 2)), Box((7, 3), (1, 2))]
     for piece in found:
@@ -138,7 +138,7 @@ FAULTS: dict[str, tuple[str, tuple[str, str], Fault]] = {
         "mlp", ("one device", "data 2, zero 1"), ("checkpoint.py", r"restored\[0\]\.install\(\)", "pass"),
     ),
     "masters are not published": (
-        "mlp", ("one device", "data 2, zero 1"), ("checkpoint.py", r"group\.publish\(\)", "pass"),
+        "mlp", ("one device", "data 2, zero 1"), ("model_tensors.py", r"group\.publish\(\)", "pass"),
     ),
     "pieces begin where slices begin": (
         "mlp", ("data 2, zero 1", "one device"), ("parameters.py", r"same, low - slot\.start\)", "same, 0)"),
@@ -165,8 +165,8 @@ def test_a_fault_is_caught(name: str, request: pytest.FixtureRequest, tmp_path: 
         errors = chain(
             model, plans, "adamw", lambda count: request.getfixturevalue(f"workers{count}"), tmp_path, [fault]
         )
-    except LaunchError as error:
-        assert "CheckpointError: " in error.message
+    except LaunchError as error:  # a save refuses what is no whole tensor, a start what is no part of one
+        assert "CheckpointError: " in error.message or "exceeds dimension size" in error.message
         return
     assert max(errors.values()) > 1e-6
 
@@ -264,7 +264,7 @@ def test_16_bits_go_on_from_masters_in_float32(
         assert same_bits(*both(workers2, str(program), [dict(batch)] * 6, "adamw", tmp_path / f"saved{zero}"))
         (path,) = (tmp_path / f"saved{zero}").iterdir()
         found = opened_or_why(path)
-        assert isinstance(found, Found)
+        assert isinstance(found, StoredCheckpoint)
         assert {m.properties.dtype for m in found.metadata.state_dict_metadata.values()} == {torch.float32}
         scale = found.facts["loss_scale"]
         assert (scale is None) == (precision == "bfloat16")
@@ -390,7 +390,7 @@ def test_a_full_disk_costs_nothing(saved: Path, workers1: WorkerPool, tmp_path: 
         if limit < 10**9:
             assert f"there is no room for a checkpoint in {folder}" in why
             assert [path.name for path in folder.iterdir()] == ["step-0"]
-            assert isinstance(opened_or_why(folder / "step-0"), Found)
+            assert isinstance(opened_or_why(folder / "step-0"), StoredCheckpoint)
         else:
             assert f"checkpoints cannot be written to {folder}" in why and "Not a directory" in why
 

@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from workers import WorkerPool
 
 from autopar.program import checkpoint_files
-from autopar.program.checkpoint_files import CheckpointError
-from autopar.program.claims import PARENT, claimed, claimed_for_save
+from autopar.program.checkpoint_files import PARENT, CheckpointError, claimed, claimed_for_save
 
 # -- damage -----------------------------------------------------------------------------------------------------------
 
@@ -139,7 +138,7 @@ def test_a_save_finds_that_its_lock_is_another_file(how: str, tmp_path: Path) ->
 
 def test_a_save_has_the_claim_of_the_process_that_started_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parent = claimed(tmp_path, 0.0)
-    monkeypatch.setattr("autopar.program.claims._held", {})  # as in another process
+    monkeypatch.setattr("autopar.program.checkpoint_files._held", {})  # as in another process
     with pytest.raises(CheckpointError, match="another training writes checkpoints into"):
         claimed_for_save(tmp_path)
     monkeypatch.setenv(PARENT, parent.inherited)

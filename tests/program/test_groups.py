@@ -14,8 +14,8 @@ from pipelines import emitted
 from programs import Shape, write_mlp
 from workers import WorkerPool
 
-from autopar.program import groups
-from autopar.program.groups import ProcessGroups
+from autopar.program import processes
+from autopar.program.processes import ProcessGroups
 from autopar.run.folder import import_runtime, program_modules
 from autopar.torch_private import fake_store
 
@@ -123,7 +123,7 @@ def first_uses(one_by_one: bool) -> tuple[list[str], list[list[int]]]:
         mock.patch.object(dist, "isend", isend),
         mock.patch.object(dist, "irecv", irecv),
         mock.patch.object(dist.distributed_c10d, "_check_op", lambda op: None),
-        mock.patch.object(groups, "ONE_BY_ONE", one_by_one),
+        mock.patch.object(processes, "ONE_BY_ONE", one_by_one),
     ):
         pipeline = maker.rows(lines.t())
         assert pipeline is not None

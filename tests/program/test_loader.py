@@ -22,8 +22,8 @@ from autopar.emit.prelude import row_sums
 from autopar.errors import BatchError, NonFiniteLossError, UsageError
 from autopar.program.loader import Synthetic, Tensors
 from autopar.program.metrics import Meter
-from autopar.program.runtime import DataError, in_training_alone
 from autopar.program.spec import StageSpec, TensorSpec
+from autopar.program.trainer import DataError, in_training_alone
 from autopar.program.weights import write_file
 from autopar.run import Program
 from autopar.shard import annotate

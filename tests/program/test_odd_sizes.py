@@ -12,6 +12,7 @@ from exactness import PlanKind, run_case, subject
 from odd_models import ODD
 from sketch import Sketch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from workers import WorkerPool
 
 from autopar.capture import WholeFloat64
@@ -100,13 +101,15 @@ def train(folder: str, state: str, batch: dict[str, Tensor]) -> tuple[list[float
     options = {"optimizer": adamw, "lr": LR, "seed": 0, "max_norm": NORM, "state": state}
     trainer = remote.open_trainer(folder, options, device="cpu", timeout_s=60)
     losses = [trainer.step(batch) for _ in range(STEPS)]
-    padding = [
-        values[layout.name].narrow(dim, start, length).flatten()
-        for group in trainer._groups
-        for values in [group.values()]
-        for layout in group.layouts
-        for dim, start, length in layout.beyond(trainer.world.coordinates)
-    ]
+    trainer.finish_update()
+    padding = []
+    for layout in (layout for group in trainer._groups for layout in group.layouts):
+        values = trainer.stages[layout.stage].get_parameter(layout.name).detach()
+        values = values.full_tensor() if isinstance(values, DTensor) else values
+        padding += [
+            values.narrow(dim, start, length).flatten()
+            for dim, start, length in layout.beyond(trainer.world.coordinates)
+        ]
     beyond = torch.cat([*padding, torch.zeros(1, dtype=torch.float64)])
     return losses, trainer.state_dict(), beyond.numel() - 1, float(beyond.abs().max())
 

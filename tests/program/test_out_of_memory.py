@@ -11,7 +11,7 @@ import pytest
 import torch
 from programs import Shape, write_mlp
 
-from autopar.program.out_of_memory import explained, is_out_of_memory, sentence
+from autopar.program.metrics import explained, is_out_of_memory, sentence
 
 PLAN = {
     "stages": [

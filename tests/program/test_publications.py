@@ -39,7 +39,7 @@ def trained(folder: str, state: dict[str, Tensor], batch: dict[str, Tensor]) -> 
         start = parameters.FlatGroup.start_publication
 
         def started(group: Any) -> None:
-            log.append(f"send {group.child}")
+            log.append(f"send {group.placement.layer}")
             start(group)
 
         for stage in trainer.stages.values():
@@ -99,10 +99,9 @@ def test_parameters_arrive_under_the_forward(how: str, workers2: WorkerPool, tmp
 
 
 FAULTS: dict[str, Fault] = {
-    "a layer does not wait": ("publications.py", r"lambda \*_, place=place: self\._await\(place\)", "lambda *_: None"),
-    "a layer waits for the layer before": ("publications.py", r"self\._await\(place\)\)", "self._await(place - 1))"),
+    "a layer does not wait": ("reductions.py", r"lambda \*_, place=place: self\._await\(place\)", "lambda *_: None"),
+    "a layer waits for the layer before": ("reductions.py", r"self\._await\(place\)\)", "self._await(place - 1))"),
     "the gather is not waited for": ("parameters.py", r"self\._sending\.wait\(\)", "pass"),
-    "the state is read too early": ("runtime.py", r"(?s)(state_dict\(self\).*?\"\"\"\n *)self\.finish_update\(\)", r"\1pass"),
 }  # fmt: skip
 
 

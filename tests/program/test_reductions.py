@@ -25,8 +25,8 @@ from workers import WorkerPool
 from autopar.capture import capture
 from autopar.emit import model_source
 from autopar.errors import LaunchError
-from autopar.program.runtime import _norm
 from autopar.program.spec import layers_of
+from autopar.program.trainer import _norm
 from autopar.run.folder import import_runtime, program_modules
 from autopar.search.manual import make_mesh, manual_plan
 from autopar.shard import annotate, plan_shardings
@@ -74,7 +74,7 @@ def recorded(folder: str, state: dict[str, Tensor], batch: dict[str, Tensor]) ->
         start = parameters.FlatGroup.start_reduction
 
         def started(group: Any) -> None:
-            log.append(f"reduce {group.child}")
+            log.append(f"reduce {group.placement.layer}")
             start(group)
 
         def follow(name: str) -> Callable[..., None]:
@@ -206,7 +206,7 @@ def test_the_backward_pass_does_not_wait_between_the_halves_of_a_reduction(
 
 
 FAULTS: dict[str, Fault] = {
-    "the result is not waited for": ("parameters.py", r"(?s)(def finish_reduction.*?)self\._work\.wait\(\)", r"\1pass"),
+    "the result is not waited for": ("parameters.py", r"(?s)(Wait for the sums; .*?)self\._work\.wait\(\)", r"\1pass"),
     "the first microbatch starts it": ("parameters.py", r' \* program\.passes', ""),
     "all start again after the schedule": ("reductions.py", r"self\._early\[self\._started :\]", "self._early"),
     "the next step goes on counting groups": ("reductions.py", r"(last\.clear\(\)\n)        self\._started = 0", r"\1"),

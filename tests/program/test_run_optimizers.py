@@ -23,7 +23,7 @@ from workers import WorkerPool
 from autopar.capture import capture
 from autopar.emit import emit
 from autopar.errors import UsageError
-from autopar.program import schedulers
+from autopar.program import optimizer_state
 from autopar.program.optimizer_state import described
 from autopar.program.optimizers import RefusedOptimizerError, checked
 from autopar.program.world import load
@@ -420,14 +420,14 @@ def test_every_scheduler_goes_on_from_its_json(name: str, lr: float | Tensor) ->
     straight, half = made(), made()
     wanted = [steps(*straight), steps(*straight)]
     assert steps(*half) == wanted[0] and len({tuple(each) for each in wanted[0] + wanted[1]}) > 1
-    groups, facts = json.loads(json.dumps((described(half[0])["groups"], schedulers.described(half[1]))))
+    groups, facts = json.loads(json.dumps((described(half[0])["groups"], optimizer_state.described_scheduler(half[1]))))
     optimizer, scheduler = made()
     for group, options in zip(optimizer.param_groups, groups, strict=True):
         group.update(
             {key: torch.tensor(value) if isinstance(group[key], Tensor) else value for key, value in options.items()}
         )
-    schedulers.check(scheduler, facts)
-    schedulers.restore(scheduler, facts)
+    optimizer_state.check_scheduler(scheduler, facts)
+    optimizer_state.restore_scheduler(scheduler, facts)
     assert steps(optimizer, scheduler) == wanted[1]
 
 

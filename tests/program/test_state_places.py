@@ -135,7 +135,7 @@ FAULTS: dict[str, tuple[str, Fault]] = {
         "data 2", ("state_places.py", r"(?m)^                master\.tensor\.grad = None$", "                pass"),
     ),
     "states move without their values": ("data 2, zero 1", ("state_places.py", r"\.copy_\(value\)", "")),
-    "loaded masters are not uploaded": ("data 2, zero 3", ("checkpoint.py", r"group\.upload\(\)", "pass")),
+    "loaded masters are not uploaded": ("data 2, zero 3", ("model_tensors.py", r"upload\(group\.masters\)", "pass")),
     "pieces begin where slices begin": (
         "data 2, zero 1", ("parameters.py", r"low \+ start - slot\.start, offloaded", "low - slot.start, offloaded"),
     ),
@@ -157,8 +157,8 @@ def test_a_fault_is_caught(name: str, workers2: WorkerPool, tmp_path: Path) -> N
     assert max(errors.values()) > 1e-6, errors
 
 
-def test_initial_values_reach_the_masters(workers2: WorkerPool, tmp_path: Path) -> None:
-    fault = ("fsdp.py", r"download\(self\.masters\)", "pass")
+def test_initial_values_reach_the_device(workers2: WorkerPool, tmp_path: Path) -> None:
+    fault = ("model_tensors.py", r"upload\(group\.masters\)", "pass")
     plans = [offloaded(KIND["data 2, zero 3"].plan(subject("mlp").graph), "host", tmp_path)]
     errors = chain("mlp", plans, "adamw", {2: workers2}.__getitem__, tmp_path, [fault])
     assert max(errors.values()) > 1e-6, errors

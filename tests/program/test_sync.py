@@ -208,7 +208,7 @@ FAULTS: dict[str, Fault] = {
         "parameters.py", r"(\n\s+)(self\._work = dist\.reduce\()", r"\1self._grads *= 1 + self._updates\1\2",
     ),
     "gradients are not reduced": ("parameters.py", r"self\._work = dist\.reduce\(.*\)", "pass"),
-    "every rank clips by its own norm": ("runtime.py", r"dist\.all_reduce\(squares, .*\)", "pass"),
+    "every rank clips by its own norm": ("trainer.py", r"dist\.all_reduce\(squares, .*\)", "pass"),
 }  # fmt: skip
 
 
@@ -362,13 +362,13 @@ def test_masters_of_replicas_are_averaged_in_32_bits(workers2: WorkerPool, tmp_p
 
 
 APART_FAULTS: dict[str, Fault] = {
-    "replicas are not averaged": ("runtime.py", r"group\.average\(\)", "pass"),
-    "averaged in every step": ("runtime.py", r"if apart and .*:", "if apart:"),
-    "the sum, not the mean": ("parameters.py", r"return tensor\.div_\(.*\)", "return tensor"),
+    "replicas are not averaged": ("trainer.py", r"group\.average\(\)", "pass"),
+    "averaged in every step": ("trainer.py", r"if apart and .*:", "if apart:"),
+    "the sum, not the mean": ("parameters.py", r"own\.div_\(dist\.get_world_size\(self\._replicas\)\)", "own"),
     "a replica's own term of the loss": ("parameters.py", r"self\._grads \*= dist\.get_world_size\(self\._replicas\)", "pass"),
-    "clipped by all replicas' norm": ("runtime.py", r"squares, group=self\.world\.replica", "squares"),
+    "clipped by all replicas' norm": ("trainer.py", r"squares, group=self\.world\.replica", "squares"),
     "gradients are summed over the replicas": (
-        "parameters.py", r"axes, self\._apart = program\.parted\(axes\)", "_, self._apart = program.parted(axes)",
+        "parameters.py", r"axes, self\._apart = program\.parted\(placement\.axes\)", "_, self._apart = program.parted(placement.axes)",
     ),
     "only the first replica's norm counts": ("parameters.py", r"\(\*self\._shards, \*self\._apart\)", "self._shards"),
 }  # fmt: skip

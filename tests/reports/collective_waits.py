@@ -134,7 +134,7 @@ ScheduleChimera._transfer = _transfer
 """,
     ),
     Edit("reductions.py", "(found, []) if paired else ({}, ordered)", "({}, ordered)"),
-    Edit("groups.py", "mine = dist.group.WORLD\n", "mine = dist.new_group(row, timeout=self._timeout)\n"),
+    Edit("processes.py", "mine = dist.group.WORLD\n", "mine = dist.new_group(row, timeout=self._timeout)\n"),
     Edit("fsdp.py", "copies = tuple(axis for axis in copies if axis != MIRROR)", "pass", having="fsdp.py"),
     Edit("world.py", "copies = tuple(axis for axis in copies if axis != MIRROR)", "pass", having="fsdp.py"),
 )
@@ -166,7 +166,7 @@ def compute(kind):
 """,
     ),
     Edit(
-        "runtime.py",
+        "trainer.py",
         "",
         """\
 from .tracing import begin_step

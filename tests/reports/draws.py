@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from autopar.program.boxes import Box, Piece
-from autopar.program.values import _fill
+from autopar.program.model_tensors import _fill
 
 LAYERS = 63
 TENSOR = 16

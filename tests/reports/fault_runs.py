@@ -213,7 +213,7 @@ def serve() -> None:
     for module in (
         "torch.distributed.launcher.api",
         "torch.distributed.elastic.rendezvous.dynamic_rendezvous",
-        "autopar.program.runtime",
+        "autopar.program.trainer",
         "autopar.program.pipeline",
         "autopar.program.fsdp",
         "autopar.program.watch",

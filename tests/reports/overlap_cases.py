@@ -65,7 +65,7 @@ class Feature:
 
 NOTHING_EARLY = {"reductions.py": "_early = lambda groups, layers: []\n"}
 SENT_AT_ONCE = {
-    "publications.py": "Publications.start = lambda self: [group.publish() for group in self._groups] and None\n"
+    "reductions.py": "Publications.start = lambda self: [group.publish() for group in self._groups] and None\n"
 }
 OWN_ROOTS = {"fsdp.py": "gather_ahead = lambda stage, layers, mesh: None\n"}
 WAITING = {

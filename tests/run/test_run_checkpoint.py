@@ -19,7 +19,7 @@ from autopar.cli import main
 from autopar.cli.run import Checkpoints
 from autopar.errors import CheckpointError, UsageError
 from autopar.program import checkpoint_files
-from autopar.program.claims import claimed
+from autopar.program.checkpoint_files import claimed
 from autopar.program.tracing import COMPUTATION, action_name
 from autopar.program.weights import write_file
 from autopar.report.trace import read_trace

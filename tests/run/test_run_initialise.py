@@ -19,7 +19,7 @@ import autopar
 from autopar.cli import main
 from autopar.errors import CaptureError, ModelError, UsageError
 from autopar.program.state import INITIAL, NO_VALUES
-from autopar.program.weights import Weights
+from autopar.program.weights import mapped
 from autopar.run import initialise
 from autopar.run.initialise import OWN, with_tables, write_values
 
@@ -155,8 +155,7 @@ def one_device(build: Callable[[], nn.Module], run: Callable[[nn.Module], object
 
 
 def stored(folder: Path) -> dict[str, Tensor]:
-    with Weights(folder / INITIAL) as found:
-        return {name: found.whole(name) for name in found.tensors}
+    return mapped(folder / INITIAL)
 
 
 def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:

@@ -16,9 +16,9 @@ from workers import WorkerPool
 import autopar
 from autopar.cli import main
 from autopar.errors import UsageError
+from autopar.program.model_tensors import normal
 from autopar.program.state import NO_VALUES, initial, wrong_state
-from autopar.program.values import normal
-from autopar.program.weights import Weights, write_file
+from autopar.program.weights import mapped, write_file
 from autopar.run import Program
 from autopar.run.folder import import_runtime, program_modules
 
@@ -58,8 +58,7 @@ def values(folder: Path) -> dict[str, Tensor]:
     """The folder's initial values."""
     path = initial(folder)
     assert path is not None
-    with Weights(path) as found:
-        return {name: found.whole(name) for name in found.tensors}
+    return dict(mapped(path))
 
 
 def first_loss() -> float:

@@ -110,7 +110,7 @@ def sampled(folder: Path, workers: Workers, before: str = "") -> dict[int, RankT
     """The traces of the distinct ranks of ``WIDE``, whose program does ``before`` before it starts its reductions."""
     given = captured("mlp")
     emit(given.graph, WIDE.plan(given.graph), folder)
-    file = file_of(folder, "runtime.py")
+    file = file_of(folder, "trainer.py")
     assert START in file.read_text()
     file.write_text(file.read_text().replace(START, before + START))
     shapes = {value.name: (tuple(value.shape), value.dtype) for value in given.graph.inputs}

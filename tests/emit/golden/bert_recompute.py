@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from runtime import fsdp, kernels, microbatches, publications, whole_tensors
+from runtime import fsdp, kernels, microbatches, whole_tensors
 from runtime.spec import Layer, LayerSpec, Prelude, ProgramSpec, StageSpec, TensorSpec, Tensors, Total
 
 
@@ -167,5 +167,5 @@ PROGRAM = ProgramSpec(
     stages=(Stage0,),
     prelude=Prelude(prelude, reads=("labels",), by_rows=True),
     ignored={"labels": -100},  # labels of rows that the loss leaves out
-    schedule=microbatches.Microbatches, fsdp=fsdp.ShardedGroup, publications=publications.Publications, whole_tensors=whole_tensors.WholeTensors,
+    schedule=microbatches.Microbatches, fsdp=fsdp.ShardedGroup, whole_tensors=whole_tensors.WholeTensors,
 )

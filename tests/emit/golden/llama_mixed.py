@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from runtime import flattened, fsdp, kernels, kernels_overlap, local_group, microbatches, publications, whole_tensors
+from runtime import flattened, fsdp, kernels, kernels_overlap, microbatches, whole_tensors
 from runtime.spec import Layer, LayerSpec, Prelude, ProgramSpec, StageSpec, TensorSpec, Tensors, Total
 
 
@@ -376,6 +376,5 @@ PROGRAM = ProgramSpec(
     prelude=Prelude(prelude, reads=("labels",), by_rows=True),
     ignored={"labels": -100},  # labels of rows that the loss leaves out
     flattened=(("outer", "inner"),),
-    schedule=microbatches.Microbatches, local=local_group.LocalGroup, fsdp=fsdp.ShardedGroup, publications=publications.Publications,
-    whole_tensors=whole_tensors.WholeTensors,
+    schedule=microbatches.Microbatches, fsdp=fsdp.ShardedGroup, whole_tensors=whole_tensors.WholeTensors,
 )

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from runtime import kernels, kernels_overlap, kernels_vocab, local_group, microbatches, recomputing, whole_tensors
+from runtime import kernels, kernels_overlap, kernels_vocab, microbatches, recomputing, whole_tensors
 from runtime.spec import Layer, LayerSpec, Prelude, ProgramSpec, StageSpec, TensorSpec, Tensors, Total
 
 
@@ -192,5 +192,5 @@ PROGRAM = ProgramSpec(
     stages=(Stage0,),
     prelude=Prelude(prelude, reads=("labels",), by_rows=True),
     ignored={"labels": -100},  # labels of rows that the loss leaves out
-    schedule=microbatches.Microbatches, local=local_group.LocalGroup, whole_tensors=whole_tensors.WholeTensors,
+    schedule=microbatches.Microbatches, whole_tensors=whole_tensors.WholeTensors,
 )

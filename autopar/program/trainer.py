@@ -1,7 +1,7 @@
 """The trainer: pipeline, loss, gradients, clipping, optimizer, state dicts.
 
 Gradients are sums, never means: the loss that a stage returns is a term of the whole batch's loss, so the gradients of all
-ranks and microbatches add up to exactly those of one device. Replicas that train apart (``sync`` of the plan) are the exception: each has
+ranks and microbatches add up to exactly those of one device. Local SGD replicas (``sync`` of the plan) are the exception: each has
 the gradients of its own samples; losses, gradients and state dicts that the trainer returns are means over the replicas. If the plan
 allows ``microbatch_statistics``, each microbatch is treated as a separate batch, with its own scalars: its loss is divided by the number of
 microbatches, and the sum is the mean.
@@ -24,20 +24,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import checkpoint, optimizers, pretrained, weights
+from . import checkpoint, optimizers, weights
 from .agree import same_options, same_state
 from .checkpoint import claim, has_checkpoint
 from .checkpoint_files import CheckpointError
-from .collectives import all_gather
 from .finite import NonFiniteLossError, first_non_finite
 from .loader import Loader, Order, Synthetic, Tensors
-from .masters import ParameterGroup
-from .parameters import build_stages, grouping
-from .reductions import Reductions
+from .model_tensors import TrainingTensors, source_of
+from .parameters import build_stages
+from .reductions import Publications, Reductions
 from .share import Batch, DataError
 from .state import initial, read_state, wrong_state
 from .tracing import traced
-from .values import draw, given
 from .world import Layout, LoadedProgram, World, load, start
 
 T = TypeVar("T")
@@ -62,7 +60,7 @@ __all__ = [
 
 
 def adamw(params: list[nn.Parameter], lr: float, world: World) -> torch.optim.Optimizer:
-    """The default optimizer; on GPUs one kernel updates many tensors."""
+    """Return the default optimizer; on GPUs one kernel updates many tensors."""
     return torch.optim.AdamW(params, lr=lr, fused=world.device.type == "cuda" or None)
 
 
@@ -122,16 +120,17 @@ class Trainer:
         spec = program.spec
         self._late = spec.reductions and spec.reductions(program, self._by_stage)
         self._reductions = self._late or Reductions(program, self._by_stage)
-        self._publications = spec.publications and spec.publications(program, self.stages, self._by_stage)
+        self._publications = Publications(program, self.stages, self._by_stage)
         self._updates: optimizers.Updates | None = None
         if isinstance(state, str | os.PathLike) and weights.is_weights(Path(state)):
             self.load_weights(state)
         elif state is not None:
             self.load_state_dict(read_state(state) if isinstance(state, str | os.PathLike) else state)
         elif values is not None:
-            self._load(values)
+            self._set(lambda tensors: tensors.fill(values))
         elif resume is None:
-            draw(self._training(), seed)
+            self._set(lambda tensors: tensors.draw(seed))
+        spec = program.spec
         self.loss_scale = spec.loss_scale and spec.loss_scale(world.device)
         scaled = self.loss_scale and self.loss_scale.scaled
         self._schedule = spec.schedule(program, world, self.stages, self._by_stage, self._reductions, scaled=scaled)
@@ -154,12 +153,12 @@ class Trainer:
     def loader(
         self, dataset: Any, order: Order | Mapping[str, Any] | None = None, *, collate: Callable[..., Any] | None = None
     ) -> Loader:
-        """This rank's rows of the global batches of ``dataset``; ``order`` may be given by the fields of ``Order``."""
+        """Return this rank's rows of the global batches of ``dataset``; ``order`` may be given by the fields of ``Order``."""
         order = Order(**order) if isinstance(order, Mapping) else order
         return Loader(self.program, self.world, dataset, order, collate=collate)
 
     def position(self, loader: Loader) -> tuple[int, int]:
-        """Where the training is in a data set: an epoch and a row; all ranks call this."""
+        """Return where the training is in a data set: an epoch and a row; all ranks call this."""
         if loader.key not in self.positions:
             if loader.order in self.positions:  # a checkpoint of before data sets had checksums
                 self.positions[loader.key] = self.positions.pop(loader.order)
@@ -174,7 +173,7 @@ class Trainer:
         return self.positions.get(loader.key, (0, 0))
 
     def step_from(self, loader: Loader, on_nan: str = "") -> tuple[float, bool]:
-        """One update on the next global batch; the loss before the update, and whether the epoch ends with this batch.
+        """Update on the next global batch; return the loss before the update, and whether the epoch ends with this batch.
 
         Raises ``DataError`` on every rank if rows cannot be read: nothing has changed, and the training can go on.
         """
@@ -272,7 +271,7 @@ class Trainer:
             self._buffers.clear()
 
     def _key(self) -> int:
-        """The key of the random numbers of this step's first microbatch."""
+        """Return the key of the random numbers of this step's first microbatch."""
         return (self._seed << 40) + self.steps * self._schedule.microbatches
 
     def update(self) -> None:
@@ -300,19 +299,14 @@ class Trainer:
             for group in self._groups:
                 group.average()
             self._updates.read_masters()
-        if self._publications is not None:
-            self._publications.start()
-        else:
-            for group in self._groups:
-                group.publish()
+        self._publications.start()
         if self._buffers is not None:
             self._buffers.write()
 
     def finish_update(self) -> None:
         """Wait until the stages' parameters have the values of the last update. Whatever reads them outside of a step calls this first;
         methods of this class do."""
-        if self._publications is not None:
-            self._publications.finish()
+        self._publications.finish()
 
     def forward_backward(self, batch: Batch) -> float:
         """Return the global batch's loss; leave its gradients, summed over ranks, microbatches and tied copies."""
@@ -322,7 +316,7 @@ class Trainer:
         return float(self._schedule.reduced(loss))
 
     def _forward_backward(self, batch: Batch) -> Tensor:
-        """The sum of this rank's terms of the loss."""
+        """Return the sum of this rank's terms of the loss."""
         self._check_whole()
         self._schedule.share.check(batch)
         self._reductions.clear()
@@ -332,11 +326,11 @@ class Trainer:
         loss = self._schedule.own_sum(losses)
         self._reductions.finish()
         if self.loss_scale is not None:
-            self.loss_scale.unscale(gradient for group in self._groups for gradient in group.own_gradients())
+            self.loss_scale.unscale(gradient for group in self._groups for gradient in group.gradients())
         return loss
 
     def evaluate(self, batch: Batch) -> float:
-        """The loss of a global batch by forward passes alone; nothing is kept and nothing updated.
+        """Return the loss of a global batch by forward passes alone; nothing is kept and nothing updated.
 
         Raises ``ModeError`` if the model would compute something else in evaluation mode, as with dropout or batch norm: the program has
         the model in the mode in which it was captured.
@@ -373,20 +367,13 @@ class Trainer:
         return norm
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients of trainable parameters, whole, by original name, on the CPU of rank 0; nothing on other ranks."""
-        return dict(self._collect(lambda group: group.gradients(), lambda layout: layout.trainable))
+        """Return the gradients of trainable parameters, whole, by original name, on the CPU of rank 0; nothing on other ranks."""
+        return self._tensors().gradients()
 
     def state_dict(self) -> dict[str, Tensor]:
         """The parameters and written buffers, whole, by original name (under every name of a tied one), on the CPU of rank 0; nothing
         elsewhere."""
-        self.finish_update()
-        state = dict(self._collect(lambda group: group.values(), lambda layout: True))
-        for layout in self.program.layouts:
-            if layout.original in state:
-                state.update(dict.fromkeys(layout.tied, state[layout.original]))
-        if self._buffers is not None:
-            state.update(self._buffers.values())
-        return state
+        return self._tensors().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Set parameters and buffers from a state dict of the user's model, given on every rank. Optimizer state stays.
@@ -398,9 +385,7 @@ class Trainer:
         layouts, buffers = self.program.layouts, self.program.buffers
         names = {name for layout in layouts for name in (layout.original, *layout.tied)}
         same_state(state, sorted(names | {record.original for record in buffers}), self.world.device)
-        self._load(given(state))
-        if self._buffers is not None:
-            self._buffers.load(state)
+        self._set(lambda tensors: tensors.fill(source_of(state), state))
         self._half_read = False
 
     def save(self, folder: str | os.PathLike[str], *, keep: int | None = None, wait: bool = True) -> Path:
@@ -422,9 +407,9 @@ class Trainer:
         }
         with contextlib.nullcontext() if self._late is None else self._late.saved(self._updates):
             if wait:
-                return checkpoint.save(self._training(), folder, counters, keep)
+                return checkpoint.save(self._tensors(), folder, counters, keep)
             self._background = self._background or checkpoint.Background(self.world.timeout_s)
-            return self._background.save(self._training(), folder, counters, keep)
+            return self._background.save(self._tensors(), folder, counters, keep)
 
     def finish_saving(self) -> None:
         """Wait for a checkpoint that a thread writes. Raises ``CheckpointError`` on every rank if it could not be written."""
@@ -438,7 +423,7 @@ class Trainer:
         """
         self.finish_saving()
         with self._replacing():
-            counters = checkpoint.load(self._training(), folder)
+            counters = checkpoint.load(self._tensors(), folder)
         if self._late is not None:
             self._late.loaded(self._updates)
         self.steps, self.rows, self._seed = counters["steps"], counters["rows"], counters["seed"]
@@ -454,7 +439,7 @@ class Trainer:
         Every rank writes its own parts. Raises ``CheckpointError`` on every rank.
         """
         self._check_whole()
-        pretrained.save(self._training(), folder, file_bytes)
+        checkpoint.save_weights(self._tensors(), folder, file_bytes)
 
     def load_weights(self, path: str | os.PathLike[str]) -> None:
         """Set parameters and buffers from a safetensors file, or a folder of them; every rank reads its own parts. Optimizer state stays.
@@ -462,9 +447,13 @@ class Trainer:
         Raises ``CheckpointError`` on every rank, with the names that are missing, unknown or of other shapes.
         """
         with self._replacing():
-            pretrained.load(self._training(), path)
-        if self._updates is not None:
-            self._updates.read_masters()
+            self._set(lambda tensors: checkpoint.load_weights(tensors, path))
+
+    def _set(self, change: Callable[[TrainingTensors], None]) -> None:
+        """Let ``change`` set values of this rank's tensors, and the parameters that the stages read follow."""
+        tensors = self._tensors()
+        change(tensors)
+        tensors.spread()
 
     @contextlib.contextmanager
     def _replacing(self) -> Iterator[None]:
@@ -483,65 +472,14 @@ class Trainer:
                 "load a whole checkpoint, or whole weights",
             )
 
-    def _training(self) -> checkpoint.SavedTraining:
-        """The tensors that are saved and loaded."""
+    def _tensors(self) -> TrainingTensors:
+        """Return the tensors that are saved and loaded."""
         self.finish_update()
-        return checkpoint.SavedTraining(self.program, self.world, self._groups, self._buffers, self._updates)
-
-    def _load(self, source: Callable[[Layout], Tensor]) -> None:
-        self.finish_update()
-        for group in self._groups:
-            group.load(source)
-        if self._updates is not None:
-            self._updates.read_masters()
-
-    @torch.no_grad()
-    def _collect(
-        self, of: Callable[[ParameterGroup], dict[str, Tensor]], wanted: Callable[[Layout], bool]
-    ) -> Iterator[tuple[str, Tensor]]:
-        """The user's parameters, assembled from all stages' slices, one group at a time, on rank 0."""
-        fused: dict[str, Tensor] = {}
-        for stage in range(len(self.program.spec.stages)):
-            for index, layouts in enumerate(grouping(self.program, stage)):
-                layouts = tuple(layout for layout in layouts if wanted(layout) and self.program.is_first_copy(layout))
-                if not layouts:
-                    continue
-                local = of(self._by_stage[stage][index]) if stage in self._by_stage else {}
-                for layout in layouts:
-                    whole = self._whole(layout, local.get(layout.name))
-                    if whole is not None and layout.part is None:
-                        yield layout.original, whole
-                    elif whole is not None and layout.part is not None:
-                        if layout.original not in fused:
-                            fused[layout.original] = whole.new_empty(layout.original_shape)
-                        fused[layout.original].narrow(*layout.part).copy_(whole)
-        yield from fused.items()
-
-    def _whole(self, layout: Layout, local: Tensor | None) -> Tensor | None:
-        """One parameter on rank 0: its slices joined over the axes of its stage, then sent there."""
-        sender = self.world.first_of(layout.stage)
-        dtype = self.program.dtypes(layout)[0]
-        if local is not None:
-            for axis, dim in reversed(layout.sharded):
-                group, size = self.world.mesh.get_group(axis), self.world.coordinates[axis][1]
-                flat = local.new_empty(size * local.numel())
-                all_gather(flat, local.contiguous().view(-1), group=group)
-                local = torch.cat(list(flat.view(size, *local.shape).unbind()), dim)
-            for dim, size in enumerate(layout.shape):
-                local = local.narrow(dim, 0, size)
-            local = local.to(dtype)
-        rank = dist.get_rank()
-        if sender != 0 and rank == sender:
-            assert local is not None
-            dist.send(local.contiguous(), 0)
-        elif sender != 0 and rank == 0:
-            local = torch.empty(layout.shape, dtype=dtype, device=self.world.device)
-            dist.recv(local, sender)
-        return local.to("cpu", copy=True) if local is not None and rank == 0 else None
+        return TrainingTensors(self.program, self.world, self._groups, self._buffers, self._updates)
 
 
 def in_training_alone(program: LoadedProgram) -> str:
-    """What of the model is done in training mode alone, in words; empty if nothing is."""
+    """Return what of the model is done in training mode alone, in words, or an empty string."""
     if any(stage.SPEC.random for stage in program.spec.stages):
         return "it draws random numbers, as dropout does"
     written = sorted({record.original for record in program.buffers})
@@ -549,7 +487,7 @@ def in_training_alone(program: LoadedProgram) -> str:
 
 
 def _norm(grad: Tensor) -> Tensor:
-    """The 2-norm in float64: that of rows of 1,024 elements in the gradient's dtype, then that of all rows.
+    """Return the 2-norm in float64: that of rows of 1,024 elements in the gradient's dtype, then that of all rows.
 
     In float64 alone it takes twelve times as long, and in float32 alone its error on a CPU is 1e-3 for 16 M elements; this one's is 1e-9.
     """

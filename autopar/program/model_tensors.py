@@ -1,0 +1,261 @@
+"""The tensors of the user's model that this rank has parts of: set from whole tensors, drawn, and gathered on rank 0.
+
+A rank's part of a tensor is a number of boxes (``boxes``), whatever the plan. So checkpoints, weights, state dicts and initial values are
+all loops over a rank's pieces.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .box_exchange import Held
+from .boxes import Box, Piece, divided, part_of, whole
+from .collectives import exchange
+from .optimizers import Updates
+from .parameters import Master, ParameterGroup
+from .state_places import upload
+from .weights import runs
+from .world import BufferRecord, Layout, LoadedProgram, World
+
+_CHUNK = 1 << 16  # numbers that are drawn at a time; their intermediate results stay in the processor's cache
+_ROUND_BYTES = 256 * 2**20  # that rank 0 receives at a time
+
+
+class SavedBuffers(Protocol):
+    """As of ``buffers``."""
+
+    def own(self) -> list[tuple[BufferRecord, Tensor]]: ...
+
+
+def _value(master: Master) -> Tensor | None:
+    return master.tensor.detach()
+
+
+@dataclass(frozen=True)
+class TrainingTensors:
+    """The tensors of a training on this rank: its parameters, the buffers that the model writes, and what updates the parameters."""
+
+    program: LoadedProgram
+    world: World
+    groups: Sequence[ParameterGroup]
+    buffers: SavedBuffers | None
+    updates: Updates | None  # not yet there when weights are loaded at the start
+
+    def held(self, of: Callable[[Master], Tensor | None] = _value) -> Iterator[Held]:
+        """Yield what ``of`` returns for each of this rank's masters, those of frozen parameters included."""
+        for group in self.groups:
+            for master in (*group.masters, *group.frozen):
+                values = of(master)
+                if values is not None:
+                    yield Held(("model", master.layout.original), master, values)
+
+    def parameters(
+        self, *, once: bool = False, of: Callable[[Master], Tensor | None] = _value
+    ) -> Iterator[tuple[Layout, Piece]]:
+        """Yield the pieces of ``held``. With ``once`` an element comes from the first of the ranks that have it (in each local SGD
+        replica), and from the first of tied copies."""
+        for held in self.held(of):
+            layout = held.master.layout
+            if not once or self.world.first_on(held.master.alike) and self.program.is_first_copy(layout):
+                yield from ((layout, piece) for piece in held.pieces(self.world))
+
+    def written(self, *, copies: bool = False) -> Iterator[Piece]:
+        """Yield the buffers that this rank's stages write; with ``copies`` also those that they only read."""
+        for record, tensor in () if self.buffers is None else self.buffers.own():
+            if copies or record.written:
+                yield whole(("model" if record.persistent else "buffer", record.original), tensor)
+
+    def all_pieces(self) -> list[Piece]:
+        """Return this rank's pieces of all parameters and buffers."""
+        return [*(piece for _, piece in self.parameters()), *self.written(copies=True)]
+
+    def pieces_once(self) -> Iterator[Piece]:
+        """Yield this rank's pieces of the model's state dict, of which each element comes from one rank alone (as of ``parameters``)."""
+        yield from (piece for _, piece in self.parameters(once=True))
+        if self.world.first_on(self.world.coordinates):
+            yield from (piece for piece in self.written() if piece.path[0] == "model")
+
+    def replica(self) -> tuple[int, int]:
+        """Return the index of this rank's local SGD replica, and the number of replicas."""
+        return self.world.place_on(self.program.parted(list(self.program.spec.mesh))[1])
+
+    @torch.no_grad()
+    def fill(self, source: Callable[[Layout], Tensor], buffers: Mapping[str, Tensor] | None = None) -> None:
+        """Set the parameters from the originals that ``source`` returns, and buffers from ``buffers``, by name; then ``spread``."""
+        last, full = None, torch.empty(0)
+        for layout, piece in self.parameters():
+            if layout is not last:
+                last, full = layout, source(layout)
+                if tuple(full.shape) != layout.original_shape:
+                    raise ValueError(
+                        f"{layout.original} has shape {tuple(full.shape)}, the program {layout.original_shape}"
+                    )
+            piece.values.copy_(part_of(full, piece.box))
+        given = buffers or {}
+        for piece in (piece for piece in self.written(copies=True) if piece.path[1] in given):
+            piece.values.copy_(given[piece.path[1]])
+
+    @torch.no_grad()
+    def draw(self, seed: int) -> None:
+        """Draw this rank's parts of all parameters; then ``spread``.
+
+        Matrices are normal with standard deviation 0.02, vectors named ``...weight`` are ones (a norm's scale), other vectors zeros. A
+        number depends on the seed, the parameter's original name and the element's place in it, not on the plan, and a rank draws no
+        others.
+        """
+        for _, piece in self.parameters():
+            if len(piece.shape) < 2:
+                piece.values.fill_(float(piece.name.endswith("weight")))
+            else:
+                _fill(piece, seed)
+
+    def spread(self) -> None:
+        """Copy the masters into the parameters that the stages read, after anything but an update has set them. All ranks call this."""
+        for group in self.groups:
+            upload(group.masters)
+            group.publish()
+        if self.updates is not None:
+            self.updates.read_masters()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the parameters, under every name of a tied one, and the written buffers: whole, on the CPU of rank 0; nothing elsewhere.
+        Parameters of local SGD replicas are averaged. All ranks call this."""
+        state = self._whole(self.program.layouts, self.pieces_once())
+        for layout in self.program.layouts:
+            if layout.original in state:
+                state.update(dict.fromkeys(layout.tied, state[layout.original]))
+        return state
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gradients of the trained parameters, as ``state_dict`` returns the parameters."""
+        own = (piece for _, piece in self.parameters(once=True, of=lambda master: master.gradient))
+        return self._whole([layout for layout in self.program.layouts if layout.trainable], own)
+
+    @torch.no_grad()
+    def _whole(self, layouts: Sequence[Layout], own: Iterable[Piece]) -> dict[str, Tensor]:
+        """Return the tensors of ``layouts``, and others of which ranks have pieces, whole on rank 0."""
+        found: dict[str, Tensor] = {}
+        averaged: set[str] = set()
+        if dist.get_rank() == 0:
+            shapes = {x.original: (x.original_shape, self.program.placement(x).wide) for x in layouts}
+            found = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+            averaged = {layout.original for layout in layouts if layout.trainable and self.replica()[1] > 1}
+        for piece in gathered(own, self.world):
+            name = piece.path[1]
+            if name not in found:
+                found[name] = torch.empty(piece.shape, dtype=piece.values.dtype)
+            part = part_of(found[name], piece.box)
+            part.add_(piece.values.cpu()) if name in averaged else part.copy_(piece.values)
+        for name in averaged:
+            found[name] /= self.replica()[1]
+        return found
+
+
+def gathered(own: Iterable[Piece], world: World) -> Iterator[Piece]:
+    """Send the pieces of all ranks to rank 0, which yields them; all ranks call this, and take all of it. Rank 0 receives a bounded number
+    of bytes at a time."""
+    limit = max(_ROUND_BYTES // dist.get_world_size(), 2**18)
+    mine: list[Piece] = []
+    if dist.get_rank() == 0:
+        yield from own
+    else:
+        mine += (part for piece in own for part in divided(piece, limit))
+    described = [(p.path, p.shape, p.box.offsets, p.box.sizes, p.values.dtype) for p in mine]
+    every: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(described, every)
+    rounds, others = _rounds(mine, limit), [_rounds(map(_without_values, theirs), limit) for theirs in every or ()]
+    count = torch.tensor(len(rounds), device=world.device)
+    dist.all_reduce(count, dist.ReduceOp.MAX)
+    for number in range(int(count)):
+        coming = [
+            (rank, replace(piece, values=torch.empty_like(piece.values, device=world.device)))
+            for rank, theirs in enumerate(others)
+            for piece in (theirs[number] if number < len(theirs) else ())
+        ]
+        sent = [(0, _bytes(piece.values)) for piece in (rounds[number] if number < len(rounds) else ())]
+        exchange(sent, [(rank, _bytes(piece.values)) for rank, piece in coming], torch.uint8, world.device)
+        yield from (piece for _, piece in coming)
+
+
+def _rounds(own: Iterable[Piece], limit: int) -> list[list[Piece]]:
+    """Divide pieces, in order, into lists of about ``limit`` bytes."""
+    found: list[list[Piece]] = []
+    size = limit
+    for piece in own:
+        if size >= limit:
+            found.append([])
+            size = 0
+        found[-1].append(piece)
+        size += piece.values.nbytes
+    return found
+
+
+def _without_values(described: tuple[Any, ...]) -> Piece:
+    path, shape, offsets, sizes, dtype = described
+    return Piece(path, shape, Box(offsets, sizes), torch.empty(sizes, dtype=dtype, device="meta"))
+
+
+def _bytes(values: Tensor) -> Tensor:
+    return values.contiguous().view(-1).view(torch.uint8)
+
+
+def _fill(piece: Piece, seed: int) -> None:
+    """Draw the elements of a box, which are runs of consecutive elements of the original."""
+    digest = hashlib.sha256(f"{seed} {piece.path[-1]}".encode()).digest()
+    key = int.from_bytes(digest[:8], "little", signed=True)
+    flat = piece.values if piece.values.is_contiguous() else torch.empty_like(piece.values).contiguous()
+    at = 0
+    for first, count in runs(piece.shape, piece.box):
+        for start in range(first, first + count, _CHUNK):
+            stop = min(start + _CHUNK, first + count)
+            flat.view(-1)[at : at + stop - start].copy_(normal(key, start, stop).mul_(0.02))
+            at += stop - start
+    if flat is not piece.values:
+        piece.values.copy_(flat)
+
+
+def normal(key: int, start: int, stop: int) -> Tensor:
+    """The normal numbers ``start`` to ``stop`` (exclusive) of the sequence that belongs to the 64-bit ``key``, in float32 on the CPU.
+
+    Number pairs are Box and Muller's of the two halves of 64 random bits, which are a hash of the pair's place: SplitMix64 (Steele, Lea and
+    Flood, Fast Splittable Pseudorandom Number Generators, 2014) with ``key`` as its seed.
+    """
+    first, last = start // 2, -(-stop // 2)
+    bits = torch.arange(first, last).mul_(_signed(0x9E3779B97F4A7C15)).add_(key)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        bits.bitwise_xor_(_shifted(bits, shift)).mul_(_signed(factor))
+    bits.bitwise_xor_(_shifted(bits, 31))
+    radius = _shifted(bits, 32).float().add_(0.5).mul_(2.0**-32).log_().mul_(-2).sqrt_()
+    angle = bits.bitwise_and_(0xFFFFFFFF).float().mul_(2 * math.pi * 2.0**-32)
+    pairs = torch.stack((radius * angle.cos(), radius * angle.sin()), -1)
+    return pairs.view(-1)[start - 2 * first : stop - 2 * first]
+
+
+def _signed(bits: int) -> int:
+    """Return the 64-bit integer with these bits, as torch has it."""
+    return bits - (1 << 64)
+
+
+def _shifted(bits: Tensor, count: int) -> Tensor:
+    """``bits >> count`` of unsigned integers."""
+    return (bits >> count).bitwise_and_((1 << (64 - count)) - 1)
+
+
+def source_of(state: Mapping[str, Tensor]) -> Callable[[Layout], Tensor]:
+    """Initial values from a state dict of the user's model; any name of a tied parameter works."""
+
+    def value(layout: Layout) -> Tensor:
+        for name in (layout.original, *layout.tied):
+            if name in state:
+                return state[name]
+        raise KeyError(f"the state has no {layout.original}")
+
+    return value
