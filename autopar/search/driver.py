@@ -410,7 +410,7 @@ def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Pla
         notes.append("time ran out before schedules besides 1f1b and gpipe were searched; pin schedule to search one")
     elif state.schedules:
         names = ", ".join(state.schedules)
-        notes.append(f"{names}: only stages of equally many layers were searched; pin schedule to search others")
+        notes.append(f"{names}: only with numbers of chunks that divide the layers; pin schedule to search others")
     gap = max(0.0, 1 - bound / state.step_s) if state.step_s > 0 else 0.0
     proof = Proof(
         bound,

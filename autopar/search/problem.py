@@ -457,9 +457,9 @@ def waiting_less(choice: Choice, layers: int, split: bool) -> list[list[Choice]]
     """The choice with schedules under which devices wait less: a list for each schedule, the fewest stages on each device first. Pins of
     schedule and chunks are not checked; ``split``: whether a backward pass may run in two parts.
 
-    All stages must have equally many layers, apart from the first and the last layer (an embedding and a head are no blocks), as in
-    Megatron (arXiv:2104.04473, section 2.2): a schedule runs at the pace of its longest stage, and no bound shows how much uneven stages
-    cost.
+    Only numbers of stages are tried that divide the layers, apart from the first and the last one (an embedding and a head are no blocks),
+    as in Megatron (arXiv:2104.04473, section 2.2): a schedule runs at the pace of its longest stage, and no bound shows how much uneven
+    stages cost.
     """
     line, m = choice.schedule.pipeline, choice.schedule.microbatches
     if line == 1 or m == 1:  # one microbatch passes all stages one after the other, wherever they are placed
