@@ -302,7 +302,7 @@ RUNTIME = tuple(
          GRID, r"sorted\(own, key=lambda item: item\[0\]\)", "sorted(own, key=lambda item: -item[0])"),
         ("world.py", "every rank holds the first slice of a parameter", "llama", TENSOR,
          r"index \* \(extent // size\)", "0 * (extent // size)"),
-        ("world.py", "a parameter's slices are nested in the wrong order", "pairs",
+        ("world.py", "a parameter's slices are nested in the wrong order", "llama",
          GRID, r"for axis, dim in self\.sharded:", "for axis, dim in reversed(self.sharded):"),
         ("processes.py", "gradients are reduced over the wrong group of ranks", "llama", TWO_AXES,
          r"ranks\.permute\(\*outer, \*inner\)", "ranks.permute(*inner, *outer)"),
