@@ -11,6 +11,7 @@ from pathlib import Path
 
 from autopar import program
 from autopar.program.type_check import DIGESTS, file_digest
+from autopar.techniques import ALL
 
 PACKAGE = "runtime"
 _HOME = Path(program.__file__).parent
@@ -30,6 +31,7 @@ _FORMER = frozenset(
         "runtime",
         "schedulers",
         "values",
+        *(name for technique in ALL for name in technique.former_modules),
     )
 )
 """Files that the package had in earlier versions."""

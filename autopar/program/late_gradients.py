@@ -67,17 +67,14 @@ class LateReductions(Reductions):
         if group not in self._sums:  # of parameters that are not trained
             super()._start(group)
             return
-        filled = group._grads
-        group._grads = filled.clone()
-        group.start_reduction()
-        self._sums[group].append(_Sum(self._step, group._grads, group._work))
-        group._grads, group._work, self._placed = filled, None, False
+        self._sums[group].append(_Sum(self._step, *group.start_reduction_of_copy()))
+        self._placed = False
 
     @torch.no_grad()
     def show(self) -> None:
         """Give the groups the gradients of the last forward and backward pass."""
         for group, sums in self._sums.items():
-            group._grads.copy_(sums[-1].wait())
+            group.flat_gradients.copy_(sums[-1].wait())
         self._placed = False
 
     @torch.no_grad()
@@ -87,9 +84,9 @@ class LateReductions(Reductions):
             return
         for group, sums in self._sums.items():
             due = [each for each in sums if each.step + self._by <= self._step]
-            group._grads.zero_()
+            group.flat_gradients.zero_()
             for each in due:
-                group._grads += each.wait()
+                group.flat_gradients.add_(each.wait())
                 sums.remove(each)
         self._placed = True
 
@@ -138,7 +135,7 @@ class LateReductions(Reductions):
                 state = updates.optimizer.state.get(master.tensor, {})
                 for key in [key for key in state if key.startswith(_STATE)]:
                     step = int(key.removeprefix(_STATE)) - self._by
-                    each = found.setdefault(step, _Sum(step, torch.zeros_like(group._grads)))
+                    each = found.setdefault(step, _Sum(step, torch.zeros_like(group.flat_gradients)))
                     _part(each.gradients, group, master.holder).copy_(state.pop(key))
             sums[:] = [found[step] for step in sorted(found)]
 
@@ -147,5 +144,5 @@ def _part(gradients: Tensor, group: FlatGroup, holder: Tensor) -> Tensor:
     """The elements of a group's ``gradients`` that the gradient of ``holder`` has."""
     view = holder.grad
     assert view is not None
-    start = view.storage_offset() - group._grads.storage_offset()
+    start = view.storage_offset() - group.flat_gradients.storage_offset()
     return gradients[start : start + view.numel()].view(view.shape)

@@ -319,6 +319,19 @@ class FlatGroup(ParameterGroup):
         copied = self._grads.numel() if self.device.type == "cpu" else 0
         return (self._own.stop - self._own.start + copied) * self._grads.itemsize
 
+    @property
+    def flat_gradients(self) -> Tensor:
+        """The buffer of all gradients, of which the masters' gradients are views."""
+        return self._grads
+
+    def start_reduction_of_copy(self) -> tuple[Tensor, Work | None]:
+        """Start to sum a copy of the gradients, as ``start_reduction`` does; return the copy and what to wait for."""
+        filled, self._grads = self._grads, self._grads.clone()
+        self.start_reduction()
+        copy, work = self._grads, self._work
+        self._grads, self._work = filled, None
+        return copy, work
+
     def start_reduction(self) -> None:
         """Start to sum the gradients over the data axes; a parameter server alone gets the sum. Padding has no gradient."""
         self.settle()

@@ -134,7 +134,8 @@ def search_also(
         if found is None:  # these devices or this model do not admit it
             continue
         bound_s = min(bound_s, found.bound_s)
-        late += named if left_s <= 0 else []
+        if left_s <= 0:
+            late += named
         if found.plan is not None and found.step_s < known_s:
             best = found.plan
     notes = (f"time ran out before these were searched: {', '.join(late)}; pin one to search it",) if late else ()

@@ -58,9 +58,7 @@ class State:
     tried: set[Choice] = field(default_factory=set)  # whether anything fits in these choices was checked at the end
     widened: Choice | None = None  # the latest best choice in which segments were tried
     schedules: dict[str, None] | None = None  # those besides 1F1B and GPipe that were opened; ``None``: not yet
-    missed_s: float = (
-        0.0  # seconds for solutions that were looked for early and were no better, since the latest that was
-    )
+    missed_s: float = 0.0  # seconds of early solutions that were no better, since the latest that was better
     too_large: int = 0  # choices with several stages on each device that were too large for the label method
     floor_s: float = 0.0  # the model's arithmetic at the devices' peak; also a bound for choices without a price
 

@@ -143,15 +143,15 @@ def _first(state: State, node: SearchNode) -> None:
 def _construct(state: State, node: SearchNode) -> None:
     """Search for a solution of a choice."""
     instance = node.instance
-    if node.bound_s < state.enough_s:
-        state.opened += 1
-        if not _look(state, instance) and may_segment(instance) and least_memory(instance)[0] > 1:
-            return not_possible(state, node)
+    wanted = node.bound_s < state.enough_s
+    if wanted and not _look(state, instance) and may_segment(instance) and least_memory(instance)[0] > 1:
+        return not_possible(state, node)
     state.push(instance, node.bound_s, node.done + 1)
 
 
 def _look(state: State, instance: Instance) -> bool:
     """Search for a solution of the choice; whether one was found."""
+    state.opened += 1
     decided = _dive(state, instance)
     if decided is None:
         return False

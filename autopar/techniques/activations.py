@@ -158,6 +158,7 @@ class Activations(Technique):
         "--recompute-num-layers",
     )
     modules = ("recomputing", "activation_storage")
+    former_modules = ("int8", "offload", "saved_views", "segments", "selective")
 
     def said(self, value: str) -> str:
         name, layers = self.split(value)

@@ -30,6 +30,7 @@ class Overlap(Technique):
     under_split = NONE
     conflicts = (Conflict((HALVES,), "schedule", tuple(SPLIT), "halves go with schedules of whole backward passes"),)
     modules = ("halves", "kernels_overlap")
+    former_modules = ("halves_experts",)
     computes = "halves.Half"
     rewrite_local = "overlap"
     advice = "use an even number of rows on each device in a microbatch, and layers with tensor or expert parallelism; or leave overlap out"

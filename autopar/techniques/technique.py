@@ -262,6 +262,8 @@ class Technique:
     """Pins of before, which say a part of the same decision."""
     former_fields: ClassVar[Mapping[str, Any]] = {}
     """Fields of a layer in plan files of before, each with its values (``plan_schema`` says in what form)."""
+    former_modules: ClassVar[tuple[str, ...]] = ()
+    """Modules that the runtime of emitted folders had for it before."""
     run_fields: ClassVar[tuple[str, ...]] = ()
     """The fields of a published run that say a value."""
     flags: ClassVar[tuple[str, ...]] = ()

@@ -229,7 +229,8 @@ def test_files_that_the_package_had_before_are_removed(tmp_path: Path) -> None:
     emit(graph, manual_plan(graph), tmp_path)
     package = tmp_path / "runtime"
     (package / "trainer.py").rename(package / "runtime.py")
-    (package / "values.py").write_text("# as emitted\n")
+    for name in ("values.py", "segments.py"):
+        (package / name).write_text("# as emitted\n")
     (package / "mine.py").write_text("# a user's\n")
     write_digests(tmp_path)
     with program_modules(tmp_path):
@@ -237,6 +238,6 @@ def test_files_that_the_package_had_before_are_removed(tmp_path: Path) -> None:
     (package / "values.py").write_text("# edited\n")
     emit(graph, manual_plan(graph), tmp_path)
     assert {"trainer.py", "values.py", "mine.py"} <= {path.name for path in package.glob("*.py")}
-    assert not (package / "runtime.py").exists()
+    assert not (package / "runtime.py").exists() and not (package / "segments.py").exists()
     with program_modules(tmp_path):
         assert import_runtime(tmp_path).__name__ == "runtime.trainer"

@@ -174,8 +174,8 @@ def structure(texts: Sources) -> dict[str, Any]:
 
 
 def spread(texts: Sources) -> dict[str, list[str]]:
-    """The files that know each technique."""
-    said = {path: _spelled(text) for path, text in texts.items()}
+    """The files that know each technique: those that spell it, and those of its own."""
+    said = {path: f"{module_of(path)}.py\n{_spelled(text)}" for path, text in texts.items()}
     return {
         name: sorted(path for path, words in said.items() if re.search(pattern, words))
         for name, pattern in TECHNIQUES.items()

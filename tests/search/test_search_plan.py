@@ -310,7 +310,7 @@ class TestFullSize:
         assert [axis.name for axis in plan.mesh][-1] == "tensor"
         every = search(graph, devices, TransformerPricer(graph))
         assert every.prediction.step_time_s <= plan.prediction.step_time_s
-        assert every.bound_s <= plan.bound_s  # it is of interleaved schedules, too
+        assert every.gap <= 0.03  # the bound is of interleaved schedules, too
 
     def test_a_forced_pipeline_is_feasible_and_its_gap_small(self) -> None:
         graph = transformer()
