@@ -41,10 +41,11 @@ class Span:
 @dataclass(frozen=True)
 class _Program:
     """A schedule's actions in dependency order: (its kind and stage, as a row of ``_seconds``; the previous action of the device; the
-    action whose result it takes), and its microbatch. A missing action is -1."""
+    action whose result it takes), and its microbatch; and the last action of each device. A missing action is -1."""
 
     waits: list[tuple[int, int, int]]
     microbatch: list[int]
+    last: list[int]
 
 
 @functools.lru_cache(maxsize=8)
@@ -59,8 +60,8 @@ def _program(schedule: Schedule) -> _Program:
     source = {("F", s): sent[s - 1] if s else nothing for s in range(stages)}
     source |= {(k, s): sent[stages + s + 1] if s < stages - 1 else nothing for s in range(stages) for k in "BI"}
     source |= {("W", s): nothing for s in range(stages)}
-    found = _Program([], [])
     last, at = [-1] * line, [0] * line
+    found = _Program([], [], last)
     waiting = list(range(line))
     while waiting:
         moved = False
@@ -124,17 +125,23 @@ def timeline(
     )
 
 
-def longest_path(schedule: Schedule, parts: Array) -> Array:
-    """How often the longest path contains each of ``parts``: with other seconds the step is no shorter than that path."""
-    waits = _program(schedule).waits
+def longest_paths(schedule: Schedule, parts: Array, least_s: float) -> list[Array]:
+    """The longest path to the last action of each device, of those that take longer than ``least_s``: how often the path contains each of
+    ``parts``. With other seconds the step is no shorter than any of these paths."""
+    program = _program(schedule)
+    waits = program.waits
     done = _ends(waits, _seconds(parts).tolist())
-    counts = [0] * (len(KINDS) * schedule.stages)
-    here = max(range(len(waits)), key=done.__getitem__)
-    while here >= 0:
-        slot, own, taken = waits[here]
-        counts[slot] += 1
-        here = own if done[own] >= done[taken] else taken
-    return counted(schedule, np.array(counts, dtype=np.float64).reshape(len(KINDS), schedule.stages))
+    found = []
+    for here in program.last:
+        counts = [0] * (len(KINDS) * schedule.stages)
+        if done[here] <= least_s:
+            continue
+        while here >= 0:
+            slot, own, taken = waits[here]
+            counts[slot] += 1
+            here = own if done[own] >= done[taken] else taken
+        found.append(counted(schedule, np.array(counts, dtype=np.float64).reshape(len(KINDS), schedule.stages)))
+    return found
 
 
 def _ends(waits: list[tuple[int, int, int]], seconds: list[float]) -> list[float]:

@@ -42,6 +42,11 @@ class Front:
     def __len__(self) -> int:
         return len(self.live)
 
+    def within(self, live: float, cost: float) -> Front:
+        """The ways with at most these live bytes and this cost, without how they are made."""
+        keep = slice(int((self.cost > cost).sum()), int(np.searchsorted(self.live, live, side="right")))
+        return Front(self.live[keep], self.cost[keep], self.made[keep])
+
     def picks(self, way: int) -> list[tuple[int, int]]:
         """The table and the candidate of each layer of a way."""
         found: list[tuple[int, int]] = []
@@ -66,12 +71,12 @@ def front(live: Array, cost: Array, candidates: Indices, table: int) -> Front:
 NOTHING = Front(np.zeros(1), np.zeros(1), np.zeros(1, dtype=np.int64))
 
 
-def merged(a: Front, b: Front, limit: float, bound: bool) -> Front:
-    """The ways to run the layers of both within a limit. Above ``WAYS`` some are left out, or (``bound``) neighbours are merged into one
-    that is as cheap as the cheaper and has as few live bytes as the smaller."""
+def merged(a: Front, b: Front, limit: float, bound: bool, dearest: float = np.inf) -> Front:
+    """The ways to run the layers of both within a limit, at a cost of at most ``dearest``. Above ``WAYS`` some are left out, or
+    (``bound``) neighbours are merged into one that is as cheap as the cheaper and has as few live bytes as the smaller."""
     live, cost = np.add.outer(a.live, b.live).ravel(), np.add.outer(a.cost, b.cost).ravel()
     keep = falling(live, cost)
-    keep = keep[: int(np.searchsorted(live[keep], limit, side="right"))]
+    keep = keep[int((cost[keep] > dearest).sum()) : int(np.searchsorted(live[keep], limit, side="right"))]
     first = last = np.arange(0, len(keep), -(-len(keep) // WAYS) or 1)
     if bound and len(first):
         last = np.append(first[1:], len(keep)) - 1

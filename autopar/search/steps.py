@@ -1,6 +1,6 @@
 """The steps of an outer choice: bounds, solutions, the exact method. One step runs each time that the choice's bound is the lowest.
 
-Bounds come before a solution: most choices need no solution, and the master of the columns has cuts for it.
+Bounds come before a solution: most choices need no solution, and the linear program has cuts for it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from autopar.search.bounds.bottleneck import bottleneck_bound, whole_bound
 from autopar.search.bounds.cheap import fewest_seconds
-from autopar.search.bounds.columns import columns_bound, first_bound
+from autopar.search.bounds.linear import device_bound, first_bound, linear_bound
 from autopar.search.construct.drafts import construct
 from autopar.search.construct.selection import tied_cost
 from autopar.search.exact import TooManyLabelsError, solve_labels
@@ -122,10 +122,10 @@ def _whole(instance: Instance, at_least_s: float, enough_s: float) -> float:
     return whole_bound(instance, at_least_s, enough_s if np.isfinite(enough_s) else (1 + MARGIN) * at_least_s)
 
 
-def _columns(state: State, node: SearchNode) -> None:
-    """``columns_bound``: all devices together."""
+def _linear(state: State, node: SearchNode) -> None:
+    """``linear_bound``: all devices together."""
     state.solvers.add("GLOP")
-    _raise_bound(state, node, columns_bound(node.instance, node.bound_s, state.enough_s))
+    _raise_bound(state, node, linear_bound(node.instance, node.bound_s, state.enough_s))
 
 
 def _first(state: State, node: SearchNode) -> None:
@@ -217,10 +217,10 @@ def _labels(state: State, node: SearchNode) -> bool:
     return True
 
 
-NO_PIPELINE = (_coarse, _bounding(_whole), _construct, _columns, _close)
-"""There is nothing to cut, so that the columns are needed for the proof alone."""
+NO_PIPELINE = (_coarse, _bounding(_whole), _construct, _linear, _close)
+"""There is nothing to cut, so that the linear program is needed for the proof alone."""
 
-ONE_STAGE = (_coarse, _bounding(_whole), _columns, _construct, _close)
-SEVERAL_STAGES = (_first, _columns, _construct, _close)
+ONE_STAGE = (_coarse, _bounding(_whole), _linear, _construct, _close)
+SEVERAL_STAGES = (_first, _linear, _bounding(device_bound), _construct, _close)
 BOTH_WAYS = (_construct, _close)
 """Schedules that have copies of each stage have the cheap bound alone, and, in small models, the exact method."""

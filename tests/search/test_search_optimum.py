@@ -18,7 +18,7 @@ from autopar.schedules import CHIMERA, SEVERAL_STAGES
 from autopar.search import SearchOptions, search, steps
 from autopar.search.bounds.bottleneck import bottleneck_bound, whole_bound
 from autopar.search.bounds.cheap import fewest_seconds, least_pipelined_s
-from autopar.search.bounds.columns import columns_bound, first_bound
+from autopar.search.bounds.linear import device_bound, first_bound, linear_bound
 from autopar.search.construct.drafts import construct
 from autopar.search.construct.local import _steps, changed, improved
 from autopar.search.construct.refine import refined
@@ -139,7 +139,7 @@ def test_every_bound_of_every_outer_choice_holds() -> None:
                 "cheap": cheap,
                 "bottleneck": bottleneck_bound(instance),
                 "whole": whole_bound(instance, cheap, float("inf")),
-                "columns": columns_bound(instance, cheap, float("inf")),
+                "linear": linear_bound(instance, cheap, float("inf")),
             }
             for name, bound in bounds.items():
                 assert bound <= best * (1 + 1e-6), (seed, choice, name)
@@ -147,8 +147,28 @@ def test_every_bound_of_every_outer_choice_holds() -> None:
                     tight.setdefault(name, []).append(bound / best)
     mean = {name: sum(values) / len(values) for name, values in tight.items()}
     assert 0 < mean["first"] < mean["cheap"]
-    assert mean["cheap"] < mean["columns"] and mean["cheap"] < mean["bottleneck"] < mean["whole"]
-    assert mean["columns"] > 0.92 and max(tight["columns"]) > 1 - 1e-6
+    assert mean["cheap"] < mean["linear"] and mean["cheap"] < mean["bottleneck"] < mean["whole"]
+    assert mean["linear"] > 0.92 and max(tight["linear"]) > 1 - 1e-6
+
+
+def test_the_bound_of_whole_layers_on_each_device_holds_and_is_the_higher() -> None:
+    """Equal layers between two others, as in a language model: a linear program gives each device a part of a layer."""
+    linear, whole = [], []
+    for seed in range(60):
+        graph = chain(["first", *["block"] * (3 + seed % 3), "last"], 4)
+        pricer = RandomPricer(graph, seed, 1.0, 0.0)
+        cluster, options = Devices(2, (150, 220, 10_000)[seed % 3]), SearchOptions(schedule="interleaved-1f1b")
+        prices = Prices(graph, cluster, pricer, options)
+        for choice in choices(graph, cluster.count, options, prices.pins):
+            instance = prices.instance(choice)
+            best = inf if instance is None else solve_labels(instance, inf, inf)[0]
+            if instance is None or best == inf:
+                continue
+            bounds = [device_bound(instance, 0.0, best * more) for more in (1 - 1e-9, 1 + 1e-6, 1.1, 1.5)]
+            assert max(bounds) <= best * (1 + 1e-9), (seed, choice)
+            linear.append(linear_bound(instance, 0.0, inf) / best)
+            whole.append(bounds[1] / best)
+    assert len(whole) >= 40 and sum(whole) / len(whole) > sum(linear) / len(linear) + 0.03
 
 
 @pytest.mark.parametrize("schedule", [name for name in SEVERAL_STAGES if name != CHIMERA])
@@ -176,10 +196,12 @@ def test_every_bound_of_choices_with_several_stages_on_a_device_holds(schedule: 
                     "first": first,
                     "cheap": cheap,
                     "even": first_bound(instance, cheap, inf),
-                    "columns": columns_bound(instance, cheap, inf),
+                    "linear": linear_bound(instance, cheap, inf),
                 }
                 if best < inf:  # with a cutoff that the optimum is below, it still is no more than it
-                    bounds["columns, cut off"] = columns_bound(instance, cheap, best * 1.01)
+                    bounds["linear, cut off"] = linear_bound(instance, cheap, best * 1.01)
+                    for more in (1.01, 1.2, 3):
+                        bounds[f"whole layers below {more}"] = device_bound(instance, cheap, best * more)
                 found = construct(instance)
                 assert found is None or found[0] >= best * (1 - 1e-9), (seed, choice)
                 if found is not None:
@@ -194,8 +216,8 @@ def test_every_bound_of_choices_with_several_stages_on_a_device_holds(schedule: 
                     if best < inf:
                         tight.setdefault(name, []).append(bound / best)
     mean = {name: sum(values) / len(values) for name, values in tight.items()}
-    assert len(tight["cheap"]) >= 10 and mean["cheap"] < mean["even"] < mean["columns"]
-    assert mean["columns"] > 0.75 and mean["constructed"] < 1.05, mean
+    assert len(tight["cheap"]) >= 10 and mean["cheap"] < mean["even"] < mean["linear"]
+    assert mean["linear"] > 0.75 and mean["constructed"] < 1.05, mean
 
 
 def test_the_local_search_shortens_steps() -> None:

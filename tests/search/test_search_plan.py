@@ -16,7 +16,7 @@ from autopar.layer_price import LayerPrice
 from autopar.plan import Axis, Plan, Role, Strategy
 from autopar.schedules import Schedule
 from autopar.schedules.step_time import (
-    longest_path,
+    longest_paths,
     lower_bound,
     simulate,
     textbook_paths,
@@ -398,9 +398,10 @@ def test_a_path_through_the_schedule_is_as_long_as_the_step_and_bounds_others() 
         stages, m = rng.randint(2, 5), rng.randint(1, 9)
         for schedule in (Schedule("gpipe", stages, m), Schedule("1f1b", stages, m)):
             own, other = ([[rng.random() for _ in range(stages)] for _ in range(2)] for _ in range(2))
-            path = longest_path(schedule, np.array(own))
-            assert (path * own).sum() == pytest.approx(simulate(schedule, *own))
-            assert (path * other).sum() <= simulate(schedule, *other) * (1 + 1e-12)
+            step, paths = simulate(schedule, *own), longest_paths(schedule, np.array(own), 0.0)
+            assert max((path * own).sum() for path in paths) == pytest.approx(step)
+            assert all((path * other).sum() <= simulate(schedule, *other) * (1 + 1e-12) for path in paths)
+            assert all((path * own).sum() > 0.9 * step for path in longest_paths(schedule, np.array(own), 0.9 * step))
 
 
 @pytest.mark.parametrize("rows", [64, 128])

@@ -2,5 +2,5 @@
 
 ``cheap``       each layer's best price alone
 ``bottleneck``  one stage on each device: stages of consecutive layers, memory priced (GRIDS) or exact (``whole_bound``)
-``columns``     column generation in GLOP over cuts, paths through the schedule and prices of memory
+``linear``      a linear program over cuts, paths through the schedule and prices of memory; with ``whole``, of whole layers on each device
 """

@@ -16,7 +16,7 @@ A step with this stage takes no less than its paths (``textbook_paths``):
     ahead(i) + total(i, j) + (m - w_s) time(i, j) + behind(j) + twice(j)         (GPipe: with m - 1 and without the last term)
 
 where ahead, behind (of total) and twice (of time) are the least sums over the stages before and after, found by dynamic programming
-over the cuts. The bound is the least possible value of the worst stage, found in the same way. ``columns`` couples the stages, but mixes
+over the cuts. The bound is the least possible value of the worst stage, found in the same way. ``linear`` couples the stages, but mixes
 cuts and parts of layers.
 """
 

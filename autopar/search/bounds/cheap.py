@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from autopar.schedules import GPIPE, Schedule
+from autopar.schedules.memory import passing_by
 from autopar.schedules.orders import warm_forwards
 from autopar.search.pareto import Array
 from autopar.search.tables import Instance
@@ -83,6 +84,15 @@ def sends(instance: Instance) -> Array:
     """The least seconds that each stage spends on sends, forward and backward: ``[2, stage]``."""
     crosses = np.array([0, *(link is not None for link in instance.schedule.links), 0]) * cheapest_send(instance)
     return np.stack([crosses[1:], crosses[:-1]])
+
+
+def passing_bytes(instance: Instance, device: int) -> float:
+    """The least bytes of the tensors that the pipeline keeps on a device."""
+    if device == instance.schedule.device[-1]:  # the last layer sends nothing
+        return 0.0
+    kinds = np.unique(instance.kind[:-1])
+    borders = min(float(table.border.min()) for k in kinds for table in instance.kinds[k].places)
+    return passing_by(instance.schedule, device) * borders
 
 
 def outside(instance: Instance) -> Array:

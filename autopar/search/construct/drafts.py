@@ -1,8 +1,8 @@
-"""``construct``: a solution of a choice, from cuts that suit the master's mean stages.
+"""``construct``: a solution of a choice, from cuts that suit the linear program's mean stages.
 
 1. For each mode (``modes_of``), the fastest candidate of every kind with which all layers together fit on the devices.
-2. Cuts: the master's mean cuts (``bounds.columns``), rounded; cuts that give all devices equal work, or equal bytes, with the candidates
-   of 1; the best of the latter by the simulated schedule.
+2. Cuts: the linear program's mean cuts (``bounds.linear``), rounded; cuts that give all devices equal work, or equal bytes, with the
+   candidates of 1; the best of the latter by the simulated schedule.
 3. The candidates of each stage or device for these cuts, resharding included, within its memory (``refine``).
 4. The local search (``local``).
 """
@@ -30,7 +30,7 @@ MIXTURES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Weights of bytes, relative to seconds, with which cuts are made even."""
 
 DRAFTS, REFINED, MODES = 6, 6, 2
-"""Choices of candidates that are cut, drafts whose candidates are chosen again, and modes in which the master's cuts are tried."""
+"""Choices of candidates that are cut, drafts whose candidates are chosen again, and modes in which the linear program's cuts are tried."""
 
 CLOSE = 0.03
 """How far above the best plan a solution may be for single candidates to be changed in it."""
@@ -61,7 +61,7 @@ def construct(instance: Instance, deadline: float = np.inf, known_s: float = np.
     tries = _Tries(instance)
     picks = _picks(instance)[:DRAFTS]
     modes = list({each.mode.roles: each.mode for each in picks}.values())[:MODES]
-    for bounds in _of_master(instance):
+    for bounds in _of_program(instance):
         for mode in modes:
             tries.cut(bounds, mode)
     if tries.solution is None or not instance.schedule.interleaved:  # irregular cuts of many stages take long
@@ -131,9 +131,9 @@ def _picks(instance: Instance) -> list[_Pick]:
     return sorted(found, key=lambda each: each.estimate_s)
 
 
-def _of_master(instance: Instance) -> list[tuple[int, ...]]:
-    """The master's mean cuts, rounded; if nearly all layers are alike, under interleaved 1F1B, each device's mean number of layers in
-    chunks as even as possible."""
+def _of_program(instance: Instance) -> list[tuple[int, ...]]:
+    """The linear program's mean cuts, rounded; if nearly all layers are alike, under interleaved 1F1B, each device's mean number of layers
+    in chunks as even as possible, rounded up where the most is missing, or on the first devices."""
     if not instance.cuts or instance.schedule.stages == 1:
         return []
     mean, stages, count = instance.cuts[-1], instance.schedule.stages, instance.layers
@@ -143,12 +143,16 @@ def _of_master(instance: Instance) -> list[tuple[int, ...]]:
     found = [(*bounds, count)]
     if alike_in_rounds(instance):
         exact = np.diff(mean) @ instance.owns
-        layers = np.floor(exact + 1e-6).astype(np.int64)
-        layers[np.argsort(layers - exact)[: count - int(layers.sum())]] += 1
+        least = np.floor(exact + 1e-6).astype(np.int64)
+        more = count - int(least.sum())
         common, chunks = int(np.bincount(instance.kind).argmax()), instance.schedule.chunks
         ends = bool(instance.kind[0] != common), bool(instance.kind[-1] != common)
-        even = [in_rounds(layers.tolist(), chunks, ends, list(order)) for order in (range(chunks), range(chunks)[::-1])]
-        found = even
+        orders = list(range(chunks)), list(range(chunks))[::-1]
+        found = []
+        for first in (np.argsort(least - exact), np.argsort(exact - least < 0.01, kind="stable")):
+            layers = least.copy()
+            layers[first[:more]] += 1
+            found += [in_rounds(layers.tolist(), chunks, ends, order) for order in orders]
     distinct = dict.fromkeys(found)
     return [b for b in distinct if all(i < j for i, j in pairwise(b)) and b[-1] == count]
 

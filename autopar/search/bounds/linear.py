@@ -1,0 +1,444 @@
+"""Lower bounds of the step time of a choice, from a linear program over the paths through its schedule.
+
+The step is at least the seconds of any path (``schedules.step_time.textbook_paths``) plus the once-per-step seconds of any device, and the
+live bytes of a device are at most its memory. The program relaxes whole layers: each stage runs some number of layers of each run of equal
+layers, split among their candidates, and the stages follow each other through the runs. It has rows for paths, devices and memory; paths
+that are longer than those of its rows, and candidates that would shorten its solution, are added until there are none.
+
+Its value is not the bound. The multipliers of its rows price the seconds, once-per-step seconds and bytes of each layer on each stage; the
+cheapest candidate of each layer and the cheapest cuts for these prices are found by dynamic programming over the stages, as the minimum of
+the rest of a prefix sum. Whatever the multipliers are, that is a bound (Lagrangian relaxation), so rounding in the solver does no harm.
+
+``device_bound`` adds what is known of whole layers on each device (``whole``). Resharding is left out, as everywhere in bounds.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from ortools.linear_solver import pywraplp
+
+from autopar.schedules.memory import fullest
+from autopar.schedules.step_time import longest_paths, simulate_parts, textbook_paths
+from autopar.search.bounds.cheap import TOLERANCE, passing_bytes, sends
+from autopar.search.bounds.whole import WholeLayers, whole_layers
+from autopar.search.cuts import balanced_cuts
+from autopar.search.pareto import Array, Indices
+from autopar.search.tables import Instance
+
+LADDER = np.geomspace(1e-4, 1e4, 9)
+"""Multipliers of memory to start with, in units of a device's least time per device memory."""
+
+ROUNDS = 60
+"""How many times paths and candidates are added."""
+
+STALLED = 5, 2e-4
+"""After how many rounds a program without rows of whole layers is left, and the relative rise of its value below which it is."""
+
+PATHS = 12
+"""The most paths that are added at once."""
+
+PRECISION = 1e-4
+"""The relative difference from which on a path is longer, or a candidate better."""
+
+CUT_ACTIONS = 40_000
+"""The largest number of microbatches times stages for which paths are searched: Python finds a path action by action."""
+
+
+def first_bound(instance: Instance, at_least_s: float, enough_s: float) -> float:
+    """The bound with equal multipliers of all textbook paths; ``inf`` if nothing fits."""
+    return max(at_least_s, _Lagrangian(instance).first())
+
+
+def linear_bound(instance: Instance, at_least_s: float, enough_s: float) -> float:
+    """The bound with the multipliers of the linear program; stops at ``enough_s``, and is never below ``at_least_s``."""
+    return max(at_least_s, _best(instance, enough_s, None))
+
+
+def device_bound(instance: Instance, at_least_s: float, enough_s: float) -> float:
+    """``linear_bound`` of the plans that are faster than ``enough_s``, each device of which has a whole number of layers."""
+    whole = whole_layers(instance, enough_s)
+    if whole is None:
+        return max(at_least_s, enough_s)
+    return max(at_least_s, min(_best(instance, enough_s, whole), enough_s))
+
+
+@dataclass(frozen=True, slots=True)
+class Multipliers:
+    """Prices of what a stage or a device takes: ``seconds[part, stage]`` of a microbatch, ``once[device]`` of once-per-step seconds,
+    ``byte[device]`` of live bytes, ``layer[device]`` of each of the most frequent layers; and what they add up to without any layer."""
+
+    seconds: Array
+    once: Array
+    byte: Array
+    layer: Array
+    constant: float
+
+
+class _Lagrangian:
+    """The least value of a choice under multipliers."""
+
+    def __init__(self, instance: Instance) -> None:
+        schedule = instance.schedule
+        self.instance, self.line, self.stages = instance, schedule.pipeline, schedule.stages
+        self.paths = textbook_paths(schedule)  # [part, path, stage]
+        self.in_flight, self.waiting = instance.in_flight.astype(np.float64), instance.waiting.astype(np.float64)
+        self.device = instance.device
+        least = float(instance.least("transient").min())
+        self.room = np.array([space(instance, d) for d in range(self.line)])
+        # for the stage that runs when a device's live memory is largest: its largest transient is at least the mean of its layers'
+        self.transient = np.zeros(self.stages)
+        self.transient[list(fullest(schedule).at_work)] = 1 / (instance.layers - self.stages + 1)
+        self.send = np.zeros((len(self.paths), self.stages))
+        self.send[:2] = sends(instance)
+        self.place = np.searchsorted(sorted(set(instance.layout.place)), instance.layout.place)  # of each stage
+        widest = max(len(table.bounding) for table in instance.kinds)
+        # [place, price, kind, candidate]; shorter lists are padded by repetition
+        self.prices = np.array(
+            [
+                [
+                    [np.resize(each[base.bounding], widest) for each, base in zip(prices, instance.kinds, strict=True)]
+                    for prices in (
+                        *zip(*(table.seconds for table in tables), strict=True),
+                        [table.step for table in tables],
+                        [table.weights for table in tables],
+                        [table.saved for table in tables],
+                        [table.waiting for table in tables],
+                        [table.transient - least for table in tables],
+                    )
+                ]
+                for tables in (instance.at(place) for place in sorted(set(instance.layout.place)))
+            ]
+        )
+        self.most = int(np.bincount(instance.kind).argmax())  # the kind of most layers
+
+    def first(self) -> float:
+        """The bound with equal multipliers of all textbook paths, memory priced if it binds; ``inf`` if all devices together lack
+        memory."""
+        nothing, even = np.zeros(self.line), np.full(self.line, 1 / self.line)
+        mean = self.paths.mean(axis=1)
+        none = Multipliers(np.zeros_like(mean), nothing, np.ones(self.line), nothing, 0.0)
+        if (self.room <= 0).any() or self.value(none)[0] > 0:
+            return np.inf
+        best, bounds, pick = self.value(Multipliers(mean, even, nothing, nothing, 0.0))
+        if (self.used(bounds, pick) > self.room).any():
+            for price in self.ladder(best):
+                best = max(best, self.value(Multipliers(mean, even, price, nothing, 0.0))[0])
+        return best * (1 - TOLERANCE)
+
+    def ladder(self, value_s: float) -> Array:
+        """Prices of bytes to try, ``[number, device]``, in a choice of about ``value_s`` seconds."""
+        return np.outer(LADDER * value_s / float(self.room.mean()), np.ones(self.line))
+
+    def value(self, by: Multipliers) -> tuple[float, Indices, Indices]:
+        """The least value, its cuts, and each kind's candidate on each stage ``[stage, kind]``."""
+        per_byte, per_step = by.byte[self.device], by.once[self.device]
+        kinds = self.prices.shape[2]
+        cost, pick = np.empty((self.stages, kinds)), np.empty((self.stages, kinds), dtype=np.intp)
+        for place, (*parts, g, w, a, q, z) in enumerate(self.prices):
+            rows = np.flatnonzero(self.place == place)
+            each = (
+                sum(np.multiply.outer(weight[rows], part) for weight, part in zip(by.seconds, parts, strict=True))
+                + np.multiply.outer(per_step[rows], g)
+                + np.multiply.outer(per_byte[rows], w)
+                + np.multiply.outer(per_byte[rows] * self.in_flight[rows], a)
+                + np.multiply.outer(per_byte[rows] * self.waiting[rows], q)
+                + np.multiply.outer(per_byte[rows] * self.transient[rows], z)
+            )
+            pick[rows] = each.argmin(axis=2)
+            cost[rows] = each.min(axis=2)
+        cost[:, self.most] += by.layer[self.device]
+        value, bounds = _cheapest_cuts(cost[:, self.instance.kind])
+        return value + float((by.seconds * self.send).sum() - by.byte @ self.room) + by.constant, bounds, pick
+
+    def takes(self, stage: int, kind: int, candidate: int) -> tuple[Array, float, float]:
+        """A layer's seconds of each part, its once-per-step seconds, and its live bytes, on a stage."""
+        *parts, step, weights, saved, waiting, transient = self.prices[self.place[stage], :, kind, candidate]
+        live = weights + self.in_flight[stage] * saved + self.waiting[stage] * waiting
+        return np.array(parts), float(step), float(live + self.transient[stage] * transient)
+
+    def used(self, bounds: Indices, pick: Indices) -> Array:
+        """The live bytes of each device with these cuts and candidates."""
+        found = np.zeros(self.line)
+        for s, kind, layers in self._stages(bounds):
+            found[self.device[s]] += layers * self.takes(s, kind, pick[s, kind])[2]
+        return found
+
+    def even_stages(self) -> tuple[Array, Array]:
+        """Cuts that give all devices about equal work, and the seconds ``[part, stage]`` of their stages with each layer's fastest
+        candidate."""
+        fastest = [[table.time[table.bounding].argmin() for table in self.instance.kinds]] * self.stages
+        least = [
+            np.array([float(table.time.min()) for table in self.instance.at(place)])[self.instance.kind]
+            for place in self.instance.layout.place[: self.line]
+        ]
+        sums = [np.concatenate([[0.0], np.cumsum(each)]) for each in least]
+        cuts, found = np.array(balanced_cuts(sums, self.instance.schedule.device)), self.send.copy()
+        for s, kind, layers in self._stages(cuts):
+            found[:, s] += layers * self.takes(s, kind, fastest[s][kind])[0]
+        return cuts, found
+
+    def _stages(self, bounds: Indices) -> Iterator[tuple[int, int, int]]:
+        """Each stage, the kinds of its layers, the number of layers of that kind."""
+        for s, (start, stop) in enumerate(itertools.pairwise(bounds)):
+            kinds, counts = np.unique(self.instance.kind[start:stop], return_counts=True)
+            for kind, count in zip(kinds.tolist(), counts.tolist(), strict=True):
+                yield s, kind, count
+
+
+def _best(instance: Instance, enough_s: float, whole: WholeLayers | None) -> float:
+    """The bound of the linear program, ``whole`` its rows of whole layers; the program's mean cuts become those of the instance."""
+    lagrangian = _Lagrangian(instance)
+    best = lagrangian.first()
+    if not best < enough_s:
+        return best
+    model, paths = _Program(lagrangian, best, whole), _Paths(lagrangian)
+    values: list[float] = []
+    for _ in range(ROUNDS):
+        if (solved := model.solve()) is None:
+            break
+        value, _, pick = lagrangian.value(solved.multipliers)
+        best = max(best, value * (1 - TOLERANCE))
+        values.append(solved.step_s)
+        rounds, rise = STALLED
+        stalled = len(values) > rounds and values[-1] < values[-1 - rounds] * (1 + rise)
+        if best >= enough_s or (stalled and whole is None):
+            break
+        wider = value < solved.step_s * (1 - PRECISION) and model.admit(pick)
+        longer = paths.longer(solved)
+        instance.cuts[:] = [paths.cuts]
+        for path in longer:
+            model.add_path(path)
+        if not wider and not longer:
+            break
+    return best
+
+
+class _Paths:
+    """Paths that are longer than those of the linear program's rows.
+
+    They are searched half way between the program's solution, which is at a corner, and the shortest stages seen: there, a path cuts off
+    more (Ben-Ameur and Neto, Acceleration of cutting-plane and column generation algorithms, 2007).
+    """
+
+    def __init__(self, lagrangian: _Lagrangian) -> None:
+        self.schedule = lagrangian.instance.schedule
+        self.cuts, self.inner = lagrangian.even_stages()
+        self.inner_s = np.inf
+        self.searched = self.schedule.stages * self.schedule.microbatches <= CUT_ACTIONS
+
+    def longer(self, solved: _Solved) -> list[Array]:
+        """Paths that are longer for these stages than the longest known one; empty if there are none. ``cuts`` become those of the shortest
+        stages seen."""
+        if not self.searched:
+            self.cuts = solved.cuts
+            return []
+        if not np.isfinite(self.inner_s):
+            self.inner_s = simulate_parts(self.schedule, self.inner)
+        middle, middle_s = (solved.mean + self.inner) / 2, (solved.path_s + self.inner_s) / 2
+        found = longest_paths(self.schedule, middle, middle_s * (1 + PRECISION / 10))
+        longest_s = max((float((path * middle).sum()) for path in found), default=middle_s)
+        if longest_s < self.inner_s:
+            self.inner, self.inner_s, self.cuts = middle, longest_s, (self.cuts + solved.cuts) / 2
+        if not found:
+            found = longest_paths(self.schedule, solved.mean, solved.path_s * (1 + PRECISION))
+        return sorted(found, key=lambda path: -float((path * solved.mean).sum()))[:PATHS]
+
+
+@dataclass(frozen=True, slots=True)
+class _Solved:
+    """Seconds of the step and of its longest path, the mean seconds of the stages ``[part, stage]``, their mean cuts, the rows'
+    multipliers."""
+
+    step_s: float
+    path_s: float
+    mean: Array
+    cuts: Array
+    multipliers: Multipliers
+
+
+class _Program:
+    """The linear program. Seconds are in units of ``scale_s``, bytes in units of a device's memory.
+
+    Variables: the seconds of each part of each stage, the layers of each run on each stage, those of each kind with each candidate
+    (``admit``), the flow through stages and runs; the seconds of the longest path and of the most once-per-step work.
+    """
+
+    def __init__(self, lagrangian: _Lagrangian, scale_s: float, whole: WholeLayers | None) -> None:
+        self.of, self.scale_s, self.whole = lagrangian, scale_s, whole
+        self.solver = pywraplp.Solver.CreateSolver("GLOP")
+        self.infinity = self.solver.infinity()
+        self.total, self.step = self._variable(), self._variable()
+        self.solver.Minimize(self.total + self.step)
+        line, stages, runs = lagrangian.line, lagrangian.stages, lagrangian.instance.runs
+        self.seconds = [[self._variable() for _ in range(stages)] for _ in lagrangian.send]
+        self.spent = [
+            [self._row({variable: 1.0}, at_least=float(sent) / scale_s) for variable, sent in zip(*each, strict=True)]
+            for each in zip(self.seconds, lagrangian.send, strict=True)
+        ]
+        self.once = [self._row({self.step: 1.0}, at_least=0.0) for _ in range(line)]
+        # exceeding the memory costs time, so a solution always exists
+        self.memory = [self._row({self._variable(cost=100.0): -1.0}, at_most=1.0) for _ in range(line)]
+        self.layers = [[self._variable(number) for _, _, number in runs] for _ in range(stages)]
+        self.kinds = sorted({kind for kind, _, _ in runs})
+        self.split = {
+            (s, kind): self._row({n: -1.0 for n, run in zip(layers, runs, strict=True) if run[0] == kind}, 0.0, 0.0)
+            for s, layers in enumerate(self.layers)
+            for kind in self.kinds
+        }
+        self._in_order()
+        self.admitted: set[tuple[int, int, int]] = set()
+        self.rows: list[pywraplp.Constraint] = []
+        self.paths: list[Array] = []
+        for path in lagrangian.paths.transpose(1, 0, 2):
+            self.add_path(path)
+        nothing, even = np.zeros(line), np.full(line, 1 / line)
+        for price in (nothing, *lagrangian.ladder(scale_s)):
+            by = Multipliers(lagrangian.paths.mean(axis=1), even, price, nothing, 0.0)
+            self.admit(lagrangian.value(by)[2])
+        self.counts: list[pywraplp.Constraint] = []
+        self.work: list[pywraplp.Constraint] = []
+        if whole is not None:
+            self._add_whole(whole)
+
+    def _variable(self, most: float | None = None, cost: float = 0.0) -> pywraplp.Variable:
+        found = self.solver.NumVar(0, self.infinity if most is None else most, "")
+        if cost:
+            self.solver.Objective().SetCoefficient(found, cost)
+        return found
+
+    def _row(
+        self,
+        terms: dict[pywraplp.Variable, float],
+        at_least: float | None = None,
+        at_most: float | None = None,
+    ) -> pywraplp.Constraint:
+        low, high = (-self.infinity if at_least is None else at_least), (self.infinity if at_most is None else at_most)
+        row = self.solver.Constraint(low, high)
+        for variable, factor in terms.items():
+            row.SetCoefficient(variable, factor)
+        return row
+
+    def _in_order(self) -> None:
+        """Every layer is on a stage, every stage has one, and the stages follow each other through the runs: one unit flows from the first
+        stage and run to the last; a stage has layers only of runs through which it flows."""
+        runs = [number for _, _, number in self.of.instance.runs]
+        stages, last = self.of.stages, len(runs) - 1
+        for r, number in enumerate(runs):
+            self._row({layers[r]: 1.0 for layers in self.layers}, number, number)
+        for layers in self.layers:
+            self._row(dict.fromkeys(layers, 1.0), at_least=1.0)
+        if not last:
+            return
+        cut = [[self._variable(1.0) for _ in runs] for _ in range(stages - 1)]  # the next stage begins in this run
+        border = [
+            [self._variable(1.0) for _ in range(last)] for _ in range(stages)
+        ]  # the next run begins in this stage
+        for s in range(stages):
+            for r, number in enumerate(runs):
+                into = [*([cut[s - 1][r]] if s else []), *([border[s][r - 1]] if r else [])]
+                out = [*([cut[s][r]] if s < stages - 1 else []), *([border[s][r]] if r < last else [])]
+                starts = float(s == r == 0)
+                ends = float(s == stages - 1 and r == last)
+                self._row(dict.fromkeys(into, 1.0) | dict.fromkeys(out, -1.0), ends - starts, ends - starts)
+                flows = dict.fromkeys(into, -float(number))
+                self._row({self.layers[s][r]: 1.0} | flows, at_most=number * starts)
+
+    def admit(self, pick: Indices) -> bool:
+        """Add these candidates ``[stage, kind]``; whether some are new."""
+        before = len(self.admitted)
+        for stage, kind in self.split:
+            key = (stage, kind, int(pick[stage, kind]))
+            if key in self.admitted:
+                continue
+            self.admitted.add(key)
+            seconds, step, live = self.of.takes(*key)
+            device, layers = int(self.of.device[stage]), self._variable()
+            self.split[stage, kind].SetCoefficient(layers, 1)
+            for spent, part in zip(self.spent, seconds, strict=True):
+                spent[stage].SetCoefficient(layers, -float(part) / self.scale_s)
+            self.once[device].SetCoefficient(layers, -step / self.scale_s)
+            self.memory[device].SetCoefficient(layers, live / float(self.of.room[device]))
+        return len(self.admitted) > before
+
+    def _terms(self, path: Array) -> dict[pywraplp.Variable, float]:
+        return {self.seconds[part][s]: -float(path[part, s]) for part, s in zip(*np.nonzero(path), strict=True)}
+
+    def add_path(self, path: Array) -> None:
+        """``path``: how often the path contains each part of each stage."""
+        self.rows.append(self._row({self.total: 1.0} | self._terms(path), at_least=0.0))
+        self.paths.append(path)
+
+    def _common(self, device: int) -> Iterable[pywraplp.Variable]:
+        """The layers of the most frequent kind on a device."""
+        for s in self.of.instance.schedule.own(device):
+            for layers, (kind, _, _) in zip(self.layers[s], self.of.instance.runs, strict=True):
+                if kind == self.of.most:
+                    yield layers
+
+    def _add_whole(self, whole: WholeLayers) -> None:
+        for d in range(self.of.line):
+            low, high = float(whole.fewest[d]), float(whole.most[d])
+            self.counts.append(self._row(dict.fromkeys(self._common(d), 1.0), low, high))
+        for work in whole.work:
+            own = dict.fromkeys(self._common(work.device), -work.per_layer_s / self.scale_s)
+            row = {self.total: 1.0, self.step: 1.0} | self._terms(work.others) | own
+            self.work.append(self._row(row, at_least=work.constant_s / self.scale_s))
+
+    def solve(self) -> _Solved | None:
+        if self.solver.Solve() != pywraplp.Solver.OPTIMAL:
+            return None
+        mean = np.array([[part.solution_value() for part in parts] for parts in self.seconds]) * self.scale_s
+        layers = [sum(n.solution_value() for n in some) for some in self.layers]
+        step_s, path_s = (x * self.scale_s for x in (self.solver.Objective().Value(), self.total.solution_value()))
+        by = self._multipliers()
+        return None if by is None else _Solved(step_s, path_s, mean, np.cumsum([0.0, *layers]), by)
+
+    def _multipliers(self) -> Multipliers | None:
+        """The duals of the rows, made feasible: those of paths add up to 1, those of once-per-step seconds, too."""
+        paths, once, work = (
+            np.maximum([row.dual_value() for row in rows], 0.0) for rows in (self.rows, self.once, self.work)
+        )
+        if not paths.sum() + work.sum() > 0:
+            return None
+        total = paths.sum() + work.sum()
+        paths, work = paths / total, work / total
+        left = 1 - work.sum()
+        once = once * left / once.sum() if once.sum() > 0 else np.full(len(once), left / len(once))
+        seconds = np.tensordot(paths, np.array(self.paths), axes=1)
+        memory = np.maximum([-row.dual_value() for row in self.memory], 0.0) * self.scale_s / self.of.room
+        layer, constant = np.zeros(self.of.line), 0.0
+        if self.whole is not None:
+            layer = -np.array([row.dual_value() for row in self.counts]) * self.scale_s
+            constant -= float(np.where(layer > 0, layer * self.whole.most, layer * self.whole.fewest).sum())
+            for share, one in zip(work.tolist(), self.whole.work, strict=True):
+                seconds = seconds + share * one.others
+                layer[one.device] += share * one.per_layer_s
+                constant += share * one.constant_s
+        return Multipliers(seconds, once, memory, layer, constant)
+
+
+def space(instance: Instance, device: int) -> float:
+    """The most bytes that a device has for weights and activations, besides the least that an action and the pipeline keep live."""
+    least = float(instance.least("transient").min())
+    return instance.layout.limit[device] - least - passing_bytes(instance, device)
+
+
+def _cheapest_cuts(cost: Array) -> tuple[float, Indices]:
+    """The cheapest cuts of a chain into non-empty stages; a stage costs the sum of ``cost[stage, layer]`` over its layers."""
+    stages, count = cost.shape
+    prefix = np.zeros((stages, count + 1))
+    np.cumsum(cost, axis=1, out=prefix[:, 1:])
+    best = np.full((stages + 1, count + 1), np.inf)
+    best[0, 0] = 0.0
+    for s in range(stages):
+        best[s + 1, 1:] = np.minimum.accumulate(best[s] - prefix[s])[:-1] + prefix[s, 1:]
+    bounds = np.empty(stages + 1, dtype=np.int64)
+    bounds[stages] = count
+    for s in range(stages - 1, -1, -1):
+        stop = bounds[s + 1]
+        bounds[s] = np.argmin(best[s, :stop] - prefix[s, :stop])
+    return float(best[stages, count]), bounds

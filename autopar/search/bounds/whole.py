@@ -1,0 +1,212 @@
+"""How many whole layers a device of a pipeline can have in a plan that is faster than the incumbent, and the least work of that many.
+
+The linear program (``linear``) mixes plans: a device has 5.9 layers, a third of one of which is recomputed. With few layers on each device
+that is several per cent better than any plan. Here the candidates of the layers of one device are chosen exactly, within its memory
+(``knapsacks``), for each number of layers. A path to the end of the device must then be shorter than the incumbent, which limits their
+number; and if all devices together must have all layers, none may have many fewer than its limit.
+
+A device has at least one layer on each of its stages, and its other layers on any of them. Layers of other kinds than the most frequent
+one count where they are known to be: at the two ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from autopar.schedules.memory import fullest
+from autopar.schedules.step_time import textbook_paths
+from autopar.search.bounds.cheap import TOLERANCE, passing_bytes, sends
+from autopar.search.knapsacks import NOTHING, Front, front, merged
+from autopar.search.pareto import Array
+from autopar.search.tables import Instance
+
+MANY = 16
+"""From this many layers on each device on, a fraction of one matters little."""
+
+MORE = 3
+"""How many layers above the average a device's limit is searched for."""
+
+LEVELS = 100
+"""Transients that differ by less than this part of a device's memory count as equal to the least of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A path to the end of ``device`` takes at least ``constant_s + per_layer_s * (its layers)``, the device's once-per-step seconds
+    included, and what the path contains of the other devices, ``others[part, stage]``."""
+
+    device: int
+    others: Array
+    per_layer_s: float
+    constant_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class WholeLayers:
+    """By device, the fewest and the most layers of the most frequent kind, and the least work of its layers."""
+
+    fewest: Array
+    most: Array
+    work: tuple[Work, ...]
+
+
+def whole_layers(instance: Instance, enough_s: float) -> WholeLayers | None:
+    """What the plans that take less than ``enough_s`` have in common; ``None`` if there are none."""
+    schedule = instance.schedule
+    line, frequent = schedule.pipeline, np.bincount(instance.kind)
+    count = int(frequent.max())
+    if count > MANY * line or not np.isfinite(enough_s):
+        return WholeLayers(np.zeros(line), np.full(line, float(count)), ())
+    paths = textbook_paths(schedule).transpose(1, 0, 2)
+    average, tried = count // line, -(-count // line) + MORE
+    devices = [_Device(instance, d, int(frequent.argmax())) for d in range(line)]
+    found = []
+    for device in devices:
+        most, works = tried, []
+        for path in schedule_paths(paths, schedule.split, device.number, line):
+            most, work = device.least_work(path, max(average - 1, 0), most, enough_s)
+            if most < 0:
+                return None
+            works.append((path, work))
+        found.append((count if most == tried else most, works))
+    most = np.array([limit for limit, _ in found], dtype=np.float64)
+    fewest = np.maximum(most - (most.sum() - count), [device.least_layers for device in devices])
+    if most.sum() < count or (fewest > most).any():
+        return None
+    lines = [
+        Work(device.number, device.others(path), slope, constant)
+        for device, (_, works), low, high in zip(devices, found, fewest.tolist(), most.tolist(), strict=True)
+        for path, work in works
+        if average - 1 <= low and high <= tried  # the numbers of layers whose work is known
+        for constant, slope in _below(int(low), work[int(low) : int(high) + 1])
+    ]
+    return WholeLayers(fewest, most, tuple(lines))
+
+
+def schedule_paths(paths: Array, split: bool, device: int, line: int) -> Array:
+    """The ``textbook_paths`` to the end of a device, ``[path, part, stage]``."""
+    return paths[4 * device : 4 * device + 4] if split else paths[[device, line + device]]
+
+
+def _below(first: int, values: Array) -> list[tuple[float, float]]:
+    """The lines (constant, slope) of the lower convex hull of ``values``, at ``first`` and the next integers."""
+    if len(values) == 1:
+        return [(float(values[0]), 0.0)]
+    hull: list[tuple[int, float]] = []
+    for point in enumerate(values.tolist(), first):
+        while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], point):
+            hull.pop()
+        hull.append(point)
+    slopes = [_slope(a, b) for a, b in zip(hull, hull[1:], strict=False)]
+    return [(value - slope * number, slope) for (number, value), slope in zip(hull, slopes, strict=False)]
+
+
+def _slope(a: tuple[int, float], b: tuple[int, float]) -> float:
+    return (b[1] - a[1]) / (b[0] - a[0])
+
+
+class _Device:
+    """The layers of one device; ``frequent`` is the kind that is counted."""
+
+    def __init__(self, instance: Instance, number: int, frequent: int) -> None:
+        self.instance, self.number, self.frequent = instance, number, frequent
+        schedule, kind = instance.schedule, instance.kind
+        self.own = schedule.own(number)
+        self.send = sends(instance)
+        ends = {0: int(kind[0]), schedule.stages - 1: int(kind[-1])}
+        self.ends = {s: k for s, k in ends.items() if k != frequent}  # stages that may have their end's layer alone
+        self.known = bool((kind[1:-1] == frequent).all())  # otherwise any stage may have other layers alone
+        (self.at_work,) = set(fullest(schedule).at_work) & set(self.own)
+        self.room = instance.layout.limit[number] - passing_bytes(instance, number)
+
+    @property
+    def least_layers(self) -> int:
+        return sum(self._needs(s) for s in self.own)
+
+    def _needs(self, stage: int) -> bool:
+        return self.known and stage not in self.ends
+
+    def others(self, path: Array) -> Array:
+        """A path without the device's own stages."""
+        found = path.copy()
+        found[:, list(self.own)] = 0
+        return found
+
+    def _seconds_elsewhere(self, path: Array, layers: Array) -> Array:
+        """The least seconds of a path on other devices, if they have these numbers of layers."""
+        others, table = self.others(path), self.instance.kinds[self.frequent]
+        each = sum(
+            weight * min(float(part.min()) for part in parts)
+            for weight, parts in zip(others, zip(*(at.seconds for at in table.places), strict=True), strict=True)
+        )
+        stages = [s for s in range(len(each)) if s not in self.own]
+        needed = [s for s in stages if self._needs(s)]
+        sent = float((others[:2] * self.send).sum())
+        return sent + each[needed].sum() + np.maximum(layers - len(needed), 0) * each[stages].min(initial=np.inf)
+
+    def _singles(self, path: Array, stage: int, kind: int, level: float) -> Front:
+        """The ways to run one layer on a stage, with transients up to ``level`` if the stage runs when most bytes are live."""
+        table, keep = (
+            self.instance.kinds[kind].at(self.instance.layout.place[stage]),
+            self.instance.kinds[kind].bounding,
+        )
+        if stage == self.at_work:
+            keep = keep[table.transient[keep] <= level]
+        n, waiting = int(self.instance.in_flight[stage]), int(self.instance.waiting[stage])
+        cost = sum(weight * part for weight, part in zip(path[:, stage], table.seconds, strict=True)) + table.step
+        return front(table.live(n, waiting)[keep], cost[keep], keep, 0)
+
+    @cached_property
+    def _levels(self) -> list[tuple[float, float]]:
+        """The least and the largest transients of groups that count as equal."""
+        place = self.instance.layout.place[self.at_work]
+        kinds = {self.frequent, *([self.ends[self.at_work]] if self.at_work in self.ends else [])}
+        tables = [self.instance.kinds[kind] for kind in kinds]
+        levels = np.unique(np.concatenate([table.at(place).transient[table.bounding] for table in tables]))
+        found = []
+        while len(levels):
+            below = levels[levels <= levels[0] + self.room / LEVELS]
+            found.append((float(below[0]), float(below[-1])))
+            levels = levels[len(below) :]
+        return found
+
+    def least_work(self, path: Array, fewest: int, most: int, enough_s: float) -> tuple[int, Array]:
+        """The largest number of layers, up to ``most``, with which the path may be shorter than ``enough_s`` (-1: none), and the least
+        seconds of the device's part of the path by number of layers, from ``fewest`` on."""
+        elsewhere = self._seconds_elsewhere(
+            path, int((self.instance.kind == self.frequent).sum()) - np.arange(most + 1)
+        )
+        sent = float((path[:2, list(self.own)] * self.send[:, list(self.own)]).sum())
+        dearest = enough_s - float(elsewhere.min()) - sent
+        work = np.full(most + 1, np.inf)
+        for least, largest in self._levels:
+            self._fill(work, path, fewest, (self.room - least, largest, dearest))
+        work = (work + sent) * (1 - TOLERANCE)
+        possible = np.flatnonzero(work + elsewhere < enough_s)
+        return int(possible.max(initial=-1)), work
+
+    def _fill(self, work: Array, path: Array, fewest: int, limits: tuple[float, float, float]) -> None:
+        """Lower ``work`` to the least seconds within the limits of live bytes, transients and seconds."""
+        room, level, dearest = limits
+        made, layers = NOTHING, 0
+        free = [self._singles(path, s, self.frequent, level) for s in self.own]
+        for s, single in zip(self.own, free, strict=True):
+            if s in self.ends:
+                made = merged(self._singles(path, s, self.ends[s], level), made, room, True, dearest)
+            if self._needs(s):
+                made, layers = merged(single, made, room, True, dearest), layers + 1
+        live, cost = (np.concatenate([getattr(single, name) for single in free]) for name in ("live", "cost"))
+        if not len(live):
+            return
+        more = front(live, cost, np.arange(len(live)), 0)
+        for number in range(layers, len(work)):
+            rest = max(0, fewest - number)
+            made = made.within(room - rest * more.live[0], dearest - rest * more.cost[-1])
+            if not len(made):
+                return
+            work[number] = min(work[number], float(made.cost[-1]))
+            if number < len(work) - 1:
+                made = merged(more, made, room, True, dearest)
