@@ -35,7 +35,8 @@ from autopar.errors import InfeasibleError, LaunchError, UsageError
 from autopar.plan import Plan
 from autopar.price import Pricer
 from autopar.program.optimizers import RefusedOptimizerError, checked
-from autopar.program.state_places import NVME, PlaceError, StateStorage, pieces_of
+from autopar.program.processes import StartError
+from autopar.program.state_places import NVME, PlaceError, StateStorage
 from autopar.program.world import load
 from autopar.run import Program
 from autopar.run.folder import import_runtime, program_modules
@@ -75,7 +76,7 @@ def test_tensors_in_a_file_are_written_there_and_leave_nothing(tmp_path: Path) -
 
 def test_a_folder_that_cannot_have_the_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AUTOPAR_NVME", raising=False)
-    with pytest.raises(PlaceError, match="no folder on it is named; name one: nvme_path"):
+    with pytest.raises(StartError, match="no folder on it is named\nhint: name one: nvme_path"):
         StateStorage().zeros(NVME, (3,), torch.float32)
     with pytest.raises(PlaceError, match="cannot be kept in .*missing: .*No such file"):
         StateStorage(str(tmp_path / "missing")).zeros(NVME, (3,), torch.float32)
@@ -84,13 +85,13 @@ def test_a_folder_that_cannot_have_the_file_is_named(tmp_path: Path, monkeypatch
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(PlaceError, match="need 0.04 GB in .*: is full; make room"):
+    with pytest.raises(PlaceError, match="need 0.04 GB in .*: is full\nhint: make room"):
         StateStorage(str(tmp_path)).zeros(NVME, (10_000_000,), torch.float32)
 
 
 @pytest.mark.parametrize("elements", [0, 1, 8 * 2**20, 8 * 2**20 + 1, 50 * 2**20])
 def test_large_parameters_are_updated_piece_by_piece(elements: int) -> None:
-    pieces = list(pieces_of(elements, torch.float32))
+    pieces = list(StateStorage.pieces(elements, torch.float32))
     assert [low for low, _ in pieces] == [0, *(high for _, high in pieces[:-1])] if elements else not pieces
     assert sum(high - low for low, high in pieces) == elements
     assert all(0 < high - low <= 8 * 2**20 for low, high in pieces)
@@ -239,7 +240,8 @@ def updated(folder: str, state: dict[str, Tensor], batch: dict[str, Tensor], nam
             tensors = [p for group in trainer.optimizer.param_groups for p in group["params"]]
             states = [(p, value) for p in tensors for value in trainer.optimizer.state[p].values()]
             tensors += [s for p, s in states if isinstance(s, Tensor) and s.shape == p.shape]
-            found[name] = [trainer.state_dict(), sum(map(world.places.has, tensors)), len(tensors)]
+            there = [tensor for tensor in tensors if world.places is not None and world.places.has(tensor)]
+            found[name] = [trainer.state_dict(), len(there), len(tensors)]
     return found
 
 
