@@ -39,7 +39,8 @@ TECHNIQUES = {
     r"|in_8_bits",
     "compile": r"COMPILATION|strategy\.compiled|is_compiled|_of_compiled_layers|\bs\.compiled|compiles_layers|techniques\.compilation",
     "logits": r"slice_logits|slices_logits|kernels_logits|whole_logits|check_logits|[\"']sliced\b|sliced_(?:graph|class)|\bLOGITS\b|SLICED",
-    "overlap": r"\bHALVES\b|[\"']halves\b|\bhalves\.\w|program\.halves|halves_\w+|in_halves|\bOVERLAP\b|y\.overlap\b|kernels_overlap"
+    "overlap: early collectives": r"kernels_overlap|\bOVERLAP\b|y\.overlap\b|overlap_pass|passes\.overlap",
+    "overlap: halves": r"\bHALVES\b|[\"']halves\b|\bhalves\.\w|program\.halves|halves_\w+|in_halves|\bOVERLAP\b|y\.overlap\b"
     r"|overlap_pass|passes\.overlap",
     "reduce": r"options\.get\n[\"']reduce\b|reduces?_once|techniques\.reduce\b|options\[REDUCE\]|\bREDUCE\.name\b",
     "late gradients": r"\bstale\b|STALE|late_gradients|LateReductions",
