@@ -20,7 +20,7 @@ from autopar.price.assemble import assemble, least_time_s
 from autopar.price.collective_costs import CollectiveCost, layer_collectives, move_collectives, replica_collectives
 from autopar.price.collectives import p2p_s
 from autopar.price.experts import odd_widths
-from autopar.price.host import StatePlace
+from autopar.price.host import StateBytes
 from autopar.price.kept import kept
 from autopar.price.layer import Bound, Runs, Sized, Sizes, bind, divisible, measure, move_s, size
 from autopar.price.live_memory import Neighbours
@@ -320,9 +320,9 @@ class Pricer:
         numel = math.ceil(float(table.parameter_numel[k]) / share)
         shards = math.prod(axis.size for axis in strategy.data_axes(mesh)[1])
         zero = strategy.zero if shards > 1 else 0
-        offloaded = StatePlace.of(strategy, self.cluster).here(self.numbers)
+        states = StateBytes.of(strategy, self.cluster, self.numbers).device
         trainable = numel if table.trainable[k] else 0
-        return state_bytes(numel, trainable, shards, zero, self.numbers, offloaded, strategy.options.whole_gradients)
+        return state_bytes(numel, trainable, shards, zero, self.numbers, states, strategy.options.whole_gradients)
 
     def types(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...]) -> tuple[AxisTypes, ...] | None:
         """The types on the microbatch axis, then on every axis of the mesh; ``None`` if a role is inadmissible."""
