@@ -278,18 +278,13 @@ class FlatGroup(ParameterGroup):
             return
         same = alike(slot.layout, (*self._shards, *self._apart), self._world)
         piece = self._owned[low - self._own.start : high - self._own.start]
-        if not self._place:
-            tensor = nn.Parameter(piece if self._scattered else piece.view(slot.param.shape))
-            tensor.grad = self._grads[low:high].view(tensor.shape)
-            self.masters.append(Master(slot.layout, tensor, same, low - slot.start))
-            return
-        for start, stop in self._world.places.pieces(high - low, piece.dtype):
-            there = slice(low + start, low + stop)
-            gradient = nn.Parameter(self._grads[there])  # of the master's dtype, and of no memory of its own
-            gradient.grad = self._grads[there]
-            offloaded = Offloaded(self._place, gradient, self._values[there])
-            tensor = nn.Parameter(piece[start:stop])
-            self.masters.append(Master(slot.layout, tensor, same, low + start - slot.start, offloaded))
+        tensor = nn.Parameter(piece if self._scattered or self._place else piece.view(slot.param.shape))
+        master, grads = Master(slot.layout, tensor, same, low - slot.start), self._grads[low:high]
+        if self._place:
+            self.masters += self._world.places.divided(master, self._place, self._values[low:high], grads)
+        else:
+            tensor.grad = grads.view(tensor.shape)
+            self.masters.append(master)
 
     def gradients(self) -> list[Tensor]:
         return [self._grads[self._own]] if self.masters else []

@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from typing import IO
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .parameters import Master
+from .parameters import Master, Offloaded
 from .processes import StartError, nvme_folder
 
 NVME = "nvme"
@@ -57,10 +57,16 @@ class StateStorage:
         return self._file.zeros(shape, dtype)
 
     @staticmethod
-    def pieces(elements: int, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
-        """Return the ranges of so many elements that are masters of their own, none larger than a chunk."""
-        step = CHUNK_BYTES // dtype.itemsize
-        return ((low, min(low + step, elements)) for low in range(0, elements, step))
+    def divided(whole: Master, place: str, values: Tensor, gradient: Tensor | None = None) -> Iterator[Master]:
+        """Yield a flat master in a ``place`` in pieces, none larger than a chunk. ``values`` and ``gradient`` are the device's; without
+        a ``gradient`` every step gives one to the pieces' holders."""
+        for start, stop in pieces_of(values.numel(), whole.tensor.dtype):
+            here = slice(start, stop)
+            holder = nn.Parameter((values if gradient is None else gradient)[here])  # of no memory of its own
+            holder.grad = None if gradient is None else gradient[here]
+            offloaded = Offloaded(place, holder, values[here])
+            tensor = nn.Parameter(whole.tensor.detach()[here])
+            yield Master(whole.layout, tensor, whole.alike, whole.first + start, offloaded)
 
     def updates(
         self, optimizer: torch.optim.Optimizer, masters: Sequence[Master], device: torch.device, at_once: bool
@@ -154,6 +160,12 @@ class _MappedFile:
                 mapping, at = found
                 begin = at // mmap.PAGESIZE * mmap.PAGESIZE
                 mapping.madvise(what, begin, at + tensor.nbytes - begin)
+
+
+def pieces_of(elements: int, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
+    """Return the ranges of so many elements that are masters of their own, none larger than a chunk."""
+    step = CHUNK_BYTES // dtype.itemsize
+    return ((low, min(low + step, elements)) for low in range(0, elements, step))
 
 
 # -- updates ----------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from autopar.plan import Plan
 from autopar.price import Pricer
 from autopar.program.optimizers import RefusedOptimizerError, checked
 from autopar.program.processes import StartError
-from autopar.program.state_places import NVME, PlaceError, StateStorage
+from autopar.program.state_places import NVME, PlaceError, StateStorage, pieces_of
 from autopar.program.world import load
 from autopar.run import Program
 from autopar.run.folder import import_runtime, program_modules
@@ -91,7 +91,7 @@ def test_a_folder_that_cannot_have_the_file_is_named(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("elements", [0, 1, 8 * 2**20, 8 * 2**20 + 1, 50 * 2**20])
 def test_large_parameters_are_updated_piece_by_piece(elements: int) -> None:
-    pieces = list(StateStorage.pieces(elements, torch.float32))
+    pieces = list(pieces_of(elements, torch.float32))
     assert [low for low, _ in pieces] == [0, *(high for _, high in pieces[:-1])] if elements else not pieces
     assert sum(high - low for low, high in pieces) == elements
     assert all(0 < high - low <= 8 * 2**20 for low, high in pieces)
@@ -138,7 +138,7 @@ FAULTS: dict[str, tuple[str, Fault]] = {
     "states move without their values": ("data 2, zero 1", ("state_places.py", r"\.copy_\(value\)", "")),
     "loaded masters are not uploaded": ("data 2, zero 3", ("model_tensors.py", r"upload\(group\.masters\)", "pass")),
     "pieces begin where slices begin": (
-        "data 2, zero 1", ("parameters.py", r"low \+ start - slot\.start, offloaded", "low - slot.start, offloaded"),
+        "data 2, zero 1", ("state_places.py", r"whole\.first \+ start, offloaded", "whole.first, offloaded"),
     ),
     "shards' pieces get the first gradients": (
         "data 2, zero 3", ("fsdp.py", r"whole\.view\(-1\)\[piece\]", "whole.view(-1)[: master.tensor.numel()]"),
