@@ -1,4 +1,7 @@
-"""Where the parts of a microbatch take turns in a layer: a record that passes make, and that prices read."""
+"""Where the parts of a microbatch take turns in a layer, and what runs at once then: a record that passes make and prices read.
+
+A layer is cut into pieces. Two halves run them in the order A1, A2, B1, A3, B2, ...: the second is one piece behind the first.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,12 @@ Types = tuple[SpmdType, ...]
 
 Read = tuple[str, Types]
 """A value's name and the types in which it is read."""
+
+
+def beside(issued: int, awaited: int) -> tuple[range, range]:
+    """Return the other half's pieces beside a collective that is issued at the end of one piece and awaited before another: for the first
+    half's collective, and for the second half's."""
+    return range(issued - 1, awaited - 1), range(issued + 2, awaited + 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -381,13 +381,10 @@ def test_files_and_functions_stay_small():
     assert not long, "\n".join(long)
 
 
-# A technique is known to its own file, its pass, its module of the runtime and its kernel; these, to more.
-KNOWN_TO_MORE = {"overlap": 6, "reduce": 6, "states": 11}
-
-
 def test_few_files_know_a_technique():
+    """A behaviour of a technique is known to the technique's file, the registry, its pass and its module of the runtime."""
     for name, files in spread(sources(None)).items():
-        assert len(files) <= KNOWN_TO_MORE.get(name, 4), f"{name}: {', '.join(files)}"
+        assert len(files) <= 4, f"{name}: {', '.join(files)}"
 
 
 def test_no_pickles_and_no_evaluated_strings():

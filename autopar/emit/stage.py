@@ -163,19 +163,21 @@ def _spec_of(program: LocalProgram, layer: int, users: Sequence[int], updates: t
         zero=strategy.zero,
         data_axes=copies + shards,
         replicate_axes=copies,
-        reduce_once=strategy.options.whole_gradients,
-        states=strategy.options.states_in or "device",
         segment=strategy.options.together,
         backward=any(value.requires_grad for value in local.cls.outputs),
         opaque=any(_is_opaque(program.layers[user].graph) for user in users),
         updates=updates,
+        options=strategy.options.specified,
     )
 
 
 def spec_text(spec: LayerSpec) -> str:
     """The record as Python text; fields that have their default are left out."""
-    fields = [(field.name, getattr(spec, field.name), field.default) for field in dataclasses.fields(spec)]
-    return f"LayerSpec({', '.join(f'{name}={literal(value, {})}' for name, value, usual in fields if value != usual)})"
+    usual = LayerSpec(spec.zero, spec.data_axes)
+    needed = ("zero", "data_axes")
+    fields = [(field.name, getattr(spec, field.name)) for field in dataclasses.fields(spec)]
+    given = [(name, value) for name, value in fields if name in needed or value != getattr(usual, name)]
+    return f"LayerSpec({', '.join(f'{name}={literal(value, {})}' for name, value in given)})"
 
 
 def _is_opaque(graph: fx.GraphModule) -> bool:

@@ -14,7 +14,7 @@ import math
 from autopar.devices import Cluster
 from autopar.layer_price import LayerPrice
 from autopar.plan import Strategy
-from autopar.price.host import StatePlace, host_update_s, waited_s
+from autopar.price.host import StateBytes, waited_s
 from autopar.price.live_memory import LayerMemory, Neighbours
 from autopar.price.microbatch import Core, Kept, Pass
 from autopar.price.replicas import Spread
@@ -34,7 +34,7 @@ def assemble(
     """Add ZeRO over the data axes, and other memories. ``neighbours`` are assumed to have the same strategy."""
     c, kept, forward, backward = core.sized, core.kept, core.forward, core.backward
     data, zero = spread.size, strategy.zero if spread.size > 1 else 0
-    trainable, offloaded = math.ceil(c.trainable), StatePlace.of(strategy, cluster)
+    trainable, states = math.ceil(c.trainable), StateBytes.of(strategy, cluster, numbers)
     gather, reduce = spread.gather_s[zero >= 2], spread.reduce_s[zero >= 2]
     exposed = functools.partial(trainer.exposed_sharded_s, slowdown=cluster.overlap_slowdown)
     each_time = zero >= 2 and not strategy.options.whole_gradients  # gradients are reduced in every microbatch
@@ -54,7 +54,7 @@ def assemble(
         forward_exposed += waited_s(kept.copied_bytes, forward_compute_s, cluster)
         backward_exposed += waited_s(kept.copied_bytes, backward_compute_s, cluster)
     updated = trainable / (data if zero else 1)
-    step_s = _update_s(updated, c.tensors, offloaded.memory, zero, numbers, cluster)
+    step_s = states.update_s(updated, c.tensors, zero, numbers, cluster)
     if zero < 2:
         step_s += spread.once_s(zero, forward_compute_s, backward_compute_s, trainer, cluster.overlap_slowdown)
         if spread.late:  # gradients are copied to be summed, and the sums back
@@ -65,7 +65,7 @@ def assemble(
     if zero >= 2:
         step_s += spread.mirror_s
     parameters, gradients, optimizer, saved, transient = _bytes(
-        core, spread, strategy, zero, numbers, trainer, offloaded, neighbours
+        core, spread, strategy, zero, numbers, trainer, states, neighbours
     )
     weight_s = core.passes.weight_s + accumulate_s
     return LayerPrice(
@@ -86,8 +86,8 @@ def assemble(
         waiting_bytes=math.ceil(c.waiting_bytes),
         segment=kept.layers,
         kept_bytes=math.ceil(kept.first_bytes),
-        host_bytes=offloaded.in_host(math.ceil(updated), numbers),
-        nvme_bytes=offloaded.on_nvme(math.ceil(updated), numbers),
+        host_bytes=states.host * math.ceil(updated),
+        nvme_bytes=states.nvme * math.ceil(updated),
         host_saved_bytes=math.ceil(kept.host_bytes),
     )
 
@@ -107,13 +107,6 @@ def _exposed_s(part: Pass, trainer: TrainerModel) -> float:
 def _accumulate_s(spread: Spread, elements: float, numbers: Precision, cluster: Cluster) -> float:
     """Seconds in which a microbatch adds ``elements`` to the gradients; the first microbatch of a step overwrites them."""
     return (1 - 1 / spread.microbatches) * elements * numbers.accumulated / cluster.gpu.bytes_per_s
-
-
-def _update_s(updated: float, tensors: int, memory: str, zero: int, numbers: Precision, cluster: Cluster) -> float:
-    """Seconds of the optimizer for ``updated`` elements."""
-    if memory:
-        return host_update_s(updated, memory, zero, numbers, cluster)
-    return cluster.gpu.update_s(updated * update_bytes(numbers), tensors)
 
 
 def _copies_s(spread: Spread, strategy: Strategy, kept: Kept, zero: int) -> tuple[float, float, float]:
@@ -160,18 +153,18 @@ def _bytes(
     zero: int,
     numbers: Precision,
     trainer: TrainerModel,
-    offloaded: StatePlace,
+    states: StateBytes,
     neighbours: Neighbours,
 ) -> tuple[int, int, int, int, int]:
     """Bytes of parameters, gradients, optimizer state, saved activations of one microbatch, and transients."""
     c, kept, data = core.sized, core.kept, spread.size
     parameters, trainable = math.ceil(c.parameters), math.ceil(c.trainable)
-    flat = zero < 2 and (data > 1 or numbers.master or offloaded.memory)
+    flat = zero < 2 and (data > 1 or numbers.master or states.device is not None)
     elements = parameters, trainable
     if flat:
         elements = padded(elements, c.padding, data if zero else 1, numbers.width)
     stored, gradients, optimizer = state_bytes(
-        *elements, data, zero, numbers, offloaded.here(numbers), strategy.options.whole_gradients
+        *elements, data, zero, numbers, states.device, strategy.options.whole_gradients
     )
     if spread.late:  # besides this step's gradients, the sums that are on their way, and that of this step
         gradients *= 2 + spread.late
@@ -181,8 +174,3 @@ def _bytes(
     live, transient = trainer.live_bytes(share, gradients, data, zero, strategy.options.whole_gradients, numbers)
     saved = math.ceil(kept.saved_bytes) if kept.layers == 1 else int(kept.saved_bytes)
     return stored, math.ceil(live), optimizer, saved, math.ceil(transient)
-
-
-def update_bytes(numbers: Precision) -> int:
-    """Bytes that an update moves per parameter: the loss scale's, the gradient is read, its state and the parameter read and written."""
-    return numbers.unscaled + numbers.gradient + 2 * numbers.optimizer + 2 * numbers.shard

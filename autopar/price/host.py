@@ -13,57 +13,44 @@ If devices and host share one memory (``Cluster.host`` is ``None``), states in h
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from autopar.devices import Cluster
 from autopar.plan import Strategy
 from autopar.price.state import Precision
 
 
-@dataclass(frozen=True, slots=True)
-class StatePlace:
-    """Where a layer's optimizer states are: on the device (empty), in the memory of the ``host`` or on ``nvme``; and whether the host's
-    memory is ``separate`` from the device's."""
+class StateBytes(NamedTuple):
+    """Bytes of one element's optimizer states, and of its master copy, that the host updates, by the memory that has them: the device's,
+    if devices and host share one memory, the host's, or NVMe. ``device`` is ``None`` if the device updates its own."""
 
-    memory: str
-    separate: bool
+    device: int | None = None
+    host: int = 0
+    nvme: int = 0
 
     @staticmethod
-    def of(strategy: Strategy, cluster: Cluster) -> StatePlace:
-        return StatePlace(strategy.options.states_in, cluster.host is not None)
+    def of(strategy: Strategy, cluster: Cluster, numbers: Precision) -> StateBytes:
+        memory, size = strategy.options.states_in, numbers.optimizer + (0 if numbers.master else numbers.shard)
+        if memory == "nvme":
+            return StateBytes(0, nvme=size)
+        if not memory:
+            return StateBytes()
+        return StateBytes(size) if cluster.host is None else StateBytes(0, host=size)
 
-    def in_host(self, elements: int, numbers: Precision) -> int:
-        """Bytes of the states of ``elements`` in host memory; 0 if host and device share one memory."""
-        return elements * offloaded_bytes(numbers) if self.memory == "host" and self.separate else 0
-
-    def on_nvme(self, elements: int, numbers: Precision) -> int:
-        """Bytes of the states of ``elements`` on NVMe."""
-        return elements * offloaded_bytes(numbers) if self.memory == "nvme" else 0
-
-    def here(self, numbers: Precision) -> int | None:
-        """Bytes in device memory of the states of one element that the host updates; ``None`` if the device updates them."""
-        if not self.memory:
-            return None
-        return 0 if self.separate or self.memory == "nvme" else offloaded_bytes(numbers)
-
-
-def offloaded_bytes(numbers: Precision) -> int:
-    """Bytes of an element in host memory or on NVMe: its states, and a master copy."""
-    return numbers.optimizer + (0 if numbers.master else numbers.shard)
-
-
-def host_update_s(elements: float, memory: str, zero: int, numbers: Precision, cluster: Cluster) -> float:
-    """Seconds of an optimizer step over ``elements`` whose states are in host memory or on NVMe."""
-    wide = numbers.at_rest or numbers.shard
-    down, up = numbers.reduced, wide if zero >= 2 else numbers.shard
-    # the gradient arrives and is read; states and master copy are read and written; the parameter is read, written in its dtype, and sent
-    moved = elements * (2 * down + 2 * offloaded_bytes(numbers) + wide + 2 * up)
-    if cluster.host is None:
-        found = moved / cluster.gpu.bytes_per_s
-    else:
-        found = max(moved / cluster.host_bytes_per_s, elements * max(down, up) / cluster.host_link_bytes_per_s)
-    size = elements * offloaded_bytes(numbers)
-    return max(found, cluster.nvme_s(size, size)) if memory == "nvme" else found
+    def update_s(self, elements: float, tensors: int, zero: int, numbers: Precision, cluster: Cluster) -> float:
+        """Return the seconds of an optimizer step over ``elements`` of so many tensors."""
+        if self.device is None:  # the loss scale's, the gradient is read, its state and the parameter read and written
+            size = numbers.unscaled + numbers.gradient + 2 * numbers.optimizer + 2 * numbers.shard
+            return cluster.gpu.update_s(elements * size, tensors)
+        wide, size = numbers.at_rest or numbers.shard, (self.device or 0) + self.host + self.nvme
+        down, up = numbers.reduced, wide if zero >= 2 else numbers.shard
+        # a gradient arrives and is read; states and master copy are read and written; the parameter is read, written in its dtype, and sent
+        moved = elements * (2 * down + 2 * size + wide + 2 * up)
+        if cluster.host is None:
+            found = moved / cluster.gpu.bytes_per_s
+        else:
+            found = max(moved / cluster.host_bytes_per_s, elements * max(down, up) / cluster.host_link_bytes_per_s)
+        return max(found, cluster.nvme_s(elements * self.nvme, elements * self.nvme)) if self.nvme else found
 
 
 def waited_s(size: float, compute_s: float, cluster: Cluster) -> float:

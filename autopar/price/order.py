@@ -5,25 +5,20 @@ A layer waits for its collectives, except for those that a kernel runs beside it
 **Early collectives** (``passes.overlap``): the gradient of a column-parallel product's input is reduced while the gradients of weights are
 computed.
 
-**Halves** (``passes.rewrite.turns_of``): the microbatch is computed in two halves that take turns. A half has half of the
-rows: its ops and collectives have the prices of those smaller shapes, kernels' launches included, and there are twice as many. The
-layer's ops are cut into pieces *p_1 ... p_n*, whose seconds are *t_k*, forward and backward alike in number. The halves run them in the
-order A1, A2, B1, A3, B2, ... A collective that one half issues at the end of its piece *i* and awaits before its piece *j* has these pieces
-of the other half beside it::
-
-    of the first half    t_(i-1) ... t_(j-2)          of the second half    t_(i+2) ... t_(j+1)
-
-*u* of a collective is the sum of these seconds, each divided among the collectives that it is beside. With *w* seconds of its own, it adds
+**Parts** (``passes.rewrite.turns_of``): the microbatch is computed in parts that take turns (``passes.turns``). A part has its share of the
+rows: its ops and collectives have the prices of those smaller shapes, kernels' launches included, and there are as many more. The layer's
+ops are cut into pieces, whose seconds are *t_k*, forward and backward alike in number. *u* of a collective is the sum of the seconds of the
+other parts' pieces beside it, each divided among the collectives that it is beside. With *w* seconds of its own, it adds
 
     w - min(u, w) + slowdown min(u, w)
 
-to the layer (``price.collectives.beside_s``). Layers that follow each other without meeting in between are a cycle: the piece after the
-last is the first of the next layer. Where something is done around a whole layer (recomputation, FSDP's gathers, copies to the host), the
-halves meet at its ends: there are no pieces beyond, and what is sent there is awaited. There halves are cut and joined, too: copies of the
-layer's input gradient and of its result.
+to the layer (``TrainerModel.exposed_early_s``). Layers that follow each other without a wait in between are priced in their steady state:
+the piece after the last is the first of the next layer. Where something is done around a whole layer (recomputation, FSDP's gathers, copies
+to the host), all parts wait at its ends: there are no pieces beyond, and what is sent there is awaited. There parts are cut and
+joined, too: copies of the layer's input gradient and of its result.
 
-A conversion of a parameter is made once for both halves, and counts as awaited. The gradients of parameters, one of each half, are added
-up; one half's wait for the other's, at most all of the layer's.
+A conversion of a parameter is made once for all parts, and counts as awaited. The gradients of parameters, one of each part, are added
+up; each part's wait for the one before, at most all of the layer's.
 """
 
 from __future__ import annotations
@@ -44,27 +39,27 @@ from autopar.price.trainer import TrainerModel
 from autopar.techniques import Options
 from autopar.types import Collective
 from passes.rewrite import turns_of
-from passes.turns import Turns
+from passes.turns import Turns, beside
 
 Span = tuple[int, int, float]
 """A collective: the piece in which it is issued, the one before which it is awaited, and its seconds."""
 
-Half = Callable[[], Sized | None]
-"""Half of a microbatch; ``None`` if its shapes are not whole."""
+Part = Callable[[], Sized | None]
+"""Returns a part of a microbatch; ``None`` if its shapes are not whole."""
 
 
-def passes(sized: Sized, strategy: Strategy, half: Half, trainer: TrainerModel) -> Passes:
-    """The passes of a microbatch in the order that ``strategy`` asks for, or in that of early collectives where there are no halves."""
-    if strategy.options.parts > 1:
-        found = _half_and_turns(sized.bound, half, strategy.options)
+def passes(sized: Sized, strategy: Strategy, part: Part, trainer: TrainerModel) -> Passes:
+    """Return the passes of a microbatch in the order of ``strategy``, or in that of early collectives where there are no parts."""
+    if (parts := strategy.options.parts) > 1:
+        found = _part_and_turns(sized.bound, part, strategy.options)
         if not isinstance(found, str):
-            return _in_halves(plain(sized), *found, strategy.uninterrupted, trainer)
+            return _in_turn(plain(sized), parts, *found, strategy.uninterrupted, trainer)
     return _early(sized, trainer) if trainer.starts_early and strategy.options.early else plain(sized)
 
 
-def why_whole(bound: Bound, half: Half, options: Options) -> str:
-    """Why the microbatches of a layer are not computed in parts; empty if they can be."""
-    found = _half_and_turns(bound, half, options)
+def why_whole(bound: Bound, part: Part, options: Options) -> str:
+    """Return why the microbatches of a layer can't be computed in parts, or an empty string."""
+    found = _part_and_turns(bound, part, options)
     return found if isinstance(found, str) else ""
 
 
@@ -126,32 +121,33 @@ def _alive_early(sized: Sized, alive: Alive) -> Alive:
     return sized.alive(live)
 
 
-# -- halves ------------------------------------------------------------------------------------------------------------
+# -- parts -------------------------------------------------------------------------------------------------------------
 
 
-def _half_and_turns(bound: Bound, half: Half, options: Options) -> tuple[Sized, Turns] | str:
-    """A half of a microbatch and where the halves take turns; or why there are no halves."""
+def _part_and_turns(bound: Bound, part: Part, options: Options) -> tuple[Sized, Turns] | str:
+    """Return a part of a microbatch and where the parts take turns; or why there are no parts."""
     if "turns" not in bound.known:
         bound.known["turns"] = turns_of(bound.table.cls, bound.types, options)
     turns = bound.known["turns"]
     if isinstance(turns, str):
         return turns
-    found = half()
+    found = part()
     return turns.uneven if found is None else (found, turns)
 
 
-def _in_halves(whole: Passes, half: Sized, turns: Turns, chained: bool, trainer: TrainerModel) -> Passes:
-    """``chained``: the halves go on into the next layer without meeting."""
-    bound, gpu, own = half.bound, half.cluster.gpu, plain(half)
+def _in_turn(whole: Passes, parts: int, part: Sized, turns: Turns, chained: bool, trainer: TrainerModel) -> Passes:
+    """Return the passes of ``parts`` that take turns. ``chained``: they go on into the next layer without a wait."""
+    bound, gpu, own = part.bound, part.cluster.gpu, plain(part)
     exposed = []
-    for side, arithmetic_s in (("forward", half.forward_s), ("backward", half.backward_s)):
-        spans = [(*span, half.seconds_of(move, side)) for move, span in _spans(bound, turns)]
+    for side, arithmetic_s in (("forward", part.forward_s), ("backward", part.backward_s)):
+        spans = [(*span, part.seconds_of(move, side)) for move, span in _spans(bound, turns)]
         pieces = _pieces(turns, [node.name for node in bound.table.ops], arithmetic_s, chained)
-        left_s = exposed_s(pieces, spans, chained, lambda w, u: trainer.exposed_early_s(w, u, half.cluster))
+        left_s = exposed_s(pieces, spans, chained, lambda w, u: trainer.exposed_early_s(w, u, part.cluster))
         shared = [move for move in bound.moves if (move.value, move.target) in turns.once]
-        twice_s = 2 * sum(wire_s for _, _, wire_s in spans)
-        exposed.append(left_s - twice_s - sum(half.seconds_of(move, side) for move in shared))
-    gradient_bytes = half.trainable * bound.table.width
+        awaited_s = parts * sum(wire_s for _, _, wire_s in spans)
+        repeated_s = (parts - 1) * sum(part.seconds_of(move, side) for move in shared)
+        exposed.append(left_s - awaited_s - repeated_s)
+    gradient_bytes = (parts - 1) * part.trainable * bound.table.width
     copied = 0.0 if chained else 2.0 / gpu.bytes_per_s
     more = (
         Pass(compute_s=copied * whole.part.output_bytes, wire_s=exposed[0]),
@@ -159,12 +155,12 @@ def _in_halves(whole: Passes, half: Sized, turns: Turns, chained: bool, trainer:
     )
     back = ("backward", "one_gradient", "all_gradients")
     return Passes(
-        forward=own.forward * 2 + more[0],
-        backward=own.backward * 2 + more[1],
-        weight_s=2 * own.weight_s,
+        forward=own.forward * parts + more[0],
+        backward=own.backward * parts + more[1],
+        weight_s=parts * own.weight_s,
         alive=dataclasses.replace(whole.alive, **{name: getattr(whole.alive, name) + gradient_bytes for name in back}),
-        part=half,
-        parts=2,
+        part=part,
+        parts=parts,
     )
 
 
@@ -193,13 +189,13 @@ def _pieces(turns: Turns, names: Sequence[str], seconds: Floats, chained: bool) 
 def exposed_s(
     pieces: Sequence[float], spans: Iterable[Span], cyclic: bool, left_s: Callable[[float, float], float]
 ) -> float:
-    """The seconds that the collectives of both halves add; ``left_s`` says what is left of a collective of so many seconds (first) beside
-    so many of arithmetic."""
+    """Return the seconds that the collectives of all parts add. ``left_s`` returns what is left of a collective of so many seconds (first)
+    beside so many of arithmetic."""
     found = [
-        (wire_s, [(half, k % len(pieces)) for k in run if cyclic or 0 <= k < len(pieces)])
+        (wire_s, [(part, k % len(pieces)) for k in run if cyclic or 0 <= k < len(pieces)])
         for issued, awaited, wire_s in spans
         if wire_s
-        for half, run in enumerate((range(issued - 1, awaited - 1), range(issued + 2, awaited + 2)))
+        for part, run in enumerate(beside(issued, awaited))
     ]
     sharing = Counter(place for _, places in found for place in places)
-    return sum(left_s(wire_s, sum(pieces[k] / sharing[half, k] for half, k in places)) for wire_s, places in found)
+    return sum(left_s(wire_s, sum(pieces[k] / sharing[part, k] for part, k in places)) for wire_s, places in found)

@@ -20,7 +20,7 @@ from autopar.price.assemble import assemble, least_time_s
 from autopar.price.collective_costs import CollectiveCost, layer_collectives, move_collectives, replica_collectives
 from autopar.price.collectives import p2p_s
 from autopar.price.experts import odd_widths
-from autopar.price.host import StatePlace
+from autopar.price.host import StateBytes
 from autopar.price.kept import kept
 from autopar.price.layer import Bound, Runs, Sized, Sizes, bind, divisible, measure, move_s, size
 from autopar.price.live_memory import Neighbours
@@ -211,25 +211,25 @@ class Pricer:
             return None
         sized, cluster = found
         place = cls_name, self._number(mesh), strategy.roles, microbatches
-        where = (
-            place if strategy.options.parts > 1 else id(sized)
-        )  # the half of a microbatch may be padded in another way
+        # a part of a microbatch may be padded in another way
+        where = place if strategy.options.parts > 1 else id(sized)
         key = where, strategy.options, strategy.zero >= 2
         if key not in self._cores:
-            half = functools.partial(self._half, cls_name, mesh, strategy.roles, microbatches)
-            self._cores[key] = self._core_of(sized, strategy, half)
+            part = functools.partial(self._part, cls_name, mesh, strategy, microbatches)
+            self._cores[key] = self._core_of(sized, strategy, part)
         return self._cores[key], cluster
 
-    def _core_of(self, sized: Sized, strategy: Strategy, half: order.Half) -> Core:
-        passes = order.passes(sized, strategy, half, self.trainer)
+    def _core_of(self, sized: Sized, strategy: Strategy, part: order.Part) -> Core:
+        passes = order.passes(sized, strategy, part, self.trainer)
         return Core(sized, passes, kept(sized, passes, strategy.options))
 
     def why_whole(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> str:
-        """Why the microbatches of a layer class are not computed in parts; empty if they can be."""
-        half = functools.partial(self._half, cls_name, mesh, strategy.roles, microbatches)
-        runs = ((Axis(MICROBATCH, 2 * self.graph.parts(microbatches), 0),), *self._runs(mesh, strategy.roles))
+        """Return why the microbatches of a layer class can't be computed in parts, or an empty string."""
+        part = functools.partial(self._part, cls_name, mesh, strategy, microbatches)
+        number = strategy.options.parts * self.graph.parts(microbatches)
+        runs = ((Axis(MICROBATCH, number, 0),), *self._runs(mesh, strategy.roles))
         bound = self._bind(cls_name, runs, mesh, strategy.roles)
-        return "does not admit its role" if bound is None else order.why_whole(bound, half, strategy.options)
+        return "does not admit its role" if bound is None else order.why_whole(bound, part, strategy.options)
 
     def odd_experts(self, cls_name: str, mesh: Mesh, strategy: Strategy) -> tuple[int, int] | None:
         """The widths of a product of a layer class's experts that its program computes expert by expert (``ops.experts.odd_products``)."""
@@ -320,9 +320,9 @@ class Pricer:
         numel = math.ceil(float(table.parameter_numel[k]) / share)
         shards = math.prod(axis.size for axis in strategy.data_axes(mesh)[1])
         zero = strategy.zero if shards > 1 else 0
-        offloaded = StatePlace.of(strategy, self.cluster).here(self.numbers)
+        states = StateBytes.of(strategy, self.cluster, self.numbers).device
         trainable = numel if table.trainable[k] else 0
-        return state_bytes(numel, trainable, shards, zero, self.numbers, offloaded, strategy.options.whole_gradients)
+        return state_bytes(numel, trainable, shards, zero, self.numbers, states, strategy.options.whole_gradients)
 
     def types(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...]) -> tuple[AxisTypes, ...] | None:
         """The types on the microbatch axis, then on every axis of the mesh; ``None`` if a role is inadmissible."""
@@ -339,9 +339,9 @@ class Pricer:
             self._placed[key] = None if sized is None else (sized, cluster)
         return self._placed[key]
 
-    def _half(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...], microbatches: int) -> Sized | None:
-        """Half a microbatch; ``None`` if its shapes are not whole."""
-        return self._at(cls_name, mesh, roles, 2 * self.graph.parts(microbatches))
+    def _part(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> Sized | None:
+        """Return a part of a microbatch; ``None`` if its shapes are not whole."""
+        return self._at(cls_name, mesh, strategy.roles, strategy.options.parts * self.graph.parts(microbatches))
 
     def _at(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...], parts: int) -> Sized | None:
         """A class at the sizes of a batch that is cut into ``parts``. Many meshes share a sized class: pipelines of any length, with

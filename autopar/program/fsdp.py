@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from .collectives import ShardedReduceScatter, Work
 from .parameters import Master, ParameterGroup, alike, set_parameter
-from .state_places import DEVICE, Offloaded, pieces_of
 from .world import MIRROR, Layout, LoadedProgram
 
 
@@ -59,7 +58,7 @@ class ShardedGroup(ParameterGroup):
             shard_of(stage.get_parameter(layout.name)).zero_()
         self.module = module
         layer = program.layers[self.stage][child]
-        self.reduces_once = layer.reduce_once
+        self.reduces_once = layer.options.get("reduce") == "step"
         if layer.opaque and hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13
             module.set_reduce_scatter_unused_params(True)  # ranks may lack gradients, and all must reduce the same ones
             if self.reduces_once:
@@ -69,23 +68,14 @@ class ShardedGroup(ParameterGroup):
         self._params = {layout: stage.get_parameter(layout.name) for layout in layouts}
         for layout, param in self._params.items():
             first = rows_of(param, param.shape[0])[0] * param.shape[1:].numel()
-            place = placement.place if layout.trainable else DEVICE
-            if place != DEVICE:
-                self._add_offloaded(layout, param, place, first)
+            shard, same = shard_of(param), alike(layout, shards, world)
+            if placement.place and layout.trainable:
+                shard = shard.view(-1)
+                owned = nn.Parameter(world.places.zeros(placement.place, shard.shape, shard.dtype))
+                self.masters += world.places.divided(Master(layout, owned, same, first), placement.place, shard)
                 continue
-            shard = nn.Parameter(shard_of(param), layout.trainable)
             mine = self.masters if layout.trainable else self.frozen
-            mine.append(Master(layout, shard, alike(layout, shards, world), first))
-
-    def _add_offloaded(self, layout: Layout, param: Tensor, place: str, first: int) -> None:
-        """Masters of a parameter that are not on the device, which keeps its shard."""
-        values = shard_of(param).view(-1)
-        owned = self._world.places.zeros(place, values.shape, values.dtype)
-        same = alike(layout, self._shards, self._world)
-        for start, stop in pieces_of(values.numel(), values.dtype):
-            here = values[start:stop]
-            offloaded = Offloaded(place, nn.Parameter(here), here)
-            self.masters.append(Master(layout, nn.Parameter(owned[start:stop]), same, first + start, offloaded))
+            mine.append(Master(layout, nn.Parameter(shard, layout.trainable), same, first))
 
     @property
     def root(self) -> nn.Module:

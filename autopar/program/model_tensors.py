@@ -20,8 +20,7 @@ from .box_exchange import Held
 from .boxes import Box, Piece, divided, part_of, whole
 from .collectives import exchange
 from .optimizers import Updates
-from .parameters import Master, ParameterGroup
-from .state_places import upload
+from .parameters import Master, ParameterGroup, upload
 from .weights import runs
 from .world import BufferRecord, Layout, LoadedProgram, World
 

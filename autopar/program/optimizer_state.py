@@ -176,7 +176,8 @@ class Restored:
                 host = kind != TENSOR and key == "step" and not on_device[id(master.tensor)]
                 device = "cpu" if host or kind in _PYTHON else master.tensor.device
                 now = optimizer.state.get(master.tensor, {}).get(key)
-                if isinstance(now, Tensor) and world.places.has(now) and (now.shape, now.dtype) == (shape, dtype):
+                fits = isinstance(now, Tensor) and (now.shape, now.dtype) == (shape, dtype)
+                if fits and world.places and world.places.has(now):
                     state[key] = now  # a file keeps the room of what is left
                 elif master.offloaded is not None and shape == master.tensor.shape:
                     state[key] = world.places.zeros(master.offloaded.place, shape, dtype)

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .parameters import Master
-from .state_places import DEVICE, OffloadedUpdates
 from .world import Layout, LoadedProgram, World
 
 Optimizer = Callable[[Any], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
@@ -78,7 +77,7 @@ class Updates:
         scheduler: LRScheduler | None,
         masters: Sequence[Master],
         whole: TensorGatherer | None,
-        offloaded: OffloadedUpdates | None,
+        offloaded: Any = None,
     ) -> None:
         self.optimizer, self.scheduler, self.masters, self._whole = optimizer, scheduler, masters, whole
         self._offloaded = offloaded
@@ -137,10 +136,8 @@ def make(
     for master in masters:
         mine.setdefault(master.layout.original, []).append(master.tensor)
     made = user.over(mine)
-    offloaded = None
-    if any(master.offloaded is not None for master in masters):
-        at_once = not all(_of_torch(model) for model in user.models)
-        offloaded = OffloadedUpdates(made, masters, world.places, world.device, at_once)
+    at_once = not all(_of_torch(model) for model in user.models)
+    offloaded = world.places and world.places.updates(made, masters, world.device, at_once)
     return Updates(made, None if scheduler is None else scheduled(scheduler, made), masters, whole, offloaded)
 
 
@@ -349,7 +346,7 @@ def cut(layout: Layout, program: LoadedProgram) -> str | None:
     if layout.part is not None:
         return "it is a fused projection, which the program stores in parts"
     placement = program.placement(layout)
-    if placement.place != DEVICE:
+    if placement.place:
         return "it is not on the device, and is updated piece by piece"
     return f"ZeRO {placement.zero} divides it over {', '.join(placement.axes)}" if placement.zero else None
 

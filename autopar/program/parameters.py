@@ -1,7 +1,7 @@
 """The parameters of this rank's stages, and the master copies that the optimizer updates.
 
 Everything here is a function of the parameters' layout records (``layouts.json``). The optimizer owns plain tensors, the *masters*: whole
-local slices, or under ZeRO this rank's pieces of them. They may be in the host's memory or on NVMe (``state_places``). Parameters that
+local slices, or under ZeRO this rank's pieces of them. They may be in another memory than the device's (``Offloaded``). Parameters that
 other ranks have, too, are in flat buffers (ZeRO 0 and 1), or under FSDP2 (ZeRO 2 and 3, ``fsdp``).
 """
 
@@ -19,10 +19,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .collectives import Work, all_gather, reduce_scatter
-from .state_places import DEVICE, Offloaded, pieces_of, upload
 from .world import Layout, LoadedProgram, World
 
 # -- groups of parameters ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Offloaded:
+    """The device's side of an offloaded master: the master's ``place``, the tensor on the device whose ``grad`` is the master's gradient,
+    and the device's ``values``, which an update replaces."""
+
+    place: str
+    gradient: nn.Parameter
+    values: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +57,14 @@ class Master:
     def gradient(self) -> Tensor | None:
         """The gradient on the device."""
         return self.holder.grad
+
+
+@torch.no_grad()
+def upload(masters: Sequence[Master]) -> None:
+    """After masters were set by anything but an update: give the device their values."""
+    for master in masters:
+        if master.offloaded is not None:
+            master.offloaded.values.copy_(master.tensor)
 
 
 class ParameterGroup:
@@ -207,11 +224,11 @@ class FlatGroup(ParameterGroup):
         piece = aligned(-(-starts[-1] // self._parts), unit)  # the last pieces are padded
         index = dist.get_rank(self._group) if self._scattered else 0
         self._own = slice(index * piece, (index + 1) * piece)
-        self._place = placement.place if trainable and self._updates else DEVICE
-        self._mixed = trainable and self._updates and (wide != compute or self._place != DEVICE)
+        self._place = placement.place if trainable and self._updates else ""
+        self._mixed = trainable and self._updates and (wide != compute or self._place != "")
         self._values = torch.zeros(piece * self._parts, dtype=compute, device=world.device)
         self._grads = torch.zeros(piece * self._parts if trainable else 0, dtype=wide, device=world.device)
-        if self._place != DEVICE:
+        if self._place:
             self._owned = world.places.zeros(self._place, (piece,), wide)
         elif self._mixed:
             self._owned = torch.zeros(piece, dtype=wide, device=world.device)
@@ -261,18 +278,13 @@ class FlatGroup(ParameterGroup):
             return
         same = alike(slot.layout, (*self._shards, *self._apart), self._world)
         piece = self._owned[low - self._own.start : high - self._own.start]
-        if self._place == DEVICE:
-            tensor = nn.Parameter(piece if self._scattered else piece.view(slot.param.shape))
-            tensor.grad = self._grads[low:high].view(tensor.shape)
-            self.masters.append(Master(slot.layout, tensor, same, low - slot.start))
-            return
-        for start, stop in pieces_of(high - low, piece.dtype):
-            there = slice(low + start, low + stop)
-            gradient = nn.Parameter(self._grads[there])  # of the master's dtype, and of no memory of its own
-            gradient.grad = self._grads[there]
-            offloaded = Offloaded(self._place, gradient, self._values[there])
-            tensor = nn.Parameter(piece[start:stop])
-            self.masters.append(Master(slot.layout, tensor, same, low + start - slot.start, offloaded))
+        tensor = nn.Parameter(piece if self._scattered or self._place else piece.view(slot.param.shape))
+        master, grads = Master(slot.layout, tensor, same, low - slot.start), self._grads[low:high]
+        if self._place:
+            self.masters += self._world.places.divided(master, self._place, self._values[low:high], grads)
+        else:
+            tensor.grad = grads.view(tensor.shape)
+            self.masters.append(master)
 
     def gradients(self) -> list[Tensor]:
         return [self._grads[self._own]] if self.masters else []
@@ -386,10 +398,10 @@ class FlatGroup(ParameterGroup):
     def start_publication(self) -> None:
         """Start to ``publish``; the masters may change afterwards."""
         if self._scattered:
-            own = self._owned if self._place == DEVICE else self._values[self._own]  # an update has uploaded it
+            own = self._values[self._own] if self._place else self._owned  # an update has uploaded it
             self._source = own.to(self._values.dtype, copy=True)
             self._sending = all_gather(self._values, self._source, group=self._group, async_op=True)
-        elif self._mixed and self._place == DEVICE:
+        elif self._mixed and not self._place:
             self._values.copy_(self._owned)
         if self._served:
             self._sending = dist.broadcast(self._values, group=self._group, group_src=0, async_op=True)
@@ -456,7 +468,7 @@ def kind_of(layout: Layout, program: LoadedProgram) -> str:
     own = program.placement(layout)
     if own.zero >= 2:
         return "fsdp"
-    offloaded = layout.trainable and own.place != DEVICE
+    offloaded = layout.trainable and own.place != ""
     return "flat" if own.axes or layout.shared is not None or own.wide != own.compute or offloaded else "local"
 
 

@@ -19,9 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+NVME_FOLDER = "AUTOPAR_NVME"
+"""The environment's variable with a folder on the node's NVMe."""
+
 
 class StartError(RuntimeError):
-    """Processes, or devices, that the program cannot run on; the text ends with a hint."""
+    """Processes, devices or folders that the program cannot run on; the text ends with a hint."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         self.message, self.hint = message, hint
@@ -39,6 +42,18 @@ class ProcessPlace:
     size: int = 1
     local_rank: int | None = None
     local_size: int | None = None
+
+
+def nvme_folder(named: str) -> str:
+    """Return the folder on the node's NVMe: the one that the plan or the command line has ``named``, or the environment's. Raises
+    ``StartError``."""
+    folder = named or os.environ.get(NVME_FOLDER, "")
+    if not folder:
+        raise StartError(
+            "the plan keeps optimizer states on NVMe, and no folder on it is named",
+            f"name one: nvme_path in the cluster file, train.py --nvme DIR, or the environment's {NVME_FOLDER}",
+        )
+    return folder
 
 
 def place_of(environment: Mapping[str, str]) -> ProcessPlace:

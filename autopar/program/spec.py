@@ -48,12 +48,11 @@ class LayerSpec:
     zero: int  # the ZeRO stage
     data_axes: tuple[str, ...]  # the axes that divide the batch
     replicate_axes: tuple[str, ...] = ()  # those of them over which ZeRO does not shard
-    reduce_once: bool = False  # gradients add up locally, and are reduced in the last microbatch alone
-    states: str = "device"  # where master copies and optimizer states are: device, host, nvme
     segment: int = 1  # the number of layers that are recomputed as one with this one
     backward: bool = True  # whether gradients flow through the layer
     opaque: bool = False  # parameters may get no gradient on some ranks
     updates: tuple[str, ...] = ()  # buffers of which forward returns new values, behind its outputs
+    options: Mapping[str, str] = field(default_factory=dict)  # the plan's values for the layer that are not the default
 
 
 @dataclass(frozen=True)
@@ -97,6 +96,7 @@ class ProgramSpec:
         False  # whether one rank of each group of replicas, its server, updates the parameters and broadcasts them
     )
     reductions: Any = None  # starts and awaits the reductions of late gradients, in place of ``Reductions``
+    places: Any = None  # keeps and updates masters and optimizer states that are not on the device
     fsdp: Any = None  # keeps parameters under ZeRO 2 and 3
     whole_tensors: Any = None  # whole parameters for optimizers that look at more than single elements
     loss_scale: Any = None  # scales the loss in float16

@@ -20,36 +20,21 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from .parameters import Master
+from .parameters import Master, Offloaded
+from .processes import StartError, nvme_folder
 
-DEVICE, HOST, NVME = PLACES = ("device", "host", "nvme")
+NVME = "nvme"
 CHUNK_BYTES = 32 * 2**20  # of masters, at most: the size of a buffer
-FOLDER = "AUTOPAR_NVME"  # the environment's variable with the folder on NVMe
 _FIRST, _LARGEST = 16 * 2**20, 2**30  # bytes by which a file grows
 
 
-class PlaceError(RuntimeError):
-    """Optimizer states that cannot be where the plan has them; ``message`` says why, ``hint`` what to do."""
-
-    def __init__(self, message: str, hint: str) -> None:
-        super().__init__(f"{message}; {hint}")
-        self.message, self.hint = message, hint
-
-
-@dataclass(frozen=True, slots=True)
-class Offloaded:
-    """The device's side of an offloaded master: the master's ``place``, the tensor on the device whose ``grad`` is the master's gradient,
-    and the device's ``values``, which an update replaces."""
-
-    place: str
-    gradient: nn.Parameter
-    values: Tensor
+class PlaceError(StartError):
+    """Optimizer states that cannot be where the plan has them."""
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
@@ -57,7 +42,8 @@ class Offloaded:
 
 @dataclass
 class StateStorage:
-    """Makes a rank's tensors in the host's memory and on NVMe, there in a file in ``folder``, which the first such tensor makes."""
+    """Keeps and updates a rank's masters that are not on the device: tensors in the host's memory, or on NVMe in a file in ``folder``,
+    which the first such tensor makes."""
 
     folder: str = ""
     _file: _MappedFile | None = field(default=None, init=False)
@@ -67,8 +53,28 @@ class StateStorage:
         if place != NVME:
             return torch.zeros(tuple(shape), dtype=dtype)
         if self._file is None:
-            self._file = _MappedFile(folder_of(self.folder))
+            self._file = _MappedFile(nvme_folder(self.folder))
         return self._file.zeros(shape, dtype)
+
+    @staticmethod
+    def divided(whole: Master, place: str, values: Tensor, gradient: Tensor | None = None) -> Iterator[Master]:
+        """Yield a flat master in a ``place`` in pieces, none larger than a chunk. ``values`` and ``gradient`` are the device's; without
+        a ``gradient`` every step gives one to the pieces' holders."""
+        for start, stop in pieces_of(values.numel(), whole.tensor.dtype):
+            here = slice(start, stop)
+            holder = nn.Parameter((values if gradient is None else gradient)[here])  # of no memory of its own
+            holder.grad = None if gradient is None else gradient[here]
+            offloaded = Offloaded(place, holder, values[here])
+            tensor = nn.Parameter(whole.tensor.detach()[here])
+            yield Master(whole.layout, tensor, whole.alike, whole.first + start, offloaded)
+
+    def updates(
+        self, optimizer: torch.optim.Optimizer, masters: Sequence[Master], device: torch.device, at_once: bool
+    ) -> OffloadedUpdates | None:
+        """Return what updates ``masters``, or ``None`` where all of them are on the device."""
+        if all(master.offloaded is None for master in masters):
+            return None
+        return OffloadedUpdates(optimizer, masters, self, device, at_once)
 
     def has(self, tensor: Tensor) -> bool:
         """Return whether a tensor is in the file."""
@@ -92,17 +98,6 @@ class StateStorage:
         """Unmap the pages of tensors that are in the file until they are needed; the kernel writes them when they have changed."""
         if self._file is not None:
             self._file.advise(tensors, mmap.MADV_DONTNEED)
-
-
-def folder_of(named: str) -> str:
-    """Return the folder on NVMe: the one that the plan or the command line has ``named``, or the environment's. Raises ``PlaceError``."""
-    folder = named or os.environ.get(FOLDER, "")
-    if not folder:
-        raise PlaceError(
-            "the plan keeps optimizer states on NVMe, and no folder on it is named",
-            f"name one: nvme_path in the cluster file, train.py --nvme DIR, or the environment's {FOLDER}",
-        )
-    return folder
 
 
 class _MappedFile:
@@ -267,14 +262,6 @@ def _many_threads(number: int) -> Iterator[None]:
     yield
     if number > before:
         torch.set_num_threads(before)
-
-
-@torch.no_grad()
-def upload(masters: Sequence[Master]) -> None:
-    """After masters were set by anything but an update: give the device their values."""
-    for master in masters:
-        if master.offloaded is not None:
-            master.offloaded.values.copy_(master.tensor)
 
 
 def _chunks(masters: Sequence[Master]) -> Iterator[list[Master]]:

@@ -36,7 +36,6 @@ from .loader import Loader, Order, Synthetic, Tensors
 from .metrics import Meter, explained, peak_memory_bytes
 from .optimizers import RefusedOptimizerError, Scheduler
 from .processes import StartError
-from .state_places import PlaceError
 from .trainer import (
     CheckpointError,
     DataError,
@@ -61,7 +60,6 @@ REFUSALS = (
     DataError,
     IllTypedError,
     NonFiniteLossError,
-    PlaceError,
     RefusedOptimizerError,
     StartError,
 )

@@ -28,8 +28,7 @@ from torch import Tensor, nn
 
 from .boxes import Box, part_of, pieces
 from .collectives import exchange
-from .parameters import Master
-from .state_places import DEVICE, upload
+from .parameters import Master, upload
 from .world import Layout, LoadedProgram, World
 
 ROUND_BYTES = 256 * 2**20
@@ -83,7 +82,7 @@ class WholeTensors:
         for key in sorted(key for key, owner in owners.items() if owner == dist.get_rank()):
             layout = layouts[key.stage, key.original]
             shape = layout.original_shape
-            device = torch.device("cpu") if program.placement(layout).place != DEVICE else world.device
+            device = torch.device("cpu") if program.placement(layout).place else world.device
             tensor = nn.Parameter(torch.empty(shape, dtype=program.placement(layout).wide, device=device))
             layout = replace(layout, part=None, shape=shape, padded=shape, sharded=(), replicated=())
             self._owned[key] = Master(layout, tensor, ())

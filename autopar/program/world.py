@@ -28,7 +28,6 @@ from .mesh_axes import on_mesh
 from .processes import ProcessGroups, StartError, check_node, device_of, meet, place_of
 from .spec import LayerSpec, ProgramSpec, TensorSpec, layers_of
 from .state import read_constants
-from .state_places import PLACES, StateStorage
 
 # spmd-types calls two collectives by the names that torch 2.13 deprecates
 warnings.filterwarnings("ignore", category=FutureWarning, module="spmd_types")
@@ -112,7 +111,7 @@ class Placement:
     ``layer`` is the path of the layer that has the parameter, empty for the stage itself. Gradients are summed over ``axes``, those larger
     than 1 on which the parameter is ``R``. ZeRO stage ``zero`` shards over ``shards``; ``copies`` are the other ``axes``: ``mirror``, and
     those of hybrid sharding. Masters and gradient sums have the dtype ``wide``, the stage's arithmetic has ``compute``. Masters and
-    optimizer states are in ``place`` (``PLACES``).
+    optimizer states are in ``place``, a memory besides the device's; the device's if it is empty.
     """
 
     layer: str
@@ -241,7 +240,7 @@ class LoadedProgram:
             shards=tuple(axis for axis in axes if axis not in replicating),
             wide=torch.float32 if narrow else layout.dtype,
             compute=layout.dtype,
-            place=max((layer.states for layer in layers), key=PLACES.index),
+            place=max(layer.options.get("states", "") for layer in layers),  # of "", "host" and "nvme" the last
         )
 
     def reduced_over(self, layout: Layout) -> set[tuple[str, ...]]:
@@ -330,7 +329,7 @@ class World:
     replica: dist.ProcessGroup | None = None  # this rank's replica, if replicas train apart
     # by rank: this rank and one that it exchanges tensors with
     links: Mapping[int, dist.ProcessGroup] = field(default_factory=dict)
-    places: StateStorage = field(default_factory=StateStorage)  # of optimizer states that are not on the device
+    places: Any = None  # keeps masters and optimizer states that are not on the device
     timeout_s: float = 600  # of groups that are made later
 
     @property
@@ -428,7 +427,7 @@ def start(
         shared=_stage_groups(groups, program, grid, placed),
         replica=_replica_group(groups, program, mesh.mesh),
         links=groups.links(mesh.mesh, pairs, mesh.get_group("pipeline")) if program.has_links else {},
-        places=StateStorage(nvme or str(program.plan.get("nvme_path", ""))),
+        places=program.spec.places and program.spec.places(nvme or str(program.plan.get("nvme_path", ""))),
         timeout_s=timeout_s,
     )
     _warm_up(groups, here)

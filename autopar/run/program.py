@@ -27,6 +27,7 @@ from autopar.plan import Plan
 from autopar.precision import FLOAT16
 from autopar.program.metrics import Meter
 from autopar.program.optimizers import Scheduler
+from autopar.program.processes import StartError, nvme_folder
 from autopar.program.state import (
     INITIAL,
     has_values,
@@ -36,7 +37,6 @@ from autopar.program.state import (
     write_initial,
     wrong_state,
 )
-from autopar.program.state_places import PlaceError, folder_of
 from autopar.program.weights import is_weights, mapped, write_file
 from autopar.run import remote
 from autopar.run.data import Data, importable, names_of, sent
@@ -479,8 +479,8 @@ class Program:
         """Raise ``UsageError`` where the optimizer would not train as on one device, before a process is started."""
         if any(layer.strategy.options.on_nvme for layer in self.plan.layers):
             try:
-                folder_of(self.plan.nvme_path)
-            except PlaceError as error:
+                nvme_folder(self.plan.nvme_path)
+            except StartError as error:
                 raise UsageError(error.message, error.hint) from error
         self._recipe.check(self.folder)
 

@@ -123,6 +123,16 @@ class Options(Facts):
         """The modules of ``passes`` that rewrite the layer's class (``Technique.rewrite``)."""
         return tuple(technique.rewrite for technique, _ in self.chosen if technique.rewrite)
 
+    @cached_property
+    def specified(self) -> dict[str, str]:
+        """The values that the runtime reads (``LayerSpec.options``), by name."""
+        return {technique.name: value for technique, value in self.chosen if technique.specified}
+
+    @cached_property
+    def parts_of_runtime(self) -> dict[str, str]:
+        """The parts of the runtime that a program with such layers has (``Technique.parts``)."""
+        return {name: part for technique, value in self.chosen for name, part in technique.parts(value).items()}
+
     def called(self, call: Call) -> Call:
         """The call of a layer, or of layers, in the text of a program; the last techniques are the innermost."""
         for technique, value in reversed([*self.chosen]):

@@ -21,6 +21,7 @@ class Reduce(Technique):
     meaning = "how often gradients are reduced under ZeRO 2 and 3: in every microbatch, or once a step"
     example = "reduce=step"
     adds_work = True
+    specified = True
 
     def effort(self, value: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (), (self.values.index(value),)

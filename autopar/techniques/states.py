@@ -23,6 +23,7 @@ class States(Technique):
     example = "states=host"
     optional = True
     adds_work = True
+    specified = True
 
     def effort(self, value: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (self.values.index(value),), ()
@@ -36,6 +37,9 @@ class States(Technique):
     def read(self, layer: Mapping[str, Any]) -> str:
         before = HOST if layer.get("offload") in ("optimizer", "both") else DEVICE
         return str(layer.get(self.name, before))
+
+    def parts(self, value: str) -> Mapping[str, str]:
+        return {} if value == DEVICE else {"places": "state_places.StateStorage"}
 
     def families(self) -> Iterator[tuple[str, str, dict[str, Value], str]]:
         yield "host_optimizer", "optimizer states in the host's memory", {self.name: HOST}, "host"

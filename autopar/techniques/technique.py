@@ -270,6 +270,8 @@ class Technique:
     """The flags of other trainers that say a value."""
     modules: ClassVar[tuple[str, ...]] = ()
     """The modules of the runtime that ``model.py`` calls for it."""
+    specified: ClassVar[bool] = False
+    """Whether the runtime reads a layer's value in ``LayerSpec.options``."""
     computes: ClassVar[str] = ""
     """What ``compute`` of a layer returns that computes a part of a microbatch."""
     rewrite: ClassVar[str] = ""

@@ -241,15 +241,20 @@ def chain(
     folder: Path,
     faults: Sequence[Fault] = (),
 ) -> dict[str, float]:
-    """Train under each plan in turn, each from the checkpoint of the one before; ``faults`` are changes of the programs' files.
+    """Train under each plan in turn, each from the checkpoint of the one before; ``faults`` are changes of files that a
+    program may have, and one program has.
 
     The errors by place: of the losses under each plan (``"0"``, ``"1"``, ...), and of the values after the last step (``"state"``).
     """
     wanted, values = straight(name, optimizer, STEPS * len(plans))
     errors: dict[str, float] = {}
+    made: set[Fault] = set()
     for i, plan in enumerate(plans):
         program = emitted(name, plan, folder / f"plan{i}")
         for file, pattern, replacement in faults:
+            if not file_of(Path(program), file).exists():
+                continue
+            made.add((file, pattern, replacement))
             text, count = re.subn(pattern, replacement, file_of(Path(program), file).read_text())
             assert count == 1, (file, pattern, count)
             file_of(Path(program), file).write_text(text)
@@ -262,6 +267,7 @@ def chain(
         expected = wanted[STEPS * i : STEPS * (i + 1)]
         pairs = zip(found[0]["losses"], expected, strict=True)
         errors[str(i)] = max(abs(a - b) / max(1.0, abs(b)) for a, b in pairs)
+    assert made == set(faults)
     state = found[0]["state"]
     assert found[0]["rows"] == STEPS * len(plans) * len(next(iter(subject(name).batch.values())))
     errors["state"] = max(float((state[key] - values[key]).abs().max()) for key in state)

@@ -100,7 +100,7 @@ def reduces_last(issued: list[list[str]], microbatches: int) -> bool:
 def test_gradients_are_exact_and_reduced_once(name: str, workers4: WorkerPool, tmp_path: Path) -> None:
     options = PLANS[name]
     path, model = emitted(tmp_path / "exact", **options)
-    assert ("reduce_once" in (Path(path) / "model.py").read_text()) == (name != "one microbatch")
+    assert ('"reduce": "step"' in (Path(path) / "model.py").read_text()) == (name != "one microbatch")
     assert is_right(workers4, path, model)
     found = workers4.run("test_overlap:timed", program(tmp_path / "timed", reduce="step", **options))
     assert all(reduces_last(rank["issued"], options.get("microbatches", 1)) for rank in found)
@@ -136,11 +136,11 @@ def test_layers_may_differ(workers4: WorkerPool, tmp_path: Path) -> None:
 
     def apart(match: re.Match[str]) -> str:
         number = match["number"] or "i"
-        return f"{match['made']}reduce_once={number} not in (1, 3, 4, 6)"
+        return f"{match['made']}options={{'reduce': 'microbatch' if {number} in (1, 3, 4, 6) else 'step'}}"
 
-    made = r'(?P<made>\[(?:str\(i\)|"(?P<number>\d)")\] = .*)reduce_once=True'
+    made = r'(?P<made>\[(?:str\(i\)|"(?P<number>\d)")\] = .*)options=\{"reduce": "step"\}'
     text, count = re.subn(made, apart, file.read_text())
-    assert count > 0 and "reduce_once=True" not in text
+    assert count > 0 and '{"reduce": "step"}' not in text
     file.write_text(text)
     assert is_right(workers4, path, model)
 
@@ -181,7 +181,7 @@ LAST_OF_RANK_0 = (
     "        used = self.replicated_norm or (self.calls % 2 == 0 and torch.distributed.get_rank() == 0)\n"
     "        return hidden + self.scale * (x + self.down.bias if used else x)",
 )
-ONCE = (r"(    SPEC = LayerSpec\()", r"\1reduce_once=True, ")
+ONCE = (r"(    SPEC = LayerSpec\()", r"\1options={'reduce': 'step'}, ")
 NOT_STARTED = (r"module\.register_forward_pre_hook\(", "(lambda _: None)(")
 
 

@@ -39,11 +39,12 @@ TECHNIQUES = {
     r"|in_8_bits",
     "compile": r"COMPILATION|strategy\.compiled|is_compiled|_of_compiled_layers|\bs\.compiled|compiles_layers|techniques\.compilation",
     "logits": r"slice_logits|slices_logits|kernels_logits|whole_logits|check_logits|[\"']sliced\b|sliced_(?:graph|class)|\bLOGITS\b|SLICED",
-    "overlap": r"\bHALVES\b|[\"']halves\b|\bhalves\.\w|program\.halves|halves_\w+|in_halves|\bOVERLAP\b|y\.overlap\b|kernels_overlap"
+    "overlap: early collectives": r"kernels_overlap|\bOVERLAP\b|y\.overlap\b|overlap_pass|passes\.overlap",
+    "overlap: halves": r"\bHALVES\b|[\"']halves\b|\bhalves\.\w|program\.halves|halves_\w+|in_halves|\bOVERLAP\b|y\.overlap\b"
     r"|overlap_pass|passes\.overlap",
-    "reduce": r"reduces?_once|techniques\.reduce\b|options\[REDUCE\]|\bREDUCE\.name\b",
+    "reduce": r"options\.get\n[\"']reduce\b|reduces?_once|techniques\.reduce\b|options\[REDUCE\]|\bREDUCE\.name\b",
     "late gradients": r"\bstale\b|STALE|late_gradients|LateReductions",
-    "states": r"\bSTATES\b|strategy\.states|s\.states\b|state_places|(?<![A-Z_])NVME\b",
+    "states": r"options\.get\n[\"']states\b|\bSTATES\b|strategy\.states|s\.states\b|state_places|(?<![A-Z_])NVME\b",
 }
 """What a file spells that knows a technique of layers: its symbols and words, in identifiers and strings, docstrings aside. Values that are
 common words (``full``, ``host``, ``none``) are left out."""
