@@ -167,19 +167,21 @@ class _Lagrangian:
             found[self.device[s]] += layers * self.takes(s, kind, pick[s, kind])[2]
         return found
 
-    def even_stages(self) -> tuple[Array, Array]:
-        """Cuts that give all devices about equal work, and the seconds ``[part, stage]`` of their stages with each layer's fastest
-        candidate."""
-        fastest = [[table.time[table.bounding].argmin() for table in self.instance.kinds]] * self.stages
+    def even_cuts(self) -> Indices:
+        """Cuts that give all devices about equal work."""
         least = [
             np.array([float(table.time.min()) for table in self.instance.at(place)])[self.instance.kind]
             for place in self.instance.layout.place[: self.line]
         ]
         sums = [np.concatenate([[0.0], np.cumsum(each)]) for each in least]
-        cuts, found = np.array(balanced_cuts(sums, self.instance.schedule.device)), self.send.copy()
-        for s, kind, layers in self._stages(cuts):
-            found[:, s] += layers * self.takes(s, kind, fastest[s][kind])[0]
-        return cuts, found
+        return np.array(balanced_cuts(sums, self.instance.schedule.device))
+
+    def seconds(self, bounds: Indices, pick: Indices) -> Array:
+        """The seconds ``[part, stage]`` of stages with these cuts and candidates."""
+        found = self.send.copy()
+        for s, kind, layers in self._stages(bounds):
+            found[:, s] += layers * self.takes(s, kind, pick[s, kind])[0]
+        return found
 
     def _stages(self, bounds: Indices) -> Iterator[tuple[int, int, int]]:
         """Each stage, the kinds of its layers, the number of layers of that kind."""
@@ -195,7 +197,7 @@ def _best(instance: Instance, enough_s: float, whole: WholeLayers | None) -> flo
     best = lagrangian.first()
     if not best < enough_s:
         return best
-    model, paths = _Program(lagrangian, best, whole), _Paths(lagrangian)
+    model, paths = _Program(lagrangian, best, whole), None
     values: list[float] = []
     for _ in range(ROUNDS):
         if (solved := model.solve()) is None:
@@ -208,6 +210,7 @@ def _best(instance: Instance, enough_s: float, whole: WholeLayers | None) -> flo
         if best >= enough_s or (stalled and whole is None):
             break
         wider = value < solved.step_s * (1 - PRECISION) and model.admit(pick)
+        paths = paths or _Paths(lagrangian, pick)
         longer = paths.longer(solved)
         instance.cuts[:] = [paths.cuts]
         for path in longer:
@@ -224,11 +227,12 @@ class _Paths:
     more (Ben-Ameur and Neto, Acceleration of cutting-plane and column generation algorithms, 2007).
     """
 
-    def __init__(self, lagrangian: _Lagrangian) -> None:
+    def __init__(self, lagrangian: _Lagrangian, pick: Indices) -> None:
         self.schedule = lagrangian.instance.schedule
-        self.cuts, self.inner = lagrangian.even_stages()
-        self.inner_s = np.inf
         self.searched = self.schedule.stages * self.schedule.microbatches <= CUT_ACTIONS
+        self.cuts = lagrangian.even_cuts()
+        self.inner = lagrangian.seconds(self.cuts, pick)
+        self.inner_s = simulate_parts(self.schedule, self.inner) if self.searched else np.inf
 
     def longer(self, solved: _Solved) -> list[Array]:
         """Paths that are longer for these stages than the longest known one; empty if there are none. ``cuts`` become those of the shortest
@@ -236,8 +240,6 @@ class _Paths:
         if not self.searched:
             self.cuts = solved.cuts
             return []
-        if not np.isfinite(self.inner_s):
-            self.inner_s = simulate_parts(self.schedule, self.inner)
         middle, middle_s = (solved.mean + self.inner) / 2, (solved.path_s + self.inner_s) / 2
         found = longest_paths(self.schedule, middle, middle_s * (1 + PRECISION / 10))
         longest_s = max((float((path * middle).sum()) for path in found), default=middle_s)
