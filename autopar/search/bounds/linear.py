@@ -230,8 +230,9 @@ class _Paths:
     def __init__(self, lagrangian: _Lagrangian, pick: Indices) -> None:
         self.schedule = lagrangian.instance.schedule
         self.searched = self.schedule.stages * self.schedule.microbatches <= CUT_ACTIONS
-        self.cuts = lagrangian.even_cuts()
-        self.inner = lagrangian.seconds(self.cuts, pick)
+        cuts = lagrangian.even_cuts()
+        self.cuts = cuts.astype(np.float64)
+        self.inner = lagrangian.seconds(cuts, pick)
         self.inner_s = simulate_parts(self.schedule, self.inner) if self.searched else np.inf
 
     def longer(self, solved: _Solved) -> list[Array]:

@@ -20,7 +20,7 @@ from autopar.schedules.memory import fullest
 from autopar.schedules.step_time import textbook_paths
 from autopar.search.bounds.cheap import TOLERANCE, passing_bytes, sends
 from autopar.search.knapsacks import NOTHING, Front, front, merged
-from autopar.search.pareto import Array
+from autopar.search.pareto import Array, Indices
 from autopar.search.tables import Instance
 
 MANY = 16
@@ -72,18 +72,18 @@ def whole_layers(instance: Instance, enough_s: float) -> WholeLayers | None:
                 return None
             works.append((path, work))
         found.append((count if most == tried else most, works))
-    most = np.array([limit for limit, _ in found], dtype=np.float64)
-    fewest = np.maximum(most - (most.sum() - count), [device.least_layers for device in devices])
-    if most.sum() < count or (fewest > most).any():
+    limits = np.array([limit for limit, _ in found], dtype=np.float64)
+    fewest = np.maximum(limits - (limits.sum() - count), [device.least_layers for device in devices])
+    if limits.sum() < count or (fewest > limits).any():
         return None
     lines = [
         Work(device.number, device.others(path), slope, constant)
-        for device, (_, works), low, high in zip(devices, found, fewest.tolist(), most.tolist(), strict=True)
+        for device, (_, works), low, high in zip(devices, found, fewest.tolist(), limits.tolist(), strict=True)
         for path, work in works
         if average - 1 <= low and high <= tried  # the numbers of layers whose work is known
         for constant, slope in _below(int(low), work[int(low) : int(high) + 1])
     ]
-    return WholeLayers(fewest, most, tuple(lines))
+    return WholeLayers(fewest, limits, tuple(lines))
 
 
 def schedule_paths(paths: Array, split: bool, device: int, line: int) -> Array:
@@ -135,7 +135,7 @@ class _Device:
         found[:, list(self.own)] = 0
         return found
 
-    def _seconds_elsewhere(self, path: Array, layers: Array) -> Array:
+    def _seconds_elsewhere(self, path: Array, layers: Indices) -> Array:
         """The least seconds of a path on other devices, if they have these numbers of layers."""
         others, table = self.others(path), self.instance.kinds[self.frequent]
         each = sum(
