@@ -28,19 +28,18 @@ from autopar.ops.cost import tensors
 from autopar.ops.meta import meta
 from autopar.ops.operands import operands
 from autopar.plan import Axis
-from autopar.price.moves import Move, layer_moves, wire
+from autopar.price.moves import Move, layer_moves, step_moves
 from autopar.program import kernels
 from autopar.rules.traffic import kernel_traffic
 from autopar.sharding import Sharding, local_shape
 from autopar.techniques.sync import SYNC
 from autopar.types import Collective, I, P, R, S, SpmdType, conversion
 from passes.collectives import MICROBATCH, convert, share
+from passes.conversions import Types, conversion_steps
 from passes.joined import converted_types, is_joined, passed_on, results_of, weights_of
 from passes.layer import LocalLayer
 from passes.stages import Crossing, LocalProgram
 
-Types = tuple[SpmdType, ...]
-_SILENT = (Collective.NONE, Collective.LOCAL)
 _KERNELS = kernels.__name__
 
 
@@ -141,7 +140,7 @@ def _crossing_moves(crossing: Crossing, program: LocalProgram) -> Iterator[Excha
     reader = program.layers[crossing.layer]
     target = reader.sharding.produced(placeholders(reader.cls)[index].name)
     size = float(value.numel * value.dtype.itemsize)
-    for move in wire(value.name, size, source, target, value.requires_grad):
+    for move in step_moves(value.name, size, conversion_steps(source, target, value.requires_grad)):
         yield from _exchanges_of(move, axes)
 
 
@@ -156,7 +155,7 @@ def _exchanges_of(move: Move, axes: tuple[Axis, ...], under: tuple[str, ...] = (
     names = tuple(axes[i].name for i in move.axes if axes[i].name != MICROBATCH)
     size = round(move.bytes / math.prod(axes[i].size for i in move.sharded))
     for collective, backward in ((move.forward, False), (move.backward, True)):
-        if collective not in _SILENT and names:
+        if collective.sends and names:
             yield Exchange(move.value, names, collective.value, backward, size, under if backward else ())
 
 
@@ -202,7 +201,7 @@ def _conversion(
 ) -> Iterator[Exchange]:
     """The collectives of one conversion, from its local bytes before and after."""
     for collective, backward in ((pair[0], False), (pair[1] if gradient else Collective.NONE, True)):
-        if collective not in _SILENT:
+        if collective.sends:
             whole = before * ranks if collective is Collective.ALL_TO_ALL else max(before, after)
             yield Exchange(value, axes, collective.value, backward, whole)
 
@@ -228,7 +227,7 @@ def _kernel(node: fx.Node, original: fx.Node, axes: tuple[Axis, ...]) -> Iterato
         slices = math.prod(axis.size for axis, t in pairs if t.sharded and axis.name in names)
         size = tensor.numel() * slices * (one.itemsize or tensor.element_size()) * one.times
         for collective, backward in ((one.forward, False), (one.backward, True)):
-            if collective not in _SILENT:
+            if collective.sends:
                 yield Exchange(one.value.name, names, collective.value, backward, round(size))
 
 

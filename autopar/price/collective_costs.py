@@ -18,8 +18,6 @@ from autopar.price.state import Precision
 from autopar.techniques.sync import SYNC
 from autopar.types import Collective
 
-_SILENT = (Collective.NONE, Collective.LOCAL)
-
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCost:
@@ -69,7 +67,7 @@ def move_collectives(
     axes = tuple(axis for i in move.axes for axis in runs[i] if axis.stride)
     size = move.bytes / way.parts * (way.members.size if move.per_rank else 1)
     for collective, count in ((move.forward, forwards), (move.backward, backwards)):
-        if collective not in _SILENT and way.members.size > 1:
+        if collective.sends and way.members.size > 1:
             seconds = group_time_s(collective, size, way.members, cluster)
             yield CollectiveCost(purpose, collective, axes, way.members, size, seconds, count)
 

@@ -108,7 +108,7 @@ def group_time_s(
     says whose measured seconds count: ``SHARDED`` for FSDP's collectives, including the copies around them, ``FLAT`` for those of ZeRO 1.
     """
     n = members.size
-    if n == 1 or collective in (Collective.NONE, Collective.LOCAL):
+    if n == 1 or not collective.sends:
         return 0.0
     if (seen := _measured(collective, bytes_total, n, cluster, caller)) is not None:
         return cluster.collective_s + seen

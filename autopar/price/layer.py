@@ -125,7 +125,7 @@ class Sized:
         groups = [
             self.ways[move.axes, move.sharded].meeting
             for move in moves
-            if getattr(move, side) not in (Collective.NONE, Collective.LOCAL) and (beside or not move.beside)
+            if getattr(move, side).sends and (beside or not move.beside)
         ]
         return tuple(n for n in groups if n > 1)
 
@@ -272,7 +272,7 @@ def move_s(move: Move, collective: Collective, axes: tuple[Axis, ...], cluster: 
 
 
 def _move_s(move: Move, collective: Collective, way: MoveSizes, cluster: Cluster) -> float:
-    if collective in (Collective.NONE, Collective.LOCAL):
+    if not collective.sends:
         return 0.0
     whole = move.bytes / way.parts * (way.members.size if move.per_rank else 1)
     return group_time_s(collective, whole, way.members, cluster)

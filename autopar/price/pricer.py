@@ -25,7 +25,7 @@ from autopar.price.kept import kept
 from autopar.price.layer import Bound, Runs, Sized, Sizes, bind, divisible, measure, move_s, size
 from autopar.price.live_memory import Neighbours
 from autopar.price.microbatch import Core
-from autopar.price.moves import Move, wire
+from autopar.price.moves import Move, step_moves
 from autopar.price.replicas import ParameterCount, Spread, spread
 from autopar.price.state import state_bytes
 from autopar.price.trainer import EMITTED, TrainerModel
@@ -35,6 +35,7 @@ from autopar.sharding import AxisTypes, Sharding
 from autopar.techniques import Options
 from autopar.techniques.sync import SYNC
 from autopar.types import SpmdType
+from passes.conversions import conversion_steps
 from passes.pad import pad_class
 from passes.rewrite import rewritten_class
 
@@ -272,7 +273,8 @@ class Pricer:
             source = self._made_as(name, mesh, left)
             target = self._read_as(name, layer_index + 1, mesh, right)
             if left != right and source is not None and target is not None:
-                yield from wire(name, self._value_bytes(name), source, target, self.graph.values[name].requires_grad)
+                steps = conversion_steps(source, target, self.graph.values[name].requires_grad)
+                yield from step_moves(name, self._value_bytes(name), steps)
 
     def edge_collectives(
         self, layer_index: int, mesh: Mesh, left: Strategy, right: Strategy, microbatches: int

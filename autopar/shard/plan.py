@@ -171,12 +171,10 @@ def _check_borders(graph: Graph, shardings: list[Sharding]) -> None:
     for reader, layer in enumerate(graph.layers):
         for name, placeholder in zip(layer.activations, placeholders(graph.classes[layer.cls]), strict=False):
             maker, index = made[name]
-            current = list(shardings[maker].output(index))
-            for step in conversion_steps(tuple(current), shardings[reader].produced(placeholder.name)):
-                for axis in step.axes:
-                    current[axis] = step.target
+            wanted = shardings[reader].produced(placeholder.name)
+            for step in conversion_steps(shardings[maker].output(index), wanted):
                 for dim, extent in enumerate(graph.values[name].shape):
-                    axes = zip(shardings[reader].axes, current, strict=True)
+                    axes = zip(shardings[reader].axes, step.after, strict=True)
                     ways = math.prod(axis.size for axis, t in axes if t.dim == dim)
                     if extent % ways:
                         raise UsageError(
