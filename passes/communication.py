@@ -14,9 +14,9 @@ from typing import Any
 from torch import fx
 
 from autopar.graph import cached_for_graphs
-from autopar.ops.operands import operands
+from autopar.ops.operands import is_tensor, operands
 from autopar.rules.traffic import Wire, kernel_traffic
-from autopar.sharding import AxisTypes
+from autopar.sharding import AxisTypes, Sharding
 from passes.conversions import ConversionStep, Types, conversion_steps
 
 
@@ -78,6 +78,15 @@ def kernel_exchanges(graph: fx.GraphModule, types: Sequence[AxisTypes]) -> Itera
                 held = _types_at(wire.value, node, types)
                 sharded = tuple(i for i, t in enumerate(held) if t.sharded and i not in axes)
                 yield KernelExchange(node.name, axes, sharded, wire)
+
+
+def typed_values(graph: fx.GraphModule, sharding: Sharding) -> Iterator[tuple[fx.Node, Types]]:
+    """Every tensor of a layer's graph, in the types in which its op produces it and in those in which each op reads it."""
+    for node in graph.graph.nodes:
+        if node.op != "output" and is_tensor(node):
+            yield node, sharding.produced(node.name)
+        if node.op == "call_function":
+            yield from ((operand, sharding.needed(node.name, i)) for i, operand in enumerate(operands(node)))
 
 
 def _types_at(value: fx.Node, node: fx.Node, types: Sequence[AxisTypes]) -> Types:

@@ -26,14 +26,14 @@ from autopar.ops.cost import executed_flops
 from autopar.ops.experts import Experts
 from autopar.ops.facts import facts, is_random, op_name
 from autopar.ops.meta import meta
-from autopar.ops.operands import is_tensor, operands, shape_of
+from autopar.ops.operands import operands, shape_of
 from autopar.plan import Axis
 from autopar.program import kernels_overlap
 from autopar.sharding import AxisTypes, Sharding
 from autopar.techniques.overlap import HALVES, TENSOR
 from autopar.types import I, R, S
 from passes.collectives import MICROBATCH, convert
-from passes.communication import Conversion, conversions
+from passes.communication import Conversion, conversions, typed_values
 from passes.conversions import Types, conversion_steps
 from passes.turns import Read, Turns
 
@@ -273,19 +273,11 @@ def part_of(cls: LayerClass, sharding: Sharding) -> Sharding | None:
     """The sharding of one half of a microbatch; ``None`` if the rows on a device are not an even number."""
     time, *mesh = sharding.axes
     half = Sharding((Axis(MICROBATCH, 2 * time.size, 0), *mesh), sharding.types)
-    for node in cls.graph.graph.nodes:
-        if node.op == "output":
-            continue
-        reads = (
-            [(o, half.needed(node.name, i)) for i, o in enumerate(operands(node))] if node.op != "placeholder" else []
-        )
-        for value, types in ((node, half.produced(node.name)), *reads):
-            dim = types[0].dim
-            if dim is None or not is_tensor(value):
-                continue
-            ways = math.prod(axis.size for axis, t in zip(half.axes, types, strict=True) if t.dim == dim)
-            if shape_of(value)[dim] % ways:
-                return None
+    for value, types in typed_values(cls.graph, half):
+        dim = types[0].dim
+        ways = math.prod(axis.size for axis, t in zip(half.axes, types, strict=True) if t.dim == dim)
+        if dim is not None and shape_of(value)[dim] % ways:
+            return None
     return half
 
 

@@ -8,13 +8,14 @@ from collections.abc import Callable
 from autopar.errors import UsageError
 from autopar.flow import placeholders
 from autopar.graph import Graph, LayerClass
-from autopar.ops.operands import is_tensor, operands, shape_of
+from autopar.ops.operands import shape_of
 from autopar.plan import Axis, Plan, Role, Strategy
 from autopar.rules.padding import padding
 from autopar.shard.refusal import refusal
 from autopar.shard.solve import solve
 from autopar.sharding import AxisTypes, Sharding
 from autopar.types import SpmdType
+from passes.communication import typed_values
 from passes.conversions import conversion_steps
 from passes.rewrite import rewritten_graph
 
@@ -150,19 +151,15 @@ def _check_shapes(graph: Graph, index: int, sharding: Sharding) -> None:
     """Raise unless the axes together divide every value of the layer into whole shares."""
     layer = graph.layers[index]
     padded = padding(graph.classes[layer.cls]).groups
-    for node in graph.classes[layer.cls].graph.graph.nodes:
-        if node.op == "output":
-            continue
-        read = [(operand, sharding.needed(node.name, i)) for i, operand in enumerate(operands(node))]
-        for value, types in [(node, sharding.produced(node.name)), *(read if node.op == "call_function" else [])]:
-            for dim, extent in enumerate(shape_of(value) if is_tensor(value) else ()):
-                holders = [axis for axis, t in zip(sharding.axes, types, strict=True) if t.dim == dim and axis.size > 1]
-                if extent % math.prod(axis.size for axis in holders) and (value.name, dim) not in padded:
-                    names = " and ".join(f"{axis.name} {axis.size}" for axis in holders)
-                    raise UsageError(
-                        f"{layer.name}: dim {dim} of {value.name}, of {extent}, does not divide by {names} together",
-                        "give the layer other roles, or the axes other sizes",
-                    )
+    for value, types in typed_values(graph.classes[layer.cls].graph, sharding):
+        for dim, extent in enumerate(shape_of(value)):
+            holders = [axis for axis, t in zip(sharding.axes, types, strict=True) if t.dim == dim and axis.size > 1]
+            if extent % math.prod(axis.size for axis in holders) and (value.name, dim) not in padded:
+                names = " and ".join(f"{axis.name} {axis.size}" for axis in holders)
+                raise UsageError(
+                    f"{layer.name}: dim {dim} of {value.name}, of {extent}, does not divide by {names} together",
+                    "give the layer other roles, or the axes other sizes",
+                )
 
 
 def _check_borders(graph: Graph, shardings: list[Sharding]) -> None:
