@@ -34,7 +34,7 @@ def assemble(
     """Add ZeRO over the data axes, and other memories. ``neighbours`` are assumed to have the same strategy."""
     c, kept, forward, backward = core.sized, core.kept, core.forward, core.backward
     data, zero = spread.size, strategy.zero if spread.size > 1 else 0
-    trainable, offloaded = math.ceil(c.trainable), StatePlace.of(strategy, cluster)
+    trainable, offloaded = c.counts.trainable, StatePlace.of(strategy, cluster)
     parts = spread.seconds[min(zero, 2)]
     in_forward, in_backward, _ = runs(zero, strategy.options.whole_gradients, gathers(kept))
     exposed = functools.partial(trainer.exposed_sharded_s, slowdown=cluster.overlap_slowdown)
@@ -55,7 +55,7 @@ def assemble(
         forward_exposed += waited_s(kept.copied_bytes, forward_compute_s, cluster)
         backward_exposed += waited_s(kept.copied_bytes, backward_compute_s, cluster)
     updated = trainable / (data if zero else 1)
-    step_s = _update_s(updated, c.tensors, offloaded.memory, zero, numbers, cluster)
+    step_s = _update_s(updated, c.counts.count, offloaded.memory, zero, numbers, cluster)
     if zero < 2:
         step_s += spread.once_s(zero, forward_compute_s, backward_compute_s, trainer, cluster.overlap_slowdown)
         if spread.late:  # gradients are copied to be summed, and the sums back
@@ -165,7 +165,7 @@ def _bytes(
 ) -> tuple[int, int, int, int, int]:
     """Bytes of parameters, gradients, optimizer state, saved activations of one microbatch, and transients."""
     c, kept, data = core.sized, core.kept, spread.size
-    parameters, trainable = math.ceil(c.parameters), math.ceil(c.trainable)
+    parameters, trainable = c.counts.parameters, c.counts.trainable
     flat = zero < 2 and (data > 1 or numbers.master or offloaded.memory)
     elements = parameters, trainable
     if flat:

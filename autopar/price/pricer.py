@@ -26,7 +26,7 @@ from autopar.price.layer import Bound, Runs, Sized, Sizes, bind, divisible, meas
 from autopar.price.live_memory import Neighbours
 from autopar.price.microbatch import Core
 from autopar.price.moves import Move, step_moves
-from autopar.price.replicas import ParameterCount, Replicas, Spread
+from autopar.price.replicas import Replicas, Spread
 from autopar.price.state import state_bytes
 from autopar.price.trainer import EMITTED, TrainerModel
 from autopar.rules.padding import padded, padding
@@ -376,8 +376,7 @@ class Pricer:
         if self.copies > 1:
             far = max(math.prod(axis.size for axis in mesh), self.cluster.count // 2)
             axes = (*axes, (Axis("mirror", self.copies, far),))
-        tensors = ParameterCount(math.ceil(c.parameters), math.ceil(c.trainable), c.tensors)
-        return Replicas(tensors, axes, cluster, self.numbers, self.trainer, self.sync)
+        return Replicas(c.counts, axes, cluster, self.numbers, self.trainer, self.sync)
 
     def _neighbours(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> Neighbours:
         """The parameters of the layers that may run directly before and after a layer of the class in the same roles, and of those whose
@@ -393,7 +392,7 @@ class Pricer:
             known[how] = Neighbours(
                 sum(_largest(earlier) for earlier, _ in around),
                 sum(_largest(after) for _, after in around),
-                max((math.ceil(c.trainable) for c in later), default=0),
+                max((c.counts.trainable for c in later), default=0),
                 min((self._saved_bytes(c, strategy) for c in later), default=0.0),
                 sum(_largest(earlier) for earlier, _ in around[:-1]),
             )
@@ -535,4 +534,4 @@ def _both_s(move: Move, axes: Mesh, cluster: Cluster) -> float:
 
 def _largest(layers: list[Sized]) -> int:
     """The parameters of the largest layer; 0 if there is none."""
-    return max((math.ceil(c.parameters) for c in layers), default=0)
+    return max((c.counts.parameters for c in layers), default=0)

@@ -9,19 +9,10 @@ from dataclasses import dataclass
 from autopar.devices import Cluster
 from autopar.plan import Axis
 from autopar.price.collectives import RankGroup, group
-from autopar.price.state import Precision
+from autopar.price.state import ParameterCount, Precision
 from autopar.price.trainer import TrainerModel
 from autopar.techniques.sync import SYNC
 from autopar.types import Collective
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterCount:
-    """A layer's parameters on one device: elements, those that are trained, and the number of tensors."""
-
-    parameters: int
-    trainable: int
-    count: int
 
 
 @dataclass(frozen=True, slots=True)
