@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.flow import gradient_flow, placeholders
+from autopar.flow import gradient_flow, parameter_nodes, placeholders
 from autopar.graph import LayerClass, cached_for_graphs
 from autopar.ops.cost import executed_flops
 from autopar.ops.experts import Experts
@@ -78,8 +78,9 @@ _Read = tuple[str, int, str]
 
 
 def _trainable(cls: LayerClass) -> frozenset[str]:
-    nodes = placeholders(cls)[len(placeholders(cls)) - len(cls.parameters) :]
-    return frozenset(node.name for node, value in zip(nodes, cls.parameters, strict=True) if value.requires_grad)
+    return frozenset(
+        node.name for node, value in zip(parameter_nodes(cls), cls.parameters, strict=True) if value.requires_grad
+    )
 
 
 @cached_for_graphs(maxsize=256)

@@ -138,7 +138,7 @@ def _deferred(graph: Graph, plan: Plan, layer: int) -> frozenset[int]:
 def _check_shared(graph: Graph, layers: list[LocalLayer]) -> None:
     """Check that a parameter that several layers use, which is stored once, is padded in the same way in all of them."""
     for name, uses in graph.shared_parameters.items():
-        found = {layers[i].parameters[graph.layers[i].parameters.index(name)].whole: i for i in uses}
+        found = {layers[i].cls.parameters[graph.layers[i].parameters.index(name)].shape: i for i in uses}
         if len(found) > 1:
             shapes = ", ".join(f"{list(shape)} in {graph.layers[i].name}" for shape, i in found.items())
             raise UsageError(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from autopar.errors import UsageError
-from autopar.flow import placeholders
+from autopar.flow import parameter_nodes, placeholders
 from autopar.graph import Graph, LayerClass
 from autopar.ops.operands import shape_of
 from autopar.plan import Axis, Plan, Role, Strategy
@@ -31,22 +31,20 @@ def role_types(graph: Graph, layer: int, role: Role, size: int) -> AxisTypes | N
     this = graph.layers[layer]
     cls = graph.classes[this.cls]
     fixed: dict[str, SpmdType] = {}
-    first = len(placeholders(cls)) - len(cls.parameters)
     for index, name in enumerate(this.parameters):
         uses = graph.shared_parameters.get(name, ())
         if uses and uses[-1] != layer:
             leader = role_types(graph, uses[-1], role, size)
             if leader is None:
                 return None
-            fixed[placeholders(cls)[first + index].name] = _parameter_type(graph, uses[-1], name, leader)
+            fixed[parameter_nodes(cls)[index].name] = _parameter_type(graph, uses[-1], name, leader)
     return solve(cls, role, size, tuple(sorted(fixed.items())))
 
 
 def _parameter_type(graph: Graph, layer: int, name: str, types: AxisTypes) -> SpmdType:
     cls = graph.classes[graph.layers[layer].cls]
-    first = len(placeholders(cls)) - len(cls.parameters)
     index = graph.layers[layer].parameters.index(name)
-    return types.produced[placeholders(cls)[first + index].name]
+    return types.produced[parameter_nodes(cls)[index].name]
 
 
 def role_sizes(mesh: tuple[Axis, ...], roles: tuple[Role, ...]) -> dict[Role, int]:

@@ -18,7 +18,7 @@ from sketch import Sketch
 
 from autopar.capture import capture
 from autopar.devices import parse
-from autopar.flow import gradient_flow, placeholders
+from autopar.flow import gradient_flow, parameter_nodes
 from autopar.graph import Graph, LayerClass
 from autopar.plan import Axis, Role, Strategy
 from autopar.price import Pricer
@@ -284,7 +284,7 @@ def class_of(graph: Graph, layer: int) -> LayerClass:
 
 
 def parameter_types(cls: LayerClass, types: AxisTypes) -> dict[str, str]:
-    nodes = placeholders(cls)[-len(cls.parameters) :]
+    nodes = parameter_nodes(cls)
     return {value.name: str(types.produced[node.name]) for value, node in zip(cls.parameters, nodes, strict=True)}
 
 
@@ -332,7 +332,7 @@ def test_the_sequence_layout_of_llama_is_megatrons(llama7b: Graph, size: int) ->
         "backward all_reduce": 2,
     }
     assert parameter_types(cls, types) == COLUMN_AND_ROW
-    weights = [node.name for node in placeholders(cls)[-len(cls.parameters) :]]
+    weights = [node.name for node in parameter_nodes(cls)]
     reduced = [
         cls.parameters[weights.index(one.value)].name
         for one in conversions(cls.graph, (types,), gradient_flow(cls))
