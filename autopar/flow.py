@@ -17,6 +17,12 @@ def placeholders(cls: LayerClass) -> list[fx.Node]:
     return [node for node in cls.graph.graph.nodes if node.op == "placeholder"]
 
 
+def parameter_nodes(cls: LayerClass) -> list[fx.Node]:
+    """The placeholders of the layer's parameters, in order."""
+    nodes = placeholders(cls)
+    return nodes[len(nodes) - len(cls.parameters) :]
+
+
 def output_nodes(cls: LayerClass) -> tuple[fx.Node, ...]:
     """The nodes of the layer's outputs, in order."""
     return returned_nodes(cls)[: len(cls.outputs)]

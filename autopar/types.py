@@ -77,6 +77,11 @@ class Collective(Enum):
     ROTATE = "rotate"
     SHIFT = "shift"
 
+    @property
+    def sends(self) -> bool:
+        """Whether ranks send bytes to each other."""
+        return self not in (Collective.NONE, Collective.LOCAL)
+
 
 _CONVERSIONS: dict[str, tuple[Collective, Collective]] = {
     # source kind + target kind: (forward, backward)

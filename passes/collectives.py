@@ -12,8 +12,9 @@ from autopar.errors import ProgramError
 from autopar.ops.meta import meta
 from autopar.ops.operands import operands
 from autopar.sharding import Sharding
-from autopar.types import SpmdType, legal_in_time
-from passes.conversions import effective_steps
+from autopar.types import legal_in_time
+from passes.communication import Conversion, conversions
+from passes.conversions import Types
 
 MICROBATCH = "microbatch"  # the axis of time: no collective is legal on it
 
@@ -32,35 +33,32 @@ def share(x: Tensor, microbatches: int) -> Tensor:
     return x / microbatches
 
 
-Types = tuple[SpmdType, ...]
-
-
 def insert_collectives_pass(gm: fx.GraphModule, sharding: Sharding) -> fx.GraphModule:
-    """A new graph with a ``convert`` node for every conversion, shared by all operands that need the same type."""
+    """A new graph with a ``convert`` node for every step of the listed conversions, shared by all readers."""
     graph = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
-    converted: dict[tuple[fx.Node, Types], fx.Node] = {}
+    gradient = {node.name: meta(node)["gradient"] for node in gm.graph.nodes if node.op != "output"}
+    listed = {reader: one for one in conversions(gm, sharding.types, gradient) for reader in one.readers}
+    converted: dict[tuple[str, Types], fx.Node] = {}
 
-    def read(node: fx.Node, needed: Types) -> fx.Node:
-        """The new node with ``node``'s value in the types ``needed``."""
-        value = made[node]
-        produced: Types = meta(value)["types"]
-        if produced == needed:
-            return value
-        if (value, needed) not in converted:
-            converted[value, needed] = convert_value(graph, value, needed, sharding)
-        return converted[value, needed]
+    def read(node: fx.Node, reader: fx.Node, index: int) -> fx.Node:
+        """The new node with ``node``'s value in the types in which ``reader`` reads it."""
+        one = listed.get((reader.name, index))
+        if one is None:
+            return made[node]
+        if (one.value, one.target) not in converted:
+            converted[one.value, one.target] = _convert_value(graph, made[node], one, sharding)
+        return converted[one.value, one.target]
 
     for node in gm.graph.nodes:
         if node.op == "output":
-            results = [read(out, sharding.output(i)) for i, out in enumerate(node.args[0])]
-            graph.output(tuple(results))
+            graph.output(tuple([read(out, node, i) for i, out in enumerate(node.args[0])]))
             continue
         if node.op == "placeholder":
             new = graph.placeholder(node.target)
         else:
             # Conversions first: node_copy must find every operand, and one value may be read in two types by one op.
-            needed = {i: read(operand, sharding.needed(node.name, i)) for i, operand in enumerate(operands(node))}
+            needed = {i: read(operand, node, i) for i, operand in enumerate(operands(node))}
             new = graph.node_copy(node, lambda n: made[n])
             _rebind(new, needed)
         new.name = node.name
@@ -83,18 +81,15 @@ def _rebind(node: fx.Node, needed: dict[int, fx.Node]) -> None:
     node.kwargs = fx.node.map_arg(node.kwargs, swap)
 
 
-def convert_value(graph: fx.Graph, value: fx.Node, needed: Types, sharding: Sharding) -> fx.Node:
-    """Appends the conversions of ``value`` to ``needed``: one node for each; equal conversions on several axes share one node."""
-    current: list[SpmdType] = list(meta(value)["types"])
+def _convert_value(graph: fx.Graph, value: fx.Node, listed: Conversion, sharding: Sharding) -> fx.Node:
+    """Append one node for each step of ``listed``, the first of which converts ``value``; returns the last."""
     gradient = meta(value)["gradient"]
-    for step in effective_steps(tuple(current), needed, gradient):
-        for axis in step.axes:
-            current[axis] = step.target
+    for step in listed.steps:
         axes = [sharding.axes[axis] for axis in step.axes]
         steps_in_time = [axis.size for axis in axes if axis.name == MICROBATCH and axis.size > 1]
         if steps_in_time and legal_in_time(step.source, step.target, gradient):
             shared = graph.call_function(share, (value, steps_in_time[0]))
-            shared.meta = {**value.meta, "types": tuple(current)}
+            shared.meta = {**value.meta, "types": step.after}
             value = shared
         elif steps_in_time:
             raise ProgramError(
@@ -106,6 +101,6 @@ def convert_value(graph: fx.Graph, value: fx.Node, needed: Types, sharding: Shar
         if not names:
             continue  # with one microbatch, all types are the whole value
         new = graph.call_function(convert, (value, names, str(step.source), str(step.target)))
-        new.meta = {**value.meta, "types": tuple(current)}
+        new.meta = {**value.meta, "types": step.after}
         value = new
     return value

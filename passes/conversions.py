@@ -11,26 +11,54 @@ between them shards a dim that the conversion changes.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
-from autopar.types import I, R, SpmdType, conversion
+from autopar.types import Collective, I, R, SpmdType, conversion
+
+Types = tuple[SpmdType, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ConversionStep:
-    """One conversion on the axes ``axes`` (indices in the mesh, outermost first) flattened."""
+    """One conversion on the axes ``axes`` (indices in the mesh, outermost first) flattened, its two collectives, and the value's types
+    ``after`` it. Without a gradient nothing runs backward."""
 
     axes: tuple[int, ...]
     source: SpmdType
     target: SpmdType
+    forward: Collective
+    backward: Collective
+    after: Types
+
+    @property
+    def sends(self) -> bool:
+        """Whether ranks send bytes to each other, forward or backward."""
+        return self.forward.sends or self.backward.sends
+
+    @property
+    def sharded(self) -> tuple[int, ...]:
+        """The other axes that shard the value meanwhile."""
+        return tuple([i for i, t in enumerate(self.after) if t.sharded and i not in self.axes])
 
 
-def effective_steps(
-    source: tuple[SpmdType, ...], target: tuple[SpmdType, ...], gradient: bool
-) -> tuple[ConversionStep, ...]:
-    """``conversion_steps`` without those that have no effect on a value without gradient: I and R differ in the gradient alone."""
-    steps = conversion_steps(source, target)
-    return tuple(step for step in steps if gradient or {step.source, step.target} != {I, R})
+@functools.lru_cache(maxsize=65536)
+def conversion_steps(source: Types, target: Types, gradient: bool = True) -> tuple[ConversionStep, ...]:
+    """Return the conversions, in order, from ``source[axis]`` to ``target[axis]`` on every axis (outer to inner).
+
+    A value without ``gradient`` needs none between I and R, which differ in the gradient alone.
+    """
+    assert len(source) == len(target), (source, target)
+    current, steps = list(source), []
+    for axes, old, new in _ordered(_units(source, target)):
+        if not gradient and {old, new} == {I, R}:
+            continue
+        pair = conversion(old, new)
+        assert pair is not None, (source, target, axes)
+        for axis in axes:
+            current[axis] = new
+        steps.append(ConversionStep(axes, old, new, pair[0], pair[1] if gradient else Collective.NONE, tuple(current)))
+    return tuple(steps)
 
 
 @dataclass
@@ -42,20 +70,16 @@ class _Unit:
     target: SpmdType
 
 
-def conversion_steps(source: tuple[SpmdType, ...], target: tuple[SpmdType, ...]) -> tuple[ConversionStep, ...]:
-    """The conversions, in order, from ``source[axis]`` to ``target[axis]`` on every axis (outer to inner)."""
-    assert len(source) == len(target), (source, target)
-    units = _units(source, target)
-    steps: list[ConversionStep] = []
+def _ordered(units: list[_Unit]) -> list[tuple[tuple[int, ...], SpmdType, SpmdType]]:
+    """The axes, source and target of every step of all ``units``."""
+    steps: list[tuple[tuple[int, ...], SpmdType, SpmdType]] = []
 
     def apply(unit: _Unit, to: SpmdType) -> None:
-        assert conversion(unit.current, to) is not None, (source, target, unit)
-        last = steps[-1] if steps else None
-        if last is not None and (last.source, last.target) == (unit.current, to):
+        if steps and steps[-1][1:] == (unit.current, to):
             # Consecutive steps that stop sharding a dim start at its innermost axis; those that start sharding it end there.
-            steps[-1] = ConversionStep(tuple(sorted((*last.axes, *unit.axes))), unit.current, to)
+            steps[-1] = (tuple(sorted((*steps[-1][0], *unit.axes))), unit.current, to)
         else:
-            steps.append(ConversionStep(unit.axes, unit.current, to))
+            steps.append((unit.axes, unit.current, to))
         unit.current = to
 
     while pending := [i for i, unit in enumerate(units) if unit.current != unit.target]:
@@ -69,10 +93,10 @@ def conversion_steps(source: tuple[SpmdType, ...], target: tuple[SpmdType, ...])
         for holder in _holders(stuck, units):
             apply(units[holder], I if units[holder].target == I else R)
         apply(units[stuck], units[stuck].target)
-    return tuple(steps)
+    return steps
 
 
-def _units(source: tuple[SpmdType, ...], target: tuple[SpmdType, ...]) -> list[_Unit]:
+def _units(source: Types, target: Types) -> list[_Unit]:
     """The axes, with those that make the same conversion joined; a unit has the position of its outermost axis."""
     units: list[_Unit] = []
     for axis, (now, wanted) in enumerate(zip(source, target, strict=True)):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.flow import gradient_flow, placeholders
+from autopar.flow import gradient_flow, parameter_nodes, placeholders
 from autopar.graph import LayerClass
 from autopar.ops.meta import meta
 from autopar.plan import Strategy
@@ -27,12 +27,10 @@ from passes.runner import run
 
 @dataclass(frozen=True)
 class LocalParameter:
-    """A parameter as one rank of the layer stores it: class-local dotted name, local shape, the shape over all ranks together (padding
-    included), type on each mesh axis."""
+    """A parameter as one rank of the layer stores it: its dotted name in the class, the local shape, the type on each mesh axis."""
 
     name: str
     shape: tuple[int, ...]
-    whole: tuple[int, ...]
     types: tuple[SpmdType, ...]
 
 
@@ -40,8 +38,8 @@ class LocalParameter:
 class LocalLayer:
     """A layer class under a strategy, local: the graph that a rank runs for one microbatch, and its parameters.
 
-    ``graph`` has the layer class's placeholders, in the same order; ``sharding`` includes the microbatch axis. With ``half``, the sharding
-    of half a microbatch, the graph is what a rank runs for each half.
+    ``cls`` is at padded shapes, and ``graph`` has its placeholders, in the same order. ``sharding`` includes the microbatch axis. With
+    ``half``, the sharding of half a microbatch, the graph is what a rank runs for each half.
     """
 
     cls: LayerClass
@@ -135,14 +133,12 @@ def local_layer(
         parameters = [node for node in gm.graph.nodes if node.op == "placeholder"][-len(cls.parameters) :]
         late = [parameters[i] for i in deferred]
         gm = run(gm, [("defer_weights", lambda gm: defer_weights_pass(gm, late))])
-    nodes = placeholders(cls)[len(placeholders(cls)) - len(cls.parameters) :]
     local = tuple(
         LocalParameter(
             value.name,
             local_shape(value.shape, sharding.axes, sharding.produced(node.name)),
-            value.shape,
             mesh_types(sharding, sharding.produced(node.name)),
         )
-        for node, value in zip(nodes, cls.parameters, strict=True)
+        for node, value in zip(parameter_nodes(cls), cls.parameters, strict=True)
     )
     return LocalLayer(cls, strategy, sharding, gm, local, own if own is not sharding else None)

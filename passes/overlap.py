@@ -14,31 +14,28 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from autopar.flow import gradient_flow, placeholders, returned_nodes
+from autopar.flow import gradient_flow, parameter_nodes, placeholders
 from autopar.graph import LayerClass, cached_for_graphs
 from autopar.ops.cost import executed_flops
 from autopar.ops.experts import Experts
 from autopar.ops.facts import facts, is_random, op_name
 from autopar.ops.meta import meta
-from autopar.ops.operands import is_tensor, operands, shape_of
+from autopar.ops.operands import operands, shape_of
 from autopar.plan import Axis
 from autopar.program import kernels_overlap
 from autopar.sharding import AxisTypes, Sharding
 from autopar.techniques.overlap import HALVES, TENSOR
-from autopar.types import Collective, I, R, S, SpmdType, conversion
+from autopar.types import I, R, S
 from passes.collectives import MICROBATCH, convert
-from passes.conversions import conversion_steps, effective_steps
+from passes.communication import Conversion, conversions, typed_values
+from passes.conversions import Types, conversion_steps
 from passes.turns import Read, Turns
-
-Types = tuple[SpmdType, ...]
-
-_SILENT = (Collective.NONE, Collective.LOCAL)
 
 
 def rewrite_local(gm: fx.GraphModule, cls: LayerClass, sharding: Sharding, value: str) -> fx.GraphModule:
@@ -81,8 +78,9 @@ _Read = tuple[str, int, str]
 
 
 def _trainable(cls: LayerClass) -> frozenset[str]:
-    nodes = placeholders(cls)[len(placeholders(cls)) - len(cls.parameters) :]
-    return frozenset(node.name for node, value in zip(nodes, cls.parameters, strict=True) if value.requires_grad)
+    return frozenset(
+        node.name for node, value in zip(parameter_nodes(cls), cls.parameters, strict=True) if value.requires_grad
+    )
 
 
 @cached_for_graphs(maxsize=256)
@@ -107,8 +105,7 @@ def _is_silent(read: _Read, types: Sequence[AxisTypes]) -> bool:
     """Whether no collective runs forward between a value and its reader."""
     reader, index, value = read
     source, needed = tuple(t.produced[value] for t in types), tuple(t.needed[reader][index] for t in types)
-    pairs = (conversion(step.source, step.target) for step in conversion_steps(source, needed))
-    return all(pair is not None and pair[0] in _SILENT for pair in pairs)
+    return not any(step.forward.sends for step in conversion_steps(source, needed))
 
 
 def _before_expensive(nodes: Iterable[fx.Node], group: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
@@ -277,19 +274,11 @@ def part_of(cls: LayerClass, sharding: Sharding) -> Sharding | None:
     """The sharding of one half of a microbatch; ``None`` if the rows on a device are not an even number."""
     time, *mesh = sharding.axes
     half = Sharding((Axis(MICROBATCH, 2 * time.size, 0), *mesh), sharding.types)
-    for node in cls.graph.graph.nodes:
-        if node.op == "output":
-            continue
-        reads = (
-            [(o, half.needed(node.name, i)) for i, o in enumerate(operands(node))] if node.op != "placeholder" else []
-        )
-        for value, types in ((node, half.produced(node.name)), *reads):
-            dim = types[0].dim
-            if dim is None or not is_tensor(value):
-                continue
-            ways = math.prod(axis.size for axis, t in zip(half.axes, types, strict=True) if t.dim == dim)
-            if shape_of(value)[dim] % ways:
-                return None
+    for value, types in typed_values(cls.graph, half):
+        dim = types[0].dim
+        ways = math.prod(axis.size for axis, t in zip(half.axes, types, strict=True) if t.dim == dim)
+        if dim is not None and shape_of(value)[dim] % ways:
+            return None
     return half
 
 
@@ -312,10 +301,10 @@ def turns_of(cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str,
     nodes = [node for node in cls.graph.graph.nodes if node.op == "call_function"]
     position = {node.name: i for i, node in enumerate(nodes)}
     first: dict[Read, int] = {}
-    for read, at in _reads(cls, nodes, types):
-        rows = types[0].produced[read[0]].sharded
-        if read not in first and (rows or read[0] not in position) and _travels(read, types, gradient[read[0]]):
-            first[read] = at
+    for one in conversions(cls.graph, types, gradient):
+        rows = types[0].produced[one.value].sharded
+        if (rows or one.value not in position) and _travels(one):
+            first[one.value, one.target] = position.get(one.readers[0][0], len(nodes))
     made = {read: position.get(read[0], -1) for read in first}
     inner = tuple(i for i, node in enumerate(nodes) if any(t.kernel.get(node.name) == "expert_exchange" for t in types))
     once = frozenset(read for read in first if not types[0].produced[read[0]].sharded)
@@ -335,23 +324,10 @@ def turns_of(cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str,
     return Turns(tuple(node.name for node in nodes), tuple(sorted(turns)), flights, made, inner, once, ODD)
 
 
-def _reads(cls: LayerClass, nodes: Sequence[fx.Node], types: Sequence[AxisTypes]) -> Iterator[tuple[Read, int]]:
-    for at, node in enumerate(nodes):
-        for i, operand in enumerate(operands(node)):
-            yield (operand.name, tuple(t.needed[node.name][i] for t in types)), at
-    for i, node in enumerate(returned_nodes(cls)):
-        yield (node.name, tuple(t.outputs[i] for t in types)), len(nodes)
-
-
-def _travels(read: Read, types: Sequence[AxisTypes], gradient: bool) -> bool:
-    """Whether the last conversion of a value runs a collective that can be issued and awaited apart."""
-    source = tuple(t.produced[read[0]] for t in types)
-    steps = effective_steps(source, read[1], gradient) if source != read[1] else ()
-    if not steps or steps[-1].source.kind + steps[-1].target.kind not in _APART:
-        return False
-    pair = conversion(steps[-1].source, steps[-1].target)
-    assert pair is not None, read
-    return pair[0] not in _SILENT or (gradient and pair[1] not in _SILENT)
+def _travels(conversion: Conversion) -> bool:
+    """Whether the last step of a conversion runs a collective that can be issued and awaited apart."""
+    last = conversion.steps[-1] if conversion.steps else None
+    return last is not None and last.source.kind + last.target.kind in _APART and last.sends
 
 
 def _is_long(node: fx.Node) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.flow import placeholders
+from autopar.flow import parameter_nodes
 from autopar.graph import LayerClass
 from autopar.ops.facts import OpKind, facts, op_name
 from autopar.ops.meta import meta
@@ -54,9 +54,9 @@ def pad_class(cls: LayerClass, sharding: Sharding) -> LayerClass:
             shapes[node.name] = tuple(meta(new)["val"].shape)
     module = fx.GraphModule(cls.graph, graph)
     module.meta.update(cls.graph.meta)
-    weights = placeholders(cls)[len(placeholders(cls)) - len(cls.parameters) :]
     parameters = tuple(
-        dataclasses.replace(value, shape=shapes[node.name]) for node, value in zip(weights, cls.parameters, strict=True)
+        dataclasses.replace(value, shape=shapes[node.name])
+        for node, value in zip(parameter_nodes(cls), cls.parameters, strict=True)
     )
     return dataclasses.replace(cls, graph=module, parameters=parameters)
 

@@ -16,7 +16,7 @@ from autopar.segments import segments, shortened
 from autopar.sharding import Sharding, local_shape
 from autopar.techniques import nowhere
 from autopar.types import I, R, S, SpmdType
-from passes.conversions import ConversionStep, effective_steps
+from passes.conversions import ConversionStep, conversion_steps
 from passes.layer import LocalLayer, local_layer, mesh_types
 from passes.rewrite import rewritten_graph, why_whole
 
@@ -138,7 +138,7 @@ def _deferred(graph: Graph, plan: Plan, layer: int) -> frozenset[int]:
 def _check_shared(graph: Graph, layers: list[LocalLayer]) -> None:
     """Check that a parameter that several layers use, which is stored once, is padded in the same way in all of them."""
     for name, uses in graph.shared_parameters.items():
-        found = {layers[i].parameters[graph.layers[i].parameters.index(name)].whole: i for i in uses}
+        found = {layers[i].cls.parameters[graph.layers[i].parameters.index(name)].shape: i for i in uses}
         if len(found) > 1:
             shapes = ", ".join(f"{list(shape)} in {graph.layers[i].name}" for shape, i in found.items())
             raise UsageError(
@@ -209,7 +209,7 @@ def _crossings(
             needed = layers[i].border(position)
             source = made.get(key, (R,) * len(needed))
             value = graph.values.get(key)
-            steps = effective_steps(source, needed, value is not None and value.requires_grad)
+            steps = conversion_steps(source, needed, value is not None and value.requires_grad)
             if steps and (key, needed) not in converted:
                 converted.add((key, needed))
                 yield Crossing(i, key, value, source, needed, steps)

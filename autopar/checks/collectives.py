@@ -4,8 +4,9 @@ Two statements, for every layer and every border between layers, from the graphs
 
 * *types*: if the values start in the types of the search's solution, and only the conversions in the graph change them, then every
   operand arrives in the type that its op needs, and every conversion starts from the actual type of its value;
-* *collectives*: the priced collectives (``price.moves``) and those in the graph are the same: equal in number, on the same
-  values, over the same axes, with the same bytes on each device, forward and backward, including those inside kernels.
+* *collectives*: those that the layer's types imply, with the bytes that the price counts (``price.moves``), are those that the passes leave
+  in the graph: equal in number, on the same values, over the same axes, with the same bytes on each device, forward and backward,
+  including those inside kernels.
 
 Equal layers share a graph and are checked once: milliseconds per layer class. A disagreement is a bug in autopar, and raises
 ``ProgramError`` with the layer, the axes and the value.
@@ -16,7 +17,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,19 +29,18 @@ from autopar.ops.cost import tensors
 from autopar.ops.meta import meta
 from autopar.ops.operands import operands
 from autopar.plan import Axis
-from autopar.price.moves import Move, layer_moves, wire
+from autopar.price.moves import Move, layer_moves, step_moves
 from autopar.program import kernels
 from autopar.rules.traffic import kernel_traffic
-from autopar.sharding import Sharding, local_shape
+from autopar.sharding import Sharding
 from autopar.techniques.sync import SYNC
 from autopar.types import Collective, I, P, R, S, SpmdType, conversion
 from passes.collectives import MICROBATCH, convert, share
+from passes.conversions import ConversionStep, Types, conversion_steps
 from passes.joined import converted_types, is_joined, passed_on, results_of, weights_of
 from passes.layer import LocalLayer
 from passes.stages import Crossing, LocalProgram
 
-Types = tuple[SpmdType, ...]
-_SILENT = (Collective.NONE, Collective.LOCAL)
 _KERNELS = kernels.__name__
 
 
@@ -84,8 +84,8 @@ def check_collectives(program: LocalProgram) -> int:
     for stage in program.stages:
         for crossing in stage.crossings:
             where = f"the way into {program.graph.layers[crossing.layer].name}"
-            emitted = list(_crossing_exchanges(crossing, program))
-            _compare(Counter(_crossing_moves(crossing, program)), Counter(emitted), where)
+            expected, emitted = _at_border(crossing, program)
+            _compare(Counter(expected), Counter(emitted), where)
             found += len(emitted)
             crossed.update(axis for one in emitted for axis in one.axes)
     _check_replicas(program, crossed)
@@ -130,21 +130,6 @@ def priced(layer: LocalLayer) -> Iterator[Exchange]:
         yield from _exchanges_of(move, layer.computed.axes, weights)
 
 
-def _crossing_moves(crossing: Crossing, program: LocalProgram) -> Iterator[Exchange]:
-    if crossing.value is None:
-        return  # a batch's tensor is taken whole or in slices: neither moves data, and the comparison checks that
-    value, axes = crossing.value, (_time(program), *program.plan.mesh)
-    maker = next(i for i, layer in enumerate(program.graph.layers) if value.name in layer.outputs)
-    position = program.graph.layers[maker].outputs.index(value.name)
-    index = program.graph.layers[crossing.layer].activations.index(value.name)
-    source = program.layers[maker].sharding.output(position)
-    reader = program.layers[crossing.layer]
-    target = reader.sharding.produced(placeholders(reader.cls)[index].name)
-    size = float(value.numel * value.dtype.itemsize)
-    for move in wire(value.name, size, source, target, value.requires_grad):
-        yield from _exchanges_of(move, axes)
-
-
 def _parameter(weight: fx.Node) -> str:
     """The name of the parameter that a weight is, or is a view of."""
     while weight.op != "placeholder":
@@ -155,9 +140,16 @@ def _parameter(weight: fx.Node) -> str:
 def _exchanges_of(move: Move, axes: tuple[Axis, ...], under: tuple[str, ...] = ()) -> Iterator[Exchange]:
     names = tuple(axes[i].name for i in move.axes if axes[i].name != MICROBATCH)
     size = round(move.bytes / math.prod(axes[i].size for i in move.sharded))
-    for collective, backward in ((move.forward, False), (move.backward, True)):
-        if collective not in _SILENT and names:
-            yield Exchange(move.value, names, collective.value, backward, size, under if backward else ())
+    return _both(move.value, names, (move.forward, move.backward), size, under)
+
+
+def _both(
+    value: str, names: tuple[str, ...], pair: tuple[Collective, Collective], size: int, under: tuple[str, ...] = ()
+) -> Iterator[Exchange]:
+    """The exchanges of a pair of collectives, forward and backward; none over no axes."""
+    for collective, backward in zip(pair, (False, True), strict=True):
+        if collective.sends and names:
+            yield Exchange(value, names, collective.value, backward, size, under if backward else ())
 
 
 # -- collectives in the program ---------------------------------------------------------------------------------------
@@ -171,40 +163,30 @@ def exchanges(layer: LocalLayer) -> Iterator[Exchange]:
         if node.target is convert:
             value, axes, source, target = node.args
             assert isinstance(value, fx.Node) and isinstance(axes, tuple)
-            before, after = _bytes(value), _bytes(node)
-            pair = conversion(SpmdType.parse(str(source)), SpmdType.parse(str(target)))
-            assert pair is not None, node.format_node()
-            ranks = math.prod(sizes[axis] for axis in axes)
-            yield from _conversion(_origin(node).name, axes, pair, before, after, ranks, meta(node)["gradient"])
+            types = SpmdType.parse(str(source)), SpmdType.parse(str(target))
+            yield from _conversion(value, axes, *types, sizes, meta(node)["gradient"])
         elif is_joined(node):
             value, axes, own = converted_types(node)
-            pair = conversion(own, R)
-            assert pair is not None, node.format_node()
-            ranks = math.prod(sizes[axis] for axis in axes)
-            before = _bytes(value)
-            weights = tuple(map(_parameter, weights_of(node)))
-            for one in _conversion(
-                _origin(value).name, axes, pair, before, before * ranks if own.sharded else before, ranks, True
-            ):
-                yield replace(one, under=weights if one.backward else ())
+            yield from _conversion(value, axes, own, R, sizes, True, tuple(map(_parameter, weights_of(node))))
         elif node.name in originals and str(getattr(node.target, "__module__", "")).startswith(_KERNELS):
             yield from _kernel(node, originals[node.name], layer.computed.axes)
 
 
 def _conversion(
-    value: str,
+    value: fx.Node,
     axes: tuple[str, ...],
-    pair: tuple[Collective, Collective],
-    before: int,
-    after: int,
-    ranks: int,
+    source: SpmdType,
+    target: SpmdType,
+    sizes: dict[str, int],
     gradient: bool,
+    under: tuple[str, ...] = (),
 ) -> Iterator[Exchange]:
-    """The collectives of one conversion, from its local bytes before and after."""
-    for collective, backward in ((pair[0], False), (pair[1] if gradient else Collective.NONE, True)):
-        if collective not in _SILENT:
-            whole = before * ranks if collective is Collective.ALL_TO_ALL else max(before, after)
-            yield Exchange(value, axes, collective.value, backward, whole)
+    """The collectives of one conversion of a local value."""
+    pair = conversion(source, target)
+    assert pair is not None, (value.name, source, target)
+    size = sum(t.numel() * t.element_size() for t in tensors(meta(value)["val"]))
+    size *= math.prod(sizes[axis] for axis in axes) if source.sharded else 1
+    return _both(_origin(value).name, axes, pair if gradient else (pair[0], Collective.NONE), size, under)
 
 
 def _kernel(node: fx.Node, original: fx.Node, axes: tuple[Axis, ...]) -> Iterator[Exchange]:
@@ -227,48 +209,31 @@ def _kernel(node: fx.Node, original: fx.Node, axes: tuple[Axis, ...]) -> Iterato
         pairs = list(zip(axes, meta(value)["types"], strict=True))
         slices = math.prod(axis.size for axis, t in pairs if t.sharded and axis.name in names)
         size = tensor.numel() * slices * (one.itemsize or tensor.element_size()) * one.times
-        for collective, backward in ((one.forward, False), (one.backward, True)):
-            if collective not in _SILENT:
-                yield Exchange(one.value.name, names, collective.value, backward, round(size))
+        yield from _both(one.value.name, names, (one.forward, one.backward), round(size))
 
 
-def _crossing_exchanges(crossing: Crossing, program: LocalProgram) -> Iterator[Exchange]:
-    mesh, types = program.plan.mesh, list(crossing.source)
+def _at_border(crossing: Crossing, program: LocalProgram) -> tuple[list[Exchange], list[Exchange]]:
+    """The collectives between two layers: those that the price counts, and those that the program runs."""
+    axes = (Axis(MICROBATCH, program.graph.parts(program.plan.microbatches), 0), *program.plan.mesh)
+    time, priced_steps = (
+        S(0),
+        tuple[ConversionStep, ...](),
+    )  # a batch's tensor is taken whole or in slices: neither moves data
     value = crossing.value or next(v for v in program.graph.inputs if f"input {v.name}" == crossing.key)
-    rows = local_shape(value.shape, (_time(program),), (_in_time(crossing, program),))
+    if crossing.value is not None:
+        maker = next(i for i, layer in enumerate(program.graph.layers) if value.name in layer.outputs)
+        source = program.layers[maker].sharding.output(program.graph.layers[maker].outputs.index(value.name))
+        index = program.graph.layers[crossing.layer].activations.index(value.name)
+        reader = program.layers[crossing.layer]
+        target = reader.sharding.produced(placeholders(reader.cls)[index].name)
+        time, priced_steps = source[0], conversion_steps(source, target, value.requires_grad)
+    on_mesh = [replace(s, axes=tuple(i + 1 for i in s.axes), after=(time, *s.after)) for s in crossing.steps]
 
-    def local_bytes() -> int:
-        return math.prod(local_shape(rows, mesh, types)) * value.dtype.itemsize
+    def on_device(steps: Iterable[ConversionStep]) -> list[Exchange]:
+        moves = step_moves(value.name, float(value.numel * value.dtype.itemsize), steps)
+        return [one for move in moves for one in _exchanges_of(move, axes)]
 
-    for step in crossing.steps:
-        before = local_bytes()
-        for axis in step.axes:
-            types[axis] = step.target
-        pair = conversion(step.source, step.target)
-        assert pair is not None, step
-        axes = tuple(mesh[axis].name for axis in step.axes)
-        ranks = math.prod(mesh[axis].size for axis in step.axes)
-        yield from _conversion(value.name, axes, pair, before, local_bytes(), ranks, value.requires_grad)
-
-
-def _time(program: LocalProgram) -> Axis:
-    """The axis of the microbatches."""
-    return Axis(MICROBATCH, program.graph.parts(program.plan.microbatches), 0)
-
-
-def _in_time(crossing: Crossing, program: LocalProgram) -> SpmdType:
-    """The value's type over the microbatches."""
-    if crossing.value is None:
-        return S(0)
-    name = crossing.value.name
-    maker = next(i for i, layer in enumerate(program.graph.layers) if name in layer.outputs)
-    sharding = program.layers[maker].sharding
-    types = sharding.output(program.graph.layers[maker].outputs.index(name))
-    return next(t for axis, t in zip(sharding.axes, types, strict=True) if axis.name == MICROBATCH)
-
-
-def _bytes(node: fx.Node) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors(meta(node)["val"]))
+    return on_device(priced_steps), on_device(on_mesh)
 
 
 def _origin(node: fx.Node) -> fx.Node:

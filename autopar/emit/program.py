@@ -319,7 +319,8 @@ def layouts(program: LocalProgram) -> list[dict[str, object]]:
                 if name in written:
                     continue
                 written.add(name)
-                local = program.layers[layer].parameters[position]
+                here = program.layers[layer]
+                local = here.parameters[position]
                 record = graph.parameters[name]
                 own = name in stage.owned
                 attribute = owned_attribute(name) if own else _path(program, layer, local.name)
@@ -334,7 +335,7 @@ def layouts(program: LocalProgram) -> list[dict[str, object]]:
                         "original_shape": list(record.original_shape),
                         "part": part,
                         "global_shape": list(record.shape),
-                        "padded_shape": list(local.whole),
+                        "padded_shape": list(here.cls.parameters[position].shape),
                         "dtype": name_of(record.dtype),
                         "trainable": record.trainable,
                         "tied": list(record.tied),

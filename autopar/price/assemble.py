@@ -17,7 +17,7 @@ from autopar.plan import Strategy
 from autopar.price.host import StateBytes, waited_s
 from autopar.price.live_memory import LayerMemory, Neighbours
 from autopar.price.microbatch import Core, Kept, Pass
-from autopar.price.replicas import Spread
+from autopar.price.replicas import Spread, runs
 from autopar.price.state import Precision, padded, state_bytes
 from autopar.price.trainer import TrainerModel
 
@@ -34,10 +34,11 @@ def assemble(
     """Add ZeRO over the data axes, and other memories. ``neighbours`` are assumed to have the same strategy."""
     c, kept, forward, backward = core.sized, core.kept, core.forward, core.backward
     data, zero = spread.size, strategy.zero if spread.size > 1 else 0
-    trainable, states = math.ceil(c.trainable), StateBytes.of(strategy, cluster, numbers)
-    gather, reduce = spread.gather_s[zero >= 2], spread.reduce_s[zero >= 2]
+    trainable, states = c.counts.trainable, StateBytes.of(strategy, cluster, numbers)
+    parts = spread.seconds[min(zero, 2)]
+    in_forward, in_backward, _ = runs(zero, strategy.options.whole_gradients, gathers(kept))
     exposed = functools.partial(trainer.exposed_sharded_s, slowdown=cluster.overlap_slowdown)
-    each_time = zero >= 2 and not strategy.options.whole_gradients  # gradients are reduced in every microbatch
+    each_time = in_backward.reduce > 0  # gradients are reduced in every microbatch
     copies_s = _copies_s(spread, strategy, kept, zero)
     forward_wire_s = _exposed_s(forward, trainer)
     backward_wire_s = _exposed_s(backward, trainer) + _exposed_s(kept.again, trainer)
@@ -47,23 +48,22 @@ def assemble(
     backward_compute_s = max(device_s, backward.host_s + kept.again.host_s - backward_wire_s)
     waits_s = _waits_s(core, strategy, data if zero >= 2 else 1, cluster, forward_compute_s, backward_compute_s)
     forward_wire_s, backward_wire_s = forward_wire_s + waits_s[0], backward_wire_s + waits_s[1]
-    forward_exposed = exposed(gather * (zero >= 2), forward_compute_s)
-    back_s = reduce * each_time + gathers(kept) * gather * (zero == 3)
+    forward_exposed = exposed(in_forward.gather * parts.gather, forward_compute_s)
+    back_s = in_backward.reduce * parts.reduce + in_backward.gather * parts.gather
     backward_exposed = exposed(back_s, backward_compute_s)
     if kept.copied_bytes:
         forward_exposed += waited_s(kept.copied_bytes, forward_compute_s, cluster)
         backward_exposed += waited_s(kept.copied_bytes, backward_compute_s, cluster)
     updated = trainable / (data if zero else 1)
-    step_s = states.update_s(updated, c.tensors, zero, numbers, cluster)
+    step_s = states.update_s(updated, c.counts.count, zero, numbers, cluster)
     if zero < 2:
         step_s += spread.once_s(zero, forward_compute_s, backward_compute_s, trainer, cluster.overlap_slowdown)
         if spread.late:  # gradients are copied to be summed, and the sums back
             step_s += 4 * trainable * numbers.averaged / cluster.gpu.bytes_per_s
     elif not each_time:  # the last backward is longer by the copies
-        last_s = exposed(back_s + reduce, backward_compute_s + copies_s[2])
+        last_s = exposed(back_s + parts.reduce, backward_compute_s + copies_s[2])
         step_s += copies_s[2] + last_s - exposed(back_s, backward_compute_s) + waits_s[2]
-    if zero >= 2:
-        step_s += spread.mirror_s
+    step_s += parts.mirror
     parameters, gradients, optimizer, saved, transient = _bytes(
         core, spread, strategy, zero, numbers, trainer, states, neighbours
     )
@@ -158,7 +158,7 @@ def _bytes(
 ) -> tuple[int, int, int, int, int]:
     """Bytes of parameters, gradients, optimizer state, saved activations of one microbatch, and transients."""
     c, kept, data = core.sized, core.kept, spread.size
-    parameters, trainable = math.ceil(c.parameters), math.ceil(c.trainable)
+    parameters, trainable = c.counts.parameters, c.counts.trainable
     flat = zero < 2 and (data > 1 or numbers.master or states.device is not None)
     elements = parameters, trainable
     if flat:

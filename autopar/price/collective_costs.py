@@ -1,5 +1,5 @@
-"""The collectives of one layer in one step, each with its group, bytes and seconds: the items that ``price.layer`` and ``price.replicas``
-add up. Reports show them; no price is made of them."""
+"""The collectives of one layer in one step, each with its group, bytes and seconds, as reports show them: those that ``price.moves`` and
+``price.replicas`` list, and of which prices are made."""
 
 from __future__ import annotations
 
@@ -9,16 +9,12 @@ from dataclasses import dataclass
 from autopar.devices import Cluster
 from autopar.plan import Axis, Strategy
 from autopar.price.assemble import gathers
-from autopar.price.collectives import FLAT, SHARDED, RankGroup, group, group_time_s
+from autopar.price.collectives import RankGroup, group, group_time_s
 from autopar.price.layer import Runs, way_over
 from autopar.price.microbatch import Core, Kept
 from autopar.price.moves import Move
-from autopar.price.replicas import ParameterCount
-from autopar.price.state import Precision
-from autopar.techniques.sync import SYNC
+from autopar.price.replicas import Replicas, runs
 from autopar.types import Collective
-
-_SILENT = (Collective.NONE, Collective.LOCAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,51 +65,18 @@ def move_collectives(
     axes = tuple(axis for i in move.axes for axis in runs[i] if axis.stride)
     size = move.bytes / way.parts * (way.members.size if move.per_rank else 1)
     for collective, count in ((move.forward, forwards), (move.backward, backwards)):
-        if collective not in _SILENT and way.members.size > 1:
+        if collective.sends and way.members.size > 1:
             seconds = group_time_s(collective, size, way.members, cluster)
             yield CollectiveCost(purpose, collective, axes, way.members, size, seconds, count)
 
 
-def replica_collectives(
-    tensors: ParameterCount,
-    axes: tuple[tuple[Axis, ...], ...],
-    microbatches: int,
-    cluster: Cluster,
-    numbers: Precision,
-    strategy: Strategy,
-    kept: Kept,
-    sync: str,
-) -> Iterator[CollectiveCost]:
-    """The collectives of data parallelism, with the arguments of ``replicas.spread``."""
-    (inside, shards), mirror = axes[:2], tuple(axis for axes in axes[2:] for axis in axes)
-    copies = (*mirror, *inside)
-    everyone = (*copies, *shards)
-    gathered, trainable = tensors.parameters * numbers.width, tensors.trainable
-    steps, zero = SYNC.apart(sync), strategy.zero if group(shards, cluster).size > 1 else 0
-
-    def over(
-        purpose: str, collective: Collective, size: float, along: tuple[Axis, ...], count: float
-    ) -> Iterator[CollectiveCost]:
-        members = group(along, cluster)
-        if members.size > 1 and size and count:
-            seconds = group_time_s(collective, size, members, cluster, caller=SHARDED if zero >= 2 else FLAT)
-            yield CollectiveCost(purpose, collective, along, members, size, seconds, count)
-
-    if zero == 0:
-        average = Collective.REDUCE if SYNC.way(sync).served else Collective.ALL_REDUCE
-        yield from over("gradients", average, trainable * numbers.averaged, shards if steps else everyone, 1)
-        if SYNC.way(sync).served:
-            yield from over("parameters", Collective.BROADCAST, trainable * numbers.width, everyone, 1)
-        if steps:
-            masters = trainable * (numbers.at_rest or numbers.width)
-            yield from over("parameters", Collective.ALL_REDUCE, masters, copies, 1 / steps)
-        return
-    again = gathers(kept) if zero == 3 else 0
-    passes = microbatches * (1 + again) if zero >= 2 else 1
-    yield from over("parameters", Collective.ALL_GATHER, gathered, shards, passes)
-    each = microbatches if zero >= 2 and not strategy.options.whole_gradients else 1
-    yield from over("gradients", Collective.REDUCE_SCATTER, trainable * numbers.reduced, shards, each)
-    shard = -(-trainable // group(shards, cluster).size) * numbers.averaged
-    yield from over("gradients", Collective.ALL_REDUCE, shard, inside if zero >= 2 else copies, each)
-    if zero >= 2:
-        yield from over("gradients", Collective.ALL_REDUCE, shard, mirror, 1)
+def replica_costs(replicas: Replicas, microbatches: int, strategy: Strategy, kept: Kept) -> Iterator[CollectiveCost]:
+    """The collectives between a layer's replicas."""
+    zero = strategy.zero if group(replicas.axes[1], replicas.cluster).size > 1 else 0
+    forward, backward, once = runs(zero, strategy.options.whole_gradients, gathers(kept))
+    for one in replicas.collectives[min(zero, 2)]:
+        in_passes = getattr(forward, one.part) + getattr(backward, one.part)
+        count = one.times * (microbatches * in_passes + getattr(once, one.part))
+        if count:
+            seconds = replicas.seconds_of(one)
+            yield CollectiveCost(one.purpose, one.collective, one.axes, one.members, one.bytes, seconds, count)

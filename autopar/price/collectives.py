@@ -62,15 +62,17 @@ def group(axes: tuple[Axis, ...], cluster: Cluster) -> RankGroup:
     sizes = tuple((axis.size, axis.stride) for axis in axes if axis.stride > 0 and axis.size > 1)
     if not sizes:
         return RankGroup(1, 1, 1, 1 if cluster.parts else 0)
-    parts = cluster.parts or (cluster,)
-    found = _spread(sizes, tuple((part.count, part.linked_gpus) for part in parts), cluster.first)
-    return found if cluster.parts else replace(found, per_part=0)
+    if not cluster.parts:
+        return _spread(sizes, ((cluster.count, cluster.linked_gpus),), cluster.first, False)
+    return _spread(sizes, tuple((part.count, part.linked_gpus) for part in cluster.parts), cluster.first, True)
 
 
 @lru_cache(maxsize=1 << 14)
-def _spread(axes: tuple[tuple[int, int], ...], parts: tuple[tuple[int, int], ...], first: int) -> RankGroup:
+def _spread(
+    axes: tuple[tuple[int, int], ...], parts: tuple[tuple[int, int], ...], first: int, by_part: bool
+) -> RankGroup:
     """Count the members of every group over ``axes`` (size, stride) on each node; ``parts`` are the cluster's devices and those of a node,
-    and ``first`` is the place of rank 0 on its node."""
+    ``first`` is the place of rank 0 on its node; ``by_part``: the members in each part count."""
     size = math.prod(size for size, _ in axes)
     count = sum(count for count, _ in parts) - first
     if len(parts) == 1:  # the pattern repeats where a group and a node begin together
@@ -84,7 +86,7 @@ def _spread(axes: tuple[tuple[int, int], ...], parts: tuple[tuple[int, int], ...
     complete = np.bincount(of_group)[of_group] == size
     assert complete.any(), f"axes {axes} on {parts} devices"
     per_node, nodes = _fewest_and_most(of_group[complete], node[complete])
-    return RankGroup(size, per_node, nodes, _fewest_and_most(of_group[complete], part[complete])[0])
+    return RankGroup(size, per_node, nodes, _fewest_and_most(of_group[complete], part[complete])[0] if by_part else 0)
 
 
 def _fewest_and_most(groups: np.ndarray, places: np.ndarray) -> tuple[int, int]:
@@ -108,7 +110,7 @@ def group_time_s(
     says whose measured seconds count: ``SHARDED`` for FSDP's collectives, including the copies around them, ``FLAT`` for those of ZeRO 1.
     """
     n = members.size
-    if n == 1 or collective in (Collective.NONE, Collective.LOCAL):
+    if n == 1 or not collective.sends:
         return 0.0
     if (seen := _measured(collective, bytes_total, n, cluster, caller)) is not None:
         return cluster.collective_s + seen

@@ -27,7 +27,7 @@ from autopar.price.collectives import RankGroup, beside_s, group, group_time_s
 from autopar.price.microbatch import Alive, Pass
 from autopar.price.moves import Move, layer_moves
 from autopar.price.selection import Flags
-from autopar.price.state import ALIGNMENT_BYTES, Precision
+from autopar.price.state import ALIGNMENT_BYTES, ParameterCount, Precision
 from autopar.price.table import AxisFlags, ClassTable, ShapeRows
 from autopar.price.trainer import TrainerModel
 from autopar.sharding import AxisTypes
@@ -91,10 +91,9 @@ class Sized:
     waiting_bytes: float  # live between the two parts of a backward
     input_bytes: float
     output_bytes: float
-    parameters: float
-    trainable: float
+    counts: ParameterCount
+    trainable: float  # ``counts.trainable``, not rounded up
     largest: float  # the largest trainable parameter, in elements
-    tensors: int
     padding: tuple[int, int]  # elements of flat buffers between parameters, and between trainable ones
     known: dict[Any, Any] = field(default_factory=dict)
 
@@ -125,7 +124,7 @@ class Sized:
         groups = [
             self.ways[move.axes, move.sharded].meeting
             for move in moves
-            if getattr(move, side) not in (Collective.NONE, Collective.LOCAL) and (beside or not move.beside)
+            if getattr(move, side).sends and (beside or not move.beside)
         ]
         return tuple(n for n in groups if n > 1)
 
@@ -245,6 +244,7 @@ def size(bound: Bound, given: Sizes, cluster: Cluster, numbers: Precision) -> Si
     saved = _local(cuts, table.saved_bytes, "saved")
     inputs = np.array([table.value_bytes[name] for name in table.activations], dtype=float)
     parameters = _local(cuts, table.parameter_numel, "parameter")
+    trainable = float(parameters[table.trainable].sum())
     padding = -np.ceil(parameters) % (ALIGNMENT_BYTES // numbers.width)
     return Sized(
         bound=bound,
@@ -258,10 +258,9 @@ def size(bound: Bound, given: Sizes, cluster: Cluster, numbers: Precision) -> Si
         waiting_bytes=float(_local(cuts, table.slot_waiting, "slot").sum()),
         input_bytes=float(_local(cuts, inputs, "activation").sum()),
         output_bytes=float(_local(cuts, table.output_bytes, "output").sum()),
-        parameters=float(parameters.sum()),
-        trainable=float(parameters[table.trainable].sum()),
+        counts=ParameterCount(math.ceil(parameters.sum()), math.ceil(trainable), len(table.parameters)),
+        trainable=trainable,
         largest=float(parameters[table.trainable].max(initial=0.0)),
-        tensors=len(table.parameters),
         padding=(int(padding.sum()), int(padding[table.trainable].sum())),
     )
 
@@ -272,7 +271,7 @@ def move_s(move: Move, collective: Collective, axes: tuple[Axis, ...], cluster: 
 
 
 def _move_s(move: Move, collective: Collective, way: MoveSizes, cluster: Cluster) -> float:
-    if collective in (Collective.NONE, Collective.LOCAL):
+    if not collective.sends:
         return 0.0
     whole = move.bytes / way.parts * (way.members.size if move.per_rank else 1)
     return group_time_s(collective, whole, way.members, cluster)

@@ -17,7 +17,7 @@ from autopar.plan import Axis, Role, Strategy
 from autopar.price import order
 from autopar.price import table as tables
 from autopar.price.assemble import assemble, least_time_s
-from autopar.price.collective_costs import CollectiveCost, layer_collectives, move_collectives, replica_collectives
+from autopar.price.collective_costs import CollectiveCost, layer_collectives, move_collectives, replica_costs
 from autopar.price.collectives import p2p_s
 from autopar.price.experts import odd_widths
 from autopar.price.host import StateBytes
@@ -25,8 +25,8 @@ from autopar.price.kept import kept
 from autopar.price.layer import Bound, Runs, Sized, Sizes, bind, divisible, measure, move_s, size
 from autopar.price.live_memory import Neighbours
 from autopar.price.microbatch import Core
-from autopar.price.moves import Move, wire
-from autopar.price.replicas import ParameterCount, Spread, spread
+from autopar.price.moves import Move, step_moves
+from autopar.price.replicas import Replicas, Spread
 from autopar.price.state import state_bytes
 from autopar.price.trainer import EMITTED, TrainerModel
 from autopar.rules.padding import padded, padding
@@ -35,6 +35,7 @@ from autopar.sharding import AxisTypes, Sharding
 from autopar.techniques import Options
 from autopar.techniques.sync import SYNC
 from autopar.types import SpmdType
+from passes.conversions import conversion_steps
 from passes.pad import pad_class
 from passes.rewrite import rewritten_class
 
@@ -247,8 +248,7 @@ class Pricer:
             return ()
         (core, cluster), mine = found, microbatches // self.copies
         runs = ((Axis(MICROBATCH, self.graph.parts(microbatches), 0),), *self._runs(mesh, strategy.roles))
-        axes, tensors = self._replicas(mesh, strategy), _tensors(core.sized)
-        own = replica_collectives(tensors, axes, mine, cluster, self.numbers, strategy, core.kept, self.sync)
+        own = replica_costs(pricer._replicas(mesh, strategy, core.sized, cluster), mine, strategy, core.kept)
         return (*layer_collectives(core, runs, cluster, mine), *own)
 
     def edge(self, layer_index: int, mesh: Mesh, left: Strategy, right: Strategy, microbatches: int) -> float:
@@ -272,7 +272,8 @@ class Pricer:
             source = self._made_as(name, mesh, left)
             target = self._read_as(name, layer_index + 1, mesh, right)
             if left != right and source is not None and target is not None:
-                yield from wire(name, self._value_bytes(name), source, target, self.graph.values[name].requires_grad)
+                steps = conversion_steps(source, target, self.graph.values[name].requires_grad)
+                yield from step_moves(name, self._value_bytes(name), steps)
 
     def edge_collectives(
         self, layer_index: int, mesh: Mesh, left: Strategy, right: Strategy, microbatches: int
@@ -365,17 +366,17 @@ class Pricer:
         if key not in self._spread:
             # if each microbatch is treated as a whole batch, the graph's flops are those of one microbatch
             flops = self._table(cls_name)[0].model_flops / self.graph.parts(microbatches)
-            mine, axes = microbatches // self.copies, self._replicas(mesh, strategy)
-            self._spread[key] = spread(_tensors(c), axes, mine, flops, cluster, self.numbers, self.trainer, self.sync)
+            replicas = self._replicas(mesh, strategy, c, cluster)
+            self._spread[key] = replicas.spread(microbatches // self.copies, flops)
         return self._spread[key]
 
-    def _replicas(self, mesh: Mesh, strategy: Strategy) -> tuple[Mesh, ...]:
-        """The axes of the copies of ZeRO's shards, those over which it shards, and that of a stage's copies if it has any."""
-        axes = strategy.replicas(mesh) if SYNC.apart(self.sync) else strategy.data_axes(mesh)
-        if self.copies == 1:
-            return axes
-        far = max(math.prod(axis.size for axis in mesh), self.cluster.count // 2)
-        return (*axes, (Axis("mirror", self.copies, far),))
+    def _replicas(self, mesh: Mesh, strategy: Strategy, c: Sized, cluster: Cluster) -> Replicas:
+        """The devices with the same parameters of a layer."""
+        axes: tuple[Mesh, ...] = strategy.replicas(mesh) if SYNC.apart(self.sync) else strategy.data_axes(mesh)
+        if self.copies > 1:
+            far = max(math.prod(axis.size for axis in mesh), self.cluster.count // 2)
+            axes = (*axes, (Axis("mirror", self.copies, far),))
+        return Replicas(c.counts, axes, cluster, self.numbers, self.trainer, self.sync)
 
     def _neighbours(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> Neighbours:
         """The parameters of the layers that may run directly before and after a layer of the class in the same roles, and of those whose
@@ -391,7 +392,7 @@ class Pricer:
             known[how] = Neighbours(
                 sum(_largest(earlier) for earlier, _ in around),
                 sum(_largest(after) for _, after in around),
-                max((math.ceil(c.trainable) for c in later), default=0),
+                max((c.counts.trainable for c in later), default=0),
                 min((self._saved_bytes(c, strategy) for c in later), default=0.0),
                 sum(_largest(earlier) for earlier, _ in around[:-1]),
             )
@@ -531,11 +532,6 @@ def _both_s(move: Move, axes: Mesh, cluster: Cluster) -> float:
     return move_s(move, move.forward, axes, cluster) + move_s(move, move.backward, axes, cluster)
 
 
-def _tensors(c: Sized) -> ParameterCount:
-    """A layer's parameters on one device."""
-    return ParameterCount(math.ceil(c.parameters), math.ceil(c.trainable), c.tensors)
-
-
 def _largest(layers: list[Sized]) -> int:
     """The parameters of the largest layer; 0 if there is none."""
-    return max((math.ceil(c.parameters) for c in layers), default=0)
+    return max((c.counts.parameters for c in layers), default=0)

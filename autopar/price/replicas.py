@@ -1,120 +1,180 @@
-"""Data parallelism between the devices with the same parameters: seconds of collectives and copies, once a step or around each pass of a
-layer."""
+"""Data parallelism between the devices with the same parameters: its collectives, listed once, and their seconds and copies."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autopar.devices import Cluster
 from autopar.plan import Axis
 from autopar.price.collectives import RankGroup, group
-from autopar.price.state import Precision
+from autopar.price.state import ParameterCount, Precision
 from autopar.price.trainer import TrainerModel
 from autopar.techniques.sync import SYNC
 from autopar.types import Collective
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaCollective:
+    """A collective of ``members``, the ranks along ``axes``, on ``bytes`` of a layer's parameters or gradients.
+
+    ``part`` is a field of ``Parts``. The collective runs ``times`` whenever its part does: less than 1 if it skips steps. ``around_layer``:
+    in the passes of the layer, not once a step.
+    """
+
+    part: str
+    collective: Collective
+    bytes: int
+    axes: tuple[Axis, ...]
+    members: RankGroup
+    around_layer: bool = False
+    times: float = 1.0
+
+    @property
+    def purpose(self) -> str:
+        """What is sent: ``"parameters"`` or ``"gradients"``."""
+        return "parameters" if self.part in ("gather", "mean") else "gradients"
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A number for each part of the collectives between replicas.
+
+    ``gather``: of parameters, by ZeRO's shards or from a parameter server. ``reduce``: of gradients. ``mean``: of the parameters of local
+    SGD's replicas. ``mirror``: of the gradients of a stage's copies on other pipeline ranks, where ``reduce`` does not include it.
+    """
+
+    gather: float = 0.0
+    reduce: float = 0.0
+    mean: float = 0.0
+    mirror: float = 0.0
+
+
+NONE = Parts()
+
+Along = tuple[Axis, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Spread:
     """The devices with the same parameters over which ZeRO shards them, with seconds of collectives over them.
 
-    ``gather_s`` and ``reduce_s`` have two values: once per step (ZeRO 0 and 1), and around each pass of a layer (ZeRO 2 and 3). If there
-    are several copies of the shards, ``reduce_s`` includes the sum over the copies. If a stage has copies on other pipeline ranks,
-    ``mirrored`` is set: the sum over them starts after the stage's last backward, and ZeRO 2 and 3 make it once a step, in ``mirror_s``;
-    otherwise it is part of the reduction. ``copies_s`` are those of ZeRO 2 and 3, between flat
-    buffers and parameters: around a gather, and around a reduction. ``average_s`` is the reduction without ZeRO, once per
-    step. ``publish_s`` is a parameter server's broadcast of the updated parameters. ``mean_s`` is the average of the parameters of
-    replicas that train apart, which nothing hides. ``late``: a reduction without ZeRO is awaited so many steps later. ``flops`` are those
-    of one microbatch, see ``LayerPrice``.
+    ``seconds`` are those of each part without ZeRO, under stage 1, and under stages 2 and 3. ``copies_s`` are those of ZeRO 2 and 3,
+    between flat buffers and parameters: around a gather, and around a reduction. ``late``: a reduction without ZeRO is awaited so many
+    steps later. ``mirrored``: a stage has copies on other pipeline ranks. ``flops`` are those of one microbatch, see ``LayerPrice``.
     """
 
     size: int
     microbatches: int
     flops: float
-    gather_s: tuple[float, float]
-    reduce_s: tuple[float, float]
+    seconds: tuple[Parts, ...]
     copies_s: tuple[float, float]
-    average_s: float
-    publish_s: float
-    mean_s: float
     late: int = 0
     mirrored: bool = False
-    mirror_s: float = 0.0
 
     def once_s(self, zero: int, forward_s: float, backward_s: float, trainer: TrainerModel, slowdown: float) -> float:
         """What collectives once a step add to it under ZeRO 0 and 1, if a forward and a backward of the layer compute for these seconds."""
-        reduction_s, published_s = (self.reduce_s[0], self.gather_s[0]) if zero else (self.average_s, self.publish_s)
+        parts = self.seconds[zero]
         under_s = 0.0 if self.mirrored else backward_s
         if self.late:  # however late: each step has one to hide, and the arithmetic of one step
             under_s = self.microbatches * (forward_s + backward_s)
-        reduced_s = trainer.exposed_reduction_s(reduction_s, under_s, slowdown)
-        return reduced_s + trainer.exposed_gather_s(published_s, forward_s, slowdown) + self.mean_s
+        reduced_s = trainer.exposed_reduction_s(parts.reduce, under_s, slowdown)
+        return reduced_s + trainer.exposed_gather_s(parts.gather, forward_s, slowdown) + parts.mean
 
 
-@dataclass(frozen=True, slots=True)
-class ParameterCount:
-    """A layer's parameters on one device: elements, those that are trained, and the number of tensors."""
+@dataclass(frozen=True)
+class Replicas:
+    """The devices that have the same parameters of a layer, synchronised by ``sync`` (``plan.SYNCS``).
 
-    parameters: int
-    trainable: int
-    count: int
+    ``axes`` are ``Strategy.data_axes``, or for local SGD ``Strategy.replicas``; and, if stages have copies on other pipeline ranks, a
+    third tuple with the axis of these.
+    """
+
+    tensors: ParameterCount
+    axes: tuple[tuple[Axis, ...], ...]
+    cluster: Cluster
+    numbers: Precision
+    trainer: TrainerModel
+    sync: str
+
+    @functools.cached_property
+    def collectives(self) -> tuple[tuple[ReplicaCollective, ...], ...]:
+        """The collectives without ZeRO, under stage 1, and under stages 2 and 3."""
+        (inside, shards), (mirror, *_) = self.axes[:2], (*self.axes[2:], ())
+        copies, ranks = (*mirror, *inside), group(shards, self.cluster)
+        everyone = shards if SYNC.apart(self.sync) else (*copies, *shards)
+        found = (
+            self._replicated(everyone, ranks if everyone == shards else group(everyone, self.cluster), copies),
+            self._sharded(shards, ranks, copies, (), False),
+            self._sharded(shards, ranks, inside, mirror, True),
+        )
+        return tuple(tuple([one for one in each if one.bytes and one.members.size > 1]) for each in found)
+
+    def _replicated(self, axes: Along, ranks: RankGroup, copies: Along) -> Iterator[ReplicaCollective]:
+        """Without ZeRO: gradients are summed along ``axes``, and the parameters of local SGD's replicas are averaged along ``copies``."""
+        numbers, trainable, served = self.numbers, self.tensors.trainable, SYNC.way(self.sync).served
+        average = Collective.REDUCE if served else Collective.ALL_REDUCE
+        yield ReplicaCollective("reduce", average, trainable * numbers.averaged, axes, ranks)
+        if served:
+            yield ReplicaCollective("gather", Collective.BROADCAST, trainable * numbers.width, axes, ranks)
+        if steps := SYNC.apart(self.sync):
+            masters, members = trainable * (numbers.at_rest or numbers.width), group(copies, self.cluster)
+            yield ReplicaCollective("mean", Collective.ALL_REDUCE, masters, copies, members, times=1 / steps)
+
+    def _sharded(
+        self, axes: Along, ranks: RankGroup, copies: Along, mirror: Along, around: bool
+    ) -> Iterator[ReplicaCollective]:
+        """ZeRO along ``axes``: each reduction of gradients includes the sum along ``copies``; that along ``mirror`` starts after a stage's
+        last backward."""
+        numbers, trainable = self.numbers, self.tensors.trainable
+        parameters, shard = self.tensors.parameters * numbers.width, -(-trainable // ranks.size) * numbers.averaged
+        yield ReplicaCollective("gather", Collective.ALL_GATHER, parameters, axes, ranks, around)
+        yield ReplicaCollective("reduce", Collective.REDUCE_SCATTER, trainable * numbers.reduced, axes, ranks, around)
+        if copies:
+            members = group(copies, self.cluster)
+            yield ReplicaCollective("reduce", Collective.ALL_REDUCE, shard, copies, members, around)
+        if mirror:
+            yield ReplicaCollective("mirror", Collective.ALL_REDUCE, shard, mirror, group(mirror, self.cluster))
+
+    def seconds_of(self, one: ReplicaCollective) -> float:
+        """Seconds of one of the collectives, if nothing hides it."""
+        count, around = self.tensors.count, one.around_layer
+        return self.trainer.data_collective_s(one.collective, one.bytes, count, one.members, self.cluster, around)
+
+    def spread(self, microbatches: int, flops: float) -> Spread:
+        """The seconds of all collectives, for ``microbatches`` per step of ``flops`` each."""
+
+        def seconds(collectives: tuple[ReplicaCollective, ...]) -> Parts:
+            found: dict[str, float] = {}
+            for one in collectives:
+                found[one.part] = found.get(one.part, 0.0) + one.times * self.seconds_of(one)
+            return Parts(**found) if found else NONE
+
+        numbers, trainable = self.numbers, self.tensors.trainable
+        gathered, made, reduced = (
+            self.tensors.parameters * numbers.width,
+            trainable * numbers.width,
+            trainable * numbers.reduced,
+        )
+        return Spread(
+            size=group(self.axes[1], self.cluster).size,
+            microbatches=microbatches,
+            flops=flops,
+            seconds=tuple(map(seconds, self.collectives)),
+            copies_s=self.trainer.sharded_copies_s(gathered, made, reduced, self.cluster),
+            late=SYNC.late(self.sync) if self.collectives[0] else 0,
+            mirrored=len(self.axes) > 2,
+        )
 
 
-def spread(
-    tensors: ParameterCount,
-    axes: tuple[tuple[Axis, ...], ...],
-    microbatches: int,
-    flops: float,
-    cluster: Cluster,
-    numbers: Precision,
-    trainer: TrainerModel,
-    sync: str,
-) -> Spread:
-    """The data-parallel groups of ``axes`` and their collectives, for ``microbatches`` per step of ``flops`` each, synchronised by ``sync``
-    (``plan.SYNCS``). ``axes`` are ``Strategy.data_axes``, or for replicas that train apart ``Strategy.replicas``; and, if stages have
-    copies on other pipeline ranks, a third tuple with the axis of these."""
-    inside, members, *mirrors = (group(each, cluster) for each in axes)
-    copies = group((*axes[0], *(axis for mirror in axes[2:] for axis in mirror)), cluster)
-    everyone = group(tuple(axis for each in axes for axis in each), cluster)
-    parameters, trainable = tensors.parameters, tensors.trainable
-
-    def over(collective: Collective, size: int, around_layer: bool, ranks: RankGroup = members) -> float:
-        if not size:
-            return 0.0
-        return trainer.data_collective_s(collective, size, tensors.count, ranks, cluster, around_layer)
-
-    shard = -(-trainable // members.size) * numbers.averaged
-
-    def reduced(around_layer: bool) -> float:
-        found = over(Collective.REDUCE_SCATTER, trainable * numbers.reduced, around_layer)
-        ranks = inside if around_layer else copies
-        if not shard or ranks.size == 1:
-            return found
-        return found + over(Collective.ALL_REDUCE, shard, around_layer, ranks)
-
-    def averaged() -> float:
-        if not (steps := SYNC.apart(sync)) or copies.size == 1:
-            return 0.0
-        masters = trainable * (numbers.at_rest or numbers.width)
-        return trainer.data_collective_s(Collective.ALL_REDUCE, masters, tensors.count, copies, cluster, False) / steps
-
-    average = Collective.REDUCE if SYNC.way(sync).served else Collective.ALL_REDUCE
-    return Spread(
-        size=members.size,
-        microbatches=microbatches,
-        flops=flops,
-        gather_s=(
-            over(Collective.ALL_GATHER, parameters * numbers.width, False),
-            over(Collective.ALL_GATHER, parameters * numbers.width, True),
-        ),
-        reduce_s=(reduced(False), reduced(True)),
-        copies_s=trainer.sharded_copies_s(
-            parameters * numbers.width, trainable * numbers.width, trainable * numbers.reduced, cluster
-        ),
-        average_s=over(average, trainable * numbers.averaged, False, members if SYNC.apart(sync) else everyone),
-        publish_s=over(Collective.BROADCAST, trainable * numbers.width, False) if SYNC.way(sync).served else 0.0,
-        mean_s=averaged(),
-        late=SYNC.late(sync) if everyone.size > 1 else 0,
-        mirrored=mirrors != [],
-        mirror_s=sum(over(Collective.ALL_REDUCE, shard, False, mirror) for mirror in mirrors),
+@functools.lru_cache(maxsize=256)
+def runs(zero: int, whole_gradients: bool, again: float) -> tuple[Parts, Parts, Parts]:
+    """How often each part runs in a layer's forward, in its backward, and in a step besides. ZeRO 3 gathers parameters ``again`` times in
+    a backward; ``whole_gradients``: gradients are reduced once a step."""
+    each_time = zero >= 2 and not whole_gradients
+    return (
+        Parts(gather=zero >= 2),
+        Parts(gather=again * (zero == 3), reduce=each_time),
+        Parts(gather=zero < 2, reduce=not each_time, mean=1, mirror=1),
     )

@@ -73,6 +73,15 @@ def precision(name: str, allow: Collection[str] = ()) -> Precision:
     return Precision(name, width, gradient, moments + 4, True, width, 4, accumulated, gradient, unscaled=unscaled)
 
 
+@dataclass(frozen=True, slots=True)
+class ParameterCount:
+    """A layer's parameters on one device: elements, those that are trained, and the number of tensors."""
+
+    parameters: int
+    trainable: int
+    count: int
+
+
 def state_bytes(
     parameters: int,
     trainable: int,

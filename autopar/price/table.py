@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import fx
 
 from autopar.devices.measured import Floats
+from autopar.flow import parameter_nodes
 from autopar.graph import LayerClass
 from autopar.ops import cost
 from autopar.ops.facts import facts
@@ -122,7 +123,7 @@ def build(cls: LayerClass, numbers: Precision, trainer: TrainerModel = EMITTED) 
 
     values = {n.name: cost.tensors(n.meta.get("val")) for n in nodes}
     names = [n.name for n in nodes if n.op == "placeholder"]
-    parameters, activations = tuple(names[len(names) - len(cls.parameters) :]), tuple(names[: len(cls.activations)])
+    parameters, activations = tuple(node.name for node in parameter_nodes(cls)), tuple(names[: len(cls.activations)])
     costs = draft(called, run, size, numbers.name == FLOAT8)
     trainer.adapt(costs)
     ops, slots = costs.nodes, costs.slots

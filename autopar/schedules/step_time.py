@@ -154,7 +154,7 @@ def _ends(waits: list[tuple[int, int, int]], seconds: list[float]) -> list[float
 
 
 def simulate_parts(schedule: Schedule, parts: Array) -> float:
-    """``simulate`` for a schedule that may have several stages on each device: ``parts[part, stage]``."""
+    """``simulate`` from the parts of the stages, ``parts[part, stage]``."""
     return max(_ends(_program(schedule).waits, _seconds(parts).tolist()))
 
 
@@ -176,31 +176,9 @@ def simulate(
     assert stages == schedule.stages, (stages, schedule)
     if stages == 1:
         return microbatches * (forward_s[0] + backward_s[0])
-    if schedule.interleaved:
-        return simulate_parts(schedule, parts_of(schedule, forward_s, backward_s, weight_s))
-    if schedule.name == GPIPE:  # two flow shops of equal jobs, one after the other: exact
-        total = sum(forward_s) + sum(backward_s)
-        return total + (microbatches - 1) * (max(forward_s) + max(backward_s))
-    warm = [warm_forwards(schedule, s) for s in range(stages)]
-    clock = [0.0] * stages
-    forward = [[0.0] * microbatches for _ in range(stages)]  # the time at which stage s finishes F i
-    for i in range(warm[0]):
-        for s in range(stages):
-            if i < warm[s]:
-                clock[s] = max(clock[s], forward[s - 1][i] if s else 0.0) + forward_s[s]
-                forward[s][i] = clock[s]
-    for i in range(microbatches):
-        ready = 0.0
-        for s in range(stages - 1, -1, -1):  # B i of every stage, from the last stage to the first
-            clock[s] = ready = max(clock[s], ready) + backward_s[s]
-        for s in range(
-            stages
-        ):  # then each stage's next forward; its input is from an earlier round: warm falls by one per stage
-            j = warm[s] + i
-            if j < microbatches:
-                clock[s] = max(clock[s], forward[s - 1][j] if s else 0.0) + forward_s[s]
-                forward[s][j] = clock[s]
-    return max(clock)
+    if schedule.name == GPIPE:
+        return lower_bound(schedule, forward_s, backward_s)
+    return simulate_parts(schedule, parts_of(schedule, forward_s, backward_s, weight_s))
 
 
 def warm_up(schedule: Schedule) -> tuple[int, ...]:
@@ -216,7 +194,10 @@ def repeats(schedule: Schedule) -> tuple[int, ...]:
 
 
 def lower_bound(schedule: Schedule, forward_s: Sequence[float], backward_s: Sequence[float]) -> float:
-    """The longest of ``textbook_paths`` of GPipe and 1F1B, computed without building them; for GPipe it is the step itself."""
+    """The longest of ``textbook_paths`` of GPipe and 1F1B, computed without building them.
+
+    For GPipe it is the step itself: two flow shops of equal jobs, one after the other.
+    """
     t = [f + b for f, b in zip(forward_s, backward_s, strict=True)]
     total, m, stages = sum(t), schedule.microbatches, len(t)
     if schedule.name == GPIPE:

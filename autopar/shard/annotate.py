@@ -10,18 +10,16 @@ from torch import fx
 from autopar.flow import gradient_flow
 from autopar.graph import Graph, LayerClass
 from autopar.ops.facts import op_name
-from autopar.ops.operands import operands
 from autopar.ops.source import user_frame
 from autopar.plan import Role
 from autopar.rules import has_rule
 from autopar.rules.traffic import OF_MICROBATCHES
-from autopar.shard.conversions import conversions
 from autopar.shard.plan import role_types
-from autopar.sharding import AxisTypes
 from autopar.techniques import LAYER
 from autopar.torch_private import without_function_modes
-from autopar.types import SpmdType, legal_in_time
+from autopar.types import legal_in_time
 from passes.clean.nodes import module_path
+from passes.communication import conversions
 from passes.rewrite import rewrite_of
 
 
@@ -69,17 +67,13 @@ def _couples_batch(graph: Graph, index: int, cls: LayerClass) -> str:
         if kernel not in OF_MICROBATCHES:
             return f"{name} needs the whole batch for {_described(nodes[value])}"
     flow = gradient_flow(cls)
-    for value, source, target in conversions(cls, types):
-        if not legal_in_time(source, target, flow[value]):
-            readers = (n for n in nodes[value].users if n.op != "output")
-            takes = (n for n in readers if (value, target) in _read(n, types))
-            return f"{name} needs the whole batch for {_described(next(takes, nodes[value]))}"
+    for one in conversions(cls.graph, (types,), flow):
+        if not legal_in_time(one.source[0], one.target[0], flow[one.value]):
+            reader = nodes[one.readers[0][0]]
+            return (
+                f"{name} needs the whole batch for {_described(nodes[one.value] if reader.op == 'output' else reader)}"
+            )
     return ""
-
-
-def _read(node: fx.Node, types: AxisTypes) -> list[tuple[str, SpmdType]]:
-    """The values that a node reads, and the types in which it reads them."""
-    return [(operand.name, t) for operand, t in zip(operands(node), types.needed[node.name], strict=True)]
 
 
 def _described(node: fx.Node) -> str:

@@ -6,15 +6,16 @@ import math
 from collections.abc import Callable
 
 from autopar.errors import UsageError
-from autopar.flow import placeholders
+from autopar.flow import parameter_nodes, placeholders
 from autopar.graph import Graph, LayerClass
-from autopar.ops.operands import is_tensor, operands, shape_of
+from autopar.ops.operands import shape_of
 from autopar.plan import Axis, Plan, Role, Strategy
 from autopar.rules.padding import padding
 from autopar.shard.refusal import refusal
 from autopar.shard.solve import solve
 from autopar.sharding import AxisTypes, Sharding
 from autopar.types import SpmdType
+from passes.communication import typed_values
 from passes.conversions import conversion_steps
 from passes.rewrite import rewritten_graph
 
@@ -30,22 +31,20 @@ def role_types(graph: Graph, layer: int, role: Role, size: int) -> AxisTypes | N
     this = graph.layers[layer]
     cls = graph.classes[this.cls]
     fixed: dict[str, SpmdType] = {}
-    first = len(placeholders(cls)) - len(cls.parameters)
     for index, name in enumerate(this.parameters):
         uses = graph.shared_parameters.get(name, ())
         if uses and uses[-1] != layer:
             leader = role_types(graph, uses[-1], role, size)
             if leader is None:
                 return None
-            fixed[placeholders(cls)[first + index].name] = _parameter_type(graph, uses[-1], name, leader)
+            fixed[parameter_nodes(cls)[index].name] = _parameter_type(graph, uses[-1], name, leader)
     return solve(cls, role, size, tuple(sorted(fixed.items())))
 
 
 def _parameter_type(graph: Graph, layer: int, name: str, types: AxisTypes) -> SpmdType:
     cls = graph.classes[graph.layers[layer].cls]
-    first = len(placeholders(cls)) - len(cls.parameters)
     index = graph.layers[layer].parameters.index(name)
-    return types.produced[placeholders(cls)[first + index].name]
+    return types.produced[parameter_nodes(cls)[index].name]
 
 
 def role_sizes(mesh: tuple[Axis, ...], roles: tuple[Role, ...]) -> dict[Role, int]:
@@ -150,19 +149,15 @@ def _check_shapes(graph: Graph, index: int, sharding: Sharding) -> None:
     """Raise unless the axes together divide every value of the layer into whole shares."""
     layer = graph.layers[index]
     padded = padding(graph.classes[layer.cls]).groups
-    for node in graph.classes[layer.cls].graph.graph.nodes:
-        if node.op == "output":
-            continue
-        read = [(operand, sharding.needed(node.name, i)) for i, operand in enumerate(operands(node))]
-        for value, types in [(node, sharding.produced(node.name)), *(read if node.op == "call_function" else [])]:
-            for dim, extent in enumerate(shape_of(value) if is_tensor(value) else ()):
-                holders = [axis for axis, t in zip(sharding.axes, types, strict=True) if t.dim == dim and axis.size > 1]
-                if extent % math.prod(axis.size for axis in holders) and (value.name, dim) not in padded:
-                    names = " and ".join(f"{axis.name} {axis.size}" for axis in holders)
-                    raise UsageError(
-                        f"{layer.name}: dim {dim} of {value.name}, of {extent}, does not divide by {names} together",
-                        "give the layer other roles, or the axes other sizes",
-                    )
+    for value, types in typed_values(graph.classes[layer.cls].graph, sharding):
+        for dim, extent in enumerate(shape_of(value)):
+            holders = [axis for axis, t in zip(sharding.axes, types, strict=True) if t.dim == dim and axis.size > 1]
+            if extent % math.prod(axis.size for axis in holders) and (value.name, dim) not in padded:
+                names = " and ".join(f"{axis.name} {axis.size}" for axis in holders)
+                raise UsageError(
+                    f"{layer.name}: dim {dim} of {value.name}, of {extent}, does not divide by {names} together",
+                    "give the layer other roles, or the axes other sizes",
+                )
 
 
 def _check_borders(graph: Graph, shardings: list[Sharding]) -> None:
@@ -171,12 +166,10 @@ def _check_borders(graph: Graph, shardings: list[Sharding]) -> None:
     for reader, layer in enumerate(graph.layers):
         for name, placeholder in zip(layer.activations, placeholders(graph.classes[layer.cls]), strict=False):
             maker, index = made[name]
-            current = list(shardings[maker].output(index))
-            for step in conversion_steps(tuple(current), shardings[reader].produced(placeholder.name)):
-                for axis in step.axes:
-                    current[axis] = step.target
+            wanted = shardings[reader].produced(placeholder.name)
+            for step in conversion_steps(shardings[maker].output(index), wanted):
                 for dim, extent in enumerate(graph.values[name].shape):
-                    axes = zip(shardings[reader].axes, current, strict=True)
+                    axes = zip(shardings[reader].axes, step.after, strict=True)
                     ways = math.prod(axis.size for axis, t in axes if t.dim == dim)
                     if extent % ways:
                         raise UsageError(

@@ -25,7 +25,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from autopar.flow import gradient_flow, output_nodes, placeholders, returned_nodes
+from autopar.flow import gradient_flow, output_nodes, parameter_nodes, placeholders, returned_nodes
 from autopar.graph import LayerClass, Value
 from autopar.ops.cost import op_cost
 from autopar.ops.experts import Experts
@@ -123,7 +123,7 @@ class Problem:
         self._flow = gradient_flow(cls)
         self._padding = padding(cls)
         self._inputs = placeholders(cls)
-        self._weights = {node.name for node in self._inputs[len(self._inputs) - len(cls.parameters) :]}
+        self._weights = {node.name for node in parameter_nodes(cls)}
         self._replicated = self._from_weights() if role in _OWN_TOKENS else set()
         # For activations, one row of the batch: the weight of compute against parameters must not grow with the batch.
         self._row = 1.0 / max((v.shape[0] for v in (*cls.activations, *cls.inputs) if cls.batched(v)), default=1)

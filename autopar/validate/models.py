@@ -11,7 +11,7 @@ import dataclasses
 from typing import Any
 
 from autopar.capture import capture
-from autopar.flow import placeholders
+from autopar.flow import parameter_nodes
 from autopar.graph import Graph, GraphLayer, LayerClass
 from autopar.plan import Role
 from autopar.shard import annotate, role_types
@@ -107,9 +107,9 @@ def textbook_types(graph: Graph, plain: Graph) -> Solve:
         if {node.name for node in cls.graph.graph.nodes if node.op != "output"} <= found.produced.keys():
             return found
         # long sequences are captured with other constants: then the parameters take the types of ``plain``, and the rest is solved
-        there, here = placeholders(plain.classes[plain.layers[at].cls]), placeholders(cls)
-        stored = [found.produced[node.name] for node in there[len(there) - len(cls.parameters) :]]
-        names = [node.name for node in here[len(here) - len(cls.parameters) :]]
+        there = parameter_nodes(plain.classes[plain.layers[at].cls])
+        stored = [found.produced[node.name] for node in there]
+        names = [node.name for node in parameter_nodes(cls)]
         return solve_class(cls, role, size, tuple(sorted(zip(names, stored, strict=True))))
 
     return solve

@@ -22,7 +22,7 @@ from autopar.price.kept import kept
 from autopar.price.layer import bind, divisible, measure, size
 from autopar.price.live_memory import Neighbours
 from autopar.price.microbatch import Core
-from autopar.price.replicas import ParameterCount, spread
+from autopar.price.replicas import Replicas
 from autopar.price.table import build, flags
 from autopar.price.trainer import EMITTED, TrainerModel
 from autopar.shard.plan import MICROBATCH
@@ -255,6 +255,6 @@ def price_layer(
     passes = order.passes(c, strategy, lambda: None, trainer)
     core = Core(c, passes, kept(c, passes, strategy.options))
     flops = table.model_flops / microbatches
-    tensors = ParameterCount(math.ceil(c.parameters), math.ceil(c.trainable), c.tensors)
-    around = spread(tensors, strategy.data_axes(mesh), microbatches, flops, cluster, numbers, trainer, ALL_REDUCE)
+    replicas = Replicas(c.counts, strategy.data_axes(mesh), cluster, numbers, trainer, ALL_REDUCE)
+    around = replicas.spread(microbatches, flops)
     return assemble(core, around, strategy, cluster, numbers, trainer, neighbours)

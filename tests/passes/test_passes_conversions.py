@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from autopar.types import I, P, R, S, SpmdType, conversion
+from autopar.types import Collective, I, P, R, S, SpmdType, conversion
 from passes.conversions import ConversionStep, conversion_steps
 
 SIZES = (2, 2, 3)  # a mesh of three axes, outer to inner
@@ -47,9 +47,22 @@ def test_every_pair_of_types_ends_in_the_target_slices(source: tuple[SpmdType, .
             assert torch.equal(ranks[p], slice_of(whole, target, p)), (source, target, p)
 
 
+def parts(steps: tuple[ConversionStep, ...]) -> list[tuple[tuple[int, ...], SpmdType, SpmdType]]:
+    return [(step.axes, step.source, step.target) for step in steps]
+
+
+def test_without_a_gradient_i_and_r_are_the_same() -> None:
+    (step,) = conversion_steps((I, S(0)), (R, R), gradient=False)
+    assert (step.axes, step.after, step.backward) == ((1,), (I, R), Collective.NONE)
+    assert [one.backward for one in conversion_steps((I, S(0)), (R, R))] == [
+        Collective.REDUCE_SCATTER,
+        Collective.ALL_REDUCE,
+    ]
+
+
 def test_a_partial_sum_is_scattered_directly() -> None:
     steps = conversion_steps((S(0), P), (S(0), S(1)))
-    assert steps == (ConversionStep((1,), P, S(1)),)
+    assert parts(steps) == [((1,), P, S(1))] and steps[0].after == (S(0), S(1)) and steps[0].sharded == (0,)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +79,7 @@ def test_a_partial_sum_is_scattered_directly() -> None:
     ids=str,
 )
 def test_equal_conversions_are_one_on_the_flattened_axis(source, target, expected) -> None:
-    assert conversion_steps(source, target) == tuple(ConversionStep(*step) for step in expected)
+    assert parts(conversion_steps(source, target)) == expected
 
 
 def test_nothing_to_do_is_nothing() -> None:

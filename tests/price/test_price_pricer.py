@@ -17,13 +17,14 @@ from autopar.price import Pricer, trace
 from autopar.price.collectives import p2p_s
 from autopar.price.layer import move_s
 from autopar.price.live_memory import Neighbours
-from autopar.price.moves import wire
+from autopar.price.moves import step_moves
 from autopar.schedules import Schedule
 from autopar.search import SearchOptions, evaluate, search
 from autopar.search.problem import context_of, strategies
 from autopar.sharding import Sharding
 from autopar.techniques.sync import ALL_REDUCE
 from autopar.types import Collective, I, P, R, S, SpmdType
+from passes.conversions import conversion_steps
 
 DATA, TENSOR, SEQUENCE = Role.DATA, Role.TENSOR, Role.TENSOR_SEQUENCE
 CLUSTER = parse("2x8xH100-80GB")
@@ -94,7 +95,7 @@ def test_neighbouring_axes_convert_as_one():
     axes = (Axis("a", 2, 4), Axis("b", 4, 1))
 
     def edge_s(source: tuple[SpmdType, ...], target: tuple[SpmdType, ...], gradient: bool) -> float:
-        moves = wire("", BYTES, source, target, gradient)
+        moves = step_moves("", BYTES, conversion_steps(source, target, gradient))
         return sum(move_s(move, way, axes, CLUSTER) for move in moves for way in (move.forward, move.backward))
 
     both = edge_s((P, P), (I, I), True)

@@ -197,7 +197,7 @@ def collectives() -> Page:
 
 
 def words(collective: Collective) -> str:
-    if collective in (Collective.NONE, Collective.LOCAL):
+    if not collective.sends:
         return {"none": "nothing", "local": "nothing is sent"}[collective.value]
     return collective.value.replace("_", "-")
 

@@ -36,7 +36,7 @@ from exactness import subject
 from places import EVIDENCE, file_of
 from workers import WorkerPool
 
-import passes.collectives
+import passes.communication
 import passes.conversions
 import passes.localise
 from autopar.checks.collectives import check_collectives
@@ -360,7 +360,7 @@ RULES = (
 
 
 def _steps_without(source: str, target: str) -> Any:
-    real = passes.conversions.effective_steps
+    real = passes.conversions.conversion_steps
 
     def steps(*args: Any) -> Any:
         return tuple(s for s in real(*args) if (s.source.kind, s.target.kind) != (source, target))
@@ -384,10 +384,10 @@ HIDDEN = {i: Strategy((Role.TENSOR_HIDDEN,)) for i in range(6)}  # norms over sl
 
 PASSES = (
     patched("I to R is left out: gradients of replicated inputs are not summed", "llama", WAITING,
-            passes.collectives, "effective_steps", _steps_without("I", "R")),
-    patched("P to I is left out", "llama", TENSOR, passes.collectives, "effective_steps", _steps_without("P", "I")),
-    patched("S to R is left out", "llama", SEQUENCE, passes.collectives, "effective_steps", _steps_without("S", "R")),
-    patched("S to S is left out", "llama", {"ulysses": 2}, passes.collectives, "effective_steps", _steps_without("S", "S")),
+            passes.communication, "conversion_steps", _steps_without("I", "R")),
+    patched("P to I is left out", "llama", TENSOR, passes.communication, "conversion_steps", _steps_without("P", "I")),
+    patched("S to R is left out", "llama", SEQUENCE, passes.communication, "conversion_steps", _steps_without("S", "R")),
+    patched("S to S is left out", "llama", {"ulysses": 2}, passes.communication, "conversion_steps", _steps_without("S", "S")),
     patched("an outer axis changes a dim that an inner one holds", "llama", INNER_HELD,
             passes.conversions, "_holders", lambda *_: []),
     patched("a mean over a sharded dim is the sum", "llama", {"mesh": make_mesh(("tensor", 2)), "strategies": HIDDEN},
@@ -404,7 +404,7 @@ def caught(mutation: Mutation, pools: dict[int, WorkerPool]) -> dict[str, str]:
     """Who catches the mutation, and what they say."""
     given = subject(mutation.model)
     found: dict[str, str] = {}
-    _solve.cache_clear()
+    _forget()
     try:
         with (mutation.patch or contextlib.nullcontext)(), tempfile.TemporaryDirectory() as root:
             with _catching("rules", found, (RuleError,)):
@@ -425,8 +425,14 @@ def caught(mutation: Mutation, pools: dict[int, WorkerPool]) -> dict[str, str]:
             with _catching("exactness", found):
                 _run(given, folder, pools.setdefault(plan.device_count, WorkerPool(plan.device_count)))
     finally:
-        _solve.cache_clear()
+        _forget()
     return found
+
+
+def _forget() -> None:
+    """Empty the caches of what a mutation may change."""
+    _solve.cache_clear()
+    passes.conversions.conversion_steps.cache_clear()
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 import re
 
@@ -15,6 +16,7 @@ from autopar.graph import Graph
 from autopar.layer_price import LayerPrice
 from autopar.plan import Axis, Plan, Role, Strategy
 from autopar.schedules import Schedule
+from autopar.schedules.orders import Action, device_order
 from autopar.schedules.step_time import (
     longest_paths,
     lower_bound,
@@ -28,6 +30,21 @@ from autopar.search.manual import make_mesh
 from autopar.search.problem import for_sequence, meshes, strategies
 
 D, T, TS, IDLE = Role.DATA, Role.TENSOR, Role.TENSOR_SEQUENCE, Role.IDLE
+
+
+def by_definition(schedule: Schedule, forward_s: list[float], backward_s: list[float]) -> float:
+    """The last end, if each action starts at the ends of the one before it on its device and of the one whose result it takes."""
+    orders = [list(device_order(schedule, rank)) for rank in range(schedule.pipeline)]
+    before = {action: order[k - 1] if k else None for order in orders for k, action in enumerate(order)}
+
+    @functools.cache
+    def end_s(action: Action) -> float:
+        kind, stage, i = action
+        source = (kind, stage - 1 if kind == "F" else stage + 1, i)
+        waits = [one for one in (before[action], source if source in before else None) if one is not None]
+        return max(map(end_s, waits), default=0.0) + (forward_s if kind == "F" else backward_s)[stage]
+
+    return max(end_s(order[-1]) for order in orders)
 
 
 class TestSchedule:
@@ -63,6 +80,7 @@ class TestSchedule:
             for schedule in schedules:
                 step, bound = simulate(schedule, f, b), lower_bound(schedule, f, b)
                 assert step == pytest.approx(max(span.stop_s for span in timeline(schedule, f, b)))
+                assert step == pytest.approx(by_definition(schedule, f, b))
                 assert bound <= step * (1 + 1e-12)
                 longest = np.einsum("pis,ps->i", textbook_paths(schedule), [f, b]).max()
                 assert longest <= bound * (1 + 1e-12) and (schedule is gpipe or longest == pytest.approx(bound))

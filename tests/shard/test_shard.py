@@ -18,13 +18,13 @@ from sketch import Sketch
 
 from autopar.capture import capture
 from autopar.devices import parse
-from autopar.flow import gradient_flow, placeholders
+from autopar.flow import gradient_flow, parameter_nodes
 from autopar.graph import Graph, LayerClass
 from autopar.plan import Axis, Role, Strategy
 from autopar.price import Pricer
 from autopar.search.manual import make_mesh
-from autopar.shard import conversions, layer_sharding, role_types, solve
 from autopar.shard import eliminate as elimination
+from autopar.shard import layer_sharding, role_types, solve
 from autopar.shard import problem as problem_module
 from autopar.shard.eliminate import eliminate
 from autopar.shard.milp import solve_milp
@@ -32,7 +32,8 @@ from autopar.shard.plan import LayerTypes
 from autopar.shard.problem import Problem
 from autopar.shard.solve import _solve
 from autopar.sharding import AxisTypes, Sharding
-from autopar.types import Collective, I, P, R, S, conversion
+from autopar.types import I, P, R, S
+from passes.communication import conversions
 from passes.pad import pad_class
 
 aten = torch.ops.aten
@@ -283,7 +284,7 @@ def class_of(graph: Graph, layer: int) -> LayerClass:
 
 
 def parameter_types(cls: LayerClass, types: AxisTypes) -> dict[str, str]:
-    nodes = placeholders(cls)[-len(cls.parameters) :]
+    nodes = parameter_nodes(cls)
     return {value.name: str(types.produced[node.name]) for value, node in zip(cls.parameters, nodes, strict=True)}
 
 
@@ -302,17 +303,9 @@ COLUMN_AND_ROW = {
 
 def layer_conversions(cls: LayerClass, types: AxisTypes) -> list[str]:
     """The collectives of a layer by name, such as ``forward all_reduce``."""
-    flow = gradient_flow(cls)
-    names: list[str] = []
-    for value, source, target in conversions(cls, types):
-        pair = conversion(source, target)
-        assert pair is not None, (value, source, target)
-        forward, backward = pair
-        if forward not in (Collective.NONE, Collective.LOCAL):
-            names.append(f"forward {forward.value}")
-        if flow[value] and backward not in (Collective.NONE, Collective.LOCAL):
-            names.append(f"backward {backward.value}")
-    return names
+    steps = [step for one in conversions(cls.graph, (types,), gradient_flow(cls)) for step in one.steps]
+    passes = [(name, getattr(step, name)) for step in steps for name in ("forward", "backward")]
+    return [f"{name} {collective.value}" for name, collective in passes if collective.sends]
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
@@ -339,9 +332,11 @@ def test_the_sequence_layout_of_llama_is_megatrons(llama7b: Graph, size: int) ->
         "backward all_reduce": 2,
     }
     assert parameter_types(cls, types) == COLUMN_AND_ROW
-    weights = [node.name for node in placeholders(cls)[-len(cls.parameters) :]]
+    weights = [node.name for node in parameter_nodes(cls)]
     reduced = [
-        cls.parameters[weights.index(value)].name for value, source, target in conversions(cls, types) if source == I
+        cls.parameters[weights.index(one.value)].name
+        for one in conversions(cls.graph, (types,), gradient_flow(cls))
+        if one.source == (I,)
     ]
     assert reduced == ["input_layernorm.weight", "post_attention_layernorm.weight"]
 
@@ -391,7 +386,8 @@ def test_data_needs_no_conversion_anywhere(llama7b: Graph, gpt2_padded: Graph) -
         for index, layer in enumerate(graph.layers):
             types = role_types(graph, index, Role.DATA, 2)
             assert types is not None, layer.name
-            assert conversions(class_of(graph, index), types) == ()
+            cls = class_of(graph, index)
+            assert conversions(cls.graph, (types,), gradient_flow(cls)) == ()
             assert set(parameter_types(class_of(graph, index), types).values()) <= {"R"}
         assert types.outputs == (P,)
 

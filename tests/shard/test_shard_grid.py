@@ -6,11 +6,12 @@ import pytest
 from exactness import subject
 
 from autopar.checks.collectives import check_collectives
+from autopar.flow import gradient_flow
 from autopar.plan import Axis, Role
 from autopar.search.manual import grid_mesh, manual_plan
 from autopar.shard import plan_shardings
-from autopar.shard.conversions import conversions
 from autopar.shard.solve import solve
+from passes.communication import conversions
 from passes.stages import cut_stages
 
 
@@ -19,7 +20,8 @@ def pair_conversions(role: Role) -> list[tuple[str, str, str]]:
     cls = graph.classes[graph.layers[1].cls]
     types = solve(cls, role, 2)
     assert types is not None
-    return [(value, str(source), str(target)) for value, source, target in conversions(cls, types)]
+    found = conversions(cls.graph, (types,), gradient_flow(cls))
+    return [(one.value, str(one.source[0]), str(one.target[0])) for one in found]
 
 
 def test_gathered_weights_leave_activations_as_they_are() -> None:

@@ -1,0 +1,109 @@
+"""The communication of a layer, listed once: the conversions of its values, and what its kernels exchange.
+
+Both follow from the layer's graph and the types on every axis. ``passes.collectives`` inserts the conversions listed here,
+``passes.overlap`` chooses the ones that run beside arithmetic, the price puts bytes and seconds to all (``price.moves``), and
+``checks.collectives`` compares them with the program that later passes leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from autopar.graph import cached_for_graphs
+from autopar.ops.operands import is_tensor, operands
+from autopar.rules.traffic import Wire, kernel_traffic
+from autopar.sharding import AxisTypes, Sharding
+from passes.conversions import ConversionStep, Types, conversion_steps
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """The conversion of ``value`` from the types in which it is produced to those in which ``readers`` read it.
+
+    A reader is the name of an op and the index of its operand, or the name of the graph's output and the index of the result.
+    """
+
+    value: str
+    source: Types
+    target: Types
+    steps: tuple[ConversionStep, ...]
+    readers: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelExchange:
+    """What the kernel in place of ``op`` exchanges over ``axes``; ``sharded`` are the other axes that shard the exchanged value."""
+
+    op: str
+    axes: tuple[int, ...]
+    sharded: tuple[int, ...]
+    wire: Wire
+
+
+def conversions(
+    graph: fx.GraphModule, types: Sequence[AxisTypes], gradient: Mapping[str, bool]
+) -> tuple[Conversion, ...]:
+    """Return every conversion of a layer's graph, in the order of the first readers. A value is converted once to each target.
+
+    ``types`` are those on each axis (or run of axes with equal types); ``gradient`` tells the values that a gradient flows back through.
+    """
+    produced, needed = [t.produced for t in types], [t.needed for t in types]
+    readers: dict[tuple[str, Types], list[tuple[str, int]]] = {}
+    reads, output = _reads(graph)
+    for reader, i, value in reads:
+        readers.setdefault((value, tuple([one[reader][i] for one in needed])), []).append((reader, i))
+    for i, value in enumerate(output[1]):
+        readers.setdefault((value, tuple([t.outputs[i] for t in types])), []).append((output[0], i))
+    found = []
+    for (value, target), places in readers.items():
+        source = tuple([one[value] for one in produced])
+        if source != target:
+            steps = conversion_steps(source, target, gradient[value])
+            found.append(Conversion(value, source, target, steps, tuple(places)))
+    return tuple(found)
+
+
+def kernel_exchanges(graph: fx.GraphModule, types: Sequence[AxisTypes]) -> Iterator[KernelExchange]:
+    """What the kernels of a layer's graph exchange, over the axes that the kernels get."""
+    run = {name for t in types for name in t.kernel}
+    for node in graph.graph.nodes if run else ():
+        kernels = {i: t.kernel[node.name] for i, t in enumerate(types) if node.name in t.kernel}
+        for kernel in dict.fromkeys(kernels.values()):
+            axes = tuple(i for i, name in kernels.items() if name == kernel)
+            for wire in kernel_traffic(kernel, node):
+                held = _types_at(wire.value, node, types)
+                sharded = tuple(i for i, t in enumerate(held) if t.sharded and i not in axes)
+                yield KernelExchange(node.name, axes, sharded, wire)
+
+
+def typed_values(graph: fx.GraphModule, sharding: Sharding) -> Iterator[tuple[fx.Node, Types]]:
+    """Every tensor of a layer's graph, in the types in which its op produces it and in those in which each op reads it."""
+    for node in graph.graph.nodes:
+        if node.op != "output" and is_tensor(node):
+            yield node, sharding.produced(node.name)
+        if node.op == "call_function":
+            yield from ((operand, sharding.needed(node.name, i)) for i, operand in enumerate(operands(node)))
+
+
+def _types_at(value: fx.Node, node: fx.Node, types: Sequence[AxisTypes]) -> Types:
+    """The types in which ``node`` reads ``value``, or those of its result."""
+    if value is node:
+        return tuple(t.produced[node.name] for t in types)
+    index = operands(node).index(value)
+    return tuple(t.needed[node.name][index] for t in types)
+
+
+@cached_for_graphs(maxsize=256)
+def _reads(graph: fx.GraphModule) -> tuple[tuple[tuple[str, int, str], ...], tuple[str, tuple[str, ...]]]:
+    """Every read by an op: the op's name, the operand's index, the operand's name; and the output's name, with the names of the results."""
+    reads = []
+    for node in graph.graph.nodes:
+        if node.op not in ("placeholder", "output"):
+            reads += [(node.name, i, operand.name) for i, operand in enumerate(operands(node))]
+    output = graph.graph.output_node()
+    results: Any = output.args[0]
+    return tuple(reads), (output.name, tuple(result.name for result in results))
