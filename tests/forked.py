@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from compiled_once import compile_once
+from runtime_once import share_runtimes
 
 from autopar.program import trainer
 from autopar.run import folder
@@ -125,6 +126,7 @@ def _server(number: int) -> _Server:
 
 def _serve(connection: socket.socket) -> None:
     compile_once()
+    share_runtimes()
     for module in PRELOADED:
         importlib.import_module(module)
     folder.compile_sources(Path(trainer.__file__).parent)
