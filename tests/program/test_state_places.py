@@ -112,7 +112,7 @@ CHAINS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", in_short(CHAINS, "zero", "tied and fused", "schedules", "whole tensors"))
+@pytest.mark.parametrize("name", in_short(CHAINS, "zero", "schedules", "whole tensors"))
 def test_training_is_exact_through_checkpoints(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """Under each plan two steps in small chunks, from the checkpoint of the plan before; the last plan has all states on the device, and
     of the one before it only some layers' are offloaded."""
