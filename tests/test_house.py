@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 import pytest
-from house_figures import imports, module_of, sources, spread, structure
+from house_figures import imports, module_of, parsed, sources, spread, structure
 from pins_page import FIELDS, PAGE, page
 from places import DOCS, ROOT
 
@@ -135,9 +135,8 @@ ALLOWED: dict[str, set[str]] = {
 }
 
 
-@functools.cache
 def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+    return parsed(path.read_text())
 
 
 @functools.cache
