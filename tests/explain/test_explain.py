@@ -22,7 +22,6 @@ from autopar.explain.limits import bindings, faster_clusters, prices
 from autopar.graph import Graph
 from autopar.plan import Plan
 from autopar.planning import plan_model
-from autopar.schedules import SPLIT
 from autopar.search import SearchOptions
 from autopar.units import seconds
 from autopar.workload import Workload, resize_batch, sequence_length
@@ -59,20 +58,21 @@ def found() -> Any:
 class TestExplanation:
     def test_a_family_is_the_optimum_under_its_pins(self, found: Any) -> None:
         request, explanation = found
-        step = explanation.best.prediction.step_time_s
+        step, compared = explanation.best.prediction.step_time_s, 0
         assert len(explanation.families) >= 9
         for family in explanation.families:
             pins = dict(family.pins)
             if family.step_time_s is None:
                 assert family.reason and feasible(request, **pins) is None, family.name
                 continue
-            if pins.get("schedule") in SPLIT:
-                continue  # their proofs are looser
-            again = request.solve(**pins)
-            assert family.step_time_s == pytest.approx(again.prediction.step_time_s, rel=0.011), family.name
             assert family.bound_s <= family.step_time_s * (1 + 1e-9)
             assert family.step_time_s >= step * 0.99  # no family that runs can beat the best plan by more than the gap
+            if family.bound_s < family.step_time_s * 0.99:
+                continue  # its search ended at the time limit: another may find another plan
+            again, compared = request.solve(**pins), compared + 1
+            assert family.step_time_s == pytest.approx(again.prediction.step_time_s, rel=0.011), family.name
             assert obeys(again, pins), family.name
+        assert compared >= 6
         assert any(f.chosen for f in explanation.families) and any(not f.chosen for f in explanation.families)
 
     def test_prices_are_differences_of_solves(self, found: Any) -> None:
@@ -96,9 +96,13 @@ class TestExplanation:
         assert len(set(outer)) == len(outer)
         times = [p.prediction.step_time_s for p in plans]
         assert times == sorted(times)
-        for (pipeline, microbatches, schedule), took in zip(outer, times, strict=True):
-            best = request.solve(pipeline=pipeline, microbatches=microbatches, schedule=schedule)
-            assert took == pytest.approx(best.prediction.step_time_s, rel=0.021)
+        proved = [p for p in plans if p.gap <= 0.02]  # the others' searches ended at their time limits
+        for plan in proved:
+            best = request.solve(pipeline=plan.pipeline, microbatches=plan.microbatches, schedule=plan.schedule)
+            assert best.gap > 0.02 or plan.prediction.step_time_s == pytest.approx(
+                best.prediction.step_time_s, rel=0.021
+            )
+        assert len(proved) >= 3
 
     def test_json(self, found: Any) -> None:
         _, explanation = found
