@@ -78,6 +78,7 @@ def test_losses_are_those_of_one_device(name: str, capfd: pytest.CaptureFixture[
         assert all(s.options.again == "all" for n, s in strategies.items() if ".layers." in n)
 
 
+@pytest.mark.slow
 def test_stages_on_faster_gpus_have_more_layers(capfd: pytest.CaptureFixture[str]) -> None:
     plan = run("mixed_gpus", capfd)
     fast, slow = importlib.import_module("mixed_gpus").layers(plan)
@@ -93,6 +94,7 @@ def test_the_trainer_of_transformers_logs_what_it_logs_on_one_device(capfd: pyte
         assert ours.all(name) == pytest.approx(plain.all(name), abs=FLOAT32), name
 
 
+@pytest.mark.slow
 def test_lightning_logs_what_it_logs_on_one_device(capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("pytorch_lightning", reason="`pip install 'autopar[lightning]'` has it")
     ours, plain = run("with_lightning", capfd)

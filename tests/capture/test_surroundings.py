@@ -360,8 +360,8 @@ def fakes(model: nn.Module) -> list[str]:
     seen: dict[int, Any] = {}
     while waiting:
         value, name = waiting.pop()
-        if id(value) in seen:
-            continue
+        if id(value) in seen or type(value).__module__.startswith(("_pytest", "pytest")):
+            continue  # a fixture's definition leads to the session, and from there to every test of the run
         seen[id(value)] = value
         if isinstance(value, Tensor):
             found += [name] if is_fake(value) or value.is_meta else []
@@ -373,7 +373,7 @@ def fakes(model: nn.Module) -> list[str]:
             cells = [cell.cell_contents for cell in value.__closure__ or ()]
             waiting += [(cells, f"{name} closure"), (value.__defaults__, f"{name} defaults"), (vars(value), name)]
         elif isinstance(value, type):
-            if not value.__module__.startswith("torch"):
+            if not value.__module__.startswith(("torch", "_pytest")):
                 waiting.append((dict(vars(value)), name))
         elif type(value) in (Slotted, Holder):
             waiting += [(getattr(value, each.name), f"{name}.{each.name}") for each in dataclasses.fields(value)]

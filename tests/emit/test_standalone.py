@@ -41,24 +41,17 @@ sys.meta_path.insert(0, Refuse())
 """
 
 
-def launch(folder: Path, tmp_path: Path, *arguments: str, processes: int = 2) -> subprocess.CompletedProcess[str]:
-    """``train.py`` under torchrun, in processes that cannot import ``REFUSED`` and find what lies in ``tmp_path / "blocker"``."""
+def launch(folder: Path, tmp_path: Path, *arguments: str, processes: int) -> subprocess.CompletedProcess[str]:
+    """``train.py``, under torchrun if there are several processes, which cannot import ``REFUSED`` and find what lies in
+    ``tmp_path / "blocker"``."""
     blocker = tmp_path / "blocker"
     blocker.mkdir(exist_ok=True)
     (blocker / "sitecustomize.py").write_text(REFUSE.format(refused=REFUSED))
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment |= {"PYTHONPATH": str(blocker), "OMP_NUM_THREADS": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={processes}",
-        "train.py",
-    ]
-    return subprocess.run(
-        [*command, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=110
-    )
+    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}")
+    command = [sys.executable, *(torchrun if processes > 1 else ()), "train.py", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=110)
 
 
 @pytest.fixture(scope="module")
@@ -98,25 +91,30 @@ def test_the_folder_imports_torch_and_spmd_types_alone(llama: Path) -> None:
 
 
 def test_a_users_op_is_the_only_other_import(tmp_path: Path) -> None:
-    """Sharded, by its registered rule: the file that defines it is all that the processes have beside the folder."""
+    """The file that defines it is all that the process has beside the folder. Programs that shard such ops run in ``test_custom_ops``."""
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
     batch = tuple(torch.randn(8, 4, 16, generator=generator, dtype=torch.float64) for _ in range(2))
     given = make_subject(custom_ops.Gated(), batch, name="gated")
-    folder, data, state, home = (tmp_path / name for name in ("program", "batch.pt", "state.pt", "blocker"))
+    folder, alone, data, state, home = (
+        tmp_path / name for name in ("program", "alone", "batch.pt", "state.pt", "blocker")
+    )
     register_rule("custom_ops::gated", "* d, d -> * d")
     try:
         emit(given.graph, manual_plan(given.graph, tensor=2), folder)
     finally:
         del TABLE["custom_ops.gated"]
+    emit(given.graph, manual_plan(given.graph), alone)
     assert "custom.call(torch.ops.custom_ops.gated.default, (" in (folder / "model.py").read_text()
     assert json.loads((folder / "plan.json").read_text())["imports"] == ["custom_ops"]
-    check_imports(folder, {"torch", "spmd_types", "custom_ops"})
+    for emitted in (folder, alone):
+        check_imports(emitted, {"torch", "spmd_types", "custom_ops"})
     torch.save(given.batch, data)
     torch.save(given.state, state)
     home.mkdir()
     shutil.copy(custom_ops.__file__, home)
-    done = launch(folder, tmp_path, "--steps", "1", "--device", "cpu", "--dataset", str(data), "--init", str(state))
+    arguments = ("--steps", "1", "--device", "cpu", "--dataset", str(data), "--init", str(state))
+    done = launch(alone, tmp_path, *arguments, processes=1)
     assert done.returncode == 0, done.stderr
     (line,) = (json.loads(text) for text in done.stdout.splitlines() if text.startswith("{"))
     assert line["loss"] == pytest.approx(given.loss, rel=1e-9)
@@ -128,7 +126,7 @@ def test_it_trains_alone_and_as_one_device_would(llama: Path, tmp_path: Path) ->
     torch.save(given.batch, batch)
     torch.save(given.state, state)
     files = ("--dataset", str(batch), "--init", str(state), "--save", str(saved))
-    done = launch(llama, tmp_path, "--steps", "2", "--lr", "0.001", "--device", "cpu", *files)
+    done = launch(llama, tmp_path, "--steps", "2", "--lr", "0.001", "--device", "cpu", *files, processes=2)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(text) for text in done.stdout.splitlines() if text.startswith("{")]
     assert [line["step"] for line in lines] == [1, 2]

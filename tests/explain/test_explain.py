@@ -22,7 +22,6 @@ from autopar.explain.limits import bindings, faster_clusters, prices
 from autopar.graph import Graph
 from autopar.plan import Plan
 from autopar.planning import plan_model
-from autopar.schedules import SPLIT
 from autopar.search import SearchOptions
 from autopar.units import seconds
 from autopar.workload import Workload, resize_batch, sequence_length
@@ -59,20 +58,21 @@ def found() -> Any:
 class TestExplanation:
     def test_a_family_is_the_optimum_under_its_pins(self, found: Any) -> None:
         request, explanation = found
-        step = explanation.best.prediction.step_time_s
+        step, compared = explanation.best.prediction.step_time_s, 0
         assert len(explanation.families) >= 9
         for family in explanation.families:
             pins = dict(family.pins)
             if family.step_time_s is None:
                 assert family.reason and feasible(request, **pins) is None, family.name
                 continue
-            if pins.get("schedule") in SPLIT:
-                continue  # their proofs are looser
-            again = request.solve(**pins)
-            assert family.step_time_s == pytest.approx(again.prediction.step_time_s, rel=0.011), family.name
             assert family.bound_s <= family.step_time_s * (1 + 1e-9)
             assert family.step_time_s >= step * 0.99  # no family that runs can beat the best plan by more than the gap
+            if family.bound_s < family.step_time_s * 0.99:
+                continue  # its search ended at the time limit: another may find another plan
+            again, compared = request.solve(**pins), compared + 1
+            assert family.step_time_s == pytest.approx(again.prediction.step_time_s, rel=0.011), family.name
             assert obeys(again, pins), family.name
+        assert compared >= 6
         assert any(f.chosen for f in explanation.families) and any(not f.chosen for f in explanation.families)
 
     def test_prices_are_differences_of_solves(self, found: Any) -> None:
@@ -96,9 +96,13 @@ class TestExplanation:
         assert len(set(outer)) == len(outer)
         times = [p.prediction.step_time_s for p in plans]
         assert times == sorted(times)
-        for (pipeline, microbatches, schedule), took in zip(outer, times, strict=True):
-            best = request.solve(pipeline=pipeline, microbatches=microbatches, schedule=schedule)
-            assert took == pytest.approx(best.prediction.step_time_s, rel=0.021)
+        proved = [p for p in plans if p.gap <= 0.02]  # the others' searches ended at their time limits
+        for plan in proved:
+            best = request.solve(pipeline=plan.pipeline, microbatches=plan.microbatches, schedule=plan.schedule)
+            assert best.gap > 0.02 or plan.prediction.step_time_s == pytest.approx(
+                best.prediction.step_time_s, rel=0.021
+            )
+        assert len(proved) >= 3
 
     def test_json(self, found: Any) -> None:
         _, explanation = found
@@ -135,6 +139,8 @@ def test_more_of_everything_is_a_cluster_of_its_own() -> None:
     assert [name for name, _, _ in faster_clusters(parse("1x1xH100-80GB"))] == ["arithmetic", "memory_bandwidth"]
 
 
+ANY = 1.0
+"""The gap of a search that ends with the first plan that fits."""
 INFEASIBLE: list[tuple[str, int, dict[str, Any]]] = [
     ("1x1xH100-80GB", 8, {}),
     ("1x2xA100-40GB-SXM", 8, {}),
@@ -160,7 +166,7 @@ def test_what_is_suggested_makes_it_feasible(devices: str, batch: int, options: 
             request,
             graph=model(wanted.get("global_batch", batch)),
             cluster=parse(wanted["devices"]) if "devices" in wanted else request.cluster,
-            options=dataclasses.replace(request.options, **dict.fromkeys(change.free)),
+            options=dataclasses.replace(request.options, **dict.fromkeys(change.free), target_gap=ANY),
         )
         plan = again.solve()
         assert all(stage.memory.total <= stage.memory_limit_bytes for stage in plan.stages), change.text
@@ -201,7 +207,9 @@ def test_a_real_model_is_told_what_fits(limit: int, options: dict[str, Any]) -> 
         there = parse(wanted["devices"], memory_limit_bytes=limit) if "devices" in wanted else cluster
         free = {name: value for name, value in options.items() if name not in change.free}
         free |= {name: wanted[name] for name in ("offload", "states") if name in wanted}
-        _, plan = plan_model(Workload(Wide(), resized, precision=precision), there, SearchOptions(**free))
+        _, plan = plan_model(
+            Workload(Wide(), resized, precision=precision), there, SearchOptions(target_gap=ANY, **free)
+        )
         assert all(stage.memory.total <= limit for stage in plan.stages), change.text
     kinds = {change.kind for change in caught.value.changes}
     assert kinds & {"pin", "batch", "sequence"} and ("offload" in kinds) == ("zero" in options), kinds

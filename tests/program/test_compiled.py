@@ -80,7 +80,7 @@ def compiled(model: str, pool: WorkerPool, folder: Path, **pins: Any) -> tuple[i
         slow({"data": 2, "zero": 2, "segment": 2}),
         slow({"ring": 2}),
         slow({"ulysses": 2, "zero": 3}),
-        {"ulysses": 2, "zero": 3, "recompute": "selective"},
+        slow({"ulysses": 2, "zero": 3, "recompute": "selective"}),
     ],
     ids=str,
 )
@@ -334,7 +334,7 @@ def _counted(forward: Any, others: set[int], found: dict[str, int], name: str, *
     return result
 
 
-@pytest.mark.parametrize("model", ["llama", "mixtral"])
+@pytest.mark.parametrize("model", [slow("llama"), "mixtral"])
 def test_the_price_knows_what_a_compiled_layer_saves(model: str, workers1: WorkerPool, tmp_path: Path) -> None:
     """torch's partitioner cuts the joint graph where the least is saved; the price is its sum within 0.2 %."""
     built, batch, _ = MODELS[model]()

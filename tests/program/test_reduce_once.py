@@ -24,15 +24,15 @@ Batch = dict[str, Tensor]
 Fault = tuple[str, str, str]
 PIPELINE = {"pipeline": 2, "data": 2, "microbatches": 4}
 PLANS: dict[str, dict[str, Any]] = {
-    "no pipeline": {"data": 4, "zero": 3, "microbatches": 2},
-    "ZeRO 2": {"data": 4, "zero": 2, "microbatches": 2},
-    "one microbatch": {"data": 4, "zero": 3},
+    "no pipeline": {"data": 2, "zero": 3, "microbatches": 2},
+    "ZeRO 2": {"data": 2, "zero": 2, "microbatches": 2},
+    "one microbatch": {"data": 2, "zero": 3},
     "copies": {"mesh": MESH, "replicate": 2, "zero": 3, "microbatches": 2},
     "gpipe": PIPELINE | {"zero": 3, "schedule": "gpipe"},
     "1f1b": PIPELINE | {"zero": 2, "schedule": "1f1b"},
     "1f1b, recomputed": PIPELINE | {"zero": 3, "schedule": "1f1b", "recompute": "full"},
     "interleaved": PIPELINE | {"zero": 3, "chunks": 2, "schedule": "interleaved-1f1b"},
-    "segments": {"data": 4, "zero": 3, "microbatches": 2, "segment": 3},
+    "segments": {"data": 2, "zero": 3, "microbatches": 2, "segment": 3},
 }
 
 
@@ -86,6 +86,12 @@ def emitted(folder: Path, *faults: Fault, model: nn.Module | None = None, **opti
     return program(folder, faults=faults, model=model, batch=(x, y), **({"reduce": "step"} | options)), model
 
 
+def workers(request: pytest.FixtureRequest, options: dict[str, Any]) -> WorkerPool:
+    """The processes of a plan: two, or four where it has two axes."""
+    pool: WorkerPool = request.getfixturevalue("workers4" if {"pipeline", "mesh"} & options.keys() else "workers2")
+    return pool
+
+
 def reduces_last(issued: list[list[str]], microbatches: int) -> bool:
     """Whether every layer's gradients are reduced once, directly after the layer's last backward pass."""
     names = {name for _, name in issued}
@@ -97,36 +103,39 @@ def reduces_last(issued: list[list[str]], microbatches: int) -> bool:
 
 
 @pytest.mark.parametrize("name", in_short(PLANS, "no pipeline", "one microbatch", "copies", "interleaved"))
-def test_gradients_are_exact_and_reduced_once(name: str, workers4: WorkerPool, tmp_path: Path) -> None:
+def test_gradients_are_exact_and_reduced_once(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     options = PLANS[name]
+    pool = workers(request, options)
     path, model = emitted(tmp_path / "exact", **options)
     assert ('"reduce": "step"' in (Path(path) / "model.py").read_text()) == (name != "one microbatch")
-    assert is_right(workers4, path, model)
-    found = workers4.run("test_overlap:timed", program(tmp_path / "timed", reduce="step", **options))
+    assert is_right(pool, path, model)
+    found = pool.run("test_overlap:timed", program(tmp_path / "timed", reduce="step", **options))
     assert all(reduces_last(rank["issued"], options.get("microbatches", 1)) for rank in found)
-    each = workers4.run("test_overlap:timed", program(tmp_path / "each", **options))
+    each = pool.run("test_overlap:timed", program(tmp_path / "each", **options))
     assert all(reduces_last(rank["issued"], 1) == (name == "one microbatch") for rank in each)
 
 
 EACH: dict[str, dict[str, Any]] = PLANS | {
     "zero bubble": PIPELINE | {"zero": 3, "chunks": 2, "schedule": "zero-bubble"},
-    "selective": {"data": 4, "zero": 3, "microbatches": 4, "recompute": "selective", "prefetch": 2},
-    "recomputed": {"data": 4, "zero": 3, "microbatches": 2, "recompute": "full"},
+    "selective": {"data": 2, "zero": 3, "microbatches": 4, "recompute": "selective", "prefetch": 2},
+    "recomputed": {"data": 2, "zero": 3, "microbatches": 2, "recompute": "full"},
 }
 
 
 @pytest.mark.parametrize("name", in_short(EACH, "recomputed", "1f1b", "zero bubble"))
-def test_gradients_are_exact_if_every_microbatch_reduces_them(name: str, workers4: WorkerPool, tmp_path: Path) -> None:
-    assert is_right(workers4, *emitted(tmp_path, reduce="microbatch", **EACH[name]))
+def test_gradients_are_exact_if_every_microbatch_reduces_them(
+    name: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    assert is_right(workers(request, EACH[name]), *emitted(tmp_path, reduce="microbatch", **EACH[name]))
 
 
 @pytest.mark.parametrize("name", ["no pipeline", "1f1b, recomputed"])
-def test_frozen_parameters_have_no_gradients(name: str, workers4: WorkerPool, tmp_path: Path) -> None:
+def test_frozen_parameters_have_no_gradients(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     model = Blocks()
     model.blocks[0].requires_grad_(False)
     for block in model.blocks:
         block.up.bias.requires_grad_(False)
-    assert is_right(workers4, *emitted(tmp_path, model=model, **PLANS[name]))
+    assert is_right(workers(request, PLANS[name]), *emitted(tmp_path, model=model, **PLANS[name]))
 
 
 def test_layers_may_differ(workers4: WorkerPool, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import io
 import json
 import re
@@ -68,6 +69,11 @@ def sources(commit: str | None) -> Sources:
         return {member.name: tar.extractfile(member).read().decode() for member in files}  # type: ignore[union-attr]
 
 
+@functools.cache
+def parsed(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
 def module_of(path: str) -> str:
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
@@ -84,7 +90,7 @@ def lines_of(text: str) -> Counter[str]:
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT and token.line.lstrip().startswith("#"):
             kinds[token.start[0] - 1] = "comments"
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(text)):
         if isinstance(node, ast.Import | ast.ImportFrom):
             kind = "imports"
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
@@ -140,7 +146,7 @@ def figures(texts: Sources) -> dict[str, Any]:
 def structure(texts: Sources) -> dict[str, Any]:
     """The figures that the syntax trees give."""
     modules = {module_of(path) for path in texts}
-    trees = {module_of(path): ast.parse(text) for path, text in texts.items()}
+    trees = {module_of(path): parsed(text) for path, text in texts.items()}
     files, packages = nx.DiGraph(), nx.DiGraph()
     inside_functions = 0
     for module, tree in trees.items():
@@ -186,7 +192,7 @@ def spread(texts: Sources) -> dict[str, list[str]]:
 def _spelled(text: str) -> str:
     """The identifiers and strings of a file, without docstrings."""
     docstrings: set[int] = set()
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(text)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             docstrings |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)

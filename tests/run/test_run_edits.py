@@ -14,6 +14,7 @@ import pytest
 from exactness import subject
 
 from autopar.emit import emit
+from autopar.program import type_check
 from autopar.program.type_check import DIGESTS, IllTypedError, check, check_edits, edited
 from autopar.search.manual import manual_plan
 
@@ -84,14 +85,15 @@ def test_each_edit_is_refused_with_its_line(name: str, tmp_path: Path) -> None:
     assert refused.value.hint
 
 
-def test_the_check_is_made_once_and_only_of_edits(tmp_path: Path) -> None:
-    """The line is that of the first op that has the wrong type."""
+def test_the_check_is_made_once_and_only_of_edits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line is that of the first op that has the wrong type. The first check is made by a process of its own, as in use."""
     folder, said = program(tmp_path / "program", "tensor: a partial sum is not reduced"), list[str]()
     text = (folder / "model.py").read_text()
     number = next(i for i, line in enumerate(text.splitlines(), 1) if " = x + attn_output_i" in line)
     with pytest.raises(IllTypedError, match=rf"model\.py:{number}: "):
         check_edits(folder, said.append)
     assert said == ["type-checking the program, because model.py changed since it was emitted"]
+    monkeypatch.setattr(type_check, "check_in_subprocess", lambda folder: check(folder, lambda text: None))
     emit(subject("llama").graph, manual_plan(subject("llama").graph, **TENSOR), folder)
     check_edits(folder, said.append)
     assert len(said) == 1  # nothing was edited

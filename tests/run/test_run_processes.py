@@ -13,12 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from exactness import KINDS, run_case
+from programs import Shape, write_mlp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from workers import WorkerPool
 
 from autopar.errors import LaunchError
+from autopar.run.folder import import_runtime, program_modules
 from autopar.run.processes import Processes
 
 
@@ -108,6 +110,36 @@ def hashed() -> int:
 def test_strings_hash_differently_in_even_and_odd_ranks(workers2: WorkerPool) -> None:
     """What depends on the order of a set shows between ranks."""
     assert len(set(workers2.run("test_run_processes:hashed"))) == 2
+
+
+def runtime_modules(folder: str, other: str, changed: str) -> list[bool]:
+    """In a worker: whether two programs' modules are the same, have their own places and nothing that was left there; and those of a third
+    program, which has another file."""
+    with program_modules(folder):
+        import_runtime(folder)
+        first = sys.modules["runtime.mesh_axes"]
+        trainer = sys.modules["runtime.trainer"].Trainer
+        before = trainer.step
+        first.left, trainer.left, trainer.step = True, True, None
+        first._meshes.append("left")
+    with program_modules(other):
+        import_runtime(other)
+        second = sys.modules["runtime.mesh_axes"]
+        found = [second is first, str(second.__file__).startswith(other), trainer.step is before]
+        found += [not hasattr(second, "left"), not hasattr(trainer, "left"), second._meshes == []]
+    with program_modules(changed):
+        import_runtime(changed)
+        return [*found, sys.modules["runtime.mesh_axes"] is not first]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each rank is a Python of its own")
+def test_workers_import_equal_runtimes_once_and_take_back_what_was_left(workers1: WorkerPool, tmp_path: Path) -> None:
+    for name in ("one", "other", "changed"):
+        write_mlp(tmp_path / name, Shape())
+    with (tmp_path / "changed" / "runtime" / "world.py").open("a") as file:
+        file.write("# changed\n")
+    folders = [str(tmp_path / name) for name in ("one", "other", "changed")]
+    assert all(workers1.run("test_run_processes:runtime_modules", *folders)[0])
 
 
 def test_a_taken_port_is_said_before_anything_starts() -> None:

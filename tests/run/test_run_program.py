@@ -129,7 +129,8 @@ def test_the_folder_refuses_fewer_steps_than_one(
 def test_the_folder_runs_under_torchrun_and_knows_nothing_of_autopar(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    program = mlp(tmp_path / "program", Shape(data=2, zero=(1, 3)), optimizer=None)
+    """In one process; ``test_standalone`` starts two."""
+    program = mlp(tmp_path / "program", Shape(), optimizer=None)
     program.folder = program.emit(tmp_path / "emitted")
     for file in program.folder.rglob("*.py"):
         assert not re.search(r"^\s*(from|import) autopar", file.read_text(), re.MULTILINE), file

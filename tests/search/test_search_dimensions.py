@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from dataclasses import dataclass, replace
 
@@ -159,7 +160,9 @@ def test_a_long_chain_is_faster_in_segments() -> None:
     assert several.bound_s <= several.prediction.step_time_s
 
 
-def test_more_layers_than_python_has_frames_are_planned() -> None:
+def test_more_layers_than_python_has_frames_are_planned(request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(functools.partial(sys.setrecursionlimit, sys.getrecursionlimit()))
+    sys.setrecursionlimit(400)
     layers = sys.getrecursionlimit() + 20
     graph, cluster = chain(mlp(64, 128, 64, 256), layers), parse("1x4xH100-80GB")
     pricer = Pricer(graph, cluster, "bfloat16", solve_mlp)

@@ -131,7 +131,7 @@ class TestSearch:
     [
         ("mixtral", 2, {"expert": 2, "pipeline": 1}),
         slow("deepseek", 4, {"expert": 2, "zero": 1, "pipeline": 2, "microbatches": 2}),
-        ("qwen3_moe", 4, {"expert": 4, "pipeline": 1, "microbatches": 2}),
+        slow("qwen3_moe", 4, {"expert": 4, "pipeline": 1, "microbatches": 2}),
     ],
 )
 def test_what_is_found_is_exact(model: str, devices: int, pins: dict[str, int], request: pytest.FixtureRequest) -> None:

@@ -10,6 +10,7 @@ import re
 import numpy as np
 import pytest
 from search_models import Devices, RandomPricer, TransformerPricer, chain, random_problem, transformer
+from tiers import slow
 
 from autopar.errors import BatchError, InfeasibleError, UsageError
 from autopar.graph import Graph
@@ -422,14 +423,14 @@ def test_a_path_through_the_schedule_is_as_long_as_the_step_and_bounds_others() 
             assert all((path * own).sum() > 0.9 * step for path in longest_paths(schedule, np.array(own), 0.9 * step))
 
 
-@pytest.mark.parametrize("rows", [64, 128])
-def test_no_pinned_pipeline_is_faster_interleaved_than_the_plan(rows: int) -> None:
+@pytest.mark.parametrize(("rows", "pipelines"), [(64, (2,)), slow(64, (4, 8)), slow(128, (2, 4, 8))])
+def test_no_pinned_pipeline_is_faster_interleaved_than_the_plan(rows: int, pipelines: tuple[int, ...]) -> None:
     """Every pipeline is searched under every schedule, also where the best plan under 1F1B and GPipe has none whose devices could wait."""
     graph, devices = transformer(rows), Devices(128, int(72e9))
     state = driver.explore(graph, devices, TransformerPricer(graph), SearchOptions(chunks=1))
     assert state.best is not None and state.best[0].schedule.pipeline == 1
     plan = search(graph, devices, TransformerPricer(graph))
-    for pipeline in (2, 4, 8):
+    for pipeline in pipelines:
         options = SearchOptions(schedule="interleaved-1f1b", pipeline=pipeline)
         step_s = search(graph, devices, TransformerPricer(graph), options).prediction.step_time_s
         assert plan.prediction.step_time_s <= step_s * 1.01 and plan.bound_s <= step_s * (1 + 1e-9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from autopar.checks.nccl.findings import DEADLOCK, SEQUENCE, agreed, unaligned
 from autopar.checks.nccl.records import Event, Operation, RankTrace
 from autopar.cli.app import cli
 from autopar.emit import emit
-from autopar.verify import kind
+from autopar.verify import kind, kinds
 from autopar.verify.recording import Recorded, Workers, record, record_call, record_sizes
 
 
@@ -84,7 +85,10 @@ def test_programs_are_clean(case: Case, workers: Workers) -> None:
     assert all(trace.finite and trace.operations for trace in found.at_once.values())
 
 
-def test_the_command_prints_a_verdict(tmp_path: Path) -> None:
+def test_the_command_prints_a_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one kind in four: a report records all of them."""
+    some = kinds(3)[::4]
+    monkeypatch.setattr(importlib.import_module("autopar.verify.collectives"), "kinds", lambda devices: some)
     (tmp_path / "small.py").write_text(
         "import torch\n"
         "def factory():\n"

@@ -13,7 +13,7 @@ from exactness import KINDS, MODELS, subject
 from matrix import RESULTS, Case, arguments, chosen, kind_cases, mixture_cases, results_in
 from matrix_page import page, passed
 from results import fingerprint
-from test_text_exactness import PAIRS
+from test_text_exactness import KINDS_PER_MODEL, PAIRS
 from workers import WorkerPool
 
 from autopar.errors import UsageError
@@ -33,7 +33,6 @@ STRAINS = {
     ("bert", "pipeline 2, gpipe"),
     ("mlp", "mixed: tensor 1, 2 and 4"),
 }
-KINDS_PER_MODEL = 2
 COMPILED = "compiled, "
 # Models that are under two kinds or more elsewhere: in tests/verify/test_text_exactness.py and tests/compile/test_microbatch_statistics.py.
 ELSEWHERE = {*PAIRS, *(name for name in MODELS if name.endswith(" by microbatch"))}

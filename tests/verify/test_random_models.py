@@ -12,6 +12,7 @@ from model_outcome import InvalidError, outcome, runs
 from model_shrink import shrink
 from model_text import Text, _draw, draw
 from random_models import kept, reason, summary
+from tiers import in_short
 from torch import fx
 from workers import WorkerPool
 
@@ -20,14 +21,15 @@ from autopar.capture import pipeline
 SEEDS = range(16)
 
 
-@pytest.mark.parametrize("first", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(8, len(SEEDS), 8))])
-def test_random_models_are_exact_or_refused(first: int, workers2: WorkerPool) -> None:
-    found = {seed: outcome(draw(seed, runs), seed, workers2, typed=seed % 4 == 0) for seed in SEEDS[first : first + 8]}
+@pytest.mark.parametrize("first", in_short(map(str, range(0, len(SEEDS), 4)), "0"))
+def test_random_models_are_exact_or_refused(first: str, workers2: WorkerPool) -> None:
+    seeds = SEEDS[int(first) : int(first) + 4]
+    found = {seed: outcome(draw(seed, runs), seed, workers2, typed=seed % 4 == 0) for seed in seeds}
     bad = [
         f"seed {seed}: {o.kind} ({o.stage}): {o.message}" for seed, o in found.items() if o.kind in ("wrong", "crash")
     ]
     assert not bad, "\n".join(["python tests/reports random-models --shrink SEED makes them smaller", *bad])
-    assert sum(o.kind == "exact" for o in found.values()) >= 6
+    assert sum(o.kind == "exact" for o in found.values()) >= 3
 
 
 def test_a_seed_is_one_model_and_every_feature_is_drawn_often() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from exactness import KINDS, run_case, subject
 from text_models import TEXT
+from tiers import slow
 from workers import WorkerPool
 from written_models import WRITTEN
 
@@ -15,6 +16,8 @@ from autopar.errors import ProgramError
 from autopar.search.manual import manual_plan
 from autopar.shard import annotate
 
+KINDS_PER_MODEL = 2
+"""By default; the exactness tier has every kind on some model."""
 BY_NAME = {kind.name: kind for kind in KINDS}
 # Microbatches and slices hold different numbers of valid tokens in all of these.
 WHOLE_BATCH = ("data 2, zero 2", "pipeline 2")
@@ -41,7 +44,11 @@ PAIRS: dict[str, tuple[str, ...]] = {
     "unrolled": ("data 2, zero 1", "tensor 2", "pipeline 2"),
     "parallel blocks": ("tensor 2", "tensor+sequence 2", "recompute in part, tensor 2"),
 }
-CASES = [(model, kind) for model, kinds in PAIRS.items() for kind in kinds]
+CASES = [
+    (model, kind) if number < KINDS_PER_MODEL else slow(model, kind)
+    for model, kinds in PAIRS.items()
+    for number, kind in enumerate(kinds)
+]
 
 
 @pytest.mark.parametrize(("model", "kind"), CASES)
