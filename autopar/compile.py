@@ -36,8 +36,8 @@ from autopar.planning import plan_model
 from autopar.progress import Progress, report
 from autopar.run import Program, ranks
 from autopar.run.folder import folder_for_program
-from autopar.run.initialise import given_values, with_tables
-from autopar.run.processes import when_gone
+from autopar.run.initialise import initial_values, with_buffer_values
+from autopar.run.processes import finalize_unless_forked
 from autopar.search import SearchOptions
 from autopar.torch_private import without_kept_sources
 from autopar.workload import Workload, without_inference
@@ -104,7 +104,7 @@ def compile(
             folder_for_program(folder)
         cluster = parse(devices, memory_limit_bytes=request.memory_limit_bytes, calibration=request.calibration)
         options = SearchOptions(pin=pin or {}, allow=request.allow, time_limit_s=request.time_limit_s, **pins)
-        model = with_tables(model, request.init)
+        model = with_buffer_values(model, request.init)
         workload = Workload(model, without_inference(batch), loss_fn, None, request.precision, request.local_batch_norm)
         try:
             graph, chosen = plan_model(
@@ -173,7 +173,7 @@ def start_program(
     first: Mapping[str, Tensor] | str | Path | None = state
     if init is not None:
         report(progress, "emit", f"values: {init}")
-        first = given_values(model, init, training.seed, home, folder)
+        first = initial_values(model, init, training.seed, home, folder)
     report(progress, "run")
     # the program was type-checked when it was emitted
     program = Program(plan, home, graph, cluster=cluster, state=first, type_check=False, **as_keywords(training))
@@ -183,5 +183,5 @@ def start_program(
         ):  # processes under torchrun train with it all the same; train.py says that it cannot
             program.write_recipe(home)
     else:
-        when_gone(program, shutil.rmtree, home, ignore_errors=True)
+        finalize_unless_forked(program, shutil.rmtree, home, ignore_errors=True)
     return program

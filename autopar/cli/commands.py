@@ -24,7 +24,7 @@ from autopar.plan import Plan
 from autopar.planning import capture_model, plan_model
 from autopar.program.state import INITIAL
 from autopar.run.folder import folder_for_program
-from autopar.run.initialise import is_path, with_tables, write_values
+from autopar.run.initialise import is_path, with_buffer_values, write_initial_values
 from autopar.search import SearchOptions
 from autopar.search.concessions import Concession
 from autopar.units import parse_size
@@ -71,7 +71,7 @@ def emit_command(request: PlanRequest, output: str, as_json: bool) -> None:
         state = None if init else workload.model.state_dict()
         emit_program(graph, plan, folder, messages, type_check=request.type_check, state=state)
         if init and not is_path(init):
-            write_values(workload.model, init, 0, folder)
+            write_initial_values(workload.model, init, 0, folder)
         nodes, each = -(-plan.device_count // cluster.gpus_per_node), min(plan.device_count, cluster.gpus_per_node)
         start = f"torchrun --nnodes {nodes} --nproc-per-node {each} {folder / 'train.py'}"
         start += f" --init {init}" if is_path(init) else ""
@@ -150,7 +150,7 @@ def load(request: PlanRequest, cluster: Cluster, messages: Messages | None = Non
         messages("load", request.model)
     sizes = GivenSizes(request.seq, request.global_batch, request.precision)
     workload = load_model(request.model, sizes, device=device, default_precision=default_precision(cluster))
-    model = with_tables(workload.model, init_of(request))
+    model = with_buffer_values(workload.model, init_of(request))
     return replace(workload, model=model, precision=request.precision, local_batch_norm=request.local_batch_norm)
 
 
