@@ -190,9 +190,8 @@ class Graph:
     ``capture.flatten_batch``). ``prelude`` maps the whole batch's inputs to ``scalars``: 0-d values that depend on inputs only, such as
     the number of valid tokens. ``constants`` are folded tensors, on the CPU. ``values`` describes every activation by name.
     ``replicated`` names ops that no rule covers. ``unmicrobatchable`` says why the batch may not be split in time (empty: it may).
-    ``accumulated`` is the number of microbatches of these shapes that make up the global batch, each of which counts as a separate batch;
-    the loss is then their mean, and not the whole batch's (``autopar.capture.apart``). Every other graph is the whole batch's, and the
-    number is one. ``opaque`` contains the modules that are kept whole, by the name of the op that represents each
+    ``accumulated`` is the number of microbatches of the global batch if the graph is that of one microbatch, each of which counts as a
+    separate batch (``autopar.capture.separate_microbatches``); otherwise 1. ``opaque`` has the opaque modules by the name of their op
     (``"autopar.opaque_0"``). ``buffers`` are the buffers that the forward pass writes: each belongs to one layer. Buffers that it only
     reads are ``constants``. ``valueless`` names the constants without values (of a model on meta): such a graph can be planned, but no
     program can be written from it. ``narrow`` lists the numbers that its plans may store in lower precision (of

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from autopar.capture import apart, capture, in_float8
+from autopar.capture import capture, in_float8, separate_microbatches
 from autopar.capture.batch import BatchStructure, flatten_batch
 from autopar.errors import AutoparError, BatchError, ModelError, UsageError
 from autopar.graph import Graph
@@ -109,7 +109,7 @@ class Recapture(Protocol):
 def with_concession(graph: Graph, recapture: Recapture, concession: Concession) -> Graph:
     """The graph of plans that make the concession: of one microbatch where each microbatch has its own statistics and loss, and with
     products in 8 bits where they are allowed."""
-    part = apart(graph, lambda rows: recapture(global_batch=rows), concession.microbatches)
+    part = separate_microbatches(graph, lambda rows: recapture(global_batch=rows), concession.microbatches)
     narrow = tuple(name for name in concession.narrow if name not in (FP8, *OF_LAYERS))
     part = part if part.narrow == narrow else dataclasses.replace(part, narrow=narrow)
     return in_float8(part) if FP8 in concession.narrow else part

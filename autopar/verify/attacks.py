@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.capture import BatchStructure, WholeFloat64, flatten_batch, rebuild_batch, reference
+from autopar.capture import BatchStructure, Float64Everywhere, flatten_batch, rebuild_batch, reference
 from autopar.capture.batch import describe_batch
 from autopar.capture.check import graph_steps
-from autopar.capture.eager import AsGiven, WithoutDropout, prepared, update
+from autopar.capture.eager import EagerModel, WithoutDropout, prepared, update
 from autopar.capture.export import call_model
-from autopar.capture.surroundings import Surroundings
+from autopar.capture.external_state import ExternalState
 from autopar.errors import AutoparError
 from autopar.graph import Graph
 from autopar.measure import EXACT, Error, compare
@@ -126,7 +126,7 @@ def _captured(model: nn.Module, batch: Any, loss_fn: Callable[..., Any] | None) 
     copied = prepared(model, loss_fn)
     structure = describe_batch(model, batch, loss_fn, torch.float64)
     try:
-        with Surroundings(model, loss_fn).restored(), WholeFloat64(), WithoutDropout():
+        with ExternalState(model, loss_fn).restored(), Float64Everywhere(), WithoutDropout():
             call_model(
                 copied.model, structure, copied.loss_fn, list(flatten_batch(structure, batch).values())
             ).backward()
@@ -167,7 +167,7 @@ def _graph_step(
         for part in zip(*(t.chunk(graph.accumulated) for t in batch.values()), strict=True)
     ]
     loss = 0.0
-    with WholeFloat64():
+    with Float64Everywhere():
         for part in parts:
             term = reference.run(graph, parameters, part, buffers=written) / len(parts)
             term.backward()
@@ -183,9 +183,9 @@ def _two_steps(model: nn.Module, loss_fn: Callable[..., Any] | None, subject: Su
     if graph.accumulated > 1:
         raise _SkippedError("each microbatch is a separate batch")
     tensors = list(subject.batch.values())
-    alone, copied = (AsGiven(model, loss_fn, structure, torch.float64) for _ in range(2))
+    alone, copied = (EagerModel(model, loss_fn, structure, torch.float64) for _ in range(2))
     before = {n: p.detach().clone() for n, p in alone.parameters.items()}
-    with Surroundings(model, loss_fn).restored(), WholeFloat64(), WithoutDropout():
+    with ExternalState(model, loss_fn).restored(), Float64Everywhere(), WithoutDropout():
         first = alone.step(tensors)
         kept = compare(0.0, before, 0.0, {n: p.detach() for n, p in alone.parameters.items()})
         update(alone.parameters, first.gradients)

@@ -10,11 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.capture import BatchStructure, WholeFloat64, apart, capture, flatten_batch, rebuild_batch
+from autopar.capture import (
+    BatchStructure,
+    Float64Everywhere,
+    capture,
+    flatten_batch,
+    rebuild_batch,
+    separate_microbatches,
+)
 from autopar.capture.eager import WithoutDropout, prepared, summed
 from autopar.capture.export import call_model
+from autopar.capture.external_state import ExternalState
 from autopar.capture.storage import ties
-from autopar.capture.surroundings import Surroundings
 from autopar.errors import BatchError, ModelError
 from autopar.graph import Graph
 from autopar.ops.facts import OpKind, facts
@@ -50,7 +57,7 @@ def make_subject(
     """Capture a copy of ``model`` in float64 and run it eagerly, forward and backward. ``model`` itself isn't changed.
 
     If the model couples the examples of a batch and ``microbatches`` is more than one, each microbatch is treated as a separate batch
-    (``autopar.capture.apart``): one device accumulates over the same microbatches, and the loss is the mean of theirs.
+    (``autopar.capture.separate_microbatches``): one device accumulates over the same microbatches, and the loss is the mean of theirs.
 
     Raises:
         ModelError: parameters or buffers on meta, which have no values; random numbers other than dropout.
@@ -59,10 +66,10 @@ def make_subject(
     """
     if any(tensor.is_meta for tensor in model.state_dict().values()):
         raise ModelError("the model is on meta, where parameters have no values", "build it on the CPU to verify it")
-    copied, surroundings = prepared(model, loss_fn), Surroundings(model, loss_fn)
+    copied, surroundings = prepared(model, loss_fn), ExternalState(model, loss_fn)
     model, loss_fn = copied.model, copied.loss_fn
     switched_off = _without_dropout(model)
-    with surroundings.restored(), WholeFloat64(), WithoutDropout() as off:
+    with surroundings.restored(), Float64Everywhere(), WithoutDropout() as off:
         graph = annotate(capture(model, batch, loss_fn, precision="float64", name=name))
         structure = graph.structure
         assert isinstance(structure, BatchStructure)
@@ -72,7 +79,7 @@ def make_subject(
             part = rebuild_batch(structure, [tensor[:rows] for tensor in tensors.values()])
             return annotate(capture(model, part, loss_fn, precision="float64", name=name))
 
-        graph = apart(graph, capture_rows, microbatches)
+        graph = separate_microbatches(graph, capture_rows, microbatches)
         if any(tensor.is_meta for tensor in tensors.values()):
             raise BatchError("the batch is on meta and has no values", "give one on the CPU")
         _refuse_random(graph)
@@ -92,7 +99,7 @@ def with_batch(
     assert isinstance(structure, BatchStructure)
     # rebuilt, so that examples share what they shared in the original batch
     tensors = flatten_batch(structure, rebuild_batch(structure, list(tensors.values())))
-    with Surroundings(model, loss_fn).restored(), WholeFloat64(), WithoutDropout():
+    with ExternalState(model, loss_fn).restored(), Float64Everywhere(), WithoutDropout():
         arguments = copied.model, subject.graph, copied.loss_fn, tensors, subject.state
         loss, gradients, after = _eager(*arguments)
         rounding = _rounding(*arguments, gradients)

@@ -89,7 +89,7 @@ def test_the_answer_is_that_of_the_batch(name: str) -> None:
     assert len(subject.graph.guards) >= 2
     assert not subject.graph.guards[0].value
     assert "if labels.max() >= CLASSES" in subject.graph.guards[0].line
-    assert any("taken to be False" in note for note in subject.graph.notes)
+    assert any("assumed to be False" in note for note in subject.graph.notes)
 
 
 def test_another_answer_is_refused_by_name() -> None:
@@ -170,7 +170,7 @@ def limited(x: Tensor, labels: Tensor, h: Tensor) -> float:
 def test_a_check_that_only_raises_is_left_out_with_a_note(ask: Callable[[Tensor, Tensor, Tensor], Any]) -> None:
     subject = make_subject(model(ask), batch())
     assert compare_with_eager(subject).exact
-    assert any("raises an error where the answer is not" in note and ask.__name__ for note in subject.graph.notes)
+    assert any("raises an error if the value is not" in note and ask.__name__ for note in subject.graph.notes)
     assert not subject.graph.opaque
 
 
