@@ -17,15 +17,15 @@ from autopar.types import Collective
 from autopar.units import parse_count, seconds, size
 
 PRICED = "as priced"
-"""The row of the collectives that emitted programs call, as plans price them."""
+"""The row of the collectives that emitted programs call, by the cost model."""
 
 
 @dataclass(frozen=True, slots=True)
 class SyncRow:
-    """One synchronisation by one algorithm, per step of training: the mean over the steps between two averages.
+    """One synchronisation by one algorithm, per training step (averaged over the steps between synchronisations).
 
-    ``messages`` follow one another; ``busiest_bytes`` pass through one rank, in and out, and all ranks send ``traffic_bytes``: no figures
-    where NCCL or gloo choose the algorithm.
+    ``messages`` are sequential; ``busiest_bytes`` pass through the busiest rank, in and out; all ranks together send ``traffic_bytes``.
+    They are ``None`` where NCCL or gloo choose the algorithm.
     """
 
     sync: str
@@ -37,8 +37,8 @@ class SyncRow:
 
 
 def rows(elements: int, cluster: Cluster, numbers: Precision, steps: int) -> list[SyncRow]:
-    """Return the synchronisations of a model of ``elements`` parameters with a replica on each device of ``cluster``; ``steps`` are those
-    between two averages."""
+    """Return the rows of a model of ``elements`` parameters with a replica on each device of ``cluster``; local SGD synchronises every
+    ``steps`` steps."""
     members = group((Axis("data", cluster.count, 1),), cluster)
     gradients, parameters = elements * numbers.averaged, elements * numbers.width
     masters = elements * (numbers.at_rest or numbers.width)

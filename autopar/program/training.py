@@ -394,9 +394,9 @@ def train(recipe: Recipe, args: argparse.Namespace, watch: Watch) -> None:
             save(trainer, args, over=True)
         raise SystemExit(f"{type(error).__name__}: {error}") from error
     if stop:
-        then = "--resume goes on from there" if args.checkpoint else "nothing is saved without --checkpoint"
+        then = "--resume continues from there" if args.checkpoint else "nothing is saved without --checkpoint"
         steps = f"{trainer.steps} of {args.steps} steps" if args.epochs is None else f"{trainer.steps} steps"
-        say(f"{stop}: the training stops after {steps}; {then}")
+        say(f"{stop}: training stops after {steps}; {then}")
         if not args.checkpoint:
             raise SystemExit(1)
         return

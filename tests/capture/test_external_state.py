@@ -218,7 +218,10 @@ def test_without_a_comparison_it_is_refused_or_noted(monkeypatch: pytest.MonkeyP
     assert [sentence for sentence, _ in graph.assumed] == [
         f"forward leaves state for its next call in {__name__}.CACHE.last"
     ]
-    with monkeypatch.context() as patch, pytest.raises(CaptureError, match="the graph cannot be compared with the model"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(CaptureError, match="the graph cannot be compared with the model"),
+    ):
         patch.setattr(check_module, "MOST_OPERATIONS", 100)
         check_capture(graph, InDict(), rows(), None)
     plan = autopar.compile(InDict(), 1, rows(), capture_check=False, type_check=False).plan

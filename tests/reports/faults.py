@@ -197,7 +197,7 @@ def went_on(chain: Chain, problems: list[str], steps: int, completed: int) -> Li
     run.wait(lambda: False, LIMIT_S)
     if any(map(alive, [*workers, *run.agents])):
         problems.append("SIGUSR1 did not end it")
-    if "SIGUSR1: the training stops after" not in run.talk():
+    if "SIGUSR1: training stops after" not in run.talk():
         problems.append("SIGUSR1 was not answered")
     problems += chain.wrong()
     if chain.completed() != max(run.losses(), default=0):
