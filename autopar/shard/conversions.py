@@ -1,4 +1,4 @@
-"""The conversions that a solution implies: one per value and target type, for any number of operands that read it."""
+"""The conversions that a solution implies: one per value and target type, shared by all operands that read it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopar.types import SpmdType
 
 
 def conversions(cls: LayerClass, types: AxisTypes) -> tuple[tuple[str, SpmdType, SpmdType], ...]:
-    """The distinct ``(value, source, target)`` inside the layer and at its outputs, in graph order."""
+    """Return the distinct ``(value, source, target)`` in the layer and at its outputs, in graph order."""
     return tuple(dict.fromkeys(_conversions(cls, types)))
 
 
