@@ -60,10 +60,10 @@ def S(dim: int) -> SpmdType:  # noqa: N802  the type system's own name
 
 
 class Collective(Enum):
-    """The collective of a conversion or a kernel; ``NONE`` and ``LOCAL`` (slice, zero, pad) move no bytes between ranks.
+    """The collective of a type conversion or a kernel; ``NONE`` and ``LOCAL`` (slice, zero, pad) communicate nothing.
 
-    ``ROTATE`` and ``SHIFT`` are point to point: every rank's slice goes around the axis, or to another rank. ``REDUCE`` and ``BROADCAST``
-    are for parameter servers, not for conversions.
+    ``ROTATE`` and ``SHIFT`` are point to point: every rank's slice passes all ranks of a ring, or goes to one other rank. ``REDUCE`` and
+    ``BROADCAST`` are for parameter servers, not for conversions.
     """
 
     NONE = "none"
@@ -106,10 +106,10 @@ def conversion(source: SpmdType, target: SpmdType) -> tuple[Collective, Collecti
 
 
 def legal_in_time(source: SpmdType, target: SpmdType, gradient: bool) -> bool:
-    """Whether a conversion is possible over sequential microbatches, without communication.
+    """Return whether a conversion is possible when the "ranks" are sequential microbatches, without communication.
 
     For a value without ``gradient``, I and R are the same. A value that is equal in every microbatch (a weight penalty) becomes a partial
-    sum by division by their number if its type is R; if it is I, the gradient wouldn't be divided.
+    sum when it is divided by the number of microbatches, if its type is R; if it is I, its gradient would not be divided.
     """
     if source == target:
         return True

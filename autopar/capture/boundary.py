@@ -1,7 +1,7 @@
-"""Converts exceptions of foreign code during capture to ``CaptureError`` with the user's line.
+"""Converts exceptions of user and library code during capture to ``CaptureError`` with the user's source line.
 
 ``torch.export`` runs the model's code, which may call any library; deep copies and comparisons of the model's attributes run methods of
-the user's classes; and passes run torch's ops. autopar's exceptions and ``MemoryError`` pass unchanged.
+the user's classes; and graph passes run torch's ops. autopar's exceptions and ``MemoryError`` are not converted.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _is_users(file: str) -> bool:
 
 
 def _node(trace: TracebackType | None) -> str:
-    """Return the user's source line of the node that a pass worked on, or an empty string."""
+    """Return the user's source line of the node that a graph pass was processing, or an empty string."""
     line_of_node = ""
     while trace is not None:
         node = trace.tb_frame.f_locals.get("node")

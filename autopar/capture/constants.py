@@ -19,12 +19,12 @@ from autopar.ops.operands import args_of, dtype_of, shape_of, val
 from autopar.ops.source import source_name
 from passes.clean.nodes import add, aten, calls, like, replace
 
-# layers compute a larger table themselves, from its small constants, and there it may be sharded
+# a larger table stays in the layer's graph, which computes it from small constants and can shard it
 LIMIT_BYTES = 16 * 2**20
 
 
 def share_constants(gm: fx.GraphModule) -> None:
-    """Merge equal constant expressions, such as the positions that every layer builds."""
+    """Merge equal constant expressions, such as the position ids that every layer computes."""
     seen: dict[Any, fx.Node] = {}
     constant = constant_nodes(gm)
     for node in calls(gm):
@@ -45,9 +45,9 @@ def _freeze(value: Any) -> Any:
 
 
 def fold_constants(gm: fx.GraphModule, evaluator: Evaluator) -> dict[str, torch.Tensor]:
-    """Replace constant nodes that other nodes read by placeholders with ``meta["constant"]``; return their values by name."""
+    """Replace constant nodes that non-constant nodes read by placeholders with ``meta["constant"]``; return their values by name."""
     constants: dict[str, torch.Tensor] = {}
-    # compute all values first: a constant may depend on another through a node that is too large to fold and keeps reading the original
+    # compute all values before replacing any: a node that is too large to fold may be between two constants, and keeps its inputs
     values = {node: value for node in gm.graph.nodes if (value := _foldable(evaluator, node)) is not None}
     for node, value in values.items():
         readers = [user for user in node.users if user not in values]

@@ -1,8 +1,8 @@
-"""Replaces hooks that multiply gradients by constants with ops of the graph.
+"""Replaces gradient hooks that multiply by constants with ops of the graph.
 
-For a hook ``g -> g * c`` a tensor ``y`` becomes ``y.detach() + (y - y.detach()) * c``, with the same value and its gradient multiplied by
-``c``. A symbolic trace of the hook proves that it does nothing else. Other hooks are refused: a gradient to be clamped, for example,
-would first have to be summed over all ranks and microbatches.
+A tensor ``y`` with a hook ``g -> g * c`` becomes ``y.detach() + (y - y.detach()) * c``, which has the same value, and a gradient that is
+multiplied by ``c``. A symbolic trace of the hook proves that it does nothing else. Other hooks are refused: clamping a gradient, for
+example, would be right only after the sum over all ranks and microbatches.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from autopar.errors import CaptureError
 from autopar.torch_private import gradient_hooks, remove_gradient_hooks
 
 Hook = Callable[[Any], Any]
-"""A function of a gradient; the result replaces it."""
+"""A function of a gradient whose result replaces the gradient."""
 HINT = (
-    "remove the hook, unless it multiplies by constants; what it does to gradients belongs into the loss, the optimizer, or a "
+    "remove the hook, unless it multiplies by constants; move what it does to gradients into the loss, the optimizer, or a "
     "torch.library.custom_op with register_autograd"
 )
 
@@ -30,10 +30,10 @@ _SIGNS = (operator.neg, torch.neg, "neg")
 
 
 def scales(hook: Hook) -> bool:
-    """Whether ``hook`` only multiplies its argument by constants."""
+    """Return whether ``hook`` only multiplies its argument by constants."""
 
     def alone(gradient: Any) -> Any:
-        return hook(gradient)  # without default arguments, which a trace takes for tensors
+        return hook(gradient)  # hides the hook's default arguments, which fx would trace as tensors
 
     try:
         graph = fx.Tracer().trace(alone)
@@ -57,7 +57,7 @@ def scales(hook: Hook) -> bool:
 
 
 def scaled(value: Tensor, hook: Hook) -> Tensor:
-    """Return the value with a gradient multiplied as ``hook`` does."""
+    """Return ``value`` with its gradient multiplied by what ``hook`` multiplies by."""
     constant = value.detach()
     return constant + (value - constant) * hook(torch.ones_like(constant)).detach()
 
@@ -102,7 +102,7 @@ def _of_first(hook: Any, module: nn.Module, pre: bool = False) -> Hook:
 
 
 def move_hooks(fake: nn.Module) -> None:
-    """Replace the hooks of a fake copy's modules by changes to the modules' inputs and outputs."""
+    """Replace the gradient hooks of a fake model's modules by forward hooks that scale inputs and outputs with ``scaled``."""
     for module in fake.modules():
         before, after = _of_input(module), _of_output(module)
         if before or after:

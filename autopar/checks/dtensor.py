@@ -198,7 +198,7 @@ on DTensors, its redistribution refused.
 |---|---|---|---|---|
 {chr(10).join(lines)}
 
-"Wrong" means that the two ranks' results, put together by the claimed type, are not the whole call's result, or that a rank cannot run it.
+"Wrong" means that the two ranks' results, combined by the claimed type, differ from the unsharded result, or that a rank can't run it.
 Convolutions go through a handler of DTensor's own, which never asks for other placements; on a cut window it exchanges a halo, which this
 execution does not, so that those lines (a dim after the second) say only that the slices alone do not suffice.
 

@@ -25,12 +25,12 @@ def sweep_command(
     plot_file: str | None,
     as_json: bool,
 ) -> None:
-    """Plan the range, print a table or one JSON object, and draw the requested picture."""
+    """Plan each combination, print a table or one JSON object, and draw a plot if requested."""
     prices = read_prices(gpu_hour)
     picture = output_file(plot_file, "--plot", picture=True) if plot_file else None
     gpus = tuple(part.strip() for part in gpu.split(",") if part.strip())
     if not gpus:
-        raise UsageError("--gpu names no kind of GPU", "`autopar help hardware` lists them")
+        raise UsageError("--gpu names no GPU", "`autopar help hardware` lists them")
     there = Range(numbers(counts, "--devices"), gpus, _sizes(lengths, "--seq"), _sizes(batches, "--global-batch"))
     first, options = cluster_and_options(request := replace(request, devices=f"1x1x{gpus[0]}"))
     precision = normalise(request.precision) if request.precision else default_precision(first)

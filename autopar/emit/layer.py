@@ -24,20 +24,20 @@ from passes.localise_layer import random_seed
 def layer_body(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], watch: bool = False) -> str:
     """Return the source of the layer's class below its docstring.
 
-    With ``watch`` every value gets a line, and ``self.watched`` has all values by node name, to locate a wrong one. ``shared`` are the
-    indices of parameters that the stage owns because several layers use them: they become arguments.
+    With ``watch`` every value has its own line, and ``self.watched`` has all values by node name, to locate a wrong one. ``shared`` are
+    the indices of parameters that the stage owns because several layers use them: they become arguments.
     """
     made = _constructor(layer, axes, shared)
     return "\n".join([*(made and [*made, ""]), *_forward(layer, axes, shared, watch)]) + "\n"
 
 
 def parameter_paths(layer: LocalLayer) -> dict[str, str]:
-    """Map parameters' names in the class to attribute paths."""
+    """Map the layer's parameter names to attribute paths of the emitted class."""
     return attributes(tuple(parameter.name for parameter in layer.parameters))
 
 
 def buffer_paths(layer: LocalLayer) -> dict[str, str]:
-    """Map the buffers that the layer writes to attribute paths."""
+    """Map the names of buffers that the layer writes to attribute paths of the emitted class."""
     names = tuple(parameter.name for parameter in layer.parameters)
     paths = attributes((*names, *(buffer.name for buffer in layer.cls.buffers)))
     return {buffer.name: paths[buffer.name] for buffer in layer.cls.buffers}
@@ -104,7 +104,7 @@ def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], w
     arguments: list[str] = []
     resident: list[str] = []
     rows: list[int | None] = []
-    notes: dict[str, list[str]] = {}  # arguments by their shapes and types
+    notes: dict[str, list[str]] = {}  # arguments by shape and SPMD types
     nodes = list(layer.graph.graph.nodes)
     bodies = name_bodies(nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
@@ -168,10 +168,10 @@ def is_compiled(layer: LocalLayer) -> bool:
 def _outer(
     layer: LocalLayer, arguments: list[str], resident: list[str], seeds: list[fx.Node], rows: list[int | None]
 ) -> list[str]:
-    """Return the body of the ``forward`` that wraps ``compute``, if needed; ``resident`` are arguments that stay in memory anyway.
+    """Return the body of a ``forward`` that wraps ``compute``; empty if no wrapper is needed.
 
-    ``seeds`` are passed to compiled code as tensors, because each new number would recompile it. ``rows`` are the batch dims of the
-    arguments.
+    ``resident`` are arguments that stay in memory until the backward pass anyway. ``seeds`` are passed to compiled code as tensors,
+    because each new Python number would recompile it. ``rows`` are the arguments' batch dims.
     """
     first = []
     if seeds:

@@ -18,7 +18,7 @@ from autopar.plan import Plan
 
 MORE_MEMORY_BYTES = 8_000_000_000
 FULL = 0.9
-"""A stage is called full from this share of its memory limit."""
+"""A stage that uses at least this share of its memory limit counts as full."""
 WORTH = 0.002
 """Savings below this share of the step are noise, because searches stop at a gap."""
 UNSETTLED = 0.05
@@ -27,12 +27,12 @@ UNSETTLED = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """The value of a change. ``saving`` is the share of the step (per token if the batch changes) that the best plan found under it
-    saves, negative for a loss; ``at_most`` is its upper bound. ``summary`` is that plan in a line."""
+    """The value of a change of hardware or batch. ``saving`` is the share of the step time (per token if the batch changes) that the best
+    plan after the change saves, negative for a loss; ``at_most`` is its upper bound. ``summary`` describes that plan in one line."""
 
     name: str
     change: str
-    saving: float | None  # ``None``: nothing would fit
+    saving: float | None  # ``None``: no plan would fit
     at_most: float | None
     step_time_s: float | None
     summary: str
@@ -44,7 +44,7 @@ class Price:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """A binding constraint: its name, the share of the step that relaxing it would save, and a description."""
+    """A binding constraint: its name, the share of the step time that relaxing it would save, and a description."""
 
     name: str
     saving: float
@@ -63,7 +63,7 @@ def prices(study: Study, plan: Plan) -> list[Price]:
 
 
 def faster_clusters(cluster: Cluster) -> list[tuple[str, str, Cluster]]:
-    """Return (name, description, changed cluster) for every figure of the devices that may limit a step; none for heterogeneous ones."""
+    """Return (name, description, changed cluster) for each hardware limit that may bind; none for heterogeneous clusters."""
     if cluster.parts:
         return []
     gpu = cluster.gpu
@@ -103,11 +103,11 @@ def _memory(study: Study, plan: Plan, sign: int) -> Price:
     change = f"{size} {'more' if sign > 0 else 'less'} memory per device"
     name = "more_memory" if sign > 0 else "less_memory"
     if sign < 0 and memory_bytes(plan) <= study.limit_bytes - step:
-        return _worth(name, change, plan, plan, plan)  # the plan fits in less memory, and is still the best
+        return _worth(name, change, plan, plan, plan)  # the plan also fits in less memory, so it is still the best
     try:
         best = study.solve(memory_limit_bytes=study.limit_bytes + sign * step)
     except InfeasibleError as error:
-        text = f"with {change} nothing would fit: {error.message}"
+        text = f"with {change} no plan would fit: {error.message}"
         return Price(name, change, None, None, None, "", text)
     return _worth(name, change, plan, plan if sign > 0 else best, best)
 
@@ -154,7 +154,7 @@ def _worth(name: str, change: str, plan: Plan, possible: Plan, best: Plan, per: 
 
 
 def bindings(study: Study, plan: Plan, found: list[Price]) -> list[Binding]:
-    """Return the constraints with a price, the highest first, with figures on how they limit the plan."""
+    """Return the constraints whose relaxation would save time, the most valuable first."""
     by_name = {price.name: price for price in found}
     p = plan.prediction
     result = []

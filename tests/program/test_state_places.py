@@ -331,7 +331,7 @@ def test_a_training_on_nvme_is_killed_and_goes_on(tmp_path: Path) -> None:
     steps = begun + 3
     more = ["--steps", str(steps), "--resume", "--save", str(tmp_path / "end.pt")]
     ended = subprocess.run([*command, *more], cwd=program, env=environment, capture_output=True, text=True, timeout=100)
-    assert ended.returncode == 0 and "goes on after step" in ended.stderr, ended.stderr[-2000:]
+    assert ended.returncode == 0 and "continues after step" in ended.stderr, ended.stderr[-2000:]
     wanted = eager(lambda params: torch.optim.AdamW(params, lr=0.01), steps)
     end = torch.load(tmp_path / "end.pt", weights_only=True)
     assert max(float((end[name] - value).abs().max()) for name, value in wanted.items()) <= 1e-9
