@@ -1,7 +1,6 @@
 """autopar turns a single-device PyTorch model and a description of a cluster into a distributed training program.
 
-The names below are the public ones. They are loaded when they are first used, so that ``import autopar`` (and with it
-``autopar --help``) does not import torch.
+The names below are public. They are imported lazily, so that ``import autopar`` (and ``autopar --help``) doesn't import torch.
 """
 
 from __future__ import annotations
@@ -94,10 +93,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """The import system binds a submodule to its package's attribute; a public function of the same name goes first.
-
-    Without this ``autopar.compile`` would be a function or a module, whichever was touched last.
-    """
+    """Keeps a public function when the import system binds a submodule of the same name, as for ``autopar.compile``."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not (name in _HOME and isinstance(value, ModuleType)):

@@ -1,13 +1,13 @@
-"""The way from a model to its distributed program, as one short function of named stages.
+"""Compiles a model to its distributed program, in named stages.
 
 ======== =============================== ==================================================================
 capture  model, batch -> graph           ``torch.export``, cleaned, cut into layers and layer classes
-search   graph, cluster -> plan          prices of every strategy, OR-Tools, the bound and the gap
+search   graph, cluster -> plan          cost model, OR-Tools, bound and gap
 emit     graph, plan -> program folder   the passes, then one readable module per layer class
 run      program folder -> ``Program``   the object that trains
 ======== =============================== ==================================================================
 
-Each stage takes values and returns values. The names are those that the command line, the logs and the progress show.
+The command line, logs and progress show these names.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from autopar.devices import Cluster, parse
 from autopar.emit import emit
 from autopar.errors import UsageError
 from autopar.graph import Graph, forget_graphs
-from autopar.keywords import Request, Training, as_keywords, read_keywords, shows_keywords
+from autopar.keywords import Request, Training, as_keywords, read_keywords, with_explicit_signature
 from autopar.plan import Plan
 from autopar.planning import plan_model
 from autopar.progress import Progress, report
 from autopar.run import Program, ranks
 from autopar.run.folder import folder_for_program
-from autopar.run.initialise import given_values, with_tables
-from autopar.run.processes import when_gone
+from autopar.run.initialise import initial_values, with_buffer_values
+from autopar.run.processes import finalize_unless_forked
 from autopar.search import SearchOptions
 from autopar.torch_private import without_kept_sources
 from autopar.workload import Workload, without_inference
@@ -49,7 +49,7 @@ _COMPILING = threading.RLock()
 NOT_TYPED = "the program was not type-checked, as was asked for"
 
 
-@shows_keywords
+@with_explicit_signature
 def compile(
     model: nn.Module,
     devices: Any,
@@ -66,45 +66,43 @@ def compile(
 
     Args:
         model: a module on the CPU or on meta that returns the loss, an object with ``.loss``, or what ``loss_fn`` takes.
-        devices: ``4``, ``"128x8xH100-80GB"``, a TOML file, a list of torch devices (see ``autopar.devices.parse``).
+        devices: ``4``, ``"128x8xH100-80GB"``, a TOML file, or a list of torch devices (see ``autopar.devices.parse``).
         batch: an example of one global batch: a tuple for positional, a mapping for keyword arguments; dim 0 is the batch.
-        loss_fn: ``loss_fn(output, targets)`` makes the loss, a 0-d tensor; ``batch`` is then the pair ``(inputs, targets)``.
+        loss_fn: ``loss_fn(output, targets)`` returns the loss, a 0-d tensor; ``batch`` is then the pair ``(inputs, targets)``.
         plan: a plan, or the path of its file, to use instead of a search.
-        pin: decisions by key, of the plan, of all layers or of named ones: ``{"pipeline": 4, "layers.0-7.tensor": 8}``.
-        folder: where the program goes; if left out, a temporary folder that lives as long as the ``Program``.
-        progress: called with the name of a stage and a short text, when the stage begins and whenever there is news.
+        pin: pinned decisions of the plan, of all layers or of named ones: ``{"pipeline": 4, "layers.0-7.tensor": 8}``.
+        folder: the program's folder; by default a temporary one that lives as long as the ``Program``.
+        progress: called with the name of a stage and a short text, when the stage begins and for updates.
 
     Keywords:
         PINS: the pins of the plan, and of every layer, by name (``docs/guide/pins.md``).
-        precision: ``"bfloat16"``, ``"float32"`` and so on; the model's own if left out.
-        local_batch_norm: whether batch norm takes the statistics of each rank's part of a microbatch.
-        allow: what of exactness may be given up (some of ``autopar.plan.ALLOWED``).
-        memory_limit_bytes: the memory of one device that a plan may fill.
-        calibration: the file that ``autopar profile`` wrote; if left out, the one where plans look for it.
-        time_limit_s: how long to search.
-        capture_check, type_check: whether the captured graph is compared with the model, and the program type-checked. The plan
-            notes it where one of them is switched off.
+        precision: ``"bfloat16"``, ``"float32"`` etc.; by default the model's.
+        local_batch_norm: batch norm uses the statistics of each rank's part of a microbatch.
+        allow: allowed deviations from exact training (some of ``autopar.plan.ALLOWED``).
+        memory_limit_bytes: the memory of a device that a plan may use.
+        calibration: a file of ``autopar profile``; by default the one at the default path, if any.
+        time_limit_s: the time limit of the search.
+        capture_check, type_check: compare the captured graph with the model, and type-check the program. The plan notes if one is off.
         optimizer, scheduler, lr, max_norm, seed, port, draw_init: as for ``Program``.
 
-        init: where a model on meta gets its values. ``"own"``: its own initialisers run with ``seed``, tensor by tensor, into the folder's
-            ``initial.safetensors``, and no process has the whole model (``autopar.run.initialise`` says what one device would do). A
-            function of a module: it is applied to each module, as ``model.apply`` does it. A path: safetensors, such as a folder of
-            transformers; each process reads its own parts.
+        init: initial values of a model on meta. ``"own"``: its own initialisers run with ``seed``, tensor by tensor, into the folder's
+            ``initial.safetensors``, without ever materialising the full model (``autopar.run.initialise``). A function: applied to each
+            module, like ``model.apply``. A path: safetensors, such as a folder of transformers; each rank reads its own shards.
 
-    A model on the CPU keeps its values, and the folder starts from them. Under ``torchrun`` every process calls this and rank 0 searches.
+    A model on the CPU keeps its values as initial values. Under ``torchrun`` every process calls this, and rank 0 searches.
 
     Raises:
-        UsageError: devices, a batch or pins that make no sense, a folder with other files; exit status 2 on the command line.
-        CaptureError, InfeasibleError: the model cannot be exported; no plan fits.
+        UsageError: invalid devices, batch or pins, or a folder with other files; exit status 2 on the command line.
+        CaptureError, InfeasibleError: the model can't be exported; no plan fits.
     """
-    # modules of folders, the fake process group and torch's tracing belong to the process: threads compile one after the other
+    # one thread at a time: imported folders, the fake process group and torch's tracing are process-wide
     with _COMPILING, torch.inference_mode(False), torch.enable_grad(), without_kept_sources():
         request, training, pins = read_keywords(keywords)
         if folder is not None and ranks.is_first_of_machine():
             folder_for_program(folder)
         cluster = parse(devices, memory_limit_bytes=request.memory_limit_bytes, calibration=request.calibration)
         options = SearchOptions(pin=pin or {}, allow=request.allow, time_limit_s=request.time_limit_s, **pins)
-        model = with_tables(model, request.init)
+        model = with_buffer_values(model, request.init)
         workload = Workload(model, without_inference(batch), loss_fn, None, request.precision, request.local_batch_norm)
         try:
             graph, chosen = plan_model(
@@ -126,10 +124,7 @@ def emit_program(
     type_check: bool = True,
     state: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """The third stage: writes the program into ``folder`` and checks it.
-
-    ``state`` is the model's state dict, from whose values the folder starts.
-    """
+    """Run stage ``emit``: write the program into ``folder`` and check it. ``state`` is a state dict with the initial values."""
     report(progress, "emit")
     if not type_check:
         plan = dataclasses.replace(plan, notes=(*plan.notes, NOT_TYPED))
@@ -140,7 +135,7 @@ def emit_program(
             f"the program cannot be written to {folder}: {error.strerror}",
             "give a folder that can be made and written to",
         ) from error
-    if type_check and ranks.is_first_of_machine():  # all processes of a machine have the same text
+    if type_check and ranks.is_first_of_machine():
         start_s = time.perf_counter()
         stages = check_program(folder, lambda text: report(progress, "emit", text))
         report(progress, "emit", f"{stages} stages are well-typed ({time.perf_counter() - start_s:.1f} s)")
@@ -157,23 +152,23 @@ def start_program(
     request: Request | None = None,
     progress: Progress | None = None,
 ) -> Program:
-    """The last two stages: the emitted program, loaded, with the values of ``model``'s parameters where it has any, or with those that
+    """Emit the program, load it, and set its parameters: to the values of ``model``'s parameters if it has any, or to those that
     ``request.init`` gives.
 
-    Without ``folder`` the program is in a temporary one. One process of a machine writes ``folder``, the others have the same text in a
-    temporary folder of their own.
+    Without ``folder`` the program is written to a temporary folder. With it, one process per machine writes ``folder``; the others write
+    the same text to temporary folders of their own.
     """
     request, training = request or Request(), training or Training()
     init = request.init
     state = model.state_dict() if init is None else None
     lasting = folder is not None and ranks.is_first_of_machine()
     home = Path(folder) if folder is not None and lasting else Path(tempfile.mkdtemp(prefix="autopar-program-"))
-    # a temporary folder is read by processes that get the values from this one
+    # processes that read a temporary folder get the values from this process
     emit_program(graph, plan, home, progress, type_check=request.type_check, state=state if lasting else None)
     first: Mapping[str, Tensor] | str | Path | None = state
     if init is not None:
         report(progress, "emit", f"values: {init}")
-        first = given_values(model, init, training.seed, home, folder)
+        first = initial_values(model, init, training.seed, home, folder)
     report(progress, "run")
     # the program was type-checked when it was emitted
     program = Program(plan, home, graph, cluster=cluster, state=first, type_check=False, **as_keywords(training))
@@ -183,5 +178,5 @@ def start_program(
         ):  # processes under torchrun train with it all the same; train.py says that it cannot
             program.write_recipe(home)
     else:
-        when_gone(program, shutil.rmtree, home, ignore_errors=True)
+        finalize_unless_forked(program, shutil.rmtree, home, ignore_errors=True)
     return program

@@ -1,4 +1,4 @@
-"""JSON files from elsewhere, read as data: bounded in size and depth, each key once, finite numbers, text that can be written again."""
+"""Reads untrusted JSON files: bounded size and depth, unique keys, finite numbers, valid Unicode."""
 
 from __future__ import annotations
 
@@ -11,38 +11,34 @@ from typing import Any
 
 MOST_BYTES = 16 * 2**20
 MOST_LEVELS = 100
-"""Levels of objects and lists inside of each other."""
+"""Maximum nesting of objects and lists."""
 
 
 class MalformedFileError(ValueError):
-    """A file that holds something else than what is read from it; the message is the end of a sentence about it."""
+    """A file has invalid content; the message continues a sentence that begins with the file."""
 
 
 def read_json(path: str | Path, most_bytes: int = MOST_BYTES) -> Any:
-    """The value of a JSON file.
+    """Read a JSON file.
 
     Raises:
-        DataError: it is larger than ``most_bytes``, or ``parse_json`` refuses its text.
-        OSError: it cannot be read.
+        MalformedFileError: it is larger than ``most_bytes``, or ``parse_json`` refuses its text.
+        OSError: it can't be read.
     """
     with Path(path).open("rb") as file:
-        content = file.read(most_bytes + 1)  # a device or a pipe has no size
+        content = file.read(most_bytes + 1)  # devices and pipes have no size
     if len(content) > most_bytes:
         raise MalformedFileError(f"it has more than {most_bytes:,} bytes")
     return parse_json(content)
 
 
 def parse_json(content: bytes | str) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-        DataError: it is not JSON in UTF-8, has a key twice in one object, is nested deeper than ``MOST_LEVELS``, or has a number that is
-            not finite, or half of a surrogate pair.
-    """
+    """Parse JSON. Raises ``MalformedFileError`` if it isn't UTF-8 JSON, has duplicate keys, is nested deeper than ``MOST_LEVELS``, or has
+    a number that isn't finite or a lone surrogate."""
     try:
         text = content if isinstance(content, str) else content.decode("utf-8")
         found = json.loads(text, object_pairs_hook=_once, parse_constant=_refuse, parse_float=_finite)
-        if "\\ud" in text or "\\uD" in text or isinstance(content, str):  # the only way to write half of a pair
+        if "\\ud" in text or "\\uD" in text or isinstance(content, str):  # the only way to write a lone surrogate
             json.dumps(found, ensure_ascii=False).encode("utf-8")
     except RecursionError as error:
         raise MalformedFileError(f"it is nested deeper than {MOST_LEVELS} levels") from error
@@ -62,7 +58,7 @@ def parse_json(content: bytes | str) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value in a sentence: shortened, and on one line."""
+    """Return a value for a message, shortened to one line."""
     return _SHORT.repr(value)
 
 
@@ -95,7 +91,7 @@ def _finite(text: str) -> float:
 
 
 def _deeper(value: Any, levels: int) -> bool:
-    """Whether objects and lists are nested more than ``levels`` deep."""
+    """Whether nesting exceeds ``levels``."""
     within = [value]
     for _ in range(levels):
         inner = (each for outer in within for each in (outer.values() if isinstance(outer, dict) else outer))

@@ -1,4 +1,4 @@
-"""Every error that a user can meet, as one tree.
+"""The tree of errors for users.
 
 ::
 
@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 
 class SuggestedChange(Protocol):
-    """A change of the request that makes it feasible: a sentence, and the values to ask for instead."""
+    """A change that makes a request feasible: a description, and the new values."""
 
     @property
     def text(self) -> str: ...
@@ -35,7 +35,7 @@ class SuggestedChange(Protocol):
 
 
 class AutoparError(Exception):
-    """Base of the tree: ``message`` is one or two sentences, ``hint`` (optional) is what to do about it."""
+    """The base class: ``message`` is one or two sentences, the optional ``hint`` says what to do."""
 
     exit_status = 1
 
@@ -77,7 +77,7 @@ class CaptureError(AutoparError):
 class InfeasibleError(AutoparError):
     """No plan fits; the message names the stage, the layer and the bytes, the hint the nearest change that fits.
 
-    ``changes`` are the changes of the request, each by itself and each found by search, under which something does fit.
+    ``changes`` are alternative changes of the request, found by search, under which a plan fits.
     """
 
     def __init__(self, message: str, hint: str | None = None, changes: Sequence[SuggestedChange] = ()) -> None:
@@ -93,11 +93,11 @@ class ProgramError(AutoparError):
 
 
 class CheckpointError(AutoparError):
-    """A checkpoint cannot be written or read: a full disk, a damaged file, another model; nothing was lost."""
+    """A checkpoint can't be written or read (full disk, damaged file, another model); the training state is unchanged."""
 
 
 class NonFiniteLossError(AutoparError):
-    """A loss is NaN or infinite; the message names the step and the first such value. Nothing was updated with it."""
+    """A loss is NaN or infinite; the message names the step and the first such value. No update was made."""
 
 
 class LaunchError(AutoparError):

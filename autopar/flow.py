@@ -13,7 +13,7 @@ from autopar.ops.meta import meta
 
 
 def placeholders(cls: LayerClass) -> list[fx.Node]:
-    """The graph's placeholders, in order: activations, inputs, constants, scalars, parameters."""
+    """Return the graph's placeholders: activations, inputs, constants, scalars, parameters."""
     return [node for node in cls.graph.graph.nodes if node.op == "placeholder"]
 
 
@@ -24,12 +24,12 @@ def parameter_nodes(cls: LayerClass) -> list[fx.Node]:
 
 
 def output_nodes(cls: LayerClass) -> tuple[fx.Node, ...]:
-    """The nodes of the layer's outputs, in order."""
+    """Return the nodes of the layer's outputs, in order."""
     return returned_nodes(cls)[: len(cls.outputs)]
 
 
 def returned_nodes(cls: LayerClass) -> tuple[fx.Node, ...]:
-    """The nodes of the layer's outputs, then those of the new values of its buffers."""
+    """Return the nodes of the layer's outputs, then of its buffers' new values."""
     output = cls.graph.graph.output_node()
     returned = output.args[0]
     assert isinstance(returned, (tuple, list)), returned
@@ -39,7 +39,7 @@ def returned_nodes(cls: LayerClass) -> tuple[fx.Node, ...]:
 
 
 def gradient_flow(cls: LayerClass) -> dict[str, bool]:
-    """For every node, whether a gradient flows back through its value."""
+    """Return for every node whether a gradient flows back through its value."""
     borders = (*cls.activations, *cls.inputs, *cls.constants, *cls.scalars, *cls.parameters)
     flow: dict[str, bool] = {}
     for node, value in zip(placeholders(cls), borders, strict=True):
@@ -52,17 +52,17 @@ def gradient_flow(cls: LayerClass) -> dict[str, bool]:
 
 
 def carries_gradient(call: fx.Node, known: Callable[[fx.Node], bool]) -> bool:
-    """Whether a gradient flows through a call; ``known`` answers this for its operands."""
+    """Whether a gradient flows through a call; ``known`` tells it for its operands."""
     floating = any(t.is_floating_point() or t.is_complex() for t in tensors(meta(call).get("val")))
     return floating and facts(call).kind is not OpKind.DETACH and any(map(known, call.all_input_nodes))
 
 
 def run_again(nodes: Sequence[fx.Node], flows: Callable[[fx.Node], bool]) -> list[fx.Node]:
-    """Return the nodes that a backward pass runs again if it has the first ones' operands alone: the leading ``nodes``, in the order of the
-    graph, up to the last whose operands or result autograd may save.
+    """Return the nodes that a backward pass recomputes from the first ones' operands: the leading ``nodes``, in graph order, up to the last
+    one whose operands or result autograd may save.
 
-    ``flows`` says whether a gradient flows through a node's value. A product saves only its operands, and saves them first: if a product
-    comes last, it does not run again itself.
+    ``flows``: whether a gradient flows through a node's value. A matrix product only saves its operands, so a last product isn't
+    recomputed.
     """
     ops = [node for node in nodes if node.op == "call_function"]
     while ops and (facts(ops[-1]).saves_nothing or not flows(ops[-1])):

@@ -1,8 +1,7 @@
-"""The records that capture produces: a model as layers, layer classes, parameters and inputs.
+"""The dataclasses of a captured model: layers, layer classes, parameters and inputs.
 
-A **layer** is a contiguous run of graph nodes between two narrow cuts. Layers with the same structure and shapes share one
-**layer class**, which stores the graph once. Shapes are those of the global batch: types decide later which share of them
-an axis or a microbatch gets.
+A **layer** is a contiguous run of graph nodes between two narrow cuts. Layers of equal structure and shapes share a **layer class**, which
+stores the graph once. Shapes are those of the global batch; types later determine local shapes.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _emptied: list[Callable[[], None]] = []
 
 
 def cached_for_graphs(maxsize: int) -> Callable[[F], F]:
-    """``functools.lru_cache`` for results about a graph or its layers, which would keep these alive: ``forget_graphs`` empties it."""
+    """``functools.lru_cache`` for functions of graphs, which it would keep alive: ``forget_graphs`` clears it."""
 
     def decorate(function: F) -> F:
         cached: Any = functools.lru_cache(maxsize=maxsize)(function)
@@ -37,19 +36,19 @@ def cached_for_graphs(maxsize: int) -> Callable[[F], F]:
 
 
 def forgotten_with_graphs(clear: Callable[[], None]) -> None:
-    """Have ``forget_graphs`` call ``clear``."""
+    """Register ``clear`` to be called by ``forget_graphs``."""
     _emptied.append(clear)
 
 
 def forget_graphs() -> None:
-    """Empty the caches about graphs: a process that compiles again and again keeps nothing of the graphs that are gone."""
+    """Clear the caches of functions of graphs, so that a process that compiles repeatedly doesn't leak them."""
     for clear in _emptied:
         clear()
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor that crosses a border: its name, global shape, dtype and whether a gradient flows through it."""
+    """A tensor at a layer's border: name, global shape, dtype, and whether a gradient flows through it."""
 
     name: str
     shape: tuple[int, ...]
@@ -70,11 +69,11 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter, or one part of a fused one.
+    """A parameter, or a slice of a fused one.
 
-    ``original`` is the name in the user's model and ``original_shape`` its shape there. A fused projection that the model
-    splits afterwards is stored as parts: ``dim``, ``start`` and ``shape[dim]`` say which slice of the original this is
-    (``dim`` is ``None`` for a whole parameter). ``tied`` lists the user's other names of the same parameter.
+    ``original`` and ``original_shape`` are its name and shape in the user's model. A fused projection that the model splits afterwards is
+    stored as slices: ``dim``, ``start`` and ``shape[dim]`` of the original (``dim`` is ``None`` for a full parameter). ``tied`` has the
+    user's other names of the parameter.
     """
 
     name: str
@@ -105,8 +104,8 @@ class StateTensor:
 
 @dataclass(frozen=True)
 class Buffer:
-    """A buffer that the model writes in its forward pass. ``value`` is its value at capture, on the CPU; ``None`` on meta.
-    ``persistent``: whether it is in the model's state dict."""
+    """A buffer that the forward pass writes. ``value`` is its value at capture, on the CPU; ``None`` on meta. ``persistent``: whether it
+    is in the model's state dict."""
 
     name: str
     shape: tuple[int, ...]
@@ -117,7 +116,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """A question that the model asked about the batch's values at ``line`` (file, number and text), and its answer: a Python number."""
+    """A value of the batch that the model reads at ``line`` (file, number and text) and for which the graph is specialised."""
 
     line: str
     value: Any
@@ -125,7 +124,7 @@ class Guard:
 
 @dataclass(frozen=True)
 class LayerClass:
-    """The graph that layers of one structure share.
+    """The graph of layers with equal structure.
 
     ``graph``'s placeholders come in this order: ``activations`` (from earlier layers), ``inputs`` (tensors of the batch),
     ``constants`` (folded tables), ``scalars`` (the prelude's 0-d results), ``parameters``. Its output is a tuple: the
@@ -146,7 +145,7 @@ class LayerClass:
     outputs: tuple[Value, ...]
     buffers: tuple[Value, ...] = ()
     updates: tuple[str, ...] = ()
-    rows: int = 0  # of the global batch; 0: the largest dim 0 of the borders' values
+    rows: int = 0  # of the global batch; 0: the largest dim 0 of border values
 
     @property
     def gives_loss(self) -> bool:
@@ -155,12 +154,12 @@ class LayerClass:
 
     @property
     def experts(self) -> int:
-        """The number of experts in its mixtures (if these differ, the greatest common divisor); 0 without a mixture."""
+        """The number of experts of its mixtures (the greatest common divisor if they differ); 0 without mixtures."""
         mixtures = [node.target for node in self.graph.graph.nodes if getattr(node.target, "__name__", "") == "experts"]
         return math.gcd(*(mixture.count for mixture in mixtures))
 
     def batched(self, value: Value) -> bool:
-        """Whether dim 0 of a border value is the batch: a table that a layer computes from parameters alone has none."""
+        """Whether dim 0 of a border value is the batch; not for a table that only depends on parameters."""
         rows = self.rows or max(
             (v.shape[0] for v in (*self.activations, *self.inputs, *self.outputs) if v.shape), default=1
         )
@@ -169,7 +168,7 @@ class LayerClass:
 
 @dataclass(frozen=True, slots=True)
 class GraphLayer:
-    """One use of a layer class: the names (in ``Graph``) of the values at its borders, in the class's order."""
+    """A use of a layer class: the names in ``Graph`` of the values at its borders, in the class's order."""
 
     name: str
     cls: str
@@ -187,23 +186,19 @@ class Graph:
     """A captured model.
 
     ``inputs`` are the batch's tensors by name (dim 0 is the batch); ``structure`` tells how a user's batch maps to those names (see
-    ``capture.flatten_batch``). ``prelude`` maps the whole batch's inputs to ``scalars``: 0-d values that depend on inputs only, such as
+    ``capture.flatten_batch``). ``prelude`` maps the global batch's inputs to ``scalars``: 0-d values that only depend on inputs, such as
     the number of valid tokens. ``constants`` are folded tensors, on the CPU. ``values`` describes every activation by name.
-    ``replicated`` names ops that no rule covers. ``unmicrobatchable`` says why the batch may not be split in time (empty: it may).
-    ``accumulated`` is the number of microbatches of these shapes that make up the global batch, each of which counts as a separate batch;
-    the loss is then their mean, and not the whole batch's (``autopar.capture.apart``). Every other graph is the whole batch's, and the
-    number is one. ``opaque`` contains the modules that are kept whole, by the name of the op that represents each
+    ``replicated`` names ops without rules. ``unmicrobatchable`` is the reason why microbatches aren't exact, or empty.
+    ``accumulated`` is the number of microbatches of the global batch if the graph is that of one microbatch, each of which counts as a
+    separate batch (``autopar.capture.separate_microbatches``); otherwise 1. ``opaque`` has the opaque modules by the name of their op
     (``"autopar.opaque_0"``). ``buffers`` are the buffers that the forward pass writes: each belongs to one layer. Buffers that it only
     reads are ``constants``. ``valueless`` names the constants without values (of a model on meta): such a graph can be planned, but no
-    program can be written from it. ``narrow`` lists the numbers that its plans may store in lower precision (of
-    ``autopar.plan.NARROW``), ``FP8`` if its products are in 8 bits, and ``TF32`` if those of float32 use TF32. ``state`` lists the
-    parameters and buffers of the user's model, in its order, whether the loss depends on them or not. ``guards`` are the questions that the
-    model asked about the whole batch's values; the graph equals the model for batches with the same answers. The prelude computes the
-    tensors that they ask about, after the scalars.
-    ``assumed`` has sentences, each with a hint, on what only a comparison with the model can show to be right: that later forward passes
-    do not need what the first one leaves in attributes and globals.
-    ``refused`` says, by the name of a technique that rewrites classes and by class, why the class cannot be rewritten, as the end of a
-    sentence about the layer (empty: it can).
+    program can be emitted from it. ``narrow`` lists what its plans may store in lower precision (of ``autopar.plan.NARROW``), ``FP8`` if
+    its products are in FP8, and ``TF32`` if float32 products use TF32. ``state`` has the parameters and buffers of the user's model, in its
+    order, whether the loss depends on them or not. ``guards`` are the values of the batch that the graph is specialised for; the prelude
+    computes their tensors, after the scalars. ``assumed`` has assumptions that only a comparison with the model can confirm, each with a
+    hint, such as that later forward passes don't need state that the first one stores. ``refused`` has, by technique that rewrites classes
+    and by class, the reason why the class can't be rewritten, or an empty string.
     """
 
     name: str
@@ -239,17 +234,17 @@ class Graph:
 
     @property
     def allow(self) -> tuple[str, ...]:
-        """The deviations from the exact computation that the user allowed in plans of this graph (see ``Plan.allow``)."""
+        """The allowed deviations from exact training in plans of this graph (see ``Plan.allow``)."""
         return (*((MICROBATCH_STATISTICS,) if self.accumulated > 1 else ()), *self.narrow)
 
     def parts(self, microbatches: int) -> int:
-        """The number of parts into which a plan's microbatches cut the values of this graph along the batch."""
+        """Return into how many parts a plan's microbatches divide this graph's batch."""
         return microbatches if self.accumulated == 1 else 1
 
     @cached_property
     def chains(self) -> dict[str, int]:
-        """By layer class, the largest number of its layers that may be recomputed as one: the longest run in which each passes its only
-        value to the next. 1 if some neighbours of the class do not: the other values that they read would have to be saved too."""
+        """Return by class how many layers may be recomputed together: the longest run in which each passes its only value to the next; 1 if
+        some neighbours don't, because the other values that they read would have to be saved, too."""
         readers = Counter(name for layer in self.layers for name in layer.activations)
         longest = dict.fromkeys(self.classes, 1)
         broken, run = set(), 1
@@ -268,7 +263,7 @@ class Graph:
 
     @cached_property
     def shared_parameters(self) -> dict[str, tuple[int, ...]]:
-        """Parameters that several layers use: from the name to the layers' indices."""
+        """Map parameters of several layers to the layers' indices."""
         uses: dict[str, list[int]] = {}
         for index, layer in enumerate(self.layers):
             for name in layer.parameters:

@@ -1,4 +1,4 @@
-"""The keywords of ``autopar.compile``: what a request asks for and how the program trains, beside the pins (``autopar.pins``)."""
+"""The keywords of ``autopar.compile`` besides the pins (``autopar.pins``): options of planning and training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """How a model is planned and what is checked, besides the pins; ``autopar.compile`` says what each field means."""
+    """Options of planning and checks; ``autopar.compile`` documents the fields."""
 
     precision: str | torch.dtype | None = None
     local_batch_norm: bool = False
@@ -39,7 +39,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """How a program trains; ``autopar.Program`` says what each field means."""
+    """Options of training; ``autopar.Program`` documents the fields."""
 
     optimizer: Optimizer | str | None = None
     scheduler: Scheduler | str | None = None
@@ -51,7 +51,7 @@ class Training:
 
 
 def keywords() -> dict[str, tuple[Any, Any]]:
-    """Every keyword with its type, as text, and its default: the pins, then the fields of ``Request`` and ``Training``."""
+    """Return every keyword with its type as text and its default: the pins, then the fields of ``Request`` and ``Training``."""
     pins = {name: (f"{' | '.join(_types(name))} | None", None) for name in PINS}
     return pins | {f.name: (f.type, f.default) for f in (*fields(Request), *fields(Training))}
 
@@ -62,11 +62,7 @@ def _types(name: str) -> list[str]:
 
 
 def read_keywords(given: Mapping[str, Any]) -> tuple[Request, Training, dict[str, Any]]:
-    """The records that ``given`` makes, and the pins that are left.
-
-    Raises:
-        TypeError: a keyword that does not exist, as Python raises it.
-    """
+    """Split keywords into ``Request``, ``Training`` and pins. Raises ``TypeError`` for an unknown keyword."""
     known = keywords()
     for name in given:
         if name not in known:
@@ -79,13 +75,13 @@ def read_keywords(given: Mapping[str, Any]) -> tuple[Request, Training, dict[str
 
 
 def as_keywords(record: Request | Training) -> dict[str, Any]:
-    """The fields of a record with their values."""
+    """Return the fields of a record with their values."""
     return {f.name: getattr(record, f.name) for f in fields(record)}
 
 
-def shows_keywords(function: F) -> F:
-    """``function``, whose ``**keywords`` are those of ``keywords``, with all of them in the signature that ``help`` and editors show, and
-    the names of the pins in place of ``PINS`` in its docstring."""
+def with_explicit_signature(function: F) -> F:
+    """Replace ``**keywords`` in the function's signature by all of ``keywords``, for ``help`` and editors, and ``PINS`` in its docstring by
+    the names of the pins."""
     own = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
     more = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

@@ -1,4 +1,4 @@
-"""The price of one layer under one strategy: ``autopar.price`` computes it, and ``autopar.search`` minimises the sum."""
+"""The predicted cost of a layer under a strategy: ``autopar.price`` computes it, ``autopar.search`` minimises the sum."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LayerPrice:
-    """The cost of one layer on one device of its pipeline stage: seconds and bytes.
+    """The cost of a layer on a device of its pipeline stage: seconds and bytes.
 
-    Seconds are for one microbatch, exposed communication and recomputation included:
+    Seconds are for one microbatch, including exposed communication and recomputation:
 
     ===================  =============================================================================================
     ``forward_s``        the forward pass

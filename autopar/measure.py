@@ -1,4 +1,4 @@
-"""Measures that several rooms share: the error between two runs of one model, and the memory of this process."""
+"""The error between two runs of a model, and the peak memory of this process."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from torch import Tensor
 
 EXACT = 1e-9
-"""Below this the gradients of two float64 programs are the same: rounding alone gives 1e-14 to 1e-12."""
+"""Gradients of two float64 programs that differ by less than this are equal: rounding alone gives 1e-14 to 1e-12."""
 
 ROUNDINGS = 16
-"""By how many of the reference's own rounding errors a gradient may differ from the reference: sums in another order round elsewhere."""
+"""How many times the reference's own rounding error a gradient may differ from it: sums in another order round differently."""
 
 
 @dataclass(frozen=True, slots=True)
 class Error:
-    """The largest error over the loss and all gradients, and where it is."""
+    """The largest error of the loss and all gradients, and where it is."""
 
     value: float
     where: str
@@ -38,10 +38,10 @@ def compare(
 ) -> Error:
     """``max|g - g0| / max(max|g0|, floor max|all gradients|)`` over all parameters, and the loss's relative error.
 
-    The second term of the maximum stands for gradients that are zero in exact arithmetic, like that of an attention key's bias.
-    ``rounding`` has the reference's own rounding error by parameter, where it is known: terms that cancel, as in the gradient of a
-    convolution's bias before batch norm, leave more of it than the second term admits. A difference of up to ``ROUNDINGS`` of these is
-    exact. A parameter that one side lacks counts as an infinite error.
+    The second term of the maximum is for gradients that are zero in exact arithmetic, like that of an attention key's bias. ``rounding``
+    has the reference's rounding error by parameter, if known: where terms cancel, as in the gradient of a convolution's bias before batch
+    norm, it exceeds the second term. A difference of up to ``ROUNDINGS`` of these is exact. A parameter that one side lacks is an infinite
+    error.
     """
     largest = max((float(g.abs().max()) for g in gradients0.values() if g.numel()), default=0.0)
     worst = Error(abs(loss - loss0) / max(abs(loss0), 1e-300), "loss")
@@ -60,6 +60,6 @@ def compare(
 
 
 def peak_memory_bytes() -> int:
-    """The largest memory that this process has had so far."""
+    """Return the peak resident memory of this process."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB elsewhere: getrusage(2)

@@ -1,15 +1,15 @@
-"""The table of pins: every decision that a user may make in place of the search.
+"""The table of pins: every decision that a user may fix for the search.
 
-A pin is a key and a value. The fields of ``PlanPins`` are pins of the whole plan, those of ``LayerPins`` of every layer, or of the layers
-that a selector before the last dot names::
+A pin is a key and a value. The fields of ``PlanPins`` are pins of the plan, those of ``LayerPins`` of all layers, or of those that a
+selector before the last dot names::
 
     {"pipeline": 4, "schedule": "1f1b", "layers.0-7.tensor": 8, "lm_head.zero": 3}
 
 A selector is a layer's name or the end of one (``layers.3`` is ``model.layers.3``), or a layer class. A range of numbers (``0-7``, both
 ends included) may stand for a number, and ``*`` for any text. A pin on named layers overrides a pin on all layers.
 
-Each field says which values it has, what it means and how one writes it. The keywords of ``autopar.compile``, the page
-``autopar help pins``, the checks and the table in ``docs/guide/pins.md`` are made from ``PINS``.
+Each field has its values, its meaning and an example. The keywords of ``autopar.compile``, ``autopar help pins``, the checks and the table
+in ``docs/guide/pins.md`` are generated from ``PINS``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _pin(meaning: str, example: str, **values: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ParallelPins:
-    """The pins of one layer besides those of techniques; ``None`` leaves a decision to the search."""
+    """The pins of a layer besides those of techniques; ``None`` leaves a decision to the search."""
 
     data: int | None = _pin("the data-parallel degree", "data=8")
     tensor: int | None = _pin("the tensor-parallel degree", "layers.0-7.tensor=8")
@@ -58,7 +58,7 @@ class ParallelPins:
 
     @property
     def group(self) -> int:
-        """The product of the pinned degrees: it must divide the devices of a stage."""
+        """Return the product of the pinned degrees, which must divide the devices of a stage."""
         product = 1
         for n in self.degrees.values():
             product *= n
@@ -91,7 +91,7 @@ class ParallelPins:
 
 
 def check_whole(plan: PlanPins, layer: str, zero: int, copies: int) -> None:
-    """Raise ``UsageError`` if the ZeRO stage of ``layer``, or its copies of sharded state, contradict a technique of the plan."""
+    """Raise ``UsageError`` if the ZeRO stage or HSDP degree of ``layer`` contradicts a technique of the plan."""
     sharding = f"ZeRO {zero}" if zero else f"hybrid sharding (replicate={copies})" if copies > 1 else ""
     for technique in PLAN:
         value = plan.of(technique.name) or technique.default
@@ -103,20 +103,20 @@ def check_whole(plan: PlanPins, layer: str, zero: int, copies: int) -> None:
 
 
 def _said(technique: Technique, pins: ParallelPins) -> list[str]:
-    """The pins of a technique as one writes them."""
+    """Return the pins of a technique as key=value."""
     names = (technique.name, *(pin.name for pin in technique.former_pins))
     return [f"{name}={value}" for name in names if (value := pins.of(name)) is not None]
 
 
 _PINS = {pin.name: pin for technique in ALL for pin in (technique.pin, *technique.former_pins)}
-"""The pins of techniques, those of before among them, by name."""
+"""The pins of techniques, including former ones, by name."""
 
 OWNERS = {pin.name: technique for technique in ALL for pin in (technique.pin, *technique.former_pins)}
-"""The technique that a pin decides, or decides a part of, by the pin's name."""
+"""Pin name -> the technique that it determines (partly)."""
 
 
 def _with_techniques(name: str, base: type, of_layer: bool) -> type:
-    """A dataclass with the fields of ``base`` and one for each pin of a technique."""
+    """Return a dataclass with the fields of ``base`` and one for each pin of a technique."""
     names = [pin.name for pin in _PINS.values() if pin.of_layer == of_layer]
     added = [(each, Value | None, field(default=None)) for each in names]
     made = make_dataclass(name, added, bases=(base,), namespace={"__doc__": base.__doc__}, frozen=True, slots=True)
@@ -161,15 +161,11 @@ OF_PLAN = tuple(f.name for f in fields(PlanPins) if f.name not in OF_LAYER)
 
 _metadata = {f.name: f.metadata for f in fields(PlanPins)}
 PINS = {name: _PINS.get(name) or Pin(name, name in OF_LAYER, **_metadata[name]) for name in (*OF_PLAN, *OF_LAYER)}
-"""The table: every pin by name, those of the plan first."""
+"""All pins by name, those of the plan first."""
 
 
 def checked(key: str, value: Value) -> Value:
-    """The value of a pin in its one spelling.
-
-    Raises:
-        UsageError: a key that names no pin, or a value that the pin cannot have.
-    """
+    """Return the canonical value of a pin. Raises ``UsageError`` for an unknown key or an invalid value."""
     selector, _, name = key.rpartition(".")
     if name in PINS and (PINS[name].of_layer or not selector):
         return PINS[name].checked(key, value)
@@ -184,11 +180,7 @@ def checked(key: str, value: Value) -> Value:
 
 
 def read_pin(text: str) -> tuple[str, Value]:
-    """``"layers.0-7.tensor=8"`` as a key and a value.
-
-    Raises:
-        UsageError: no ``=``, or nothing on one of its sides.
-    """
+    """Parse ``"layers.0-7.tensor=8"`` to key and value. Raises ``UsageError`` for other forms."""
     key, equals, written = (part.strip() for part in text.partition("="))
     if not (key and equals and written):
         raise UsageError(f"{text!r} is not a pin", FORM)
@@ -199,11 +191,7 @@ def read_pin(text: str) -> tuple[str, Value]:
 
 
 def read_pins(texts: Sequence[str]) -> dict[str, Value]:
-    """Pins as ``read_pin`` reads them, by key.
-
-    Raises:
-        UsageError: a text that is not a pin, or a key with two different values.
-    """
+    """Parse pins by key. Raises ``UsageError`` for an invalid pin, or a key with two values."""
     pins: dict[str, Value] = {}
     for key, value in map(read_pin, texts):
         if pins.setdefault(key, value) != value:

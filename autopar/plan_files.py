@@ -1,4 +1,4 @@
-"""Plans in files: how one is read, and whether it fits a model and devices."""
+"""Reads plans from files, and checks that they fit a model and devices."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ _WRITTEN_BY = "`autopar plan MODEL --devices ... -o FILE` writes one"
 
 
 def read_plan(path: str | Path) -> Plan:
-    """The plan in a file that ``Plan.dumps`` or ``autopar plan -o`` wrote. The file is data: it is checked, and nothing in it is run.
+    """Read a plan that ``Plan.dumps`` or ``autopar plan -o`` wrote; the file is untrusted data.
 
-    Raises:
-        UsageError: there is no such file, or the file holds no plan (``plan_schema``).
+    Raises ``UsageError`` if there is no such file, or it isn't a valid plan (``plan_schema``).
     """
     try:
         data = read_json(path)
@@ -34,7 +33,7 @@ def read_plan(path: str | Path) -> Plan:
 
 
 def check_model(plan: Plan, graph: Graph) -> None:
-    """Raise ``UsageError`` where the plan is for another model or another batch."""
+    """Raise ``UsageError`` if the plan is for another model or batch."""
     mine, theirs = [layer.name for layer in graph.layers], [layer.name for layer in plan.layers]
     if mine != theirs:
         raise UsageError(
@@ -50,7 +49,7 @@ def check_model(plan: Plan, graph: Graph) -> None:
 
 
 def check_devices(plan: Plan, cluster: Cluster, may_be_idle: bool = False) -> None:
-    """Raise ``UsageError`` where the plan is for more devices, or without ``may_be_idle`` for fewer."""
+    """Raise ``UsageError`` if the plan is for more devices, or without ``may_be_idle`` for fewer."""
     if plan.device_count > cluster.count or (plan.device_count < cluster.count and not may_be_idle):
         made_for = "" if plan.devices == str(plan.device_count) else f" ({plan.devices})"
         raise UsageError(

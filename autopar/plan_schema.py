@@ -1,6 +1,6 @@
-"""The schema of plan files: the fields, what each holds, and what agrees among them. ``docs/reference/plan-json.md`` describes the fields.
+"""The schema of plan files: fields, types, and consistency between fields. ``docs/reference/plan-json.md`` describes the fields.
 
-A plan file is data from elsewhere. Everything that is read from one is checked here first, by comparisons that ``python -O`` keeps.
+A plan file is untrusted data, so everything is checked here first (not by assertions, which ``python -O`` drops).
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ MOST_DEVICES = 2**20
 MOST_LAYERS = 2**14
 MOST_ROWS = 2**32
 MOST_ACTIONS = 2**22
-"""Stages times microbatches: the forwards of a step."""
-_MOST_AXES = 21  # a mesh of more has more than MOST_DEVICES, or axes of one device
+"""Maximum number of forward actions of a step: stages times microbatches."""
+_MOST_AXES = 21  # more would exceed MOST_DEVICES, or have axes of size 1
 _BYTES = 2**60
-_TAKEN = frozenset({"pipeline", "mirror", "microbatch"})  # axes that a program has itself
+_TAKEN = frozenset({"pipeline", "mirror", "microbatch"})  # axes of every program
 
 
 class FieldKind(Protocol):
-    """What a field holds."""
+    """The type of a field."""
 
     def check(self, where: str, value: Any) -> None:
-        """Raise ``MalformedFileError`` if ``value``, which is at ``where`` in the file, is something else."""
+        """Raise ``MalformedFileError`` if ``value``, at ``where`` in the file, has another type."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextField:
-    """Printable characters on one line; ``pattern`` matches all of it, and ``form`` says in words what it matches."""
+    """A line of printable characters that matches ``pattern``, which ``form`` describes."""
 
     most: int = 1000
     pattern: str = ""
@@ -106,7 +106,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """The value of a pin, as the table of pins has it."""
+    """A value that the table of pins allows."""
 
     name: str
 
@@ -126,7 +126,7 @@ class Pinned:
 
 @dataclass(frozen=True, slots=True)
 class PinValue:
-    """The value of a pin whose key may select layers: a word, a whole number or a switch."""
+    """A pin's value whose key may select layers: a word, an integer or a boolean."""
 
     def check(self, where: str, value: Any) -> None:
         if isinstance(value, str):
@@ -137,7 +137,7 @@ class PinValue:
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """Anything: nothing reads the field."""
+    """Any value, which is ignored."""
 
     def check(self, where: str, value: Any) -> None:
         """Accept every value."""
@@ -162,7 +162,7 @@ class Items:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """An object with these fields and no others; those in ``optional`` may be left out."""
+    """An object with exactly these fields; those in ``optional`` may be missing."""
 
     kinds: Mapping[str, FieldKind]
     optional: frozenset[str] = frozenset()
@@ -207,14 +207,14 @@ _DEGREES = ("data", "tensor", "expert", "sequence")
 
 
 def _former(form: Any) -> FieldKind:
-    """The kind of a field of before (``Technique.former_fields``)."""
+    """Return the type of a former field (``Technique.former_fields``)."""
     if isinstance(form, dict):
         return Fields({name: _former(inner) for name, inner in form.items()})
     return Flag() if form is bool else Whole(1, MOST_LAYERS) if form is int else Word(form)
 
 
 _FORMER = {name: _former(form) for technique in LAYER for name, form in technique.former_fields.items()}
-"""Fields of layers in plan files that were written before techniques had the fields of today."""
+"""Fields of layers in older plan files."""
 
 _LAYER = Fields(
     {
@@ -285,7 +285,7 @@ _PLAN = Fields(
 
 
 def check_plan(data: Any) -> None:
-    """Raise ``MalformedFileError`` if ``data`` is no plan: a field is missing, unknown, of another kind, or contradicts others."""
+    """Raise ``MalformedFileError`` if a field of ``data`` is missing, unknown, of another type, or inconsistent with others."""
     if isinstance(data, dict) and data.get("feasible") is False:
         raise MalformedFileError("it says that nothing fits")
     _PLAN.check("", data)
@@ -315,7 +315,7 @@ def _product(mesh: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _check_mesh(mesh: Sequence[Mapping[str, Any]]) -> None:
-    """Axes of different names, each as far apart as the axes inside of it are large together."""
+    """Check that axes have unique names and row-major strides."""
     names = [axis["name"] for axis in mesh]
     for name in names:
         if name in _TAKEN or names.count(name) > 1:
@@ -361,7 +361,7 @@ def _check_schedule(data: Mapping[str, Any]) -> None:
 
 
 def _check_stages(data: Mapping[str, Any]) -> None:
-    """Stages that have all layers in order, on the devices that the schedule gives them."""
+    """Check that stages cover all layers in order, on the schedule's devices."""
     stages, layers, size = data["stages"], len(data["layers"]), _product(data["mesh"])
     bounds = [0, *(stage["layers"][1] for stage in stages)]
     for i, (stage, (start, stop), device) in enumerate(
@@ -383,7 +383,7 @@ def _check_stages(data: Mapping[str, Any]) -> None:
 
 
 def _check_layer(where: str, layer: Mapping[str, Any], mesh: Sequence[Mapping[str, Any]]) -> None:
-    """One role for each axis, the degrees that follow from them, and a strategy that a layer can have."""
+    """Check that there is a role per axis, that degrees follow from them, and that the strategy is valid."""
     roles = [Role(value) for value in layer["roles"]]
     if len(roles) != len(mesh):
         raise MalformedFileError(f"{where} has {len(roles)} roles, and the mesh has {len(mesh)} axes")

@@ -1,4 +1,4 @@
-"""The stages up to the plan: capture, which makes a workload's graph, and search, which finds the plan for it."""
+"""The stages up to the plan: capture, which makes a workload's graph, and search, which finds its plan."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def plan_model(
     recapture: Recapture | None = None,
     progress: Progress | None = None,
 ) -> tuple[Graph, Plan]:
-    """The first two stages: the captured graph, and the plan that was found, or the given ``plan``, which must fit the graph.
+    """Run stages ``capture`` and ``search``: return the graph and its plan, or the given ``plan``, which must fit the graph.
 
-    ``recapture`` makes the graph with other sizes; without it the example batch is cut. The plan's ``wall_time_s`` and
-    ``planning_memory_bytes`` are those of this process from the call on. The graph is of one microbatch where the plan gives each of them
-    its own statistics.
+    ``recapture`` captures the graph with other sizes; by default with a slice of the example batch. The plan's ``wall_time_s`` and
+    ``planning_memory_bytes`` are those of this process from the call on. If the plan treats microbatches as separate batches, the graph is
+    that of a microbatch.
     """
     start_s = time.perf_counter()
     check_schedule(options)
@@ -63,7 +63,7 @@ def plan_model(
 
 
 def check_schedule(options: SearchOptions) -> None:
-    """Raise ``UsageError`` if a pinned schedule has no pipeline: before the model is captured, which may take minutes."""
+    """Raise ``UsageError`` if a schedule is pinned without a pipeline; called before capture, which may take minutes."""
     if options.schedule is not None and options.pipeline == 1 and (options.chunks or 1) == 1:
         raise UsageError(
             f"schedule={options.schedule} orders the microbatches of a pipeline, but pipeline=1 has no pipeline",
@@ -81,10 +81,7 @@ def plan_graph(
     progress: Progress | None = None,
     start_s: float | None = None,
 ) -> tuple[Graph, Plan]:
-    """The second stage of ``plan_model`` for a graph that is at hand, after ``check_schedule``.
-
-    The plan's ``wall_time_s`` counts from ``start_s``.
-    """
+    """Run stage ``search`` of ``plan_model`` for a captured graph, after ``check_schedule``. ``wall_time_s`` counts from ``start_s``."""
     begun_s = time.perf_counter() if start_s is None else start_s
     again = functools.cache(recapture)
 
@@ -105,11 +102,11 @@ def plan_graph(
 def write_plan(
     graph: Graph, cluster: Cluster, options: SearchOptions, *, microbatch: int | None = None, sequence: bool = False
 ) -> Plan:
-    """Return the plan that the pins of ``options`` describe, without a search and without a price (``autopar.search.filled_plan``).
+    """Return the plan that the pins of ``options`` describe, without search and prices (``autopar.search.filled_plan``).
 
     Raises:
-        UsageError: pins of named layers, or pins that the devices or the model do not admit.
-        BatchError: a batch that does not divide.
+        UsageError: pins of named layers, or pins that are invalid for the devices or the model.
+        BatchError: the batch isn't divisible.
     """
     if options.pin:
         raise UsageError(
@@ -118,7 +115,7 @@ def write_plan(
         )
     if (options.ring or 1) > 1 and not _has_attention(graph):
         raise UsageError(
-            f"ring={options.ring}: {graph.name} has no attention, whose keys and values a ring sends on",
+            f"ring={options.ring}: {graph.name} has no attention for ring attention",
             "leave ring out",
         )
     compiled = cluster.kind != "cpu"
@@ -134,7 +131,7 @@ def write_plan(
 
 
 def capture_model(workload: Workload, progress: Progress | None = None) -> Graph:
-    """The first stage: the graph of layers, with its fused parameters and rules noted."""
+    """Run stage ``capture``: return the graph of layers."""
     report(progress, "capture")
     graph = workload.capture()
     report(progress, "capture", f"{len(graph.layers)} layers of {len(graph.classes)} classes")
@@ -142,7 +139,7 @@ def capture_model(workload: Workload, progress: Progress | None = None) -> Graph
 
 
 def compared_graph(workload: Workload, wanted: bool = True, progress: Progress | None = None) -> Graph:
-    """The first stage: the graph with a note of what its comparison with the model found, or that it was not asked for."""
+    """Run stage ``capture`` and compare the graph with the model if ``wanted``; a note on the graph has the result."""
     graph = capture_model(workload, progress)
     if not ranks.is_rank_0():
         return graph
@@ -158,10 +155,9 @@ def compared_graph(workload: Workload, wanted: bool = True, progress: Progress |
 def search_model(
     graph: Graph, cluster: Cluster, options: SearchOptions, recapture: Recapture, progress: Progress | None = None
 ) -> Plan:
-    """The second stage, over all ways to give up exactness that the options allow.
+    """Run stage ``search`` over all allowed deviations from exactness.
 
-    Raises:
-        InfeasibleError: nothing fits; with the changes of the request that make something fit.
+    Raises ``InfeasibleError`` with changes that would make the request feasible.
     """
 
     def find(concession: Concession, shared: SearchOptions) -> Plan:
@@ -184,8 +180,8 @@ def find_plan(
     progress: Progress | None = None,
     may_be_idle: bool = False,
 ) -> Plan:
-    """The second stage for one graph. ``pricer`` is one that has prices already. Where devices ``may_be_idle`` a plan on fewer of them is
-    chosen if it is faster, or the only one that fits; a note says so."""
+    """Run stage ``search`` for one graph. ``pricer`` may have cached prices. If devices ``may_be_idle``, a plan on fewer devices is chosen
+    if it is faster, or the only one that fits, with a note."""
     start_s = time.perf_counter()
     report(progress, "search")
     options = dataclasses.replace(
@@ -214,15 +210,15 @@ def find_plan(
 
 
 FIRST_SHARE = 0.7
-"""The share of the time that the first search may take where others follow."""
+"""The share of the time limit that the first search may take if other searches follow."""
 
 SEQUENCE_DEGREES = (8, 4, 2, 16)
-"""Degrees of ring and of Ulysses that are searched, in this order, where a batch has fewer rows than there are devices."""
+"""Ring and Ulysses degrees to search, in this order, if a batch has fewer rows than there are devices."""
 
 
 def _few_rows(graph: Graph, cluster: Cluster, options: SearchOptions) -> list[dict[str, Any]]:
-    """The pins with which a request is searched again, besides the space of one search, where the batch has fewer rows than there are
-    devices, so that data parallelism alone cannot use them: those that shard sequences (long ones are sharded in every search)."""
+    """Return pins of further searches with sequence parallelism if the batch has fewer rows than there are devices, so that data
+    parallelism can't use all of them (long sequences are sharded in every search)."""
     length = graph.tokens // graph.batch_size
     decided = options.roles is not None or options.ring is not None or options.ulysses is not None
     if decided or graph.batch_size >= cluster.count or length >= LONG_SEQUENCE:
@@ -239,7 +235,7 @@ def _has_attention(graph: Graph) -> bool:
 
 
 def _eager_layers(graph: Graph, plan: Plan) -> tuple[str, ...]:
-    """A note on the layers that stay eager in a plan that compiles layers."""
+    """Return a note on layers that can't be compiled in a plan that compiles layers."""
     wanted = [layer for layer in plan.layers if layer.strategy.options.compiled]
     reasons = {name: stays_eager(cls) for name, cls in graph.classes.items()}
     eager = [layer for layer in wanted if reasons[layer.cls]]
@@ -251,7 +247,7 @@ def _eager_layers(graph: Graph, plan: Plan) -> tuple[str, ...]:
 def _on_the_best_devices(
     graph: Graph, cluster: Cluster, options: SearchOptions, pricer: PriceSource, shared: Shared, may_be_idle: bool
 ) -> tuple[Plan, Cluster]:
-    """The fastest plan on the cluster, or on a part of it, and the devices that it uses."""
+    """Return the fastest plan on the cluster or a part of it, and the devices that it uses."""
     deadline = time.monotonic() + options.time_limit_s
     whole: Plan | None = None
     refused: InfeasibleError | None = None
@@ -262,7 +258,7 @@ def _on_the_best_devices(
     best, devices = whole, cluster
     for fewer in cluster.with_idle() if may_be_idle else ():
         left_s = deadline - time.monotonic()
-        if best is None:  # an answer is worth more than the limit
+        if best is None:  # find any plan, even beyond the time limit
             left_s = max(left_s, options.time_limit_s / 4)
         elif left_s <= 0:
             break

@@ -1,4 +1,4 @@
-"""Precisions: their names, the short forms that people type, and bytes per element. Does not import torch before a dtype is asked for."""
+"""Precisions: names, aliases, and bytes per element. Imports torch only for dtypes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     import torch
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
-"""Bytes of one element, by the names of torch's dtypes."""
+"""Bytes per element, by dtype name."""
 
 PRECISIONS = tuple(ELEMENT_BYTES)
-FLOAT16 = "float16"  # the precision whose losses are scaled
+FLOAT16 = "float16"  # with loss scaling
 TF32 = "tf32"  # float32 matrix products of operands with 10 bits of mantissa: devices have a rate for it, no model is captured in it
 FLOAT8 = "float8"  # matrix products in 8 bits: devices have a rate for it, no model is captured in it
 SPELLINGS = {name: name for name in PRECISIONS} | {
@@ -22,11 +22,7 @@ SPELLINGS = {name: name for name in PRECISIONS} | {
 
 
 def normalise(name: str | torch.dtype) -> str:
-    """One of ``PRECISIONS`` for any of their spellings, or for a dtype.
-
-    Raises:
-        UsageError: there is no such precision.
-    """
+    """Return one of ``PRECISIONS`` for an alias or a dtype. Raises ``UsageError`` if there is none."""
     spelling = str(name).removeprefix("torch.").lower()
     if spelling not in SPELLINGS:
         raise UsageError(f"there is no precision {name!r}", f"the precisions are {', '.join(PRECISIONS)}")
@@ -34,7 +30,7 @@ def normalise(name: str | torch.dtype) -> str:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of a precision's name."""
+    """Return the dtype of a precision."""
     import torch
 
     dtype = getattr(torch, normalise(name))
@@ -43,5 +39,5 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """The inverse of ``torch_dtype``."""
+    """Return the precision of a dtype."""
     return str(dtype).removeprefix("torch.")

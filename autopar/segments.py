@@ -1,10 +1,9 @@
-"""Which layers are recomputed together, as one segment.
+"""Groups layers into segments that are recomputed together.
 
-A run consists of consecutive layers of one class in a stage, with equal strategies, each of which passes its only value to the next.
-Where their strategy treats N layers as one (``Options.together``), a run is cut into segments of N layers, beginning with its first one;
-the last may be shorter. A segment saves its first layer's input. Its backward runs its forward again, and then everything that its layers
-save is in memory at once: for chains of n layers, segments of about the square root of n need least memory (Chen et al., "Training deep
-nets with sublinear memory cost", arXiv:1604.06174).
+A run consists of consecutive layers of one class in a stage, with equal strategies, each of which passes its only value to the next. If
+their strategy combines N layers (``Options.together``), a run is cut into segments of N layers; the last may be shorter. A segment saves
+its first layer's input, and its backward recomputes the segment, so that the activations of all its layers are in memory at once: for n
+layers, segments of about sqrt(n) need least memory (Chen et al., "Training deep nets with sublinear memory cost", arXiv:1604.06174).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from autopar.plan import Strategy
 
 
 def segments(graph: Graph, strategies: Sequence[Strategy], bounds: Sequence[int]) -> list[range]:
-    """The layers of the whole model, one range per segment. ``bounds`` are (0, first layer of stage 1, ..., number of layers)."""
+    """Return all layers as one range per segment. ``bounds`` are (0, first layer of stage 1, ..., number of layers)."""
     found = []
     for run in _runs(graph, strategies, bounds):
         segment = strategies[run[0]].options.together
@@ -27,7 +26,7 @@ def segments(graph: Graph, strategies: Sequence[Strategy], bounds: Sequence[int]
 
 
 def shortened(graph: Graph, strategies: Sequence[Strategy], bounds: Sequence[int]) -> list[Strategy]:
-    """The same strategies, with segments no longer than the runs that they cut: as in the program and in its price."""
+    """Return the strategies with segments no longer than their runs, as in programs and prices."""
     found: list[Strategy] = []
     for run in _runs(graph, strategies, bounds):
         strategy = strategies[run[0]]
@@ -36,8 +35,8 @@ def shortened(graph: Graph, strategies: Sequence[Strategy], bounds: Sequence[int
 
 
 def _runs(graph: Graph, strategies: Sequence[Strategy], bounds: Sequence[int]) -> Iterator[range]:
-    """Runs of layers that a segment may span: neighbours of one class and one strategy in a stage. A layer that is not recomputed
-    together with others is a separate run."""
+    """Yield runs that a segment may span: consecutive layers of equal class and strategy in a stage. Layers that aren't recomputed
+    together are separate runs."""
     for start, stop in pairwise(bounds):
         first = start
         for i in range(start + 1, stop + 1):

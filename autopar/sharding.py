@@ -1,8 +1,8 @@
-"""Sharding records: the result of the op-level optimum, which the price and the passes read.
+"""The result of the op-level optimum, for the cost model and the passes.
 
-An ``AxisTypes`` gives, for one layer class and one axis in one role, the type of every value and the type that every
-operand needs. It does not depend on the axis's size or name, so that one solution serves every mesh. A layer's
-``Sharding`` assigns one ``AxisTypes`` to each axis of the mesh; local shapes follow from all of them together.
+An ``AxisTypes`` has, for a layer class and an axis in a role, the type of every value and of every operand. It doesn't depend on the axis's
+size or name, so that it serves every mesh. A layer's ``Sharding`` assigns an ``AxisTypes`` to each mesh axis; local shapes follow from all
+of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autopar.types import SpmdType
 
 @dataclass(frozen=True)
 class AxisTypes:
-    """One axis's solution for one layer class.
+    """The solution of an axis for a layer class.
 
     ``produced[node]`` is the type of the node's value as its op produces it (a placeholder's: as it enters the layer).
     ``needed[node][i]`` is the type in which the node reads its i-th tensor operand (``ops.operands.operands(node)`` order); if it differs

@@ -4,9 +4,9 @@
 forward  gradient meaning
 ======== ======== =================================================================
 ``I``    ``I``    same value everywhere, same gradient everywhere
-``R``    ``P``    same value everywhere, each rank's gradient is a term of the sum
+``R``    ``P``    same value everywhere, each rank's gradient is a partial sum
 ``S(d)`` ``S(d)`` a slice of dim ``d``
-``P``    ``R``    a term of the sum; the gradient is the same everywhere
+``P``    ``R``    a partial sum; the gradient is the same everywhere
 ======== ======== =================================================================
 
 Emitted programs use the same types, and the collectives that convert them, through ``spmd_types``.
@@ -20,7 +20,7 @@ from enum import Enum
 
 @dataclass(frozen=True, slots=True, order=True)
 class SpmdType:
-    """One of ``I``, ``R``, ``P`` or ``S(dim)``; ``dim`` is a non-negative dim of the tensor, for ``S`` alone."""
+    """One of ``I``, ``R``, ``P`` or ``S(dim)``; only ``S`` has a ``dim``, which is non-negative."""
 
     kind: str
     dim: int | None = None
@@ -60,10 +60,10 @@ def S(dim: int) -> SpmdType:  # noqa: N802  the type system's own name
 
 
 class Collective(Enum):
-    """The collective of a conversion or a kernel; ``NONE`` and ``LOCAL`` (slice, zero, pad) move no bytes between ranks.
+    """The collective of a type conversion or a kernel; ``NONE`` and ``LOCAL`` (slice, zero, pad) communicate nothing.
 
-    ``ROTATE`` and ``SHIFT`` are point to point: every rank's slice goes all the way around the axis, or to one other rank. ``REDUCE`` and
-    ``BROADCAST``, to and from one rank, are a parameter server's, and no conversion has them.
+    ``ROTATE`` and ``SHIFT`` are point to point: every rank's slice passes all ranks of a ring, or goes to one other rank. ``REDUCE`` and
+    ``BROADCAST`` are for parameter servers, not for conversions.
     """
 
     NONE = "none"
@@ -101,7 +101,7 @@ _CONVERSIONS: dict[str, tuple[Collective, Collective]] = {
 
 
 def conversion(source: SpmdType, target: SpmdType) -> tuple[Collective, Collective] | None:
-    """The collectives (forward, backward) that turn ``source`` into ``target``; ``None`` if there is no conversion.
+    """Return the collectives (forward, backward) that convert ``source`` to ``target``; ``None`` if there is no conversion.
 
     Equal types need no collective and give ``(NONE, NONE)``.
     """
@@ -111,11 +111,10 @@ def conversion(source: SpmdType, target: SpmdType) -> tuple[Collective, Collecti
 
 
 def legal_in_time(source: SpmdType, target: SpmdType, gradient: bool) -> bool:
-    """Whether a value can be converted from ``source`` to ``target`` over the microbatches, which one device runs one after the other.
+    """Return whether a conversion is possible when the "ranks" are sequential microbatches, without communication.
 
-    Microbatches exchange nothing. For a value without ``gradient``, I and R are the same. A value that is equal in every microbatch (a
-    penalty on the weights) becomes a term of the sum when it is divided by their number, if its type is R; if its type is I, the gradient
-    would not be divided.
+    For a value without ``gradient``, I and R are the same. A value that is equal in every microbatch (a weight penalty) becomes a partial
+    sum when it is divided by the number of microbatches, if its type is R; if it is I, its gradient would not be divided.
     """
     if source == target:
         return True

@@ -1,4 +1,4 @@
-"""Times and sizes as text for people, sizes read from text, and figures with a unit and a source."""
+"""Formats and parses times and sizes; constants with a unit and a source."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FACTORS = {"": 1, "B": 1, **{f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KM
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A number with its unit and its source, as ``devices.constants`` describes sources."""
+    """A number with its unit and source (see ``devices.constants``)."""
 
     value: float
     unit: str
@@ -23,7 +23,7 @@ class Constant:
 
 
 def seconds(value: float) -> str:
-    """Seconds, in milliseconds or microseconds where they are short."""
+    """Format seconds, in milliseconds or microseconds if they are short."""
     if value >= 100:
         return f"{value:,.0f} s"
     if value >= 1:
@@ -32,7 +32,7 @@ def seconds(value: float) -> str:
 
 
 def size(count: int) -> str:
-    """Bytes in the decimal units of GPU data sheets, three digits."""
+    """Format bytes in decimal units, as in GPU data sheets, with three digits."""
     for unit, factor in _DECIMAL:
         if count >= factor:
             value = count / factor
@@ -41,7 +41,7 @@ def size(count: int) -> str:
 
 
 def gigabytes(count: float, up: bool = False) -> str:
-    """Bytes of a memory limit: at most GB, with two decimals; rounded ``up`` where the text proposes a limit that must suffice."""
+    """Format bytes of a memory limit, at most in GB, with two decimals; rounded ``up`` for a limit that must suffice."""
     for unit, factor in _DECIMAL[1:]:
         if count >= factor:
             value = count / factor
@@ -50,11 +50,7 @@ def gigabytes(count: float, up: bool = False) -> str:
 
 
 def parse_count(text: str) -> int:
-    """A number such as ``"70B"`` (1e9), ``"350M"`` (1e6), ``"7e9"``.
-
-    Raises:
-        UsageError: any other text, or a number below one.
-    """
+    """Parse a number such as ``"70B"`` (1e9), ``"350M"`` (1e6), ``"7e9"``. Raises ``UsageError`` for others, and below one."""
     match = re.fullmatch(r"([0-9.]+(?:[eE]\d+)?)([KMBT]?)", text.strip(), re.IGNORECASE)
     try:
         found = int(float(match[1]) * 1000 ** " KMBT".index(match[2].upper() or " ")) if match else 0
@@ -66,11 +62,7 @@ def parse_count(text: str) -> int:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of ``"40GB"`` (1e9), ``"37GiB"`` (2**30), ``"4e10"``.
-
-    Raises:
-        UsageError: any other text, or less than one byte.
-    """
+    """Parse bytes such as ``"40GB"`` (1e9), ``"37GiB"`` (2**30), ``"4e10"``. Raises ``UsageError`` for others, and below one."""
     match = re.fullmatch(r"\s*([0-9.]+(?:[eE]\d+)?)\s*([A-Za-z]*)\s*", text)
     factor = _FACTORS.get(match[2].upper()) if match else None
     try:

@@ -1,6 +1,6 @@
-"""A workload: the training step that is planned, how it is captured, and the same step with other sizes.
+"""A workload: the training step to plan, its capture, and its capture with other sizes.
 
-Where nothing knows how to make model and batch again, the example batch is cut or repeated for another size.
+If model and batch can't be created with another size, the example batch is sliced or repeated.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from autopar.capture import apart, capture, in_float8
+from autopar.capture import capture, in_float8, separate_microbatches
 from autopar.capture.batch import BatchStructure, flatten_batch
 from autopar.errors import AutoparError, BatchError, ModelError, UsageError
 from autopar.graph import Graph
@@ -26,10 +26,10 @@ from autopar.techniques import OF_LAYERS
 
 @dataclass(frozen=True)
 class Workload:
-    """A model with an example of one global batch.
+    """A model with an example of a global batch.
 
-    With ``loss_fn`` the batch is the pair (inputs, targets). ``precision`` is that of parameters and activations, the model's own if
-    left out. ``local_batch_norm`` lets batch norm take the statistics of each rank's part of a microbatch.
+    With ``loss_fn`` the batch is the pair (inputs, targets). ``precision`` is that of parameters and activations, by default the model's.
+    With ``local_batch_norm`` batch norm uses the statistics of each rank's part of a microbatch.
     """
 
     model: nn.Module
@@ -40,12 +40,12 @@ class Workload:
     local_batch_norm: bool = False
 
     def capture(self) -> Graph:
-        """The graph of layers, with the types that its sharding rules give.
+        """Return the annotated graph of layers.
 
         Raises:
-            ModelError: the model is no module.
-            UsageError: an unknown precision, or a loss that is no function.
-            CaptureError: the model cannot be exported.
+            ModelError: the model isn't a module.
+            UsageError: an unknown precision, or a loss that isn't callable.
+            CaptureError: the model can't be exported.
         """
         if isinstance(self.model, type):
             name = self.model.__name__
@@ -77,55 +77,54 @@ class Workload:
         )
 
     def inputs(self, graph: Graph) -> dict[str, Tensor]:
-        """The batch as a program of ``graph`` takes it: by the names of its inputs."""
+        """Return the batch by the names of the graph's inputs."""
         assert isinstance(graph.structure, BatchStructure)
         return flatten_batch(graph.structure, self.batch)
 
     def resized(
         self, *, seq: int | None = None, global_batch: int | None = None, precision: str | None = None
     ) -> Graph:
-        """The graph with the example batch cut to (or repeated up to) other sizes; parameters stay what they are."""
+        """Return the graph with the example batch cut (or repeated) to other sizes; the parameters don't change."""
         batch = resize_batch(self.batch, seq, global_batch)
         try:
             return dataclasses.replace(self, batch=batch, precision=precision or self.precision).capture()
         except AutoparError:
             raise
-        except Exception as error:  # the user's model may be unable to take a batch that it was not written for
+        except Exception as error:  # the user's model may not support batches of other sizes
             raise BatchError(
                 f"the model does not take a batch of other sizes: {type(error).__name__}: {error}"
             ) from error
 
 
 class Recapture(Protocol):
-    """A workload's graph with other sizes: tokens in a sequence, rows of the global batch, precision. ``None`` leaves a size as it is."""
+    """Captures a workload with other sizes: sequence length, global batch size, precision; ``None`` keeps a size."""
 
     def __call__(
         self, *, seq: int | None = None, global_batch: int | None = None, precision: str | None = None
     ) -> Graph:
-        """Raises ``AutoparError`` where the model cannot have that size."""
+        """Raise ``AutoparError`` if the model doesn't support that size."""
         ...
 
 
 def with_concession(graph: Graph, recapture: Recapture, concession: Concession) -> Graph:
-    """The graph of plans that make the concession: of one microbatch where each microbatch has its own statistics and loss, and with
-    products in 8 bits where they are allowed."""
-    part = apart(graph, lambda rows: recapture(global_batch=rows), concession.microbatches)
+    """Return the graph for plans with the concession: of one microbatch if microbatches count as separate batches, and with FP8 products
+    if allowed."""
+    part = separate_microbatches(graph, lambda rows: recapture(global_batch=rows), concession.microbatches)
     narrow = tuple(name for name in concession.narrow if name not in (FP8, *OF_LAYERS))
     part = part if part.narrow == narrow else dataclasses.replace(part, narrow=narrow)
     return in_float8(part) if FP8 in concession.narrow else part
 
 
 def sequence_length(graph: Graph) -> int | None:
-    """Tokens in a sequence of the batch: dim 1 of its integer tensors of two dims; ``None`` where there are none, or they differ."""
+    """Return the sequence length: dim 1 of two-dimensional integer inputs; ``None`` if there are none, or they differ."""
     lengths = {v.shape[1] for v in graph.inputs if len(v.shape) == 2 and not v.dtype.is_floating_point}
     return lengths.pop() if len(lengths) == 1 else None
 
 
 def resize_batch(batch: Any, seq: int | None, rows: int | None) -> Any:
-    """``batch`` with ``rows`` along dim 0, and ``seq`` along dim 1 where that is the sequence; values that are no tensor stay.
+    """Resize tensors of ``batch`` to ``rows`` along dim 0, and to ``seq`` along dim 1 if that is the sequence.
 
-    Raises:
-        BatchError: no dim can be identified as the sequence, or the sequence would have to grow.
+    Raises ``BatchError`` if no dim can be identified as the sequence, or it would have to grow.
     """
     lengths = {t.shape[1] for t in _tensors(batch) if t.dim() == 2 and not t.is_floating_point()}
     if seq is not None and (len(lengths) != 1 or seq > max(lengths)):
@@ -144,7 +143,7 @@ def resize_batch(batch: Any, seq: int | None, rows: int | None) -> Any:
 
 
 def without_inference(batch: Any) -> Any:
-    """The batch, with copies of tensors that were made under ``torch.inference_mode``, of which autograd takes none."""
+    """Copy inference tensors of the batch, which autograd doesn't accept."""
     if not any(tensor.is_inference() for tensor in _tensors(batch)):
         return batch
     return _mapped(batch, lambda tensor: tensor.clone() if tensor.is_inference() else tensor)

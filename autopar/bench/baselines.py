@@ -1,12 +1,12 @@
-"""Hand-written training programs, as an expert builds them with PyTorch's own parts: DDP, FSDP2, tensor parallelism by
-``parallelize_module``, pipelines under torch's schedules, and two-way mixtures of them.
+"""Hand-written training programs, as an expert builds them with PyTorch: DDP, FSDP2, tensor parallelism by ``parallelize_module``,
+pipelines with torch's schedules, and combinations of two of them.
 
-Everything here runs inside the worker processes. A program is made from a ``HandTunedRecipe`` and steps on whole global batches.
+Everything here runs in the worker processes. A program is built from a ``HandTunedRecipe`` and steps on global batches.
 
-Torch's zero bubbles (``SPLIT``) compute the gradients of weights apart from those of inputs, by ``torch.autograd.grad``, which does not run
-what DDP, and FSDP that gathers parameters anew, attach to the backward pass: the gradients of data-parallel ranks are then wrong, without
-an error. So these schedules are refused together with data parallelism. Without it they are exact; torch refuses them for compiled stages.
-DualPipeV is left out: what it adds to ZBV is a forward and a backward pass at once, and torch runs the two one after the other.
+Torch's zero-bubble schedules (``SPLIT``) compute weight gradients separately from input gradients, by ``torch.autograd.grad``, which
+doesn't run the backward hooks of DDP and of FSDP with resharding: gradients are then silently wrong. So these schedules are refused with
+data parallelism. Without it they are exact; torch refuses them for compiled stages. DualPipeV is left out: it adds overlapped forward and
+backward passes to ZBV, which torch runs one after the other.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ _SCHEDULES: dict[str, Any] = {
     ZERO_BUBBLE_V: ScheduleZBVZeroBubble,
 }
 PIPELINES = ((ONE_F_ONE_B, 1), (INTERLEAVED, 2), (ZERO_BUBBLE, 1), (ZERO_BUBBLE, 2), (ZERO_BUBBLE_V, 2))
-"""What an expert tries for a pipeline alone: a schedule, and the stages of a rank."""
+"""What an expert tries for a pure pipeline: (schedule, stages per rank)."""
 
 
 @dataclass(frozen=True, slots=True)
 class HandTunedRecipe:
-    """A hand-tuned choice. ``sharding`` of the data-parallel part: ``ddp``, ``fsdp`` (ZeRO-3) or ``fsdp-keep`` (ZeRO-2). DDP reduces its
-    gradients in buckets of ``bucket_mb`` under the backward pass; FSDP gathers a block ahead of the computation. ``compiled``: the whole
-    model by ``torch.compile``; ``autocast``: bfloat16 arithmetic on float32 parameters by ``torch.autocast``. A rank of a pipeline has
-    ``chunks`` stages under torch's ``schedule``: in turn, or in a V (``zbv``)."""
+    """A hand-tuned configuration. ``sharding`` of the data-parallel part: ``ddp``, ``fsdp`` (ZeRO-3) or ``fsdp-keep`` (ZeRO-2). DDP
+    overlaps reductions of buckets of ``bucket_mb``; FSDP prefetches one block. ``compiled``: ``torch.compile`` of the model;
+    ``autocast``: bfloat16 by ``torch.autocast``. A pipeline rank has ``chunks`` stages under torch's ``schedule``, looped or in a V
+    (``zbv``)."""
 
     data: int = 1
     tensor: int = 1
@@ -89,7 +89,7 @@ class HandTunedRecipe:
         return name + ", autocast" * self.autocast + ", compiled" * self.compiled
 
     def stages(self, rank: int) -> list[int]:
-        """The numbers of a pipeline rank's stages, as torch places them."""
+        """Return a pipeline rank's stages, as torch places them."""
         return list(Schedule(self.schedule, self.pipeline, self.microbatches, self.chunks).own(rank))
 
     def to_dict(self) -> dict[str, Any]:
@@ -97,9 +97,9 @@ class HandTunedRecipe:
 
 
 def recipes(processes: int, subject: BenchModel) -> list[HandTunedRecipe]:
-    """The choices that an expert would try on ``processes`` devices: each kind alone, the two-way mixtures, a few microbatch sizes.
+    """Return what an expert would try on ``processes`` devices: each kind of parallelism, combinations of two, a few microbatch sizes.
 
-    A pipeline alone is tried under every schedule (``PIPELINES``), one in a mixture under 1F1B. Every stage has a block.
+    Pure pipelines are tried with every schedule (``PIPELINES``), combined ones with 1F1B. Every stage has a block.
     """
     found: list[HandTunedRecipe] = []
     factors = [n for n in range(1, processes + 1) if processes % n == 0]
@@ -124,7 +124,7 @@ def recipes(processes: int, subject: BenchModel) -> list[HandTunedRecipe]:
 
 
 class HandTuned:
-    """A recipe's program on this rank. ``step`` takes the whole global batch, updates, and returns the loss."""
+    """A recipe's program on this rank. ``step`` trains on a global batch and returns the loss."""
 
     def __init__(self, subject: BenchModel, recipe: HandTunedRecipe, lr: float, device: str = "cpu") -> None:
         self.subject, self.recipe, self.device = subject, recipe, device
@@ -151,7 +151,7 @@ class HandTuned:
         with self._vocabulary_parallel():
             loss = self._accumulate(*mine) if self._schedule is None else self._run_schedule(*mine)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)  # now: a contest has some dozens of these programs in memory
+        self.optimizer.zero_grad(set_to_none=True)  # free them now: dozens of these programs are in memory
         return loss
 
     def _spread(self, module: nn.Module) -> nn.Module:
@@ -181,7 +181,7 @@ class HandTuned:
 
     @contextlib.contextmanager
     def _sync(self, last: bool) -> Iterator[None]:
-        """Gradients are reduced with the last microbatch only."""
+        """Reduce gradients only with the last microbatch."""
         module = self.modules[0]
         if isinstance(module, DistributedDataParallel) and not last:
             with module.no_sync():
@@ -217,7 +217,7 @@ def _children(module: nn.Module) -> list[nn.Module]:
 
 
 def _shard_tensors(module: Stack, mesh: DeviceMesh) -> None:
-    """Megatron's columns and rows; the head's vocabulary stays sharded for the loss where it is large."""
+    """Shard as Megatron does, by columns and rows; a large vocabulary stays sharded for the loss."""
     plan: dict[str, Any] = {}
     for name, child in module.named_modules():
         last = name.rpartition(".")[2]
@@ -230,7 +230,7 @@ def _shard_tensors(module: Stack, mesh: DeviceMesh) -> None:
 
 
 class _Stage(nn.Module):
-    """A run of a stack's children."""
+    """Consecutive children of a stack."""
 
     def __init__(self, parts: list[tuple[str, nn.Module]]) -> None:
         super().__init__()
@@ -244,8 +244,8 @@ class _Stage(nn.Module):
 
 
 def _stage_of(module: Stack, index: int, count: int) -> _Stage:
-    """Blocks distributed evenly, the embedding in the first stage and the head in the last. Earlier stages have the odd blocks: the head is
-    more work than the embedding, and ranks with several stages then differ by one block at most."""
+    """Distribute blocks evenly, with the embedding in the first stage and the head in the last. Earlier stages get the remaining blocks:
+    the head is more work than the embedding, and ranks with several stages differ by at most one block."""
     blocks = [(f"block{i}", block) for i, block in enumerate(module.blocks)]
     share, odd = divmod(len(blocks), count)
     start, end = (share * i + min(i, odd) for i in (index, index + 1))

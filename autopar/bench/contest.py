@@ -1,8 +1,8 @@
-"""One model, one number of processes: the automatic program and every hand-tuned one, measured in turns.
+"""Measures the automatic program of a model and every hand-tuned one in turns.
 
-All contenders live in the same worker processes: a round visits each of them once, in a random order, and
-times a few steps after one that is not timed. A temporary slow-down of the machine then affects all of them. A
-contender that cannot run is recorded with its error. The first losses must agree, so that all contenders do the same work.
+All contenders live in the same worker processes: a round visits each once, in random order, and times a few steps after an untimed one,
+so that a temporary slow-down of the machine affects all of them. A contender that fails is recorded with its error. The first losses must
+agree, so that all contenders do the same work.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from autopar.workload import Workload
 
 AUTOMATIC = "automatic"
 LEARNING_RATE = 1e-4
-TIMEOUT_S = 300.0  # of one call in the workers, and of a collective
+TIMEOUT_S = 300.0  # of a call in the workers, and of a collective
 LOSS_TOLERANCE = 2e-3
-"""Relative; float32 sums in another order differ by about 1e-6, losses of another computation by far more."""
+"""Relative; reordered float32 sums differ by about 1e-6, losses of another computation by far more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """One program's measurement. ``rounds_s`` are the medians of every round's timed steps, in seconds."""
+    """A program's measurement. ``rounds_s`` are the medians of each round's timed steps, in seconds."""
 
     name: str
     recipe: dict[str, Any] | None
@@ -55,7 +55,7 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class ContestResult:
-    """A contest's outcome. ``ratio`` is automatic over best hand-tuned; its interval is a bootstrap's over rounds, 95 %."""
+    """A contest's outcome. ``ratio`` is automatic over best hand-tuned, with its 95 % bootstrap interval over rounds."""
 
     name: str
     processes: int
@@ -76,7 +76,7 @@ class ContestResult:
         return tuple(c for c in self.contenders if c.name != AUTOMATIC)
 
     def to_json(self) -> dict[str, Any]:
-        """The object of ``autopar bench --json``."""
+        """Return the JSON of ``autopar bench --json``."""
         return {
             "name": self.name,
             "processes": self.processes,
@@ -106,14 +106,14 @@ def contest(
 ) -> ContestResult:
     """Measure ``model`` (a name of ``MODELS``) on as many processes of this machine as ``cluster`` has devices.
 
-    The plan is made for ``cluster``; the hand-tuned programs are ``choices``, by default all that an expert would try (``recipes``).
-    ``places`` are where the processes run, if their network is not this process's. After every round, hand-tuned contenders whose median
-    so far is twice that of the best of them are dropped; one that remains to the end has a time for every round, paired with the
-    automatic program's. ``progress`` is called with the running contender, the number of visits done, and their total number.
+    The plan is for ``cluster``; the hand-tuned programs are ``choices``, by default ``recipes``. ``places`` starts the processes in other
+    network namespaces. After every round, hand-tuned contenders whose median is twice that of the best are dropped; those that remain have
+    a time for every round, paired with the automatic program's. ``progress`` is called with the running contender, the number of visits
+    done, and their total number.
 
     Raises:
-        ProgramError: the automatic program's losses are not those of the hand-tuned ones.
-        LaunchError: the automatic program fails, or every hand-tuned one does.
+        ProgramError: the automatic program's losses differ from the hand-tuned ones.
+        LaunchError: the automatic program fails, or all hand-tuned ones do.
     """
     subject = MODELS[model]
     by_hand = {recipe.name: recipe for recipe in choices or recipes(cluster.count, subject)}
@@ -142,10 +142,10 @@ def contest(
 
 
 class Arena:
-    """The worker processes with every contender open in them: emitted programs, and hand-tuned ones by the names of their recipes.
+    """The worker processes with all contenders: emitted programs, and hand-tuned ones by the names of their recipes.
 
-    All start from the values of ``workload``'s model. ``rounds`` and ``losses`` are, by contender, the medians of every visit's timed
-    steps and the losses of all steps; ``errors`` are why contenders do not run. An emitted program must run: its error is raised.
+    All start from the values of ``workload``'s model. ``rounds`` and ``losses`` have, by contender, the medians of each visit's timed
+    steps and the losses of all steps; ``errors`` the errors of hand-tuned contenders. Those of emitted programs are raised.
     """
 
     def __init__(
@@ -179,10 +179,9 @@ class Arena:
     def open_program(
         self, name: str, graph: Graph, plan: Plan, change: Callable[[Path], None] = lambda folder: None
     ) -> None:
-        """Emit the program of a plan for ``graph``, which is ``workload``'s, and open it; ``change`` may edit its folder before.
+        """Emit the program of a plan for ``workload``'s ``graph``, and open it; ``change`` may edit its folder first.
 
-        Raises:
-            LaunchError: it fails.
+        Raises ``LaunchError`` if it fails.
         """
         folder, state = self.folder / name, self.folder / "state.pt"
         emit_program(graph, plan, folder)
@@ -193,28 +192,27 @@ class Arena:
         self._open(name, "open_program", str(folder), inputs, LEARNING_RATE, str(state), self.device)
 
     def open_hand_tuned(self, recipe: HandTunedRecipe) -> None:
-        """Open a hand-tuned program; ``errors`` says if it fails."""
+        """Open a hand-tuned program, or record its error in ``errors``."""
         self._open(recipe.name, "open_hand_tuned", self.subject.name, recipe.to_dict(), LEARNING_RATE, self.device)
 
     def leave_out(self, slower_than: float) -> None:
-        """Drop contenders that failed, and hand-tuned ones that take ``slower_than`` times as long as the best of them, for all later
-        rounds. The best one stays, however fast the emitted programs are."""
+        """Drop contenders that failed, and hand-tuned ones that are ``slower_than`` times slower than the best hand-tuned one."""
         medians = {name: statistics.median(self.rounds[name]) for name in self.standing if name not in self.errors}
         limit_s = slower_than * min((s for name, s in medians.items() if name not in self._emitted), default=0.0)
         self.standing = [n for n, median_s in medians.items() if n in self._emitted or median_s <= limit_s]
 
     def visit(self, name: str) -> None:
-        """One untimed step, then ``steps`` timed ones."""
+        """Run one untimed step, then ``steps`` timed ones."""
         answers = self.call("autopar.bench.remote:steps", name, self.subject.name, 0, self.steps + 1)
         if answers is None:
             return
         self.rounds[name].append(statistics.median(answers[0]["seconds"][1:]))
         for of_ranks in zip(*(answer["losses"] for answer in answers), strict=True):
-            # replicas have the mean loss of their share of the batch; in a pipeline only the last stage has it
+            # each replica has its own mean loss; in a pipeline only the last stage has it
             self.losses.setdefault(name, []).append(statistics.fmean(x for x in of_ranks if not math.isnan(x)))
 
     def check_losses(self, ours: str) -> None:
-        """Compare the losses of the first step, which start from the same initial values and batch."""
+        """Compare the losses of the first step, which has the same initial values and batch for all."""
         own = self.losses[ours][0]
         for name, (theirs, *_) in self.losses.items():
             if abs(theirs - own) > LOSS_TOLERANCE * abs(own):
@@ -224,7 +222,7 @@ class Arena:
                 )
 
     def call(self, target: str, name: str, *args: Any) -> list[Any] | None:
-        """Call ``"module:function"`` for a contender on every rank; the results by rank, ``None`` if a hand-tuned one fails."""
+        """Call ``"module:function"`` for a contender on every rank; return the results by rank, ``None`` if a hand-tuned one fails."""
         try:
             return self._processes.call(target, name, *args, timeout_s=TIMEOUT_S)
         except LaunchError as error:
@@ -282,7 +280,7 @@ def _result(
 
 
 def paired_ratio(ours: tuple[float, ...], theirs: tuple[float, ...], seed: int) -> tuple[float, tuple[float, float]]:
-    """The median of ours/theirs, round by round, and its 95 % interval (percentile bootstrap; Efron and Tibshirani 1993, ch. 13)."""
+    """Return the median of ours/theirs over rounds, and its 95 % interval (percentile bootstrap; Efron and Tibshirani 1993, ch. 13)."""
     ratios = np.array(ours) / np.array(theirs)
     draws = np.random.default_rng(seed).choice(ratios, size=(2000, len(ratios)))
     low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])

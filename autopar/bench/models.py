@@ -1,7 +1,7 @@
-"""The benchmark's models: plain modules of an embedding, blocks and a head, so that a person can cut and shard them by hand.
+"""The benchmark's models: an embedding, blocks and a head, which are easy to cut and shard by hand.
 
-Small enough for processes on a laptop's CPU; one is bound by arithmetic, one by parameters, one by activations, one by its vocabulary,
-one is deep.
+They are small enough for a laptop's CPU; one is bound by compute, one by parameters, one by activations, one by its vocabulary, one is
+deep.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class BenchModel:
-    """A model with its data: ``build()`` makes the module (its values from torch's generator), ``batch(seed)`` one global batch of
-    inputs and targets, dim 0 the batch, of ``tokens`` tokens. ``blocks`` is the number of the module's."""
+    """A model with its data: ``build()`` makes the module (values from torch's generator), ``batch(seed)`` a global batch (inputs,
+    targets) of ``tokens`` tokens. ``blocks`` is the number of blocks."""
 
     name: str
     build: Callable[[], Stack]
@@ -120,7 +120,7 @@ class GPTBlock(nn.Module):
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """The mean cross entropy of all tokens."""
+    """Return the mean cross entropy over all tokens."""
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
@@ -179,5 +179,5 @@ LARGE: dict[str, BenchModel] = {
 
 
 def subject(name: str) -> BenchModel:
-    """A model of either table."""
+    """Return a model of either table."""
     return MODELS[name] if name in MODELS else LARGE[name]

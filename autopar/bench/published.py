@@ -1,12 +1,12 @@
-"""The automatic plan against published layouts, by their measured times: the regret of the layout that the search chooses.
+"""The regret of the layout that the search chooses among published layouts, by their measured times.
 
-A cell is a group of rows: one model on one cluster with many layouts (degrees, ZeRO stage, microbatches), each of them measured or failed.
-Pins restrict the search to the layouts of the cell, with the row's recomputation and a model of the row's trainer; it chooses the
-layout and the stage cuts. Layouts that exceed the memory limit of plans with the trainer's own cuts are left out, because those cuts were
-measured. *Regret* is the measured time of the chosen layout over that of the fastest one, minus one. A chosen layout that failed when
-it was measured has no regret: it counts as failed, and the regret of the fastest predicted layout that ran is reported instead.
+A cell is a group of rows: one model on one cluster with many layouts (degrees, ZeRO stage, microbatches), each measured or failed. Pins
+restrict the search to the layouts of the cell, with the row's recomputation and a cost model of the row's trainer; the search chooses the
+layout and the stage cuts. Layouts that exceed the memory limit with the trainer's cuts are left out, because those were measured.
+*Regret* is the measured time of the chosen layout over that of the fastest, minus one. If the chosen layout failed when it was measured,
+it counts as failed, and the regret of the fastest predicted layout that ran is reported.
 
-Layouts whose price with equal stages is more than ``HOPELESS`` times the cell's least are not searched: better cuts do not compensate that.
+Layouts whose predicted time with equal stages is more than ``HOPELESS`` times the cell's minimum aren't searched.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HOPELESS = 1.3
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLayout:
-    """A layout with its predicted and measured step (seconds); ``measured_s`` is ``None`` where it failed."""
+    """A layout with its predicted and measured step in seconds; ``measured_s`` is ``None`` if it failed."""
 
     id: str
     predicted_s: float
@@ -38,7 +38,7 @@ class MeasuredLayout:
 
 @dataclass(frozen=True, slots=True)
 class CellResult:
-    """One cell. ``choice`` is the automatic layout, ``ran`` the fastest predicted one that ran (the same, unless that one failed)."""
+    """A cell. ``choice`` is the automatic layout, ``ran`` the fastest predicted one that ran (the same unless it failed)."""
 
     name: str
     devices: int
@@ -65,11 +65,7 @@ class CellResult:
 def published(
     path: str | Path, progress: Callable[[str, int, int], None] = lambda what, done, total: None
 ) -> list[CellResult]:
-    """Every cell of the file in which at least two layouts ran.
-
-    Raises:
-        UsageError: the file cannot be read, or holds no rows.
-    """
+    """Return the cells of the file in which at least two layouts ran. Raises ``UsageError`` if it can't be read or has none."""
     groups: dict[str, list[tuple[int, Mapping[str, Any]]]] = {}
     for number, row in enumerate(read_file(path), 1):
         if not isinstance(row, str):
@@ -126,7 +122,7 @@ def _cell(bench: Bench, name: str, rows: Sequence[tuple[int, Mapping[str, Any]]]
 
 
 def automatic_s(bench: Bench, row: Row) -> float | None:
-    """Predicted seconds of the best plan with the row's layout; ``None`` where there is none."""
+    """Return the predicted seconds of the best plan with the row's layout, or ``None``."""
     s = row.setting
     try:
         graph, cluster, pricer = bench.prices(row)
@@ -148,7 +144,7 @@ def automatic_s(bench: Bench, row: Row) -> float | None:
 
 
 def summary(cells: Sequence[CellResult]) -> dict[str, Any]:
-    """Mean and worst regret, and the number of choices that failed, over these cells."""
+    """Return the mean and worst regret over cells, and the number of failed choices."""
     regrets = [cell.regret for cell in cells]
     return {
         "cells": len(cells),
@@ -159,5 +155,5 @@ def summary(cells: Sequence[CellResult]) -> dict[str, Any]:
 
 
 def to_json(cells: Sequence[CellResult]) -> dict[str, Any]:
-    """The cells and their summary."""
+    """Return the cells and their summary."""
     return {"summary": summary(cells), "cells": [cell.to_json() for cell in cells]}

@@ -15,19 +15,19 @@ _contenders: dict[str, Step] = {}
 
 
 def open_hand_tuned(name: str, model: str, recipe: dict[str, Any], lr: float, device: str) -> None:
-    """A hand-written program for ``model``."""
+    """Open a hand-written program for ``model``."""
     _contenders[name] = HandTuned(subject(model), HandTunedRecipe(**recipe), lr, device).step
 
 
 def open_program(name: str, folder: str, inputs: list[str], lr: float, state: str, device: str) -> None:
-    """An emitted program, with the values of the file ``state``; ``inputs`` are its names of the batch's two tensors."""
+    """Open an emitted program with the values in the file ``state``; ``inputs`` are its names of the batch's two tensors."""
     options = {"optimizer": None, "lr": lr, "seed": 0, "max_norm": None, "state": state}
     trainer = remote.open_trainer(folder, options, device=device, timeout_s=300)
     _contenders[name] = lambda *batch: float(trainer.step(dict(zip(inputs, batch, strict=True))))
 
 
 def steps(name: str, model: str, seed: int, count: int) -> dict[str, list[float]]:
-    """``count`` timed steps: seconds from when all ranks are ready to when this one has updated, and the losses."""
+    """Run ``count`` timed steps; return the seconds from a barrier to this rank's update, and the losses."""
     batch = subject(model).batch(seed)
     seconds, losses = [], []
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""The result of a contest: a table for people, lines for programs, a plot."""
+"""The result of a contest as a table, JSON lines and a plot."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from autopar.picture import pyplot, save
 
 
 def table(result: ContestResult, make: Callable[[str], Any]) -> Any:
-    """The rich table that ``make`` makes of a title, filled: the automatic program first, then the hand-tuned ones that ran, fastest
-    first."""
+    """Fill the rich table that ``make`` creates from a title: the automatic program first, then the hand-tuned ones, fastest first."""
     made = make(f"{result.name} on {result.processes} processes")
     made.add_column("program", no_wrap=True)
     for name in ("ms a step", "fastest to slowest round", "predicted", "tokens/s", "automatic is"):
@@ -26,12 +25,12 @@ def table(result: ContestResult, make: Callable[[str], Any]) -> Any:
 
 
 def failures(result: ContestResult) -> list[str]:
-    """A line for every program that did not run, with the first line of its error."""
+    """Return a line for every program that failed, with the first line of its error."""
     return [f"{c.name} did not run: {c.error.partition(chr(10))[0]}" for c in result.hand_tuned if not c.rounds_s]
 
 
 def verdict(result: ContestResult) -> str:
-    """The ratio in one sentence."""
+    """Return the ratio in one sentence."""
     low, high = result.ratio_interval
     return (
         f"automatic / best hand-tuned ({result.best}) = {result.ratio:.2f}, 95 % interval {low:.2f} to {high:.2f}, "
@@ -40,13 +39,12 @@ def verdict(result: ContestResult) -> str:
 
 
 def write_lines(results: Iterable[ContestResult], path: Path) -> None:
-    """One JSON object a line."""
+    """Write one JSON object per line."""
     path.write_text("".join(json.dumps(result.to_json()) + "\n" for result in results))
 
 
 def plot(lines: list[dict[str, Any]], path: Path) -> None:
-    """Bars of the measured step times from the objects of ``ContestResult.to_json``, the automatic program's in another colour, one panel
-    a contest."""
+    """Draw the measured step times of ``ContestResult.to_json`` as bars, one panel per contest."""
     figure, panels = pyplot().subplots(len(lines), 1, figsize=(8, 3.2 * len(lines)), squeeze=False)
     for panel, line in zip(panels[:, 0], lines, strict=True):
         running = [(statistics.median(c["rounds_s"]) * 1e3, c["name"]) for c in line["contenders"] if c["rounds_s"]]

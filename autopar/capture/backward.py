@@ -1,5 +1,4 @@
-"""Code of the model that changes gradients outside its forward pass (hooks, for example). A graph of the forward pass would lose the
-change, so capture finds such code and refuses it."""
+"""Refuses code of the model that changes gradients outside of its forward pass, such as hooks: the forward's graph would lose it."""
 
 from __future__ import annotations
 
@@ -30,12 +29,12 @@ OP_HINT = (
 
 TORCH = str(Path(torch.__file__).parent)
 OURS = (TORCH, str(Path(__file__).parent), gradient_hooks.__code__.co_filename)
-"""Frames in files with these paths are not the user's code."""
+"""Frames of these files aren't the user's code."""
 
 
-class KeptWholeError(CaptureError):
-    """A refusal that capture avoids if it can keep the module whole, as one op. ``paths`` are the modules around the refused code,
-    outermost first; ``function`` is the refused ``autograd.Function``, if there is one."""
+class NotTraceableError(CaptureError):
+    """Code can't be traced, unless capture can keep a module around it as one opaque op. ``paths`` are the modules around the code,
+    outermost first; ``function`` is the refused ``autograd.Function``, if any."""
 
     def __init__(self, message: str, hint: str, paths: tuple[str, ...] = (), function: Any = None) -> None:
         super().__init__(message, hint)
@@ -43,10 +42,9 @@ class KeptWholeError(CaptureError):
 
 
 @contextmanager
-def own_gradients_refused(engine: Callable[..., Any]) -> Iterator[None]:
-    """Inside this context, code that makes gradients other than through the forward pass raises ``CaptureError`` with the line of the
-    call: a user's ``autograd.Function``, hooks on saved tensors. ``engine`` replaces torch's function that
-    computes gradients."""
+def custom_gradients_refused(engine: Callable[..., Any]) -> Iterator[None]:
+    """Raise ``CaptureError`` with the calling line for custom gradients: a user's ``autograd.Function``, hooks on saved tensors.
+    ``engine`` replaces torch's autograd engine."""
     hooks = torch.autograd.graph.saved_tensors_hooks
     enter = hooks.__enter__
 
@@ -65,9 +63,9 @@ def own_gradients_refused(engine: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
-def refuse_strays(model: nn.Module) -> None:
-    """Raise ``CaptureError`` where a module holds a tensor that requires a gradient and is no parameter: nothing would train it. A computed
-    tensor in an attribute is refused where forward reads it, because a hook may compute it anew before."""
+def refuse_unregistered_tensors(model: nn.Module) -> None:
+    """Raise ``CaptureError`` if a module holds a tensor that requires grad and isn't a parameter: nothing would train it. A computed
+    tensor in an attribute is refused only when forward reads it, because a hook may recompute it first."""
     for path, module in model.named_modules():
         buffers = dict(module.named_buffers(recurse=False))
         for name, value in (buffers | vars(module)).items():
@@ -80,20 +78,20 @@ def refuse_strays(model: nn.Module) -> None:
 
 
 def refuse_scripts(model: nn.Module) -> None:
-    """Raise ``CaptureError`` where a module of TorchScript has parameters or buffers: its compiled code keeps its own, whatever the module
-    around it gives it. One without runs its ops like any function."""
+    """Raise ``CaptureError`` for TorchScript modules with parameters or buffers: their compiled code keeps its own references. Without
+    any, TorchScript is traced like a function."""
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and (held := [*module.parameters(), *module.buffers()]):
             name = getattr(module, "original_name", type(module).__name__)
             raise CaptureError(
-                f"{path or 'the model'} ({name}) is compiled by TorchScript and has {len(held)} parameters and buffers, which a graph "
-                "cannot read out of its code",
+                f"{path or 'the model'} ({name}) is compiled by TorchScript and has {len(held)} parameters and buffers, which "
+                "torch.export cannot trace",
                 hint="give the Python module itself, before torch.jit.script or torch.jit.trace; --pin compile=layers compiles layers",
             )
 
 
-def refuse_stray(reader: str, tensor: torch.Tensor) -> NoReturn:
-    """Refuse ``tensor``; ``reader`` is the beginning of a sentence, which names the code that reads it."""
+def refuse_unregistered(reader: str, tensor: torch.Tensor) -> NoReturn:
+    """Raise ``CaptureError`` for ``tensor``; ``reader`` names the code that reads it and begins the message."""
     raise CaptureError(
         f"{reader} {list(tensor.shape)} that requires a gradient and is no parameter of the model: it would never be trained",
         hint="make it a parameter of the model, or call requires_grad_(False) on it where it is not to be trained",
@@ -101,12 +99,11 @@ def refuse_stray(reader: str, tensor: torch.Tensor) -> NoReturn:
 
 
 def refuse_nodes(gm: fx.GraphModule) -> None:
-    """Raise an error where a node decides its casts while running (autocast), or where an embedding changes its own weight or has a
-    gradient other than the sum over its rows."""
+    """Raise ``CaptureError`` for autocast regions, and for embeddings that renormalise their weight or scale or sparsify its gradient."""
     for graph_module in gm.modules():
         for node in graph_module.graph.nodes if isinstance(graph_module, fx.GraphModule) else ():
             if getattr(node.target, "__name__", "") == "wrap_with_autocast" and node.args[2] is not False:
-                raise KeptWholeError(
+                raise NotTraceableError(
                     "the model switches torch.autocast on inside forward; its casts are decided while running",
                     hint="remove the autocast block and ask for the precision instead: precision='bfloat16'",
                     paths=tuple(path for path, _, _ in stack(node)),
@@ -136,14 +133,14 @@ def _refuse_table(node: fx.Node) -> None:
 
 def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Replaces ``autograd.Function.apply`` during export, which would keep a function's forward and lose its backward."""
-    if function is CheckpointFunction:  # its backward is the function's own; autopar recomputes where it pays
+    if function is CheckpointFunction:  # its gradient is that of its forward; the plan decides on recomputation
         run, _, *inputs = args
         return run(*inputs)
     if function.__module__.partition(".")[0] == "torch":
         return apply_of_torch(function, *args, **kwargs)
-    if (found := applied(function, *args, **kwargs)) is not None:
-        return found
-    raise KeptWholeError(
+    if (result := applied(function, *args, **kwargs)) is not None:
+        return result
+    raise NotTraceableError(
         f"{caller()} calls the autograd.Function {function.__name__}: torch.export keeps its forward and loses its backward",
         hint=OP_HINT,
         function=function,
@@ -152,14 +149,14 @@ def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 def refuse_backward(what: str) -> NoReturn:
     """Replaces the functions that compute gradients during export."""
-    raise KeptWholeError(
-        f"{caller()} computes derivatives or transforms a function inside of forward ({what}), which a graph does not follow",
+    raise NotTraceableError(
+        f"{caller()} computes derivatives or transforms a function inside of forward ({what}), which cannot be traced",
         hint=OPAQUE_HINT,
     )
 
 
 def caller() -> str:
-    """The file, line and text of the innermost frame in the user's code."""
+    """Return the file, line and text of the innermost frame of the user's code."""
     ours = (*OURS, "<")
     frames = [f for f in traceback.extract_stack()[:-1] if not f.filename.endswith("contextlib.py")]
     frame = next((f for f in reversed(frames) if not f.filename.startswith(ours)), frames[-1])

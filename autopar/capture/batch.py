@@ -1,9 +1,8 @@
-"""How a user's batch maps to named tensors.
+"""Maps a user's batch to named tensors.
 
-A batch is one tensor, a tuple (positional arguments), or a dict (keyword arguments); with a ``loss_fn`` it is the pair ``(inputs,
-targets)``, where ``inputs`` is one of those three. Tensors may be nested deeper (a dict of tuples); values that are not tensors
-(``None``, a flag) are part of the structure and must stay the same. A number (a tensor without dims) and a row that all examples share
-become one equal row for each example.
+A batch is a tensor, a tuple (positional arguments), or a dict (keyword arguments); with a ``loss_fn`` it is the pair ``(inputs,
+targets)``, where ``inputs`` is one of those three. Tensors may be nested deeper (a dict of tuples); values that aren't tensors (``None``,
+a flag) are part of the structure and must stay the same. A 0-d tensor, or a single row for all examples, is expanded over the batch.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from autopar.errors import BatchError
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """The position of one tensor in a batch: its name in ``Graph.inputs``, global shape and dtype. ``shared`` is the shape in the user's
-    batch of a tensor that all examples share, which has no dims or one row."""
+    """A tensor in a batch: its name in ``Graph.inputs``, global shape and dtype. ``shared`` is the user's shape of a tensor that is
+    expanded over the batch: no dims or one row."""
 
     name: str
     shape: tuple[int, ...]
@@ -43,14 +42,14 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Static:
-    """The position of a value that is not a tensor."""
+    """A value that isn't a tensor."""
 
     value: Any
 
 
 @dataclass(frozen=True, slots=True)
 class BatchStructure:
-    """A nest of tuples and dicts with ``Leaf`` and ``Static`` as leaves; ``paired`` is true for ``(inputs, targets)``."""
+    """A tree of tuples and dicts with ``Leaf`` and ``Static`` as leaves; ``paired`` is true for ``(inputs, targets)``."""
 
     tree: Any
     paired: bool = False
@@ -63,10 +62,10 @@ class BatchStructure:
 def describe_batch(
     model: nn.Module, batch: Any, loss_fn: Any = None, dtype: torch.dtype | None = None
 ) -> BatchStructure:
-    """The structure of an example batch; floating tensors take ``dtype`` if it is given.
+    """Return the structure of an example batch; ``dtype`` casts its floating tensors.
 
-    Raises ``BatchError`` when there is no tensor, when the tensors disagree on the batch extent (dim 0), or when
-    ``loss_fn`` is given and the batch is not a pair.
+    Raises ``BatchError`` if there is no tensor, if the tensors disagree on the batch size (dim 0), or if the batch isn't the pair that
+    ``loss_fn`` needs.
     """
     paired = loss_fn is not None and takes_targets(loss_fn)
     if paired:
@@ -98,7 +97,7 @@ def describe_batch(
 
 
 def _with_rows(tree: Any) -> Any:
-    """The nest with as many rows for the tensors that all examples share as the other tensors have."""
+    """Expand tensors without dims or with one row to the rows of the other tensors."""
     rows = max((leaf.shape[0] for leaf in _leaves(tree) if leaf.shape), default=0)
 
     def shared(value: Any) -> Any:
@@ -114,16 +113,16 @@ def _with_rows(tree: Any) -> Any:
 
 
 def check_tensors(where: str, value: Any) -> None:
-    """Raise ``BatchError`` if ``value`` is an array of numpy."""
+    """Raise ``BatchError`` if ``value`` is a numpy array."""
     if isinstance(value, np.ndarray):
         raise BatchError(
-            f"{where} is an array of numpy, {value.dtype}{list(value.shape)}, not a tensor",
-            hint="torch.from_numpy(array) makes a tensor of it, without a copy",
+            f"{where} is a numpy array, {value.dtype}{list(value.shape)}, not a tensor",
+            hint="torch.from_numpy(array) makes it a tensor, without a copy",
         )
 
 
 def takes_targets(loss_fn: Callable[..., Any]) -> bool:
-    """Whether ``loss_fn`` is called with ``(output, targets)``; if it requires a single argument, it is called with the output alone."""
+    """Whether ``loss_fn`` takes ``(output, targets)``; with a single required argument it takes the output alone."""
     try:
         parameters = inspect.signature(loss_fn).parameters.values()
     except (TypeError, ValueError):  # a builtin without a signature
@@ -134,10 +133,9 @@ def takes_targets(loss_fn: Callable[..., Any]) -> bool:
 
 
 def flatten_batch(structure: BatchStructure, batch: Any) -> dict[str, torch.Tensor]:
-    """The batch's tensors by name, in the order of ``Graph.inputs``.
+    """Return the batch's tensors by name, in the order of ``Graph.inputs``, with floating tensors cast to the captured dtype.
 
-    Floating tensors are cast to the dtype of the capture. Raises ``BatchError`` if the batch has another structure than the
-    captured one, or a tensor has another shape or dtype.
+    Raises ``BatchError`` if the structure, or a tensor's shape or dtype, differs from the captured batch.
     """
     tensors: dict[str, torch.Tensor] = {}
     _flatten(structure.tree, batch, "the batch", tensors)
@@ -145,8 +143,8 @@ def flatten_batch(structure: BatchStructure, batch: Any) -> dict[str, torch.Tens
 
 
 def rebuild_batch(structure: BatchStructure, tensors: Sequence[torch.Tensor], *, by_rows: bool = False) -> Any:
-    """The inverse of ``flatten_batch``: the nest, with ``tensors`` (in the order of the leaves) at their positions. With ``by_rows``
-    a tensor whose one row all examples share keeps a row for each example."""
+    """Invert ``flatten_batch``: put ``tensors``, in the order of the leaves, into the structure. With ``by_rows`` a single row that was
+    expanded over the batch stays expanded."""
     return _rebuild(structure.tree, iter(tensors), by_rows)
 
 
@@ -218,21 +216,21 @@ def _checked(leaf: Leaf, tensor: Any, where: str) -> torch.Tensor:
     return tensor if leaf.shared is None else tensor.expand(leaf.shape)
 
 
-# Names that a stage's forward and the schedule's step use for other things; a user's tensor may have any name.
+# names that a stage's forward and the schedule's step use otherwise
 _RESERVED = frozenset(
     ("self", "key", "hidden", "loss", "layer", "target", "losses", "return_outputs", "batch", "constants")
 ).union(("torch", "nn", "F", "spmd", "kernels", "opaque"), keyword.kwlist)
 
 
 class _Names:
-    """Gives every tensor of a nest a unique name."""
+    """Gives every tensor of a batch a unique name."""
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self.dtype = dtype
         self.taken: set[str] = set(_RESERVED)
 
     def arguments(self, model: nn.Module, batch: Any) -> Any:
-        """The model's arguments: named after ``forward``'s parameters."""
+        """Name the model's arguments after ``forward``'s parameters."""
         if _is_mapping(batch):
             _check_keywords(model, [str(key) for key in batch])
             return {str(key): self.walk(str(key), value) for key, value in batch.items()}

@@ -1,7 +1,7 @@
-"""Which repeated block of the model a node belongs to, read from the module stack that export leaves on every node.
+"""Assigns nodes to the model's repeated blocks, by the module stack that export records on every node.
 
-A block is a member of a module list or ``Sequential``: the outermost one around the node. A block that is only a chain of smaller blocks
-(a stage of a ResNet, a level of a U-Net) is replaced by those smaller blocks.
+A block is the outermost member of a module list or ``Sequential`` around the node. A block that is only a chain of smaller blocks (a
+stage of a ResNet, a level of a U-Net) is replaced by those smaller blocks.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from torch import fx
 from autopar.ops.meta import meta
 
 Block = tuple[str, str]
-"""The path of a module in the user's model, and the number of its call; two empty strings outside of all blocks."""
+"""A module's path in the user's model and the number of its call; two empty strings outside of blocks."""
 
 
 def stack(node: fx.Node) -> list[tuple[str, str, str]]:
-    """(path in the user's model, call, class name) of the modules around the node, outermost first, without the model."""
-    found = []
+    """Return (path in the user's model, call, class name) of the modules around the node, outermost first, without the model."""
+    modules = []
     for key, (path, cls) in (meta(node).get("nn_module_stack") or {}).items():
         if path.startswith("module."):
             name = cls if isinstance(cls, str) else cls.__qualname__
             call = key.rsplit("@", 1)[1] if "@" in key else ""
-            found.append((path.removeprefix("module.").split("@")[0], call, name.rsplit(".", 1)[-1]))
-    return found
+            modules.append((path.removeprefix("module.").split("@")[0], call, name.rsplit(".", 1)[-1]))
+    return modules
 
 
 def parent(path: str) -> str:
-    """The path of the module that holds the module at ``path``; ``""`` is the model."""
+    """Return the path of the parent module; ``""`` is the model."""
     return path.rpartition(".")[0]
 
 
 def is_leaf(path: str, classes: dict[str, str]) -> bool:
-    """Whether the module contains no other module. ``classes`` maps module paths to class names."""
+    """Whether the module has no submodules. ``classes`` maps module paths to class names."""
     return not any(other.startswith(path + ".") for other in classes)
 
 
 def blocks(main: list[fx.Node], classes: dict[str, str]) -> list[Block]:
-    """The block of each node in ``main``, whose nodes are in execution order."""
+    """Return the block of each node of ``main``, in execution order."""
     found = [_outermost(node, classes) for node in main]
     members: dict[Block, list[int]] = {}
     for index, block in enumerate(found):
@@ -57,7 +57,7 @@ def blocks(main: list[fx.Node], classes: dict[str, str]) -> list[Block]:
 
 
 def _outermost(node: fx.Node, classes: dict[str, str], below: str = "") -> Block:
-    """The outermost member of a module list or ``Sequential`` around the node, and the number of its call; inside ``below``, if given."""
+    """Return the outermost block around the node, among those inside the block ``below`` if there is one."""
     calls_above = ""
     for path, call, _ in stack(node):
         calls_above += f"@{call}" if call else ""
@@ -71,10 +71,10 @@ def _outermost(node: fx.Node, classes: dict[str, str], below: str = "") -> Block
 
 
 def _is_chain(nodes: list[fx.Node], inner: list[Block], classes: dict[str, str]) -> bool:
-    """Whether the nodes are a chain of the blocks ``inner``, two or more of one class among them.
+    """Whether the nodes are a chain of the blocks ``inner``, of which at least two have the same class.
 
-    Each block reads only the results of the block before it, or of the code after that block; and that code reads nothing older, unlike a
-    residual around the blocks. The blocks themselves may read older values: a time embedding goes to all of them.
+    Each block reads the results of the block before it, or of code after that block; that code doesn't read older values, as a residual
+    around the blocks would. The blocks themselves may read older values, such as a time embedding.
     """
     chain = [block for block in dict.fromkeys(inner) if block[0]]
     kinds = Counter(classes.get(path) for path, _ in chain if not is_leaf(path, classes))

@@ -1,7 +1,7 @@
-"""The boundary of capture: whatever other code raises inside of it leaves as a ``CaptureError`` that names the user's line.
+"""Converts exceptions of user and library code during capture to ``CaptureError`` with the user's source line.
 
 ``torch.export`` runs the model's code, which may call any library; deep copies and comparisons of the model's attributes run methods of
-the user's classes; and passes run torch's ops. Exceptions of autopar, and a lack of memory, pass unchanged.
+the user's classes; and graph passes run torch's ops. autopar's exceptions and ``MemoryError`` are not converted.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ HINT = f"the model must run on this batch by itself first; if it does, {OPAQUE_H
 
 
 @contextmanager
-def foreign_errors_explained(model: nn.Module) -> Iterator[None]:
-    """Inside this context, an exception of another library becomes a ``CaptureError``."""
+def errors_as_capture_errors(model: nn.Module) -> Iterator[None]:
+    """Convert exceptions other than autopar's to ``CaptureError``."""
     try:
         yield
     except (AutoparError, MemoryError):
@@ -40,7 +40,7 @@ def foreign_errors_explained(model: nn.Module) -> Iterator[None]:
 
 
 def user_line(error: Exception) -> str:
-    """The innermost line of the error that is neither torch's, nor autopar's, nor the standard library's; empty if there is none."""
+    """Return the innermost line of the traceback outside of torch, autopar and the standard library, or an empty string."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
     if not frames:
         return ""
@@ -53,11 +53,11 @@ def _is_users(file: str) -> bool:
 
 
 def _node(trace: TracebackType | None) -> str:
-    """The line of the user's code for the node that a pass worked on; empty if no frame has one."""
-    found = ""
+    """Return the user's source line of the node that a graph pass was processing, or an empty string."""
+    line_of_node = ""
     while trace is not None:
         node = trace.tb_frame.f_locals.get("node")
         if isinstance(node, fx.Node) and (line := source_line(node).strip()):
-            found = " ".join(line.split())
+            line_of_node = " ".join(line.split())
         trace = trace.tb_next
-    return found
+    return line_of_node

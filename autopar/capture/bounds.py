@@ -1,11 +1,10 @@
-"""The values of a constant expression on one block of its elements: proved bounds, or the elements themselves.
+"""Evaluates a constant expression on one block of its elements: proved bounds, or the elements.
 
-A mask of a long sequence has more elements than fit into memory, and two numbers decide nearly all of its blocks: where the largest
-position of the keys is at most the smallest of the queries, ``key <= query`` is true throughout. ``Blocks.bounds`` computes such bounds
-by interval arithmetic (Moore, Interval Analysis, 1966). It applies the node's own op, in the node's own dtype, to the ends of the
-operands' intervals, so the rounding is the op's. An op that is not known to take its extremes at the ends of intervals has no bounds,
-unless its operands are single numbers (``exp`` and similar functions are among these ops: their last digit is not monotone).
-``Blocks.elements`` computes a block's elements.
+A long sequence's mask has more elements than fit into memory, but two numbers decide nearly all of its blocks: where the largest key
+position is at most the smallest query position, ``key <= query`` is true throughout. ``Blocks.bounds`` computes such bounds by interval
+arithmetic (Moore, Interval Analysis, 1966): it applies the node's op, in the node's dtype, to the ends of the operands' intervals, so the
+rounding is the op's. Ops that aren't known to have their extremes at interval ends have no bounds unless their operands are single
+numbers (this includes ``exp``, whose last digit isn't monotone). ``Blocks.elements`` computes a block's elements.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from autopar.ops.facts import OpKind, facts, op_name
 from autopar.ops.operands import args_of, argument, shape_of, val
 
 SMALL = 2**16
-"""A node with at most this number of elements is evaluated whole."""
+"""Nodes of up to this many elements are evaluated at once."""
 
 Block = tuple[tuple[int, int], ...]
-"""Along each dim, the index of the first element and the index after the last one."""
+"""(start, stop) along each dim."""
 
 # Monotone in each operand (with the others fixed), or linear in each: the extremes over a box are at its corners.
 _AT_CORNERS = frozenset(
@@ -40,11 +39,9 @@ _TURNED = frozenset(("aten.transpose", "aten.t", "aten.permute"))
 
 
 class Blocks:
-    """Bounds and elements of blocks of constant nodes.
+    """Bounds and elements of blocks of constant nodes. Results are cached until ``next``.
 
-    Raises ``TooLargeError`` where a node cannot be evaluated block by block and is too large to be evaluated whole.
-
-    Results for one block are cached until ``next``.
+    Raises ``TooLargeError`` for a node that can't be evaluated by blocks and is too large to be evaluated at once.
     """
 
     def __init__(self, evaluator: Evaluator) -> None:
@@ -54,19 +51,19 @@ class Blocks:
         self._elements: dict[tuple[fx.Node, Block], Tensor] = {}
 
     def next(self) -> None:
-        """Forget the cached results: the next calls are about another block."""
+        """Clear the cache before the next block."""
         self._bounds.clear()
         self._elements.clear()
 
     def bounds(self, node: fx.Node, block: Block) -> tuple[Tensor, Tensor] | None:
-        """The least and the largest element of the block, or numbers below and above them, 0-d; ``None`` if no bound is known."""
+        """Return a lower and an upper bound of the block's elements, 0-d; ``None`` if they are unknown."""
         key = (node, block)
         if key not in self._bounds:
             self._bounds[key] = self._bounded(node, block)
         return self._bounds[key]
 
     def elements(self, node: fx.Node, block: Block) -> Tensor:
-        """The block's elements; a dim along which all of them are equal may have extent 1."""
+        """Return the block's elements; a dim along which they are equal may have size 1."""
         key = (node, block)
         if key not in self._elements:
             self._elements[key] = self._worked_out(node, block)
@@ -172,7 +169,7 @@ class Blocks:
         return _call(node, found)
 
     def _is_whole(self, node: fx.Node) -> bool:
-        """Whether the node is evaluated whole: it is small, stored, or its op cannot compute one block by itself."""
+        """Whether the node is evaluated at once: it is small, stored, or its op can't compute a single block."""
         if node not in self._whole and (
             node.op != "call_function" or val(node).numel() <= SMALL or not _in_blocks(node)
         ):
@@ -188,14 +185,14 @@ def _in_blocks(node: fx.Node) -> bool:
 
 
 def _behind(operand: fx.Node, block: Block) -> Block:
-    """The block of a broadcast operand that an elementwise op reads for ``block`` of its result."""
+    """Return the block of a broadcast operand that an elementwise op reads for ``block`` of its result."""
     sizes = shape_of(operand)
     own = block[len(block) - len(sizes) :]
     return tuple((0, 1) if size == 1 else ends for size, ends in zip(sizes, own, strict=True))
 
 
 def _moved(node: fx.Node, block: Block) -> tuple[fx.Node, Block] | None:
-    """For ops that move elements without changing them: the operand, and its block that appears as ``block`` of the result."""
+    """For ops that only move elements, return the operand and its block that becomes ``block`` of the result."""
     name = op_name(node)
     source = args_of(node)[0] if node.args and isinstance(args_of(node)[0], fx.Node) else None
     if source is None:
@@ -229,7 +226,7 @@ def _moved(node: fx.Node, block: Block) -> tuple[fx.Node, Block] | None:
 
 
 def _order(node: fx.Node) -> list[int]:
-    """For each dim of a permutation's result, the operand's dim."""
+    """Return the operand's dim for each dim of a permutation's result."""
     rank = len(shape_of(node))
     order = list(range(rank))
     if op_name(node) == "aten.permute":
@@ -240,7 +237,7 @@ def _order(node: fx.Node) -> list[int]:
 
 
 def _turned(node: fx.Node, elements: Tensor) -> Tensor:
-    """A block's elements, computed from the operand's."""
+    """Apply an op that moves elements to a block's elements."""
     name = op_name(node)
     if name in _TURNED:
         return elements.permute(_order(node))
@@ -261,7 +258,7 @@ def _without_ones(sizes: tuple[int, ...]) -> list[int]:
 
 
 def _at_corners(node: fx.Node, known: dict[fx.Node, tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor] | None:
-    """The extremes of the node's op over all combinations of its operands' ends. 0-d operands stay 0-d: they promote differently."""
+    """Return the op's extremes over all combinations of its operands' interval ends. 0-d operands stay 0-d for type promotion."""
     corners = list(itertools.product((0, 1), repeat=len(known)))
     values = {}
     for position, (operand, ends) in enumerate(known.items()):
@@ -290,7 +287,7 @@ def _call(node: fx.Node, values: dict[fx.Node, Tensor]) -> Tensor:
 
 
 def _extremes(values: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The least and the largest element; ``None`` if an element is NaN."""
+    """Return the least and the largest element; ``None`` if there is a NaN."""
     if values.numel() == 0 or values.is_complex() or (values.is_floating_point() and bool(values.isnan().any())):
         return None
     return values.amin(), values.amax()

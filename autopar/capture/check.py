@@ -1,10 +1,9 @@
-"""Compare the captured graph with the model: both run on the same rows, before anything is planned.
+"""Compares the captured graph with the model before planning, by running both on the same rows.
 
-The model runs exactly as given (``eager``), the graph in the interpreter of ``reference``, both in float64. The loss, every gradient and
-every written buffer must agree over two steps in a row, first with rows of the user's batch, then with another number of rows and with
-each tensor's values in another order. This reveals values that were baked into the graph: a counter, a number drawn by Python, an extent.
-Both graphs in these runs are captured for their own few rows, and ``same_structure`` compares them node by node with the graph that is
-planned: extents along the batch may differ between them, and nothing else.
+The model runs eagerly (``eager``), the graph in the interpreter of ``reference``, both in float64. The loss, every gradient and every
+written buffer must agree over two steps, first with rows of the user's batch, then with another number of rows and with each tensor's
+values reordered. This reveals values that were baked into the graph: a counter, a Python random number, a size. The graphs of these runs
+are captured for few rows, and ``same_structure`` compares them node by node with the graph that is planned: only batch sizes may differ.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from torch import Tensor, fx, nn
 
 from autopar.capture import reference
 from autopar.capture.batch import BatchStructure, flatten_batch, rebuild_batch
-from autopar.capture.eager import AsGiven, EagerStep, WithoutDraws, gradients, update
-from autopar.capture.float64 import WholeFloat64
+from autopar.capture.eager import DeterministicDraws, EagerModel, EagerStep, gradients, update
+from autopar.capture.external_state import ExternalState
+from autopar.capture.float64 import Float64Everywhere
 from autopar.capture.pipeline import capture
-from autopar.capture.storage import apart
-from autopar.capture.surroundings import Surroundings
+from autopar.capture.storage import unshared
 from autopar.errors import AutoparError, CaptureError
 from autopar.graph import Graph, Guard
 from autopar.measure import EXACT, Error, compare
@@ -38,22 +37,21 @@ from autopar.precision import name_of
 from autopar.torch_private import results_of_ops
 
 ROWS = 2
-"""Rows of the first comparison; the second has one more. Few, and more than one, because batch norm needs two."""
+"""Rows of the first comparison (batch norm needs two); the second has one more."""
 DRAWN_BYTES = 2**26
-"""A model on meta is compared, with drawn values, if its parameters take at most this number of bytes in float64."""
+"""A model on meta with up to this many bytes of parameters in float64 is compared with random values."""
 LIMIT_BYTES = 2**34
-"""A larger model (bytes in float64, with its gradients) is not compared."""
+"""A larger model (bytes in float64, with its gradients) isn't compared."""
 FLOOR = 1e-3
-"""Gradients smaller than this fraction of the largest gradient are compared as if they had that size. In front of batch norm, a bias has
-a gradient that is zero except for rounding, and two nearly equal rows amplify that rounding error."""
+"""Gradients below this fraction of the largest are compared relative to it: a bias before batch norm has a gradient of rounding errors,
+which two nearly equal rows amplify."""
 MOST_OPERATIONS = 10**14
-"""A comparison that takes more operations (additions and multiplications of products, forward and backward) is skipped: it would take an
-hour."""
+"""A comparison with more FLOPs (products, forward and backward) is skipped: it would take an hour."""
 MOST_ROWS = 64
-"""A batch of at most this number of rows is compared whole if the model does not accept fewer rows."""
+"""If the model doesn't run on fewer rows, the full batch is compared up to this many rows."""
 HINT = (
-    "capture must not change what a model computes: please report this model; until it is fixed, autopar.opaque(module) keeps the module "
-    "at fault whole, and --no-capture-check (capture_check=False) plans in spite of it"
+    "capture must not change what a model computes: please report this model; until it is fixed, autopar.opaque(module) excludes the "
+    "failing module from tracing, and --no-capture-check (capture_check=False) plans anyway"
 )
 CANNOT_RUN = (
     "give a batch on which the model runs on the CPU and has a finite loss; --no-capture-check (capture_check=False) plans without the "
@@ -65,10 +63,9 @@ NOT_COMPARED = "the captured graph was not compared with the model"
 def check_capture(
     graph: Graph, model: nn.Module, batch: Any, loss_fn: Callable[..., Any] | None, *, local_batch_norm: bool = False
 ) -> str:
-    """Compare ``graph``, captured from ``model``, with the model; return a sentence for the plan that says what was compared and what it
-    cost.
+    """Compare ``graph``, captured from ``model``, with the model; return a note for the plan on what was compared and how long it took.
 
-    Raises ``CaptureError`` with the first node that differs if they do not agree.
+    Raises ``CaptureError`` with the first node that differs.
     """
     start_s = time.perf_counter()
     structure = graph.structure
@@ -84,12 +81,12 @@ def check_capture(
     first = comparison.check([tensor[:rows] for tensor in tensors], steps=2)
     affordable = total <= MOST_ROWS and _operations(graph, total) <= MOST_OPERATIONS
     if rows < total and affordable and (first is None or comparison.difference):
-        # the few rows do not run, or do not represent the planned graph
+        # the model doesn't run on few rows, or their graph differs from the planned one
         rows, first = total, comparison.check(tensors, steps=2) or first
     if first is None:
         why = f"on {rows} rows of the batch {comparison.why}"
         if drawn:
-            return _without_comparison(graph, f"{why}, with drawn values")
+            return _without_comparison(graph, f"{why}, with random values")
         if rows < total and not affordable:
             return _without_comparison(graph, f"{why}, and {total} rows take too long")
         raise CaptureError(f"the captured graph cannot be compared with the model: {why}", CANNOT_RUN)
@@ -103,21 +100,20 @@ def check_capture(
 
 
 def _without_comparison(graph: Graph, why: str) -> str:
-    """The note for a plan whose graph is not compared, because there are no values or they are too many.
+    """Return the note for a plan whose graph isn't compared.
 
-    Raises:
-        CaptureError: only a comparison tells whether the graph is right.
+    Raises ``CaptureError`` if the graph rests on an assumption that only a comparison can confirm.
     """
     for sentence, hint in graph.assumed:
         raise CaptureError(
-            f"{sentence}, and whether the graph is right in spite of that cannot be compared: {why}",
-            f"{hint}; --no-capture-check (capture_check=False) plans as if it were",
+            f"{sentence}, and the graph cannot be compared with the model: {why}",
+            f"{hint}; --no-capture-check (capture_check=False) plans anyway",
         )
     return f"{NOT_COMPARED}: {why}"
 
 
 def _not_compared(graph: Graph, model: nn.Module, tensors: Sequence[Tensor]) -> str:
-    """The reason why the model cannot be run; empty if it can."""
+    """Return the reason why the model can't be run, or an empty string."""
     if graph.valueless or any(buffer.is_meta for buffer in model.buffers()):
         return "buffers of the model are on meta"
     needed = 2 * 8 * sum(parameter.numel() for parameter in model.parameters())
@@ -131,27 +127,26 @@ def _not_compared(graph: Graph, model: nn.Module, tensors: Sequence[Tensor]) -> 
 
 
 def _operations(graph: Graph, rows: int) -> float:
-    """Additions and multiplications in the products of two steps of ``rows`` rows and one step of ``rows + 1`` rows, by eager PyTorch and
-    by the graph; backward takes twice the operations of forward."""
+    """Return the FLOPs of two steps of ``rows`` rows and one of ``rows + 1``, by eager PyTorch and by the graph; backward has twice the
+    FLOPs of forward."""
     by_class = {key: sum(map(model_flops, cls.graph.graph.nodes)) for key, cls in graph.classes.items()}
     return 3 * 2 * (3 * rows + 1) * sum(by_class[layer.cls] for layer in graph.layers) / graph.inputs[0].shape[0]
 
 
 def _with_values(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors on meta with drawn values: normal numbers, and zeros and ones for integers, which are valid tokens and labels in any
-    vocabulary."""
+    """Give tensors on meta random values: normal floats, and integers 0 and 1, which are valid tokens and labels in any vocabulary."""
     generator = torch.Generator().manual_seed(0)
-    found = []
+    valued = []
     for tensor in tensors:
         if tensor.is_meta:
             drawn = torch.randn(tensor.shape, generator=generator)
             tensor = drawn.to(tensor.dtype) if tensor.is_floating_point() else (drawn > 0).to(tensor.dtype)
-        found.append(tensor.detach().cpu())
-    return found
+        valued.append(tensor.detach().cpu())
+    return valued
 
 
 def _reordered(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Other values of the same kind: each tensor's values, rotated by one position along every dim behind the batch."""
+    """Roll each tensor by one position along every dim but the batch."""
     return [
         tensor.roll([1] * (tensor.dim() - 1), list(range(1, tensor.dim()))) if tensor.dim() > 1 else tensor.flip(0)
         for tensor in tensors
@@ -161,16 +156,16 @@ def _reordered(tensors: Sequence[Tensor]) -> list[Tensor]:
 class _Comparison:
     """Compares rows of a batch.
 
-    ``numbers`` names the precision of the comparison: float64, or the model's own where it does not run in float64. ``why`` says why the
-    last rows were not compared, ``difference`` where the graph of the last rows differs from the planned one; ``chances`` are the dropout
-    probabilities that the model used.
+    ``numbers`` is the precision of the comparison: float64, or the model's if it doesn't run in float64. ``why`` is the reason why the
+    last rows weren't compared, ``difference`` where their graph differs from the planned one; ``chances`` are the dropout probabilities
+    that the model used.
     """
 
     def __init__(
         self, graph: Graph, model: nn.Module, loss_fn: Callable[..., Any] | None, structure: BatchStructure, local: bool
     ) -> None:
         self.graph, self.model, self.loss_fn, self.structure, self.local = graph, model, loss_fn, structure, local
-        self.surroundings = Surroundings(model, loss_fn)
+        self.surroundings = ExternalState(model, loss_fn)
         self.numbers, self.why, self.difference = "float64", "", ""
         self.chances: set[float] = set()
 
@@ -179,7 +174,7 @@ class _Comparison:
         return torch.float64 if self.numbers == "float64" else None
 
     def check(self, tensors: list[Tensor], steps: int) -> str | None:
-        """Compare on these rows; return a description of the comparison, or ``None`` if the model itself does not accept such a batch."""
+        """Compare on these rows; return a description of the comparison, or ``None`` if the model doesn't run on them."""
         if (eager := self._eager(tensors, steps)) is None and self.numbers == "float64":
             why, self.numbers = self.why, name_of(self.graph.dtype)
             if (eager := self._eager(tensors, steps)) is None:
@@ -199,10 +194,10 @@ class _Comparison:
         if other := _other_branch(self.graph.guards, small.guards):
             self.why = f"they do something else at {other}"
             return None
-        given = self.as_given()  # outside of the modes: drawing initial values is no part of the step
-        with self.surroundings.restored(), self.modes():  # modules that are kept whole run their own code
-            found = list(graph_steps(small, given, tensors, eager))
-        for number, (mine, theirs) in enumerate(zip(found, eager, strict=True)):
+        given = self.eager_model()  # outside of the modes, which must not change initial values
+        with self.surroundings.restored(), self.modes():  # opaque modules run their own code
+            steps_of_graph = list(graph_steps(small, given, tensors, eager))
+        for number, (mine, theirs) in enumerate(zip(steps_of_graph, eager, strict=True)):
             off, where = _compared(mine, theirs, set(small.buffers))
             if not off.value <= (EXACT if self.dtype is not None else _noise(self.graph.dtype)):
                 raise self._refused(
@@ -210,7 +205,7 @@ class _Comparison:
                 )
         if drawn := sorted(_chances(self.graph) - self.chances):
             raise CaptureError(
-                f"the captured graph has dropout with probability {drawn[0]}, which the model does not ask for on {count}",
+                f"the captured graph has dropout with probability {drawn[0]}, which the model does not apply on {count}",
                 HINT,
             )
         self.difference = same_structure(self.graph, small)
@@ -225,29 +220,28 @@ class _Comparison:
         if step == 0:
             place = _located(self, small, tensors)
         else:
-            place = ", in the second step: what changes between steps besides buffers is not in a graph"
+            place = ", in the second step: state other than buffers changes between steps and is not captured"
         return CaptureError(f"the captured graph does not compute what the model computes {off}{place}", HINT)
 
-    def as_given(self) -> AsGiven:
-        return AsGiven(self.model, self.loss_fn, self.structure, self.dtype, self.graph.buffers)
+    def eager_model(self) -> EagerModel:
+        return EagerModel(self.model, self.loss_fn, self.structure, self.dtype, self.graph.buffers)
 
     def modes(self, chances: set[float] | None = None) -> AbstractContextManager[Any]:
-        """The modes in which both run: the same random numbers, no dropout (its probabilities are added to ``chances``), and float64
-        throughout."""
+        """Return the context in which both run: deterministic draws, no dropout (probabilities are added to ``chances``), float64."""
         stack = ExitStack()
         if self.dtype is not None:
-            stack.enter_context(WholeFloat64())
-        stack.enter_context(WithoutDraws(chances))
+            stack.enter_context(Float64Everywhere())
+        stack.enter_context(DeterministicDraws(chances))
         return stack
 
     def _cast(self, tensors: list[Tensor]) -> list[Tensor]:
         return [t.to(self.dtype) if self.dtype is not None and t.is_floating_point() else t for t in tensors]
 
     def _eager(self, tensors: list[Tensor], count: int) -> list[EagerStep] | None:
-        """Steps of the model; ``None`` if it does not run, with the reason in ``why``."""
+        """Run steps of the model; if it fails, set ``why`` and return ``None``."""
         try:
-            given = self.as_given()
-        except Exception as error:  # any error that the model's attributes raise
+            given = self.eager_model()
+        except Exception as error:  # of the user's classes
             self.why = f"the model cannot be copied ({_named(error)})"
             return None
         steps, parameters = list[EagerStep](), given.parameters
@@ -259,7 +253,7 @@ class _Comparison:
                         update(parameters, steps[-1].gradients)
                         before = {name: (p._version, p.data_ptr()) for name, p in parameters.items()}
                     steps.append(given.step(self._cast(tensors)))
-        except Exception as error:  # any error that the model's own code raises
+        except Exception as error:  # of the model's code
             self.why = f"the model raises {_named(error)}"
             return None
         for name, p in parameters.items():
@@ -275,14 +269,14 @@ class _Comparison:
 
 
 def graph_steps(
-    graph: Graph, given: AsGiven, tensors: Sequence[Tensor], steps: Sequence[EagerStep]
+    graph: Graph, given: EagerModel, tensors: Sequence[Tensor], steps: Sequence[EagerStep]
 ) -> Iterator[EagerStep]:
-    """The graph's steps with the parameters and buffers of ``given``, as many as eager PyTorch's ``steps``, and with the same updates of
-    parameters between them; each step starts from the buffers of the step before."""
+    """Run as many steps of the graph as eager PyTorch's ``steps``, with the parameters and buffers of ``given`` and the same updates of
+    parameters between them; buffers carry over."""
     batch = dict(zip((value.name for value in graph.inputs), tensors, strict=True))
     initial, buffers = given.buffers, dict[str, Tensor]()
     frozen = {p.original for p in graph.parameters.values() if not p.trainable}
-    own = apart(given.parameters)
+    own = unshared(given.parameters)
     parameters = {n: p.detach() if n in frozen else p for n, p in own.items()}
     for number in range(len(steps)):
         if number:
@@ -292,13 +286,13 @@ def graph_steps(
 
 
 def _named(error: Exception) -> str:
-    """An error in one line."""
+    """Return an error in one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _chances(graph: Graph) -> set[float]:
-    """The probabilities of the dropout in a graph."""
+    """Return the probabilities of the dropout in a graph."""
     found = set()
     for cls in graph.classes.values():
         for node in cls.graph.graph.nodes:
@@ -310,8 +304,7 @@ def _chances(graph: Graph) -> set[float]:
 
 
 def _other_branch(guards: Sequence[Guard], others: Sequence[Guard]) -> str:
-    """The first line of the user's code where a part of the batch takes another branch than the whole batch (numbers may differ); empty
-    if none."""
+    """Return the first line at which fewer rows take another branch than the full batch (numbers may differ), or an empty string."""
     for guard, other in zip(guards, others, strict=False):
         if guard.line != other.line or (guard.value != other.value and isinstance(guard.value, bool)):
             return guard.line
@@ -320,18 +313,18 @@ def _other_branch(guards: Sequence[Guard], others: Sequence[Guard]) -> str:
 
 
 def _compared(mine: EagerStep, theirs: EagerStep, written: set[str]) -> tuple[Error, str]:
-    """The largest error of a step, and its location: the loss, a gradient or a buffer."""
+    """Return the largest error of a step, and whether it is that of the loss, a gradient or a buffer."""
     error = _compare(mine.loss, mine.gradients, theirs.loss, theirs.gradients, floor=FLOOR)
     if not error.exact:
         return error, "the loss" if error.where == "loss" else "a gradient"
-    # a buffer that forward has registered or filled itself is a cache, whose effect the second step shows
+    # a buffer that forward registers or fills is a cache, whose effect shows in the second step
     kept = {name: value for name, value in theirs.buffers.items() if name in mine.buffers}
     moved = {name: value for name, value in kept.items() if value.is_floating_point() or name in written}
     return _compare(0.0, {n: mine.buffers[n] for n in moved}, 0.0, moved), "a buffer"
 
 
 def _compare(loss: float, mine: dict[str, Tensor], loss0: float, theirs: dict[str, Tensor], **how: Any) -> Error:
-    """``compare``, except that a NaN or an infinity at the same position in both is no difference: a buffer may hold a mask of them."""
+    """``compare`` with equal NaNs and infinities, which a mask in a buffer may have, counted as equal."""
     ours, others = dict(mine), dict(theirs)
     for name in mine.keys() & theirs.keys():
         one, other = _real(mine[name]), _real(theirs[name])
@@ -348,7 +341,7 @@ def _real(value: Tensor) -> Tensor:
 
 
 def _noise(dtype: torch.dtype) -> float:
-    """An estimate of the accumulated rounding error in the model's own precision."""
+    """Estimate the accumulated rounding error of a dtype."""
     return 1e4 * torch.finfo(dtype).eps
 
 
@@ -356,8 +349,8 @@ def _noise(dtype: torch.dtype) -> float:
 
 
 def _located(comparison: _Comparison, graph: Graph, tensors: list[Tensor]) -> str:
-    """The first node whose value eager PyTorch never computes, with its line; empty if there is none."""
-    given = comparison.as_given()
+    """Return the first node whose value eager PyTorch never computes, with its line, or an empty string."""
+    given = comparison.eager_model()
     with comparison.surroundings.restored(), comparison.modes():
         seen = _Seen()
         batch = dict(zip((value.name for value in graph.inputs), tensors, strict=True))
@@ -372,8 +365,7 @@ def _located(comparison: _Comparison, graph: Graph, tensors: list[Tensor]) -> st
             reference.run(graph, given.parameters, batch, watch)
     lost: set[tuple[int, fx.Node]] = set()
     for layer, node in reversed(met):
-        # an intermediate value only in the graph (a product whose bias is added later) is no fault if the model has the values computed
-        # from it
+        # a value only in the graph (a product whose bias is added later) is fine if the model has the values computed from it
         ends = any(user.op == "output" or (layer, user) in lost for user in node.users)
         if ends and not met[layer, node] and node.op == "call_function":
             lost.add((layer, node))
@@ -386,8 +378,7 @@ def _located(comparison: _Comparison, graph: Graph, tensors: list[Tensor]) -> st
 
 
 class _Seen:
-    """A digest of every tensor that eager PyTorch computes: its number of elements, and sums that do not depend on the elements'
-    order."""
+    """Digests of all tensors that eager PyTorch computes: number of elements, and order-independent sums."""
 
     def __init__(self) -> None:
         self.digests: dict[int, list[Tensor]] = {}
@@ -411,19 +402,18 @@ def _digest(value: Tensor) -> Tensor:
 
 
 def same_structure(graph: Graph, other: Graph) -> str:
-    """The difference between two captures of a model for different numbers of rows, besides rows and precision; empty if there is
-    none."""
+    """Return a difference between captures of a model for different numbers of rows, besides rows and precision, or an empty string."""
     rows, others = graph.inputs[0].shape[0], other.inputs[0].shape[0]
     if [layer.name for layer in graph.layers] != [layer.name for layer in other.layers]:
         return f"{len(graph.layers)} layers, not {len(other.layers)}"
-    for layer, twin in zip(graph.layers, other.layers, strict=True):
-        mine, theirs = _skeleton(graph.classes[layer.cls].graph), _skeleton(other.classes[twin.cls].graph)
+    for layer, counterpart in zip(graph.layers, other.layers, strict=True):
+        mine, theirs = _skeleton(graph.classes[layer.cls].graph), _skeleton(other.classes[counterpart.cls].graph)
         if len(mine) != len(theirs):
             return f"{layer.name} has {len(mine)} nodes, not {len(theirs)}"
         for (node, args), (_, others_args) in zip(mine, theirs, strict=True):
             if not _alike(args, others_args, rows, others):
                 return f"{node.name} in {layer.name}"
-        for name, own in zip(layer.constants, twin.constants, strict=False):
+        for name, own in zip(layer.constants, counterpart.constants, strict=False):
             one, two = graph.constants.get(name), other.constants.get(own)
             if one is not None and two is not None and one.shape == two.shape and not _same_values(one, two):
                 return f"the constant {name} in {layer.name}"
@@ -431,7 +421,7 @@ def same_structure(graph: Graph, other: Graph) -> str:
 
 
 def _same_values(one: Tensor, other: Tensor) -> bool:
-    """Whether two constants are equal, within the precision of the narrower dtype: an angle's rounding error grows with its position."""
+    """Whether two constants are equal within the precision of the narrower dtype (rotary angles' rounding grows with the position)."""
     exact = [t.dtype for t in (one, other) if t.is_floating_point() or t.is_complex()]
     tolerance = 10 * max(map(_noise, exact), default=0.0)
     mine, theirs = (_real(t).clamp(-_HUGE, _HUGE) for t in (one, other))
@@ -439,9 +429,9 @@ def _same_values(one: Tensor, other: Tensor) -> bool:
 
 
 def _skeleton(gm: fx.GraphModule) -> list[tuple[fx.Node, Any]]:
-    """The calls of a graph with their arguments, nodes by number.
+    """Return the calls of a graph with their arguments, nodes by number.
 
-    Dropout, which the compared graphs lack, counts as its operand; so does a cast between floating dtypes, because the precisions differ.
+    Dropout, which the compared graphs lack, is skipped; so are casts between floating dtypes, because the precisions differ.
     """
     number: dict[fx.Node, int] = {}
     numbers = itertools.count()
@@ -472,14 +462,14 @@ _LIMITS = [
 
 
 class _Numbered(str):
-    """A node by its number; as a string, it is never taken for an extent."""
+    """A node's number, as a string so that it isn't taken for a size."""
 
     def __new__(cls, number: int) -> _Numbered:
         return super().__new__(cls, f"%{number}")
 
 
 def _alike(one: Any, other: Any, rows: int, others: int) -> bool:
-    """Whether two arguments are equal, or are numbers that grow with the number of rows."""
+    """Whether two arguments are equal, or numbers that scale with the rows."""
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, int | float) and isinstance(other, int | float):
@@ -488,7 +478,7 @@ def _alike(one: Any, other: Any, rows: int, others: int) -> bool:
         if isinstance(one, int) and isinstance(other, int):
             return rows != others and (one - other) % (rows - others) == 0 and (one - other) // (rows - others) > 0
         if any(one in limit and other in limit for limit in _LIMITS):
-            return True  # dtypes of two precisions, as masks and norms request them
+            return True  # limits of two dtypes, as masks and norms use them
         return math.isclose(one * rows, other * others, rel_tol=1e-6) or math.isclose(one, other, rel_tol=1e-6)
     if isinstance(one, tuple | list) and isinstance(other, tuple | list):
         return len(one) == len(other) and all(_alike(a, b, rows, others) for a, b in zip(one, other, strict=True))

@@ -1,4 +1,4 @@
-"""A twin of the user's model that allocates nothing: the same modules, with fake tensors in place of parameters and buffers."""
+"""A fake-tensor copy of the user's model: the same modules, without memory for parameters and buffers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.capture.external_state import ExternalState
 from autopar.capture.hooks import move_hooks
 from autopar.capture.storage import computed, tied_first
-from autopar.capture.surroundings import Surroundings
 from autopar.errors import CaptureError
 from autopar.torch_private import fake_tensors
 
@@ -27,36 +27,38 @@ LOSS = "<loss_fn>"
 
 
 @dataclass(frozen=True, slots=True)
-class Twin:
-    """The clones, the real tensors behind their buffers by every name (none for a model on meta), the fake-tensor mode of their tensors,
-    and the surroundings that their code shares with the originals."""
+class FakeModel:
+    """Fake-tensor copies of a model and its loss function.
+
+    ``buffers`` are the real tensors behind their buffers, by every name (none for a model on meta), ``mode`` is their fake-tensor mode,
+    ``surroundings`` the external state that their code shares with the originals.
+    """
 
     module: nn.Module
     loss_fn: Any
     buffers: dict[str, torch.Tensor]
     mode: Any
-    surroundings: Surroundings
+    surroundings: ExternalState
 
 
-def twin(
+def fake_model(
     model: nn.Module,
     dtype: torch.dtype | None,
     loss_fn: Any,
-    surroundings: Surroundings,
+    surroundings: ExternalState,
     *,
     meta: bool = False,
     without: Collection[str] = (),
     cache: bool = False,
-) -> Twin:
-    """Clone ``model``, and ``loss_fn`` where it is a module, without touching or copying their tensors.
+) -> FakeModel:
+    """Copy ``model``, and ``loss_fn`` if it is a module, without touching or copying their tensors.
 
-    Every module stays in the mode (``train`` or ``eval``) that it is in. The twin's tensors claim to be on the CPU, as a new user's model
-    is, so that a forward that mixes in tensors of the default device works on it; those of a ``meta`` twin are on meta, which is several
-    times faster. Tensors that are plain attributes become buffers, so that export sees them. ``dtype`` casts the floating tensors, except
-    that running statistics are never cast to a narrower dtype, because they change by a small fraction of themselves. The parameters in
-    ``without`` are left out: they are ``None`` in the twin. transformers' key/value cache is switched off unless ``cache`` is set, and its
-    mixtures of experts use their grouped implementation: the others have shapes that depend on data, or copy the experts' matrices for
-    every token.
+    Modules keep their mode (``train`` or ``eval``). The fake tensors claim to be on the CPU, so that a forward can mix them with tensors
+    of the default device; with ``meta`` they are on meta, which is several times faster. Tensors in plain attributes become buffers, so
+    that export sees them. ``dtype`` casts floating tensors, but never running statistics to a narrower dtype, because they change by a
+    small fraction of themselves. The parameters in ``without`` become ``None``. transformers' key/value cache is switched off unless
+    ``cache`` is set, and its mixtures of experts use their grouped implementation: the others have data-dependent shapes, or copy the
+    experts' matrices for every token.
     """
     mode = contextlib.nullcontext() if meta else fake_tensors()
     device = "meta" if meta else "cpu"
@@ -76,7 +78,7 @@ def twin(
     for name, parameter in model.named_parameters():
         made = None if name in without else nn.Parameter(fake(parameter), requires_grad=parameter.requires_grad)
         memo[id(parameter)] = memo.get(id(first[id(parameter)]), made)
-    # forward replaces these tensors before it reads them; otherwise it reads a tensor that nothing trains, and is refused
+    # forward replaces these before reading them; otherwise it reads a tensor that nothing trains, and is refused
     memo |= {id(tensor): fake(tensor).requires_grad_() for tensor in computed(model).values()}
     whole = nn.ModuleDict({"model": model})
     if isinstance(loss_fn, nn.Module):
@@ -106,11 +108,11 @@ def twin(
     module = copied["model"]
     _configure(module, cache)
     loss_fn = copied[_LOSS_KEY] if isinstance(loss_fn, nn.Module) else loss_fn
-    return Twin(module, loss_fn, values, mode, surroundings)
+    return FakeModel(module, loss_fn, values, mode, surroundings)
 
 
 def _configure(module: nn.Module, cache: bool) -> None:
-    """Choose what can be captured where a model of transformers has the choice, and replace hooks on gradients."""
+    """Switch a transformers model to implementations that can be captured, and replace gradient hooks."""
     for config in () if cache else configs_with_cache(module):
         config.use_cache = False
     choose_experts(module, _EXPERTS)
@@ -118,13 +120,13 @@ def _configure(module: nn.Module, cache: bool) -> None:
 
 
 def configs_with_cache(module: nn.Module) -> list[Any]:
-    """The configurations in a model of transformers that switch its key/value cache on."""
+    """Return the configurations of a transformers model that enable its key/value cache."""
     configs: list[Any] = [getattr(child, "config", None) for child in module.modules()]
     return [config for config in configs if getattr(config, "use_cache", False)]
 
 
 def choose_experts(module: nn.Module, implementation: str) -> None:
-    """Choose the implementation of the mixtures of experts of transformers: ``"eager"`` is the only one that runs in float64."""
+    """Choose transformers' implementation of mixtures of experts; only ``"eager"`` runs in float64."""
     for child in module.modules():
         config: Any = getattr(child, "config", None)
         if getattr(config, "_experts_implementation", None) is not None:
@@ -132,9 +134,9 @@ def choose_experts(module: nn.Module, implementation: str) -> None:
 
 
 def stored_tensors(whole: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """The buffers, and the tensors that are plain attributes: the path of their module, and their name.
+    """Yield module path, name and tensor of the buffers and of tensors in plain attributes.
 
-    If several paths lead to a module, its tensors appear once per path: code may look up a buffer by any of its names.
+    A module with several paths appears once for each: code may look up a buffer by any of its names.
     """
     for path, module in whole.named_modules(remove_duplicate=False):
         yield from ((path, name, tensor) for name, tensor in module.named_buffers(recurse=False))
@@ -144,6 +146,6 @@ def stored_tensors(whole: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
 
 
 def _name(path: str) -> str:
-    """The name, in the captured graph, of the module at ``path`` in model or loss function."""
+    """Return the captured name of a tensor at ``path`` in the model or the loss function."""
     root, _, rest = path.partition(".")
     return f"{LOSS}.{rest}" if root == _LOSS_KEY else rest

@@ -1,7 +1,7 @@
-"""Fold the nodes that depend on neither inputs nor parameters: position ids, rotary tables, masks.
+"""Folds nodes that depend on neither inputs nor parameters: position ids, rotary tables, masks.
 
-Constants are evaluated on the CPU at their real size (``evaluate``). A constant whose rows along dim 0 are all equal is stored with one
-row and expanded back, so that the batch can still be sharded. Attention masks are recognised first (``masks``).
+Constants are evaluated on the CPU at full size (``evaluate``). A constant with equal rows along dim 0 is stored as one row and expanded
+again, so that the batch can still be sharded. Attention masks are recognised first (``masks``).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from autopar.ops.operands import args_of, dtype_of, shape_of, val
 from autopar.ops.source import source_name
 from passes.clean.nodes import add, aten, calls, like, replace
 
-# The layers compute a larger folded table themselves, from its own small constants: there it may be sharded.
+# a larger table stays in the layer's graph, which computes it from small constants and can shard it
 LIMIT_BYTES = 16 * 2**20
 
 
 def share_constants(gm: fx.GraphModule) -> None:
-    """Merge equal constant expressions (every layer builds its own positions) into one."""
+    """Merge equal constant expressions, such as the position ids that every layer computes."""
     seen: dict[Any, fx.Node] = {}
     constant = constant_nodes(gm)
     for node in calls(gm):
@@ -45,10 +45,9 @@ def _freeze(value: Any) -> Any:
 
 
 def fold_constants(gm: fx.GraphModule, evaluator: Evaluator) -> dict[str, torch.Tensor]:
-    """Replace the last constant nodes before a varying node by placeholders with ``meta["constant"]``; return their values by name."""
+    """Replace constant nodes that non-constant nodes read by placeholders with ``meta["constant"]``; return their values by name."""
     constants: dict[str, torch.Tensor] = {}
-    # compute all values first: a constant may depend on another one through a node that is too large to fold, which must read the
-    # original
+    # compute all values before replacing any: a node that is too large to fold may be between two constants, and keeps its inputs
     values = {node: value for node in gm.graph.nodes if (value := _foldable(evaluator, node)) is not None}
     for node, value in values.items():
         readers = [user for user in node.users if user not in values]
@@ -64,13 +63,13 @@ def fold_constants(gm: fx.GraphModule, evaluator: Evaluator) -> dict[str, torch.
 
 
 def _foldable(evaluator: Evaluator, node: fx.Node) -> torch.Tensor | None:
-    """The value of a constant node that is small enough to be stored; ``None`` for other nodes."""
+    """Return a constant node's value if it is small enough to store, else ``None``."""
     if node not in evaluator.constant:
         return None
     tensor = val(node)
     rows = tensor.shape[0] if tensor.dim() else 1
     if tensor.numel() * tensor.dtype.itemsize > LIMIT_BYTES * max(rows, 1):
-        return None  # too large even with one row in place of all
+        return None  # too large even as a single row
     try:
         value = evaluator(node)
     except TooLargeError:
@@ -79,7 +78,7 @@ def _foldable(evaluator: Evaluator, node: fx.Node) -> torch.Tensor | None:
 
 
 def _place(gm: fx.GraphModule, constants: dict[str, torch.Tensor], node: fx.Node, value: torch.Tensor) -> fx.Node:
-    """A placeholder for ``value``; the existing one, if a placeholder holds an equal value."""
+    """Return a placeholder for ``value``, an existing one if its value is equal."""
     for other in gm.graph.nodes:
         if other.op != "placeholder":
             break
@@ -101,7 +100,7 @@ def _first_call(gm: fx.GraphModule) -> fx.Node:
 
 
 def simplify_constants(gm: fx.GraphModule, constants: dict[str, torch.Tensor]) -> None:
-    """``x & True`` is ``x``, ``x | False`` is ``x``, ``where(True, a, b)`` is ``a``: for constants whose elements are all equal."""
+    """Simplify ``x & True``, ``x | False`` and ``where(True, a, b)`` for constants with equal elements."""
 
     def uniform(argument: Any) -> bool | None:
         while isinstance(argument, fx.Node) and argument.target is aten.expand.default:
@@ -136,6 +135,6 @@ def simplify_constants(gm: fx.GraphModule, constants: dict[str, torch.Tensor]) -
 
 
 def unused_constants(gm: fx.GraphModule, constants: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The constants without those that no placeholder of ``gm`` reads any more."""
+    """Return the constants that placeholders of ``gm`` still read."""
     read = {meta(n)["constant"] for n in gm.graph.nodes if n.op == "placeholder" and "constant" in meta(n)}
     return {name: value for name, value in constants.items() if name in read}

@@ -1,8 +1,8 @@
-"""``F.ctc_loss`` while a model is traced: one loss per example, for labels that are padded to one length.
+"""Traces ``F.ctc_loss`` as one loss per example of padded labels.
 
-torch's op needs its lengths as values. Models often pass the labels as the selected elements of a padded table, row after row
+torch's op needs its lengths as values. Models often pass the labels as the concatenated valid elements of a padded table
 (``labels.masked_select(mask)``), whose size depends on values, too. If the lengths are ``mask.sum(-1)`` of the same mask, the table with
-each row's labels moved to the row's beginning is equivalent.
+each row's valid labels moved to its start is equivalent.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812  torch's own convention
 from torch import Tensor
 
-from autopar.capture.backward import OPAQUE_HINT, KeptWholeError, caller
+from autopar.capture.backward import OPAQUE_HINT, NotTraceableError, caller
 from passes.clean.ctc import traced
 
 
 class MaskedRows:
-    """The result of ``masked_select`` on a table: its size depends on values, so only the CTC loss can read it."""
+    """The result of ``masked_select`` on a table: its size depends on values, so only the CTC loss may read it."""
 
     def __init__(self, table: Tensor, mask: Tensor, line: str) -> None:
         self.table, self.mask, self.line = table, mask, line
@@ -30,8 +30,8 @@ class MaskedRows:
         selected = next(value for value in _flat((args, kwargs or {})) if isinstance(value, cls))
         raise selected.refused()
 
-    def refused(self) -> KeptWholeError:
-        return KeptWholeError(f"torch.export refused {self.line}: a shape depends on the data", OPAQUE_HINT)
+    def refused(self) -> NotTraceableError:
+        return NotTraceableError(f"torch.export refused {self.line}: a shape depends on the data", OPAQUE_HINT)
 
     def __getattr__(self, name: str) -> Any:
         raise self.refused()
@@ -48,14 +48,13 @@ class MaskedRows:
 
 
 class CtcLoss:
-    """Traces the loss: every call of a torch function in the forward goes through it."""
+    """Traces the loss; every call of a torch function in the forward goes through ``call``."""
 
     def __init__(self) -> None:
         self.counts: list[tuple[Tensor, Tensor, int]] = []
         """``mask.sum(-1)``, the mask, and its version."""
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of ``func``."""
         if (func is Tensor.masked_select or func is torch.masked_select) and len(args) == 2 and _is_table(*args):
             return MaskedRows(args[0], args[1], caller())
         if func is F.ctc_loss:
@@ -81,9 +80,9 @@ class CtcLoss:
         if isinstance(targets, MaskedRows):
             targets = self._padded(targets, target_lengths)
         elif targets.dim() != 2:
-            raise KeptWholeError(
-                f"{caller()} takes the labels of all examples in one row, in which a rank cannot find its own",
-                "give the labels as a table [batch, length], padded: the loss takes those within each example's length",
+            raise NotTraceableError(
+                f"{caller()} takes the labels of all examples concatenated, where a rank cannot find its own",
+                "give padded labels [batch, length]: the loss takes those within each example's length",
             )
         device = log_probs.device
         frames, lengths = (torch.as_tensor(given, device=device) for given in (input_lengths, target_lengths))
@@ -93,7 +92,7 @@ class CtcLoss:
         return losses.sum() if reduction == "sum" else losses
 
     def _padded(self, selected: MaskedRows, lengths: Any) -> Tensor:
-        """The table with the selected elements at the beginning of each row."""
+        """Return the table with the selected elements moved to the start of each row."""
         table, mask = selected.table, selected.mask
         same = [version for count, counted, version in self.counts if count is lengths and counted is mask]
         if same != [mask._version] or selected.versions != (table._version, mask._version) or lengths._version:

@@ -1,5 +1,4 @@
-"""Derivatives that a forward computes: one call in the exported graph, which ``passes.clean.derivatives`` replaces by their
-computation."""
+"""Derivatives that a forward computes: a marker op in the exported graph, which ``passes.clean.derivatives`` expands."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.capture.backward import OPAQUE_HINT, KeptWholeError, caller, refuse_backward
+from autopar.capture.backward import OPAQUE_HINT, NotTraceableError, caller, refuse_backward
 from autopar.capture.blocks import stack
 from autopar.errors import CaptureError
 from autopar.torch_private import is_traced
@@ -30,13 +29,10 @@ def differentiated(
     accumulate_grad: bool = False,
     **_: Any,
 ) -> tuple[Tensor | None, ...]:
-    """Replaces torch's engine during export: ``None`` for each input for which torch returns ``None``, and the results of one call for
-    all others.
+    """Replaces torch's autograd engine during export by one marker op, and returns ``None`` for inputs where torch does.
 
-    Without ``create_graph`` the results are detached, as torch's are.
-
-    Raises:
-        KeptWholeError: the gradients would be added to parameters (``backward()``), or the run is not a trace.
+    Without ``create_graph`` the results are detached, as torch's are. Raises ``NotTraceableError`` if the gradients would be added to
+    parameters (``backward()``), or if the run isn't a trace.
     """
     given = [seed for seed in seeds if isinstance(seed, Tensor)]
     if (
@@ -51,18 +47,18 @@ def differentiated(
     if not allow_unused and not all(used):
         raise RuntimeError(f"{caller()} differentiates by a tensor that was not used, or that requires no gradient")
     wanted = [tensor for tensor, is_used in zip(inputs, used, strict=True) if is_used]
-    found = iter(derivative(list(outputs), wanted, given) if wanted else ())
-    results = [next(found) if is_used else None for is_used in used]
+    derivatives = iter(derivative(list(outputs), wanted, given) if wanted else ())
+    results = [next(derivatives) if is_used else None for is_used in used]
     return tuple(g if g is None or create_graph else g.detach() for g in results)
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:
-    """A tensor's position in autograd's graph."""
+    """Return a tensor's position in the autograd graph."""
     return (id(tensor), -1) if tensor.grad_fn is None else (id(tensor.grad_fn), tensor.output_nr)
 
 
 def _reached(outputs: Sequence[Tensor]) -> set[tuple[int, int]]:
-    """The positions in autograd's graph of all tensors that ``outputs`` are computed from."""
+    """Return the positions in the autograd graph of all tensors that ``outputs`` depend on."""
     found = {_place(tensor) for tensor in outputs if tensor.requires_grad}
     seen: dict[int, Any] = {}  # keeps the functions alive: a new object could get the id of a freed one
     waiting = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
@@ -81,7 +77,7 @@ def _reached(outputs: Sequence[Tensor]) -> set[tuple[int, int]]:
 
 
 def refuse_derivatives(gm: fx.GraphModule) -> None:
-    """Raise ``KeptWholeError`` where a derivative that forward computes cannot become a part of the exported graph."""
+    """Raise ``NotTraceableError`` if a derivative in the graph can't be expanded."""
     markers = calls(gm, torch.ops.autopar.derivative.default)
     if not markers:
         return
@@ -89,4 +85,4 @@ def refuse_derivatives(gm: fx.GraphModule) -> None:
         run_passes(copy.deepcopy(gm), DERIVATIVE_STEPS)
     except CaptureError as error:
         paths = tuple(path for path, _, _ in stack(markers[0]))
-        raise KeptWholeError(error.message, error.hint or OPAQUE_HINT, paths) from error
+        raise NotTraceableError(error.message, error.hint or OPAQUE_HINT, paths) from error

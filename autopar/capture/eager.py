@@ -1,7 +1,7 @@
-"""The user's model on one device, exactly as given: the reference for a captured graph and for every program.
+"""Runs the user's model eagerly on one device, as the reference for captured graphs and programs.
 
-A copy runs in float64 and without random draws, so that two runs can be compared to their last digits. Its modules stay in the
-mode (``train`` or ``eval``) that they are in.
+A copy runs in float64 with deterministic random numbers, so that two runs can be compared to the last digits. Modules keep their mode
+(``train`` or ``eval``).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _DROPOUT_ARGUMENTS = ("dropout_p", "dropout")
 
 
 class WithoutDropout(TorchFunctionMode):
-    """A context in which dropout has probability 0, in every form: a module, a function, an argument of attention.
+    """A context in which dropout has probability 0 in every form: module, function, argument of attention.
 
-    ``seen`` tells whether the model used any dropout; ``chances`` collects the probabilities that would have had an effect.
+    ``seen``: whether the model used dropout; ``chances`` collects the probabilities of active dropout.
     """
 
     def __init__(self, chances: set[float] | None = None) -> None:
@@ -35,7 +35,7 @@ class WithoutDropout(TorchFunctionMode):
         self.seen = False
         self.chances = set() if chances is None else chances
 
-    def _ask(self, chance: Any, training: Any = True) -> None:
+    def _note(self, chance: Any, training: Any = True) -> None:
         self.seen = self.seen or bool(chance)
         if training:
             self.chances.add(float(chance))
@@ -48,24 +48,24 @@ class WithoutDropout(TorchFunctionMode):
         if "dropout" in name:
             # (input, p, training, ...) in every variant, of torch and of torch.nn.functional
             training = args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", True))
-            self._ask(args[1] if len(args) > 1 else kwargs.get("p", 0.5), training)
+            self._note(args[1] if len(args) > 1 else kwargs.get("p", 0.5), training)
             rest = {key: value for key, value in kwargs.items() if key != "p"}
             return func(args[0], 0.0, *args[2:], **rest) if args else func(p=0.0, **rest)
         if name == "scaled_dot_product_attention" and len(args) > 4:
-            self._ask(args[4])
+            self._note(args[4])
             args = (*args[:4], 0.0, *args[5:])
         elif name == "multi_head_attention_forward":
             bound = inspect.signature(func).bind(*args, **kwargs)
             args, kwargs = (), dict(bound.arguments)
         for key in _DROPOUT_ARGUMENTS:
             if isinstance(kwargs.get(key), float):
-                self._ask(kwargs[key], kwargs.get("training", True))
+                self._note(kwargs[key], kwargs.get("training", True))
                 kwargs[key] = 0.0
         return func(*args, **kwargs)
 
 
-class WithoutDraws(WithoutDropout):
-    """A context without dropout in which random numbers follow a fixed pattern: eager PyTorch and export then see the same numbers."""
+class DeterministicDraws(WithoutDropout):
+    """A context without dropout in which random numbers follow a fixed pattern, the same for eager PyTorch and for the graph."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -87,7 +87,7 @@ class WithoutDraws(WithoutDropout):
             elif name == "exponential_":
                 values = values.abs() + 0.1  # never zero: a logarithm may follow
             elif name.startswith("randint"):
-                values = torch.zeros_like(drawn)  # the range's lower end is unknown here; zero is a valid index
+                values = torch.zeros_like(drawn)  # a valid index, whatever the range
                 numbers = [value for value in args if isinstance(value, int)]
                 values += numbers[0] if len(numbers) > 1 and not name.endswith("like") else 0
             return drawn.copy_(values) if name.endswith("_") else values.to(drawn.dtype)
@@ -99,7 +99,7 @@ _DRAWS = frozenset(
 
 
 def _pattern(like: Tensor) -> Tensor:
-    """Numbers between 0 and 1, all different, in the shape of ``like``: multiples of the golden ratio, modulo 1."""
+    """Return distinct numbers between 0 and 1 in the shape of ``like``: multiples of the golden ratio, modulo 1."""
     count = math.prod(like.shape)
     kind = like.dtype if like.is_floating_point() else torch.float64
     numbers = torch.arange(1, count + 1, dtype=torch.float64, device=like.device) * 0.6180339887498949
@@ -108,7 +108,7 @@ def _pattern(like: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class EagerStep:
-    """The results of one forward and backward pass: the loss, the gradient of every parameter that has one, the buffers afterwards."""
+    """The loss, the gradients (without ``None``) and the buffers after a forward and backward pass."""
 
     loss: float
     gradients: dict[str, Tensor]
@@ -117,7 +117,7 @@ class EagerStep:
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """Copies of a model and its loss function; ``dropout`` says whether dropout was removed that ``WithoutDropout`` does not see."""
+    """Copies of a model and its loss function; ``dropout``: whether dropout was removed that ``WithoutDropout`` can't see."""
 
     model: nn.Module
     loss_fn: Any
@@ -125,9 +125,9 @@ class Copied:
 
 
 def prepared(model: nn.Module, loss_fn: Any = None, dtype: torch.dtype | None = torch.float64) -> Copied:
-    """Copies of ``model``, and of ``loss_fn`` where it is a module, in ``dtype`` on the CPU, with their modules' modes unchanged.
+    """Copy ``model``, and ``loss_fn`` if it is a module, to ``dtype`` on the CPU, keeping modules' modes.
 
-    Parameters without values (on meta) get drawn values.
+    Parameters on meta get random values.
     """
     made = copied([model, loss_fn] if isinstance(loss_fn, nn.Module) else [model])
     _materialise(made[0])
@@ -145,9 +145,9 @@ def prepared(model: nn.Module, loss_fn: Any = None, dtype: torch.dtype | None = 
     return Copied(made[0], made[1] if len(made) > 1 else loss_fn, recurrent)
 
 
-class AsGiven:
-    """The copies, and their results on one device for batches of one ``structure``. ``written`` names the frozen parameters that
-    forward writes, which count as buffers."""
+class EagerModel:
+    """Copies of a model and its loss function, run on batches of one ``structure``. ``written`` names frozen parameters that forward
+    writes, which count as buffers."""
 
     def __init__(
         self,
@@ -170,27 +170,27 @@ class AsGiven:
     def buffers(self) -> dict[str, Tensor]:
         """The current values of every buffer, by each of its names."""
         written = [(n, p) for n, p in self.model.named_parameters() if n in self.written]
-        found = [*self.model.named_buffers(remove_duplicate=False), *written]
-        return {name: tensor.detach().clone() for name, tensor in found}
+        named = [*self.model.named_buffers(remove_duplicate=False), *written]
+        return {name: tensor.detach().clone() for name, tensor in named}
 
     def loss(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The loss of a batch, given as its tensors in the order of the structure's leaves."""
-        # clones: a model may write to its batch, and every step gets the original batch
+        """Return the loss of a batch whose tensors are in the order of the structure's leaves."""
+        # clones, because a model may write to its batch
         return call_model(self.model, self.structure, self.loss_fn, [tensor.clone() for tensor in tensors])
 
     def step(self, tensors: Sequence[Tensor]) -> EagerStep:
-        """One forward and backward pass. The buffers change; the parameters do not."""
+        """Run a forward and backward pass, which changes buffers but not parameters."""
         loss, parameters = self.loss(tensors), self.parameters
-        loss.backward()  # a function's own backward may add to gradients, which torch.autograd.grad does not return
-        found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        loss.backward()  # not torch.autograd.grad, which ignores what a custom backward adds to .grad
+        grads = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         for parameter in parameters.values():
             parameter.grad = None
-        return EagerStep(float(loss.detach()), summed(found, self.ties), self.buffers)
+        return EagerStep(float(loss.detach()), summed(grads, self.ties), self.buffers)
 
 
 def update(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
-    """Change every parameter that has a gradient in its direction, by ``MOVE`` of the parameter's largest element: a step of SGD with a
-    rate for each, under which tensors that share a parameter's memory change visibly."""
+    """Step every parameter against its gradient, by ``MOVE`` of the parameter's largest element, so that tensors that share a
+    parameter's memory change visibly."""
     with torch.no_grad():
         for name, gradient in gradients.items():
             largest, size = (float(t.abs().max()) if t.numel() else 0.0 for t in (gradient, parameters[name]))
@@ -199,27 +199,27 @@ def update(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) ->
 
 
 MOVE = 2.0**-5
-"""The part of a parameter's largest element by which an update between two compared steps changes the parameter."""
+"""Size of the update between two compared steps, relative to the parameter's largest element."""
 
 
 def gradients(loss: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The gradient of every trainable parameter that the loss depends on, by name."""
+    """Return the gradients of the trainable parameters that the loss depends on, by name."""
     wanted = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-    found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
-    return {name: grad for name, grad in zip(wanted, found, strict=True) if grad is not None}
+    grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+    return {name: grad for name, grad in zip(wanted, grads, strict=True) if grad is not None}
 
 
 def summed(gradients: Mapping[str, Tensor], ties: Mapping[str, str]) -> dict[str, Tensor]:
-    """The gradients by first names: parameters over the same memory have one gradient, the sum of theirs."""
-    found: dict[str, Tensor] = {}
+    """Sum the gradients of tied parameters under their first name."""
+    sums: dict[str, Tensor] = {}
     for name, gradient in gradients.items():
         first = ties.get(name, name)
-        found[first] = found[first] + gradient if first in found else gradient
-    return found
+        sums[first] = sums[first] + gradient if first in sums else gradient
+    return sums
 
 
 def _materialise(model: nn.Module) -> None:
-    """Draw values for parameters that have none."""
+    """Draw values for parameters on meta."""
     generator = torch.Generator().manual_seed(0)
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():

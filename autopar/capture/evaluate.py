@@ -1,7 +1,7 @@
-"""Values of constant nodes: nodes that depend on neither inputs nor parameters are evaluated on the CPU at their real size.
+"""Evaluates constant nodes, which depend on neither inputs nor parameters, on the CPU at full size.
 
-A value that is the same along a dim is stored as a view with stride 0 there, and a pointwise op computes it once: a table that all rows
-of a batch of 1,024 share costs one row. Strides and bits of the values decide this, never a size that happens to equal the batch's.
+A value that is constant along a dim is stored with stride 0 there, and pointwise ops compute it once: a table that all 1,024 rows of a
+batch share costs one row. Strides and bits of the values decide this, never a size that happens to equal the batch's.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from autopar.ops.operands import argument, shape_of, val
 from passes.clean.nodes import note
 
 BUDGET_BYTES = 2**28
-"""The largest result of one op that is computed, in bytes."""
+"""Maximum size of an op's result."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class TooLargeError(Exception):
-    """A value, or an intermediate result for it, takes more than ``BUDGET_BYTES``."""
+    """A value or an intermediate result takes more than ``BUDGET_BYTES``."""
 
 
 class Evaluator:
     """Evaluates constant nodes of ``gm``.
 
-    ``values`` has the real values of buffers by name. A buffer without values (of a model on meta) gets made-up values, all different, so
-    that nothing is taken to be uniform by accident; ``graph_meta(gm)["valueless"]`` then names the buffer.
+    ``values`` has the values of buffers by name. A buffer on meta gets distinct placeholder values, so that nothing seems uniform by
+    accident, and is named in ``graph_meta(gm)["valueless"]``.
     """
 
     def __init__(self, gm: fx.GraphModule, values: Mapping[str, Tensor]) -> None:
@@ -42,7 +42,7 @@ class Evaluator:
         self._memo: dict[fx.Node, Tensor | None] = {}
 
     def __call__(self, node: fx.Node) -> Tensor:
-        """The node's value, in its real shape. Raises ``TooLargeError``."""
+        """Return the node's value at full shape. Raises ``TooLargeError``."""
         for member in self.ancestors(node):
             if member not in self._memo:
                 self._memo[member] = self._computed(member)
@@ -52,20 +52,20 @@ class Evaluator:
         return value
 
     def ancestors(self, node: fx.Node) -> list[fx.Node]:
-        """The constant nodes without a value yet that ``node`` is computed from, ``node`` itself last, each after its operands."""
-        found: dict[fx.Node, None] = {}
+        """Return ``node`` and the constant nodes that it depends on and that have no value yet, in topological order."""
+        ordered: dict[fx.Node, None] = {}
         stack = [(node, False)]
         while stack:
             current, done = stack.pop()
             if done:
-                found[current] = None
-            elif current not in found and current not in self._memo:
+                ordered[current] = None
+            elif current not in ordered and current not in self._memo:
                 stack.append((current, True))
-                stack.extend((operand, False) for operand in current.all_input_nodes if operand not in found)
-        return list(found)
+                stack.extend((operand, False) for operand in current.all_input_nodes if operand not in ordered)
+        return list(ordered)
 
     def valued(self, node: fx.Node) -> bool:
-        """Whether every buffer that the constant node is computed from has values."""
+        """Whether every buffer that the constant node depends on has values."""
         seen, stack = {node}, [node]
         while stack:
             current = stack.pop()
@@ -76,7 +76,7 @@ class Evaluator:
         return True
 
     def _computed(self, node: fx.Node) -> Tensor | None:
-        """The node's value; ``None`` if the node or an operand is too large."""
+        """Compute the node's value; ``None`` if it or an operand is too large."""
         if node.op == "get_attr":
             return _once(getattr(self.gm, str(node.target)))
         if node.op == "placeholder":
@@ -121,7 +121,7 @@ class Evaluator:
 
 
 def constant_nodes(gm: fx.GraphModule) -> set[fx.Node]:
-    """The nodes that depend on neither inputs nor parameters, and draw no random numbers."""
+    """Return the nodes that depend on neither inputs nor parameters and don't draw random numbers."""
     constant: set[fx.Node] = set()
     for node in gm.graph.nodes:
         leaf = node.op == "get_attr" or (
@@ -134,10 +134,9 @@ def constant_nodes(gm: fx.GraphModule) -> set[fx.Node]:
 
 
 def elementwise_operands(node: fx.Node) -> list[fx.Node] | None:
-    """The tensor operands that broadcast against each other to give the node's shape, element by element; ``None`` for other ops.
+    """Return the operands that broadcast to the node's shape if the op is elementwise, else ``None``.
 
-    Besides pointwise ops, this includes ``index`` with one integer tensor per dim of the indexed tensor: the operands are the indices,
-    not the source.
+    ``index`` with an integer tensor for each dim of its source counts as elementwise in the indices.
     """
     if is_pointwise(node):
         return node.all_input_nodes
@@ -154,11 +153,11 @@ _ALONG = {
     **dict.fromkeys(("sum", "mean", "amax", "amin", "any", "all", "argmax", "argmin", "flip"), ("dim", 1, None)),
     "diff": ("dim", 2, -1),
 }
-"""Ops along dims: the argument that names the dims, its position, and its default (``None``: all)."""
+"""Ops along dims -> the argument with the dims, its position, and its default (``None``: all)."""
 
 
 def by_rows(node: fx.Node) -> bool:
-    """Whether row *i* along dim 0 of the result is the op applied to rows *i* of its operands, over the result's whole extent."""
+    """Whether the op acts on each row along dim 0 independently."""
     name, sizes = op_name(node).removeprefix("aten."), shape_of(node)
     shapes = [shape_of(operand) for operand in node.all_input_nodes]
     if not sizes or any(own[:1] != sizes[:1] for own in shapes):
@@ -176,12 +175,12 @@ def by_rows(node: fx.Node) -> bool:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one dtype and shape have the same bits: 0.0 and -0.0 differ, a NaN equals itself."""
+    """Whether two tensors of equal dtype and shape have equal bits: 0.0 and -0.0 differ, a NaN equals itself."""
     return torch.equal(_as_integers(one), _as_integers(other))
 
 
 def stored_bytes(value: Tensor) -> int:
-    """The stored bytes of a value: an element that stands for several (stride 0) counts once."""
+    """Return a value's bytes, counting elements along dims of stride 0 once."""
     return stripped(value).numel() * value.dtype.itemsize
 
 
@@ -192,7 +191,7 @@ def _as_integers(value: Tensor) -> Tensor:
 
 
 def _once(value: Tensor) -> Tensor:
-    """``value`` with one stored row for all rows if all rows along dim 0 are equal."""
+    """Return ``value`` with stride 0 along dim 0 if its rows are equal."""
     value = value.detach()
     if value.dim() == 0 or value.shape[0] < 2 or value.stride(0) == 0:
         return value
@@ -202,7 +201,7 @@ def _once(value: Tensor) -> Tensor:
 
 
 def stripped(value: Tensor | None) -> Tensor:
-    """The value with one element along each dim of stride 0."""
+    """Narrow each dim of stride 0 to one element."""
     assert value is not None
     for dim, (size, stride) in enumerate(zip(value.shape, value.stride(), strict=True)):
         if stride == 0 and size > 1:

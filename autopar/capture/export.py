@@ -1,4 +1,4 @@
-"""``torch.export`` of the twin, and its result as a graph with labelled placeholders."""
+"""Exports a fake copy of the model by ``torch.export`` and labels the graph's placeholders."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from autopar.capture.auto_opaque import find as find_whole
+from autopar.capture.auto_opaque import keep as keep_whole
+from autopar.capture.auto_opaque import paths_of
 from autopar.capture.backward import (
     OP_HINT,
     OPAQUE_HINT,
-    KeptWholeError,
+    NotTraceableError,
     refuse_nodes,
     refuse_scripts,
-    refuse_stray,
-    refuse_strays,
+    refuse_unregistered,
+    refuse_unregistered_tensors,
 )
 from autopar.capture.batch import BatchStructure, flatten_batch, rebuild_batch
 from autopar.capture.blocks import stack
 from autopar.capture.boundary import HINT, user_line
-from autopar.capture.clone import LOSS, Twin, choose_experts, configs_with_cache, twin
+from autopar.capture.clone import LOSS, FakeModel, choose_experts, configs_with_cache, fake_model
 from autopar.capture.derivative import refuse_derivatives
+from autopar.capture.effects import assigned_buffers_written, guarded
+from autopar.capture.external_state import ExternalState, Run
 from autopar.capture.functions import Functions, assumption, functions_kept, observed
-from autopar.capture.guard import assigned_buffers_written, guarded
 from autopar.capture.hooks import has_hooks, refuse_hooks
-from autopar.capture.loops import ShortLoops
+from autopar.capture.loops import RefuseLongLoops
 from autopar.capture.opaque import observe
-from autopar.capture.questions import Answering, Answers, keep_guards, listen
 from autopar.capture.repeat import Lifted, Repeats, expand, members, record, traced_once
+from autopar.capture.specialise import Answers, ReplayAnswers, keep_guards, record_answers
 from autopar.capture.state import Left, State, buffers, buffers_kept, check_again, state
 from autopar.capture.storage import computed, identity, refuse_overlaps
-from autopar.capture.surroundings import Run, Surroundings
-from autopar.capture.whole import find as find_whole
-from autopar.capture.whole import keep as keep_whole
-from autopar.capture.whole import paths_of
 from autopar.errors import CaptureError
 from autopar.graph import Parameter
 from autopar.ops.facts import facts, op_name
@@ -50,10 +50,7 @@ from passes.clean.selections import selections_pass
 
 
 class _RefusedError(Exception):
-    """An error that the model raised while it was exported.
-
-    Not a ``RuntimeError``: on those, ``torch.export`` prints the whole partial graph to stderr.
-    """
+    """Wraps an error that the model raised during export; for a ``RuntimeError``, ``torch.export`` would print the partial graph."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -61,7 +58,7 @@ class _RefusedError(Exception):
 
 
 class _Captured(nn.Module):
-    """Calls the model and picks the loss, so that the graph computes only the loss."""
+    """Calls the model and returns only its loss."""
 
     def __init__(
         self,
@@ -93,12 +90,12 @@ class _Captured(nn.Module):
 
 
 def _registered(model: nn.Module) -> frozenset[str]:
-    """The names of the model's buffers; its twin has more, for tensors that are plain attributes in the model."""
+    """Return the names of the model's buffers; its fake copy has more, for tensors in plain attributes."""
     return frozenset(name for name, _ in model.named_buffers(remove_duplicate=False))
 
 
 _STATE: list[State] = []
-"""The Python state in which the last traced forward left its modules."""
+"""The modules' Python state after the last traced forward."""
 
 
 def call_model(
@@ -109,8 +106,7 @@ def call_model(
     *,
     by_rows: bool = False,
 ) -> torch.Tensor:
-    """The loss that a training step computes for a batch, given as its tensors in the order of the structure's leaves; ``by_rows`` as for
-    ``rebuild_batch``."""
+    """Return the loss of a batch whose tensors are in the order of the structure's leaves; ``by_rows`` as for ``rebuild_batch``."""
     batch = rebuild_batch(structure, tensors, by_rows=by_rows)
     arguments, targets = batch if structure.paired else (batch, None)
     output = module(**arguments) if isinstance(arguments, dict) else module(*arguments)
@@ -120,7 +116,7 @@ def call_model(
 
 
 def find_loss(output: Any, from_loss_fn: bool) -> torch.Tensor:
-    """The 0-d loss in a model's output: the output itself, ``.loss``, ``["loss"]``, the first or the only 0-d item of a tuple."""
+    """Return the 0-d loss in a model's output: the output itself, ``.loss``, ``["loss"]``, a tuple's first or only 0-d item."""
     candidates = [output, getattr(output, "loss", None)]
     if isinstance(output, dict):
         candidates.append(output.get("loss"))
@@ -144,7 +140,7 @@ def find_loss(output: Any, from_loss_fn: bool) -> torch.Tensor:
 
 
 def _outputs(output: Any) -> str:
-    """A model's output in words, with the names and shapes of its items."""
+    """Describe a model's output with the names and shapes of its items."""
     if isinstance(output, torch.Tensor):
         return f"a tensor {str(output.dtype).removeprefix('torch.')}{list(output.shape)}"
     items: Any = dict(output) if isinstance(output, dict) else vars(output) if hasattr(output, "__dict__") else {}
@@ -168,16 +164,16 @@ def export(
     dtype: torch.dtype | None,
     batch: Any = None,
 ) -> tuple[fx.GraphModule, dict[str, torch.Tensor], dict[str, str]]:
-    """Export the model's twin.
+    """Export the model.
 
     Returns the lifted graph with labelled placeholders (``passes.clean.nodes``), the values of its buffers and lifted constants by name
-    (none where the model is on meta), and the class name of every module by path (``""`` is the model). With the values of a ``batch``,
-    modules that cannot be exported are kept whole where that is sound, and guards check the answers that forward got from the batch's
-    values; notes on the graph list both.
+    (none for a model on meta), and the class name of every module by path (``""`` is the model). If ``batch`` has values, modules that
+    can't be exported become opaque ops where that is sound, and branches on the batch's values are specialised and guarded; notes on the
+    graph list both.
     """
     _refuse(model, loss_fn)
 
-    surroundings = Surroundings(model, loss_fn)
+    surroundings = ExternalState(model, loss_fn)
 
     def run(copied: nn.Module) -> None:
         cast = copied if dtype is None else copied.to(dtype)
@@ -203,7 +199,7 @@ def export(
             with functions_kept(functions):
                 gm, values = _exported(model, structure, loss_fn, dtype, surroundings, kept, answers)
             break
-        except KeptWholeError as error:
+        except NotTraceableError as error:
             if not valued:
                 raise
             function = None if error.function in functions else error.function
@@ -214,12 +210,12 @@ def export(
                 )
                 continue
             known = answers
-            try:  # a kept module is right for every batch, a guard only for batches with the same answers
+            try:  # an opaque module works for every batch, a guard only for batches with the same answers
                 kept, sentence = find_whole(error, model, kept, run)
                 notes.append(sentence)
-                answers = listen(model, run_kept) if known is not None else None
-            except KeptWholeError:
-                answers = listen(model, run_kept) if known is None else None
+                answers = record_answers(model, run_kept) if known is not None else None
+            except NotTraceableError:
+                answers = record_answers(model, run_kept) if known is None else None
                 if answers is None and function is None:
                     raise
                 if answers is None:
@@ -233,9 +229,9 @@ def export(
 
 
 def _refuse(model: nn.Module, loss_fn: Any) -> None:
-    """Raise ``CaptureError`` where a model or its loss has what no export keeps."""
+    """Raise ``CaptureError`` for what export would lose: hooks, unregistered or overlapping tensors, parameters of the loss."""
     refuse_hooks(model)
-    refuse_strays(model)
+    refuse_unregistered_tensors(model)
     refuse_scripts(model)
     refuse_overlaps(model, loss_fn)
     if isinstance(loss_fn, nn.Module) and next(loss_fn.parameters(), None) is not None:
@@ -249,23 +245,22 @@ def _exported(
     structure: BatchStructure,
     loss_fn: Callable[..., Any] | None,
     dtype: torch.dtype | None,
-    surroundings: Surroundings,
+    surroundings: ExternalState,
     kept: dict[str, str],
     answers: Answers | None,
 ) -> tuple[fx.GraphModule, dict[str, torch.Tensor]]:
-    """The labelled graph and the values, with one op for each module in ``kept``. ``answers`` holds the answers to questions about
-    values."""
+    """Export once, with an opaque op for each module in ``kept`` and the recorded ``answers`` to reads of values."""
 
-    # with a cache, transformers does not look for the documents that position_ids separate
+    # with a key/value cache, transformers doesn't look for the documents that position_ids separate
     cache = any(leaf.name == "position_ids" for leaf in structure.leaves) and bool(configs_with_cache(model))
 
-    def cloned(**options: Any) -> Twin:
-        copied = twin(model, dtype, loss_fn, surroundings, cache=cache, **options)
+    def fake_copy(**options: Any) -> FakeModel:
+        copied = fake_model(model, dtype, loss_fn, surroundings, cache=cache, **options)
         keep_whole(kept, copied.module)
         return copied
 
-    repeats = None if answers is not None or has_hooks(model) else _repeats(model, structure, cloned)
-    copied = cloned(without=repeats.unread(model) if repeats is not None else ())
+    repeats = None if answers is not None or has_hooks(model) else _repeats(model, structure, fake_copy)
+    copied = fake_copy(without=repeats.unread(model) if repeats is not None else ())
     before = state(copied.module)
 
     def run(repeats: Repeats | None = repeats) -> tuple[Any, Left]:
@@ -275,13 +270,13 @@ def _exported(
         program, left = run()
         notes, assumed = check_again(program, before, left, copied, run)
     lifted = _lifted(program)
-    found = expand(program.graph_module, lifted, repeats, model) if repeats is not None else lifted
-    if found is None:
-        copied = cloned()
+    expanded = expand(program.graph_module, lifted, repeats, model) if repeats is not None else lifted
+    if expanded is None:
+        copied = fake_copy()
         program, left = _export(model, copied, structure)
-        found = _lifted(program)
+        expanded = _lifted(program)
     gm = selections_pass(program.graph_module)
-    values = _label(gm, found, program.constants, model, copied, structure)
+    values = _label(gm, expanded, program.constants, model, copied, structure)
     if cache:
         note(gm, "config.use_cache is on: transformers then ignores that position_ids may separate documents")
     for sentence in notes:
@@ -295,15 +290,14 @@ def _exported(
     return gm, values
 
 
-def _repeats(model: nn.Module, structure: BatchStructure, cloned: Callable[..., Twin]) -> Repeats | None:
-    """The calls that the model repeats. They are recorded on a twin of their own, because attributes that a forward leaves in its module
-    would be exported."""
+def _repeats(model: nn.Module, structure: BatchStructure, fake_copy: Callable[..., FakeModel]) -> Repeats | None:
+    """Record repeated calls on a separate fake copy, because attributes that a forward leaves in its module would be exported."""
     if not members(model):
         return None
     for on_meta in (True, False):
-        copied = cloned(meta=on_meta)
+        copied = fake_copy(meta=on_meta)
 
-        def run(copied: Twin = copied, device: str = "meta" if on_meta else "cpu") -> None:
+        def run(copied: FakeModel = copied, device: str = "meta" if on_meta else "cpu") -> None:
             with copied.mode, _traceable(model, copied), as_if_exported():
                 tensors = [torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in structure.leaves]
                 with assigned_buffers_written(copied.module, _registered(model)):
@@ -316,11 +310,11 @@ def _repeats(model: nn.Module, structure: BatchStructure, cloned: Callable[..., 
 
 
 @contextmanager
-def _traceable(model: nn.Module, copied: Twin) -> Iterator[Run]:
-    """Inside, torch's modules compute the same without looking at values, and code whose effect export would lose is refused, as are
-    long loops. Afterwards no tensor of the trace is left outside of the twin."""
+def _traceable(model: nn.Module, copied: FakeModel) -> Iterator[Run]:
+    """A context in which torch's modules don't branch on values, code whose effect export would lose is refused, as are long loops; on
+    exit, tensors of the trace are removed from external state."""
     with copied.surroundings.restored() as run:
-        with guarded(model, copied.module), masks_as_given(), plain_averages(), ShortLoops():
+        with guarded(model, copied.module), masks_as_given(), plain_averages(), RefuseLongLoops():
             yield run
 
 
@@ -332,12 +326,12 @@ def _lifted(program: Any) -> list[Lifted]:
 
 def _export(
     model: nn.Module,
-    copied: Twin,
+    copied: FakeModel,
     structure: BatchStructure,
     repeats: Repeats | None = None,
     answers: Answers | None = None,
 ) -> tuple[Any, Left]:
-    """The exported program, and what its forward has left."""
+    """Return the exported program, and the state that its forward changed."""
     with copied.mode:
         tensors = tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") for leaf in structure.leaves)
     captured = _Captured(copied.module, copied.loss_fn, structure, _registered(model), answers)
@@ -350,7 +344,7 @@ def _export(
         with warnings.catch_warnings(), ExitStack() as around:
             warnings.simplefilter("ignore")
             if answers is not None:
-                around.enter_context(Answering(answers))
+                around.enter_context(ReplayAnswers(answers))
             run = around.enter_context(_traceable(model, copied))
             if repeats is not None:
                 around.enter_context(traced_once(captured.module, repeats))
@@ -359,7 +353,7 @@ def _export(
         _complete_users(program.graph_module)
         return program, Left(_STATE.pop(), run.changes)
     except _RefusedError as refused:
-        if isinstance(refused.error, KeptWholeError):
+        if isinstance(refused.error, NotTraceableError):
             refused.error.paths = paths_of(refused.error.__traceback__, copied.module)
         if isinstance(refused.error, CaptureError | MemoryError):
             raise refused.error from None
@@ -373,8 +367,7 @@ def _export(
 
 
 def _complete_users(gm: fx.GraphModule) -> None:
-    """Enter every node among the users of its operands: torch.export (2.13) omits the first node of a chain of views that is written
-    to and not read again."""
+    """Complete nodes' users: torch.export (2.13) omits the first node of a chain of views that is written to and not read again."""
     for graph in (part.graph for part in gm.modules() if isinstance(part, fx.GraphModule)):
         for node in graph.nodes:
             for operand in node.all_input_nodes:
@@ -382,7 +375,7 @@ def _complete_users(gm: fx.GraphModule) -> None:
 
 
 def _explain(error: Exception, module: nn.Module) -> CaptureError:
-    """An error with the user's source line and the reason."""
+    """Return a ``CaptureError`` with the user's source line and the reason."""
     kind, text = type(error).__name__, str(error).strip().split("\n")[0]
     dependent = (
         "DataDependent" in kind
@@ -395,7 +388,7 @@ def _explain(error: Exception, module: nn.Module) -> CaptureError:
     text = f"torch.export refused {line or 'the model'}: {what}"
     if not dependent or not line:
         return CaptureError(text, hint=OPAQUE_HINT if dependent else HINT)
-    return KeptWholeError(text, OPAQUE_HINT, paths_of(error.__traceback__, module))
+    return NotTraceableError(text, OPAQUE_HINT, paths_of(error.__traceback__, module))
 
 
 def _label(
@@ -403,7 +396,7 @@ def _label(
     lifted: Sequence[Lifted],
     constants: dict[str, Any],
     model: nn.Module,
-    copied: Twin,
+    copied: FakeModel,
     structure: BatchStructure,
 ) -> dict[str, torch.Tensor]:
     """Label each placeholder, make every ``meta["val"]`` a plain meta tensor, and return the values of buffers and constants."""
@@ -414,9 +407,9 @@ def _label(
     shapes = dict(model.named_parameters())
     registered = dict(copied.module.named_buffers(remove_duplicate=False))
     sharing = _sharing(registered, model)
-    names_of: dict[int, str] = {}
+    first_names: dict[int, str] = {}
     for name, tensor in registered.items():
-        names_of.setdefault(id(tensor), name)
+        first_names.setdefault(id(tensor), name)
     first: dict[str, fx.Node] = {}
     values: dict[str, torch.Tensor] = {}
     read: set[str] = set()
@@ -442,14 +435,14 @@ def _label(
                 meta(node)["shares"] = sharing[name]
         else:
             if target in registered:
-                target = names_of[id(registered[target])]  # the first of a buffer's several names, as for parameters
+                target = first_names[id(registered[target])]  # as for parameters
             meta(node)["buffer"] = target
             meta(node)["lifted"] = target not in registered
             if target in sharing:
                 meta(node)["shares"] = sharing[target]
             real = constants.get(lifted_as)
             if target in strays and node.users:
-                refuse_stray(f"{source_line(next(iter(node.users)))}\nreads a tensor", strays[target])
+                refuse_unregistered(f"{source_line(next(iter(node.users)))}\nreads a tensor", strays[target])
             if target in copied.buffers:
                 values[target] = copied.buffers[target]
             elif kind == "CONSTANT_TENSOR" and isinstance(real, torch.Tensor):
@@ -465,10 +458,10 @@ def _label(
 
 
 def _check_constant(node: fx.Node, value: torch.Tensor) -> None:
-    """Refuse a tensor that the graph stores as a constant although it is not constant."""
+    """Refuse a tensor that export lifted as a constant although it isn't one."""
     where = source_line(next(iter(node.users))) if node.users else ""
     if value.requires_grad:
-        refuse_stray(f"{where}\nreads a tensor", value)
+        refuse_unregistered(f"{where}\nreads a tensor", value)
     if is_fake(value) and not value.is_meta:
         raise CaptureError(
             f"forward makes a tensor {list(value.shape)} in a way that torch.export does not follow\n{where}",
@@ -477,7 +470,7 @@ def _check_constant(node: fx.Node, value: torch.Tensor) -> None:
 
 
 def _sharing(names: Collection[str], model: nn.Module) -> dict[str, str]:
-    """For each tensor of the model that is a view of another tensor's memory (not the tensor itself): the other tensor's name."""
+    """Map each tensor that shares another tensor's memory to the other's name."""
     found: dict[int, dict[int, str]] = {}
     places = {}
     for name in (*dict(model.named_parameters()), *names):
@@ -490,7 +483,7 @@ def _sharing(names: Collection[str], model: nn.Module) -> dict[str, str]:
 
 
 def _check_dtypes(gm: fx.GraphModule) -> None:
-    """Refuse products of different dtypes, which a device would refuse too: export looks at shapes only and does not notice them."""
+    """Refuse products of mixed dtypes, which kernels reject but fake tensors accept."""
     for node in gm.graph.nodes:
         if not facts(node).is_product:
             continue
@@ -518,12 +511,12 @@ def _plain(value: Any, node: fx.Node) -> Any:
     return value
 
 
-def _dependent(text: str, node: fx.Node) -> KeptWholeError:
-    return KeptWholeError(f"{text}\n{source_line(node)}", OPAQUE_HINT, tuple(path for path, _, _ in stack(node)))
+def _dependent(text: str, node: fx.Node) -> NotTraceableError:
+    return NotTraceableError(f"{text}\n{source_line(node)}", OPAQUE_HINT, tuple(path for path, _, _ in stack(node)))
 
 
 def _parameter_names(model: nn.Module) -> dict[str, tuple[str, tuple[str, ...]]]:
-    """For every name of every parameter: the parameter's first name, and its other names."""
+    """Map every name of a parameter to its first name and its other names."""
     by_identity: dict[Any, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         by_identity.setdefault(identity(parameter), []).append(name)

@@ -1,7 +1,7 @@
-"""Float64 everywhere, for comparing two programs to the last digits.
+"""Float64 everywhere, to compare two programs to the last digits.
 
-Model code casts up to float32 in places (norms, rotary tables, logits before a loss). A "float64" model therefore rounds to 24 bits
-there, and a sum that is split over ranks then differs in the eighth digit: too large a difference to tell rounding from a wrong gradient.
+Model code casts to float32 in places (norms, rotary tables, logits before a loss). There a "float64" model rounds to 24 bits, and a sum
+that is split over ranks differs in the eighth digit: too much to tell rounding from a wrong gradient.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 _CASTS = (torch.Tensor.float, torch.Tensor.bfloat16, torch.Tensor.half)
 
 
-class WholeFloat64(TorchFunctionMode):
-    """A context in which every request for a narrower floating dtype gets float64: around ``capture(..., precision="float64")`` and around
-    eager alike."""
+class Float64Everywhere(TorchFunctionMode):
+    """A context that replaces narrower floating dtypes by float64, for ``capture(..., precision="float64")`` and for eager runs."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""Products in 8 bits: the graph of plans that run them so, as a user allows with ``fp8``."""
+"""FP8 matrix products, which a user allows with ``fp8``."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from passes.float8 import choices, float8_pass, has_products
 
 
 def in_float8(graph: Graph) -> Graph:
-    """``graph`` with 8-bit products, ``FP8`` among its concessions. Masters, activations and everything between the products stay in
-    bfloat16 and float32.
+    """Return ``graph`` with FP8 products. Master weights, activations and other ops stay in bfloat16 and float32.
 
-    The head is the last layer with products, if the model has it once. A graph in another precision has no such products, and is returned
-    unchanged.
+    The head (the last layer with products, if its class occurs once) keeps its last products. Only bfloat16 graphs are changed.
     """
     if graph.dtype != torch.bfloat16:
         return graph
@@ -36,18 +34,18 @@ def in_float8(graph: Graph) -> Graph:
 
 
 def _decisive(graph: Graph) -> dict[str, set[int]]:
-    """By layer class, the indices of the outputs on which a choice in a later layer depends with no product in between."""
-    found: dict[str, set[int]] = {name: set() for name in graph.classes}
+    """Return, by layer class, the outputs on which a discrete choice in a later layer depends without a product in between."""
+    decisive: dict[str, set[int]] = {name: set() for name in graph.classes}
     values: set[str] = set()
     for layer in reversed(graph.layers):
         cls = graph.classes[layer.cls]
         outputs = {index for index, name in enumerate(layer.outputs) if name in values}
-        found[layer.cls] |= outputs
+        decisive[layer.cls] |= outputs
         before = choices(cls.graph, outputs)
         values |= {
             name for name, node in zip(layer.activations, _placeholders(cls.graph), strict=False) if node in before
         }
-    return found
+    return decisive
 
 
 def _placeholders(gm: fx.GraphModule) -> list[fx.Node]:

@@ -1,10 +1,9 @@
-"""A user's ``autograd.Function``, kept whole: each distinct form of its calls becomes one op, which every rank executes in the same way.
+"""Opaque ops for a user's ``autograd.Function``: each distinct signature of its calls becomes one op that all ranks execute alike.
 
-``torch.export`` would keep the forward of such a function and lose its backward. A function becomes an op (``autopar.capture.opaque``),
-whose backward is the function's own, if it takes tensors and plain data, returns tensors of shapes that do not depend on values,
-draws no random numbers and writes nothing. Its results' shapes are found by running a copy of the model on the batch. A function that
-takes modules (a reversible stack takes its blocks) is followed like plain code; the comparison with the model then shows whether its
-backward is the derivative of its forward.
+``torch.export`` would keep the forward of such a function and lose its backward. A function becomes an op (``autopar.capture.opaque``)
+with its own backward if it takes tensors and plain data, returns tensors of shapes that don't depend on values, draws no random numbers
+and writes nothing. The shapes of its results are observed on a copy of the model. A function that takes modules (a reversible stack takes
+its blocks) is traced like plain code; the comparison with the model then shows whether its backward is the derivative of its forward.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from autopar.errors import CaptureError
 from autopar.program.opaque import Applied
 
 Functions = dict[Any, "RecordedFunction | None"]
-"""The kept functions, by class; ``None`` for one that is followed."""
-_Form = tuple[str, Shapes]
-"""The form of a call: its plain arguments, and its tensors' shapes and dtypes."""
+"""Functions that become ops, by class; ``None`` for one that is traced through."""
+_Signature = tuple[str, Shapes]
+"""A call's plain arguments, and its tensors' shapes and dtypes."""
 
 apply_of_torch: Any = vars(torch.autograd.Function)["apply"].__func__
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
@@ -35,15 +34,15 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 @dataclass(slots=True)
 class RecordedFunction:
-    """A function, the results of its calls by their form, whether every observed call was sound, and its ops by their plain arguments."""
+    """A function, the results of its calls by signature, whether every observed call was sound, and its ops by their plain arguments."""
 
     function: Any
-    given: dict[_Form, Any] = field(default_factory=dict)
+    given: dict[_Signature, Any] = field(default_factory=dict)
     sound: bool = True
     ops: dict[str, tuple[str, nn.Module]] = field(default_factory=dict)
 
     def applied(self, *args: Any) -> Any:
-        """The result of the op for these arguments; ``None`` for a call of a form that was not observed."""
+        """Call the op; ``None`` for a signature that wasn't observed."""
         text, tensors = _plain(args), [arg for arg in args if isinstance(arg, Tensor)]
         if (text, shapes(tensors)) not in self.given:
             return None
@@ -57,7 +56,7 @@ class RecordedFunction:
 
 
 def observed(function: Any, model: nn.Module, run: Callable[[nn.Module], object]) -> RecordedFunction | None:
-    """The observed calls of ``function`` when ``run`` runs a copy of ``model``; ``None`` if it may not be kept whole."""
+    """Observe the calls of ``function`` while ``run`` runs a copy of ``model``; ``None`` if it may not become an op."""
     kept = RecordedFunction(function)
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -66,7 +65,7 @@ def observed(function: Any, model: nn.Module, run: Callable[[nn.Module], object]
     with torch.random.fork_rng(devices=[]), mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
         try:
             run(copied([model])[0])
-        except Exception:  # the model fails by itself, too: the error of export says where
+        except Exception:  # the model fails on its own: the error of export says where
             return None
     return kept if kept.sound and kept.given else None
 
@@ -89,7 +88,7 @@ def _observe(kept: RecordedFunction, args: tuple[Any, ...], kwargs: dict[str, An
     for other in OTHERS:
         try:
             again = apply_of_torch(kept.function, *(other(a.detach()) if isinstance(a, Tensor) else a for a in args))
-        except Exception:  # other values may not fit together; a program compares the shape while it runs
+        except Exception:  # the changed values may be invalid; a program checks shapes at run time
             continue
         kept.sound &= described(again) == described(result) and torch.equal(drawn, torch.get_rng_state())
     return result
@@ -115,7 +114,7 @@ OTHERS: tuple[Callable[[Tensor], Tensor], ...] = (
     _of_floats(torch.zeros_like),
     _of_floats(torch.ones_like),
 )
-"""Changes to the inputs' values: with one of them, most shapes and branches that depend on values give another result."""
+"""Changes of the inputs' values; most value-dependent shapes and branches change under one of them."""
 
 
 class _Always:
@@ -124,7 +123,7 @@ class _Always:
 
 
 class _Context:
-    """Stands for the context of a function whose backward is not used."""
+    """A stand-in for ``ctx`` of a function whose backward isn't used."""
 
     needs_input_grad = _Always()
 
@@ -135,7 +134,7 @@ class _Context:
 
 
 def followed(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """The function's forward as plain code, and its derivative as the backward; gradients are on where it switches them off."""
+    """Trace the function's forward like plain code, with gradients enabled, so that its backward is the forward's derivative."""
     context = () if function.setup_context is not torch.autograd.Function.setup_context else (_Context(),)
     with (
         mock.patch.object(torch.no_grad, "__enter__", lambda _: None),
@@ -157,7 +156,7 @@ _KEPT: list[Functions] = []
 
 @contextmanager
 def functions_kept(functions: Functions) -> Iterator[None]:
-    """Inside this context, calls of ``functions`` use their ops, or are followed where there is no op."""
+    """Let calls of ``functions`` use their ops, or trace through them if there is no op."""
     _KEPT.append(functions)
     try:
         yield
@@ -166,7 +165,7 @@ def functions_kept(functions: Functions) -> Iterator[None]:
 
 
 def applied(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """The result of a call of a kept or followed function; ``None`` for another one, and for a form that was not observed."""
+    """Call a function by its op or trace through it; ``None`` for other functions and for signatures that weren't observed."""
     if not _KEPT or function not in _KEPT[-1]:
         return None
     kept = _KEPT[-1][function]

@@ -1,8 +1,8 @@
-"""Hooks that multiply gradients by constants: a captured graph has the same gradients without them.
+"""Replaces gradient hooks that multiply by constants with ops of the graph.
 
-For a hook ``g -> g * c`` a tensor ``y`` becomes ``y.detach() + (y - y.detach()) * c``: its value is the same, and its gradient is
-multiplied by ``c``. A symbolic trace of the hook proves that it does nothing else. Other hooks are refused: a gradient that is clamped,
-for example, must be the sum over all ranks and microbatches first.
+A tensor ``y`` with a hook ``g -> g * c`` becomes ``y.detach() + (y - y.detach()) * c``, which has the same value, and a gradient that is
+multiplied by ``c``. A symbolic trace of the hook proves that it does nothing else. Other hooks are refused: clamping a gradient, for
+example, would be right only after the sum over all ranks and microbatches.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from autopar.errors import CaptureError
 from autopar.torch_private import gradient_hooks, remove_gradient_hooks
 
 Hook = Callable[[Any], Any]
-"""A function of a gradient; the result replaces it."""
+"""A function of a gradient whose result replaces the gradient."""
 HINT = (
-    "remove the hook, unless it multiplies by constants; what it does to gradients belongs into the loss, the optimizer, or a "
+    "remove the hook, unless it multiplies by constants; move what it does to gradients into the loss, the optimizer, or a "
     "torch.library.custom_op with register_autograd"
 )
 
@@ -30,10 +30,10 @@ _SIGNS = (operator.neg, torch.neg, "neg")
 
 
 def scales(hook: Hook) -> bool:
-    """Whether ``hook`` only multiplies its argument by constants."""
+    """Return whether ``hook`` only multiplies its argument by constants."""
 
     def alone(gradient: Any) -> Any:
-        return hook(gradient)  # without default arguments, which a trace takes for tensors
+        return hook(gradient)  # hides the hook's default arguments, which fx would trace as tensors
 
     try:
         graph = fx.Tracer().trace(alone)
@@ -57,13 +57,13 @@ def scales(hook: Hook) -> bool:
 
 
 def scaled(value: Tensor, hook: Hook) -> Tensor:
-    """The value, with a gradient that is multiplied as ``hook`` does."""
+    """Return ``value`` with its gradient multiplied by what ``hook`` multiplies by."""
     constant = value.detach()
     return constant + (value - constant) * hook(torch.ones_like(constant)).detach()
 
 
 def refuse_hooks(model: nn.Module) -> None:
-    """Raise ``CaptureError`` where a module or a parameter has a hook on its gradient that does more than multiply it."""
+    """Raise ``CaptureError`` if a module or parameter has a gradient hook that does more than multiply."""
     named: list[tuple[str, Any]] = [("module", model.named_modules()), ("parameter", model.named_parameters())]
     for kind, things in named:
         for name, thing in things:
@@ -81,7 +81,7 @@ def has_hooks(model: nn.Module) -> bool:
 
 
 def _of_input(thing: Any) -> list[Hook]:
-    """The hooks on a parameter's gradient, or on that of a module's only input."""
+    """Return the hooks on a parameter's gradient, or on that of a module's only input."""
     hooks, _ = gradient_hooks(thing) or ([], [])
     return [_of_first(hook, thing) for hook in hooks] if isinstance(thing, nn.Module) else hooks
 
@@ -92,7 +92,7 @@ def _of_output(thing: Any) -> list[Hook]:
 
 
 def _of_first(hook: Any, module: nn.Module, pre: bool = False) -> Hook:
-    """A module's hook as a function of one gradient."""
+    """Return a module's hook as a function of one gradient."""
 
     def of_one(gradient: Any) -> Any:
         result = hook(module, (gradient,)) if pre else hook(module, (gradient,), (None,))
@@ -101,9 +101,9 @@ def _of_first(hook: Any, module: nn.Module, pre: bool = False) -> Hook:
     return of_one
 
 
-def move_hooks(twin: nn.Module) -> None:
-    """Replace the hooks of a twin's modules by changes to the modules' inputs and outputs."""
-    for module in twin.modules():
+def move_hooks(fake: nn.Module) -> None:
+    """Replace the gradient hooks of a fake model's modules by forward hooks that scale inputs and outputs with ``scaled``."""
+    for module in fake.modules():
         before, after = _of_input(module), _of_output(module)
         if before or after:
             remove_gradient_hooks(module)
@@ -114,19 +114,19 @@ def move_hooks(twin: nn.Module) -> None:
 def _changed(module: nn.Module, values: tuple[Any, ...], hooks: list[Hook]) -> tuple[Any, ...]:
     if hooks and (len(values) != 1 or not isinstance(values[0], Tensor)):
         raise CaptureError(
-            f"a hook on the gradients of {type(module).__name__}, which takes or gives several values", HINT
+            f"a hook on the gradients of {type(module).__name__}, which takes or returns several values", HINT
         )
     for hook in hooks:
         values = (scaled(values[0], hook),)
     return values
 
 
-def parameter_hooks(model: nn.Module, twin: nn.Module) -> list[tuple[nn.Module, str, list[Hook]]]:
-    """The twin's modules with a parameter that has hooks in ``model``, the parameter's name, and the hooks."""
+def parameter_hooks(model: nn.Module, fake: nn.Module) -> list[tuple[nn.Module, str, list[Hook]]]:
+    """Return module of the fake copy, name and hooks of every parameter that has hooks in ``model``."""
     found = []
     for name, parameter in model.named_parameters():
         hooks, _ = gradient_hooks(parameter) or ([], [])
         path, _, own = name.rpartition(".")
         if hooks:
-            found.append((twin.get_submodule(path), own, hooks))
+            found.append((fake.get_submodule(path), own, hooks))
     return found

@@ -1,8 +1,7 @@
-"""Ops that torch can run, and whose results' shapes it cannot tell without running them, because it has no meta kernel for them: ``istft``,
-fake quantisation.
+"""Makes ops without a meta kernel opaque, such as ``istft`` and fake quantisation.
 
-Passes, prices and the type checker follow shapes on the meta device. Such an op is kept whole, as an opaque module is
-(``autopar.capture.opaque``): its results have the shapes that ``torch.export`` found.
+Passes, the cost model and the type checker follow shapes on the meta device. Such an op becomes opaque like a module
+(``autopar.capture.opaque``), with the result shapes that ``torch.export`` determined.
 """
 
 from __future__ import annotations
@@ -22,11 +21,7 @@ from passes.clean.nodes import add, calls, evaluate, flat, note, replace
 
 
 def keep_ops_without_shapes(gm: fx.GraphModule) -> None:
-    """Replace each op without a meta kernel by one that is kept whole.
-
-    Raises:
-        CaptureError: such an op takes a list of tensors, or none at all, with the line that calls it.
-    """
+    """Replace each op without a meta kernel by an opaque one. Raises ``CaptureError`` if it takes a list of tensors, or none."""
     for node in calls(gm):
         if op_name(node).startswith("aten."):
             try:
@@ -42,8 +37,8 @@ def _keep(gm: fx.GraphModule, node: fx.Node) -> None:
         isinstance(item, fx.Node) for value in given.values() if not isinstance(value, fx.Node) for item in flat(value)
     ):
         raise CaptureError(
-            f"torch cannot tell the shape of {op_name(node)}'s result without its operands' values\n{source_line(node)}",
-            hint="put the call into a module of its own and wrap that: autopar.opaque(module, output)",
+            f"torch has no meta kernel for {op_name(node)}, so its result's shape is unknown without values\n{source_line(node)}",
+            hint="put the call into a separate module and wrap that: autopar.opaque(module, output)",
         )
     module = TorchOp(
         str(node.target).removeprefix("aten."),

@@ -1,4 +1,4 @@
-"""Turn the groups of a segmented graph into layers and layer classes, and the scalars into a prelude."""
+"""Turns the groups of a segmented graph into layers and layer classes, and the scalars into a prelude."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ KINDS = ("activation", "input", "constant", "state", "scalar", "parameter")
 
 @dataclass(slots=True)
 class Borders:
-    """The border of a layer: the nodes that it reads from outside, by kind and in order, its outputs, and the new values of buffers by
-    name.
+    """A layer's interface: the outside nodes that it reads, by kind and in order, its outputs, and the new values of buffers by name.
 
     ``state`` are the buffers that the layer reads and the model writes.
     """
@@ -44,7 +43,7 @@ class Borders:
 
 
 def borders(gm: fx.GraphModule, groups: list[NodeGroup]) -> list[Borders]:
-    """The borders of each group. The bodies include the input-only nodes that the group needs; each group has its own copy."""
+    """Return the borders of each group. Each body has its own copy of the input-only nodes that the group needs."""
     position = {node: index for index, node in enumerate(gm.graph.nodes)}
     owner = {node: index for index, group in enumerate(groups) for node in group.nodes}
     found = []
@@ -81,7 +80,7 @@ def borders(gm: fx.GraphModule, groups: list[NodeGroup]) -> list[Borders]:
 
 
 def loss_node(gm: fx.GraphModule) -> Any:
-    """The first node that the graph returns."""
+    """Return the graph's first output."""
     result: Any = gm.graph.output_node().args[0]
     while isinstance(result, tuple | list):
         result = result[0]
@@ -89,7 +88,7 @@ def loss_node(gm: fx.GraphModule) -> Any:
 
 
 def _kind(node: fx.Node, owner: dict[fx.Node, int]) -> str | None:
-    """The kind of input as which ``node`` enters another layer; ``None`` if that layer recomputes it."""
+    """Return as which kind of input ``node`` enters another layer; ``None`` if that layer recomputes it."""
     if node.op == "placeholder":
         return next(kind for kind in ("parameter", "input", "constant", "state") if kind in meta(node))
     if meta(node).get("scalar"):
@@ -100,7 +99,7 @@ def _kind(node: fx.Node, owner: dict[fx.Node, int]) -> str | None:
 def build_layers(
     groups: list[NodeGroup], found: list[Borders], classes: dict[str, str], root: str
 ) -> tuple[tuple[GraphLayer, ...], dict[str, LayerClass], dict[str, Value]]:
-    """The layers, their classes by name, and every activation by name. ``classes`` maps module paths to class names."""
+    """Return the layers, their classes by name, and every activation by name. ``classes`` maps module paths to class names."""
     names = layer_names(groups, classes)
     values: dict[fx.Node, Value] = {}
     library: dict[Any, LayerClass] = {}
@@ -137,10 +136,10 @@ def build_layers(
 
 
 def _local_names(stored: list[str], name: str, leaves: tuple[str, ...]) -> dict[str, str]:
-    """The local name, in the layer's class, of each parameter and buffer of a layer; keys are names in the model.
+    """Map the names of a layer's parameters and buffers in the model to names in the layer's class.
 
-    The local name of a tensor inside the module ``name`` is relative to that module, so that equal modules give equal names. The same
-    holds for single modules in a row if the numbers of the ``leaves`` are counted from the first.
+    Names inside the module ``name`` become relative to it, so that equal modules have equal names; for a chain of single modules, the
+    numbers of the ``leaves`` become relative to the first.
     """
     if all(one.startswith(name + ".") for one in stored):
         return {one: one.removeprefix(name + ".") for one in stored}
@@ -157,15 +156,13 @@ def _local_names(stored: list[str], name: str, leaves: tuple[str, ...]) -> dict[
 
 
 def _buffer_names(border: Borders) -> list[str]:
-    """The written buffers that the layer reads or writes, each once."""
+    """Return the written buffers that the layer reads or writes."""
     return list(dict.fromkeys((*(meta(n)["buffer"] for n in border.state), *border.updates)))
 
 
 def layer_names(groups: list[NodeGroup], classes: dict[str, str]) -> list[str]:
-    """A module path for each group: its block; else the module that contains all of the group and no block; else a module with
-    parameters.
-
-    In the last case, the first group takes its first module with parameters (the embedding), the others their last (the head).
+    """Name each group by its block; else by the module that contains all of the group and no block; else by a module with parameters:
+    the first one in the first group (the embedding), the last one in others (the head).
     """
     blocks = [group.block for group in groups if group.block]
     taken: set[str] = set()
@@ -187,7 +184,7 @@ def layer_names(groups: list[NodeGroup], classes: dict[str, str]) -> list[str]:
 
 
 def _common(paths: list[str]) -> str:
-    """The longest module path that contains all of ``paths``."""
+    """Return the longest module path that contains all of ``paths``."""
     split = [path.split(".") for path in paths]
     common: list[str] = []
     for parts in zip(*split, strict=False):
@@ -208,7 +205,7 @@ def _holds_parameters(group: NodeGroup, path: str) -> bool:
 
 
 def class_name(name: str, group: NodeGroup, classes: dict[str, str], root: str, *, first: bool, final: bool) -> str:
-    """The name of the layer's class: its module's class, or the model's class and the layer's part in the model."""
+    """Return the name of the layer's class: its module's class, or the model's class with the layer's role in it."""
     path = name.split("@")[0]
     whole = path in classes and (
         bool(group.block) or all(p == path or p.startswith(path + ".") for p in group.paths if p)
@@ -221,7 +218,7 @@ def class_name(name: str, group: NodeGroup, classes: dict[str, str], root: str, 
 
 
 def _signature(border: Borders, names: dict[str, str]) -> Any:
-    """A value that is equal for two layers if and only if one graph can represent both."""
+    """Return a key that is equal for two layers if and only if one graph can represent both."""
     index: dict[fx.Node, int] = {}
     key: list[Any] = []
     for kind in KINDS:
@@ -242,7 +239,7 @@ def _signature(border: Borders, names: dict[str, str]) -> Any:
 
 
 def _numbered(value: Any, index: dict[fx.Node, int]) -> Any:
-    """``value`` with each node replaced by its index and each number by its text, so that 1, 1.0 and True differ."""
+    """Replace each node by its index and each number by its text, so that 1, 1.0 and True differ."""
     if isinstance(value, fx.Node):
         return index[value]
     if isinstance(value, tuple | list):
@@ -298,8 +295,8 @@ def _layer_class(name: str, border: Borders, names: dict[str, str]) -> LayerClas
 
 
 def _without_parameter(output: fx.Node, views: list[fx.Node] | None, env: dict[fx.Node, fx.Node]) -> fx.Node:
-    """The layer's ``output`` in memory of its own, if it is a view of a parameter: ZeRO-3 frees a parameter's memory at the layer's end,
-    and a pipeline may still send it. The smallest of the ``views`` that lead from the parameter to the output is cloned."""
+    """Clone an ``output`` that is a view of a parameter: ZeRO-3 frees the parameter at the layer's end, when a pipeline may still send
+    the output. The smallest of the ``views`` that lead from the parameter to the output is cloned."""
     if views is None:
         return output
     sizes = [math.prod(shape_of(node)) for node in views]
@@ -316,7 +313,7 @@ def _without_parameter(output: fx.Node, views: list[fx.Node] | None, env: dict[f
 
 
 def _copied(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
-    """A copy of ``node`` in ``graph``, named after its op and not after its position in the whole model."""
+    """Copy ``node`` into ``graph`` and name it after its op, not after its position in the model."""
     args, kwargs = map_arg((node.args, dict(node.kwargs)), env.__getitem__)
     return graph.create_node(node.op, node.target, args, kwargs, name=op_name(node).rsplit(".", 1)[-1])
 
@@ -334,8 +331,8 @@ def _placeholder_name(kind: str, node: fx.Node, names: dict[str, str]) -> str:
 def build_prelude(
     gm: fx.GraphModule, inputs: tuple[Value, ...], constants: dict[str, torch.Tensor], guarded: Sequence[fx.Node] = ()
 ) -> tuple[tuple[Value, ...], fx.GraphModule | None]:
-    """The scalars, and the module that computes them and then the ``guarded`` nodes from the whole batch; sets ``meta["scalar_value"]``
-    on the scalars' nodes."""
+    """Return the scalars, and the module that computes them and then the ``guarded`` nodes from the global batch; sets
+    ``meta["scalar_value"]`` on the scalars' nodes."""
     wanted = [n for n in gm.graph.nodes if meta(n).get("scalar")]
     if not wanted and not guarded:
         return (), None
@@ -365,7 +362,7 @@ def build_prelude(
 
 
 def unique(name: str, taken: set[str], separator: str = "") -> str:
-    """``name``, or ``name`` with the first number from 2 that makes it unique; adds the result to ``taken``."""
+    """Return ``name``, with a number appended if it is in ``taken``, and add the result to ``taken``."""
     candidate, k = name, 1
     while candidate in taken:
         k += 1
@@ -375,7 +372,7 @@ def unique(name: str, taken: set[str], separator: str = "") -> str:
 
 
 def identifier(name: str) -> str:
-    """``name`` with every character replaced that a Python identifier cannot contain."""
+    """Return ``name`` as a Python identifier."""
     text = "".join(c if c.isalnum() or c == "_" else "_" for c in name)
     if not text or text[0].isdigit():
         text = f"p_{text}"

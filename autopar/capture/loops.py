@@ -1,5 +1,5 @@
-"""Loops over data in a forward: a trace writes every turn of them down, so that a recurrence over thousands of positions becomes a graph
-that no plan can be searched for in reasonable time."""
+"""Refuses long loops over data in a forward: a trace unrolls them, and a recurrence over thousands of positions becomes a graph that is
+too large to plan."""
 
 from __future__ import annotations
 
@@ -10,20 +10,18 @@ from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
-from autopar.capture.backward import OPAQUE_HINT, OURS, TORCH, KeptWholeError
+from autopar.capture.backward import OPAQUE_HINT, OURS, TORCH, NotTraceableError
 
-TURNS = 1000
-"""How often one expression may be computed in one call of its function. Layers are fewer, positions are more."""
+MAX_ITERATIONS = 1000
+"""How often an expression may be evaluated in one call of its function: more than layers, fewer than positions."""
 
 
-class ShortLoops(TorchFunctionMode):
-    """Inside, a loop of more than ``TURNS`` turns raises ``KeptWholeError``: the module that has the loop can be kept as one op."""
+class RefuseLongLoops(TorchFunctionMode):
+    """A mode in which a loop of more than ``MAX_ITERATIONS`` raises ``NotTraceableError``, so that its module may become opaque."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._calls: list[
-            tuple[FrameType, Counter[int]]
-        ] = []  # of functions that have not returned, and how often each instruction ran
+        self._calls: list[tuple[FrameType, Counter[int]]] = []  # open frames, and how often each instruction ran
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         frame = _of_user(sys._getframe(1))
@@ -46,17 +44,17 @@ class ShortLoops(TorchFunctionMode):
             self._calls.append((frame, Counter()))
         place, turns = frame.f_lasti, self._calls[-1][1]
         turns[place] += 1
-        if turns[place] > TURNS:
+        if turns[place] > MAX_ITERATIONS:
             code = frame.f_code
-            raise KeptWholeError(
-                f"{code.co_filename}:{frame.f_lineno} runs more than {TURNS:,} times in one call of {code.co_name}: a loop over data would "
-                "be written out turn by turn",
+            raise NotTraceableError(
+                f"{code.co_filename}:{frame.f_lineno} runs more than {MAX_ITERATIONS:,} times in one call of {code.co_name}: a trace would "
+                "unroll this loop over data",
                 OPAQUE_HINT,
             )
 
 
 def _of_user(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame from ``frame`` on that is not torch's; ``None`` if it is autopar's, as around a forward."""
+    """Return the innermost frame from ``frame`` on that isn't torch's; ``None`` if it is autopar's."""
     while frame is not None and frame.f_code.co_filename.startswith((TORCH, "<")):
         frame = frame.f_back
     return None if frame is None or frame.f_code.co_filename.startswith(OURS) else frame

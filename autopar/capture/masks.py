@@ -1,9 +1,9 @@
-"""Recognise attention masks that attention can express by itself, without materialising them.
+"""Recognises causal and full attention masks without materialising them.
 
 transformers builds an explicit mask of ``[batch, 1, sequence, sequence]`` from positions and passes it to
-``scaled_dot_product_attention``, which then cannot use its fast kernels. The mask's own expression is evaluated at its real size, block
-by block (``bounds``): the bounds of the positions prove that blocks off the diagonal are visible or hidden throughout; blocks on the
-diagonal are computed. If the proof fails, the mask stays.
+``scaled_dot_product_attention``, which then can't use its fast kernels. The mask's expression is evaluated at full size, block by block
+(``bounds``): bounds of the positions prove that blocks off the diagonal are entirely visible or hidden; blocks on the diagonal are
+computed. If the proof fails, the mask stays.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from autopar.ops.operands import args_of, shape_of, val
 from passes.clean.nodes import add, aten, calls, replace
 
 LEAF = 256
-"""Blocks of at most this number of queries and keys are computed; larger ones are cut into four."""
+"""Blocks of up to this many queries and keys are computed; larger ones are split into four."""
 MOST_BLOCKS = 20_000
-"""A mask stays unchanged after this number of examined blocks: a causal mask of a million positions has 16,000."""
+"""Maximum number of blocks to examine; a causal mask of a million positions has 16,000."""
 
 
 def recognise_masks(gm: fx.GraphModule, evaluator: Evaluator) -> None:
-    """Drop constant masks that allow everything; replace triangular ones by ``is_causal=True``."""
+    """Drop constant masks that allow everything; replace causal ones by ``is_causal=True``."""
     kinds: dict[fx.Node, str | None] = {}
     for node in calls(gm, aten.scaled_dot_product_attention.default):
         mask = args_of(node)[3] if len(node.args) > 3 else None
@@ -43,8 +43,7 @@ def recognise_masks(gm: fx.GraphModule, evaluator: Evaluator) -> None:
 
 
 def classify_mask(evaluator: Evaluator, mask: fx.Node) -> str | None:
-    """``"causal"`` if query i sees keys 0..i, ``"full"`` if everything is visible, ``None`` for any other mask and where neither is
-    proved."""
+    """Return ``"causal"`` if query i is proved to see keys 0..i, ``"full"`` if everything is visible, else ``None``."""
     *lead, queries, keys = shape_of(mask)
     if 0 in shape_of(mask) or not evaluator.valued(mask):
         return None
@@ -61,7 +60,7 @@ def classify_mask(evaluator: Evaluator, mask: fx.Node) -> str | None:
 
 
 def _proved(blocks: Blocks, mask: fx.Node, rest: Block, *, causal: bool) -> bool:
-    """Whether every query sees every key, or with ``causal`` exactly the keys up to its own position."""
+    """Whether every query sees every key, or with ``causal`` exactly the keys up to its position."""
     queries, keys = shape_of(mask)[-2:]
     open_blocks, looked_at = [((0, queries), (0, keys))], 0
     while open_blocks:
@@ -91,7 +90,7 @@ def _halves(start: int, stop: int) -> list[tuple[int, int]]:
 
 
 def _seen(blocks: Blocks, mask: fx.Node, block: Block) -> bool | None:
-    """Whether all of the block is visible (true) or hidden (false); ``None`` if neither is known."""
+    """Whether all of the block is visible (true) or hidden (false); ``None`` if unknown."""
     blocks.next()
     ends = blocks.bounds(mask, block)
     if ends is None and math.prod(stop - start for start, stop in block[-2:]) == 1:
@@ -123,7 +122,7 @@ def _as_expected(blocks: Blocks, mask: fx.Node, block: Block, *, causal: bool) -
 
 
 def _allowed(mask: torch.Tensor) -> torch.Tensor | None:
-    """A boolean mask of the keys that each query sees; ``None`` for an additive mask with other values."""
+    """Return a boolean mask of visible keys; ``None`` for an additive mask with values other than zero and minus infinity."""
     if mask.dtype == torch.bool:
         return mask
     allowed = mask == 0

@@ -1,13 +1,11 @@
-"""Keep a module whole: one node in the graph, which every rank executes in the same way, as the user wrote it.
+"""Opaque modules: one node in the graph, whose original code every rank executes alike.
 
-This is for a module that ``torch.export`` refuses (control flow that depends on the data, a library call that it cannot
-see into). The module becomes a torch custom op with its parameters among the operands, so that they stay
-parameters of the graph and their gradients flow. The op has no sharding rule: every axis replicates it.
+This is for a module that ``torch.export`` refuses (data-dependent control flow, a foreign library call). The module becomes a torch
+custom op with its parameters among the operands, so that they stay parameters of the graph and get gradients. The op has no sharding
+rule: every axis replicates it. ``autopar.capture.auto_opaque`` does this automatically for modules that fail to trace.
 
-A module that capture finds to be of that kind is kept whole automatically (``autopar.capture.whole``).
-
-Limits: tensors in; out a tensor, or tuples, lists and dicts of tensors and plain values that are always the same; backward runs the module
-again, so it must not draw random numbers or change its buffers. An emitted program creates the module again from its class's name and its
+Limits: it takes tensors and returns a tensor, or tuples, lists and dicts of tensors and constant plain values; backward runs the module
+again, so it must not draw random numbers or change its buffers. An emitted program creates the module from its class's name and its
 attributes (``autopar.emit.opaque``), which must be plain data.
 """
 
@@ -41,11 +39,11 @@ class _Kept:
     module: nn.Module
     output: Callable[..., Any] | None
     given: dict[Shapes, Any] = field(default_factory=dict)
-    """The results of observed calls by the inputs' shapes, on meta."""
+    """The results of observed calls on meta, by the inputs' shapes."""
 
     def result(self, *inputs: Tensor) -> Any:
-        """The structure of the result for such inputs: as the user's ``output`` or an observed call gives it; like the first input if no
-        observed call gave anything else."""
+        """Return the result's structure on meta by the user's ``output`` or an observed call; like the first input if all observed
+        calls were so."""
         if self.output is not None:
             return self.output(*inputs)
         key = shapes(inputs)
@@ -64,8 +62,8 @@ class _Kept:
         return functional_call(self.module, dict(zip(names, tensors, strict=True)), tuple(inputs))
 
 
-# By op name. Module-level, because the capture's copies of a wrapped module must find their original's op, and the emitter must find the
-# original. A module whose result is more than one tensor has a second op, which returns a list.
+# By op name. Global, because copies of a wrapped module need their original's op, and the emitter the original. A module whose result is
+# more than one tensor has a second op, which returns a list.
 _OPS: dict[str, _Kept] = {}
 _SEVERAL = "_list"
 
@@ -83,10 +81,10 @@ class Opaque(nn.Module):
 
 
 def call(name: str, module: nn.Module, *inputs: Tensor) -> Any:
-    """The op applied to ``inputs`` and the tensors of ``module``: the op's own module, a copy of it, or one that differs only in its
-    tensors. Where tensors have values, the module runs and its result is observed."""
+    """Apply the op to ``inputs`` and the tensors of ``module``, which is the op's module or one that differs only in its tensors. If
+    tensors have values, the module runs and its result is observed."""
     kept = _OPS[name]
-    # The original's names: its copies have buffers for tensors that are plain attributes of the original.
+    # by the original's names: its copies have more buffers, for tensors in plain attributes
     buffers = [module.get_buffer(key) for key, _ in kept.module.named_buffers()]
     operands, tensors = list(inputs), [*module.parameters(), *buffers]
     if not any(map(is_fake, (*operands, *tensors))):
@@ -100,22 +98,22 @@ def call(name: str, module: nn.Module, *inputs: Tensor) -> Any:
 
 
 def target_of(name: str, *, several: bool = False) -> Any:
-    """The operator of the op: it takes the inputs and the module's tensors, and returns a tensor or, with ``several``, a list of them."""
+    """Return the operator, which takes the inputs and the module's tensors, and returns a tensor or, with ``several``, a list."""
     return _op(name + _SEVERAL if several else name)
 
 
 def opaque_modules(graph: fx.Graph) -> dict[str, nn.Module]:
-    """The wrapped modules whose ops the graph calls, by op name."""
+    """Return the wrapped modules whose ops the graph calls, by op name."""
     names = [str(node.target).removesuffix(".default") for node in graph.nodes if node.op == "call_function"]
     return {name: _OPS[name].module for name in names if name in _OPS}
 
 
 def opaque(module: nn.Module, output: Callable[..., Any] | None = None) -> nn.Module:
-    """Wrap ``module`` so that capture keeps it whole and every rank executes it in the same way.
+    """Wrap ``module`` so that capture doesn't trace into it and every rank executes it alike.
 
     ``output`` is called with the inputs (without values) and returns the result's structure with tensors of its shapes and dtypes
-    (``torch.empty``). Without it capture runs a copy of the model on the batch to find them; for a batch or a model without values the
-    result is like the first input. A module is wrapped once: not inside another opaque one.
+    (``torch.empty``). Without it, capture runs a copy of the model on the batch to find them; if the batch or the model has no values,
+    the result is assumed to be like the first input. Opaque modules can't be nested.
     """
     if not isinstance(module, nn.Module):
         raise UsageError(f"opaque takes a torch.nn.Module, not {module!r}", "wrap a function in a module")
@@ -125,7 +123,7 @@ def opaque(module: nn.Module, output: Callable[..., Any] | None = None) -> nn.Mo
 
 
 def observe(model: nn.Module, run: Callable[[nn.Module], object]) -> None:
-    """Let the opaque modules of ``model`` whose results' shapes nobody gave be observed: ``run`` runs a copy of it on values."""
+    """Observe the results of opaque modules without ``output``, while ``run`` runs a copy of ``model`` on values."""
     found = [module for module in model.modules() if isinstance(module, Opaque)]
     tensors = [*model.parameters(), *model.buffers()]
     if all(_OPS[module.op].output is not None for module in found) or any(map(is_fake, tensors)):
@@ -135,12 +133,12 @@ def observe(model: nn.Module, run: Callable[[nn.Module], object]) -> None:
             run(copied([model])[0])
         except CaptureError:
             raise
-        except Exception:  # the model fails by itself, too: the error of export says where
+        except Exception:  # the model fails on its own: the error of export says where
             return
 
 
 def register(module: nn.Module, output: Callable[..., Any] | None) -> str:
-    """The name of a new op that computes ``module``; ``output`` as for ``opaque``."""
+    """Register an op that computes ``module`` and return its name; ``output`` as for ``opaque``."""
     name = f"autopar.opaque_{len(_OPS) // 2}"
     kept = _Kept(module, output)
     _OPS[name] = _OPS[name + _SEVERAL] = kept
@@ -149,11 +147,11 @@ def register(module: nn.Module, output: Callable[..., Any] | None) -> str:
 
 @functools.cache
 def _op(name: str) -> Any:
-    """The op of that name, which returns a tensor or, with the suffix ``_SEVERAL``, a list."""
+    """Return the op of that name, whose result is a tensor or, with the suffix ``_SEVERAL``, a list."""
     kept = _OPS[name]
 
     def run(inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-        with autograd_in_op():  # an op may not return its operand; a module may
+        with autograd_in_op():  # clone: unlike a module, an op may not return its operand
             return [tensor.detach().clone() for tensor in tensors_in(kept.compute(inputs, tensors))]
 
     def blank(inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -172,7 +170,7 @@ def _op(name: str) -> Any:
         ctx.save_for_backward(*inputs[0], *inputs[1])
 
     def backward(ctx: Any, gradient: Any) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        # an op of torch may refuse a gradient for an operand that needs none, as the scale of a fake quantisation
+        # some ops have no gradient for an operand that needs none, as the scale of fake quantisation
         needed = [*ctx.needs_input_grad[0], *ctx.needs_input_grad[1]]
         floating = [t.detach().requires_grad_(needs) for t, needs in zip(ctx.saved_tensors, needed, strict=True)]
         with torch.enable_grad():
@@ -198,15 +196,14 @@ def _gradients(pairs: list[tuple[Tensor, Tensor]], wanted: list[Tensor]) -> Sequ
 
 
 def shapes(tensors: Iterable[Tensor]) -> Shapes:
-    """The shapes and dtypes of a call's tensors."""
+    """Return the shapes and dtypes of a call's tensors."""
     return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
 
 
 def without_values(result: Any, name: str) -> Any:
-    """The result of the module ``name`` with its tensors on meta.
+    """Return the result of the module ``name`` with its tensors on meta.
 
-    Raises:
-        CaptureError: it holds anything but tensors, plain values, and tuples, lists and dicts of them, or no tensor at all.
+    Raises ``CaptureError`` if it has no tensor, or anything but tensors, plain values, and tuples, lists and dicts of them.
     """
     if not tensors_in(result):
         raise CaptureError(
@@ -221,7 +218,7 @@ def without_values(result: Any, name: str) -> Any:
 
 
 def _other(result: Any) -> str | None:
-    """The class of something in the result that is neither a tensor nor plain data; ``None`` if there is no such thing."""
+    """Return the class of a part of the result that is neither a tensor nor plain data, or ``None``."""
     if type(result) in _PLAIN or isinstance(result, Tensor):
         return None
     if type(result) is dict:
@@ -232,7 +229,7 @@ def _other(result: Any) -> str | None:
 
 
 def _rebuilt(result: Any, tensors: Iterator[Tensor]) -> Any:
-    """The structure of ``result`` with ``tensors`` in place of its own."""
+    """Replace the tensors in ``result``, in order."""
     if isinstance(result, Tensor):
         return next(tensors)
     if isinstance(result, dict):
@@ -244,7 +241,7 @@ def _rebuilt(result: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 def described(result: Any) -> Any:
-    """A result in a form that compares equal for results of one structure, shapes, dtypes and plain values."""
+    """Return a key that is equal for results of equal structure, shapes, dtypes and plain values."""
     if isinstance(result, Tensor):
         return tuple(result.shape), result.dtype
     if isinstance(result, dict):

@@ -1,4 +1,4 @@
-"""Capture from end to end: export, clean, fold constants, segment."""
+"""The stages of capture: export, clean, fold constants, segment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from autopar.capture.batch import BatchStructure, describe_batch, flatten_batch
-from autopar.capture.boundary import foreign_errors_explained
+from autopar.capture.boundary import errors_as_capture_errors
 from autopar.capture.constants import fold_constants, share_constants, simplify_constants, unused_constants
 from autopar.capture.evaluate import Evaluator
 from autopar.capture.export import export
@@ -20,9 +20,9 @@ from autopar.capture.kernels import keep_ops_without_shapes
 from autopar.capture.layers import borders, build_layers, build_prelude, loss_node
 from autopar.capture.masks import recognise_masks
 from autopar.capture.opaque import opaque_modules
-from autopar.capture.questions import check_guards, settle_guards
 from autopar.capture.reach import freeze_unreached
 from autopar.capture.segment import mark_main, segment, updates
+from autopar.capture.specialise import batch_guards, check_guards
 from autopar.capture.storage import identity, ties
 from autopar.errors import CaptureError
 from autopar.graph import Buffer, Graph, Parameter, StateTensor, Value
@@ -48,26 +48,25 @@ def capture(
 ) -> Graph:
     """Capture one training step's forward pass of ``model`` as layers.
 
-    ``model`` may be on the CPU or on meta; capture does not change it, and allocates nothing of its size. ``batch`` is an
-    example of one global batch (values do not matter, shapes do): a tensor, a tuple of positional or a dict of keyword
-    arguments, with the batch along dim 0. The model returns its loss, an object or dict with ``loss``, or a tuple that starts with it;
-    with ``loss_fn`` the batch is ``(inputs, targets)`` and the loss is ``loss_fn(model(inputs), targets)``; a ``loss_fn`` that takes one
-    argument gets the output alone, and the batch is the inputs. ``precision``
-    (``"float64"``, ``"float32"``, ``"bfloat16"``, ``"float16"``) casts floating parameters, buffers and inputs; without it
-    they keep their dtypes. ``progress`` is called with each stage's name. ``local_batch_norm`` lets batch norm take the statistics of
-    each rank's part of each microbatch, as most trainers do; without it the statistics are those of the whole batch, as on one device.
+    ``model`` may be on the CPU or on meta; capture doesn't change it and allocates nothing of its size. ``batch`` is an example of one
+    global batch (shapes matter, values mostly don't): a tensor, a tuple of positional or a dict of keyword arguments, with the batch along
+    dim 0. The model returns its loss, an object or dict with ``loss``, or a tuple that starts with it; with ``loss_fn`` the batch is
+    ``(inputs, targets)`` and the loss is ``loss_fn(model(inputs), targets)``; a ``loss_fn`` of one argument gets only the output, and the
+    batch is the inputs. ``precision`` (``"float64"``, ``"float32"``, ``"bfloat16"``, ``"float16"``) casts floating parameters, buffers and
+    inputs. ``progress`` is called with each stage's name. With ``local_batch_norm`` batch norm uses the statistics of each rank's part of
+    each microbatch, as most trainers do; otherwise those of the global batch, as on one device.
 
-    Raises ``CaptureError`` (with the source line) if the model cannot be exported, ``BatchError`` if the batch is not valid.
+    Raises ``CaptureError`` (with the source line) if the model can't be exported, ``BatchError`` if the batch is invalid.
     """
     if precision is not None and precision not in PRECISIONS:
         raise CaptureError(f"precision {precision!r} is not known", hint=f"one of {', '.join(PRECISIONS)}")
     dtype = torch_dtype(precision) if precision is not None else None
     report = progress or (lambda stage: None)
-    with foreign_errors_explained(model):
+    with errors_as_capture_errors(model):
         structure = describe_batch(model, batch, loss_fn, dtype)
         report("export")
         gm, buffers, classes = export(model, structure, loss_fn, dtype, batch)
-        with without_function_modes():  # active modes concern the model's own calls
+        with without_function_modes():  # active modes are meant for the model's calls
             report("clean")
             graph_meta(gm)["local_batch_norm"] = local_batch_norm
             gm, constants = clean(gm, buffers)
@@ -78,7 +77,7 @@ def capture(
 
 
 def clean(gm: fx.GraphModule, buffers: dict[str, torch.Tensor]) -> tuple[fx.GraphModule, dict[str, torch.Tensor]]:
-    """The cleaned graph, and its folded constants by name."""
+    """Return the cleaned graph, and its folded constants by name."""
     gm = run_passes(gm, STEPS)
     share_constants(gm)
     recognise_masks(gm, Evaluator(gm, buffers))
@@ -106,7 +105,7 @@ def _assemble(
         raise CaptureError("the loss does not depend on any trainable parameter", hint="nothing would be trained")
     freeze_unreached(gm, loss)
     inputs = tuple(Value(leaf.name, leaf.shape, leaf.dtype) for leaf in structure.leaves)
-    guards = settle_guards(gm)
+    guards = batch_guards(gm)
     scalars, prelude = build_prelude(gm, inputs, constants, [node for _, node in guards])
     groups = segment(gm, classes)
     found = borders(gm, groups)
@@ -158,20 +157,18 @@ def _assemble(
 
 
 def _eval_mode(model: nn.Module) -> list[str]:
-    """Notes on the modules that are not in train mode."""
+    """Return notes on modules in eval mode."""
     still = [name for name, module in model.named_modules() if not module.training]
     if not still:
         return []
     if not model.training:
-        return [
-            "the model is in eval mode, as it was given: no dropout, and running statistics; model.train() changes that"
-        ]
+        return ["the model is in eval mode: no dropout, and running statistics; model.train() changes that"]
     some = f"{', '.join(still[:3])}{', ...' if len(still) > 3 else ''}"
-    return [f"{len(still)} modules are in eval mode, as they were given, and stay in it: {some}"]
+    return [f"{len(still)} modules are in eval mode and stay in it: {some}"]
 
 
 def _state(model: nn.Module) -> tuple[StateTensor, ...]:
-    """The model's parameters, then the buffers of its state dict, by each of their names."""
+    """Return the model's parameters, then the buffers of its state dict, by each of their names."""
     found, first = [], dict[Any, str]()
     kept = model.state_dict(keep_vars=True)
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -184,7 +181,7 @@ def _state(model: nn.Module) -> tuple[StateTensor, ...]:
 
 
 def _buffers(gm: fx.GraphModule, values: dict[str, torch.Tensor], model: nn.Module) -> dict[str, Buffer]:
-    """The buffers that the graph writes, frozen parameters among them, with their values before the first step."""
+    """Return the buffers (and frozen parameters) that the graph writes, with their initial values."""
     kept = model.state_dict(keep_vars=True)
     parameters = {name: parameter for name, parameter in model.named_parameters() if not parameter.is_meta}
     found = {}
@@ -196,7 +193,7 @@ def _buffers(gm: fx.GraphModule, values: dict[str, torch.Tensor], model: nn.Modu
 
 
 def _dtypes(parameters: Mapping[str, Parameter]) -> list[tuple[torch.dtype, int]]:
-    """The floating dtypes of the parameters, each with its number of elements, the most frequent one first."""
+    """Return the parameters' floating dtypes with their numbers of elements, the most frequent first."""
     found = Counter[torch.dtype]()
     for parameter in parameters.values():
         if parameter.dtype.is_floating_point:
@@ -205,7 +202,7 @@ def _dtypes(parameters: Mapping[str, Parameter]) -> list[tuple[torch.dtype, int]
 
 
 def _parameters(gm: fx.GraphModule, model: nn.Module) -> dict[str, Parameter]:
-    """The parameters that the graph reads, in the model's order; parts of a parameter in their own order."""
+    """Return the parameters that the graph reads, in the model's order; slices of a parameter in order."""
     found = [meta(n)["parameter"] for n in gm.graph.nodes if n.op == "placeholder" and "parameter" in meta(n)]
     order = {name: index for index, (name, _) in enumerate(model.named_parameters())}
     found.sort(key=lambda p: (order[p.original], p.start))
@@ -213,7 +210,7 @@ def _parameters(gm: fx.GraphModule, model: nn.Module) -> dict[str, Parameter]:
 
 
 def _tokens(inputs: tuple[Value, ...]) -> int:
-    """The size of a global batch in tokens: the elements of its first two-dimensional integer tensor, else its examples."""
+    """Return the tokens of a global batch: the elements of its first two-dimensional integer tensor, else its examples."""
     for value in inputs:
         if len(value.shape) == 2 and not value.dtype.is_floating_point:
             return value.numel

@@ -1,10 +1,10 @@
-"""Which parameters get a gradient: those from which autograd finds a path back from the loss.
+"""Finds the parameters that get a gradient: those that autograd reaches from the loss.
 
-``gradients_pass`` follows values forward. A value that is computed from a parameter and ends in an argmax, a comparison, or a ``detach``
-has a gradient there that nothing uses. Eager PyTorch leaves ``grad`` at ``None`` in this case, and optimizers leave such parameters
-alone, decay included. A zero gradient (of ``floor``, of a dead ReLU) still counts as a gradient.
+``gradients_pass`` follows values forward, also from a parameter to an argmax, a comparison, or a ``detach``. There eager PyTorch leaves
+``grad`` at ``None``, and optimizers skip such parameters, weight decay included. A zero gradient (of ``floor``, of a dead ReLU) counts as
+a gradient.
 
-No table lists whether an op's result has a gradient for an operand: the op itself runs on meta tensors.
+Whether an op's result has a gradient for an operand is found by running the op on meta tensors, not by a table.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _LIMIT = 4096
 
 
 def freeze_unreached(gm: fx.GraphModule, loss: fx.Node) -> None:
-    """Mark as not trainable the parameters that eager PyTorch gives no gradient, and update the marks of the graph's gradients.
+    """Mark parameters that get no gradient as not trainable, and update the graph's gradient marks.
 
-    A parameter that was cut into parts gets a gradient if any part does.
+    A sliced parameter gets a gradient if any slice does.
     """
     reached = _reached(gm, loss)
     parameters = [node for node in gm.graph.nodes if node.op == "placeholder" and "parameter" in meta(node)]
@@ -47,8 +47,8 @@ def freeze_unreached(gm: fx.GraphModule, loss: fx.Node) -> None:
 
 
 def _reached(gm: fx.GraphModule, loss: fx.Node) -> set[fx.Node]:
-    """The nodes that a gradient of the loss reaches."""
-    wanted: dict[fx.Node, set[int]] = {loss: {0}}  # by node: the indices of its results that have a gradient
+    """Return the nodes that a gradient of the loss reaches."""
+    wanted: dict[fx.Node, set[int]] = {loss: {0}}  # node: indices of its results that have a gradient
     for node in reversed(gm.graph.nodes):
         if node not in wanted or node.op != "call_function":
             continue
@@ -65,8 +65,8 @@ def _reached(gm: fx.GraphModule, loss: fx.Node) -> set[fx.Node]:
 
 
 def _flows(node: fx.Node, operand: fx.Node) -> tuple[bool, ...]:
-    """For every result of the node, whether autograd has a gradient of it for the operand; ``()`` if that cannot be determined, in which
-    case all results count: autopar's own kernels, and modules that are kept whole."""
+    """Return for each result of the node whether its gradient flows to the operand; ``()`` if unknown (autopar's kernels and opaque
+    modules), in which case all results count."""
     name = overload_name(node.target)
     if name is None or name.startswith("autopar::"):
         return ()

@@ -1,4 +1,4 @@
-"""The captured graph on one device: the reference for every emitted program."""
+"""Runs the captured graph on one device, as the reference for emitted programs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from autopar.program.guards import hold
 
 
 def parameter_tensors(graph: Graph, originals: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The graph's parameters by name, from the user's model's parameters: a part is a differentiable slice of its original.
+    """Return the graph's parameters by name; a sliced parameter is a differentiable slice of its original.
 
-    ``originals`` is keyed by the user's names; any name of a tied parameter works.
+    ``originals`` has the user's parameters by any of their names.
     """
     tensors = {}
     for name, parameter in graph.parameters.items():
@@ -47,13 +47,12 @@ def run(
     watch: Watch | None = None,
     buffers: MutableMapping[str, Tensor] | None = None,
 ) -> Tensor:
-    """The loss of one batch (by input name, see ``flatten_batch``): runs the prelude, then every layer's graph in turn.
+    """Run the prelude and every layer's graph on a batch (by input name, see ``flatten_batch``) and return the loss.
 
-    ``parameters`` are the user's model's, by their original names; gradients flow to them. ``watch`` is called for every node with
-    the layer's index, the node of its class's graph and the node's value. ``buffers`` holds the values that earlier steps wrote, by name,
-    in place of the values at capture, and receives the values that this step writes.
+    ``parameters`` are the user's, by their names; gradients flow to them. ``watch`` is called for every node with the layer's index, the
+    node of its class's graph and its value. ``buffers`` has the buffers that earlier steps wrote, and receives those of this step.
 
-    Raises ``GuardError`` for a batch whose guards have other answers than the captured batch.
+    Raises ``GuardError`` for a batch that violates a guard.
     """
     written = {} if buffers is None else buffers
     tensors = parameter_tensors(graph, parameters)

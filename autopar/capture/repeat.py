@@ -1,15 +1,14 @@
-"""A block that a model repeats is traced once: tracing costs seconds per hundred ops, and 125 of 126 equal blocks add nothing new.
+"""Traces repeated blocks once: tracing takes seconds per hundred ops, and 125 of 126 equal blocks add nothing new.
 
-1. ``record`` runs the model once without values, outside of export. For every call of a member of a module list it records
-   each torch function, its operands by their origin (the call's arguments, the member's own parameters, an earlier result), every other
-   argument by value, and which of the call's tensors are identical. Calls with equal records do the same computation with their own
-   parameters.
+1. ``record`` runs the model once without values, outside of export. For every call of a member of a module list it records each torch
+   function, its operands by their origin (the call's arguments, the member's parameters, an earlier result), every other argument by
+   value, and which of the call's tensors are identical. Calls with equal records do the same computation with their own parameters.
 2. During export the first of equal calls is traced between two markers; each of the others becomes one op (``traced_once``).
 3. ``expand`` replaces those ops in the exported graph by copies of the nodes between the markers.
 
-Information that a record lacks makes two records differ, never agree: a tensor that no recorded function made is represented by its
-identity alone, and so is an argument of an unknown kind. Calls whose tensors leave other than through the result (hooks that collect
-router logits) and modules that are called twice are traced in full; all calls are if a traced block writes to its arguments.
+Missing information makes records differ, never agree: a tensor that no recorded function made, or an argument of unknown type, is
+represented by its identity. Calls whose tensors escape other than through the result (hooks that collect router logits) and modules that
+are called twice are traced in full; all calls are if a traced block writes to its arguments.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from autopar.ops.meta import meta
 from autopar.torch_private import tree_flatten, tree_unflatten
 
 FEWEST = 3
-"""The number of members of one type that a list must have: with fewer, tracing once saves nothing."""
+"""Minimum number of members of one type in a list for which tracing once pays."""
 
 _PLAIN = (
     bool,
@@ -51,16 +50,15 @@ _PLAIN = (
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """``first``: for each path of a repeated call, the path of the first equal call. ``outputs``: the result of that call, as the tree of
-    the result and a description (size, stride, dtype, device) of each tensor in it. ``read``: the members whose parameters are read
-    outside of the call, too."""
+    """``first`` maps the path of a repeated call to that of the first equal call, ``outputs`` to the call's result: its tree, and a
+    description (size, stride, dtype, device) of each tensor. ``read`` are members whose parameters are also read outside of the call."""
 
     first: dict[str, str]
     outputs: dict[str, tuple[Any, tuple[Any, ...]]]
     read: frozenset[str] = frozenset()
 
     def unread(self, module: nn.Module) -> tuple[str, ...]:
-        """The parameters, in ``module``'s order, that only a repeated call reads: for export, only their names matter."""
+        """Return the parameters, in ``module``'s order, that only repeated calls read: export needs only their names."""
         names: dict[Any, list[str]] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             names.setdefault(identity(parameter), []).append(name)
@@ -68,14 +66,14 @@ class Repeats:
         return tuple(name for name, *others in names.values() if not others and name.startswith(paths))
 
     def corresponding(self, name: str) -> str:
-        """The parameter or buffer of the first equal call that corresponds to ``name``, a tensor of a repeated call."""
+        """Return the parameter or buffer of the first equal call that corresponds to ``name`` of a repeated call."""
         parts = name.split(".")
         path = next(path for k in range(len(parts)) if (path := ".".join(parts[:k])) in self.first)
         return self.first[path] + name.removeprefix(path)
 
 
 _Recipe = tuple[Any, tuple[Any, ...]]
-"""The result of a function: the tree (``None`` for a single leaf), and per leaf a description if it is a new tensor, else its value."""
+"""A function's result: the tree (``None`` for a single leaf), and per leaf a description of a new tensor, or its value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +83,10 @@ class _Fresh:
 
 @dataclass(slots=True)
 class _MemberCall:
-    """One call of a member while it is recorded. ``seen`` gives the origin of a tensor (by id).
+    """A member's call that is being recorded. ``seen`` maps the id of a tensor to its origin.
 
-    ``results`` gives, for each entry of ``lines``, a recipe to create its result again, ``None`` where the function has to be called.
-    ``like`` is an earlier call that began in the same way and contains all lines so far.
+    ``results`` has for each entry of ``lines`` a recipe for its result, or ``None`` if the function must be called. ``like`` is an earlier
+    call with the same start and all lines so far.
     """
 
     path: str
@@ -99,7 +97,7 @@ class _MemberCall:
     like: _MemberCall | None = None
 
     def of(self, value: Any) -> Any:
-        """A representation of a value that equals only the representation of the corresponding value of an equal call."""
+        """Return a key of a value that equals only the key of the corresponding value of an equal call."""
         if isinstance(value, Tensor):
             return self.seen.get(id(value), ("outside", id(value)))
         if isinstance(value, tuple | list):
@@ -114,7 +112,7 @@ class _MemberCall:
 
 
 def _tensors(value: Any, found: list[Tensor]) -> list[Tensor]:
-    """The tensors among a torch function's arguments, appended to the tensors already in ``found``."""
+    """Append the tensors among a torch function's arguments to ``found``."""
     if isinstance(value, Tensor):
         found.append(value)
     elif isinstance(value, tuple | list):
@@ -127,15 +125,15 @@ def _tensors(value: Any, found: list[Tensor]) -> list[Tensor]:
 
 
 class _Recorder(TorchFunctionMode):
-    """Adds every torch function to the records of the calls that are open.
+    """Adds every torch function to the records of the open calls.
 
-    If an equal call has called the function at the same point, with corresponding tensors, the result would be tensors of the same
-    shapes. On meta, where a tensor has no values, such tensors are created without calling the function, which is several times faster.
+    If an equal call has called the function at the same point with corresponding tensors, the result has the same shapes. On meta such
+    results are created without calling the function, which is several times faster.
     """
 
     def __init__(self, module: nn.Module, members: dict[str, nn.Module]) -> None:
         super().__init__()
-        # before recording starts, because the recorder would record accesses to tensors
+        # before recording starts, which would record these accesses to tensors
         self.own = {path: _named_tensors(m) for path, m in members.items()}
         names = Counter(id(tensor) for _, tensor in _named_tensors(module))
         self.owned = {path: _owned(own, names) for path, own in self.own.items()}
@@ -181,7 +179,7 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _known(self, lines: list[Any]) -> _Recipe | None:
-        """The recipe for the result that an equal call got at this point."""
+        """Return the recipe for the result that an equal call got at this point."""
         found = None
         for call, line in zip(self.open, lines, strict=True):
             if call.like is not None:
@@ -193,8 +191,7 @@ class _Recorder(TorchFunctionMode):
         return found
 
     def _recipe(self, leaves: list[Any], tree: Any, given: list[int]) -> _Recipe | None:
-        """The recipe for a result, ``None`` if there is none: tensors must be new and on meta, other values immutable; a function without
-        a result is called for its effect."""
+        """Return the recipe for a result whose tensors are new and on meta and whose other values are immutable, else ``None``."""
         found: list[Any] = []
         for leaf in leaves:
             if type(leaf) is Tensor:
@@ -217,7 +214,7 @@ class _Recorder(TorchFunctionMode):
     def _new(self, description: tuple[Any, ...]) -> Tensor:
         size, stride, dtype, device, differentiable = description
         tensor = torch.empty_strided(size, stride, dtype=dtype, device=device)
-        if differentiable:  # like the result of a computation, to which code may write
+        if differentiable:  # not a leaf, so that code may write to it
             if dtype not in self.zeros:
                 self.zeros[dtype] = torch.zeros((), dtype=dtype, device=device, requires_grad=True)
             with torch.enable_grad():
@@ -225,7 +222,7 @@ class _Recorder(TorchFunctionMode):
         return tensor
 
     def run(self, path: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """One call of a member: opens its record, runs it, and closes the record."""
+        """Run a member's call and record it."""
         self.calls[path] += 1
         leaves, tree = tree_flatten((args, kwargs))
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -259,16 +256,15 @@ class _Recorder(TorchFunctionMode):
 
 
 def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Every name of every parameter and buffer."""
+    """Return parameters and buffers by all of their names."""
     return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
 
 
 def _owned(own: list[tuple[str, Tensor]], names: Counter[int]) -> tuple[Any, ...]:
-    """The facts in which two equal members' tensors agree: names, descriptions, and ties.
+    """Return a key of a member's tensors: names, descriptions, and ties.
 
-    If a tensor has several names inside of the member, the first one represents it. If it also has a name outside of the member
-    (``names`` counts those in the whole model), its identity represents it: only a member with the same tensor at the same position is
-    equal.
+    A tensor with several names inside of the member is represented by the first. One that also has a name outside of the member
+    (``names`` counts names in the model) is represented by its identity: only a member with the same tensor is equal.
     """
     inside = Counter(id(tensor) for _, tensor in own)
     first: dict[int, str] = {}
@@ -292,7 +288,7 @@ def _description(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def members(module: nn.Module) -> dict[str, nn.Module]:
-    """The members of module lists and sequences with enough siblings of their type, by path; a member of two lists has its first path."""
+    """Return the members of module lists and sequences with enough siblings of their type, by their first path."""
     found: dict[str, nn.Module] = {}
     seen: set[int] = set()
     for path, parent in module.named_modules():
@@ -312,7 +308,7 @@ def _large(module: nn.Module) -> bool:
 
 @contextmanager
 def _forwards(members: dict[str, nn.Module], run: Callable[..., Any]) -> Iterator[None]:
-    """While the context is open, calls of each member go through ``run(path, module, forward, args, kwargs)``."""
+    """A context in which calls of members go through ``run(path, module, forward, args, kwargs)``."""
 
     def through(path: str, module: nn.Module) -> Callable[..., Any]:
         forward = module.forward
@@ -336,7 +332,7 @@ def _forwards(members: dict[str, nn.Module], run: Callable[..., Any]) -> Iterato
 
 
 def record(module: nn.Module, run: Callable[[], Any]) -> Repeats | None:
-    """The repeated calls of ``run()``, which calls ``module`` (possibly none); ``None`` if it raises an error."""
+    """Return the repeated calls in ``run()``, which runs ``module``; ``None`` if it raises."""
     found = members(module)
     recorder = _Recorder(module, found)
     try:
@@ -378,7 +374,7 @@ def _again(tensors: Sequence[Tensor], path: str) -> list[Tensor]:
     raise AssertionError("markers are never run")
 
 
-_results: dict[str, tuple[Any, ...]] = {}  # the results of ``autopar::again``, by path: set while a model is exported
+_results: dict[str, tuple[Any, ...]] = {}  # descriptions of the results of ``autopar::again`` by path, during an export
 
 
 @_enter.register_fake
@@ -394,14 +390,14 @@ def _(tensors: Sequence[Tensor], path: str) -> list[Tensor]:
 @_again.register_fake
 def _(tensors: Sequence[Tensor], path: str) -> list[Tensor]:
     return [
-        torch.empty_strided(size, stride, dtype=dtype, device="cpu")  # the device that the exported twin claims
+        torch.empty_strided(size, stride, dtype=dtype, device="cpu")  # the device that the exported fake copy claims
         for size, stride, dtype, _, _ in _results[path]
     ]
 
 
 @contextmanager
 def traced_once(module: nn.Module, repeats: Repeats) -> Iterator[None]:
-    """Inside this context, each repeated call of ``module``'s members is one op, and each first call stands between markers."""
+    """A context in which each repeated call of ``module``'s members is one op, and each first call is enclosed in markers."""
     originals = set(repeats.first.values())
     called = {path: child for path, child in module.named_modules() if path in originals or path in repeats.first}
 
@@ -432,10 +428,10 @@ Lifted = tuple[str, str, fx.Node]
 
 
 def expand(gm: fx.GraphModule, lifted: list[Lifted], repeats: Repeats, module: nn.Module) -> list[Lifted] | None:
-    """Put copies of the traced blocks in place of ``autopar::again``, remove the markers, and return all placeholders.
+    """Replace ``autopar::again`` by copies of the traced blocks, remove the markers, and return all placeholders.
 
-    Parameters of ``module``, the model, that were not exported get placeholders. Returns ``None``, with the graph in an unusable state,
-    if a block writes to its arguments or a parameter is not available: the caller exports again.
+    Parameters of the model ``module`` that weren't exported get placeholders. Returns ``None``, with the graph in an unusable state, if a
+    block writes to its arguments or a parameter is missing: the caller exports again.
     """
     graph = gm.graph
     lifted = _with_parameters(graph, lifted, repeats, module)
@@ -472,7 +468,7 @@ def expand(gm: fx.GraphModule, lifted: list[Lifted], repeats: Repeats, module: n
 
 
 def _with_parameters(graph: fx.Graph, lifted: list[Lifted], repeats: Repeats, module: nn.Module) -> list[Lifted]:
-    """``lifted`` with placeholders for ``repeats.unread``, each after the placeholder of the parameter before it in the model."""
+    """Add placeholders for ``repeats.unread``, each after that of the preceding parameter of the model."""
     exported = {target: node for _, target, node in lifted}
     unread = set(repeats.unread(module))
     added: list[Lifted] = []
@@ -509,7 +505,7 @@ def _between(entry: fx.Node, exit: fx.Node) -> list[fx.Node]:
 
 
 def _writes(body: list[fx.Node]) -> bool:
-    """Whether an op writes to a tensor that the block did not create. Views count as the tensor that they view."""
+    """Whether an op writes to a tensor, or a view of one, that the block didn't create."""
     made = {n for n in body if not (n.target is operator.getitem and _marker(n.args[0]) == "enter")}  # type: ignore[arg-type]
     foreign = {n for n in body if n not in made}
     for node in body:
@@ -526,7 +522,7 @@ def _writes(body: list[fx.Node]) -> bool:
 
 
 def _own(lifted: dict[str, fx.Node], first: dict[str, fx.Node], path: str) -> dict[fx.Node, fx.Node] | None:
-    """For every parameter and buffer of the first block, by its node: the corresponding node of the block at ``path``."""
+    """Map the nodes of the first block's parameters and buffers to those of the block at ``path``."""
     found = {node: lifted.get(f"module.{path}.{name}") for name, node in first.items()}
     return None if None in found.values() else {node: other for node, other in found.items() if other is not None}
 
@@ -540,7 +536,7 @@ def _copy(
     own: dict[fx.Node, fx.Node],
     original: str,
 ) -> None:
-    """Copy ``body`` before ``node``, an ``autopar::again``, and replace that node's results by the copy's."""
+    """Copy ``body`` before ``node``, an ``autopar::again``, and replace the node's results by the copy's."""
     env: dict[fx.Node, fx.Node] = dict(own)
     given: Any = node.args[0]
     results: Any = exit.args[0]
@@ -565,7 +561,7 @@ def _copy(
 
 
 def _stack(inner: fx.Node, node: fx.Node, original: str) -> dict[str, Any]:
-    """The modules around the copy of ``inner``: those around ``node``, which end with its block, then those inside of the block."""
+    """Return the module stack of the copy of ``inner``: that of ``node``, which ends with its block, and the rest inside the block."""
     stack = dict(meta(node)["nn_module_stack"])
     path = str(node.args[1])
     key = next(reversed(stack))

@@ -1,14 +1,13 @@
-"""Cut the graph into layers: contiguous runs of nodes, with few activations across each cut.
+"""Cuts the graph into layers: contiguous runs of nodes, with few activations across each cut.
 
-Cuts divide the **main** nodes: those that depend on a parameter, or draw random numbers. All other nodes depend on
-inputs and constants alone, and each layer that reads them recomputes them, so that only values with a gradient
-cross a border. 0-d values of the inputs (the number of valid labels) are **scalars**: they are a property of the whole
-batch, and the prelude computes them once.
+Cuts divide the **main** nodes, which depend on a parameter or draw random numbers. The others depend only on inputs and constants, and
+each layer recomputes those that it reads, so that only values with a gradient cross a cut. 0-d values of the inputs (the number of valid
+labels) are **scalars**: they depend on the global batch, and the prelude computes them once.
 
-A layer is a block of the model (``model.layers.3``, ``encoder.block.0``, a child of a ``Sequential``). Single modules in a row
-(``Linear``, ``GELU``, ``Linear``) form layers of two products each, so that one product can be cut by columns and the next by rows. The
-code before, between and after the blocks is a separate layer if it has parameters, and joins the layer before it otherwise. There is no
-cut that more than two fresh activations cross.
+A layer is a block of the model (``model.layers.3``, ``encoder.block.0``, a child of a ``Sequential``). A chain of single modules
+(``Linear``, ``GELU``, ``Linear``) forms layers of two matrix products each, so that one can be column-parallel and the next row-parallel.
+The code before, between and after the blocks is a separate layer if it has parameters, and otherwise part of the layer before it. At most
+two new activations cross a cut.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ from autopar.ops.meta import graph_meta, meta
 from autopar.ops.operands import shape_of
 from passes.clean.nodes import calls, returned
 
-# A block's output and one tensor beside it (a position bias, a cell state). Older skip tensors are not counted.
+# a block's output and one more tensor (a position bias, a cell state); older skip tensors don't count
 WIDEST_CUT = 2
 
-PRODUCTS_PER_LAYER = 2  # of single modules in a row
+PRODUCTS_PER_LAYER = 2  # in a chain of single modules
 
 
 @dataclass(slots=True)
 class NodeGroup:
-    """The main nodes of one layer, in order; ``block`` is the module that they are (``""``: several modules).
+    """The main nodes of a layer, in order; ``block`` is their module (``""``: several modules).
 
-    For single modules in a row, ``leaves`` has the paths of the modules with parameters, and ``block`` is the module that contains
-    exactly these, or the first of them.
+    For a chain of single modules, ``leaves`` are the paths of those with parameters, and ``block`` is the module that contains exactly
+    these, or the first of them.
     """
 
     nodes: list[fx.Node]
@@ -50,13 +49,13 @@ class NodeGroup:
 
     @property
     def paths(self) -> list[str]:
-        """The innermost module of each node, in order, each once."""
+        """The innermost modules of the nodes, in order, without duplicates."""
         return list(dict.fromkeys(stack(node)[-1][0] for node in self.nodes if stack(node)))
 
 
 def mark_main(gm: fx.GraphModule) -> None:
-    """Set ``meta["main"]`` (depends on a parameter or a written buffer, is written to one, or draws random numbers), ``meta["fed"]``
-    (depends on an input), and ``meta["scalar"]`` on the 0-d values of inputs that a larger value or a main node reads."""
+    """Set ``meta["main"]`` (depends on a parameter or a written buffer, is written to one, or is random), ``meta["fed"]`` (depends on
+    an input), and ``meta["scalar"]`` on 0-d values of inputs that a larger value or a main node reads."""
     written = set(updates(gm).values())
     for node in gm.graph.nodes:
         operands = node.all_input_nodes
@@ -78,13 +77,13 @@ def mark_main(gm: fx.GraphModule) -> None:
 
 
 def updates(gm: fx.GraphModule) -> dict[str, fx.Node]:
-    """For every buffer that the model writes, the node of its new value."""
+    """Map every buffer that the model writes to the node of its new value."""
     names, results = graph_meta(gm).get("updates", ()), returned(gm)
     return dict(zip(names, results[len(results) - len(names) :], strict=True)) if names else {}
 
 
 def segment(gm: fx.GraphModule, classes: dict[str, str]) -> list[NodeGroup]:
-    """The layers' main nodes, in order. ``classes`` maps module paths to class names; ``mark_main`` must have run."""
+    """Return the layers' main nodes, in order. ``classes`` maps module paths to class names; ``mark_main`` must have run."""
     main = [n for n in calls(gm) if meta(n)["main"]]
     runs = _pair(_join(_runs(main, classes)), classes)
     produced = {node: index for index, run in enumerate(runs) for node in run.nodes}
@@ -99,12 +98,12 @@ def segment(gm: fx.GraphModule, classes: dict[str, str]) -> list[NodeGroup]:
 
 
 def _fresh(run: NodeGroup, index: int, produced: dict[fx.Node, int]) -> int:
-    """The number of values of ``run`` that later layers read."""
+    """Return the number of values of ``run`` that later layers read."""
     return sum(any(produced.get(user, index) > index for user in node.users) for node in run.nodes)
 
 
 def _runs(main: list[fx.Node], classes: dict[str, str]) -> list[NodeGroup]:
-    """Contiguous nodes of one block; a block that is left and entered again is one run, together with the nodes in between."""
+    """Group contiguous nodes of one block; a block that is left and entered again is one run with the nodes in between."""
     where = blocks(main, classes)
     if not any(block for block, _ in where):
         depth = _splitting_depth(main)
@@ -127,13 +126,13 @@ def _runs(main: list[fx.Node], classes: dict[str, str]) -> list[NodeGroup]:
 
 
 def _belongs_after(node: fx.Node, block: str) -> bool:
-    """Whether the node is the surrounding code's use of the result of ``block``: a residual written in the caller's loop."""
+    """Whether the node is code of the caller that uses the result of ``block``, such as a residual in the caller's loop."""
     around = stack(node)[-1][0] + "." if stack(node) else ""
     return block != "" and block.startswith(around) and not any("parameter" in meta(n) for n in node.all_input_nodes)
 
 
 def _splitting_depth(main: list[fx.Node]) -> int:
-    """The first depth of the module tree at which the nodes belong to more than one module."""
+    """Return the first depth of the module tree at which the nodes belong to several modules."""
     for depth in range(4):
         names = Counter(stack(node)[depth][0] for node in main if len(stack(node)) > depth)
         if len(names) > 1:
@@ -142,7 +141,7 @@ def _splitting_depth(main: list[fx.Node]) -> int:
 
 
 def _join(runs: list[NodeGroup]) -> list[NodeGroup]:
-    """Runs without parameters join the run before them (the first: the run after)."""
+    """Merge runs without parameters into the run before them, or the first into the run after it."""
     result: list[NodeGroup] = []
     for run in runs:
         if result and not run.has_parameters:
@@ -155,7 +154,7 @@ def _join(runs: list[NodeGroup]) -> list[NodeGroup]:
 
 
 def _pair(runs: list[NodeGroup], classes: dict[str, str]) -> list[NodeGroup]:
-    """Join single modules of one parent, if each reads only the one before it, up to ``PRODUCTS_PER_LAYER`` products."""
+    """Merge a chain of single modules of one parent up to ``PRODUCTS_PER_LAYER`` matrix products."""
     result: list[NodeGroup] = []
     for run in runs:
         products = _products(run)
@@ -180,7 +179,7 @@ def _pair(runs: list[NodeGroup], classes: dict[str, str]) -> list[NodeGroup]:
 
 
 def _products(run: NodeGroup) -> int:
-    """The number of the run's products with a parameter."""
+    """Return the number of the run's matrix products with a parameter."""
     return sum(
         facts(node).is_product and any("parameter" in meta(n) for n in node.all_input_nodes) for node in run.nodes
     )
@@ -191,7 +190,7 @@ def _holds_matrix(run: NodeGroup) -> bool:
 
 
 def _reads_only(run: NodeGroup, before: NodeGroup) -> bool:
-    """Whether every value that depends on a parameter and enters the run comes from the run before it."""
+    """Whether every main value that the run reads comes from the run before it."""
     known = {*run.nodes, *before.nodes}
     return all(
         n in known or n.op == "placeholder" or not meta(n)["main"] for node in run.nodes for n in node.all_input_nodes
@@ -199,8 +198,7 @@ def _reads_only(run: NodeGroup, before: NodeGroup) -> bool:
 
 
 def _holder(run: NodeGroup, others: list[str], classes: dict[str, str]) -> str:
-    """The module that contains the run's modules and none of the ``others``, through ``Sequential`` upwards; else the run's first
-    module."""
+    """Return the outermost ``Sequential`` that contains the run's modules and none of the ``others``, else the run's first module."""
     found, path = run.leaves[0], parent(run.leaves[0])
     while path and not any(other == path or other.startswith(path + ".") for other in others):
         found = path

@@ -1,10 +1,10 @@
-"""Python state that a forward leaves in its modules, or outside of them: a counter, a list, a tensor stored for the next call.
+"""Python state that a forward changes in its modules, or outside of them: a counter, a list, a tensor stored for the next call.
 
-A graph records the first call. If a forward has changed attributes or globals, the model is exported again in its new state. The same
-graph means that the state is not read; attributes that keep changing are noted. If the second graph differs from the first and the third
-from the second, capture refuses the model and names the attributes. If the second and third graphs are equal, the first call has filled a
-cache, or has done something that later calls do not: the comparison of the graph with the model over two steps (``check``) tells which.
-It also tells whether a later call needs tensors outside of the modules, which are removed after every run (``surroundings``).
+A graph records the first call. If forward changed attributes or globals, the model is exported again in its new state. An equal graph
+means that the state isn't read; attributes that keep changing are noted. If the second graph differs from the first and the third from
+the second, the model is refused with the attributes' names. If the second and third graphs are equal, the first call filled a cache, or
+did something that later calls don't: the comparison over two steps (``check``) tells which. It also tells whether a later call needs
+tensors outside of the modules, which are removed after every run (``external_state``).
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from autopar.capture.clone import Twin
+from autopar.capture.clone import FakeModel
+from autopar.capture.external_state import StateChange
 from autopar.capture.storage import items
-from autopar.capture.surroundings import StateChange
 from autopar.errors import CaptureError
 
 BUFFER_HINT = (
     "register a buffer (self.register_buffer) and write to it in place: buffers that forward writes are kept up to date"
 )
 State = dict[tuple[str, str], Any]
-"""By a module's path and an attribute's name: the attribute's value, if it is plain data, tensors included."""
+"""(module path, attribute name) -> the attribute's value, if it is plain data or tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What a traced forward left: the state of its modules, and the changes outside of them."""
+    """State after a traced forward: that of its modules, and the changes outside of them."""
 
     state: State
     outside: tuple[StateChange, ...]
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """The names of the places outside of the modules that hold tensors for the next call."""
+        """Names outside of the modules that hold tensors for the next call."""
         return tuple(name for change in self.outside for name in change.of_tensors())
 
     @property
     def plain(self) -> dict[str, tuple[Any, Any]]:
-        """The changes outside of the modules, if none of them is a tensor: those are still in place."""
+        """The changes outside of the modules if none is a tensor (otherwise they were undone)."""
         return {} if self.tensors else {k: v for change in self.outside for k, v in change.named().items()}
 
 
@@ -54,14 +54,14 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 
 def buffers(module: nn.Module) -> State:
-    """The buffers of a module and of all modules inside it, those among them that are ``None``."""
+    """Return the buffers of a module and its submodules, including ``None``."""
     owners = [(path, each) for path, each in module.named_modules() if not isinstance(each, torch.jit.ScriptModule)]
     return {(path, name): buffer for path, each in owners for name, buffer in each._buffers.items()}
 
 
 @contextmanager
 def buffers_kept(module: nn.Module) -> Iterator[None]:
-    """The buffers that a forward registers, fills or replaces inside are afterwards what they were before."""
+    """On exit, restore buffers that were registered or replaced."""
     before = [(m, dict(m._buffers)) for m in module.modules() if not isinstance(m, torch.jit.ScriptModule)]
     yield
     for each, own in before:
@@ -70,9 +70,9 @@ def buffers_kept(module: nn.Module) -> Iterator[None]:
 
 
 def state(module: nn.Module) -> State:
-    """The state of a module and of all modules inside it."""
+    """Return the state of a module and its submodules."""
     found: State = {}
-    seen: set[int] = set()  # export replaces a module with several paths by proxies, which have the module's attributes
+    seen: set[int] = set()  # export replaces a module with several paths by proxies with the same attributes
     for path, each in module.named_modules():
         if id(vars(each)) in seen:
             continue
@@ -84,7 +84,7 @@ def state(module: nn.Module) -> State:
 
 
 def describe(module: nn.Module) -> dict[str, Any] | None:
-    """The attributes of one module; ``None`` if the module has anything besides plain data without tensors: hooks, other objects."""
+    """Return a module's attributes; ``None`` if some are hooks, tensors or other objects than plain data."""
     fresh = vars(nn.Module())
     described = {}
     for name, value in vars(module).items():
@@ -99,7 +99,7 @@ def describe(module: nn.Module) -> dict[str, Any] | None:
 
 
 def changes(before: State, after: State) -> dict[str, tuple[Any, Any]]:
-    """The dotted names of the changed attributes, with both values."""
+    """Return both values of the changed attributes by dotted name."""
     return {
         ".".join(filter(None, key)): (before.get(key), value)
         for key, value in after.items()
@@ -108,15 +108,14 @@ def changes(before: State, after: State) -> dict[str, tuple[Any, Any]]:
 
 
 def check_again(
-    program: Any, before: State, after: Left, copied: Twin, again: Callable[[], tuple[Any, Left]]
+    program: Any, before: State, after: Left, copied: FakeModel, again: Callable[[], tuple[Any, Left]]
 ) -> tuple[list[str], list[tuple[str, str]]]:
-    """Export again, with the twin in the state that the first export's forward left. Return notes on attributes that keep changing, and
-    a sentence, with a hint, on state that later calls may need.
+    """Export again from the state after the first export. Return notes on attributes that keep changing, and a message and hint on state
+    that later calls may need.
 
-    ``again`` exports the twin and returns the program, and what this forward left.
+    ``again`` exports the fake copy and returns the program and the state after it.
 
-    Raises:
-        CaptureError: the second graph differs from the first, and the third from the second.
+    Raises ``CaptureError`` if the second graph differs from the first, and the third from the second.
     """
     inside = changes(before, after.state)
     changed = inside | after.plain
@@ -124,7 +123,7 @@ def check_again(
         return [], _left_for_later(after.tensors)
 
     def text(left: State) -> tuple[list[Any], State, State]:
-        """The graph of a call that starts from ``left``, and the state before and after the call."""
+        """Return the graph of a call that starts from ``left``, and the state before and after it."""
         _set(copied.module, {key: _copied(value, blank) for key, value in left.items()})
         start = state(copied.module)
         program, end = again()
@@ -140,7 +139,7 @@ def check_again(
         second, start, end = text(after.state)
         same = second == _text(program)
         settled = same or second == text(end)[0]
-    except CaptureError:  # an error from the state of an earlier call, which a first call does not meet
+    except CaptureError:  # raised only because of the state of an earlier call
         pass
     finally:
         _set(copied.module, before)
@@ -151,7 +150,7 @@ def check_again(
             hint=BUFFER_HINT,
         )
     moving = [n for n in changes(start, end) if n in inside and not _holds_tensors(inside[n][1])]
-    notes = [f"forward changes the attribute {name} in every call, which a program does not" for name in moving]
+    notes = [f"forward changes the attribute {name} in every call, a program does not" for name in moving]
     return notes, _left_for_later(after.tensors if same else (*changed, *after.tensors))
 
 
@@ -178,7 +177,7 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _copied(value: Any, tensor: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of plain data with ``tensor(each)`` for its tensors."""
+    """Copy plain data, replacing its tensors by ``tensor(each)``."""
     if isinstance(value, Tensor):
         return tensor(value)
     if type(value) in (list, tuple, set):
@@ -189,7 +188,7 @@ def _copied(value: Any, tensor: Callable[[Tensor], Tensor]) -> Any:
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Whether plain data is equal; two tensors are equal only if they are the same object."""
+    """Whether plain data is equal, with tensors compared by identity."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return a is b
     if type(a) is not type(b):
@@ -217,7 +216,7 @@ def _shape(node: fx.Node) -> str:
 
 
 def _text(program: Any) -> list[Any]:
-    """The whole computation of an exported program: nodes of all its graphs, and the values of its constants."""
+    """Return an exported program's computation: the nodes of all its graphs, and the values of its constants."""
     lines: list[Any] = []
     for name, gm in program.graph_module.named_modules():
         if isinstance(gm, fx.GraphModule):

@@ -1,8 +1,8 @@
-"""Tensors of a model that share memory without being one object: ``head.weight.data = embedding.weight.data``.
+"""Tensors of a model that share memory without being the same object: ``head.weight.data = embedding.weight.data``.
 
-An optimizer that writes to one of them changes the other. Two trainable parameters over the same elements are one parameter with two
-names, as if one object had both. Any other overlap with a trainable parameter (a part, a transpose, the parameter's ``.data`` in a buffer)
-is refused, because a program keeps tensors with memory of their own. Disjoint views of one storage are allowed.
+Updating one of them changes the other. Two trainable parameters over the same elements are treated as one parameter with two names. Any
+other overlap with a trainable parameter (a slice, a transpose, the parameter's ``.data`` in a buffer) is refused, because a program's
+tensors have separate memory. Disjoint views of one storage are allowed.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ _OPAQUE = (nn.Module, type, types.FunctionType, types.ModuleType, types.MethodTy
 
 
 def identity(tensor: Tensor) -> Any:
-    """A value that is equal for two tensors that are one: the same object, or parameters over the same elements."""
+    """Return a key that is equal for the same object, and for parameters over the same elements."""
     if not isinstance(tensor, nn.Parameter) or not has_storage(tensor) or not tensor.numel():
         return id(tensor)
     return memory(tensor), *place_in_memory(tensor)
 
 
 def ties(model: nn.Module) -> dict[str, str]:
-    """Parameters that are another parameter without being the same object: from the name to the first name."""
+    """Map the names of parameters that share all elements with another to the first name."""
     first: dict[Any, str] = {}
     found = {name: first.setdefault(identity(parameter), name) for name, parameter in model.named_parameters()}
     return {name: known for name, known in found.items() if known != name}
 
 
 def tied_first(model: nn.Module) -> dict[int, nn.Parameter]:
-    """For every parameter's id, the first parameter over the same elements."""
+    """Map every parameter's id to the first parameter over the same elements."""
     first: dict[Any, nn.Parameter] = {}
     return {id(parameter): first.setdefault(identity(parameter), parameter) for parameter in model.parameters()}
 
 
 def refuse_overlaps(model: nn.Module, loss_fn: Any = None, read: Collection[str] = ()) -> None:
-    """Raise ``CaptureError`` where a trainable parameter shares elements with a tensor that is not the same parameter.
+    """Raise ``CaptureError`` if a trainable parameter overlaps a tensor that isn't the same parameter.
 
-    Of the tensors that are plain attributes, those in ``read`` count: hooks leave others that forward replaces before it reads them.
+    Of tensors in plain attributes only those in ``read`` count: hooks leave others that forward replaces before reading them.
     """
     by_storage: dict[int, dict[Any, tuple[str, str, Tensor]]] = {}
     named = [("", model), *([("the loss function's ", loss_fn)] if isinstance(loss_fn, nn.Module) else [])]
@@ -65,7 +65,7 @@ def refuse_overlaps(model: nn.Module, loss_fn: Any = None, read: Collection[str]
 
 
 def _tensors(module: nn.Module, read: Collection[str]) -> Iterator[tuple[str, str, Tensor]]:
-    """(kind, name, tensor) of the parameters, the buffers and the tensors in attributes, in this order."""
+    """Yield (kind, name, tensor) of parameters, buffers and tensors in attributes, in this order."""
     yield from (("parameter", name, parameter) for name, parameter in module.named_parameters())
     yield from (("buffer", name, buffer) for name, buffer in module.named_buffers())
     own = vars(nn.Module())
@@ -80,7 +80,7 @@ def _tensors(module: nn.Module, read: Collection[str]) -> Iterator[tuple[str, st
 
 
 def tensors_in(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in containers and plain objects, each with the text that reaches it."""
+    """Yield the tensors in containers and plain objects, each with the expression that reaches it."""
     if isinstance(value, Tensor):
         yield name, value
         return
@@ -100,8 +100,7 @@ def tensors_in(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Ten
 
 
 def items(value: Any) -> list[Any]:
-    """The items of a list, tuple, set or deque, and the values of a dict, past what a subclass makes of iteration and length; of anything
-    else none."""
+    """Return the items of a list, tuple, set or deque, and the values of a dict, ignoring overrides in subclasses; ``[]`` for others."""
     if isinstance(value, dict):
         return list(dict.values(value))
     kind: Any = next((kind for kind in _CONTAINERS if isinstance(value, kind)), None)
@@ -109,7 +108,7 @@ def items(value: Any) -> list[Any]:
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one storage have an element in common."""
+    """Whether two tensors of one storage have a common element."""
     (start, end), (others_start, others_end) = byte_range(one), byte_range(other)
     low, high = max(start, others_start), min(end, others_end)
     if low >= high:
@@ -136,8 +135,8 @@ def _refused(name: str, parameter: Tensor, kind: str, other: str, tensor: Tensor
     )
 
 
-def apart(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """The parameters, each with memory of its own and without hooks."""
+def unshared(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Return the parameters with separate memory and without hooks."""
     shared = Counter(memory(parameter) for parameter in parameters.values() if has_storage(parameter))
     return {
         name: parameter.detach().clone().requires_grad_(parameter.requires_grad)
@@ -148,23 +147,22 @@ def apart(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
 
 
 def computed(module: nn.Module) -> dict[str, Tensor]:
-    """The tensors in attributes that were computed from parameters, by name: ``weight_norm`` and ``prune`` compute them before each
-    call."""
+    """Return tensors in attributes that are computed from parameters, as by ``weight_norm`` and ``prune``, by name."""
     found = ((path, name, value) for path, each in module.named_modules() for name, value in vars(each).items())
     named = {f"{path}.{name}" if path else name: value for path, name, value in found if isinstance(value, Tensor)}
     return {name: tensor for name, tensor in named.items() if tensor.grad_fn is not None}
 
 
 def copied(modules: list[nn.Module]) -> list[nn.Module]:
-    """Deep copies in which tensors share memory as the originals do: ``copy.deepcopy`` gives every parameter memory of its own, and
-    refuses computed tensors, whose copies are constants."""
+    """Deep-copy modules, keeping shared memory, which ``copy.deepcopy`` separates; copies of computed tensors, which it refuses, are
+    constants."""
     memo: dict[int, Any] = {id(t): t.detach().clone() for module in modules for t in computed(module).values()}
     first: dict[Any, nn.Parameter] = {}
     for parameter in (parameter for module in modules for parameter in module.parameters()):
         if not has_storage(parameter):
             continue
         known = first.setdefault(identity(parameter), parameter)
-        if parameter.is_meta and known is not parameter:  # deepcopy keeps no memory that tensors on meta share
+        if parameter.is_meta and known is not parameter:  # deepcopy separates tensors on meta
             memo[id(parameter)] = memo[id(known)]
         else:
             made: Any = type(parameter)
@@ -175,7 +173,7 @@ def copied(modules: list[nn.Module]) -> list[nn.Module]:
 
 
 def cast(tensors: Iterable[Tensor], dtype: torch.dtype | None) -> None:
-    """Move tensors to the CPU and cast floating and complex ones to ``dtype``, in place: what shares memory does so afterwards, too."""
+    """Move tensors to the CPU and cast floating and complex ones to ``dtype``, in place, keeping shared memory."""
     made: dict[int, Tensor] = {}
     for tensor in tensors:
         wanted = _dtype(tensor, dtype)
@@ -192,7 +190,7 @@ def cast(tensors: Iterable[Tensor], dtype: torch.dtype | None) -> None:
 
 
 def _dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype that a cast gives to a tensor: ``Module.to`` would drop the imaginary part of complex numbers."""
+    """Return the dtype to cast a tensor to; unlike ``Module.to`` it keeps the imaginary part of complex numbers."""
     if dtype is None or not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor.dtype
     return dtype.to_complex() if tensor.is_complex() else dtype

@@ -1,5 +1,5 @@
-"""Checks of autopar's own results: its rules by execution on shards (``rules``), the types of an emitted program (``types``), and the
-collectives of a program against the decided and priced ones (``collectives``).
+"""Checks of autopar's results: rules by execution on shards (``rules``), types of an emitted program (``types``), and collectives of a
+program against the planned and priced ones (``collectives``).
 
-``python -m autopar.checks`` executes the whole table of rules and prints the counts.
+``python -m autopar.checks`` executes the table of rules and prints the counts.
 """

@@ -1,4 +1,4 @@
-"""``python -m autopar.checks``: execute every line of the table on shards, and print how many there are."""
+"""``python -m autopar.checks`` executes every rule of the table on shards, and prints the counts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopar.rules.table import TABLE
 
 
 def main() -> None:
-    """Check the table; raises ``RuleError`` at the first line that does not hold.
+    """Check the table; raises ``RuleError`` at the first wrong rule.
 
     ``--dtensor FILE`` compares the table with DTensor's rules instead, and writes the comparison to FILE.
     """

@@ -1,9 +1,10 @@
-"""Our rules against DTensor's: for every sample call, which placements each accepts on one axis of two ranks, and the type of the result.
+"""Compares autopar's rules with DTensor's: for every sample call, the placements that each accepts on an axis of two ranks, and the type
+of the result.
 
-Both get the same question: operands placed as ``R``, ``P`` or ``S(dim)``, may the op run on them directly, and of what type is its
-result? For DTensor's answer the call runs on DTensors over the fake process group, so that composite ops decompose
-as DTensor would decompose them, with its redistribution of inputs refused. If the two differ, execution decides: the call
-runs on two simulated ranks' operands, and the parts, combined by the claimed type, either equal the whole call's result or not.
+For operands placed as ``R``, ``P`` or ``S(dim)``, may the op run on them directly, and what is the type of its result? DTensor's answer
+comes from running the call on DTensors over the fake process group, so that composite ops decompose as in DTensor, with redistribution of
+inputs refused. If the two differ, execution decides: the call runs on the operands of two simulated ranks, and the results, combined by
+the claimed type, equal the unsharded result or not.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ from passes.localise import apply
 
 RANKS = 2
 MOST_WAYS = 64
-"""Calls with more ways to place their operands are checked only with our rules."""
+"""Calls with more combinations of placements are checked only with autopar's rules."""
 
 NOT_ASKED = frozenset((OpKind.ARBITRARY, OpKind.ATTENTION))
-"""Kinds of op that are not checked with DTensor. It knows attention's CUDA kernels; for the CPU kernels it searches placements through
-the decomposition, which takes many minutes a call."""
+"""Kinds of ops that aren't checked with DTensor. It has rules for attention's CUDA kernels; for the CPU ones it searches placements of the
+decomposition, which takes many minutes per call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """One placement of one call's operands: the result's type by our rule and by DTensor (``None`` if not accepted),
-    and for each of them whether execution confirms it (``None``: not executed)."""
+    """A placement of a call's operands: the result's type by autopar's rule and by DTensor (``None`` if not accepted), and whether
+    execution confirms each (``None``: not executed)."""
 
     op: str
     operands: tuple[SpmdType, ...]
@@ -57,7 +58,7 @@ class Agreement:
 
 
 def compare(samples: Iterable[Sample]) -> Iterator[Agreement]:
-    """Compare both on every sample. Starts a fake process group of two ranks if there is none."""
+    """Compare both on every sample. Initialises a fake process group of two ranks if there is none."""
     mine = not dist.is_initialized()
     if mine:
         dist.init_process_group("fake", rank=0, world_size=RANKS, store=fake_store())
@@ -108,7 +109,7 @@ def _placements(value: Value) -> list[SpmdType]:
 
 
 def _dtensor(node: fx.Node, values: Sequence[Value], operands: Sequence[SpmdType], mesh: Any) -> SpmdType | None:
-    """The type of the result on DTensors placed so, or ``None`` if DTensor would place them otherwise or has no rule."""
+    """Return the type of the result on DTensors with these placements; ``None`` if DTensor would redistribute them or has no rule."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     places = {"R": Replicate(), "P": Partial()}
@@ -150,7 +151,7 @@ def _holds(
     result: SpmdType | None,
     mine: Candidate | None,
 ) -> bool | None:
-    """Whether the ranks' results combine by ``result`` to the whole result: forward only, as DTensor does not give a gradient's type."""
+    """Whether the ranks' results combine by ``result`` to the unsharded result; forward only, since DTensor has no type of gradients."""
     if result is None:
         return None
     candidate = mine or Candidate(operands, result, extent=RANKS)
@@ -162,7 +163,7 @@ def _holds(
 
 
 def page(answers: Sequence[Agreement], rules: int, calls: int) -> str:
-    """The text of ``docs/evidence/dtensor-check.md``."""
+    """Return the text of ``docs/evidence/dtensor-check.md``."""
     count = Counter(answer.verdict for answer in answers)
     executed = sum((a.ours_holds is not None) + (a.theirs_holds is not None) for a in answers)
     wrong_ours = [a for a in answers if a.ours_holds is False]
@@ -197,7 +198,7 @@ on DTensors, its redistribution refused.
 |---|---|---|---|---|
 {chr(10).join(lines)}
 
-"Wrong" means that the two ranks' results, put together by the claimed type, are not the whole call's result, or that a rank cannot run it.
+"Wrong" means that the two ranks' results, combined by the claimed type, differ from the unsharded result, or that a rank can't run it.
 Convolutions go through a handler of DTensor's own, which never asks for other placements; on a cut window it exchanges a halo, which this
 execution does not, so that those lines (a dim after the second) say only that the slices alone do not suffice.
 

@@ -1,4 +1,4 @@
-"""The user's extension point: a rule for an op that the table does not know, checked at registration."""
+"""Registers a user's sharding rule for an op, checked by execution."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from autopar.rules.notation import Operand, parse
 from autopar.rules.table import TABLE
 
 _EXTENTS = (6, 12)
-"""Extents of the letters of a made-up call: divisible by 2 and by 3, and not all equal, so that confused letters are noticed."""
+"""Sizes of letters in a generated call: divisible by 2 and 3, and not all equal, so that swapped letters are noticed."""
 
 
 def register_rule(op: str, line: str, *arguments: Any, **keywords: Any) -> RuleReport:
     """Add a sharding rule for ``op`` (``"mylib::op"`` or ``"mylib::op.overload"``), after executing it on 2 and 3 shards.
 
-    ``line`` is in the notation of ``autopar.rules.notation``, one operand per tensor argument. The op is called with
-    float64 operands made from the line (extents 6 and 12); pass ``arguments`` (and ``keywords``), as the op takes them, if
-    it needs numbers, integers or other extents. The op must be known to ``torch.ops``, and differentiable if its result is.
+    ``line`` is in the notation of ``autopar.rules.notation``, one operand per tensor argument. The op is called with float64 operands
+    generated from the line (sizes 6 and 12); pass ``arguments`` (and ``keywords``) if it needs numbers, integers or other sizes. The op
+    must be in ``torch.ops``, and differentiable if its result is.
 
-    Returns a report of the executions. Raises ``RuleError`` if the op is unknown, the line does not parse or fit, or a shard's result or
-    gradient differs from the whole op's; the table is then unchanged.
+    Returns a report of the executions. Raises ``RuleError`` and leaves the table unchanged if the op is unknown, the line is invalid, or a
+    shard's result or gradient differs from the unsharded op's.
     """
     parsed = parse(line)
     target = _target(op)
@@ -62,7 +62,7 @@ def _target(op: str) -> Any:
 
 
 def _operands(given: tuple[Operand, ...]) -> tuple[torch.Tensor, ...]:
-    """Normal float64 operands of the shapes that a line describes; ``*`` becomes one dim."""
+    """Return normal float64 operands of the shapes in a line; ``*`` becomes one dim."""
     generator = torch.Generator().manual_seed(0)
     sizes: dict[str, int] = {"*": 6}
     for operand in given:

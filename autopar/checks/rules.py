@@ -1,8 +1,8 @@
-"""Checking a rule by execution: its candidates against the unsharded op, forward and gradient, on 2 and 3 shards.
+"""Checks a rule by execution: its candidates against the unsharded op, forward and gradient, on 2 and 3 shards.
 
-Ranks are simulated in one process. Operands are distributed by their types (slices, copies, random terms of the sum), every rank
-makes its localised call in float64, and the results and the gradients are combined by their types: a gradient has the dual
-type. Candidates with a kernel communicate; they are tested on real process groups instead.
+Ranks are simulated in one process. Operands are distributed by their types (slices, copies, random partial sums), every rank makes its
+local call in float64, and results and gradients are combined by their types: a gradient has the dual type. Candidates with a kernel
+communicate, and are tested on real process groups instead.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from passes.localise import apply, localised
 
 SHARDS = (2, 3)
 TOLERANCE = 1e-10
-"""Largest difference allowed, relative to the largest value: float64 sums of a few hundred terms in another order."""
+"""Maximum difference, relative to the largest value, for reordered float64 sums of a few hundred terms."""
 
 Value = Tensor | tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A call to check a rule on: a target and its arguments, tensors included (floating ones are taken as float64)."""
+    """A call to check a rule on: a target and its arguments; floating tensors become float64."""
 
     target: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     without_gradient: tuple[int, ...] = ()
-    """Tensor operands without a gradient, though floating: running statistics, class weights."""
+    """Floating operands without a gradient: running statistics, class weights."""
 
     @property
     def name(self) -> str:
@@ -46,7 +46,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class RuleReport:
-    """The counts of a check: candidates executed, executions (one per candidate and number of shards), and the largest difference."""
+    """The number of candidates, of executions (one per candidate and number of shards), and the largest difference."""
 
     candidates: int
     executions: int
@@ -54,17 +54,17 @@ class RuleReport:
 
 
 def sample(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Sample:
-    """Write a ``Sample`` as the call itself."""
+    """Return a ``Sample`` of a call."""
     return Sample(target, args, kwargs)
 
 
 def without_gradient(given: Sample, *operands_: int) -> Sample:
-    """The sample with these tensor operands treated as constants."""
+    """Return the sample with these tensor operands as constants."""
     return replace(given, without_gradient=operands_)
 
 
 def build(given: Sample) -> tuple[fx.Node, list[Value]]:
-    """A graph node for the call, with meta values, and the values of ``operands(node)`` in their order.
+    """Return a graph node for the call, with meta values, and the values of ``operands(node)`` in order.
 
     A tuple of tensors that is indexed (``operator.getitem``) becomes one operand; equal tensors become one placeholder.
     """
@@ -110,7 +110,7 @@ def check(given: Sample, shards: Sequence[int] = SHARDS) -> RuleReport:
 def check_candidate(
     node: fx.Node, values: Sequence[Value], candidate: Candidate, n: int, held_: Sequence[int] = ()
 ) -> float:
-    """Execute one candidate on ``n`` simulated ranks; the largest relative difference of results and gradients."""
+    """Execute a candidate on ``n`` simulated ranks; return the largest relative difference of results and gradients."""
     torch.manual_seed(0)
     leaf = [_constant if i in held_ else _leaf for i in range(len(values))]
     whole = [_map(make, value) for make, value in zip(leaf, values, strict=True)]
@@ -145,7 +145,7 @@ def check_candidate(
 
 
 def _on_rank(node: fx.Node, values: Sequence[Value], candidate: Candidate, n: int, expected: Tensor) -> list[Tensor]:
-    """Make the localised call on one rank's operands, and compare the result's shape with the candidate's type."""
+    """Make the local call on a rank's operands, and check the result's shape against the candidate's type."""
     shape = list(expected.shape)
     if candidate.result.dim is not None:
         shape[candidate.result.dim] //= n
@@ -174,7 +174,7 @@ def _gradients(results: list[Tensor], values: Sequence[Value], cotangents: list[
 
 
 def _split(value: Value, t: SpmdType, n: int) -> list[Value]:
-    """The parts of a value of type ``t`` on each of ``n`` ranks."""
+    """Return a value's local parts of type ``t`` on ``n`` ranks."""
     if isinstance(value, tuple):
         return list(zip(*(_split(part, t, n) for part in value), strict=True))
     if t.kind == "S":
@@ -189,7 +189,7 @@ def _split(value: Value, t: SpmdType, n: int) -> list[Value]:
 
 
 def _combine(parts: Sequence[Tensor], t: SpmdType, what: str) -> Tensor:
-    """The whole value, combined from the ranks' parts."""
+    """Combine the ranks' parts to the global value."""
     if t.kind == "S":
         assert t.dim is not None
         return torch.cat(list(parts), t.dim)
@@ -202,7 +202,7 @@ def _combine(parts: Sequence[Tensor], t: SpmdType, what: str) -> Tensor:
 
 
 def _difference(got: Tensor, expected: Tensor, what: str) -> float:
-    """The largest difference relative to the largest value; raises ``RuleError`` beyond ``TOLERANCE``."""
+    """Return the largest difference relative to the largest value; raises ``RuleError`` beyond ``TOLERANCE``."""
     if got.shape != expected.shape:
         raise RuleError(f"{what} has shape {tuple(got.shape)}, not {tuple(expected.shape)}")
     if got.numel() == 0:

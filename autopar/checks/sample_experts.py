@@ -1,4 +1,4 @@
-"""Mixtures of experts made by hand, for checking their rule by execution and for tests."""
+"""Hand-written mixtures of experts, for checking their rule and for tests."""
 
 from __future__ import annotations
 

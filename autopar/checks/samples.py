@@ -1,6 +1,6 @@
-"""Arguments on which each rule is executed: at least one call for every entry of the table.
+"""Sample calls on which the rules are executed: at least one for every entry of the table.
 
-Extents are mostly 6 and 12, which 2 and 3 shards divide; some are 4 or 5, which they do not all divide.
+Sizes are mostly 6 and 12, which 2 and 3 shards divide; some are 4 or 5, which they don't.
 """
 
 from __future__ import annotations

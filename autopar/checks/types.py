@@ -1,4 +1,4 @@
-"""The type checker over an emitted program (``autopar.program.type_check``), whose refusals are ``ProgramError``."""
+"""Type-checks an emitted program (``autopar.program.type_check``); errors are ``ProgramError``."""
 
 from __future__ import annotations
 

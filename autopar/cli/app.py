@@ -1,4 +1,4 @@
-"""The commands and their options. Nothing heavy is imported before a command runs: ``--help`` answers at once."""
+"""The commands and their options. Heavy modules are imported only when a command runs, so that ``--help`` is fast."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def cli() -> None:
 
 @click.group(cls=Commands)
 def dev() -> None:
-    """Further tools: a first script, SLURM, single ranks, predictions."""
+    """Further tools: a starter script, SLURM, single ranks, predictions."""
 
 
 def command(
@@ -60,10 +60,10 @@ def command(
     group: click.Group = cli,
     json: str = "Print the result as JSON.",
 ) -> None:
-    """Add a command that calls ``NAME_command`` of ``autopar.cli.NAME`` (or ``module``) with its options; the module is imported then.
+    """Add a command that imports ``autopar.cli.NAME`` (or ``module``) and calls its ``NAME_command`` with the options.
 
-    The first line of ``help`` is its line in the list of commands, ``json`` the help of ``--json``; without it the command has no such
-    option. Options that say what is planned arrive as one ``PlanRequest``.
+    The first line of ``help`` is shown in the list of commands. ``json`` is the help of ``--json``; the command has no such option if it is
+    empty. Options that describe what to plan are passed as one ``PlanRequest``.
     """
 
     def run(**values: Any) -> None:
@@ -95,11 +95,11 @@ command(
 
 command(
     "explain",
-    """Say why a plan was chosen.
+    """Explain why a plan was chosen.
 
-    The plan is in the file PLAN (of `autopar plan -o FILE`), or the best one for MODEL. The explanation has what limits the plan, what more
-    memory, bandwidth or batch would save, the best plan of other kinds, and the ten best alternatives. An option that you leave out has the
-    value with which the plan was made."""
+    The plan is in the file PLAN (of `autopar plan -o FILE`), or the best one for MODEL. The explanation lists what limits the plan, what
+    more memory, bandwidth or batch would save, the best plan of other kinds, and the ten best alternatives. Options that you leave out have
+    the values that the plan was made with."""
     + MODEL_HELP,
     ("explain plan.json", "explain llama3-8b --devices 8xH100-80GB --global-batch 64"),
     click.argument("target", metavar="PLAN|MODEL"),
@@ -119,7 +119,7 @@ command(
 
 command(
     "price",
-    """Predict time and memory of a plan that you give.
+    """Predict time and memory of a given plan.
 
     The plan for MODEL is written as pins, as --plan FILE, or as flags of Megatron-LM or torchtitan after `--`. Data parallelism uses the
     remaining devices."""
@@ -170,7 +170,7 @@ command(
     count_option("--steps", 10, "Number of steps."),
     option("--lr", "RATE", "Learning rate of AdamW.", type=click.FloatRange(0), default=3e-4),
     count_option("--seed", 0, "Random seed of the initial parameters and of the batch.", least=0, most=2**63 - 1),
-    option("-o --output", "DIR", "Write the program into this folder, and leave it there."),
+    option("-o --output", "DIR", "Write the program into this folder, and keep it."),
     option("--checkpoint", "DIR", "Write checkpoints into this folder."),
     count_option("--every", 100, "Steps between checkpoints."),
     count_option("--keep", 2, "Number of newest checkpoints to keep.", metavar="K"),
@@ -209,8 +209,8 @@ command(
     option(
         "--plan plan_file",
         "FILE",
-        "Check this plan only. A plan for more than N devices is shrunk to N, and type-checked at its full size; with "
-        "--collectives it is checked as it is.",
+        "Check only this plan. A plan for more than N devices is shrunk to N, and type-checked at full size; with "
+        "--collectives it is checked at full size.",
     ),
     *size_options,
     option("--memory-limit", "SIZE", "How much of this machine's memory the comparison may use.", default="8GB"),
@@ -427,9 +427,9 @@ command(
     "sync",
     """Show what synchronizing replicas costs, by algorithm.
 
-    The table has traffic and time of every way to synchronize the replicas of a model with PARAMETERS parameters (7B, 350M, 7e9), one
-    replica on each device: through a parameter server that serves the ranks in turn, on a ring, by recursive halving and doubling, and as
-    plans price it.""",
+    The table has traffic and time of every method to synchronize the replicas of a model with PARAMETERS parameters (7B, 350M, 7e9), one
+    replica on each device: through a parameter server that serves the ranks in turn, on a ring, by recursive halving and doubling, and by
+    the cost model of plans.""",
     ("dev sync 7B --devices 64xH100-80GB",),
     click.argument("parameters"),
     option("--devices", "SPEC", DEVICES_HELP, required=True),

@@ -20,7 +20,7 @@ from autopar.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """The options of ``autopar bench`` that say how programs are measured."""
+    """The options of ``autopar bench`` for measurements."""
 
     processes: int
     rounds: int
@@ -38,7 +38,7 @@ class Measurement:
 def bench_command(
     names: tuple[str, ...], output: str | None, plot_file: str | None, published: str | None, as_json: bool, **how: Any
 ) -> None:
-    """Measure, print tables or one JSON object, and write the files that were asked for; or read published measurements."""
+    """Measure (or read published measurements), print tables or one JSON object, and write the requested files."""
     if published is not None:
         _print_published(published, as_json)
         return

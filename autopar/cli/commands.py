@@ -1,4 +1,4 @@
-"""The stages from a command line to a plan, which several commands have, and ``autopar plan`` and ``emit``."""
+"""The stages from a command line to a plan, shared by several commands, and ``autopar plan`` and ``emit``."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from autopar.plan import Plan
 from autopar.planning import capture_model, plan_model
 from autopar.program.state import INITIAL
 from autopar.run.folder import folder_for_program
-from autopar.run.initialise import is_path, with_tables, write_values
+from autopar.run.initialise import is_path, with_buffer_values, write_initial_values
 from autopar.search import SearchOptions
 from autopar.search.concessions import Concession
 from autopar.units import parse_size
 from autopar.workload import Recapture, Workload, with_concession
 
 VALUES_LIMIT_BYTES = 4 * 10**9
-"""Models of the zoo and of configurations have no trained values; up to this size they are emitted with initial values."""
+"""Zoo and configuration models of up to this size are emitted with random initial values."""
 
 
 def plan_command(request: PlanRequest, output: str | None, as_json: bool) -> None:
-    """Print the plan as tables or as one JSON object; an infeasible request is such an object, too."""
+    """Print the plan, or why the request is infeasible, as tables or as one JSON object."""
     file = output_file(output, "-o") if output else None
     try:
         _, cluster, graph, plan = planned(request, price_pins=True)
@@ -49,13 +49,13 @@ def plan_command(request: PlanRequest, output: str | None, as_json: bool) -> Non
         print(plan.dumps())
         return
     with Messages() as messages:
-        study = Study(graph, cluster, asked(request)[1], recapture=recapture(request, cluster))
+        study = Study(graph, cluster, cluster_and_options(request)[1], recapture=recapture(request, cluster))
         hint = nearby_batch(study, plan, messages)
     show(False, None, plan_tables(plan, hint))
 
 
 def print_infeasible(error: InfeasibleError) -> NoReturn:
-    """Print an infeasible request's error as one JSON object, and end the process with its status."""
+    """Print an infeasible request's error as one JSON object, and exit with its status."""
     changes = [change.to_json() for change in error.changes]
     print(json.dumps({"feasible": False, "error": error.message, "hint": error.hint, "changes": changes}, indent=1))
     sys.exit(error.exit_status)
@@ -71,7 +71,7 @@ def emit_command(request: PlanRequest, output: str, as_json: bool) -> None:
         state = None if init else workload.model.state_dict()
         emit_program(graph, plan, folder, messages, type_check=request.type_check, state=state)
         if init and not is_path(init):
-            write_values(workload.model, init, 0, folder)
+            write_initial_values(workload.model, init, 0, folder)
         nodes, each = -(-plan.device_count // cluster.gpus_per_node), min(plan.device_count, cluster.gpus_per_node)
         start = f"torchrun --nnodes {nodes} --nproc-per-node {each} {folder / 'train.py'}"
         start += f" --init {init}" if is_path(init) else ""
@@ -80,18 +80,18 @@ def emit_command(request: PlanRequest, output: str, as_json: bool) -> None:
         has_values = (folder / INITIAL).is_file() or bool(init)
         if not has_values:
             messages.say(
-                f"the model is on meta and has no values, and so {folder} has none: start train.py with --init PATH, its safetensors or "
-                "a torch.save of its state dict, or with --draw-init to draw values; or emit it with --init own"
+                f"the model is on meta, so {folder} has no initial values: start train.py with --init PATH (safetensors or a torch.save of "
+                "its state dict), or with --draw-init to draw values; or emit it with --init own"
             )
     show(as_json, {"folder": str(folder), "start": start, "has_values": has_values}, str(folder))
 
 
 def check_pins(request: PlanRequest, *others: str) -> None:
-    """Raise ``UsageError`` if decisions (pins, or the options ``others``) are given beside a plan, which has made them."""
+    """Raise ``UsageError`` if pins or the options ``others`` are combined with ``--plan``."""
     decisions = [*others, *(f"--pin {pin}" for pin in request.pins)]
     if request.plan_file and decisions:
         raise UsageError(
-            f"--plan has made the decision that {decisions[0]} makes",
+            f"{decisions[0]} conflicts with --plan, which fixes all decisions",
             f"leave --plan out, or {' and '.join(decisions)}; `autopar plan` makes another plan",
         )
 
@@ -99,12 +99,12 @@ def check_pins(request: PlanRequest, *others: str) -> None:
 def planned(
     request: PlanRequest, device: str | None = "meta", price_pins: bool = False
 ) -> tuple[Workload, Cluster, Graph, Plan]:
-    """Load the model, capture it and find the plan, or read the given one.
+    """Load the model, capture it and find the plan, or read it from ``--plan``.
 
-    The model is on ``device``; with ``None``, on the CPU if the model has values or is small enough to be given some.
+    The model is on ``device``; with ``None``, on the CPU if it has values or is small enough for random ones.
     """
     check_pins(request)
-    cluster, options = asked(request)
+    cluster, options = cluster_and_options(request)
     if price_pins:
         options = replace(options, pin_time_s=options.time_limit_s / 2)
     with Messages() as messages:
@@ -124,14 +124,14 @@ def planned(
 
 
 def _worth_values(workload: Workload) -> bool:
-    """Return whether the model is on meta and small enough to be made with values."""
+    """Return whether the model is on meta and small enough for random initial values."""
     tensors = list(workload.model.state_dict().values())
     on_meta = any(tensor.is_meta for tensor in tensors)
     return on_meta and sum(tensor.numel() * tensor.element_size() for tensor in tensors) <= VALUES_LIMIT_BYTES
 
 
-def asked(request: PlanRequest) -> tuple[Cluster, SearchOptions]:
-    """Return the devices and the search's options of a request."""
+def cluster_and_options(request: PlanRequest) -> tuple[Cluster, SearchOptions]:
+    """Return the cluster and the search options of a request."""
     limit = parse_size(request.memory_limit) if request.memory_limit else None
     cluster = parse(request.devices, memory_limit_bytes=limit, calibration=request.calibration)
     return cluster, SearchOptions(
@@ -150,24 +150,24 @@ def load(request: PlanRequest, cluster: Cluster, messages: Messages | None = Non
         messages("load", request.model)
     sizes = GivenSizes(request.seq, request.global_batch, request.precision)
     workload = load_model(request.model, sizes, device=device, default_precision=default_precision(cluster))
-    model = with_tables(workload.model, init_of(request))
+    model = with_buffer_values(workload.model, init_of(request))
     return replace(workload, model=model, precision=request.precision, local_batch_norm=request.local_batch_norm)
 
 
 def default_precision(cluster: Cluster) -> str:
-    """Return the precision of a model of the zoo for which no option says one."""
+    """Return the default precision of zoo models."""
     return "float32" if cluster.kind == "cpu" else "bfloat16"
 
 
 def init_of(request: PlanRequest) -> str | None:
-    """Return where the model's values come from, if not from the model: ``--init``, or MODEL if it is a folder of transformers."""
+    """Return the source of the initial values: ``--init``, or MODEL if it is a folder saved by transformers, else ``None``."""
     return request.init or (request.model if is_pretrained(request.model) else None)
 
 
 def recapture(request: PlanRequest, cluster: Cluster) -> Recapture:
-    """Return a function that makes the model again with other sizes, or cuts its batch if the model makes its own."""
+    """Return a function that captures the model again with other sizes, or with a slice of the batch that a factory fixes."""
 
-    def again(**sizes: Any) -> Graph:
+    def capture_sized(**sizes: Any) -> Graph:
         try:
             workload = load(replace(request, **{k: v for k, v in sizes.items() if v is not None}), cluster)
         except BatchError as refused:
@@ -177,19 +177,19 @@ def recapture(request: PlanRequest, cluster: Cluster) -> Recapture:
                 raise refused from None
         return workload.capture()
 
-    return again
+    return capture_sized
 
 
 def captured(
     request: PlanRequest, cluster: Cluster, written: Plan | None, messages: Messages
 ) -> tuple[Graph, Recapture]:
-    """Return the graph of a request, and a function that makes it again with other sizes; both give up the exactness that the plan
-    ``written`` gives up."""
+    """Return the graph of a request, and a function that captures it again with other sizes; both with the deviations from exactness
+    that the plan ``written`` has."""
     concession = Concession() if written is None else Concession.of(written)
-    whole = recapture(request, cluster)
+    exact = recapture(request, cluster)
 
     def again(**sizes: Any) -> Graph:
-        return with_concession(whole(**sizes), lambda **rows: whole(**sizes | rows), concession)
+        return with_concession(exact(**sizes), lambda **rows: exact(**sizes | rows), concession)
 
     try:
         if concession != Concession():
@@ -198,27 +198,26 @@ def captured(
     except BatchError:
         if written is None or written.request or request.global_batch is None:
             raise
-        return captured(replace(request, global_batch=None), cluster, written, messages)  # the factory's own batch
+        return captured(replace(request, global_batch=None), cluster, written, messages)  # the factory's batch
 
 
 def recorded(request: PlanRequest) -> dict[str, Any]:
-    """Return the options that were given, as ``Plan.request`` records them: those that say what is planned."""
+    """Return the given options that determine the plan, as ``Plan.request`` records them."""
     unrecorded = ("calibration", "plan_file", "capture_check", "type_check", "init")
     given = {f.name: getattr(request, f.name) for f in fields(request) if f.name not in unrecorded}
     lists = {name: list(given[name]) for name in ("pins", "allow")}
     return {name: value for name, value in (given | lists).items() if value not in (None, False, [], "")}
 
 
-def repeated(written: Plan | None, request: PlanRequest) -> PlanRequest:
-    """Return the request with the values that the plan was made with, if it has none. A factory comes from the command line alone: one that
-    a file names is never imported."""
+def with_recorded_options(written: Plan | None, request: PlanRequest) -> PlanRequest:
+    """Return the request with missing options as the plan's file records them, except a factory, which a file must not import."""
     if written is None:
         return request
-    # if the first command line left the batch to the factory, this one does, too
+    # without a recorded batch, the factory determines it again
     before = dict(written.request) or {"global_batch": written.global_batch, "devices": written.devices}
     if factory_of(written):
         del before["model"]
-    pins = [f"{name}={before[name]}" for name in PINS if name in before]  # as older versions recorded them
+    pins = [f"{name}={before[name]}" for name in PINS if name in before]  # recorded by older versions
     pinned = read_pins(request.pins)
     pins = [pin for pin in (*pins, *before.pop("pins", ())) if next(iter(read_pins([pin]))) not in pinned]
     missing = {name: before[name] for f in fields(request) if (name := f.name) in before and not getattr(request, name)}

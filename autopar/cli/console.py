@@ -1,4 +1,4 @@
-"""What commands print: tables to stdout, and to stderr, while a command works, the running stage and its progress."""
+"""Output of commands: tables to stdout, the running stage and its progress to stderr."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from autopar.errors import UsageError
 
 
 def console(width: int = 120) -> Console:
-    """Return the console of stdout; ``width`` is the number of columns if stdout is a file or a pipe and ``COLUMNS`` is not set."""
+    """Return the console of stdout; ``width`` applies if stdout is a file or a pipe and ``COLUMNS`` isn't set."""
     out = Console(highlight=False)
     return out if out.is_terminal or "COLUMNS" in os.environ else Console(highlight=False, width=width)
 
 
 class PlainTable(Table):
-    """A table without lines that cuts no number: if its columns do not fit, it is printed in parts, each with the first column.
+    """A table without lines that never truncates numbers: if it is too wide, it is printed in parts, each with the first column.
 
-    Columns of numbers (``justify="right"``) stay on one line; others may take several.
+    Numbers (``justify="right"``) stay on one line; other columns may wrap.
     """
 
     def add_column(self, header: RenderableType = "", *args: Any, **options: Any) -> None:
@@ -56,14 +56,14 @@ class PlainTable(Table):
 
     @staticmethod
     def _needs(out: Console, column: Column) -> int:
-        """Return the columns of the terminal that a column needs: all of a number, some words of a text."""
+        """Return the minimum width of a column: all of a number, some words of a text."""
         wide = out.options.update(max_width=10_000)
         cells = [column.header, *column.cells]
         most = max(Measurement.get(out, wide, cell).maximum for cell in cells)
         return most if column.no_wrap else min(most, _TEXT)
 
 
-_TEXT = 16  # the columns of the terminal that a text has at least, where it has several lines
+_TEXT = 16  # minimum width of a text that wraps
 _PLAIN: dict[str, Any] = {
     "title_justify": "left",
     "title_style": "bold",
@@ -74,7 +74,7 @@ _PLAIN: dict[str, Any] = {
 
 
 def _in_parts(widths: list[int], most: int, gap: int) -> Iterator[list[int]]:
-    """Yield columns by number, in as few parts as ``most`` columns of the terminal allow, each with column 0."""
+    """Yield the indices of columns in as few parts of width ``most`` as possible, each with column 0."""
     part, used = [0], widths[0] if widths else 0
     for index in range(1, len(widths)):
         if used + gap + widths[index] > most and len(part) > 1:
@@ -95,8 +95,7 @@ def plain_table(
 ) -> PlainTable:
     """Return a table without lines, two spaces between its columns; ``options`` are those of ``rich.table.Table``.
 
-    It begins with columns of ``words`` and then of ``numbers``, by their headers, each cell on one line; cells of ``texts`` may take
-    several.
+    Its columns, by header: ``words`` and ``numbers``, which don't wrap, and ``texts``, which do.
     """
     table = PlainTable(title=title, **_PLAIN, **options)
     for name in words:
@@ -110,9 +109,9 @@ def plain_table(
 
 @contextmanager
 def progress_bar(name: str, total: int | None = None, lines: bool = False) -> Iterator[Callable[[str, int, int], None]]:
-    """Show a progress bar on stderr until the block ends. The block calls the result with (name of the current item, items done, total).
+    """Show a progress bar on stderr; the block calls the result with (name of the current item, items done, total).
 
-    If stderr is no terminal, ``lines`` prints a line for everything that is done.
+    If stderr isn't a terminal, ``lines`` prints a line for each item.
     """
     to = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -130,8 +129,8 @@ def progress_bar(name: str, total: int | None = None, lines: bool = False) -> It
 class Messages:
     """A context in which calling the object with (stage, text) reports progress, on one moving line if stderr is a terminal.
 
-    Elsewhere (a log file, a pipe) each stage prints one line when it begins. Output of the model's own code goes to stderr meanwhile:
-    stdout is for the result only.
+    Otherwise (a log file, a pipe) each stage prints a line when it begins. The output of the model's code goes to stderr: stdout is only
+    for the result.
     """
 
     def __init__(self) -> None:
@@ -159,7 +158,7 @@ class Messages:
         self._stage = stage
 
     def say(self, text: str) -> None:
-        """Print a line that can be copied."""
+        """Print a line without wrapping, so that it can be copied."""
         self.console.print(text, highlight=False, soft_wrap=True)
 
 
@@ -167,10 +166,9 @@ _PICTURES = (".png", ".svg", ".pdf")
 
 
 def output_file(name: str | Path, option: str, picture: bool = False) -> Path:
-    """Return the file ``name`` that ``option`` gave: it is checked before the work begins, not after an hour of measurements.
+    """Return the path ``name`` of ``option``, checked before the work begins.
 
-    Raises:
-        UsageError: the file cannot be written, or with ``picture`` its ending names no format of pictures.
+    Raises ``UsageError`` if it can't be written, or with ``picture`` if its suffix isn't a picture format.
     """
     path = Path(name)
     if path.is_dir():

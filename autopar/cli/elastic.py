@@ -1,4 +1,4 @@
-"""The command line's part of ``autopar run --elastic`` (``autopar.run.elastic``): the request, and a program for a number of nodes."""
+"""The command line of ``autopar run --elastic`` (``autopar.run.elastic``): stores the request, emits programs for numbers of nodes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from autopar.run.elastic import BATCH, Elastic, Nodes, become_agent
 
 
 def become_node(nodes: Nodes, request: PlanRequest, output: str | None, options: Mapping[str, Any]) -> NoReturn:
-    """Become the agent of this node; ``options`` are those of ``train.py``, by name."""
+    """Replace this process by the node's agent; ``options`` are those of ``train.py``, by name."""
     if options["checkpoint"] is None:
         raise UsageError("--elastic needs checkpoints to continue from", "add --checkpoint DIR, which all nodes share")
     if request.plan_file is not None:
@@ -41,13 +41,13 @@ def become_node(nodes: Nodes, request: PlanRequest, output: str | None, options:
 
 
 def devices_of(elastic: Elastic, nodes: int) -> str:
-    """Return so many nodes in the form that ``--devices`` takes."""
+    """Return ``--devices`` for ``nodes`` nodes."""
     own = str(elastic.request["devices"])
     return str(nodes * elastic.ranks) if own.isdigit() else f"{nodes}x{own}"
 
 
 def write_program(elastic: Elastic, nodes: int) -> None:
-    """Plan for so many nodes, and write the program with its batch, or the reason why there is none."""
+    """Plan for ``nodes`` nodes, and write the program with its batch, or the reason why there is none."""
     print(f"planning for {nodes} node{'s' * (nodes > 1)}", file=sys.stderr, flush=True)
     folder = elastic.folder(nodes)
     part = folder.with_name(f"{folder.name}.{os.getpid()}.partial")

@@ -1,4 +1,4 @@
-"""The entry point of the console script prints errors as a sentence and a hint, and sets the exit status."""
+"""The entry point of the console script: prints errors with a hint, and sets the exit status."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from autopar.errors import AutoparError
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line ``argv``, and end the process with its exit status."""
-    # graphs and prices live as long as the command: looking for garbage among them takes a tenth of the time
+    """Run the command line ``argv``, and exit with its status."""
+    # graphs and prices live as long as the command: collecting garbage takes a tenth of the time
     gc.set_threshold(1_000_000, 20, 100)
     try:
         status = cli.main(argv, prog_name="autopar", standalone_mode=False)
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         status = 130  # 128 + SIGINT, as the shell has it
         click.echo("interrupted", err=True)
     except BrokenPipeError:
-        # nobody reads our output any more; python would complain once more when it flushes stdout at exit
+        # the reader is gone; without this, Python would report it again when it flushes stdout at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
     except (PermissionError, IsADirectoryError, NotADirectoryError, FileNotFoundError) as error:
@@ -50,9 +50,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         status = 1
         _complain(
             f"{type(error).__name__}: {error} ({_where(error)})",
-            "this is a fault in autopar; AUTOPAR_TRACEBACK=1 shows the whole traceback",
+            "this is a bug in autopar; AUTOPAR_TRACEBACK=1 shows the traceback",
         )
-    gc.freeze()  # the last collection, at the interpreter's end, would take another tenth
+    gc.freeze()  # skip the collection at exit, another tenth
     sys.exit(status if isinstance(status, int) else 0)
 
 

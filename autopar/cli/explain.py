@@ -1,4 +1,4 @@
-"""``autopar explain`` says why a plan was chosen."""
+"""``autopar explain`` explains why a plan was chosen."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autopar.cli.commands import asked, captured, factory_of, planned, print_infeasible, recorded, repeated
+from autopar.cli.commands import (
+    captured,
+    cluster_and_options,
+    factory_of,
+    planned,
+    print_infeasible,
+    recorded,
+    with_recorded_options,
+)
 from autopar.cli.console import Messages, plain_table, show
 from autopar.cli.options import PlanRequest
 from autopar.data_files import MalformedFileError, read_json
@@ -27,7 +35,7 @@ from autopar.workload import sequence_length
 def explain_command(request: PlanRequest, target: str, as_json: bool) -> None:
     """Read or find the plan and print the explanation."""
     written = _read(target)
-    request = repeated(written, request) if written is not None else replace(request, model=target)
+    request = with_recorded_options(written, request) if written is not None else replace(request, model=target)
     check_named(target, request, written)
     try:
         if written is None and request.allow:  # the plan says which microbatches to explain
@@ -42,13 +50,15 @@ def explain_command(request: PlanRequest, target: str, as_json: bool) -> None:
 
 def check_named(file: str, request: PlanRequest, written: Plan | None) -> None:
     """Raise ``UsageError`` if a request does not name the model or the devices."""
-    if (found := lacking(request, written)) is not None:
-        raise UsageError(f"{file} {found[0]}", f"add {found[1]}")
+    if (missing := missing_options(request, written)) is not None:
+        raise UsageError(f"{file} {missing[0]}", f"add {missing[1]}")
 
 
-def lacking(request: PlanRequest, written: Plan | None) -> tuple[str, str] | None:
-    """Return what the file of the plan ``written`` does not say of the model and the devices, as the end of a sentence about the file, and
-    the options that say it; ``None`` if the request names both."""
+def missing_options(request: PlanRequest, written: Plan | None) -> tuple[str, str] | None:
+    """Return why the plan's file doesn't determine the model or the devices, and the missing options; ``None`` if the request has both.
+
+    The reason continues a sentence that begins with the file's name.
+    """
     lacks = [option for option in ("model", "devices") if not getattr(request, option)]
     if not lacks:
         return None
@@ -59,7 +69,7 @@ def lacking(request: PlanRequest, written: Plan | None) -> tuple[str, str] | Non
 
 
 def _read(target: str) -> Plan | None:
-    """The plan in the file ``target``, or ``None`` where ``target`` names a model."""
+    """Return the plan in the file ``target``, or ``None`` if ``target`` names a model."""
     path = Path(target)
     if path.suffix != ".json":
         return None
@@ -68,13 +78,13 @@ def _read(target: str) -> Plan | None:
     try:
         data = read_json(path)
     except (OSError, MalformedFileError):
-        return read_plan(path)  # which raises and says why
+        return read_plan(path)  # raises with the reason
     return read_plan(path) if isinstance(data, dict) and "stages" in data else None  # a model's configuration
 
 
 def explained(request: PlanRequest, written: Plan | None) -> Explanation:
     """Return the explanation of ``written``, or of the best plan for the request."""
-    cluster, options = asked(request)
+    cluster, options = cluster_and_options(request)
     with Messages() as messages:
         graph, again = captured(request, cluster, written, messages)
         study = Study(graph, cluster, options, recapture=again, seq=sequence_length(graph))
@@ -96,7 +106,7 @@ def explained(request: PlanRequest, written: Plan | None) -> Explanation:
 
 
 def same_prices(written: Plan, step_s: float) -> bool:
-    """Return whether a plan's file has today's step time: the prices are those that the plan was made with."""
+    """Return whether the plan's recorded step time equals today's prediction."""
     return math.isclose(written.prediction.step_time_s, step_s, rel_tol=1e-6)
 
 
@@ -137,14 +147,14 @@ def _families(found: Explanation, step: float) -> Table:
         if f.step_time_s is None:
             table.add_row(f.title, "-", "-", "-", f.reason)
         else:
-            how = ("this plan" if f.chosen else f.summary) + (f" (has a price only: {f.remark})" if f.remark else "")
+            how = ("this plan" if f.chosen else f.summary) + (f" (prediction only: {f.remark})" if f.remark else "")
             table.add_row(f.title, seconds(f.step_time_s), _slower(f.step_time_s, step), size(f.memory_bytes or 0), how)
     return table
 
 
 def _alternatives(found: Explanation, step: float) -> Table:
     others = found.alternatives
-    table = _table(f"the best {len(others.plans)} of {others.total} outer choices", "", "step", "slower", "memory", "")
+    table = _table(f"the best {len(others.plans)} of {others.total} configurations", "", "step", "slower", "memory", "")
     for number, (plan, row) in enumerate(zip(others.plans, others.to_json(step), strict=True), 1):
         took = plan.prediction.step_time_s
         table.add_row(str(number), seconds(took), _slower(took, step), size(row["memory_bytes"]), row["summary"])
@@ -152,7 +162,7 @@ def _alternatives(found: Explanation, step: float) -> Table:
 
 
 def _end(found: Explanation) -> Text:
-    left = "" if found.alternatives.complete else "; there was no time to look at every outer choice"
+    left = "" if found.alternatives.complete else "; there was no time to search every configuration"
     return Text(f"explained in {seconds(found.wall_time_s)}{left}", "dim")
 
 

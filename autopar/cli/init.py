@@ -53,7 +53,7 @@ if __name__ == "__main__":
 
 
 def init_command(request: PlanRequest, output: str, as_json: bool) -> None:
-    """Write both files; nothing is replaced."""
+    """Write both files, without overwriting any."""
     home = Path(output)
     for name in (CLUSTER, SCRIPT):
         if (home / name).exists():
@@ -81,7 +81,7 @@ def init_command(request: PlanRequest, output: str, as_json: bool) -> None:
 
 
 def _cluster(text: str) -> tuple[str, Cluster]:
-    """Return the text of a cluster file, and the cluster, for devices as people write them."""
+    """Return the text of a cluster file, and the cluster, for a description such as ``64 H100``."""
     if text.endswith(".toml"):
         cluster = parse(text)
         return Path(text).read_text("utf-8"), cluster
@@ -100,7 +100,7 @@ def _cluster(text: str) -> tuple[str, Cluster]:
 
 
 def _command(cluster: Cluster, script: Path) -> str:
-    """Return the command that starts the script, on every node."""
+    """Return the command that starts the script on every node."""
     if cluster.local:
         return f"python {script}"
     nodes = f"--nnodes {cluster.nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29400 " if cluster.nodes > 1 else ""
@@ -124,7 +124,7 @@ def _script(model: str, cluster: Cluster, workload: Workload, sizes: GivenSizes)
 
 
 _Parts = tuple[list[str], list[str], list[str], str]
-"""Modules of Python to import, lines that import others, lines that make ``model`` and ``batch``, keywords of ``autopar.compile``."""
+"""Standard modules to import, other import lines, lines that make ``model`` and ``batch``, keywords of ``autopar.compile``."""
 
 
 def _factory(model: str, sizes: GivenSizes) -> _Parts:
@@ -147,7 +147,7 @@ def _factory(model: str, sizes: GivenSizes) -> _Parts:
 
 
 def _described(model: str, precision: str, workload: Workload) -> _Parts:
-    """Return the parts for a model of the zoo or of a configuration: on meta, with random numbers as its batch."""
+    """Return the parts for a zoo or configuration model: on meta, with a random batch."""
     batch: dict[str, Any] = workload.batch
     shape = next(iter(batch.values())).shape
     given = f'seq={shape[1] if len(shape) == 2 else None}, global_batch={shape[0]}, precision="{precision}"'
@@ -165,7 +165,7 @@ def _described(model: str, precision: str, workload: Workload) -> _Parts:
 
 
 def _random(tensor: Tensor, model: torch.nn.Module) -> str:
-    """Return a tensor of random numbers like ``tensor``, as Python. Whole numbers are indices: below the size of what they look up."""
+    """Return Python code for a random tensor like ``tensor``; integers are indices below the size of their table."""
     shape = tuple(tensor.shape)
     if tensor.is_floating_point():
         return f"torch.randn({shape}, dtype={tensor.dtype})"

@@ -73,7 +73,7 @@ def batch_file(folder: Path, time: str, save_before_s: int, options: Sequence[st
 
     Raises:
         ProgramError: there is no program.
-        UsageError: no checkpoints are asked for, so that nothing could be saved before the time limit.
+        UsageError: ``options`` lack ``--checkpoint``, so that nothing could be saved before the time limit.
     """
     if not (folder / "plan.json").is_file():
         raise ProgramError(f"{folder} has no program", "write one with `autopar emit ... -o DIR`")

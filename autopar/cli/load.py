@@ -1,5 +1,4 @@
-"""The workload that the argument MODEL names: a factory in a file or a package, a transformers configuration or the folder of a saved
-model, a model of the zoo."""
+"""Loads the argument MODEL: a factory in a file or package, a transformers configuration or saved model, a zoo model."""
 
 from __future__ import annotations
 
@@ -32,11 +31,7 @@ _RETURNS = "a factory returns a torch.nn.Module, or (module, batch), or (module,
 
 @dataclass(frozen=True)
 class GivenSizes:
-    """The sizes and the precision that a command line gives; ``None`` for one that it leaves out.
-
-    Raises:
-        BatchError: a size below 1.
-    """
+    """The sizes and the precision on a command line, or ``None``. Raises ``BatchError`` for a size below 1."""
 
     seq: int | None = None
     global_batch: int | None = None
@@ -51,14 +46,14 @@ class GivenSizes:
 
 
 def load_model(model: str, sizes: GivenSizes, *, device: str = "meta", default_precision: str = "bfloat16") -> Workload:
-    """Return the model that ``model`` names, with its batch.
+    """Load the model that ``model`` names, with its batch.
 
-    Configurations and zoo models are built on ``device`` in ``sizes.precision`` or the default one. A factory chooses for itself; it is
-    called with those of ``seq``, ``global_batch`` and ``precision`` that are given, and must have parameters for them.
+    Configurations and zoo models are built on ``device`` in ``sizes.precision`` or the default. A factory chooses its device; it is called
+    with the given ``seq``, ``global_batch`` and ``precision``, for which it must have parameters.
 
     Raises:
         ModelError: no model has that name, or the user's code raised (with the file and line).
-        BatchError: the model cannot take the sizes, or a factory returns no batch.
+        BatchError: the model doesn't support the sizes, or a factory returns no batch.
     """
     precision = default_precision if sizes.precision is None else normalise(sizes.precision)
     if ":" in model:
@@ -74,17 +69,17 @@ def load_model(model: str, sizes: GivenSizes, *, device: str = "meta", default_p
 
 
 def names_code(model: str) -> bool:
-    """Return whether loading the model runs code that its name points to: a factory, and not a model of the zoo or a configuration."""
+    """Return whether MODEL is a factory, so that loading it runs the user's code."""
     return ":" in model or model.endswith(".py")
 
 
 def is_pretrained(model: str) -> bool:
-    """Return whether the argument MODEL is a folder that transformers saved: a ``config.json`` and safetensors."""
+    """Return whether MODEL is a folder saved by transformers, with a ``config.json``."""
     return Path(model, "config.json").is_file()
 
 
 def config_file(model: str) -> Path | None:
-    """Return the configuration that the argument MODEL names, as a file or by its folder, or ``None``."""
+    """Return the configuration file that MODEL is or contains, or ``None``."""
     if is_pretrained(model):
         return Path(model, "config.json")
     return Path(model) if model.endswith(".json") or Path(model).is_file() else None
@@ -103,11 +98,9 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def called_factory(model: str, sizes: GivenSizes) -> tuple[Any, dict[str, int | str]]:
-    """Return what the factory ``model`` returns, and the sizes that it was called with: those that are given, if it has parameters for
-    them.
+    """Call the factory ``model`` with the given sizes for which it has parameters; return its result and these sizes.
 
-    Raises:
-        ModelError: there is no such factory, or the user's code raised.
+    Raises ``ModelError`` if there is no such factory, or the user's code raised.
     """
     source, _, factory = model.rpartition(":")
     check_file(model)
@@ -130,7 +123,7 @@ def _from_factory(model: str, sizes: GivenSizes, device: str) -> Workload:
     for name in ("seq", "global_batch"):
         if getattr(sizes, name) is not None and name not in arguments:
             raise BatchError(
-                f"--{name.replace('_', '-')} is given, but {model} makes its own batch and has no parameter {name}",
+                f"{model} has no parameter {name} for --{name.replace('_', '-')}, and returns a fixed batch",
                 f"add {name} to the factory's parameters, or leave the option out",
             )
     return workload
@@ -139,7 +132,7 @@ def _from_factory(model: str, sizes: GivenSizes, device: str) -> Workload:
 def _import_file(source: str) -> ModuleType:
     path = Path(source).resolve()
     if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))  # as when python runs the file
+        sys.path.insert(0, str(path.parent))  # like python FILE
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
@@ -150,12 +143,12 @@ def _import_file(source: str) -> ModuleType:
 
 def _import_package(source: str) -> ModuleType:
     if "" not in sys.path:
-        sys.path.insert(0, "")  # as when python -m runs it
+        sys.path.insert(0, "")  # like python -m MODULE
     return importlib.import_module(source)
 
 
 def _guarded(what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call the user's code; turn whatever it raises into one sentence with the line in it."""
+    """Call the user's code; convert its exceptions to a ``ModelError`` with the line."""
     try:
         return function(*args, **kwargs)
     except AutoparError:
@@ -169,7 +162,7 @@ def _guarded(what: str, function: Callable[..., Any], *args: Any, **kwargs: Any)
         if isinstance(error, SyntaxError):
             raise ModelError(
                 f"{error.filename}:{error.lineno}: {error.msg}",
-                "the error is the model's own: python cannot read its file",
+                "this is a syntax error in the model's file",
             ) from error
         ours = str(Path(__file__).resolve())
         frames = [
@@ -180,7 +173,7 @@ def _guarded(what: str, function: Callable[..., Any], *args: Any, **kwargs: Any)
         where = f"{users[-1].filename}:{users[-1].lineno}: " if users else ""
         raise ModelError(
             f"{where}{what} raised {type(error).__name__}: {error}",
-            "the error is the model's own: run it without autopar first",
+            "this error is in the model's code: run it without autopar first",
         ) from error
 
 
@@ -215,8 +208,7 @@ _PLAIN = ("model", "net", "network", "module", "factory", "main", "build", "make
 
 
 def _title(model: str, module: nn.Module) -> str:
-    """Return the name of the factory's model: the factory's name if it says something, else the name of the model's class, or of the file
-    if the class is torch's."""
+    """Return the model's name: that of the factory unless it is generic, else of the model's class, or of the file if that is torch's."""
     source, _, factory = model.rpartition(":")
     if any(part and part not in _PLAIN for part in factory.split("_")):
         return factory
@@ -226,11 +218,11 @@ def _title(model: str, module: nn.Module) -> str:
 
 
 def batch_of(model: str, module: nn.Module, sizes: GivenSizes, device: str) -> Any:
-    """Return a batch for a module without one: models of transformers say what they take, others do not."""
+    """Return a batch for a transformers model, whose configuration determines it. Raises ``BatchError`` for other modules."""
     config = getattr(module, "config", None)
     if not hasattr(config, "model_type"):
         raise BatchError(
-            f"{model} returned a module and no batch, and {type(module).__name__} does not say what its batches look like",
+            f"{model} returned a module without a batch, and {type(module).__name__} is not a transformers model",
             "return (module, batch), where batch is an example of one global batch: a tuple for positional arguments, "
             "a dict for keyword arguments",
         )
@@ -239,7 +231,7 @@ def batch_of(model: str, module: nn.Module, sizes: GivenSizes, device: str) -> A
 
 
 def _factory_hint(path: Path, source: str, wanted: str = "") -> str:
-    """Return the functions of a file, found without running it, as a hint in the user's spelling; those like ``wanted`` come first."""
+    """Return a hint with the functions of a file, which is only parsed; those similar to ``wanted`` come first."""
     try:
         body = ast.parse(path.read_text()).body
     except (OSError, SyntaxError, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""Options and arguments that several commands have."""
+"""Options and arguments of several commands."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The options of a command line that say what is planned, and how; ``pins`` are texts, KEY=VALUE.
-
-    A command that takes one has the values of its own options in it, and defaults for the options that it lacks.
-    """
+    """The options that determine what is planned, and how; ``pins`` are strings KEY=VALUE. Options that a command lacks have defaults."""
 
     model: str = ""
     devices: str = ""
@@ -44,8 +41,8 @@ class PlanRequest:
     @classmethod
     def taken_from(cls, values: dict[str, Any]) -> PlanRequest:
         """Remove the request's fields from the values of a command's options, and return them as a request."""
-        found = {field.name: values.pop(field.name) for field in fields(cls) if field.name in values}
-        return cls(**{name: value for name, value in found.items() if value is not None})
+        taken = {field.name: values.pop(field.name) for field in fields(cls) if field.name in values}
+        return cls(**{name: value for name, value in taken.items() if value is not None})
 
 
 MODEL_HELP = """
@@ -54,11 +51,11 @@ MODEL_HELP = """
     transformers config.json, a folder that transformers saved, or a model of `autopar help models`."""
 
 MOVED = {"trace": "report PLAN --trace FILE", "models": "help models", "hardware": "help hardware"}
-"""What replaces commands of before; the group ``dev`` has others."""
+"""Former commands -> their replacements, besides those in the group ``dev``."""
 
 
 class Commands(click.Group):
-    """A group whose commands are listed in the order in which they were added, and which says where a command went."""
+    """A group that lists its commands in the order in which they were added, and knows renamed ones."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names in the order in which they were added."""
@@ -67,7 +64,7 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that the first argument names, or raise ``UsageError``, which names the one that is meant."""
+        """Return the command that the first argument names, or raise ``UsageError`` with a similar or renamed one."""
         name, path = args[0], ctx.command_path
         if name in self.commands or name.startswith("-"):
             return super().resolve_command(ctx, args)
@@ -82,7 +79,7 @@ class Commands(click.Group):
 
 
 class WholeNumber(click.IntRange):
-    """``click.IntRange`` that calls itself what it is where a value is refused."""
+    """``click.IntRange`` with a readable name in messages."""
 
     name = "whole number"
 
@@ -99,14 +96,14 @@ def joined(*options: Callable[[Any], Any]) -> Callable[[F], F]:
 
 
 def option(names: str, metavar: str, help: str, **how: Any) -> Callable[[Any], Any]:
-    """Return an option with a value; ``names`` are its names and, if it differs from them, that of its argument."""
+    """Return an option with a value; ``names`` are its names and, if different, that of its argument."""
     if how.get("default") is not None:
         how["show_default"] = True
     return click.option(*names.split(), metavar=metavar, help=help, **how)
 
 
 def switch(names: str, help: str, value: bool = True) -> Callable[[Any], Any]:
-    """Return an option without a value; its argument is ``value`` if the option is given."""
+    """Return a flag whose argument is ``value`` if it is given."""
     return click.option(*names.split(), is_flag=True, default=not value, flag_value=value, help=help)
 
 
@@ -142,12 +139,12 @@ model_options = joined(
 def count_option(
     names: str, default: int, help: str, least: int = 1, most: int | None = None, metavar: str = "N"
 ) -> Callable[[Any], Any]:
-    """Return the option of a whole number that has a default."""
+    """Return an integer option with a default."""
     return option(names, metavar, help, type=WholeNumber(least, most), default=default)
 
 
 class PinText(click.ParamType):
-    """A pin as text, ``KEY=VALUE``; shells complete the keys and, after ``=``, the values."""
+    """A pin ``KEY=VALUE``, with shell completion of keys and values."""
 
     name = "pin"
 
@@ -160,7 +157,7 @@ class PinText(click.ParamType):
 
 
 class PinnedCommand(click.Command):
-    """A command that reads ``--NAME VALUE``, where NAME is a pin, as ``--pin NAME=VALUE``. Scripts written before ``--pin`` use it."""
+    """A command that accepts ``--NAME VALUE`` for ``--pin NAME=VALUE``, as in scripts older than ``--pin``."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments, with every pin written as ``--pin``."""
@@ -169,7 +166,7 @@ class PinnedCommand(click.Command):
 
 
 def _with_pins(words: Sequence[str]) -> Iterator[str]:
-    """The words of a command line with ``--tensor 8`` as ``--pin tensor=8``; a switch may have no value, or be ``--no-NAME``."""
+    """Rewrite ``--tensor 8`` as ``--pin tensor=8``; a switch may have no value, or be ``--no-NAME``."""
     rest = list(words)
     while rest:
         word = rest.pop(0)
@@ -241,7 +238,7 @@ written_options = joined(
 
 
 def check_file(model: str) -> None:
-    """Raise ``ModelError`` where MODEL is a factory and there is no file before its colon."""
+    """Raise ``ModelError`` if MODEL is a factory whose file doesn't exist."""
     source = model.rpartition(":")[0] if ":" in model else model
     if not source or (source.endswith(".py") and not Path(source).is_file()):
         raise ModelError(

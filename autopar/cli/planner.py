@@ -1,5 +1,5 @@
-"""The worker of ``autopar ui``: ``python -m autopar.cli.planner`` reads jobs from its standard input, one JSON object a line, and writes
-their progress to its standard output.
+"""The worker of ``autopar ui``: ``python -m autopar.cli.planner`` reads jobs from standard input, one JSON object per line, and writes
+their progress to standard output.
 
 A job has the arguments of ``autopar plan`` and a folder. A job ``plan`` writes ``plan.json`` (as ``autopar plan --json`` prints it) and
 ``report.html`` into the folder, a job ``program`` the emitted program of that plan. The worker keeps the graph of the last model, so that
@@ -23,7 +23,7 @@ from typing import Any
 import click
 
 from autopar.cli.app import cli
-from autopar.cli.commands import asked, load, recapture, recorded
+from autopar.cli.commands import cluster_and_options, load, recapture, recorded
 from autopar.cli.options import PlanRequest
 from autopar.compile import emit_program
 from autopar.devices import Cluster
@@ -43,7 +43,7 @@ Tell = Callable[[str, str], None]
 
 
 class Planner:
-    """Plan one request after the other; ``tell`` is called with (stage, text) as the work goes on."""
+    """Runs jobs, one at a time; ``tell`` is called with (stage, text) as progress."""
 
     def __init__(self, tell: Tell) -> None:
         self._tell = tell
@@ -66,12 +66,12 @@ class Planner:
         plan: Plan = read_plan(folder / "plan.json")
         again = recapture(request, cluster)
         graph, plan = plan_graph(graph, cluster, options, again, plan=plan, progress=self._tell)
-        shutil.rmtree(folder / "program", ignore_errors=True)  # what a cancelled job has left
+        shutil.rmtree(folder / "program", ignore_errors=True)  # left over from a cancelled job
         emit_program(graph, plan, folder / "program", self._tell)
 
     def _captured(self, arguments: list[str]) -> tuple[PlanRequest, Cluster, SearchOptions, Graph]:
         request = PlanRequest.taken_from(cli.commands["plan"].make_context("plan", list(arguments)).params)
-        cluster, options = asked(request)
+        cluster, options = cluster_and_options(request)
         check_schedule(options)
         model = Path(request.model)
         text = model.read_text("utf-8") if model.suffix == ".json" else request.model
@@ -85,7 +85,7 @@ class Planner:
 
 
 def failure(error: BaseException) -> dict[str, Any]:
-    """Return what the page shows: a sentence, what to do, and what would make an infeasible request feasible."""
+    """Return an error for the page: message, hint, and changes that would make an infeasible request feasible."""
     if isinstance(error, AutoparError):
         changes = [change.text for change in getattr(error, "changes", ())]
         return {"message": error.message, "hint": error.hint or "", "changes": changes}
@@ -94,7 +94,7 @@ def failure(error: BaseException) -> dict[str, Any]:
     traceback.print_exc()
     return {
         "message": f"{type(error).__name__}: {error}",
-        "hint": "this is a fault in autopar; the terminal of `autopar ui` has the traceback",
+        "hint": "this is a bug in autopar; the terminal of `autopar ui` has the traceback",
     }
 
 
@@ -115,7 +115,7 @@ def main() -> None:
         try:
             work(call["arguments"], Path(call["folder"]))
             say(error=None)
-        except Exception as error:  # whatever it was, the page must hear of it
+        except Exception as error:  # report any error to the page
             say(error=failure(error))
         sys.stdout.flush()
 

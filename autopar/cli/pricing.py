@@ -1,4 +1,4 @@
-"""``autopar price`` predicts a plan that the user wrote down, with the cost model of a search; ``autopar compare`` shows two plans.
+"""``autopar price`` predicts a user's plan with the search's cost model; ``autopar compare`` shows two plans side by side.
 
 A plan is written as pins, as a ``plan.json``, or as flags of Megatron-LM or torchtitan (``autopar.trainers.flags``).
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Group
 
-from autopar.cli.commands import asked, captured, check_pins, repeated
+from autopar.cli.commands import captured, check_pins, cluster_and_options, with_recorded_options
 from autopar.cli.console import Messages, output_file, plain_table, show
 from autopar.cli.options import PlanRequest
 from autopar.cli.render import plan_tables
@@ -31,7 +31,7 @@ from autopar.techniques import LAYER
 from autopar.trainers.flags import MICROBATCH, SEQUENCE, read_flags
 from autopar.units import seconds, size
 
-_NOTHING = 1e-9  # seconds: a smaller bubble is rounding error
+_NOTHING = 1e-9  # seconds; smaller bubbles are rounding errors
 
 
 def price_command(
@@ -43,16 +43,16 @@ def price_command(
     flags: Sequence[str],
     as_json: bool,
 ) -> None:
-    """Print the plan's prediction as ``autopar plan`` does, and with ``timeline`` the memory through a step. The status is 1 if the plan
-    does not fit."""
+    """Print the plan's prediction as ``autopar plan`` does, and with ``timeline`` the memory through a step. Exit with 1 if the plan
+    doesn't fit."""
     file = output_file(output, "-o") if output else None
     pins, others = read_flags(flags)
     microbatch, sequence = others.pop(MICROBATCH, microbatch), others.pop(SEQUENCE, sequence)
     request = dataclasses.replace(request, pins=(*request.pins, *pins), **others)
     check_pins(request, *["--microbatch"] * (microbatch is not None), *["--sequence"] * sequence)
     given = read_plan(request.plan_file) if request.plan_file else None
-    request = repeated(given, request)
-    cluster, options = asked(request)
+    request = with_recorded_options(given, request)
+    cluster, options = cluster_and_options(request)
     with Messages() as messages:
         graph, _ = captured(request, cluster, given, messages)
         messages("price")
@@ -119,7 +119,7 @@ def compared(a: Plan, b: Plan) -> list[tuple[str, Any, Any, str]]:
 
 
 def _counted(values: Counter[str]) -> str:
-    """Return the number of layers with each value, ``full 30, keep 4``, or the value alone if all have it."""
+    """Return the number of layers with each value, ``full 30, keep 4``, or the value if all have it."""
     return next(iter(values)) if len(values) == 1 else ", ".join(f"{v} {n}" for v, n in values.most_common())
 
 

@@ -13,7 +13,7 @@ from autopar.profile import profile
 from autopar.run.processes import check_count
 
 _ARITHMETIC_S = 5e-3
-"""The arithmetic for which waiting is shown: waiting grows with the square root of the time since the devices last met."""
+"""Compute time for which waiting is shown; it grows with the square root of the time since the last synchronisation."""
 
 
 def profile_command(processes: str, device: str | None, output: str | None, as_json: bool) -> None:
@@ -76,7 +76,7 @@ def _table(found: Calibration) -> Table:
         elif f.name == "wait":
             wait_s = f.median * math.sqrt(_ARITHMETIC_S / f.size["seconds"])
             shown = (
-                f"waiting for the slowest of {int(f.size['members'])}, {_ARITHMETIC_S * 1e3:.0f} ms after they last met",
+                f"waiting for the slowest of {int(f.size['members'])}, {_ARITHMETIC_S * 1e3:.0f} ms after synchronisation",
                 f"{wait_s * 1e6:,.0f} us",
             )
         elif f.name == "overlap":

@@ -15,7 +15,14 @@ from autopar.cli.pricing import price_plan
 from autopar.compile import emit_program
 from autopar.errors import UsageError
 from autopar.price import Pricer
-from autopar.run.rehearsal import Rehearsal, check_ranks, drawn_batch, first_ranks, rehearse, without_communication
+from autopar.run.rehearsal import (
+    Rehearsal,
+    check_ranks,
+    random_batch,
+    rank_of_each_position,
+    rehearse,
+    with_free_communication,
+)
 from autopar.units import seconds, size
 
 
@@ -28,14 +35,14 @@ def rehearse_command(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     _, cluster, graph, plan = planned(request)
     check_ranks(plan, ranks)
-    ranks = ranks or first_ranks(plan)
-    free = without_communication(cluster)
+    ranks = ranks or rank_of_each_position(plan)
+    free = with_free_communication(cluster)
     alone = price_plan(graph, free, plan, Pricer(graph, free, plan.precision))
     found: list[Rehearsal] = []
     with tempfile.TemporaryDirectory() as folder, progress_bar("rehearsal", len(ranks), lines=True) as show:
         emit_program(graph, plan, Path(folder), type_check=request.type_check)
         show(f"rank {ranks[0]}", 0, len(ranks))
-        for rehearsal in rehearse(folder, alone, drawn_batch(graph), ranks, device, steps):
+        for rehearsal in rehearse(folder, alone, random_batch(graph), ranks, device, steps):
             found.append(rehearsal)
             if as_json:
                 print(json.dumps(rehearsal.to_json()), flush=True)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from rich.table import Table
 
-from autopar.cli.commands import asked, captured, repeated
+from autopar.cli.commands import captured, cluster_and_options, with_recorded_options
 from autopar.cli.console import Messages, console, output_file, plain_table
-from autopar.cli.explain import check_named, explained, lacking, same_prices
+from autopar.cli.explain import check_named, explained, missing_options, same_prices
 from autopar.cli.options import PlanRequest
 from autopar.cli.pricing import compared
 from autopar.devices import Cluster
@@ -36,8 +36,7 @@ def report_command(
     as_json: bool,
     **outputs: str | None,
 ) -> None:
-    """Write the page of one plan or of two, the figure and the trace, as far as they were asked for, and print their paths; compare the
-    trace with a measured one."""
+    """Write the requested page (of one plan or two), figure and trace, and print their paths; compare the trace with a measured one."""
     options = {"page": "-o", "figure": "--plot", "trace": "--trace"}
     paths = {
         name: output_file(file, option, picture=name == "figure")
@@ -47,21 +46,21 @@ def report_command(
     if not paths:
         raise UsageError("nothing is written", f"add {', '.join(f'{option} FILE' for option in options.values())}")
     if "trace" in paths and other is not None:
-        raise UsageError("a trace is of one plan, and two are named", "leave --trace out, or one of the plans")
+        raise UsageError("a trace shows one plan, and two are given", "leave --trace out, or one of the plans")
     if measured is not None and "trace" not in paths:
-        raise UsageError("--measured FILE goes into the trace, and no trace is written", "add --trace FILE")
+        raise UsageError("--measured FILE is added to the trace, and no trace is written", "add --trace FILE")
     events = None if measured is None else read_trace(measured)
     files = [plan, *([other] if other else [])]
     plans = [read_plan(file) for file in files]
     for file, written in zip(files, plans, strict=True):
         if explain or {"figure", "trace"} & set(paths):  # for which the file alone does not suffice
-            check_named(file, repeated(written, request), written)
+            check_named(file, with_recorded_options(written, request), written)
     subjects = [_subject(file, written, request, explain) for file, written in zip(files, plans, strict=True)]
     steps = [one.step for one in subjects if one.step]
     if path := paths.get("page"):
         path.write_text(page(subjects, compared(subjects[0].plan, subjects[1].plan) if other else ()), "utf-8")
         with Messages() as messages:
-            messages.say(f"one page of {size(path.stat().st_size)}, which loads nothing")
+            messages.say(f"one self-contained page of {size(path.stat().st_size)}")
     if path := paths.get("figure"):
         plot([(f"{one.name}: {one.plan.model} on {one.plan.devices}", one.step) for one in subjects if one.step], path)
     if path := paths.get("trace"):
@@ -87,12 +86,12 @@ def _errors(step: PredictedStep, events: list[tracing.Event]) -> Table:
 
 
 def _subject(file: str, plan: Plan, request: PlanRequest, explain: bool) -> PlanFigures:
-    """Return the plan of a file with everything that a page shows; without a model, with the file's own figures."""
+    """Return a plan with everything that its page shows; if the model is unknown, only with the file's figures."""
     name = Path(file).name
-    found = repeated(plan, request)
-    if (lacks := lacking(found, plan)) is not None:
+    found = with_recorded_options(plan, request)
+    if (lacks := missing_options(found, plan)) is not None:
         why = (
-            f"The plan's file {lacks[0]}. With {lacks[1]}, this page also shows the timeline, the prices of layers, the "
+            f"The plan's file {lacks[0]}. With {lacks[1]}, this page also shows the timeline, the costs of layers, the "
             "traffic and the sources of all figures."
         )
         return PlanFigures(name, plan, missing=(why,))
@@ -100,9 +99,9 @@ def _subject(file: str, plan: Plan, request: PlanRequest, explain: bool) -> Plan
     said = []
     if not same_prices(plan, step.step_time_s):
         said.append(
-            f"The plan's file says {seconds(plan.prediction.step_time_s)} a step, and today's prices {seconds(step.step_time_s)}: another "
-            "version, calibration or model made it. The timeline, prices of layers and traffic are today's, totals and memory at the peak "
-            "the file's."
+            f"The plan's file predicts {seconds(plan.prediction.step_time_s)} a step, today's cost model {seconds(step.step_time_s)}: "
+            "other version, calibration or model. The timeline, costs of layers and traffic are today's; totals and peak memory "
+            "are the file's."
         )
     explanation = explained(found, plan).to_json() if explain else None
     return PlanFigures(name, plan, step, explanation, cluster_figures(cluster), tuple(said))
@@ -110,7 +109,7 @@ def _subject(file: str, plan: Plan, request: PlanRequest, explain: bool) -> Plan
 
 def _predicted(plan: Plan, request: PlanRequest) -> tuple[PredictedStep, Cluster]:
     """Return the predicted step of a plan of that request, and its devices."""
-    cluster, _ = asked(request)
+    cluster, _ = cluster_and_options(request)
     with Messages() as messages:
         graph, _ = captured(request, cluster, plan, messages)
         check_model(plan, graph)

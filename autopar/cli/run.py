@@ -1,4 +1,4 @@
-"""``autopar run`` plans, starts the processes and trains on the factory's batch, with checkpoints, or becomes an agent of ``--elastic``."""
+"""``autopar run`` plans, starts processes and trains on the factory's batch, with checkpoints, or becomes an agent of ``--elastic``."""
 
 from __future__ import annotations
 
@@ -44,12 +44,10 @@ def run_command(
     as_json: bool,
     **training: Any,
 ) -> None:
-    """Train here, or with ``--elastic`` become the agent of this node; ``training`` are the options of the training, by name."""
+    """Train here, or with ``--elastic`` become the agent of this node; ``training`` are the training options by name."""
     if elastic is not None:
-        del training["resume"]  # every start of the ranks resumes
-        become_node(
-            Nodes.read(elastic, meet, restarts), request, output, training
-        )  # train.py prints nothing else than steps
+        del training["resume"]  # every restart resumes
+        become_node(Nodes.read(elastic, meet, restarts), request, output, training)
     steps, lr, seed = (training.pop(name) for name in ("steps", "lr", "seed"))
     _train(
         request, Training(seed=seed, lr=lr), steps, output, Checkpoints(training.pop("checkpoint"), **training), as_json
@@ -59,11 +57,11 @@ def run_command(
 def _train(
     request: PlanRequest, training: Training, steps: int, output: str | None, checkpoints: Checkpoints, as_json: bool
 ) -> None:
-    """Train on the factory's batch over and over, and print the loss of each step."""
+    """Train repeatedly on the factory's batch, and print the loss of each step."""
     here = parse(request.devices)
     if not here.local:
         raise LaunchError(
-            f"{request.devices} describes devices that are not here, so nothing can run on them",
+            f"{request.devices} describes devices that are not on this machine",
             "`autopar emit` writes the program for them; `--devices 4` runs on this machine",
         )
     check_count(here.count)  # before a minute of planning
@@ -106,7 +104,7 @@ def _train(
         if done < steps:
             if done > begun and done % checkpoints.every:
                 checkpoints.save(program, done, done)
-            said = f"{stop.asked}: the training stops after {done} of {steps} steps; --resume goes on from there"
+            said = f"{stop.asked}: training stops after {done} of {steps} steps; --resume continues from there"
             with contextlib.suppress(OSError):
                 print(said, file=sys.stderr, flush=True)
     if claim is not None:
@@ -115,10 +113,7 @@ def _train(
 
 
 class Stop:
-    """A context in which signals that ask for an end do not end this process; ``asked`` is the name of the last one.
-
-    A second Ctrl-C ends it at once.
-    """
+    """A context in which termination signals only set ``asked``, to their name. A second Ctrl-C ends the process at once."""
 
     def __init__(self, heeds: bool) -> None:
         self.asked = ""
@@ -142,7 +137,7 @@ class Stop:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoints:
-    """Where and when ``autopar run`` writes checkpoints: into ``folder``, after each ``every`` steps; the newest ``keep`` stay."""
+    """Writes checkpoints into ``folder`` every ``every`` steps, and keeps the newest ``keep``."""
 
     folder: str | None
     every: int
@@ -155,14 +150,13 @@ class Checkpoints:
         if self.folder is not None and not self.resume and has_any(Path(self.folder)):
             raise UsageError(
                 f"{self.folder} has checkpoints of another training, which this one would replace",
-                "add --resume to go on with it, or give another folder",
+                "add --resume to continue it, or give another folder",
             )
 
     def claim(self) -> Claim | None:
-        """Keep other trainings from writing into the folder until the result is closed.
+        """Lock the folder against other trainings until the result is closed.
 
-        Raises:
-            UsageError: the folder cannot be made or written to, or another training writes there.
+        Raises ``UsageError`` if the folder can't be created or written to, or another training writes there.
         """
         if self.folder is None:
             return None
@@ -170,11 +164,11 @@ class Checkpoints:
             claim = claimed(Path(self.folder), 0.0)
         except CheckpointError as error:
             raise UsageError(error.message, error.hint) from error
-        os.environ[PARENT] = claim.inherited  # the processes that save are others
+        os.environ[PARENT] = claim.inherited  # for the worker processes, which write
         return claim
 
     def load(self, program: Program) -> int:
-        """Load the newest checkpoint, if asked to and if there is one, and return the number of steps that it has."""
+        """With ``resume``, load the newest checkpoint if there is one, and return its number of steps."""
         if self.folder is None or not self.resume or not has_any(Path(self.folder)):
             return 0
         return program.load(self.folder)

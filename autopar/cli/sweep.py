@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from rich.table import Table
 
-from autopar.cli.commands import asked, default_precision, recapture
+from autopar.cli.commands import cluster_and_options, default_precision, recapture
 from autopar.cli.console import output_file, plain_table, progress_bar, show
 from autopar.cli.options import PlanRequest
 from autopar.errors import InfeasibleError, UsageError
@@ -25,14 +25,14 @@ def sweep_command(
     plot_file: str | None,
     as_json: bool,
 ) -> None:
-    """Plan the range, print a table or one JSON object, and draw the picture that was asked for."""
+    """Plan each combination, print a table or one JSON object, and draw a plot if requested."""
     prices = read_prices(gpu_hour)
     picture = output_file(plot_file, "--plot", picture=True) if plot_file else None
     gpus = tuple(part.strip() for part in gpu.split(",") if part.strip())
     if not gpus:
-        raise UsageError("--gpu names no kind of GPU", "`autopar help hardware` lists them")
+        raise UsageError("--gpu names no GPU", "`autopar help hardware` lists them")
     there = Range(numbers(counts, "--devices"), gpus, _sizes(lengths, "--seq"), _sizes(batches, "--global-batch"))
-    first, options = asked(request := replace(request, devices=f"1x1x{gpus[0]}"))
+    first, options = cluster_and_options(request := replace(request, devices=f"1x1x{gpus[0]}"))
     precision = normalise(request.precision) if request.precision else default_precision(first)
     options = replace(options, precision=precision, memory_limit_bytes=first.memory_override_bytes)
     with progress_bar(request.model, there.cells) as progress:
@@ -49,7 +49,7 @@ def _sizes(text: str | None, option: str) -> tuple[int | None, ...]:
 
 
 def table(cells: list[Cell]) -> Table:
-    """Return a table with one row for each cell, without the columns that say nothing."""
+    """Return a table with a row for each cell, without empty columns."""
     priced = any(cell.cost_per_billion_tokens is not None for cell in cells)
     long = any(cell.seq is not None for cell in cells)
     names = [*(["seq"] if long else []), "batch", "step", "tokens/s", "MFU", "memory", "gap"]

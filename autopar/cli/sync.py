@@ -1,4 +1,4 @@
-"""``autopar dev sync`` shows traffic and seconds of each synchronisation of replicas, by textbook algorithm and as priced."""
+"""``autopar dev sync`` shows the traffic and time of each way to synchronise replicas, by textbook algorithm and by the cost model."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from autopar.types import Collective
 from autopar.units import parse_count, seconds, size
 
 PRICED = "as priced"
-"""The row of the collectives that emitted programs call, as plans price them."""
+"""The row with the cost model's time of the collectives that emitted programs call."""
 
 
 @dataclass(frozen=True, slots=True)
 class SyncRow:
-    """One synchronisation by one algorithm, per step of training: the mean over the steps between two averages.
+    """One way to synchronise by one algorithm, per training step (averaged over the steps between synchronisations).
 
-    ``messages`` follow one another; ``busiest_bytes`` pass through one rank, in and out, and all ranks send ``traffic_bytes``: no figures
-    where NCCL or gloo choose the algorithm.
+    ``messages`` are sequential; ``busiest_bytes`` pass through the busiest rank, in and out; all ranks together send ``traffic_bytes``.
+    They are ``None`` if NCCL or gloo chooses the algorithm.
     """
 
     sync: str
@@ -37,8 +37,7 @@ class SyncRow:
 
 
 def rows(elements: int, cluster: Cluster, numbers: Precision, steps: int) -> list[SyncRow]:
-    """Return the synchronisations of a model of ``elements`` parameters with a replica on each device of ``cluster``; ``steps`` are those
-    between two averages."""
+    """Return the rows for ``elements`` parameters with a replica on each device; local SGD synchronises every ``steps`` steps."""
     members = group((Axis("data", cluster.count, 1),), cluster)
     gradients, parameters = elements * numbers.averaged, elements * numbers.width
     masters = elements * (numbers.at_rest or numbers.width)
@@ -70,14 +69,14 @@ def rows(elements: int, cluster: Cluster, numbers: Precision, steps: int) -> lis
 def sync_command(
     parameters: str, devices: str, precision: str | None, steps: int, calibration: str | None, as_json: bool
 ) -> None:
-    """Print the table."""
+    """Print a table or JSON."""
     cluster = parse(devices, calibration=calibration)
     numbers = numbers_of(precision or "bfloat16")
     found = rows(parse_count(parameters), cluster, numbers, steps)
     table = plain_table(
         f"{parameters} parameters in {numbers.name}, one replica on each of {cluster.count} devices ({cluster}); per step",
         ("sync", "algorithm"),
-        ("messages in turn", "busiest rank", "all ranks", "time"),
+        ("sequential messages", "busiest rank", "all ranks", "time"),
     )
     for row in found:
         through, sent = ("-" if n is None else size(round(n)) for n in (row.busiest_bytes, row.traffic_bytes))

@@ -1,4 +1,4 @@
-"""Show the memory timeline of a plan as a table and as data: the memory of each pipeline rank at each action of a step."""
+"""Shows a plan's memory timeline as a table and as data: the memory of each pipeline rank at each action of a step."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def timeline_data(devices: Timeline) -> list[dict[str, Any]]:
 
 
 def timeline_table(devices: Timeline) -> Table:
-    """Return a curve for each device, on one scale for all, and the action at which the memory is largest."""
+    """Return a table with a curve for each device, on a common scale, and the action with the peak."""
     numbers = ("device", "most at", "activations", "transients", "total")
     table = plain_table("memory through one step", numbers=numbers)
     table.add_column("from the first action to the last", no_wrap=True)

@@ -31,13 +31,13 @@ from autopar.workload import Workload, with_concession
 from autopar.zoo import find
 from autopar.zoo.hf import build_config
 
-_SEQ = 16  # tokens of a shrunken model's sequences
-_ROWS = 8  # of a batch that is not given: enough for eight data-parallel devices, or four microbatches on two
+_SEQ = 16  # sequence length of a shrunken model
+_ROWS = 8  # default batch: enough for eight data-parallel devices, or four microbatches on two
 
 
 def verify_command(request: PlanRequest, processes: int, collectives: bool, as_json: bool) -> None:
-    """Print the report, and end with status 1 unless the model is exact under all plans that were checked (or, if a plan gives up
-    exactness, agrees with what it is compared with); with ``collectives``, unless nothing is found."""
+    """Print the report, and exit with 1 unless all checked plans are exact (or, if a plan gives up exactness, equal to their reference);
+    with ``collectives``, if there are findings."""
     limit = parse_size(request.memory_limit or "")
     plan = read_plan(request.plan_file) if request.plan_file else None
     sizes, allow = GivenSizes(request.seq, request.global_batch), allowed(request.allow)
@@ -45,14 +45,14 @@ def verify_command(request: PlanRequest, processes: int, collectives: bool, as_j
         check_count(processes)
     torch.manual_seed(0)
     report: Report | CollectivesReport
-    with redirect_stdout(sys.stderr), progress_bar("verify", lines=True) as progress:  # the model's own code may print
+    with redirect_stdout(sys.stderr), progress_bar("verify", lines=True) as progress:  # the model's code may print
         notes: list[str] = []
         if collectives and plan is not None:
             graph = _real(request.model, plan, request.seq)
             check_model(plan, graph)
             report = verify_plan_collectives(graph, plan, progress=progress)
         else:
-            # with a plan and a shrunken model, the sizes of the model that the plan is for
+            # with a plan, --seq and --global-batch are those of the full-size model, not of the shrunken one
             workload, notes = _load(
                 request.model, processes, sizes if plan is None or names_code(request.model) else GivenSizes()
             )
@@ -71,7 +71,7 @@ def verify_command(request: PlanRequest, processes: int, collectives: bool, as_j
 
 
 def _load(model: str, devices: int, sizes: GivenSizes) -> tuple[Workload, list[str]]:
-    """Return the model with its batch, on the CPU, and notes about the sizes that were made smaller."""
+    """Return the model with its batch, on the CPU, and notes about shrunken sizes."""
     if names_code(model):
         return load_model(model, sizes, device="cpu", default_precision="float32"), []
     file = config_file(model)
@@ -87,7 +87,7 @@ def _load(model: str, devices: int, sizes: GivenSizes) -> tuple[Workload, list[s
 
 
 def _real(model: str, plan: Plan, seq: int | None) -> Graph:
-    """Return the graph of the model that the plan was made for, at full size, captured on meta."""
+    """Return the graph of the full-size model that the plan is for, captured on meta."""
 
     def again(*, global_batch: int | None = None, **_: Any) -> Graph:
         loaded = load_model(model, GivenSizes(seq, global_batch, plan.precision), device="meta")
@@ -97,7 +97,7 @@ def _real(model: str, plan: Plan, seq: int | None) -> Graph:
 
 
 def _shown(report: Report | CollectivesReport, notes: list[str]) -> Iterator[RenderableType]:
-    """Return what a report shows: a table, findings, what was left out, notes, and the verdict."""
+    """Yield a report's table, findings, skipped kinds, notes, and verdict."""
     if isinstance(report, CollectivesReport):
         table = plain_table(words=("plan",), numbers=("ranks", "operations", "found"))
         for plan in report.plans:
@@ -113,9 +113,9 @@ def _shown(report: Report | CollectivesReport, notes: list[str]) -> Iterator[Ren
             table.add_row(check.kind, f"{check.error:.1e}", check.where, style=None if check.error <= EXACT else "red")
         yield table
         if report.attacks:
-            yield f"tried on one device: {', '.join(attack.name for attack in report.attacks)}"
+            yield f"compared on one device: {', '.join(attack.name for attack in report.attacks)}"
         yield from (f"not tried: {name}: {reason}" for name, reason in report.attacks_skipped.items())
-    yield from (f"not admitted: {kind}: {reason}" for kind, reason in report.skipped.items())
+    yield from (f"skipped: {kind}: {reason}" for kind, reason in report.skipped.items())
     if isinstance(report, CollectivesReport):
         yield from notes
         yield Text(collectives_verdict(report), "bold green" if report.clean else "bold red")
@@ -123,7 +123,7 @@ def _shown(report: Report | CollectivesReport, notes: list[str]) -> Iterator[Ren
     for failure in report.failures:
         yield Text(f"failed: {failure.kind} ({failure.plan}): {failure.message}", "red")
         if failure.first is not None:
-            yield f"  first to differ: {failure.first}"
+            yield f"  first difference: {failure.first}"
     yield from (f"replicated, because no sharding rule covers it: {op}" for op in report.replicated_ops)
     yield from (*notes, *report.notes)
     yield Text(verdict(report), "bold green" if report.agrees else "bold red")
@@ -132,7 +132,7 @@ def _shown(report: Report | CollectivesReport, notes: list[str]) -> Iterator[Ren
 def collectives_verdict(report: CollectivesReport) -> str:
     """Return the report on collectives in one sentence."""
     if not report.plans:
-        return f"nothing was recorded: {report.model} admits no plan for so many devices"
+        return f"nothing was recorded: no plan for this number of devices is valid for {report.model}"
     ranks = sum(len(plan.ranks) for plan in report.plans)
     operations = sum(plan.operations for plan in report.plans)
     several = f"{len(report.plans)} plans" if len(report.plans) > 1 else "1 plan"
@@ -154,5 +154,5 @@ def verdict(report: Report) -> str:
     if report.agrees:
         return f"agrees, and is not exact: {count}, within {report.max_relative_difference:.1e} of {report.reference}"
     if not report.checked and not report.failures:
-        return f"nothing was checked: {report.model} admits no plan for {report.devices} processes"
+        return f"nothing was checked: no plan for {report.devices} processes is valid for {report.model}"
     return f"not exact: {len(report.failures)} failures in {count}"

@@ -1,4 +1,4 @@
-"""The devices: their number, kind, links, and the source of each figure."""
+"""Clusters: number and kind of devices, links, and the source of each figure."""
 
 from autopar.devices.cluster import Cluster, Gpu, Link
 from autopar.devices.constants import Constant

@@ -1,12 +1,11 @@
-"""The calibration file: measurements of a machine by ``autopar profile``, and the devices and links that they describe.
+"""The calibration file: measurements of a machine by ``autopar profile``, applied to its devices and links.
 
-One JSON object: ``version``, ``machine`` (processor, cores, torch), ``measured_at``, and ``figures``, one per measurement, each with
-the number of ``processes`` that ran at the time, its ``size``, ``unit``, ``median``, quartiles ``low`` and ``high``, and the
-``count`` of samples.
+A JSON object: ``version``, ``machine`` (processor, cores, torch), ``measured_at``, and ``figures``, one per measurement, each with the
+number of ``processes`` that ran, its ``size``, ``unit``, ``median``, quartiles ``low`` and ``high``, and ``count`` of samples.
 
 The file's path is ``AUTOPAR_CALIBRATION`` (empty: no file), else ``~/.cache/autopar/calibration.json`` (``XDG_CACHE_HOME`` is
-respected). It applies to this machine's own devices if their number was measured. One that was measured on a GPU applies to GPUs of the
-same kind anywhere, where it is given by name: their ops take as long, and links are priced as without it.
+respected). It applies to this machine's devices if their number was measured. One that was measured on a GPU also applies to GPUs of the
+same kind elsewhere if it is given explicitly: to their ops, not to links.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from autopar.errors import DeviceError
 VERSION = 1
 VARIABLE = "AUTOPAR_CALIBRATION"
 _AGAIN = "`autopar profile` measures this machine and writes the file anew"
-_LEAST = 0.2  # the least fraction of a short measurement that is arithmetic: the rest is the op's launch
+_LEAST = 0.2  # minimum fraction of a short measurement that is compute rather than the op's launch
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measurement: its ``name``, on ``device`` ("cpu", "cuda") while ``processes`` run; ``size`` are numbers by
-    name; ``low`` and ``high`` are the quartiles of ``count`` samples. ``variant`` is a dtype, a kind of op or a collective."""
+    """A measurement on ``device`` ("cpu", "cuda") while ``processes`` run; ``size`` are numbers by name; ``low`` and ``high`` are the
+    quartiles of ``count`` samples. ``variant`` is a dtype, a kind of op or a collective."""
 
     name: str
     device: str
@@ -53,7 +52,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A calibration file's content; ``machine`` describes the machine that was measured."""
+    """A calibration file's content; ``machine`` describes the measured machine."""
 
     machine: Mapping[str, Any]
     measured_at: str
@@ -65,12 +64,12 @@ class Calibration:
         return json.dumps(head, indent=1)[:-2] + f',\n "figures": [\n  {figures}\n ]\n}}\n'
 
     def processes(self, device: str) -> tuple[int, ...]:
-        """The numbers of processes that were measured."""
+        """Return the measured numbers of processes."""
         return tuple(sorted({figure.processes for figure in self.figures if figure.device == device}))
 
 
 def this_machine() -> dict[str, Any]:
-    """The machine to which a calibration applies: the processor and the number of its cores that this process may use."""
+    """Describe this machine: the processor and the number of cores that this process may use."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -79,18 +78,14 @@ def this_machine() -> dict[str, Any]:
 
 
 def default_path() -> Path | None:
-    """The calibration file's path; ``None`` where ``AUTOPAR_CALIBRATION`` is set and empty."""
+    """Return the calibration file's path; ``None`` if ``AUTOPAR_CALIBRATION`` is empty."""
     if VARIABLE in os.environ:
         return Path(os.environ[VARIABLE]) if os.environ[VARIABLE] else None
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autopar" / "calibration.json"
 
 
 def read(path: Path) -> Calibration:
-    """The file's content.
-
-    Raises:
-        DeviceError: no such file, or it is no calibration, or one of another version.
-    """
+    """Read a calibration. Raises ``DeviceError`` if the file doesn't exist or isn't a calibration of this version."""
     try:
         data = read_json(path)
         if not isinstance(data, dict):
@@ -119,7 +114,7 @@ _FIGURE = {
 
 
 def _check_content(data: Mapping[str, Any]) -> None:
-    """Raise ``MalformedFileError`` where a field is missing, or of another type than ``Figure`` and ``Calibration`` have."""
+    """Raise ``MalformedFileError`` if a field is missing or has another type than in ``Figure`` and ``Calibration``."""
     kinds: dict[str, Any] = {"version": int, "machine": dict, "measured_at": str, "figures": list}
     checked: list[tuple[str, Any, dict[str, Any]]] = [("it", data, kinds)]
     if isinstance(data.get("figures"), list):
@@ -146,11 +141,11 @@ _SIZES = {
     "wire": ("members", "bytes"),
     "wait": ("members", "seconds"),
 }
-"""The sizes that figures need, by their names."""
+"""Figure name -> required sizes."""
 
 
 def _check_complete(figures: Sequence[Figure]) -> None:
-    """Raise ``MalformedFileError`` where a figure lacks a size, or a number of processes lacks figures that prices of its ops need."""
+    """Raise ``MalformedFileError`` if a figure lacks a size, or a number of processes lacks figures."""
     for figure in figures:
         if lacks := [size for size in _SIZES.get(figure.name, ()) if not figure.size.get(size)]:
             raise MalformedFileError(f"a figure {shown(figure.name)} has no {lacks[0]}")
@@ -164,7 +159,7 @@ def _check_complete(figures: Sequence[Figure]) -> None:
 
 
 def elsewhere(found: Calibration) -> str:
-    """How the machine that was measured differs from this one; empty where it does not."""
+    """Return how the measured machine differs from this one, or an empty string."""
     here = this_machine()
     if all(found.machine.get(key) == value for key, value in here.items()):
         return ""
@@ -173,7 +168,7 @@ def elsewhere(found: Calibration) -> str:
 
 
 def _on_other_gpus(found: Calibration, cluster: Cluster) -> str:
-    """How the GPUs that were measured differ from the cluster's; empty where they do not, or where one of the two is not known."""
+    """Return how the measured GPUs differ from the cluster's, or an empty string if they don't, or one is unknown."""
     name, memory = str(found.machine.get("gpu", "")), found.machine.get("gpu_memory_bytes")
     if cluster.kind != "cuda" or not name or memory is None:
         return ""
@@ -196,12 +191,11 @@ def _is_number(value: Any) -> bool:
 
 
 def apply(cluster: Cluster, path: Path | None) -> Cluster:
-    """This machine's devices with their measurements: from the file at ``path``, or at the default path if there is one.
+    """Return this machine's devices with the measurements at ``path`` or at the default path.
 
-    A file that is given prices the ops of GPUs elsewhere, if one GPU of their kind was measured.
+    An explicit ``path`` also applies to the ops of GPUs elsewhere if a GPU of their kind was measured.
 
-    Raises:
-        DeviceError: ``path`` is given and the devices are not those that were measured; or as ``read``.
+    Raises ``DeviceError`` if an explicit ``path`` is for other devices, or as ``read`` does.
     """
     given = path is not None
     if path is None:
@@ -228,7 +222,7 @@ def apply(cluster: Cluster, path: Path | None) -> Cluster:
 
 
 def _of_kind(cluster: Cluster, found: Calibration, path: Path) -> Cluster:
-    """Devices elsewhere with the ops of one GPU of their kind."""
+    """Return devices elsewhere with the measured ops of a GPU of their kind."""
     figures = [f for f in found.figures if f.device == "cuda" and f.processes == 1]
     name = str(found.machine.get("gpu", ""))
     memory = found.machine.get("gpu_memory_bytes")
@@ -248,7 +242,7 @@ def _of_kind(cluster: Cluster, found: Calibration, path: Path) -> Cluster:
 
 
 def _short(path: Path) -> str:
-    """The path as a plan records it: without the user's home, because plans are shared."""
+    """Return the path for a plan, without the user's home, because plans are shared."""
     try:
         return f"~/{path.resolve().relative_to(Path.home()).as_posix()}"
     except (ValueError, RuntimeError):  # not below the home, or there is none
@@ -274,7 +268,7 @@ def _calibrated(cluster: Cluster, figures: list[Figure], notes: tuple[str, ...],
 
 
 def _measured_gpu(cluster: Cluster, figures: list[Figure], source: str) -> Gpu:
-    """The cluster's device with its ops as measured."""
+    """Return the cluster's device with measured ops."""
     launch = {f.backward: f.median for f in figures if f.name == "launch"}
     ops = _ops(figures, launch)
     products = {dtype: curve for (dtype, backward), curve in ops.products.items() if not backward}
@@ -285,7 +279,7 @@ def _measured_gpu(cluster: Cluster, figures: list[Figure], source: str) -> Gpu:
         cluster.gpu,
         peak_flops=cluster.gpu.peak_flops | best if cluster.kind == "cpu" else cluster.gpu.peak_flops,
         memory_bytes_per_s=copies.y[-1] / cluster.gpu.memory_efficiency,
-        # an op on a CPU begins when the one before has ended; the host launches a GPU's kernels while others run
+        # a CPU runs one op at a time; the host launches a GPU's kernels while others run
         kernel_s=start_s if cluster.kind == "cpu" else cluster.gpu.kernel_s,
         op_floor_s=0.0 if cluster.kind == "cpu" else start_s,
         measured=ops,
@@ -301,7 +295,7 @@ def _ops(figures: Iterable[Figure], launch: Mapping[bool, float]) -> Ops:
             update.append((f.size["bytes"], f.median))
         if f.name not in points:
             continue
-        # launches have a price of their own
+        # launches are priced separately
         seconds = max(f.median - launch[f.backward] * f.size.get("ops", 1.0), _LEAST * f.median)
         flops, moved = f.size.get("flops", 0.0), f.size.get("bytes", 0.0)
         point = {

@@ -1,4 +1,4 @@
-"""The records: a GPU, a link, a cluster."""
+"""Dataclasses for GPUs, links and clusters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autopar.devices.measured import ATTENTION, PRODUCT8, Floats, Ops, Wires
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The connection of one device to another: latency of one hop, and bytes per second in one direction as real code reaches them."""
+    """A link between devices: latency of a hop, and achieved (not peak) bytes per second in one direction."""
 
     latency_s: float
     bytes_per_s: float
@@ -27,10 +27,10 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The memory of a node's processors, to which its devices can offload.
+    """A node's host memory, to which its devices can offload.
 
-    ``memory_bytes`` (as installed) and ``bytes_per_s`` (peak) are those of all the node's processors together; ``link_bytes_per_s`` is the
-    peak of one device's link to that memory, in each direction at the same time.
+    ``memory_bytes`` (installed) and ``bytes_per_s`` (peak) are per node; ``link_bytes_per_s`` is the peak of a device's link to the host,
+    per direction.
     """
 
     memory_bytes: int
@@ -41,9 +41,9 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Nvme:
-    """A node's NVMe drives, all together: capacity, and bytes per second read and written one after the other, as data sheets have them.
+    """A node's NVMe drives together: capacity, and sequential bytes per second read and written, as in data sheets.
 
-    ``path`` is the folder where programs keep what they put there; empty if the cluster file names none.
+    ``path`` is the folder for programs' files; empty if the cluster file has none.
     """
 
     capacity_bytes: int
@@ -55,11 +55,11 @@ class Nvme:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Collectives as measured on a cluster: bus bandwidth of all GPUs of 1, 2, 4, ... nodes together.
+    """Collectives measured on a cluster: bus bandwidth of all GPUs of 1, 2, 4, ... nodes.
 
     ``gather`` (all-gather and reduce-scatter) and ``reduce`` (all-reduce) are bytes per second by the number of ``nodes``.
-    ``hop_s`` is a step of a collective that spans nodes, ``pipelined_hop_s`` a step of any collective in a run that also sends
-    between stages on other nodes.
+    ``hop_s`` is the latency of a step of a collective that spans nodes, ``pipelined_hop_s`` that of any collective in a run that also
+    sends between stages on different nodes.
     """
 
     nodes: tuple[int, ...]
@@ -71,8 +71,7 @@ class Network:
     source: str
 
     def bus(self, nodes: float, reduces: bool) -> float:
-        """Bus bandwidth of as many ranks as ``nodes`` whole nodes have: interpolated in the logarithms, and extrapolated with the last
-        slope."""
+        """Return the bus bandwidth of ``nodes`` nodes, interpolated (and extrapolated) log-linearly."""
         known = self.reduce if reduces else self.gather
         i = max(1, min(bisect.bisect_left(self.nodes, nodes), len(self.nodes) - 1))
         (n0, n1), (b0, b1) = self.nodes[i - 1 : i + 1], known[i - 1 : i + 1]
@@ -81,8 +80,8 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One device. ``peak_flops`` is dense FLOP/s by precision (``"bfloat16"``, ``"float32"``, ...); ``measured`` are the measurements of
-    ``autopar profile``, if there are any."""
+    """A device. ``peak_flops`` is dense FLOP/s by precision (``"bfloat16"``, ``"float32"``, ...); ``measured`` are measurements of
+    ``autopar profile``, if any."""
 
     name: str
     memory_bytes: int
@@ -97,32 +96,32 @@ class Gpu:
     measured: Ops | None = field(default=None, hash=False)
 
     def seconds(self, kinds: NDArray[np.str_], flops: Floats, moved: Floats, dtype: str, backward: bool) -> Floats:
-        """Seconds of ops, without their launch, by kind (see ``devices.measured``), FLOPs and bytes moved."""
+        """Return seconds of ops, without launches, from their kinds (see ``devices.measured``), FLOPs and bytes moved."""
         if self.measured is not None:
             return self.measured.seconds(kinds, flops, moved, dtype, backward)
         rates = np.where(kinds == ATTENTION, self.attention_flops_per_s(dtype), self.flops_per_s(dtype))
         if (narrow := kinds == PRODUCT8).any():
             rates = np.where(narrow, self.flops_per_s("float8"), rates)
-        # a product's tiles are loaded before and stored after the arithmetic: the two overlap in part, best where one is much longer
+        # a product's loads and stores overlap its arithmetic partly, best if one is much longer
         return np.asarray(np.hypot(flops / rates, moved / self.bytes_per_s))
 
     def update_s(self, moved: float, tensors: int) -> float:
-        """Seconds of an optimizer's step that moves ``moved`` bytes of ``tensors`` tensors."""
+        """Return seconds of an optimizer step that moves ``moved`` bytes of ``tensors`` tensors."""
         if self.measured is None or tensors == 0:
             return moved / self.bytes_per_s
         return tensors * self.measured.update.beyond(moved / tensors)
 
     def flops_per_s(self, dtype: str) -> float:
-        """FLOP/s that a large matrix product reaches."""
+        """Return the achieved FLOP/s of a large matrix product."""
         return self.peak_flops[dtype] * self.matmul_efficiency
 
     def attention_flops_per_s(self, dtype: str) -> float:
-        """FLOP/s that flash attention reaches, which has no 8-bit arithmetic."""
+        """Return the achieved FLOP/s of flash attention, which isn't done in FP8."""
         return self.peak_flops["bfloat16" if dtype == "float8" else dtype] * self.attention_efficiency
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes per second that a large copy reaches, read plus written."""
+        """Achieved bytes per second of a large copy, read plus written."""
         return self.memory_bytes_per_s * self.memory_efficiency
 
 
@@ -130,13 +129,12 @@ class Gpu:
 class Cluster:
     """``nodes`` times ``gpus_per_node`` devices of one kind, or several such ``parts`` (see ``joined``).
 
-    ``intra`` links devices of a node (NVLink, PCIe, gloo), ``inter`` is one device's share of its node's network,
-    all devices of the node sending at once. ``collective_s`` is the fixed cost of starting a collective. ``local``
-    means that the devices are this machine's; ``devices`` names them where the user did. ``wires`` are measurements of collectives.
-    ``host`` is the memory of a node's processors, ``None`` where it is the devices' memory; ``nvme`` are its NVMe drives, ``None`` where
-    none are described. ``nvlink_domain`` is the number of GPUs that
-    NVLink connects if that is more than a node (72 in a rack of GB200 NVL72), otherwise 0. ``first`` is the place of the first device on
-    its node: not 0 for a pipeline stage that begins inside of a node.
+    ``intra`` links devices of a node (NVLink, PCIe, gloo), ``inter`` is a device's share of its node's network when all devices of the
+    node send. ``collective_s`` is the fixed cost of starting a collective. ``local``: the devices are this machine's; ``devices`` are
+    their names if the user gave any. ``wires`` are measured collectives. ``host`` is a node's host memory, ``None`` if it is the devices'
+    memory; ``nvme`` its drives, ``None`` if undescribed. ``nvlink_domain`` is the number of GPUs that NVLink connects if that is more than
+    a node (72 in GB200 NVL72), else 0. ``first`` is the index of the first device on its node, not 0 for a pipeline stage that begins
+    inside a node.
     """
 
     name: str
@@ -175,18 +173,18 @@ class Cluster:
 
     @property
     def node_size(self) -> int:
-        """The GPUs of every node; 0 if the nodes differ, or the devices are processes on CPUs."""
+        """The GPUs per node; 0 if nodes differ, or devices are processes on CPUs."""
         sizes = {part.gpus_per_node for part in self.parts or (self,)}
         return self.gpus_per_node if len(sizes) == 1 and self.kind == "cuda" else 0
 
     @property
     def linked_gpus(self) -> int:
-        """The number of devices that the ``intra`` link connects: a node's, or those of an NVLink domain."""
+        """The number of devices that the ``intra`` link connects: those of a node or of an NVLink domain."""
         return max(self.gpus_per_node, min(self.nvlink_domain, self.count))
 
     @property
     def memory_limit_bytes(self) -> int:
-        """Memory of one device that a plan may fill: the user's limit, or the usable fraction of the device's memory."""
+        """The memory of a device that a plan may use: the user's limit, or the usable fraction of the device's memory."""
         if self.memory_override_bytes is not None:
             return self.memory_override_bytes
         if self.parts:
@@ -196,7 +194,7 @@ class Cluster:
 
     @property
     def host_limit_bytes(self) -> int:
-        """Memory of the host that a plan may use for one device: the device's share of its node's usable memory."""
+        """The host memory that a plan may use per device: a share of the node's usable memory."""
         if self.host is None:
             return 0
         return int(self.host.memory_bytes * constants.USABLE_HOST_MEMORY.value) // self.gpus_per_node
@@ -208,23 +206,23 @@ class Cluster:
 
     @property
     def nvme_path(self) -> str:
-        """The folder on NVMe where programs keep what they put there; empty if none is named."""
+        """The folder on NVMe for programs' files; empty if undescribed."""
         return self.nvme.path if self.nvme is not None else ""
 
     @property
     def nvme_limit_bytes(self) -> int:
-        """What a plan may put on NVMe for one device: its share of the node's usable capacity."""
+        """The NVMe capacity that a plan may use per device: a share of the node's."""
         capacity = self._drives.capacity_bytes * constants.USABLE_NVME.value
         return int(capacity) // self.gpus_per_node
 
     def nvme_s(self, read: float, written: float) -> float:
-        """Seconds for which a device's bytes are read and written while all devices of the node do the same."""
+        """Return seconds to read and write a device's bytes while all devices of the node do the same."""
         drives = self._drives
         return (read / drives.read_bytes_per_s + written / drives.write_bytes_per_s) * self.gpus_per_node
 
     @property
     def _drives(self) -> Nvme:
-        """The described drives, or those that are assumed where a pin asks for NVMe and none are described."""
+        """The described drives, or assumed ones if a pin requires NVMe."""
         return self.nvme or Nvme(
             int(constants.DEFAULT_NVME_BYTES.value),
             constants.DEFAULT_NVME_READ_BYTES_PER_S.value,
@@ -233,27 +231,26 @@ class Cluster:
 
     @property
     def host_bytes_per_s(self) -> float:
-        """One device's share of the bandwidth of its node's processors to their memory."""
+        """A device's share of its node's host memory bandwidth."""
         assert self.host is not None
         return self.host.bytes_per_s * constants.HOST_MEMORY_EFFICIENCY.value / self.gpus_per_node
 
     @property
     def host_link_bytes_per_s(self) -> float:
-        """Bytes per second from a device to its host, and as many back, while all devices of the node copy: the lower of its link's
-        bandwidth and its share of the memory's."""
+        """Bytes per second between a device and its host, per direction, while all devices of the node copy: the minimum of its link and
+        its share of host memory bandwidth."""
         assert self.host is not None
         memory = self.host.bytes_per_s * constants.MEMORY_EFFICIENCY.value / self.gpus_per_node
         return min(self.host.link_bytes_per_s * constants.HOST_LINK_EFFICIENCY.value, memory / 2)
 
     def peak_flops(self, precision: str) -> float:
-        """Peak FLOP/s of all devices together; 0 where that of one kind is not known."""
+        """Return peak FLOP/s of all devices together; 0 if that of one kind is unknown."""
         peaks = [(part.count, part.gpu.peak_flops.get(precision, 0.0)) for part in self.parts or (self,)]
         return sum(n * peak for n, peak in peaks) if all(peak for _, peak in peaks) else 0.0
 
     def with_idle(self) -> tuple[Cluster, ...]:
-        """The clusters that are left if some nodes (of one node: devices) are idle, and whose number of nodes has only small factors: a
-        number like 127 or 9 has few meshes, or none that divides the model and the batch. Devices of this machine, and groups that
-        differ, are used as they are given."""
+        """Return clusters with some nodes (of a single node: devices) left idle, so that the number has only small factors: 127 or 9 have
+        few meshes, or none that divides the model and the batch. Not for local devices and heterogeneous clusters."""
         if self.local or self.parts:
             return ()
         units = self.nodes if self.nodes > 1 else self.gpus_per_node
@@ -263,7 +260,7 @@ class Cluster:
         return tuple(replace(self, name=f"{n}x{m}x{self.gpu.name}", nodes=n, gpus_per_node=m) for n, m in shape)
 
     def stages(self, pipeline: int) -> tuple[Cluster, ...]:
-        """The devices of each of ``pipeline`` equal stages, taken in order. A stage on several parts runs at the pace of the slowest."""
+        """Return the devices of each of ``pipeline`` equal stages, in order. A stage on several parts is as slow as the slowest."""
         size, starts = self.count // pipeline, [0, *itertools.accumulate(part.count for part in self.parts)]
         views = []
         for i, touched in enumerate(self._touched(pipeline)):
@@ -273,12 +270,12 @@ class Cluster:
         return tuple(views)
 
     def borders(self, pipeline: int) -> tuple[Cluster, ...]:
-        """The devices on both sides of each stage border: a stage sends to the next over their ``inter`` link, or ``intra`` on one node."""
+        """Return the devices on both sides of each stage border: sends use their ``inter`` link, or ``intra`` on one node."""
         touched = self._touched(pipeline)
         return tuple(self._view(tuple(sorted({*a, *b})), across=True) for a, b in itertools.pairwise(touched))
 
     def _touched(self, pipeline: int) -> list[tuple[int, ...]]:
-        """The parts that each stage has devices of."""
+        """Return the parts that each stage has devices of."""
         size, ends = self.count // pipeline, list(itertools.accumulate(part.count for part in self.parts))
         starts = [0, *ends[:-1]]
         return [
@@ -293,15 +290,15 @@ class Cluster:
         return self._as_given(chosen[0] if len(chosen) == 1 else joined(self.name, chosen, self.between, across))
 
     def _as_given(self, view: Cluster) -> Cluster:
-        """The view under the memory limit that was given for all."""
+        """Apply the user's memory limit to a view."""
         if self.memory_override_bytes is None:
             return view
         return replace(view, memory_override_bytes=self.memory_override_bytes)
 
     @property
     def memory_capacity_bytes(self) -> int:
-        """The most bytes of tensors that fit on one device: its memory less that of driver and libraries, divided by the bytes that the
-        allocator reserves for each requested byte. ``memory_limit_bytes`` is lower, as a safety margin."""
+        """The maximum bytes of tensors on a device: its memory minus driver and libraries, divided by the allocator's overhead.
+        ``memory_limit_bytes`` is lower, as a safety margin."""
         if self.memory_override_bytes is not None or self.kind != "cuda":
             return self.memory_limit_bytes
         free = self.gpu.memory_bytes - constants.DEVICE_OVERHEAD.value
@@ -312,8 +309,8 @@ class Cluster:
 
 
 def joined(name: str, parts: Sequence[Cluster], between: Link | None, across: bool = False) -> Cluster:
-    """Parts as one cluster, whose figures are the worst of its parts: the slowest device and link, the smallest memory. ``across`` makes
-    the link between the parts its ``inter`` link, for sends from one part to the other."""
+    """Join parts to a cluster with the worst figures of its parts: slowest device and link, smallest memory. With ``across`` the link
+    between the parts becomes its ``inter`` link, for sends from one part to the other."""
     gpus = [part.gpu for part in parts]
     inter = min((part.inter for part in parts), key=lambda link: link.bytes_per_s)
     if across and between is not None and between.bytes_per_s < inter.bytes_per_s:
@@ -331,7 +328,7 @@ def joined(name: str, parts: Sequence[Cluster], between: Link | None, across: bo
         parts=tuple(parts),
         between=between,
         host=_smallest([part.host for part in parts]),
-        nvlink_domain=min(min(part.nvlink_domain, part.count) for part in parts),  # no domain reaches into another part
+        nvlink_domain=min(min(part.nvlink_domain, part.count) for part in parts),  # domains don't span parts
         nvme=_smallest([part.nvme for part in parts]),
     )
 
@@ -340,7 +337,7 @@ Part = TypeVar("Part", Host, Nvme)
 
 
 def _smallest(given: Sequence[Part | None]) -> Part | None:
-    """The smallest of each figure, the first text that is named, and all sources; none if one part has none."""
+    """Return the minimum of each figure, the first nonempty string, and all sources; ``None`` if a part has none."""
     known = [each for each in given if each is not None]
     if len(known) < len(given):
         return None
@@ -352,7 +349,7 @@ def _smallest(given: Sequence[Part | None]) -> Part | None:
 
 
 def _slowest(gpus: Sequence[Gpu]) -> Gpu:
-    """A device with the worst of each figure of ``gpus``."""
+    """Return a device with the worst of each figure of ``gpus``."""
     if len(set(gpus)) == 1:
         return gpus[0]
     efficiency = min(gpu.matmul_efficiency for gpu in gpus)

@@ -1,9 +1,9 @@
-"""Figures that no specification gives, each with its unit and its source.
+"""Constants of the cost model that no specification has, each with its unit and source.
 
-Vendor specifications are in ``kinds/*.toml``, measured bandwidths in ``networks/*.toml``. The figures here turn them into prices: the
-fraction of a peak that real code reaches, latencies, and low estimates for a machine without a GPU. A source starts with its kind:
-*measured*, *library* (read from its source code), *published*, *vendor* (a data sheet), *assumed*, or *fitted*: chosen with published
-measurements in view. docs/evidence/validation.md lists all of them, those in the files and of ``autopar.trainers`` included.
+Vendor specifications are in ``kinds/*.toml``, measured bandwidths in ``networks/*.toml``. The constants here are achieved fractions of
+peaks, latencies, and low estimates for a machine without a GPU. A source starts with its kind: *measured*, *library* (from its source
+code), *published*, *vendor* (a data sheet), *assumed*, or *fitted* to published measurements. docs/evidence/validation.md lists all of
+them, including those in the files and of ``autopar.trainers``.
 """
 
 from __future__ import annotations

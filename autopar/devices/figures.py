@@ -1,4 +1,4 @@
-"""Every figure from which the prices on a cluster are made, with its unit and its source."""
+"""Every figure that the cost model of a cluster uses, with its unit and source."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _RATES = {
     TF32: ("fp32", "FP32_OVER_BF16"),
     "float64": ("", "FP64_OVER_BF16"),
 }
-"""By precision: the key of its rate's source in a kind's file, and the constant that the rate follows from without such a figure."""
+"""Precision -> the key of its rate's source in a kind's file, and the constant that the rate is derived from otherwise."""
 
 
 def cluster_figures(cluster: Cluster) -> list[dict[str, Any]]:
-    """The figures of the cluster's devices, links, hosts and network (of each part), then ``constant_figures``: ``figure``, ``value``,
-    ``unit``, ``source``."""
+    """Return the figures of the cluster's devices, links, hosts and network (of each part), then ``constant_figures``, as ``figure``,
+    ``value``, ``unit``, ``source``."""
     found = []
     for part in cluster.parts or (cluster,):
         rows = _devices(part)
@@ -32,7 +32,7 @@ def cluster_figures(cluster: Cluster) -> list[dict[str, Any]]:
 
 
 def _peak_source(dtype: str, sources: dict[str, str]) -> str | None:
-    """The source of a rate other than that of 16 bits: the figure's own, or the constant from which the rate follows."""
+    """Return the source of a rate other than 16 bits: the file's, or the constant that it is derived from."""
     own, ratio = _RATES.get(dtype, ("", ""))
     return sources.get(own) or (_of(ratio) if ratio and "bf16" in sources else None)
 
@@ -91,7 +91,7 @@ def _rows(rows: list[tuple[str, float, str, str]]) -> list[dict[str, Any]]:
 
 
 def constant_figures() -> list[dict[str, Any]]:
-    """The figures that are the same for every kind of device."""
+    """Return the figures that are the same for all kinds of devices."""
     found = {name: value for name, value in vars(constants).items() if isinstance(value, Constant)}
     assert [f.name for f in fields(Constant)] == ["value", "unit", "source"]
     return [{"figure": name} | asdict(constant) for name, constant in found.items()]

@@ -1,6 +1,6 @@
-"""Records of hardware: GPUs by name (``kinds/*.toml``), measured networks (``networks/*.toml``), and this machine.
+"""Hardware data: GPUs by name (``kinds/*.toml``), measured networks (``networks/*.toml``), and this machine.
 
-A kind is a TOML file: dense TFLOP/s, GB = 1e9 bytes, NVLink per GPU and figures per node in one direction, with a source for each.
+A kind is a TOML file: dense TFLOP/s, GB = 1e9 bytes, NVLink per GPU and figures per node in one direction, each with a source.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from autopar.errors import DeviceError
 from autopar.precision import FLOAT8, TF32
 
 _GIGA, _TERA = 1e9, 1e12
-GPUS_PER_NODE = 8  # of every SXM board; the file of GB200 has a figure of its own
+GPUS_PER_NODE = 8  # of every SXM board; GB200's file has another number
 
 
 @cache
 def table() -> dict[str, Mapping[str, Any]]:
-    """Entries by GPU name: those that have the figures which a price needs."""
+    """Return entries by GPU name, if they have the required figures."""
     entries = sorted((_read(file) for file in _files("kinds")), key=lambda entry: int(entry["order"]))
     return {entry["name"]: entry for entry in entries if _peak(entry) and entry.get("hbm_gb_per_s")}
 
 
 def _files(folder: str) -> Iterator[Traversable]:
-    """The TOML files of a folder beside this module."""
+    """Return the TOML files of a folder next to this module."""
     for file in resources.files("autopar.devices").joinpath(folder).iterdir():
         if file.name.endswith(".toml"):
             yield file
@@ -44,13 +44,13 @@ def _read(file: Traversable) -> dict[str, Any]:
 
 
 def gpu_names() -> tuple[str, ...]:
-    """The GPU names that ``parse`` knows, without aliases."""
+    """Return the GPU names that ``parse`` accepts, without aliases."""
     return tuple(table())
 
 
 @cache
 def _aliases() -> dict[str, str]:
-    """GPU names by their lenient spellings, folded. A shorter name means the first entry that it matches: SXM before PCIe."""
+    """Return GPU names by folded spelling. A shorter name means the first entry that it matches: SXM before PCIe."""
     aliases: dict[str, str] = {}
     for name in table():
         parts = name.split("-")
@@ -59,7 +59,7 @@ def _aliases() -> dict[str, str]:
             aliases.setdefault(_fold("-".join(parts[:end])), name)
         if "PCIE" in parts:  # A100-PCIE-80GB, as A100-80GB-PCIE too
             aliases.setdefault(_fold(f"{parts[0]}-{parts[2]}-{parts[1]}"), name)
-    aliases[_fold("A100")] = "A100-80GB-SXM"  # the first A100 is that of 40 GB, which few mean
+    aliases[_fold("A100")] = "A100-80GB-SXM"  # not the older 40 GB one
     return aliases
 
 
@@ -68,11 +68,7 @@ def _fold(name: str) -> str:
 
 
 def find(name: str) -> str:
-    """The known GPU that ``name`` means.
-
-    Raises:
-        DeviceError: no such GPU; the hint names the nearest.
-    """
+    """Return the known GPU that ``name`` means. Raises ``DeviceError`` with the nearest names if there is none."""
     known = _aliases().get(_fold(name))
     if known is not None:
         return known
@@ -86,10 +82,9 @@ def find(name: str) -> str:
 
 
 def nearest(text: str) -> str:
-    """The known GPU that loose words mean: a name of ``find``, else that of the same family whose memory is nearest.
+    """Return the known GPU of a free-form description: by ``find``, else the one of the same family with the nearest memory.
 
-    Raises:
-        DeviceError: no entry of that family.
+    Raises ``DeviceError`` if no entry is of that family.
     """
     plain = re.sub(r"\(.*?\)", " ", text).strip()
     try:
@@ -109,12 +104,12 @@ def nearest(text: str) -> str:
 
 
 def network_entries() -> list[dict[str, Any]]:
-    """The measured networks' files."""
+    """Return the contents of the measured networks' files."""
     return sorted(map(_read, _files("networks")), key=lambda entry: str(entry["name"]))
 
 
 def network(name: str, per_node: int, words: str) -> Network | None:
-    """The measured network of that kind of node, unless ``words`` describe another network."""
+    """Return the measured network of that kind of node, unless ``words`` describe another one."""
     if words:
         return None
     found = next((n for n in network_entries() if (n["gpu"], n["gpus_per_node"]) == (name, per_node)), None)
@@ -135,8 +130,8 @@ _PORTS = {"XDR": 800, "NDR": 400, "HDR": 200, "EDR": 100, "FDR": 56, "OMNI-PATH"
 
 
 def node_bytes_per_s(words: str, per_node: int) -> float | None:
-    """A node's network in bytes per second from loose words: ``"8x HDR InfiniBand 200Gb/s"``, ``"4x Omni-Path links"``,
-    ``"RDMA 400Gb/s per GPU"``; ``None`` where they give no bandwidth."""
+    """Return a node's network in bytes per second from a description such as ``"8x HDR InfiniBand 200Gb/s"``, ``"4x Omni-Path links"``,
+    ``"RDMA 400Gb/s per GPU"``; ``None`` if it has no bandwidth."""
     text = words.upper()
     rate = re.search(r"([0-9.]+)\s*Gb", words)
     kind = next((kind for kind in _PORTS if kind in text), None)
@@ -148,7 +143,7 @@ def node_bytes_per_s(words: str, per_node: int) -> float | None:
 
 
 def rates(entry: Mapping[str, Any], ending: str = "") -> dict[str, float]:
-    """FLOP/s of those of ``RATES`` that an entry has, as ``peak_NAME`` with that ending, in TFLOP/s."""
+    """Return FLOP/s of the ``RATES`` that an entry has in TFLOP/s, under ``peak_NAME`` with that ending."""
     keys = {precision: f"peak_{name}{ending}_tflops" for precision, name in RATES.items()}
     return {precision: entry[key] * _TERA for precision, key in keys.items() if key in entry}
 
@@ -158,14 +153,14 @@ def _peak(entry: Mapping[str, Any]) -> float:
 
 
 RATES = {FLOAT8: "fp8", "float32": "fp32", TF32: "tf32"}
-"""The precisions whose rates some specifications have besides, and their names in files."""
+"""Precisions with optional rates in specifications -> their names in files."""
 
 
 def peaks(
     bf16_flops: float | None, fp16_flops: float | None = None, known: Mapping[str, float] | None = None
 ) -> dict[str, float]:
-    """Dense FLOP/s by precision from the one figure that every specification has, and those of ``RATES`` that are ``known``. Otherwise
-    products in 8 bits run at bfloat16's rate, and those of TF32 at that of float32."""
+    """Return dense FLOP/s by precision from the required figure and the ``known`` ``RATES``. By default FP8 has bfloat16's rate, and
+    TF32 that of float32."""
     if bf16_flops:
         found = {
             FLOAT8: bf16_flops,
@@ -177,14 +172,14 @@ def peaks(
     else:
         assert fp16_flops
         single = fp16_flops * c.FP32_OVER_FP16_VOLTA.value
-        # without bfloat16 in hardware it runs in the float32 units
+        # without bfloat16 hardware, float32 units are used
         found = {FLOAT8: single, "bfloat16": single, "float16": fp16_flops, "float32": single, "float64": single / 2}
     found |= known or {}
     return {TF32: found["float32"], **found}
 
 
 def gpu(name: str, memory_bytes: int | None = None) -> Gpu:
-    """The record of a known GPU; ``memory_bytes`` is the device's own figure where the device is at hand."""
+    """Return a known GPU; ``memory_bytes`` is that of the actual device, if available."""
     entry = table()[name]
     peak = _peak(entry)
     sustained = _sustained(entry, peak)
@@ -205,7 +200,7 @@ def gpu(name: str, memory_bytes: int | None = None) -> Gpu:
 
 
 def _sustained(entry: Mapping[str, Any], peak: float) -> float:
-    """FLOP/s of large products in a training run: as measured there, else those of a short benchmark, reduced where power limits them."""
+    """Return FLOP/s of large products in training: as measured there, else from a short benchmark, reduced for power limits."""
     if seen := entry.get("sustained_matmul_bf16_tflops"):
         return float(seen) * _TERA
     best = entry.get("achievable_matmul_bf16_tflops")
@@ -214,7 +209,7 @@ def _sustained(entry: Mapping[str, Any], peak: float) -> float:
 
 
 def links(name: str, gpus_per_node: int) -> tuple[Link, Link]:
-    """Within a node, and one device's share of its node's network."""
+    """Return the link within a node, and a device's share of its node's network."""
     entry = table()[name]
     sources = entry["sources"]
     nvlink = entry.get("nvlink_gb_per_s_per_gpu_unidirectional")
@@ -225,19 +220,19 @@ def links(name: str, gpus_per_node: int) -> tuple[Link, Link]:
         intra = Link(c.PCIE_HOP_S.value, pcie, f"kinds/{name}.toml: pcie_gb_per_s")
     node = entry.get("inter_node_gb_per_s_per_node")
     if node:
-        # the node's network is shared by the GPUs that it has here, whose number may differ from the file's
+        # shared by this cluster's GPUs per node, which may differ from the file's
         return intra, inter_link(node * _GIGA / gpus_per_node, sources.get("inter_node", name))
     default = c.DEFAULT_INTER_NODE_BYTES_PER_S
     return intra, inter_link(default.value, default.source)
 
 
 def nvlink_domain(name: str) -> int:
-    """The number of GPUs that NVLink connects across nodes; 0 if it ends at the node."""
+    """Return the number of GPUs that NVLink connects across nodes; 0 if it doesn't leave the node."""
     return int(table()[name].get("nvlink_domain", 0))
 
 
 def host(name: str) -> Host:
-    """The host of that GPU's node, with low estimates where the file has no figures."""
+    """Return the host of that GPU's node, with low estimates for missing figures."""
     entry = table()[name]
     memory, bandwidth = c.DEFAULT_HOST_MEMORY_BYTES, c.DEFAULT_HOST_BYTES_PER_S
     return Host(
@@ -249,20 +244,19 @@ def host(name: str) -> Host:
 
 
 def intra_link(bytes_per_s: float, source: str) -> Link:
-    """A link within a node from its peak bandwidth per device and direction."""
+    """Return a link within a node from its peak bandwidth per device and direction."""
     return Link(c.NVLINK_HOP_S.value, bytes_per_s * c.INTRA_NODE_EFFICIENCY.value, source)
 
 
 def inter_link(bytes_per_s: float, source: str) -> Link:
-    """A link between nodes from one device's share of the peak bandwidth."""
+    """Return a link between nodes from a device's share of the peak bandwidth."""
     return Link(c.NETWORK_HOP_S.value, bytes_per_s * c.INTER_NODE_EFFICIENCY.value, source)
 
 
 def match_device(device_name: str, memory_bytes: int) -> str:
-    """The known GPU for a CUDA device by its driver's name, such as ``NVIDIA H100 80GB HBM3``.
+    """Return the known GPU for a driver's device name, such as ``NVIDIA H100 80GB HBM3``.
 
-    Raises:
-        DeviceError: no entry of that family.
+    Raises ``DeviceError`` if no entry is of that family.
     """
     words = set(re.split(r"[\s-]+", device_name.upper()))
     family = [name for name in table() if name.split("-")[0].replace("RTX", "") in words]
@@ -276,7 +270,7 @@ def match_device(device_name: str, memory_bytes: int) -> str:
 
 
 def cpu(processes: int) -> tuple[Gpu, Link]:
-    """One of ``processes`` processes on this machine's CPU, and gloo between them."""
+    """Return one of ``processes`` processes on this machine's CPU as a device, and gloo as its link."""
     flops, low = c.CPU_FLOPS.value, c.CPU_LOW_PRECISION.value
     device = Gpu(
         name="cpu",
@@ -289,7 +283,7 @@ def cpu(processes: int) -> tuple[Gpu, Link]:
             TF32: flops,
             "float64": flops / 2,
         },
-        matmul_efficiency=1.0,  # the figures are rates of real code, not peaks
+        matmul_efficiency=1.0,  # the figures are achieved rates, not peaks
         memory_bytes_per_s=c.CPU_BYTES_PER_S.value,
         memory_efficiency=1.0,
         op_floor_s=c.CPU_OP_FLOOR_S.value,
@@ -299,7 +293,7 @@ def cpu(processes: int) -> tuple[Gpu, Link]:
 
 
 def machine_memory_bytes() -> int:
-    """This machine's memory, or the container's share of it where that is less."""
+    """Return this machine's memory, or the container's limit if that is less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.is_file() and (text := limit.read_text().strip()).isdigit():

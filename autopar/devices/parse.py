@@ -1,4 +1,4 @@
-"""From a user's description of devices to a ``Cluster``.
+"""Parses a user's description of devices to a ``Cluster``.
 
 =====================  ==============================================================================================
 ``4``                  four devices of this machine: CUDA ones when it has as many, processes on the CPU otherwise
@@ -37,10 +37,10 @@ A TOML file has these keys, all but ``gpu`` optional for a GPU that is known; fo
     local = false                # the devices are this machine's
 
 ``gpu = "cpu"`` is ``gpus_per_node`` processes on this machine's CPU. Without the ``nvme`` keys a cluster has no NVMe; with them, plans may
-keep optimizer states in the host's memory and on NVMe without being asked to.
+keep optimizer states in host memory and on NVMe without a pin.
 
-Devices that differ, or parts with a slow link between them, are groups with those keys (but ``name`` and ``local``); pipeline stages take
-devices in the order of the file::
+Heterogeneous devices, or parts with a slow link between them, are groups with these keys (except ``name`` and ``local``); pipeline stages
+take devices in the order of the file::
 
     name = "two generations"
     between_gb_per_s = 100       # from group to group, per node, one direction
@@ -54,7 +54,7 @@ devices in the order of the file::
     nodes = 7                    # one is missing
     gpu = "A100-80GB-SXM"
 
-torch is imported for an integer or a list only.
+torch is only imported for an integer or a list.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ _FORMS = (
     'write 4, "8xH100-80GB", "128x8xH100-80GB" (nodes x GPUs x kind), the path of a TOML file, or a list of devices'
 )
 MOST = 2**20
-"""The devices of the largest cluster: a search over many more does not end."""
+"""Maximum number of devices; searches over many more don't end."""
 _MOST_BYTES = 2**20
 _MOST_GROUPS = 64
 _INTEGERS = ("nodes", "gpus_per_node", "nvlink_domain")
@@ -106,16 +106,16 @@ _KEYS_OF_CPU = ("name", "gpu", "gpus_per_node", "local", "memory_limit_gb", *_NV
 
 
 def parse(spec: Any, *, memory_limit_bytes: int | None = None, calibration: str | Path | None = None) -> Cluster:
-    """The cluster that ``spec`` describes (forms in the module's docstring).
+    """Return the cluster that ``spec`` describes, in the forms of the module's docstring.
 
     Args:
-        spec: an int, a string, a path, or a sequence of devices; a ``Cluster`` is given back as it is.
-        memory_limit_bytes: what a plan may fill of one device, in place of the usable fraction of its memory.
-        calibration: what `autopar profile` wrote, for this machine's devices; without it, the file at the default place if
-            there is one (see ``calibration``).
+        spec: an int, a string, a path, or a sequence of devices; a ``Cluster`` is returned unchanged.
+        memory_limit_bytes: the memory of a device that a plan may use, instead of the usable fraction.
+        calibration: a file of `autopar profile` for this machine's devices; by default the one at the default path, if any (see
+            ``calibration``).
 
     Raises:
-        DeviceError: anything that is not a description of at least one known device, or no calibration of this machine.
+        DeviceError: ``spec`` doesn't describe a known device, or the calibration isn't for this machine.
     """
     cluster = _parse(spec)
     if cluster.count > MOST:
@@ -189,11 +189,10 @@ def _described(text: str, nodes: int, per_node: int, name: str) -> Cluster:
 
 
 def described(gpu: str, nodes: int, per_node: int, network: str = "") -> Cluster:
-    """A cluster from loose words, as in reports: ``gpu`` such as ``"A100-40GB-SXM (DGX A100)"``, ``network`` such as
+    """Return a cluster from descriptions in reports: ``gpu`` such as ``"A100-40GB-SXM (DGX A100)"``, ``network`` such as
     ``"8x HDR InfiniBand 200Gb/s"``.
 
-    Raises:
-        DeviceError: no GPU of that family is known.
+    Raises ``DeviceError`` if no GPU of that family is known.
     """
     name = hardware.nearest(gpu)
     cluster = _described(f"{nodes}x{per_node}x{gpu}", nodes, per_node, name)
@@ -214,8 +213,8 @@ def _local(count: int) -> Cluster:
 
 def _local_cpu(name: str, count: int) -> Cluster:
     device, link = hardware.cpu(count)
-    # a gloo collective costs its hops only: it launches no kernel. Its copies and sums run on the processors that compute, so that nothing
-    # is hidden unless it was measured (``autopar profile``).
+    # a gloo collective costs only its hops, without kernel launches. Its copies and sums use the cores that compute, so that nothing
+    # overlaps unless it was measured (``autopar profile``).
     return Cluster(
         name, 1, count, "cpu", device, link, link, local=True, collective_s=0.0, host_s=0.0, overlap_slowdown=1.0
     )
@@ -331,7 +330,7 @@ def _processors(path: Path, data: dict[str, Any]) -> Cluster:
 
 
 def _nvme(path: Path, data: dict[str, Any]) -> Nvme | None:
-    """The NVMe drives of a node, if the file has any."""
+    """Return the NVMe drives of a node, or ``None``."""
     given = [key for key in (*_NVME, "nvme_path") if key in data]
     if not given:
         return None
@@ -345,7 +344,7 @@ def _nvme(path: Path, data: dict[str, Any]) -> Nvme | None:
 
 
 def _part(path: Path, data: dict[str, Any]) -> Cluster:
-    """Devices of one kind, from the keys of a file or of one of its groups."""
+    """Return the devices of a file or of one of its groups."""
     nodes, per_node = data.get("nodes", 1), data.get("gpus_per_node", hardware.GPUS_PER_NODE)
     device = _gpu(path, data)
     intra, inter = _links(path, data, per_node)
@@ -367,7 +366,7 @@ def _part(path: Path, data: dict[str, Any]) -> Cluster:
 
 
 def _check(path: Path, data: dict[str, Any], keys: Sequence[str], named: bool = True) -> None:
-    """Raise for a key that is not among ``keys``, for an invalid value, and, if ``named``, where no GPU is named."""
+    """Raise ``DeviceError`` for a key not in ``keys``, an invalid value, and, if ``named``, a missing GPU."""
     for key, value in data.items():
         if key not in keys:
             near = difflib.get_close_matches(key, keys, n=3) or list(keys)

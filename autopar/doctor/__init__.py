@@ -1,4 +1,4 @@
-"""Packages, hardware and working parts of this machine: the findings of ``autopar doctor``."""
+"""The checks of ``autopar doctor``: packages, hardware, and trial runs on this machine."""
 
 from autopar.doctor.findings import BROKEN, Finding
 from autopar.doctor.run import examine

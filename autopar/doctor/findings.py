@@ -1,4 +1,4 @@
-"""The record of one finding about this machine, and its possible statuses."""
+"""A finding about this machine, and its possible statuses."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 OK, ABSENT, WARNING, BROKEN = "ok", "absent", "warning", "broken"
-"""``absent``: missing, and no run needs it; ``warning``: some runs need it; ``broken``: every run needs it."""
+"""``absent``: missing and optional; ``warning``: some runs need it; ``broken``: every run needs it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """``value`` describes the finding in words, ``figures`` as data; ``hint`` says how to repair it."""
+    """``value`` describes the finding, ``figures`` is data on it; ``hint`` says how to fix it."""
 
     part: str
     name: str

@@ -1,4 +1,4 @@
-"""This machine: cores, memory, ports, folders, GPUs, and whether it has been measured."""
+"""Checks this machine: cores, memory, ports, folders, GPUs, and the calibration."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def machine() -> Iterator[Finding]:
     yield _any_port()
     for port, user in PORTS.items():
         free = _is_free(port)
-        said = "free" if free else f"taken, and {user} meets there by default"
+        said = "free" if free else f"taken, but the default of {user}"
         option = "--meet HOST:PORT" if port == 29400 else "torchrun --master-port PORT"
         yield Finding(
             PART,
@@ -48,7 +48,9 @@ def _memory() -> Finding:
     total, free = hardware.machine_memory_bytes(), _available_bytes()
     free = min(free, total)
     little = free < _LITTLE_BYTES
-    hint = "planning a large model takes up to some GB: end other programs, or use a larger machine" if little else ""
+    hint = (
+        "planning a large model takes up to several GB: end other programs, or use a larger machine" if little else ""
+    )
     figures = {"total_bytes": total, "available_bytes": free}
     return Finding(PART, "memory", WARNING if little else OK, f"{size(free)} free of {size(total)}", hint, figures)
 
@@ -120,7 +122,7 @@ def _calibration() -> Finding:
 
 
 def gpus(torch: Any) -> Iterator[Finding]:
-    """Each CUDA device with its memory and capability, and whether its kind is one that plans know."""
+    """Check each CUDA device: memory, capability, and whether its kind is known."""
     if not torch.cuda.is_available():
         driver = shutil.which("nvidia-smi")
         said = "no CUDA device: plans for GPUs elsewhere can be made, programs run on the CPU"

@@ -1,4 +1,4 @@
-"""What ``autopar doctor`` has worker processes do."""
+"""The functions that ``autopar doctor`` calls in worker processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 def sum_of_ranks(device: str) -> float:
-    """An all-reduce of every rank's number, counted from 1, in the default group."""
+    """All-reduce rank + 1 over the default group."""
     on = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if device == "cuda" else torch.device("cpu")
     number = torch.tensor([dist.get_rank() + 1.0], device=on)
     dist.all_reduce(number)
@@ -17,7 +17,7 @@ def sum_of_ranks(device: str) -> float:
 
 
 def compiled(device: str) -> float:
-    """How far a compiled function is from the same function run eagerly."""
+    """Return the difference between a compiled function and the eager one."""
 
     def function(x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.gelu(x).sum(dim=-1) * 3

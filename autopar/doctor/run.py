@@ -1,4 +1,4 @@
-"""All findings, one after the other."""
+"""Runs all checks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autopar.doctor.machine import gpus, machine
 
 
 def examine(tell: Callable[[str], None], trials: bool = True) -> Iterator[Finding]:
-    """Every finding. ``tell`` is called with the name of each check before it runs; without ``trials`` no process is started."""
+    """Yield every finding. ``tell`` is called with each check's name before it runs; without ``trials`` no process is started."""
     tell("installed packages")
     broken = set()
     for finding in installed():
@@ -18,7 +18,7 @@ def examine(tell: Callable[[str], None], trials: bool = True) -> Iterator[Findin
         yield finding
     tell("the machine")
     yield from machine()
-    if "torch" in broken:  # which the rest needs
+    if "torch" in broken:  # which the other checks need
         return
     import torch
 

@@ -1,4 +1,4 @@
-"""Trials on this machine: an all-reduce between processes (gloo, NCCL), and the compiler."""
+"""Trial runs on this machine: an all-reduce between processes (gloo, NCCL), and the compiler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CLOSE = 1e-3
 
 
 def gloo() -> Finding:
-    """Two processes of the pool that runs programs, and an all-reduce between them over 127.0.0.1."""
+    """All-reduce between two processes over 127.0.0.1."""
     try:
         with WorkerPool(2) as pool:
             sums = pool.run("autopar.doctor.remote:sum_of_ranks", "cpu")
@@ -30,7 +30,7 @@ def gloo() -> Finding:
 
 
 def nccl() -> Finding:
-    """A process for each GPU, and an all-reduce between them."""
+    """All-reduce between one process per GPU."""
     count = torch.cuda.device_count()
     workers = Processes(count)
     try:
@@ -50,7 +50,7 @@ def nccl() -> Finding:
 
 
 def compiler() -> Finding:
-    """``torch.compile`` of a small function, in a process of its own."""
+    """Compile a small function by ``torch.compile``, in a separate process."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     hint = "install a C++ compiler (`apt-get install g++`) and Python's headers, or run with --pin compile=none"
     workers = Processes(1)
@@ -66,7 +66,7 @@ def compiler() -> Finding:
 
 
 def working(tell: Callable[[str], None]) -> Iterator[Finding]:
-    """The finding of every trial; ``tell`` is called with the name of each trial before it runs."""
+    """Yield the finding of every trial; ``tell`` is called with each trial's name before it runs."""
     tell("gloo: an all-reduce of 2 processes")
     yield gloo()
     if torch.cuda.is_available() and torch.distributed.is_nccl_available():

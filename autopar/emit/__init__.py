@@ -1,4 +1,4 @@
-"""From local stages to a folder of readable Python that runs under ``torchrun`` without autopar."""
+"""Emits local stages as a folder of readable Python that runs under ``torchrun`` without autopar."""
 
 from autopar.emit.program import emit, layouts, model_source
 

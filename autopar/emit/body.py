@@ -1,4 +1,4 @@
-"""The lines of a method that computes a graph."""
+"""Emits the lines of a method that computes a graph."""
 
 from __future__ import annotations
 
@@ -15,26 +15,24 @@ from passes.clean.nodes import module_path
 from passes.collectives import convert
 from passes.joined import converted_types, is_joined, passed_on, results_of, weights_of
 
-WIDTH = 110  # a longer line is split: its expression gets a name
-SHORT = 50  # the longest expression with a name in the user's code that stands inside another one
+WIDTH = 110  # subexpressions of longer lines become variables
+SHORT = 50  # maximum length to inline an expression that the user's code assigns to a name
 
 
 def statements(
     nodes: list[fx.Node], texts: dict[fx.Node, Text], names: Names, watch: bool = False, compiled: bool = False
 ) -> list[str]:
-    """One line per value that is used twice, is converted, or is too long to stand inside another expression; with ``watch`` one per
-    value.
+    """Return a line for each value that is used twice, is converted, or is too long to inline; with ``watch`` for each value.
 
-    At the end of each part of the model, names that nothing reads any more are deleted: the backward pass keeps the tensors that it
-    needs, and the rest would otherwise stay in memory until the method returns. Not in ``compiled`` code: a name that is still to be
-    deleted is alive where a collective ends a compiled part, and its value would be made and saved as a result of that part. Turns of two
-    halves are not in compiled code (``emit.pieces``).
+    At the end of each submodule, dead names are deleted: autograd keeps the tensors that it needs, and the rest would stay in memory until
+    the method returns. Not in ``compiled`` code: a name with a pending ``del`` is alive at the graph break of a collective, so its value
+    would be an output of the compiled part. Turns of two halves aren't in compiled code (``emit.pieces``).
     """
     lines: list[str] = []
     watched: list[str] = []
     named: list[str] = []
-    ends: list[int] = []  # the lines where a part of the model ends
-    flights: dict[fx.Node, str] = {}  # conversions that are issued and awaited apart
+    ends: list[int] = []  # the lines where a submodule ends
+    flights: dict[fx.Node, str] = {}  # async conversions -> variables of their handles
     scope = None
     for node in nodes:
         if node.op == "placeholder" or node in texts:
@@ -72,7 +70,7 @@ def statements(
 
 
 def sent_lines(node: fx.Node, texts: dict[fx.Node, Text], names: Names, flights: dict[fx.Node, str]) -> list[str]:
-    """The lines that issue the conversions that follow the node, if the halves of the microbatch take turns; their names in ``flights``."""
+    """Return the lines that issue the async conversions of the node's value, and note their variables in ``flights``."""
     lines = []
     for conversion in meta(node).get("sends", ()):
         value, axes, source, target = conversion.args
@@ -86,7 +84,7 @@ def sent_lines(node: fx.Node, texts: dict[fx.Node, Text], names: Names, flights:
 
 
 def _joined_lines(node: fx.Node, names: str, texts: dict[fx.Node, Text]) -> list[str]:
-    """A joined call with a comment on its backward pass; the arguments of a long one have lines of their own."""
+    """Return a joined call with a comment on its backward pass, with an argument per line if it is long."""
     _, _, source = converted_types(node)
     collective = "reduce-scatter" if source.sharded else "all-reduce"
     whose = "weights' gradients are" if len(weights_of(node)) > 1 else "weight's gradient is"
@@ -99,7 +97,7 @@ def _joined_lines(node: fx.Node, names: str, texts: dict[fx.Node, Text]) -> list
 
 
 def _with_deletions(lines: list[str], named: list[str], ends: list[int]) -> list[str]:
-    """``lines`` with a ``del`` before each of ``ends``, for the ``named`` values that are not read after it."""
+    """Insert a ``del`` before each of ``ends``, for the ``named`` values that aren't read after it."""
     last = dict.fromkeys(named, 0)
     for index, line in enumerate(lines):
         if not line.lstrip().startswith("#"):
@@ -115,7 +113,7 @@ def _with_deletions(lines: list[str], named: list[str], ends: list[int]) -> list
 
 
 def value_name(node: fx.Node) -> str:
-    """The name that the user's code gives to the node's value; a conversion is named after its value and its new type (``logits_i``)."""
+    """Return the user's name of the node's value; a conversion is named after its value and its new type (``logits_i``)."""
     if (before := passed_on(node)) is not None:
         return f"{value_name(before)}_r"
     if node.target is not convert:
@@ -126,8 +124,8 @@ def value_name(node: fx.Node) -> str:
 
 
 def _inline(node: fx.Node, text: Text) -> bool:
-    """Whether the expression may stand in its only reader: a conversion always gets its own line, so that readers see it, and so does the
-    input of joined products. What the user's code binds to a name stands alone sooner; what is returned does not."""
+    """Whether to inline the expression into its only reader. Conversions and inputs of joined products always get a line, so that they
+    are visible; expressions that the user's code assigns to a name get one sooner, returned ones later."""
     if (
         any(meta(node).get(key) for key in ("turn", "sends", "across", "inner"))
         or meta(node).get("caller")
@@ -147,8 +145,7 @@ def _inline(node: fx.Node, text: Text) -> bool:
 
 
 def _scope(node: fx.Node) -> str:
-    """The innermost module of the user's model that the node came from, relative to its layer; the class of the model where that is the
-    model itself."""
+    """Return the innermost module that the node came from, relative to its layer; for the model itself, its class."""
     stack = meta(node).get("nn_module_stack") or {}
     path = module_path(node)
     if not path:

@@ -1,4 +1,4 @@
-"""The modules that define the user's own ops, which a program imports."""
+"""Finds the modules that define custom ops, which a program imports."""
 
 from __future__ import annotations
 
@@ -8,17 +8,13 @@ from autopar.graph import Graph
 from autopar.ops.facts import is_custom, op_of
 from autopar.torch_private import custom_op_module
 
-_HINT = (
-    "define it with torch.library.custom_op in a Python file of its own, under another name than the program's files have, "
-    "and import it"
-)
+_HINT = "define it with torch.library.custom_op in a separate Python file, whose name is none of the program's files, and import it"
 
 
 def custom_modules(graph: Graph) -> tuple[str, ...]:
-    """Sorted names of the Python modules that define those ops of ``graph`` that are not torch's.
+    """Return the sorted names of the modules that define the custom ops of ``graph``.
 
-    Raises:
-        ProgramError: an op for which no importable module is known.
+    Raises ``ProgramError`` for an op without an importable module.
     """
     nodes = [node for cls in graph.classes.values() for node in cls.graph.graph.nodes]
     nodes += [] if graph.prelude is None else list(graph.prelude.graph.nodes)
@@ -34,7 +30,7 @@ def custom_modules(graph: Graph) -> tuple[str, ...]:
             )
         if not all(part.isidentifier() for part in module.split(".")):
             raise ProgramError(
-                f"the op {op_of(target).name} is defined in {module!r}, which is no name that Python imports", _HINT
+                f"the op {op_of(target).name} is defined in {module!r}, which Python cannot import", _HINT
             )
         found.add(module)
     return tuple(sorted(found))

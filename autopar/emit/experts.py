@@ -1,4 +1,4 @@
-"""The body of a mixture of experts as a method of its layer's class: readable, editable code for what an expert computes on its rows."""
+"""Emits the body of a mixture of experts as a method of its layer's class."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAME = "expert_body"
 
 
 def name_bodies(nodes: list[fx.Node]) -> dict[Experts, str]:
-    """A method's name for every distinct body among the calls; each call's ``meta["body"]`` names its method."""
+    """Name a method for every distinct body among the calls, and set each call's ``meta["body"]`` to it."""
     found: dict[Experts, str] = {}
     for node in nodes:
         if isinstance(node.target, Experts):
@@ -24,7 +24,7 @@ def name_bodies(nodes: list[fx.Node]) -> dict[Experts, str]:
 
 
 def body_method(op: Experts, name: str) -> list[str]:
-    """The source of the method, after an empty line."""
+    """Return the source of the method, after an empty line."""
     nodes = list(op.body.graph.nodes)
     names = Names()
     inputs = [node for node in nodes if node.op == "placeholder"]

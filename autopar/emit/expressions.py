@@ -1,7 +1,6 @@
-"""Python text for one call of a graph, as a person would write it: ``F.linear(x, w)``, ``x.transpose(1, 2)``, ``a + b``.
+"""Emits one call of a graph as idiomatic Python: ``F.linear(x, w)``, ``x.transpose(1, 2)``, ``a + b``.
 
-Built from the graph's own targets and arguments; nothing is evaluated. An op without a familiar notation is written as
-``torch.ops.aten.name.overload(...)``, which means the same.
+An op without a familiar notation is written as ``torch.ops.aten.name.overload(...)``.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Text:
     binds: int = ATOM
 
     def within(self, binds: int) -> str:
-        """The text as an operand of an operator with precedence ``binds``."""
+        """Return the text as an operand of an operator with precedence ``binds``."""
         return self.text if self.binds >= binds else f"({self.text})"
 
 
@@ -73,7 +72,7 @@ _INFIX: dict[str, tuple[str, int]] = {
 
 
 def literal(value: Any, texts: Texts) -> str:
-    """Text of an argument: a node's expression, a number, a dtype, or a list of these."""
+    """Return the text of an argument: a node's expression, a number, a dtype, or a list of these."""
     if isinstance(value, fx.Node):
         return texts[value].text
     if isinstance(value, (list, tuple)):
@@ -98,20 +97,20 @@ def literal(value: Any, texts: Texts) -> str:
 
 
 def module_input(node: fx.Node) -> fx.Node:
-    """The operand of a product, a norm or an embedding that is no parameter."""
+    """Return the operand of a product, norm or embedding that isn't a parameter."""
     found = arguments(node)["indices" if op_name(node) == "aten.embedding" else "input"]
     assert isinstance(found, fx.Node), node.format_node()
     return found
 
 
 def kernel_module(node: fx.Node) -> str | None:
-    """The module of the program, a sibling of ``model.py``, whose function the node calls; ``None`` for torch's functions."""
+    """Return the runtime module whose function the node calls; ``None`` for torch's functions."""
     package, _, module = str(getattr(node.target, "__module__", "")).rpartition(".")
     return module if package == program.__name__ else None
 
 
 def expression(node: fx.Node, texts: Texts) -> Text:
-    """The call as text; ``texts`` holds the expressions of its operands. A function ``meta["caller"]`` makes the call."""
+    """Return the call as text; ``texts`` has the expressions of its operands. If ``meta["caller"]`` names a function, it makes the call."""
     if node.target is convert:
         return Text(_conversion(node, texts))
     text = _call(node, texts)
@@ -152,7 +151,7 @@ def _call(node: fx.Node, texts: Texts) -> Text:
 
 
 def _experts(node: fx.Node, op: Experts, texts: Texts) -> str:
-    """A mixture of experts: its body is a method of the layer, named in ``meta["body"]``."""
+    """Return the call of a mixture of experts, whose body is the layer's method ``meta["body"]``."""
     x, index, weights, *parameters = (literal(arg, texts) for arg in node.args)
     rest = "".join(f", {key}={literal(value, texts)}" for key, value in node.kwargs.items())
     more = f"[{', '.join(parameters)}], self.{meta(node)['body']}, {op.count}{rest}"
@@ -162,8 +161,7 @@ def _experts(node: fx.Node, op: Experts, texts: Texts) -> str:
 
 
 def joined_call(node: fx.Node, texts: Texts) -> tuple[str, list[str]]:
-    """Products joined with the conversion of their input: the function, and the arguments. The input's type is written like that of a
-    conversion."""
+    """Return function and arguments of products that are joined with the conversion of their input."""
     _, axes, source = converted_types(node)
     options = [f"axis={literal(axes[0] if len(axes) == 1 else axes, {})}", f"src=spmd.{source}"]
     options += ["whole=True"] if node.kwargs.get("whole") else []
@@ -174,19 +172,19 @@ def joined_call(node: fx.Node, texts: Texts) -> tuple[str, list[str]]:
 
 
 def _called(function: str, arguments: str, caller: str) -> str:
-    """The call of a function, by the function ``caller`` if there is one."""
+    """Return the call of a function, made by ``caller`` if there is one."""
     return f"{caller}({function}, {arguments})" if caller else f"{function}({arguments})"
 
 
 def _operand(node: fx.Node) -> fx.Node:
-    """The first argument, which must be a value."""
+    """Return the first argument, which must be a node."""
     first = node.args[0]
     assert isinstance(first, fx.Node), node.format_node()
     return first
 
 
 def _qualified(target: Any) -> str:
-    """``torch.ops.aten.silu.default`` for an op overload."""
+    """Return an op overload as text: ``torch.ops.aten.silu.default``."""
     return f"torch.ops.{target}"
 
 
@@ -197,7 +195,7 @@ def _call_arguments(node: fx.Node, texts: Texts) -> str:
 
 
 def _opaque(node: fx.Node, name: str, texts: Texts) -> str:
-    """A module that runs as written: nothing in it is sharded, so its results have the captured shapes."""
+    """Return the call of an opaque module, whose unsharded results have the captured shapes."""
     inputs, tensors = (literal(arg, texts) for arg in node.args)
     value = meta(node)["val"]
     if isinstance(value, torch.Tensor):
@@ -207,20 +205,20 @@ def _opaque(node: fx.Node, name: str, texts: Texts) -> str:
 
 
 def _conversion(node: fx.Node, texts: Texts) -> str:
-    """A conversion as its ``spmd_types`` call."""
+    """Return the ``spmd_types`` call of a conversion."""
     value, axes, source, target = node.args
     assert isinstance(value, fx.Node) and isinstance(axes, (list, tuple))
     dtype = meta(value)["val"].dtype if meta(value)["gradient"] else None
     text = texts[value].text
     if str(source) == "P" and _strided(value):
-        text = f"{texts[value].within(ATOM)}.contiguous()"  # as an all-reduce needs it
+        text = f"{texts[value].within(ATOM)}.contiguous()"  # required by all-reduce
     caller = meta(node).get("caller", "")
     return conversion_text(text, tuple(map(str, axes)), str(source), str(target), dtype, caller)
 
 
 def _strided(value: fx.Node) -> bool:
-    """Whether the value may be non-contiguous when the program runs: a view, or a value laid out like its operands, whose layout on a rank
-    may differ from the captured one."""
+    """Whether the value may be non-contiguous at run time: a view, or a result with its operands' layout, which may differ from the
+    captured one."""
     op = facts(value)
     laid_out_like_operands = op.kind in (OpKind.CONVOLUTION, OpKind.TRANSPOSED_CONVOLUTION, OpKind.EINSUM)
     return op.is_strided or laid_out_like_operands or not meta(value)["val"].is_contiguous()
@@ -233,11 +231,10 @@ _ALL_REDUCES_BACKWARD = frozenset(("IR", "PR"))
 def conversion_text(
     value: str, axes: tuple[str, ...], source: str, target: str, dtype: torch.dtype | None, caller: str = ""
 ) -> str:
-    """The call that converts ``value``: ``spmd_types``'s on one axis, ``flattened``'s on several. ``dtype`` is the value's dtype if a
-    gradient flows through it; ``caller``: the function that makes the call, if any.
+    """Return the call that converts ``value``: of ``spmd_types`` on one axis, of ``flattened`` on several. ``dtype`` is the value's dtype
+    if a gradient flows through it; ``caller`` is a function that makes the call, if any.
 
-    A gradient in reduced precision is reduced in that precision, like the activations and as in Megatron; ``spmd_types`` requires an
-    explicit argument for it.
+    Gradients in 16 bits are reduced in 16 bits, like activations and as in Megatron; ``spmd_types`` requires an explicit argument for it.
     """
     kinds = SpmdType.parse(source).kind + SpmdType.parse(target).kind
     call = {
@@ -280,14 +277,14 @@ def _familiar(node: fx.Node, name: str, texts: Texts) -> Text | None:
 
 
 def _flat_sizes(name: str, args: tuple[Any, ...]) -> list[Any]:
-    """The sizes as separate arguments: ``view(a, [2, 3])`` is written ``a.view(2, 3)``, and ``view(a, [])`` as ``a.view([])``."""
+    """Return sizes as separate arguments: ``a.view(2, 3)``, but ``a.view([])`` for an empty list."""
     if name in ("view", "reshape", "expand", "permute") and len(args) == 1 and isinstance(args[0], (list, tuple)):
         return list(args[0]) or list(args)
     return list(args)
 
 
 def _named_arguments(node: fx.Node, texts: Texts) -> str:
-    """Arguments of a functional: tensors by position, the following ones by keyword, defaults left out."""
+    """Return the arguments of a functional: tensors by position, others by keyword, without defaults."""
     given = list(arguments(node).items())
     defaults = dict(overload_schema(node.target) or ())
     parts: list[str] = []
@@ -299,7 +296,7 @@ def _named_arguments(node: fx.Node, texts: Texts) -> str:
         if key in ("cudnn_enable", "cudnn_enabled"):
             by_position = False
             continue
-        # numbers may follow the first tensor by position; torch takes strings (gelu's approximation) by keyword only
+        # a number may be the second positional argument; torch takes strings (gelu's approximation) only by keyword
         first = by_position and (isinstance(value, fx.Node) or (index < 2 and not isinstance(value, str)))
         parts.append(literal(value, texts) if first else f"{key}={literal(value, texts)}")
         by_position = first
@@ -312,7 +309,7 @@ def _infix(node: fx.Node, name: str, texts: Texts) -> Text | None:
     symbol, binds = _INFIX[name]
     left, right = node.args
     a = texts[left].within(binds) if isinstance(left, fx.Node) else literal(left, texts)
-    # The right operand of - and / needs parentheses at equal precedence; for + and * they keep the order of rounding.
+    # the right operand of - and / needs parentheses at equal precedence; for + and * they keep the order of rounding
     b = texts[right].within(binds + 1) if isinstance(right, fx.Node) else literal(right, texts)
     return Text(f"{a} {symbol} {b}", binds)
 

@@ -1,7 +1,6 @@
-"""Rows that the loss leaves out: those whose labels are all ``ignore_index``.
+"""Finds labels whose ``ignore_index`` makes the loss ignore a row.
 
-A last batch that is shorter than the global batch can then be filled with such rows, and its loss and gradients are exactly those of the
-rows that it has.
+An incomplete last batch can then be padded with such rows without changing its loss and gradients.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from autopar.ops.operands import args_of, arguments
 
 
 def ignored_labels(graph: Graph) -> dict[str, int]:
-    """The input of labels and the value that fills a row which the loss leaves out; empty if the graph does not prove that there is one.
+    """Return the input of labels with its ``ignore_index``, or an empty dict if it isn't provable that the loss ignores such rows.
 
-    It does if the loss is ``cross_entropy_sum(logits, labels, value) / count``, ``count`` is the number of labels that are not ``value``,
-    nothing else reads the labels or counts anything, no op couples the rows of a batch, and no buffer is written.
+    It is if the loss is ``cross_entropy_sum(logits, labels, value) / count``, ``count`` is the number of labels other than ``value``,
+    nothing else reads the labels or counts, no op couples the rows of a batch, and no buffer is written.
     """
     coupled = graph.unmicrobatchable or graph.accumulated > 1 or graph.buffers or graph.guards or graph.replicated
     last = graph.layers[-1]
@@ -46,17 +45,14 @@ def ignored_labels(graph: Graph) -> dict[str, int]:
 
 
 def _result(gm: fx.GraphModule) -> fx.Node:
-    """The first result of a graph."""
-    (output,) = (node for node in gm.graph.nodes if node.op == "output")
-    found: fx.Node = output.args[0][0]
-    return found
+    """Return the first output of a graph."""
+    result: fx.Node = gm.graph.output_node().args[0][0]  # type: ignore[index, assignment]
+    return result
 
 
 def _labels(node: fx.Node, value: int) -> tuple[str, list[str]] | None:
-    """The input that labels come from, and the steps: slices of a row and padding with ``value``, which make no other label of ``value``.
-
-    ``None`` if the steps are others, or something else reads a label on the way.
-    """
+    """Return the input that labels come from, and the steps (slices of a row, padding with ``value``); ``None`` for other steps, or if
+    something else reads an intermediate value."""
     steps = []
     while node.op == "call_function":
         named = arguments(node)

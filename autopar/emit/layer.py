@@ -1,4 +1,4 @@
-"""A local layer as a readable ``nn.Module`` class: parameters under their original names, collectives by axis name."""
+"""Emits a local layer as a readable ``nn.Module`` class: parameters under their original names, collectives by axis name."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ from passes.localise_layer import random_seed
 
 
 def layer_body(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], watch: bool = False) -> str:
-    """The source of the layer's class below its docstring.
+    """Return the source of the layer's class below its docstring.
 
-    With ``watch`` every value gets a line, and ``self.watched`` holds all values by node name, to find a wrong one. ``shared`` are the
-    indices (among the class's parameters) of those that the stage owns because several layers use them: they become arguments.
+    With ``watch`` every value has its own line, and ``self.watched`` has all values by node name, to locate a wrong one. ``shared`` are
+    the indices of parameters that the stage owns because several layers use them: they become arguments.
     """
     made = _constructor(layer, axes, shared)
     return "\n".join([*(made and [*made, ""]), *_forward(layer, axes, shared, watch)]) + "\n"
 
 
 def parameter_paths(layer: LocalLayer) -> dict[str, str]:
-    """For every parameter's class-local name, the attribute path that holds it."""
+    """Map the layer's parameter names to attribute paths of the emitted class."""
     return attributes(tuple(parameter.name for parameter in layer.parameters))
 
 
 def buffer_paths(layer: LocalLayer) -> dict[str, str]:
-    """For every buffer that the layer writes, the attribute path that holds it."""
+    """Map the names of buffers that the layer writes to attribute paths of the emitted class."""
     names = tuple(parameter.name for parameter in layer.parameters)
     paths = attributes((*names, *(buffer.name for buffer in layer.cls.buffers)))
     return {buffer.name: paths[buffer.name] for buffer in layer.cls.buffers}
 
 
 def types_text(axes: tuple[str, ...], types: tuple[SpmdType, ...]) -> str:
-    """The types as a comment: ``S(0) on data, I on tensor``."""
+    """Return types as a comment: ``S(0) on data, I on tensor``."""
     return ", ".join(f"{t} on {remark(axis)}" for axis, t in zip(axes, types, strict=True))
 
 
 def _constructor(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int]) -> list[str]:
-    """The lines of the constructor; none where the base class's will do."""
+    """Return the lines of the constructor; none if the base class's suffices."""
     own = [(i, p) for i, p in enumerate(layer.parameters) if i not in shared]
     if not (own or layer.random or layer.cls.buffers):
         return []
@@ -87,7 +87,7 @@ def _constructor(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int
 
 
 def _owners(path: str, made: set[str]) -> list[str]:
-    """The lines that make the modules down to ``path``, except those that were ``made`` before."""
+    """Return the lines that create the modules down to ``path``, except those already in ``made``."""
     parts = path.split(".") if path else []
     missing = [owner for depth in range(len(parts)) if (owner := ".".join(parts[: depth + 1])) not in made]
     made.update(missing)
@@ -104,7 +104,7 @@ def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], w
     arguments: list[str] = []
     resident: list[str] = []
     rows: list[int | None] = []
-    notes: dict[str, list[str]] = {}  # arguments by their shapes and types
+    notes: dict[str, list[str]] = {}  # arguments by shape and SPMD types
     nodes = list(layer.graph.graph.nodes)
     bodies = name_bodies(nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
@@ -161,17 +161,17 @@ def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], w
 
 
 def is_compiled(layer: LocalLayer) -> bool:
-    """Whether ``torch.compile`` compiles the layer's arithmetic."""
+    """Whether the layer is compiled."""
     return layer.strategy.options.compiled and not stays_eager(layer.cls)
 
 
 def _outer(
     layer: LocalLayer, arguments: list[str], resident: list[str], seeds: list[fx.Node], rows: list[int | None]
 ) -> list[str]:
-    """The ``forward`` that wraps ``compute``, if needed; ``resident`` are the arguments that are in memory anyway.
+    """Return the body of a ``forward`` that wraps ``compute``; empty if no wrapper is needed.
 
-    ``seeds``: compiled code takes them as tensors, because it would be compiled anew for each new number. ``rows`` are the arguments' dims
-    that have the rows of the microbatch.
+    ``resident`` are arguments that stay in memory until the backward pass anyway. ``seeds`` are passed to compiled code as tensors,
+    because each new Python number would recompile it. ``rows`` are the arguments' batch dims.
     """
     first = []
     if seeds:
@@ -179,7 +179,7 @@ def _outer(
         axes = ", ".join(literal(node.args[1], {}) for node in seeds)
         first = [f"        seeds = kernels.seeds(key, self.number, [{axes}])"]
     own = ["seeds"] if seeds else ["key"] if layer.random else []
-    if layer.chained:  # the stage calls halves of all layers in turn
+    if layer.chained:  # the stage interleaves the halves of all layers
         return first
     call = Call(
         arguments=(*arguments, *own),

@@ -1,4 +1,4 @@
-"""Which parts of a layer are torch's own modules: ``nn.Linear`` and the like, where their parameters are whole and only they read them."""
+"""Uses torch's modules (``nn.Linear`` etc.) in emitted layers where their parameters are unsharded and read only once."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ _CALLS: dict[str, Callable[[_Given, torch.Size], str | None]] = {
     "aten.layer_norm": _layer_norm,
     "aten.rms_norm": _rms_norm,
 }
-"""By op, the call that makes the module, without its last arguments; ``None`` where no module computes the op."""
+"""Op -> the constructor call of the module without its last arguments; ``None`` if no module computes the op."""
 
 
 def torch_modules(layer: LocalLayer, shared: Set[int]) -> dict[str, str]:
-    """The calls that make the layer's modules of torch, by their paths; their nodes get the path as ``meta["module"]``.
+    """Return the constructor calls of the layer's torch modules by path; their nodes get the path as ``meta["module"]``.
 
-    A node computes what the module does if its weight, and its bias if it has one, are all parameters at one path, are whole and
-    trainable, and no other node reads them. ``shared`` are the indices of parameters that the stage holds.
+    A node becomes a module's call if its weight (and bias) are all parameters at one path, unsharded and trainable, and no other node
+    reads them. ``shared`` are the indices of parameters that the stage owns.
     """
     inputs = [node for node in layer.graph.graph.nodes if node.op == "placeholder"]
     holders = inputs[len(inputs) - len(layer.parameters) :]

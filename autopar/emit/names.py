@@ -1,4 +1,4 @@
-"""Text in emitted code: identifiers made from the user's names, without clashes, literals, and words in comments and docstrings."""
+"""Identifiers, string literals and comments in emitted code, made from the user's names."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch import nn
 
 from autopar.techniques import ALL
 
-# Modules of the folder whose functions an emitted module may call.
+# runtime modules whose functions emitted code may call
 CALLED = frozenset(
     """custom flattened guards kernels kernels_ctc kernels_experts kernels_fp8 kernels_norm kernels_random kernels_ring kernels_rnn
     kernels_vocab opaque weight_gradients""".split()  # noqa: SIM905  a list of words
 ) | {module for technique in ALL for module in technique.modules}
 
-# Names that an emitted module defines or imports itself.
+# names that emitted modules define or import
 _RESERVED = CALLED | frozenset(
     """self float range str torch nn F spmd checkpoint key seeds prelude Layer LayerSpec StageSpec TensorSpec ProgramSpec
     Prelude Tensors Total""".split()  # noqa: SIM905  a list of words
 )
 
-# Attributes that every module has: the user's attributes may not replace them.
+# attributes of every module, which the user's may not replace
 _MODULE = frozenset(dir(nn.Module())) | {
     *("compute", "number", "updates", "SPEC", "expert_body"),
     *(f"piece_{i}" for i in range(64)),  # of a compiled layer in halves
@@ -32,9 +32,9 @@ _MODULE = frozenset(dir(nn.Module())) | {
 
 
 def identifier(text: str) -> str:
-    """``model.layers.0`` is ``model_layers_0``; never a keyword, never empty, never a name that emitted code uses."""
+    """Return an identifier such as ``model_layers_0`` for ``model.layers.0``; never a keyword, empty, or a reserved name."""
     name = re.sub(r"\W+", "_", unicodedata.normalize("NFKC", text)).strip("_") or "value"  # as Python reads identifiers
-    if not f"_{name}".isidentifier():  # a superscript is a word's character, and not an identifier's
+    if not f"_{name}".isidentifier():  # superscripts match \\w and aren't valid in identifiers
         name = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_") or "value"
     if name[0].isdigit():
         name = f"_{name}"
@@ -42,23 +42,23 @@ def identifier(text: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """A Python literal of the text, whatever it holds: in double quotes where it needs no escapes."""
+    """Return a string literal, in double quotes unless it needs escapes."""
     return f'"{text}"' if text.isprintable() and not set(text) & {'"', "\\"} else repr(text)
 
 
 def remark(text: str) -> str:
-    """The text as words of a comment or a docstring, which it cannot end: escapes in place of other than printable characters."""
+    """Escape text for comments and docstrings, so that it can't end them."""
     return repr(text)[1:-1].replace('"', "'")
 
 
 class Names:
-    """A supply of identifiers: each is given once, and none is in ``taken``."""
+    """Makes unique identifiers that aren't in ``taken``."""
 
     def __init__(self, taken: Iterable[str] = ()) -> None:
         self._taken = set(taken)
 
     def fresh(self, text: str) -> str:
-        """An identifier like ``text``, with a number if it is taken."""
+        """Return an identifier like ``text``, with a number if it is taken."""
         base = identifier(text)
         name, n = base, 1
         while name in self._taken:
@@ -70,9 +70,9 @@ class Names:
 
 @lru_cache(maxsize=256)
 def attributes(paths: tuple[str, ...]) -> dict[str, str]:
-    """The attribute paths of a module's parameters, by their dotted names: ``0.weight`` is at ``_0.weight``.
+    """Map dotted names of parameters to attribute paths: ``0.weight`` to ``_0.weight``.
 
-    Siblings whose identifiers would collide (``scale`` and ``_scale``) are numbered, and so is an attribute named like a method.
+    Siblings whose identifiers would collide (``scale`` and ``_scale``) are numbered, as are attributes named like methods.
     """
     made = {"": ""}
     names: dict[str, Names] = {}
@@ -89,6 +89,6 @@ def attributes(paths: tuple[str, ...]) -> dict[str, str]:
 
 @lru_cache(maxsize=256)
 def flat_attributes(names: tuple[str, ...]) -> tuple[str, ...]:
-    """One attribute of a module for each of ``names``, in order: ``model.layers.0`` is ``model_layers_0``."""
+    """Return an attribute for each of ``names``: ``model_layers_0`` for ``model.layers.0``."""
     taken = Names(_MODULE)
     return tuple(taken.fresh(name) for name in names)

@@ -1,10 +1,11 @@
-"""The description of a graph's opaque modules, from which the program rebuilds them: ``runtime/opaque.json``.
+"""Describes a graph's opaque modules as data, from which the program rebuilds them: ``runtime/opaque.json``.
 
-Data only, no pickle: classes by name, attributes that JSON can hold. Any other attribute is refused by name.
+Classes are described by name, without pickle; attributes that JSON can't represent are refused by name.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from autopar.graph import Graph
 from autopar.precision import name_of
 from autopar.program.opaque import Applied, TorchOp
 
-# Modules of the program's folder: a user's module of the same name could not be imported next to them.
+# modules of the program's folder, which shadow a user's modules of the same name
 TAKEN = frozenset({"model", "train", "runtime"})
 
 _APPLIED = f":{Applied.__qualname__}"
@@ -26,16 +27,15 @@ _OWN = frozenset(vars(nn.Module()))  # attributes of every module; all but ``tra
 
 
 def describe_opaque(graph: Graph) -> dict[str, list[dict[str, Any]]]:
-    """Per op name, the records of the module objects, outermost first; empty for a graph without opaque modules.
+    """Return the records of the module objects by op name, outermost first.
 
-    Raises:
-        ProgramError: a class that cannot be imported by name, or an attribute that is not plain data.
+    Raises ``ProgramError`` for a class that can't be imported by name, or an attribute that isn't plain data.
     """
     return {op: _describe(module) for op, module in graph.opaque.items()}
 
 
 def imported_modules(descriptions: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Names of the Python modules that define the described classes, torch's own left out."""
+    """Return the names of the Python modules that define the described classes, except torch's."""
     everything = [record for records in descriptions.values() for record in records]
     classes = [record["class"] for record in everything if record["class"] not in _OURS.values()]
     classes += [record["attributes"]["function"]["class"] for record in everything if record["class"] == _APPLIED]
@@ -72,7 +72,7 @@ def _describe(module: nn.Module) -> list[dict[str, Any]]:
 
 
 def _class(module: nn.Module, where: str) -> str:
-    """The name by which the program imports the module's class; for a function or an op, the name of the program's class that calls it."""
+    """Return the import name of the module's class; for a function or op, that of the runtime's class that calls it."""
     return _OURS.get(type(module)) or _named(type(module), where)
 
 
@@ -84,12 +84,10 @@ def _named(cls: type, where: str) -> str:
     if name.partition(".")[0] in TAKEN:
         raise _refusal(where, f"its class {path} is in a module named {name}, as a file of the program's folder is")
     try:
-        found: Any = importlib.import_module(name)
-        for part in path.split("."):
-            found = getattr(found, part)
+        imported: Any = functools.reduce(getattr, path.split("."), importlib.import_module(name))
     except (ImportError, AttributeError):
-        found = None
-    if found is not cls:
+        imported = None
+    if imported is not cls:
         raise _refusal(where, f"its class cannot be imported as {name}:{path}")
     return f"{name}:{path}"
 
@@ -97,7 +95,7 @@ def _named(cls: type, where: str) -> str:
 def _refusal(where: str, why: str) -> AutoparError:
     return ProgramError(
         f"the opaque module {where} cannot be written into a program: {why}",
-        "move the class to a Python file of its own, under another name than the program's files have, and import it",
+        "move the class to a separate Python file, whose name is none of the program's files, and import it",
     )
 
 
@@ -115,7 +113,7 @@ def _attributes(module: nn.Module, where: str) -> dict[str, Any]:
 
 
 def _data(value: Any, where: str, name: str) -> Any:
-    """The JSON form of plain data, as ``autopar.program.opaque`` reads it; exact types, since a subclass is more than its items."""
+    """Return plain data as JSON, as ``autopar.program.opaque`` reads it; exact types only, since subclasses may have more state."""
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
@@ -134,7 +132,7 @@ def _data(value: Any, where: str, name: str) -> Any:
 
 def _unplain(where: str, name: str, what: str) -> AutoparError:
     return ProgramError(
-        f"the opaque module {where} cannot be written into a program: its attribute {name} holds {what}",
+        f"the opaque module {where} cannot be written into a program: its attribute {name} is {what}",
         "keep numbers, text, dtypes and lists, tuples or dicts of them as attributes; register tensors as buffers and modules as "
-        "children, and make anything else in forward",
+        "children, and create anything else in forward",
     )

@@ -1,4 +1,4 @@
-"""Which parts of the runtime a program needs, as its ``PROGRAM`` record names them: the files of the others are not in its folder."""
+"""Selects the parts of the runtime that a program needs, as its ``PROGRAM`` record names them; only their files are copied."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from passes.stages import LocalProgram, Stage
 
 
 def runtime_parts(program: LocalProgram, layouts: list[dict[str, Any]]) -> dict[str, str]:
-    """The fields of ``ProgramSpec`` that name parts of the runtime, each with its module and class; ``layouts`` as in ``layouts.json``."""
+    """Return the fields of ``ProgramSpec`` that name parts of the runtime, as module and class; ``layouts`` as in ``layouts.json``."""
     loaded = _loaded(program, layouts)
     trained = [layout for layout in loaded.layouts if layout.trainable]
     kinds = {kind_of(layout, loaded) for layout in loaded.layouts}
@@ -44,7 +44,7 @@ def _schedule(program: LocalProgram) -> str:
 
 
 def _loaded(program: LocalProgram, layouts: list[dict[str, Any]]) -> LoadedProgram:
-    """The program as its own runtime will load it, without ``model.py``."""
+    """Return the program as its runtime will load it, without ``model.py``."""
     mesh = {axis.name: axis.size for axis in program.plan.mesh}
     return LoadedProgram(
         plan=json.loads(program.plan.dumps()),

@@ -1,5 +1,5 @@
-"""The lines of a compiled layer that computes a half of a microbatch: the pieces between two turns are methods, which ``torch.compile``
-compiles, because it compiles no generators. What the halves send each other's way stays in ``compute``."""
+"""Emits a compiled layer that computes half of a microbatch: the pieces between two turns are compiled methods, because ``torch.compile``
+doesn't compile generators. Async collectives stay in the uncompiled generator ``compute``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autopar.ops.meta import meta
 
 
 def compiled_pieces(nodes: list[fx.Node], texts: dict[fx.Node, Text], names: Names) -> tuple[list[str], list[str]]:
-    """The lines of the generator, and those of its pieces' methods. ``texts`` has the arguments and what the layer owns (``self....``)."""
+    """Return the lines of the generator, and those of its pieces' methods. ``texts`` has the arguments and the layer's ``self....``."""
     pieces: list[list[fx.Node]] = [[]]
     for node in nodes:
         if meta(node).get("turn") or meta(node).get("inner") or meta(node.prev).get("inner"):
@@ -32,7 +32,7 @@ def compiled_pieces(nodes: list[fx.Node], texts: dict[fx.Node, Text], names: Nam
         for node in (node for node in piece if meta(node).get("flies")):
             texts[node] = Text(names.fresh(value_name(node)))
             lines.append(f"        {texts[node].text} = {flights[node]}.wait()")
-        if meta(piece[-1]).get("inner"):  # its kernel takes turns itself
+        if meta(piece[-1]).get("inner"):  # its kernel is a generator, too
             lines += statements(piece[-1:], texts, names, compiled=True)
         ops = [n for n in piece if n.op == "call_function" and not (meta(n).get("flies") or meta(n).get("inner"))]
         lines += _piece(k, ops, texts, names, methods)
@@ -48,7 +48,7 @@ def compiled_pieces(nodes: list[fx.Node], texts: dict[fx.Node, Text], names: Nam
 
 
 def _piece(k: int, ops: list[fx.Node], texts: dict[fx.Node, Text], names: Names, methods: list[str]) -> list[str]:
-    """The call of a piece; its method is appended to ``methods``."""
+    """Return the call of a piece, and append its method to ``methods``."""
     inside = set(ops)
     read = dict.fromkeys(operand for node in ops for operand in node.all_input_nodes if operand not in inside)
     given = [node for node in read if not texts[node].text.startswith("self.")]
@@ -76,7 +76,7 @@ def _piece(k: int, ops: list[fx.Node], texts: dict[fx.Node, Text], names: Names,
 
 
 def _last(node: fx.Node, place: dict[fx.Node, int]) -> int:
-    """The last piece that reads the node's value; the value of a conversion that is on its way is read where it is sent."""
+    """Return the last piece that reads the node's value; an async conversion reads its operand where it is issued."""
     return max((place[user] for user in node.users), default=-1)
 
 

@@ -1,5 +1,4 @@
-"""The prelude as a function: scalars that depend only on the batch, computed once per step for the whole global batch, and checks of
-the batch's values."""
+"""Emits the prelude, a function that computes scalars of the global batch once per step and checks the batch's guards."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from autopar.types import P, R, S, SpmdType
 
 
 def prelude_function(graph: Graph) -> tuple[str, str]:
-    """The source of the function ``prelude``, and its ``Prelude`` record; two empty texts if there is nothing to compute."""
+    """Return the source of the function ``prelude``, and its ``Prelude`` record; empty strings if there is nothing to compute."""
     if graph.prelude is None or not (graph.scalars or graph.guards):
         return "", ""
     batch = "the whole global batch" if graph.accumulated == 1 else "one microbatch"
@@ -57,11 +56,10 @@ def prelude_function(graph: Graph) -> tuple[str, str]:
 
 
 def row_sums(prelude: fx.GraphModule) -> set[fx.Node] | None:
-    """The sums over rows in a prelude, if some of the rows will do to compute their terms; ``None`` if it takes the whole batch.
+    """Return a prelude's sums over rows if each rank can compute its terms from its own rows; ``None`` if it needs the global batch.
 
-    The rules that shard layers prove it: inputs are sharded along dim 0, and each op must have a rule by which its result is sharded too,
-    or a term of a sum. Sums of integers alone count, since those of floating numbers depend on the order. What follows the sums is
-    computed by all ranks alike.
+    The sharding rules prove it: with inputs sharded along dim 0, each op must have a rule whose result is sharded too, or a partial sum.
+    Only integer sums qualify, since floating ones depend on the order. Ops after the sums are computed by all ranks alike.
     """
     types: dict[fx.Node, SpmdType] = {}
     sums: set[fx.Node] = set()
@@ -86,7 +84,7 @@ def row_sums(prelude: fx.GraphModule) -> set[fx.Node] | None:
 
 
 def _names_rows(node: fx.Node) -> bool:
-    """Whether the node's arguments have the shape of its result, the number of rows included."""
+    """Whether an argument of the node is its result's shape, including the number of rows."""
     shape = tuple(meta(node)["val"].shape)
     lists = [tuple(each) for each in node.args if isinstance(each, list | tuple)]
     return any(len(each) == len(shape) > 0 and each[0] == shape[0] for each in lists)

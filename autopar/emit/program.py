@@ -1,5 +1,5 @@
-"""Writes the program folder: ``model.py``, ``train.py``, ``plan.json``, ``layouts.json``, the initial values, and the package ``runtime``
-with the tensors and records that it reads."""
+"""Writes the program folder: ``model.py``, ``train.py``, ``plan.json``, ``layouts.json``, initial values, and the package ``runtime`` with
+its data."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ def emit(
 ) -> LocalProgram:
     """Write the program of ``plan`` for the captured ``graph`` into ``folder`` (created if missing) and return the local program.
 
-    With ``watch`` the layers keep every value that they compute (``layer_class``). ``state`` is the state dict of the user's model: the
-    folder's initial values. Without one, or with one on meta, the plan in the folder says that there are no values.
+    With ``watch`` the layers keep every value that they compute (``layer_body``). ``state`` is the state dict of the user's model, the
+    initial values; without one, or with one on meta, the folder has none.
 
     Raises:
-        UsageError: the model does not admit the plan, or the plan can only be priced.
+        UsageError: the plan is invalid for the model, or can only be priced.
         ModelError: the model's constants have no values.
     """
     _refuse_priced(plan)
@@ -81,7 +81,7 @@ def emit(
         some = ", ".join(graph.valueless[:5])
         raise ModelError(
             f"{len(graph.valueless)} buffers of the model have no values, and its forward pass computes with them: {some}",
-            "build the model on the CPU; or give their modules a reset_parameters() that writes them, so that the program gets true tables",
+            "build the model on the CPU, or give their modules a reset_parameters() that computes them",
         )
     _refuse_float16(graph, plan)
     path = Path(folder)
@@ -123,7 +123,7 @@ def emit(
 
 
 def _write_orders(folder: Path, plan: Plan) -> None:
-    """Write the actions of every pipeline rank where torch has no schedule that runs them; remove an old file where it has."""
+    """Write the actions of every pipeline rank if torch has no such schedule; otherwise remove an old file."""
     schedule = plan.sized_schedule
     if schedule.copies == 1:
         (folder / ORDERS).unlink(missing_ok=True)
@@ -134,14 +134,14 @@ def _write_orders(folder: Path, plan: Plan) -> None:
 
 
 def _refuse_priced(plan: Plan) -> None:
-    """Raise ``UsageError`` if the plan has a price but no program."""
+    """Raise ``UsageError`` if the plan can be priced but not emitted."""
     if plan.unwritten:
-        raise UsageError(f"this plan has a price only: {plan.unwritten}", "plan anew without it (allow)")
+        raise UsageError(f"this plan can only be priced: {plan.unwritten}", "plan again without it (allow)")
 
 
 def _refuse_float16(graph: Graph, plan: Plan) -> None:
-    """Raise ``UsageError`` if gradients would be float16 in a program of another precision: small ones become zeros, large ones infinite,
-    without loss scaling."""
+    """Raise ``UsageError`` if gradients would be float16 in a program of another precision, where they underflow or overflow without
+    loss scaling."""
     if plan.precision == FLOAT16:
         return
     found = [(p.original, p.dtype) for p in graph.parameters.values() if p.trainable]
@@ -152,14 +152,14 @@ def _refuse_float16(graph: Graph, plan: Plan) -> None:
     for name, dtype in found:
         if dtype == torch.float16:
             raise UsageError(
-                f"the gradient of {name} would be float16, which is too narrow for gradients, and the loss of a program in "
-                f"{plan.precision} is not scaled",
-                "ask for one precision: precision='float16', whose loss is scaled, or 'bfloat16', with the range of float32",
+                f"the gradient of {name} would be float16, which needs loss scaling, and a program in {plan.precision} does not scale "
+                "its loss",
+                "request one precision: precision='float16', whose loss is scaled, or 'bfloat16', with the range of float32",
             )
 
 
 def model_source(program: LocalProgram, watch: bool = False) -> str:
-    """The text of ``model.py``; with ``watch`` layers keep their values."""
+    """Return the text of ``model.py``; with ``watch`` layers keep their values."""
     axes = tuple(axis.name for axis in program.plan.mesh)
     parts = runtime_parts(program, layouts(program))
     sources, class_names = _layer_classes(program, axes, watch)
@@ -194,7 +194,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _imported(source: str) -> set[str]:
-    """The files of the runtime that the text of a ``model.py`` imports."""
+    """Return the runtime's modules that a ``model.py`` imports."""
     found = [node for node in ast.parse(source).body if isinstance(node, ast.ImportFrom)]
     names = {alias.name for node in found if node.module == PACKAGE for alias in node.names}
     of_package = f"{PACKAGE}."
@@ -204,7 +204,7 @@ def _imported(source: str) -> set[str]:
 
 
 def _imports(body: str, modules: Set[str], program: LocalProgram) -> str:
-    """The import statements of ``model.py``: ``modules`` of the runtime, and what else ``body`` uses."""
+    """Return the import statements of ``model.py`` for the runtime's ``modules`` and the names in ``body``."""
     used = {node.id for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Name)}
     usual = {
         "spmd": "import spmd_types as spmd",
@@ -213,7 +213,7 @@ def _imports(body: str, modules: Set[str], program: LocalProgram) -> str:
         "nn": "from torch import nn",
         "checkpoint": "from torch.utils.checkpoint import checkpoint",
     }
-    compiled = _is_compiled(program)
+    compiled = any(map(is_compiled, program.layers))
     lines = [line for name, line in usual.items() if name in used and not (name == "spmd" and compiled)]
     lines += ["", *(f"import {name}" for name in custom_modules(program.graph))]
     if own := sorted(used & CALLED | modules):
@@ -224,7 +224,7 @@ def _imports(body: str, modules: Set[str], program: LocalProgram) -> str:
 
 
 def _wrapped(start: str, names: Sequence[str]) -> list[str]:
-    """An import statement, in brackets where it is long."""
+    """Return an import statement, in brackets if it is long."""
     line = start + ", ".join(names)
     return [line] if len(line) <= 120 else textwrap.wrap(f"{start}({', '.join(names)})", 120, subsequent_indent="    ")
 
@@ -233,7 +233,7 @@ _RECORDS = ("Layer", "LayerSpec", "Prelude", "ProgramSpec", "StageSpec", "Tensor
 
 
 def _program_record(program: LocalProgram, parts: Mapping[str, str], prelude: str) -> str:
-    """The text of ``PROGRAM``."""
+    """Return the text of ``PROGRAM``."""
     mesh = ", ".join(f"{quoted(axis.name)}: {axis.size}" for axis in program.plan.mesh)
     stages = ", ".join(f"Stage{stage.index}" for stage in program.stages) + ("," if len(program.stages) == 1 else "")
     ignored = ignored_labels(program.graph)
@@ -252,7 +252,7 @@ def _program_record(program: LocalProgram, parts: Mapping[str, str], prelude: st
 
 
 def _inexact(program: LocalProgram) -> str:
-    """What the program computes in place of one device's step, in words."""
+    """Return sentences on how the program's step deviates from that of one device."""
     sentences = [_APART] if program.graph.accumulated > 1 else []
     sentences.append(SYNC.header(program.plan.sync))
     for layer in program.layers:
@@ -261,16 +261,11 @@ def _inexact(program: LocalProgram) -> str:
     return "".join(f"\n{sentence}" for sentence in dict.fromkeys(sentences) if sentence)
 
 
-def _is_compiled(program: LocalProgram) -> bool:
-    """Whether some of the program's layers are compiled."""
-    return any(is_compiled(layer) for layer in program.layers)
-
-
 def _layer_classes(program: LocalProgram, axes: tuple[str, ...], watch: bool) -> tuple[list[str], dict[int, str]]:
-    """One class for all layers whose code is the same; the class of every layer by index."""
+    """Return the sources of classes, one for all layers with equal code, and the class of every layer by index."""
     names = Names()
     bodies: dict[tuple[int, frozenset[int]], str] = {}
-    users: dict[tuple[str, str], list[int]] = {}  # by the class of the user's model and the code
+    users: dict[tuple[str, str], list[int]] = {}  # (class in the user's model, code) -> layers
     for stage in program.stages:
         for index in stage.layers:
             layer, local = program.graph.layers[index], program.layers[index]
@@ -288,7 +283,7 @@ def _layer_classes(program: LocalProgram, axes: tuple[str, ...], watch: bool) ->
 
 
 def _uses(program: LocalProgram, layers: Sequence[int]) -> str:
-    """In words: which layers share the class, and how their strategies split them."""
+    """Describe which layers share the class, and their strategies."""
     names = [program.graph.layers[layer].name for layer in layers]
     which = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} layers)"
     found: dict[str, dict[str, None]] = {}
@@ -304,7 +299,7 @@ def _uses(program: LocalProgram, layers: Sequence[int]) -> str:
 
 
 def layouts(program: LocalProgram) -> list[dict[str, object]]:
-    """The layout record of every parameter of every stage, as JSON objects."""
+    """Return the layout records of all stages' parameters as JSON."""
     graph, axes = program.graph, tuple(axis.name for axis in program.plan.mesh)
     homes: dict[str, set[int]] = {}
     for stage in program.stages:
@@ -347,8 +342,7 @@ def layouts(program: LocalProgram) -> list[dict[str, object]]:
 
 
 def buffers(program: LocalProgram) -> list[dict[str, object]]:
-    """The record of every buffer that the model writes, as JSON objects: its stage and name, and whether its new value comes from
-    there."""
+    """Return the records of buffers that the model writes as JSON; ``written``: whether this layer computes the new value."""
     records: list[dict[str, object]] = []
     for stage in program.stages:
         for index in stage.layers:

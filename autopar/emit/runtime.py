@@ -1,4 +1,4 @@
-"""The runtime of emitted programs: ``autopar.program``, copied into a program's folder as its package ``runtime``."""
+"""Copies the runtime of emitted programs, ``autopar.program``, into a program's folder as the package ``runtime``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autopar.techniques import ALL
 PACKAGE = "runtime"
 _HOME = Path(program.__file__).parent
 FILES = frozenset(path.name for path in _HOME.glob("*.py")) - {"train.py"}
-"""The files of the package."""
+"""The files of ``autopar.program``."""
 _FORMER = frozenset(
     f"{name}.py"
     for name in (
@@ -34,14 +34,14 @@ _FORMER = frozenset(
         *(name for technique in ALL for name in technique.former_modules),
     )
 )
-"""Files that the package had in earlier versions."""
+"""Files of earlier versions."""
 
 
 def copy_runtime(folder: str | os.PathLike[str], uses: Iterable[str]) -> None:
     """Write ``train.py`` and the package ``runtime`` into a program's folder: the modules that ``train.py`` imports, those that
-    ``model.py`` ``uses``, and all that these import.
+    ``model.py`` ``uses``, and their imports.
 
-    Files of an earlier program that this one does not need are removed, unless they were edited.
+    Unneeded files of an earlier program are removed, unless they were edited.
     """
     there = Path(folder) / PACKAGE
     there.mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,7 @@ def copy_runtime(folder: str | os.PathLike[str], uses: Iterable[str]) -> None:
 
 
 def needed_files(modules: Set[str]) -> set[str]:
-    """The names of the files of ``modules``, and of all that these import."""
+    """Return the files of ``modules`` and of their imports, recursively."""
     found: set[str] = set()
     waiting = list(modules)
     while waiting:
@@ -72,7 +72,7 @@ def needed_files(modules: Set[str]) -> set[str]:
 
 @functools.cache
 def _imported(name: str) -> tuple[str, ...]:
-    """The modules of the package that a file imports."""
+    """Return the modules of the package that a file imports."""
     found: list[str] = []
     for node in ast.walk(ast.parse((_HOME / name).read_text())):
         if not isinstance(node, ast.ImportFrom):
@@ -85,16 +85,15 @@ def _imported(name: str) -> tuple[str, ...]:
 
 
 def _digests(file: Path) -> dict[str, str]:
-    """Return what a folder's file of digests has, by the files' names; nothing where there is none."""
+    """Return a folder's digests by file name; ``{}`` if it has none."""
     try:
-        found: dict[str, str] = json.loads(file.read_text())
+        return dict(json.loads(file.read_text()))
     except (OSError, ValueError):
         return {}
-    return found
 
 
 def _remove_siblings(folder: Path) -> None:
-    """Remove the runtime that older versions wrote beside ``model.py``, except files that were edited since."""
+    """Remove the runtime that older versions wrote beside ``model.py``, except edited files."""
     known = _digests(folder / "checked.json")
     for name in known.keys() & {*FILES, *_FORMER}:
         if (folder / name).is_file() and file_digest(folder / name) == known[name]:

@@ -1,4 +1,4 @@
-"""A pipeline stage as a readable ``nn.Module`` class: its layers in order, and the conversions between them."""
+"""Emits a pipeline stage as a readable ``nn.Module`` class: its layers in order, and the conversions between them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Types = tuple[SpmdType, ...]
 
 @dataclass
 class _Variable:
-    """A Python variable of the stage's forward: its current text and types."""
+    """A variable of the stage's forward: its text and types."""
 
     text: str
     types: Types
@@ -38,7 +38,7 @@ class _Variable:
 
 
 def stage_class(program: LocalProgram, stage: Stage, class_names: dict[int, str]) -> str:
-    """The source of ``Stage<index>``; ``class_names`` gives the layer class of every layer (by index)."""
+    """Return the source of ``Stage<index>``; ``class_names`` has the class of every layer by index."""
     axes = tuple(axis.name for axis in program.plan.mesh)
     lines = [
         f"class Stage{stage.index}(nn.Module):",
@@ -55,7 +55,7 @@ def stage_class(program: LocalProgram, stage: Stage, class_names: dict[int, str]
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a stage holds a layer: in an attribute, or in one that is an ``nn.ModuleDict`` of layers by their numbers in the model."""
+    """A layer's attribute in its stage: its own, or an ``nn.ModuleDict`` with its ``number`` as key."""
 
     attribute: str
     number: int | None = None
@@ -71,8 +71,8 @@ class _Place:
 
 @lru_cache(maxsize=256)
 def _places(layers: tuple[str, ...], constants: tuple[str, ...]) -> tuple[tuple[_Place, ...], tuple[str, ...]]:
-    """Where a stage holds its layers, by their names, and its constants. Layers ``h.0`` to ``h.7`` that follow each other are held
-    together."""
+    """Return the places of a stage's layers, and the attributes of its constants. Consecutive layers ``h.0`` to ``h.7`` share a
+    ``ModuleDict``."""
     matches = [re.fullmatch(r"(.+)\.(0|[1-9]\d*)", name) for name in layers]
     lists = [match[1] if match else None for match in matches]
     runs = [key for key, _ in itertools.groupby(lists)]
@@ -88,14 +88,14 @@ def _places(layers: tuple[str, ...], constants: tuple[str, ...]) -> tuple[tuple[
 
 
 def _held(program: LocalProgram, stage: Stage) -> tuple[dict[int, _Place], dict[str, str]]:
-    """Where the stage holds each of its layers, by index, and the attributes of its constants."""
+    """Return the places of the stage's layers by index, and the attributes of its constants by name."""
     names = tuple(program.graph.layers[layer].name for layer in stage.layers)
     places, constants = _places(names, tuple(stage.constants))
     return dict(zip(stage.layers, places, strict=True)), dict(zip(stage.constants, constants, strict=True))
 
 
 def layer_path(program: LocalProgram, layer: int) -> str:
-    """The path by which its stage holds a layer."""
+    """Return a layer's path in its stage."""
     stage = next(stage for stage in program.stages if layer in stage.layers)
     return _held(program, stage)[0][layer].path
 
@@ -106,7 +106,7 @@ def _summary(program: LocalProgram, stage: Stage) -> str:
 
 
 def _spec(program: LocalProgram, stage: Stage, axes: tuple[str, ...]) -> list[str]:
-    """The stage's ``SPEC``."""
+    """Return the lines of the stage's ``SPEC``."""
     rows = program.graph.batch_size
     given = [value for value in program.graph.inputs if value.name in stage.inputs]
     inputs = {v.name: _tensor((rows, *v.shape[1:]), v.dtype, axes, stage.inputs[v.name]) for v in given}
@@ -141,14 +141,14 @@ def _types(axes: tuple[str, ...], types: Types) -> str:
 
 
 def layer_spec(program: LocalProgram, layer: int) -> LayerSpec:
-    """How the parameters of a layer are kept."""
+    """Return the spec of a layer's parameters."""
     local = program.layers[layer]
     paths = buffer_paths(local)
     return _spec_of(program, layer, [layer], tuple(paths[name] for name in local.cls.updates))
 
 
 def own_spec(program: LocalProgram, stage: Stage) -> LayerSpec | None:
-    """How the parameters are kept that several layers of the stage share."""
+    """Return the spec of parameters that several layers of the stage share, or ``None`` if there are none."""
     if not stage.owned:
         return None
     users = [i for i in stage.layers if not stage.owned.keys().isdisjoint(program.graph.layers[i].parameters)]
@@ -172,7 +172,7 @@ def _spec_of(program: LocalProgram, layer: int, users: Sequence[int], updates: t
 
 
 def spec_text(spec: LayerSpec) -> str:
-    """The record as Python text; fields that have their default are left out."""
+    """Return the spec as Python text, without defaults."""
     usual = LayerSpec(spec.zero, spec.data_axes)
     needed = ("zero", "data_axes")
     fields = [(field.name, getattr(spec, field.name)) for field in dataclasses.fields(spec)]
@@ -181,7 +181,7 @@ def spec_text(spec: LayerSpec) -> str:
 
 
 def _is_opaque(graph: fx.GraphModule) -> bool:
-    """Whether a layer runs code that is not in its graph: an opaque module, or a user's op, also inside a mixture of experts."""
+    """Whether a layer runs an opaque module or a custom op, also inside a mixture of experts."""
     targets = [node.target for node in graph.graph.nodes if node.op == "call_function"]
     return any(
         _is_opaque(target.body)
@@ -192,7 +192,7 @@ def _is_opaque(graph: fx.GraphModule) -> bool:
 
 
 def owned_attribute(name: str) -> str:
-    """The stage's attribute that holds a parameter that several of its layers use."""
+    """Return the stage's attribute of a parameter that several of its layers use."""
     return identifier(name)
 
 
@@ -221,7 +221,7 @@ def _constructor(program: LocalProgram, stage: Stage, class_names: dict[int, str
 
 
 def _layers(program: LocalProgram, class_names: dict[int, str], places: dict[int, _Place]) -> list[str]:
-    """The lines that make the layers: a loop for layers of one class and specification whose numbers follow each other."""
+    """Return the lines that create the layers, with a loop for consecutive numbers of equal class and spec."""
 
     def made(layer: int) -> tuple[str, str, bool, int]:
         number = places[layer].number
@@ -256,7 +256,7 @@ def _gradient_dtype(value: Value) -> torch.dtype | None:
 
 
 class _Forward:
-    """Writes a stage's forward: a line per layer, a loop for a run of layers that pass one value on."""
+    """Writes a stage's forward: a line per layer, a loop for a chain of equal layers."""
 
     def __init__(self, program: LocalProgram, stage: Stage, class_names: dict[int, str]) -> None:
         self.program, self.stage, self.class_names = program, stage, class_names
@@ -307,7 +307,7 @@ class _Forward:
         return f"input {name}" if name in self.stage.inputs else f"scalar {name}"
 
     def _run(self, layers: list[int]) -> int:
-        """How many of ``layers``, from the first, have one class and pass their only value to the next."""
+        """Return how many of ``layers``, from the first, form a chain of one class."""
         graph, program = self.program.graph, self.program
         first = graph.layers[layers[0]]
         count = 1
@@ -334,7 +334,7 @@ class _Forward:
         return count if count > 2 or together else 1
 
     def _together(self, layer: int) -> int:
-        """The number of layers that a technique calls as one with this one; 1 if each is called by itself."""
+        """Return how many layers a technique calls together with this one; 1 if each is called separately."""
         return self.program.layers[layer].strategy.options.together
 
     def _readers(self, value: str) -> int:
@@ -352,7 +352,7 @@ class _Forward:
         dtypes = [_gradient_dtype(value) for value in local.cls.outputs]
         for position, name in enumerate(last.outputs):
             single = len(last.outputs) == 1 and name != graph.loss and self._readers(name) == 1
-            # the next layer overwrites "hidden": a value that it does not read gets another name
+            # the next layer overwrites "hidden", so a value that it doesn't read gets another name
             following = layer + run
             passed = following not in self.stage.layers or name in graph.layers[following].activations
             text = "hidden" if single and passed else "loss" if name == graph.loss else self.names.fresh(name)
@@ -366,7 +366,7 @@ class _Forward:
             if results:
                 targets = ", ".join([*results, *(["*new"] if local.cls.updates else [])])
                 self.body.append(f"        {targets} = {call}")
-            else:  # nothing reads its outputs; only the buffers that it writes matter
+            else:  # its outputs are unused, but it writes buffers
                 self.body.append(f"        new = [{call}]" if len(local.cls.updates) == 1 else f"        new = {call}")
             if local.cls.updates:
                 self.body.append(f'        self.updates.append(("{self.places[layer].path}", new))')
@@ -380,7 +380,7 @@ class _Forward:
             self.body.append(f"        {results[0]} = hidden")
 
     def _members(self, layers: range) -> str:
-        """The text of a sequence of layers."""
+        """Return a sequence of layers as text."""
         places = [self.places[layer] for layer in layers]
         first = places[0]
         numbers = [place.number for place in places if place.number is not None and place.attribute == first.attribute]
@@ -391,7 +391,7 @@ class _Forward:
         return f"[self.{first.attribute}[str(i)] for i in {_range(numbers[0], numbers[-1] + 1)}]"
 
     def _call_together(self, layer: int, run: int, arguments: list[str], result: str) -> None:
-        """Layers that techniques call as one: in groups of so many, or all of them."""
+        """Emit layers that techniques call together: in groups, or all at once."""
         local, graph = self.program.layers[layer], self.program.graph
         rows, joined = rows_of(local.cls, local.sharding.types[0])
         dims = [rows[place] for place, _ in argument_keys(graph.layers[layer])]
@@ -408,7 +408,7 @@ class _Forward:
             remark = changed.remark
 
     def _read(self, layer: int, key: str, needed: Types) -> str:
-        """The text of a value in the types that a layer takes, after the lines that convert it."""
+        """Emit the conversions of a value to the types that a layer takes, and return its text."""
         variable = self.values[key]
         crossing = self.crossings.get((layer, key))
         if crossing is not None:
@@ -416,7 +416,7 @@ class _Forward:
             for step in crossing.steps:
                 axes = tuple(self.mesh[axis].name for axis in step.axes)
                 call = conversion_text(text, axes, str(step.source), str(step.target), variable.dtype)
-                # a running value has one reader, which reads what it is converted to
+                # "hidden" has one reader, which reads the converted value
                 name = text if text == "hidden" else self.names.fresh(text.removeprefix("self."))
                 self.body.append(f"        {name} = {call}")
                 text = name

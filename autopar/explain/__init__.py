@@ -1,8 +1,7 @@
-"""Why this plan: what limits it, what more of each resource would save, the alternatives, and what would make a request fit.
+"""Explains a plan: what limits it, what more of each resource would save, the alternatives, and what would make a request feasible.
 
-Every number comes from a search of its own: the same graph and the same op-level layouts, priced and searched again with one thing
-changed. ``Study`` keeps what these searches share. ``explain`` makes the report, ``suggest`` the changes that make an infeasible request
-feasible.
+Every number comes from a separate search with one thing changed, on the same graph and op-level layouts, which ``Study`` caches.
+``explain`` makes the report, ``suggest`` the changes that make an infeasible request feasible.
 """
 
 from autopar.explain.changes import Change, suggest

@@ -1,7 +1,7 @@
-"""The best plans of other outer choices: pipeline degree, microbatches, schedule, chunks.
+"""The best plans of other configurations: pipeline degree, microbatches, schedule, chunks.
 
-Choices are searched in the order of their cheap bounds, until the requested number of plans are known to be faster than all remaining
-choices, or time is up.
+Configurations are searched in the order of their cheap bounds, until the requested number of plans is proved to be faster than all
+remaining ones, or time is up.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from autopar.search.prices import Prices
 from autopar.search.problem import choices
 
 GAP = 0.02
-"""The search for an alternative stops at this gap: alternatives are compared, not run."""
+"""The gap at which the search for an alternative stops."""
 SOLVE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Alternatives:
-    """The plans, fastest first. Where they are ``complete``, no other outer choice can be faster than the last one."""
+    """The plans, fastest first. ``complete``: no other configuration can be faster than the last one."""
 
     plans: tuple[Plan, ...]
     complete: bool
@@ -54,7 +54,7 @@ Outer = tuple[int, int, str, int]
 
 
 def alternatives(study: Study, plan: Plan, count: int = 10, limit_s: float = 60.0) -> Alternatives:
-    """The plans of the ``count`` best outer choices; the choice of ``plan`` takes part with that plan."""
+    """Return the plans of the ``count`` best configurations; that of ``plan`` is represented by it."""
     deadline = time.monotonic() + limit_s
     order = _by_bound(study, deadline)
     mine = (plan.pipeline, plan.microbatches, plan.schedule, plan.chunks)
@@ -83,7 +83,7 @@ def alternatives(study: Study, plan: Plan, count: int = 10, limit_s: float = 60.
 
 
 def _by_bound(study: Study, deadline: float) -> list[tuple[float, Outer]]:
-    """Every outer choice that has a price, with a bound of its step time, the smallest first."""
+    """Return every configuration that can be priced with a lower bound of its step time, in ascending order."""
     options = dataclasses.replace(study.options, progress=None)
     prices = Prices(study.graph, study.cluster, study.pricer(), options)
     least: dict[Outer, float] = {}

@@ -1,8 +1,7 @@
-"""What would make an infeasible request feasible: the smallest change of each kind, found by search.
+"""Finds the smallest change of each kind that makes an infeasible request feasible.
 
-Each kind is tried by itself with the rest of the request as it is, and a change is proposed only if a search under it has found a plan. A
-quantity (devices, rows, tokens) is found by bisection: feasibility is not quite monotone in it, since sizes must divide, so the value
-that is proposed is feasible, and the one below it in the bisection is not.
+Each kind is tried separately, and a change is proposed only if a search with it found a plan. Quantities (devices, rows, tokens) are
+bisected. Feasibility isn't quite monotone, since sizes must divide: the proposed value is feasible, the next one in the bisection isn't.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from autopar.techniques.technique import ANY, Context
 
 MOST_DEVICES = 65_536
 MOST_PROCESSES = 64  # of this machine
-ENOUGH_S = 60.0  # for one search; it stops with the first plan that fits, long before
-LIMIT_S = 2.5  # processor seconds for all searches together: an impossible request is answered soon
+ENOUGH_S = 60.0  # for one search, which stops at the first feasible plan, long before
+LIMIT_S = 2.5  # processor seconds for all searches together
 SEQ_STEP = 128
-FIRST = 1.0 - 1e-9  # the gap at which a search stops with the first plan that fits
+FIRST = 1.0 - 1e-9  # the gap at which a search stops at the first feasible plan
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """``request`` has the values to ask for instead, by the names of the command line's options; ``free`` the pins to leave out."""
+    """A change: ``request`` has new values by option of the command line, ``free`` the pins to leave out."""
 
     kind: str
     text: str
@@ -53,9 +52,9 @@ def suggest(
     progress: Callable[[str], None] = lambda text: None,
     limit_s: float = LIMIT_S,
 ) -> InfeasibleError:
-    """``error`` with the changes that make the request feasible; changes that need no new capture of the model come first.
+    """Return ``error`` with changes that make the request feasible, those without a new capture first.
 
-    After ``limit_s`` seconds of this process's processors nothing further is tried.
+    Stops after ``limit_s`` seconds of processor time.
     """
     deadline = time.process_time() + limit_s
     kinds: list[tuple[str, Callable[[Study, float], Iterator[Change]]]] = [
@@ -77,7 +76,7 @@ def suggest(
 
 
 def feasible(study: Study, deadline: float = math.inf, **changes: Any) -> Plan | None:
-    """Any plan that fits under the changes (as for ``Study.solve``), ``None`` where the search finds none until ``deadline``."""
+    """Return any feasible plan under the changes (as for ``Study.solve``), or ``None`` if none is found until ``deadline``."""
     left_s = deadline - time.process_time()
     if left_s <= 0:
         return None
@@ -100,7 +99,7 @@ def _change(kind: str, text: str, plan: Plan, free: tuple[str, ...] = (), **requ
 
 
 def _without_pins(study: Study, deadline: float) -> Iterator[Change]:
-    """The pins that can each be left out to make something fit; all pins together if no single one is enough."""
+    """Yield each pin whose removal makes the request feasible, or all pins together if no single one suffices."""
     pins = study.options.pins
     alone = 0
     for key, value in pins.items():
@@ -122,7 +121,7 @@ def _without_pins(study: Study, deadline: float) -> Iterator[Change]:
 
 
 def _offload(study: Study, deadline: float) -> Iterator[Change]:
-    """The technique that is enough if it uses the host's memory; all of them together if no single one is."""
+    """Yield the technique whose offloading to host memory suffices, or all of them together if no single one does."""
     if study.cluster.host is None:
         return
     parts: list[tuple[str, dict[str, Any]]] = []
@@ -191,7 +190,7 @@ def _resized(study: Study, deadline: float, **sizes: Any) -> Plan | None:
 
 
 def _devices(study: Study, deadline: float) -> Iterator[Change]:
-    """More devices of the same kind: one node is filled up first, then nodes are added."""
+    """Yield more devices of the same kind: first up to a full node, then more nodes."""
     counts = larger_counts(study.cluster)
     if not counts:
         return
@@ -210,7 +209,7 @@ def _devices(study: Study, deadline: float) -> Iterator[Change]:
 
 
 def larger_counts(cluster: Cluster) -> list[int]:
-    """The numbers of devices to try, ascending. A machine's own GPUs do not become more, nor do groups that differ."""
+    """Return the numbers of devices to try, ascending; none for local GPUs and heterogeneous clusters."""
     if cluster.parts or (cluster.local and cluster.kind == "cuda"):
         return []
     if cluster.local:
@@ -224,7 +223,7 @@ def larger_counts(cluster: Cluster) -> list[int]:
 
 
 def grown(cluster: Cluster, count: int) -> Cluster:
-    """``cluster`` with ``count`` devices."""
+    """Resize ``cluster`` to ``count`` devices."""
     limit = cluster.memory_override_bytes
     if cluster.local:  # processes share the machine's memory
         return parse(["cpu"] * count, memory_limit_bytes=limit)
@@ -242,7 +241,7 @@ def grown(cluster: Cluster, count: int) -> Cluster:
 
 
 def spec_of(cluster: Cluster) -> str | None:
-    """What to write for the cluster on the command line; ``None`` where only a file describes it."""
+    """Return ``--devices`` for the cluster; ``None`` if only a file describes it."""
     if cluster.local:
         return str(cluster.count)
     name = cluster.gpu.name
@@ -256,7 +255,7 @@ def spec_of(cluster: Cluster) -> str | None:
 
 
 def _other_devices(study: Study, deadline: float) -> Iterator[Change]:
-    """The GPU kind with the least memory, of those with more than this one, on which the same number of devices is enough."""
+    """Yield the GPU kind with the least larger memory for which the same number of devices suffices."""
     cluster = study.cluster
     if (
         cluster.kind != "cuda"
@@ -277,7 +276,7 @@ def _other_devices(study: Study, deadline: float) -> Iterator[Change]:
 
 
 def _least(most: int, deadline: float, attempt: Callable[[int], Plan | None]) -> tuple[int, Plan] | None:
-    """The smallest ``n`` from 1 to ``most`` at which ``attempt`` gives a plan: doubling, then bisection."""
+    """Return the smallest ``n`` from 1 to ``most`` for which ``attempt`` returns a plan, by doubling and bisection."""
     n, below, plan = 1, 0, None
     while True:
         plan = attempt(n)

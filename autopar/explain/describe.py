@@ -1,4 +1,4 @@
-"""A plan in one line."""
+"""Describes a plan in one line."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from autopar.techniques.sync import SYNC
 
 
 def main_strategy(plan: Plan) -> Strategy:
-    """The roles that most layers play (of equally many, the first)."""
+    """Return the most frequent roles of layers (the first of equally frequent ones)."""
     counts = Counter(layer.strategy.roles for layer in plan.layers)
     roles = counts.most_common(1)[0][0]
     return next(layer.strategy for layer in plan.layers if layer.strategy.roles == roles)
 
 
 def describe(plan: Plan) -> str:
-    """``"pipeline 4 (1f1b), data 8, tensor 2, ZeRO 1, 16 microbatches, 30 of 34 layers recomputed"``: degrees are most layers'."""
+    """Return ``"pipeline 4 (1f1b), data 8, tensor 2, ZeRO 1, 16 microbatches, ..."`` with the degrees of ``main_strategy``."""
     parts = [f"pipeline {plan.pipeline} ({plan.schedule})" if plan.pipeline > 1 else "no pipeline"]
     if plan.chunks > 1:
         parts[0] += f" of {plan.chunks} chunks"
@@ -49,7 +49,7 @@ def describe(plan: Plan) -> str:
 
 
 def _techniques(plan: Plan) -> list[str]:
-    """What techniques do to how many layers: ``"30 of 34 layers recomputed"``, ``"optimizer states of 2 of 34 layers on NVMe"``."""
+    """Describe techniques: ``"30 of 34 layers recomputed"``, ``"optimizer states of 2 of 34 layers on NVMe"``."""
     found = []
     for technique in LAYER:
         for value, count in Counter(layer.strategy.options[technique] for layer in plan.layers).most_common():
@@ -63,5 +63,5 @@ def _techniques(plan: Plan) -> list[str]:
 
 
 def memory_bytes(plan: Plan) -> int:
-    """The memory of the fullest device."""
+    """Return the peak memory over devices."""
     return max(stage.memory.total for stage in plan.stages)

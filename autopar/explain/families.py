@@ -1,4 +1,4 @@
-"""The best plan of each family of plans that an expert might have chosen instead."""
+"""The best plan of each family that an expert might have chosen instead."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from autopar.techniques import LAYER
 Pins = dict[str, Any]
 
 PRICED_S = 5.0
-"""Most seconds for the search of one schedule with two-part backwards or copies of stages: their bounds rise slowly."""
+"""Time limit in seconds for schedules with a split backward pass or replicated stages, whose bounds improve slowly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The best plan under ``pins``; without one, ``reason`` says why there is none. ``chosen``: the plan itself is of the family."""
+    """The best plan under ``pins``, or the ``reason`` why there is none. ``chosen``: the explained plan belongs to the family."""
 
     name: str
     title: str
@@ -32,7 +32,7 @@ class Family:
     memory_bytes: int | None
     summary: str
     reason: str = ""
-    remark: str = ""  # why the plan has a price only, where no program of it is written
+    remark: str = ""  # why the plan can't be emitted
 
     def to_json(self, step_time_s: float) -> dict[str, Any]:
         slower = None if self.step_time_s is None else self.step_time_s / step_time_s - 1
@@ -41,8 +41,7 @@ class Family:
 
 
 def definitions(gpus_per_node: int, count: int, hosts: bool, nvme: bool) -> list[tuple[str, str, Pins]]:
-    """(name, title, pins) of every family on devices of that shape; ``hosts`` and ``nvme`` say whether the memory of nodes' hosts and
-    their NVMe are known."""
+    """Return (name, title, pins) of every family on devices of that shape; ``hosts``, ``nvme``: whether host memory and NVMe are known."""
     alone = {"pipeline": 1, "tensor": 1, "expert": 1, "ulysses": 1, "ring": 1}
     found: list[tuple[str, str, Pins]] = [
         ("no_pipeline", "no pipeline", {"pipeline": 1}),
@@ -88,7 +87,7 @@ def obeys(plan: Plan, pins: Pins) -> bool:
 
 
 def family(study: Study, plan: Plan, name: str, title: str, pins: Pins) -> Family:
-    """Solves one family, unless ``plan`` is of it."""
+    """Search one family, unless ``plan`` belongs to it."""
     given = tuple(pins.items())
     chosen = obeys(plan, pins)
     bounded: Pins = {"time_limit_s": min(PRICED_S, study.limit_s)} if pins.get("schedule") in (*SPLIT, CHIMERA) else {}

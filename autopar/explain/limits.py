@@ -1,8 +1,7 @@
-"""What limits a plan, and what more of each resource would save: finite differences, each from a search of its own.
+"""What limits a plan, and what more of each resource would save: finite differences, each by a separate search.
 
-The price of a resource (memory, a link, arithmetic, the batch) is the time that the best plan with more of it saves. The explained plan
-remains possible with more of any resource, so a price is never negative. The bound of the changed problem limits what can be saved:
-``at_most``.
+The price of a resource (memory, a link, arithmetic, the batch) is the time that the best plan with more of it saves. It is never negative,
+because the explained plan stays feasible with more of a resource. The lower bound of the changed problem limits the saving: ``at_most``.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ from autopar.plan import Plan
 
 MORE_MEMORY_BYTES = 8_000_000_000
 FULL = 0.9
-"""A stage that fills at least this share of its limit is called full."""
+"""A stage that uses at least this share of its memory limit counts as full."""
 WORTH = 0.002
-"""Savings below this share of the step are noise: the search itself stops at a gap."""
+"""Savings below this share of the step are noise, because searches stop at a gap."""
 UNSETTLED = 0.05
-"""A search that ends with a larger gap ran out of time: its plan says little."""
+"""A larger gap means that the search ran out of time, and its plan isn't meaningful."""
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What one change is worth. ``saving`` is the share of the step (per token, where the batch changes) that the best plan found under
-    it saves, negative for a loss; ``at_most`` what no plan can exceed by the bound. ``summary`` is that plan in a line."""
+    """The value of a change of hardware or batch. ``saving`` is the share of the step time (per token if the batch changes) that the best
+    plan after the change saves, negative for a loss; ``at_most`` is its upper bound. ``summary`` describes that plan in one line."""
 
     name: str
     change: str
-    saving: float | None  # ``None``: nothing would fit
+    saving: float | None  # ``None``: no plan would fit
     at_most: float | None
     step_time_s: float | None
     summary: str
@@ -45,7 +44,7 @@ class Price:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """A constraint that costs time: its name, the share of the step that relaxing it would save, and a sentence that says so."""
+    """A binding constraint: its name, the share of the step time that relaxing it would save, and a description."""
 
     name: str
     saving: float
@@ -56,7 +55,7 @@ class Binding:
 
 
 def prices(study: Study, plan: Plan) -> list[Price]:
-    """What more memory, faster links, faster arithmetic and a larger batch would be worth."""
+    """Return the values of more memory, faster links, faster arithmetic and a larger batch."""
     found = [_memory(study, plan, 1), _memory(study, plan, -1)]
     found += [_faster(study, plan, *change) for change in faster_clusters(study.cluster)]
     batch = _batch(study, plan)
@@ -64,7 +63,7 @@ def prices(study: Study, plan: Plan) -> list[Price]:
 
 
 def faster_clusters(cluster: Cluster) -> list[tuple[str, str, Cluster]]:
-    """(name, what was changed, the cluster with it) for every figure of the devices that a step may wait for; none where they differ."""
+    """Return (name, description, changed cluster) for each hardware limit that may bind; none for heterogeneous clusters."""
     if cluster.parts:
         return []
     gpu = cluster.gpu
@@ -94,7 +93,7 @@ def faster_clusters(cluster: Cluster) -> list[tuple[str, str, Cluster]]:
 
 
 def memory_step_bytes(limit: int) -> int:
-    """8 GB for GPUs of today, a tenth of the limit for smaller devices."""
+    """Return the change of memory to try: 8 GB for today's GPUs, a tenth of the limit for smaller devices."""
     return MORE_MEMORY_BYTES if limit >= 5 * MORE_MEMORY_BYTES else max(1, limit // 10)
 
 
@@ -104,11 +103,11 @@ def _memory(study: Study, plan: Plan, sign: int) -> Price:
     change = f"{size} {'more' if sign > 0 else 'less'} memory per device"
     name = "more_memory" if sign > 0 else "less_memory"
     if sign < 0 and memory_bytes(plan) <= study.limit_bytes - step:
-        return _worth(name, change, plan, plan, plan)  # the plan itself fits in less, and no plan that does is faster
+        return _worth(name, change, plan, plan, plan)  # the plan also fits in less memory, so it is still the best
     try:
         best = study.solve(memory_limit_bytes=study.limit_bytes + sign * step)
     except InfeasibleError as error:
-        text = f"with {change} nothing would fit: {error.message}"
+        text = f"with {change} no plan would fit: {error.message}"
         return Price(name, change, None, None, None, "", text)
     return _worth(name, change, plan, plan if sign > 0 else best, best)
 
@@ -118,12 +117,12 @@ def _faster(study: Study, plan: Plan, name: str, change: str, cluster: Cluster) 
 
 
 def _batch(study: Study, plan: Plan) -> Price | None:
-    """Twice the batch, compared per token; ``None`` where the request cannot be made again with another batch."""
+    """Try twice the batch, compared per token; ``None`` if the model can't be captured with it."""
     if study.recapture is None:
         return None
     try:
         best = study.solve(graph=study.sized(global_batch=2 * plan.global_batch))
-    except AutoparError:  # pins, or a model, that twice the batch does not go with
+    except AutoparError:  # the model or pins don't allow twice the batch
         return None
     half = dataclasses.replace(
         best,
@@ -134,7 +133,7 @@ def _batch(study: Study, plan: Plan) -> Price | None:
 
 
 def _worth(name: str, change: str, plan: Plan, possible: Plan, best: Plan, per: str = "") -> Price:
-    """``possible`` is a plan that is known to be possible after the change, ``best`` the one that the search found there."""
+    """Return the value of a change; ``possible`` is a plan that is feasible after it, ``best`` the best plan found."""
     before = plan.prediction.step_time_s
     after = min(best, possible, key=lambda p: p.prediction.step_time_s)
     saving = 1 - after.prediction.step_time_s / before
@@ -155,7 +154,7 @@ def _worth(name: str, change: str, plan: Plan, possible: Plan, best: Plan, per: 
 
 
 def bindings(study: Study, plan: Plan, found: list[Price]) -> list[Binding]:
-    """The constraints that have a price, the highest price first, with the figures that show where they limit the plan."""
+    """Return the constraints whose relaxation would save time, the most valuable first."""
     by_name = {price.name: price for price in found}
     p = plan.prediction
     result = []

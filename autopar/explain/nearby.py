@@ -1,4 +1,4 @@
-"""What a slightly other batch would be worth, where devices do not divide the one that was asked for."""
+"""Suggests a slightly different batch if the devices don't divide the requested one."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from autopar.progress import Progress, report
 from autopar.units import seconds
 
 NEARBY = 0.05
-"""Of the batch: a change that few trainings would notice."""
+"""Maximum relative change of the batch, which few trainings would notice."""
 WORTH = 0.01
-"""The least gain, in rows per second, of which a word is said."""
+"""Minimum relative speed-up per row worth reporting."""
 
 
 def nearby_batch(study: Study, plan: Plan, progress: Progress | None = None) -> str:
-    """How much faster the best plan for a batch nearby is per row; empty if all devices divide the batch, the plan was given, or nothing
-    nearby is worth it. The batches are those next to the plan's that all devices divide, each planned like the request."""
+    """Return how much faster per row the best plan is for a nearby batch that all devices divide, or an empty string if they divide the
+    requested one, the plan was given, or no nearby batch is worth it."""
     batch, devices = plan.global_batch, study.cluster.count
     if plan.solver == GIVEN or batch % devices == 0:
         return ""
@@ -29,7 +29,7 @@ def nearby_batch(study: Study, plan: Plan, progress: Progress | None = None) -> 
             report(progress, "search", f"with a global batch of {near:,}")
             try:
                 step_s = study.solve(graph=study.sized(global_batch=near)).prediction.step_time_s
-            except AutoparError:  # a batch that the model refuses, pins that do not divide it, nothing that fits
+            except AutoparError:  # refused by the model or the pins, or infeasible
                 continue
             found.append((near / step_s * plan.prediction.step_time_s / batch - 1, near, step_s))
     gain, near, step_s = max(found, default=(0.0, 0, 0.0))

@@ -1,4 +1,4 @@
-"""The whole explanation of a plan, as a record."""
+"""The explanation of a plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ALTERNATIVES = 10
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """``plan`` is what was explained, ``best`` the best plan that was found for the same request (the same one, if it came from there)."""
+    """``plan`` is the explained plan, ``best`` the best one found for its request (possibly the same)."""
 
     plan: Plan
     best: Plan
@@ -30,7 +30,7 @@ class Explanation:
     wall_time_s: float
 
     def to_json(self) -> dict[str, Any]:
-        """One JSON object; ``docs/guide/explain.md`` names its fields."""
+        """Return JSON with the fields in ``docs/guide/explain.md``."""
         p, best = self.plan.prediction, self.best.prediction
         return {
             "model": self.plan.model,
@@ -51,7 +51,7 @@ class Explanation:
 
 
 def explain(study: Study, plan: Plan, best: Plan, progress: Callable[[str], None] = lambda text: None) -> Explanation:
-    """Explains ``plan``; ``best`` is what the search found for the request, or ``plan`` itself."""
+    """Explain ``plan``; ``best`` is what the search found for its request, or ``plan``."""
     start = time.perf_counter()
     progress("what more memory, bandwidth and batch would be worth")
     worth = prices(study, best)

@@ -1,4 +1,4 @@
-"""A request that can be solved again with one thing changed: other pins, another memory limit, other links, another batch."""
+"""A request that can be searched again with one thing changed: pins, memory limit, links, batch."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ PricerOf = Callable[[Graph, Cluster], PriceSource]
 
 
 def shared_pricers() -> PricerOf:
-    """Pricers that share op-level layouts and tables between all clusters of a graph."""
+    """Return a factory of pricers that share op-level layouts and tables between all clusters of a graph."""
 
-    kept: dict[int, tuple[Graph, LayerPricer]] = {}  # the graph is kept so that its id stays its own
+    kept: dict[int, tuple[Graph, LayerPricer]] = {}  # with the graph, so that its id isn't reused
 
     def pricer_of(graph: Graph, cluster: Cluster) -> PriceSource:
         if id(graph) not in kept:
@@ -33,9 +33,9 @@ def shared_pricers() -> PricerOf:
 
 @dataclass
 class Study:
-    """``solve`` searches the request again; tables that do not depend on the change are kept between searches.
+    """``solve`` searches the request again, caching tables that don't depend on the change.
 
-    ``seq`` is the length of the batch's sequences, ``None`` where there are none. ``limit_s`` bounds each solve.
+    ``seq`` is the sequence length, ``None`` without sequences. ``limit_s`` is the time limit of a search.
     """
 
     graph: Graph
@@ -49,7 +49,7 @@ class Study:
     _graphs: dict[tuple[tuple[str, Any], ...], Graph] = field(default_factory=dict)
 
     def pricer(self, graph: Graph | None = None, cluster: Cluster | None = None) -> PriceSource:
-        """The pricer of that graph on that cluster, made once. A limit of memory changes no price."""
+        """Return the pricer of that graph on that cluster, created once; prices don't depend on the memory limit."""
         graph, cluster = graph or self.graph, cluster or self.cluster
         cluster = dataclasses.replace(cluster, memory_override_bytes=None)
         key = (id(graph), cluster)
@@ -65,11 +65,11 @@ class Study:
         asked: SearchOptions | None = None,
         **options: Any,
     ) -> Plan:
-        """The best plan with these things changed; ``options`` are fields of ``SearchOptions`` and override those of ``asked``.
+        """Search with these changes; ``options`` are fields of ``SearchOptions`` and override those of ``asked``.
 
         Raises:
-            InfeasibleError: nothing fits.
-            UsageError: pins that contradict each other.
+            InfeasibleError: no plan fits.
+            UsageError: pins contradict each other.
         """
         graph, cluster = graph or self.graph, cluster or self.cluster
         common = {"time_limit_s": min(self.limit_s, self.options.time_limit_s), "progress": None}
@@ -77,11 +77,11 @@ class Study:
         return search(graph, cluster, self.pricer(graph, cluster), asked)
 
     def reprice(self, plan: Plan, cluster: Cluster) -> Plan:
-        """The same plan on other devices: nothing is searched."""
+        """Price the same plan on other devices."""
         return reprice(self.graph, cluster, self.pricer(cluster=cluster), plan, plan.precision)
 
     def sized(self, **sizes: Any) -> Graph:
-        """``recapture(**sizes)``, once."""
+        """Return ``recapture(**sizes)``, cached."""
         assert self.recapture is not None
         key = tuple(sorted(sizes.items()))
         if key not in self._graphs:
@@ -90,5 +90,5 @@ class Study:
 
     @property
     def limit_bytes(self) -> int:
-        """What a plan may fill of one device."""
+        """The memory limit of a device."""
         return self.options.memory_limit_bytes or self.cluster.memory_limit_bytes

@@ -9,7 +9,7 @@ from autopar.ops.facts import OpKind, facts, is_custom
 
 
 def stays_eager(cls: LayerClass) -> str:
-    """Why a layer of the class is not compiled where its strategy asks for it, as the end of a sentence about it; empty if it is."""
+    """Return why layers of the class can't be compiled, or an empty string."""
     if cls.updates:
         return "writes buffers"
     for node in cls.graph.graph.nodes:

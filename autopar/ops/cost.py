@@ -1,12 +1,10 @@
-"""The cost of one op: floating-point operations and bytes of device memory, at the shapes of its node.
+"""The cost of an op: FLOPs and bytes of device memory, at the shapes of its node.
 
-Matrix products, convolutions and attention count FLOPs; the price of every other op is the bytes that it reads and writes, which bound
-it; views cost nothing. Counts are those of the whole tensors of ``meta(node)["val"]``; the caller divides them among the devices of an
-axis.
+Matrix products, convolutions and attention count FLOPs; other ops are memory-bound and count bytes read and written; views are free.
+Counts are those of the global tensors of ``meta(node)["val"]``; the caller divides them among the devices of an axis.
 
-Conventions: a multiply-add is two operations; attention is flash-like (no score matrix in memory); *executed* FLOPs
-of causal attention are half, *model* FLOPs (for MFU) are those of the full square, as in Megatron's and nanotron's
-published numbers.
+Conventions: a multiply-add is two FLOPs; attention is flash attention (no score matrix in memory); *executed* FLOPs of causal attention
+are half, *model* FLOPs (for MFU) are those of the full square, as in Megatron's and nanotron's published numbers.
 """
 
 from __future__ import annotations
@@ -24,14 +22,14 @@ from autopar.ops.meta import meta
 from autopar.ops.operands import arguments, operands, shape_of, val
 from autopar.ops.own import own_op
 
-# Backward FLOPs of attention over its forward FLOPs: flash attention has five products (one recomputes the scores) for forward's two.
+# backward over forward FLOPs of attention: flash attention has five products (one recomputes the scores) for forward's two
 ATTENTION_BACKWARD = 2.5
 ATTENTION_BACKWARD_KERNELS = 2  # the row sums of gradient times result, then the gradients of query, key and value
 SAVED_ATTENTION_BACKWARD = 2.0  # if the scores are saved, and by the convention of model FLOPs
 
 
 def tensors(value: object) -> list[torch.Tensor]:
-    """The tensors of a node's value, which may be a tensor, a tuple or list of them, or something else."""
+    """Return the tensors of a node's value."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, (tuple, list)):
@@ -40,7 +38,7 @@ def tensors(value: object) -> list[torch.Tensor]:
 
 
 def tensor_operands(node: fx.Node) -> list[fx.Node]:
-    """The nodes that ``node`` reads and whose values are tensors, in ``all_input_nodes`` order."""
+    """Return the operands of ``node`` that are tensors, in ``all_input_nodes`` order."""
     return [n for n in node.all_input_nodes if tensors(meta(n).get("val"))]
 
 
@@ -50,24 +48,24 @@ def is_attention(node: fx.Node) -> bool:
 
 
 def factors(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The two factors of a product."""
+    """Return the two factors of a product."""
     first = 1 if facts(node).added_operand == 0 else 0
     return operands(node)[first : first + 2]
 
 
 def op_cost(node: fx.Node) -> tuple[float, float]:
-    """``(flops, bytes)`` of the forward op: operations executed, and bytes of device memory read plus written."""
+    """Return executed FLOPs and bytes of device memory (read plus written) of the forward op."""
     return executed_flops(node), float(bytes_moved(node))
 
 
 def executed_flops(node: fx.Node) -> float:
-    """Forward FLOPs as executed: a causal mask halves attention."""
+    """Return executed forward FLOPs: a causal mask halves attention."""
     full = model_flops(node)
     return full / 2 if full and is_attention(node) and _causal(node) else full
 
 
 def model_flops(node: fx.Node) -> float:
-    """Forward FLOPs by the usual convention for utilisation: attention counts the full square."""
+    """Return forward FLOPs by the convention for MFU: attention counts the full square."""
     if node.op != "call_function" or not tensors(meta(node).get("val")):
         return 0.0
     if is_attention(node):
@@ -81,9 +79,9 @@ def model_flops(node: fx.Node) -> float:
 
 @dataclass(frozen=True, slots=True)
 class GradientProduct:
-    """A product of an op's backward: its FLOPs, and the name of the op's operand that its result is a gradient of.
+    """A product in an op's backward: its FLOPs, and the operand whose gradient it computes.
 
-    In a mixture of experts the gradient of a value between two products is on the way to the tokens' gradient.
+    In a mixture of experts the gradient of a value between two products counts for the tokens.
     """
 
     flops: float
@@ -91,9 +89,9 @@ class GradientProduct:
 
 
 def gradient_products(node: fx.Node, wants: Mapping[str, bool]) -> tuple[GradientProduct, ...]:
-    """The products of the backward of an op other than attention: one for each factor that needs a gradient, as large as the forward's.
+    """Return the products of the backward of an op other than attention: one per factor that needs a gradient, as large as the forward's.
 
-    ``wants`` says of every value whether it needs a gradient.
+    ``wants``: whether each value needs a gradient.
     """
     if isinstance(node.target, Experts):
         return tuple(_experts_gradient_products(node, node.target, wants))
@@ -118,7 +116,7 @@ def _experts_gradient_products(node: fx.Node, experts: Experts, wants: Mapping[s
 
 
 def bytes_moved(node: fx.Node) -> int:
-    """Bytes read plus written by the forward op."""
+    """Return bytes read plus written by the forward op."""
     if node.op != "call_function" or facts(node).is_view:
         return 0
     written = sum(t.nbytes for t in tensors(meta(node).get("val")))
@@ -129,7 +127,7 @@ def bytes_moved(node: fx.Node) -> int:
 
 
 def attention_dropout(node: fx.Node) -> float:
-    """The dropout probability of an attention op."""
+    """Return the dropout probability of an attention op."""
     given = arguments(node).get("dropout_p", 0.0)
     return float(given) if isinstance(given, (int, float)) else 0.0
 

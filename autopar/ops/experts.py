@@ -1,9 +1,9 @@
-"""Mixtures of experts as ops: the experts' body, which the model defines, as a graph.
+"""Mixtures of experts as ops, with the experts' body, which the model defines, as a graph.
 
-An ``Experts`` is the target of a graph's node, as ``aten.linear`` is of another: the node's operands are the tokens ``[..., h]``, the
-router's choices ``[..., k]`` and their weights ``[..., k]``, and the experts' parameters, each with the experts as dim 0. The body is a
-graph of ``(rows, counts, *parameters)`` over all chosen rows, sorted by expert. It treats rows alike, so tokens can be sharded,
-permuted and sent to other ranks.
+An ``Experts`` is a node's target, like ``aten.linear``: the node's operands are the tokens ``[..., h]``, the router's choices
+``[..., k]`` and their weights ``[..., k]``, and the experts' parameters with the experts as dim 0. The body is a graph of ``(rows, counts,
+*parameters)`` over all chosen rows, sorted by expert. It treats rows independently, so that tokens can be sharded, permuted and sent to
+other ranks.
 """
 
 from __future__ import annotations
@@ -53,9 +53,8 @@ class Experts:
 
 
 def odd_products(op: Experts, shapes: Sequence[tuple[int, ...]]) -> dict[str, tuple[int, int]]:
-    """The grouped products of the body, by node, that CUDA refuses where the parameters have these local shapes: with the widths of their
-    rows and of their results, which are not all multiples of 16 bytes. Products of other dtypes than bfloat16 run expert by expert
-    anyway."""
+    """Return the body's grouped products that CUDA refuses at these local parameter shapes, with the widths of their rows and results,
+    not all of which are multiples of 16 bytes. Only bfloat16 uses grouped products."""
     rows, counts, *parameters = (meta(node)["val"] for node in op.body.graph.nodes if node.op == "placeholder")
     if parameters[0].dtype != torch.bfloat16:
         return {}
@@ -66,11 +65,11 @@ def odd_products(op: Experts, shapes: Sequence[tuple[int, ...]]) -> dict[str, tu
 
 
 MULTIPLE = 8
-"""Numbers of bfloat16 in 16 bytes. CUDA's grouped product reads and writes rows that begin at multiples of them, in both passes."""
+"""bfloat16 elements in 16 bytes, the alignment of rows in CUDA's grouped product."""
 
 
 class _ProductWidths(fx.Interpreter):
-    """Runs a body, and notes the widths of its grouped products."""
+    """Runs a body and records the widths of its grouped products."""
 
     def __init__(self, body: fx.GraphModule) -> None:
         super().__init__(body)
@@ -85,7 +84,7 @@ class _ProductWidths(fx.Interpreter):
 
 
 def expert_by_expert(op: Experts, names: Collection[str]) -> Experts:
-    """The same mixture, the named grouped products of whose body run expert by expert."""
+    """Return the mixture with the named grouped products of its body replaced by one product per expert."""
     body = copy.deepcopy(op.body)
     for node in body.graph.nodes:
         if node.name in names:
@@ -94,7 +93,7 @@ def expert_by_expert(op: Experts, names: Collection[str]) -> Experts:
 
 
 def _described(body: fx.GraphModule) -> Iterator[tuple[Any, ...]]:
-    """Descriptions of the body's nodes; equal bodies have equal descriptions."""
+    """Describe the body's nodes; equal bodies have equal descriptions."""
     for node in body.graph.nodes:
         value = meta(node).get("val")
         shape = (tuple(value.shape), str(value.dtype)) if isinstance(value, Tensor) else None

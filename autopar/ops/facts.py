@@ -1,7 +1,7 @@
-"""Facts about each op, in one table by name: its kind, and the facts that follow from its kind.
+"""Facts about each op, in a table by name: its kind, and what follows from it.
 
-Rules, prices, passes, capture, emit and checks ask ``facts(node)`` instead of comparing names. An op that the table does not list is of
-the kind ``OTHER``. FLOPs and bytes depend on shapes, and are in ``autopar.ops.cost``.
+Rules, cost model, passes, capture, emit and checks use ``facts(node)`` instead of comparing names. Ops that aren't in the table are of
+kind ``OTHER``. FLOPs and bytes depend on shapes, and are in ``autopar.ops.cost``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TORCHS_OWN = frozenset(("aten", "prim", "prims", "autopar", "profiler", "higher
 
 
 def aten_names(text: str) -> tuple[str, ...]:
-    """The full names of the ATen ops whose short names ``text`` lists: ``"aten.view"`` and so on."""
+    """Return full names of the ATen ops in ``text``: ``"aten.view"`` etc."""
     return tuple(f"aten.{name}" for name in text.split())
 
 
@@ -71,8 +71,8 @@ _LINEAR = frozenset(
     (*aten_names("rsub neg sum mean cat stack"), "_operator.getitem", "kernels.reshape", "kernels.expand")
     + ("collectives.convert", "collectives.share", "localise_layer.scale")
 )
-# Pointwise ops that torch does not tag as pointwise, or not all overloads of them; the tests prove each by execution. Views are none of
-# them, nor is an op with an operand of another shape than the result's (``prelu``), a copy (``type_as``) or a choice of rows (``renorm``).
+# Pointwise ops that torch doesn't tag as pointwise, or not in all overloads; the tests check each by execution. Not views, nor ops with an
+# operand that isn't broadcast (``prelu``), copies (``type_as``), or ops on rows (``renorm``).
 ALSO_POINTWISE = frozenset(
     aten_names(
         """where to _to_copy clamp clip masked_fill fill zero zeros_like ones_like full_like
@@ -82,17 +82,16 @@ ALSO_POINTWISE = frozenset(
         arccos arcsin arctan arctan2 arccosh arcsinh arctanh"""
     )
 )
-NOT_POINTWISE = frozenset(("aten::where",))  # the places of what is true
+NOT_POINTWISE = frozenset(("aten::where",))  # with one argument: indices
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """The facts about one op, for all its overloads, arguments and shapes.
+    """The facts about an op, for all its overloads, arguments and shapes.
 
-    ``name`` is ``"aten.linear"`` for every overload of ``aten::linear``; for a Python function its module's last name and its own, as in
-    ``"kernels.cross_entropy_sum"`` and ``"_operator.getitem"``; empty for a node that is no call. ``seeded``: torch tags the op as one
-    that may draw random numbers. ``pointwise``: each element of the result depends only on the operands' elements at the same (broadcast)
-    position.
+    ``name`` is ``"aten.linear"`` for every overload of ``aten::linear``; for a Python function its module's last name and its name, as in
+    ``"kernels.cross_entropy_sum"`` and ``"_operator.getitem"``; empty for a node that isn't a call. ``seeded``: torch tags the op as
+    random. ``pointwise``: each element of the result depends only on the operands' elements at the same (broadcast) position.
     """
 
     name: str
@@ -117,55 +116,55 @@ class Op:
 
     @property
     def in_float8(self) -> bool:
-        """Whether the op is a product of 8-bit numbers."""
+        """Whether the op is an FP8 product."""
         return self.name == "kernels_fp8.linear"
 
     @property
     def is_expensive(self) -> bool:
-        """Whether computing the result again costs more than the memory that it takes: selective recomputation keeps it."""
+        """Whether selective recomputation saves the result, because recomputing it costs more than its memory."""
         return self.is_product or self.is_attention or self.kind is OpKind.EINSUM
 
     @property
     def may_be_summed(self) -> bool:
-        """Whether selective recomputation keeps the sum of the result over devices, if the result is a term of a sum.
+        """Whether selective recomputation saves the reduced result if the result is a partial sum.
 
-        Lookups in a table of which a device has some rows give terms of a sum; so do products over slices, and additions to such terms.
+        Lookups in a row-sharded table give partial sums; so do products over slices, and additions to partial sums.
         """
         return self.is_expensive or self.kind in (OpKind.LOOKUP, OpKind.ADDITION)
 
     @property
     def saves_nothing(self) -> bool:
-        """Whether the gradient does not depend on the values of operands and result, so that autograd saves neither."""
+        """Whether the gradient doesn't depend on operands and result, so that autograd saves neither."""
         return self.kind in _VIEWS or self.passes_gradient_on or self.name in _LINEAR
 
     @property
     def passes_gradient_on(self) -> bool:
-        """Whether the backward of an op whose operands have the result's shape runs no kernel."""
+        """Whether the backward runs no kernel if the operands have the result's shape."""
         return self.kind in (OpKind.ADDITION, OpKind.CAST, OpKind.IDENTITY)
 
     @property
     def is_view(self) -> bool:
-        """Whether the op moves no data, judged by its name (a reshape may copy: ``price.trace`` finds out)."""
+        """Whether the op is a view by its name (a reshape may copy: ``price.trace`` finds out)."""
         return self.kind in _VIEWS or self.name in _OTHER_VIEWS
 
     @property
     def is_strided(self) -> bool:
-        """Whether the op is a view whose elements may be in another order in memory, or not contiguous."""
+        """Whether the op is a view that may be non-contiguous."""
         return self.kind in _STRIDED
 
     @property
     def is_cross_entropy(self) -> bool:
-        """Whether the op is a cross entropy, of classes or binary."""
+        """Whether the op is a categorical or binary cross entropy."""
         return "cross_entropy" in self.name
 
     @property
     def looks_up(self) -> bool:
-        """Whether the op reads rows of a table, and possibly sums them."""
+        """Whether the op looks up rows of a table, and possibly sums them."""
         return self.kind in (OpKind.LOOKUP, OpKind.BAG)
 
     @property
     def added_operand(self) -> int | None:
-        """The index of the operand that a product only adds, if any."""
+        """The index of the operand that is added to a product, if any."""
         return {"aten.linear": 2, "aten.addmm": 0, "aten.addbmm": 0, "aten.baddbmm": 0}.get(self.name)
 
 
@@ -174,7 +173,7 @@ _NO_CALL = Op("", OpKind.OTHER)
 
 @functools.lru_cache(maxsize=4096)
 def op_of(target: Any) -> Op:
-    """The facts about the op that is a call's target."""
+    """Return the facts about the op of a call's target."""
     overload = overload_name(target)
     if overload is not None:
         name = overload.partition(".")[0].replace("::", ".")
@@ -195,7 +194,7 @@ def facts(node: fx.Node) -> Op:
 
 
 def op_name(node: fx.Node) -> str:
-    """The full name of the node's op, such as ``"aten.linear"``; empty for a node that is no call."""
+    """Return the full name of the node's op, such as ``"aten.linear"``; empty for a node that isn't a call."""
     return facts(node).name
 
 

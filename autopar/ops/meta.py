@@ -1,8 +1,6 @@
-"""The metadata of nodes and graphs: every key that autopar writes into ``fx.Node.meta`` and ``fx.GraphModule.meta``, and torch's keys
-that it reads.
+"""The typed keys of ``fx.Node.meta`` and ``fx.GraphModule.meta``: those that autopar writes, and torch's that it reads.
 
-``meta(node)`` is ``node.meta`` with these types: ``meta(node)["val"]``, ``"parameter" in meta(node)``. The type checker refuses a key
-that is not declared here.
+``meta(node)`` is ``node.meta`` with these types, so that mypy refuses undeclared keys.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ class NodeMeta(TypedDict, total=False):
 
     # written by torch.export
     val: Any
-    """The value as a plain meta tensor, or a tuple of them, with global shapes; in a local graph, with one rank's shapes."""
+    """The value as a meta tensor, or a tuple of them, with global shapes; in a local graph, with a rank's shapes."""
     nn_module_stack: dict[str, tuple[str, Any]]
     """The modules of the user's model around the node's code, outermost first."""
     stack_trace: str | None
@@ -66,25 +64,24 @@ class NodeMeta(TypedDict, total=False):
     product: str
     """The name of the product that a bias was joined to. Written by ``passes.fuse_bias``, read by ``passes`` and ``emit``."""
     caller: str
-    """The function of the runtime that makes the node's call, in place of the program itself. Written by the passes of techniques, read by
-    ``emit``."""
+    """The runtime function that makes the node's call. Written by the passes of techniques, read by ``emit``."""
     joined: bool
     """Whether a call converts its input itself (``passes.joined``)."""
     turn: bool
-    """Whether the other part of the microbatch computes before the node. Written by the passes of techniques, read by ``emit``; so are the
-    next five."""
+    """Whether the other half of the microbatch takes its turn before the node. Written by the passes of techniques, read by ``emit``, like
+    the next five."""
     inner: str
-    """Where it computes while the node's own kernel waits for what it sent: the function that sends."""
+    """If the other half computes during the async communication of the node's kernel: the function that issues it."""
     across: bool
-    """Whether it does so between the node and a reader."""
+    """Whether the other half computes between the node and a reader."""
     flies: str
-    """Where a conversion is issued and awaited apart: the function that issues it."""
+    """For an async conversion: the function that issues it."""
     once: bool
-    """Whether one such conversion serves both halves."""
+    """Whether one async conversion serves both halves."""
     sends: list[fx.Node]
-    """The conversions that are issued right after the node."""
+    """The async conversions that are issued right after the node."""
     module: str
-    """The path of the layer's module of torch that computes the node. Written and read by ``emit``."""
+    """The path of the layer's torch module that computes the node. Written and read by ``emit``."""
     body: str
     """The method that computes the body of a mixture of experts. Written and read by ``emit``."""
 
@@ -93,7 +90,7 @@ class GraphMeta(TypedDict, total=False):
     """The metadata of a captured graph."""
 
     notes: list[str]
-    """Sentences for the user."""
+    """Notes for the user."""
     unmicrobatchable: str
     """The reason why the batch cannot be split in time."""
     local_batch_norm: bool
@@ -101,11 +98,11 @@ class GraphMeta(TypedDict, total=False):
     updates: tuple[str, ...]
     """The names of the buffers whose new values follow the loss in the output. Written by ``functionalise_pass``."""
     valueless: dict[str, None]
-    """The names of the buffers whose values are needed but not available (the model is on meta)."""
+    """The buffers whose values are needed but unavailable (the model is on meta)."""
     assumed: tuple[tuple[str, str], ...]
-    """Sentences on what only a comparison with the model can show to be right, each with a hint."""
+    """Assumptions that only a comparison with the model can confirm, each with a hint."""
     guards: tuple[Guard, ...]
-    """Questions that the model asked about its values, and the answers for which the graph is captured."""
+    """Values that forward read, for which the graph is specialised."""
 
 
 def meta(node: fx.Node) -> NodeMeta:

@@ -1,4 +1,4 @@
-"""The tensor operands of a graph node, its arguments by name, and the shape of its value."""
+"""A node's tensor operands, arguments by name, and shape."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def is_tensor(node: fx.Node) -> bool:
 
 
 def operands(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The tensor operands in flattened order of the arguments, then of the keyword arguments, with duplicates.
+    """Return the tensor operands in flattened order of positional, then keyword arguments, with duplicates.
 
     ``mul(x, x)`` has two. Unlike ``node.all_input_nodes``, this order matches the operands of the op's rule.
     """
@@ -38,7 +38,7 @@ def operands(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
-    """The node's arguments by their names in the op's schema, in the schema's order, with defaults filled in.
+    """Return the node's arguments by name, in the schema's order, with defaults.
 
     For a Python function without a readable signature: its positional arguments, named ``"0"``, ``"1"``, ...
     """
@@ -57,12 +57,12 @@ def arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def args_of(node: fx.Node) -> tuple[Any, ...]:
-    """The positional arguments as ``Any``; with fx's wide types every use would need a cast."""
+    """Return the positional arguments typed as ``Any``, since fx's type is too wide to use without casts."""
     return node.args
 
 
 def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
-    """The argument at position ``index`` or keyword ``name``."""
+    """Return the argument at position ``index`` or keyword ``name``."""
     return args_of(node)[index] if len(node.args) > index else node.kwargs.get(name, default)
 
 

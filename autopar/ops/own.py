@@ -1,6 +1,6 @@
-"""Ops that a pass of autopar makes of several others: what prices, padding, kernels and checks must know of such an op, in one record.
+"""Fused ops that a pass of autopar creates, each with what the cost model, padding, kernels and checks need.
 
-The pass's module registers it, and adds the op's rule to ``rules.table``, so that the op is known wherever a graph has it.
+The pass's module registers the op, and adds its rule to ``rules.table``.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from torch import fx
 from autopar.ops.facts import op_name
 
 Size = Callable[[torch.Tensor], int]
-"""Bytes of a tensor at the priced precision."""
+"""Returns a tensor's bytes at the priced precision."""
 
 
 class Passes(NamedTuple):
-    """What an op computes besides its products: bytes that it moves forward and backward, those that are live while it runs, and kernels
-    of each of both passes."""
+    """An op's work besides its products: bytes moved forward and backward, live bytes while it runs, and kernels of each pass."""
 
     forward_bytes: float
     backward_bytes: float
@@ -31,13 +30,12 @@ class Passes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OwnOp:
-    """An op, by the function of the runtime that computes it.
+    """A fused op, computed by a runtime function.
 
-    ``name`` is that of ``ops.facts``. ``flops`` are those of its products, forward; its backward pass computes them once more (``slices``
-    kernels in each direction), and ``passes`` are the rest. ``beyond`` says whether the result is
-    right where operands are padded, as in ``rules.padding.carried``; ``reword`` gives the call of a padded graph its true sizes, from the
-    call before. ``call`` is the call of one rank (``passes.kernel_calls``). ``samples`` makes arguments of calls on which the rule is
-    executed, from functions that draw normal numbers of a shape, and integers below a limit.
+    ``name`` is that of ``ops.facts``. ``flops`` are those of its forward products, which backward recomputes (``slices`` kernels in each
+    direction); ``passes`` is the rest. ``beyond`` is ``rules.padding.carried`` of the op; ``reword`` gives the call of a padded graph its
+    true sizes. ``call`` makes a rank's call (``passes.kernel_calls``). ``samples`` makes arguments for checking the rule, from functions
+    that draw normal floats of a shape, and integers below a limit.
     """
 
     name: str
@@ -61,5 +59,5 @@ def register(op: OwnOp) -> None:
 
 
 def own_op(node: fx.Node) -> OwnOp | None:
-    """The record of a node's op, if a pass made it."""
+    """Return the record of a node's fused op, or ``None``."""
     return OWN_OPS.get(op_name(node)) if OWN_OPS else None

@@ -1,4 +1,4 @@
-"""Products with a weight whose gradient nothing but the optimizer reads, so that the end of a step is soon enough to compute it."""
+"""Matrix products whose weight gradients zero-bubble schedules may defer."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from autopar.ops.operands import arguments
 
 
 def weight_of(node: fx.Node) -> fx.Node | None:
-    """The weight of a ``linear`` if it is a placeholder that only this op reads; otherwise ``None``.
+    """Return the weight of a ``linear`` if it is a placeholder that only this op reads, else ``None``.
 
-    A backward pass in two parts leaves the gradient of such a weight to the second part. A weight with several readers gets one gradient,
-    a sum, and a weight that is converted gets its gradient through the conversion: both belong to the first part.
+    A split backward pass defers the gradient of such a weight. If a weight has several readers, or is converted, its gradient is computed
+    in the first part, with the input gradients.
     """
     if op_name(node) != "aten.linear":
         return None

@@ -1,4 +1,4 @@
-"""The user's source code of a node: its lines, and the name that the code gives to the node's value."""
+"""A node's lines in the user's source code, and the name that they give to its value."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Frame = tuple[str, int, str, str]
 
 @dataclass(frozen=True, slots=True)
 class _Statement:
-    """A statement of a file: its first line, the names that it binds, and whether a function returns its value."""
+    """A statement: its first line, the names that it assigns, and whether it returns its value."""
 
     line: int
     targets: tuple[str, ...] = ()
@@ -34,7 +34,7 @@ class _Statement:
 
 
 def frames(node: fx.Node) -> list[Frame]:
-    """The lines of code that created the node, the innermost last."""
+    """Return the frames that created the node, innermost last."""
     return _frames(str(meta(node).get("stack_trace") or ""))
 
 
@@ -44,8 +44,8 @@ def _frames(trace: str) -> list[Frame]:
 
 
 def user_frame(node: fx.Node) -> Frame | None:
-    """The user's line that created the node: the last one of a ``forward`` method, or else of any function; torch's line if none is the
-    user's, and ``None`` for a node that no line created."""
+    """Return the user's frame that created the node: the last one of a ``forward`` method, or else of any function; torch's if none is
+    the user's, ``None`` without frames."""
     found = frames(node)
     users = [frame for frame in found if not frame[0].startswith(_TORCH)]
     best = [frame for frame in users if frame[2] == "forward"] or users or found
@@ -53,7 +53,7 @@ def user_frame(node: fx.Node) -> Frame | None:
 
 
 def source_line(node: fx.Node) -> str:
-    """``user_frame`` as Python prints a frame, the line below its file and number; empty without one."""
+    """Return ``user_frame`` in the format of a traceback, or an empty string."""
     if (frame := user_frame(node)) is None:
         return ""
     file, line, function, text = frame
@@ -61,7 +61,7 @@ def source_line(node: fx.Node) -> str:
 
 
 def source_name(node: fx.Node) -> str:
-    """Return the name that the user's code binds the node's value to, or one that is made of the code.
+    """Return the name that the user's code assigns the node's value to, or one derived from the code.
 
     For ``y = self.up(x) * -f(x)`` that is ``y`` for the product, ``y_neg`` for its right factor, ``up`` and ``f`` for what the module and
     the function return.
@@ -70,12 +70,12 @@ def source_name(node: fx.Node) -> str:
 
 
 def is_bound(node: fx.Node) -> bool:
-    """Whether the user's code binds the node's value to a name."""
+    """Whether the user's code assigns the node's value to a name."""
     return _name(node)[1]
 
 
 def _name(node: fx.Node) -> tuple[str, bool]:
-    """The name, and whether the code binds it. What a function returns has the name to which its caller binds it."""
+    """Return the name, and whether the code assigns it. A function's result has the name that its caller assigns it to."""
     op, module, at = _op(node), _module_name(node), frames(node)
     for depth in reversed(range(len(at))):
         here = _statement(*at[depth][:2])
@@ -97,26 +97,26 @@ def _name(node: fx.Node) -> tuple[str, bool]:
 
 
 def _op(node: fx.Node) -> str:
-    """The op's name; with a number where Python has a function of that name."""
+    """Return the op's name, with a number if it is a Python builtin."""
     name = re.sub(r"_\d+$", "", node.name)
     return node.name if hasattr(builtins, name) else name
 
 
 def _module_name(node: fx.Node) -> str:
-    """The attribute that holds the module which created the node; empty for a member of a list."""
+    """Return the attribute name of the module that created the node; empty for a member of a list."""
     modules: list[Any] = list((meta(node).get("nn_module_stack") or {}).values())
     name = str(modules[-1][0]).split("@")[0].rpartition(".")[2] if modules else ""
     return "" if name.isdigit() or name == "module" else name
 
 
 def _index(node: fx.Node) -> int | None:
-    """Which element of an op's results the node is."""
+    """Return the index of the node among an op's results."""
     index = node.args[1] if node.target is operator.getitem else None
     return index if isinstance(index, int) and index >= 0 else None
 
 
 def _is_last(node: fx.Node, at: list[Frame]) -> bool:
-    """Whether no other node of the same statement, in the same calls (``at``), reads the node."""
+    """Whether no other node of the same statement and frames (``at``) reads the node."""
     place = [(file, _first_line(file, line)) for file, line, *_ in at]
     waiting, seen = list(node.users), set[fx.Node]()
     while waiting:
@@ -144,7 +144,7 @@ def _statement(file: str, line: int) -> _Statement | None:
 
 @lru_cache(maxsize=64)
 def _statements(file: str) -> dict[int, _Statement]:
-    """The simple statements of a file, by each of their lines; empty where the file cannot be read."""
+    """Return the simple statements of a file by line; empty if it can't be read."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
@@ -161,7 +161,7 @@ _SEVERAL = (ast.Tuple, ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, 
 
 
 def _bound(node: ast.stmt) -> tuple[tuple[str, ...], bool]:
-    """The names that a statement binds to the value of its expression, and whether it returns the value."""
+    """Return the names that a statement assigns its expression to, and whether it returns it."""
     if isinstance(getattr(node, "value", None), _SEVERAL):
         return (), False
     if isinstance(node, ast.Return):

@@ -1,4 +1,4 @@
-"""The measurements, in the worker processes: all at the same time, because a core is faster while the others are idle.
+"""The measurements, in worker processes that all run at the same time, because a core is faster while the others are idle.
 
 Every function returns figures: ``{"name", "variant", "backward", "size", "unit", "samples"}``.
 """
@@ -23,27 +23,27 @@ from autopar.profile.sweep import MOVES
 from autopar.program.collectives import ShardedReduceScatter, all_gather, backend_reduce_scatter, reduce_scatter
 from autopar.run import remote
 
-_BUDGET_S = {"cpu": 0.1, "cuda": 0.06}  # of one measurement, after a run that is not counted
+_BUDGET_S = {"cpu": 0.1, "cuda": 0.06}  # of one measurement, after a warm-up
 _SAMPLES = (3, 40)
-_LEAST_SHARE = 0.1  # the least fraction of a time that a difference between two noisy times may be
-# Runs shorter than this are timed together. Processes that share a processor take turns of some milliseconds: a sample within one turn
-# would have the speed of a process alone, which no program has.
+_LEAST_SHARE = 0.1  # minimum difference between two noisy times, as a fraction
+# Shorter runs are timed together. Processes that share a core have time slices of some milliseconds: a sample within one would have the
+# speed of a process that runs alone.
 _BACK_TO_BACK_S = {"cpu": 2e-2, "cuda": 2e-4}
 _MOST_BACK_TO_BACK = 10_000
-_BEYOND_CACHES = 1 << 26  # bytes of the ops and modules that take turns: more than a core's caches have
-_COPIES = 64  # of one op at most
+_BEYOND_CACHES = 1 << 26  # bytes of the operands of rotating copies: more than a core's caches
+_COPIES = 64  # maximum copies of an op
 _SEGMENT_S, _SEGMENTS, _BLOCKS = 5e-3, 10, 8  # arithmetic before a collective; collectives timed together; samples
-_OVERLAPS = 4  # measurements of overlap, whose samples differ most
+_OVERLAPS = 4  # measurements of overlap, which is noisiest
 _device = torch.device("cpu")
-_groups: dict[int, dist.ProcessGroup] = {}  # by members: this rank's
+_groups: dict[int, dist.ProcessGroup] = {}  # group size -> this rank's group
 
 Figures = list[dict[str, Any]]
 Op = tuple[Callable[[], Tensor], list[Tensor]]
-"""An op and those of its operands that get a gradient."""
+"""An op and its operands that need a gradient."""
 
 
 def join(device: str) -> None:
-    """Meet the other workers, and make a group of every size that divides their number, of neighbours."""
+    """Initialise process groups of every divisor of the world size over adjacent ranks."""
     global _device
     remote.join(device, timeout_s=600)
     rank, count = dist.get_rank(), dist.get_world_size()
@@ -57,7 +57,7 @@ def join(device: str) -> None:
 
 
 def measure(function: str, arguments: dict[str, Any]) -> Figures:
-    """One task of ``sweep``."""
+    """Run a task of ``sweep``."""
     dist.barrier()
     torch.manual_seed(0)
     figures: Figures = globals()[f"_{function}"](**arguments)
@@ -67,8 +67,8 @@ def measure(function: str, arguments: dict[str, Any]) -> Figures:
 def _seconds(
     run: Callable[[], Any], together: int = 1, turns: int = 1, clock: Callable[[], float] = time.perf_counter
 ) -> list[float]:
-    """Seconds (of ``clock``) of runs one after the other, after ``turns`` that are not counted. Of a collective (``together`` ranks), all
-    ranks must agree on the number of runs."""
+    """Return seconds (of ``clock``) of consecutive runs, after ``turns`` warm-up runs. For a collective over ``together`` ranks, all agree
+    on the number of runs."""
     for _ in range(turns):
         run()
     _wait()
@@ -92,7 +92,7 @@ def _seconds(
 
 
 def _over_all(value: float, op: Any = dist.ReduceOp.SUM) -> float:
-    """``value`` reduced over all ranks; on the device, because NCCL takes no other tensors."""
+    """Reduce ``value`` over all ranks, on the device, as NCCL requires."""
     tensor = torch.tensor([value], dtype=torch.float64, device=_device)
     dist.all_reduce(tensor, op=op)
     return float(tensor)
@@ -117,10 +117,9 @@ def _figure(
 
 
 def _both_ways(name: str, variant: str, make: Callable[[], Op], sizes: tuple[dict[str, float], ...]) -> Figures:
-    """An op forward (with autograd) and, where ``sizes`` has two entries, backward.
+    """Measure an op's forward (with autograd) and, if ``sizes`` has two entries, its backward.
 
-    As many copies of the op take turns as no cache has the memory of, and what each of them computes stays until its next turn, as the
-    values of a training step do.
+    Copies of the op with more memory than the caches run in rotation, and keep their results until their next run, as in a training step.
     """
     first = make()
     copy_bytes = sum(tensor.nbytes for tensor in (*first[1], first[0]()))
@@ -144,7 +143,7 @@ def _both_ways(name: str, variant: str, make: Callable[[], Op], sizes: tuple[dic
 
 
 def _launch() -> Figures:
-    """The launch of an op that computes almost nothing: the mean of a chain, so that starting autograd's backward counts once."""
+    """Measure the launch of a tiny op: the mean over a chain, so that starting autograd's backward counts once."""
     length = 64
     x = torch.ones(1, device=_device, requires_grad=True)
 
@@ -189,7 +188,7 @@ def _attention(dtype: str, shape: list[int]) -> Figures:
         q, k, v = operand(), operand(), operand()
         return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), [q, k, v]
 
-    flops = 2.0 * batch * heads * length**2 * width  # two products of half a square of scores
+    flops = 2.0 * batch * heads * length**2 * width  # two products with causal scores
     size: dict[str, float] = {"batch": batch, "heads": heads, "length": length, "width": width}
     sizes = (size | {"flops": flops}, size | {"flops": 2.5 * flops})
     return _both_ways("attention", dtype, make, sizes)
@@ -222,7 +221,7 @@ def _moved(kind: str, rows: int, width: int) -> Op:
 
 
 def _update(elements: int) -> Figures:
-    """The optimizer's time of one tensor. On a GPU it updates many tensors in one kernel, and their number divides the time."""
+    """Measure the optimizer's time per tensor; on a GPU one kernel updates many tensors."""
     count = 1 if _device.type == "cpu" else 16
     parameters = [nn.Parameter(torch.zeros(elements, device=_device)) for _ in range(count)]
     for parameter in parameters:
@@ -233,7 +232,7 @@ def _update(elements: int) -> Figures:
 
 
 def _wire(name: str, members: int, size: int) -> Figures:
-    """A collective by the bytes of the whole tensor (see ``price.collectives``); a send by the bytes that it sends."""
+    """Measure a collective by the bytes of the full tensor (see ``price.collectives``), or a send by its bytes."""
     group = _groups[members]
     whole = torch.zeros(max(members, size // 4), device=_device)
     whole = whole[: len(whole) // members * members].contiguous()
@@ -258,7 +257,7 @@ def _wire(name: str, members: int, size: int) -> Figures:
 
 
 def _send_round(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """A send from one neighbour to another, and back."""
+    """Send to the adjacent rank, and back."""
     first = dist.get_rank(group) == 0
     other = dist.get_global_rank(group, 1 if first else 0)
     for forth in (True, False):
@@ -269,9 +268,9 @@ def _send_round(tensor: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _sharded(members: int, width: int) -> Figures:
-    """FSDP2's gather of one module's parameters and its reduction of their gradients, copies and hooks included.
+    """Measure FSDP2's all-gather of a module's parameters and reduce-scatter of their gradients, including copies and hooks.
 
-    The modules of a chain take turns, so that neither parameters nor buffers are in a cache, as they are not in a training step.
+    A chain of modules keeps parameters and buffers out of caches, as in a training step.
     """
     mesh = _mesh(members)
     depth = min(8, 2 + _BEYOND_CACHES // (8 * width * width))
@@ -299,7 +298,7 @@ def _sharded(members: int, width: int) -> Figures:
             module.reshard()
 
     def visit() -> tuple[float, float, float]:
-        """Seconds for a module: a gather, a step with hooks, one without."""
+        """Return seconds per module of a gather, of a step with hooks, and of one without."""
         seconds = []
         for run in (gather, lambda: step(sharded), lambda: step(plain)):
             dist.barrier()
@@ -321,7 +320,7 @@ def _sharded(members: int, width: int) -> Figures:
 
 
 def _meeting(members: int) -> Figures:
-    """The time that a collective after ``_SEGMENT_S`` of arithmetic waits for the slowest member of its group."""
+    """Measure how long a collective after ``_SEGMENT_S`` of compute waits for the slowest rank of its group."""
     a, b = torch.randn(256, 256, device=_device), torch.randn(256, 256, device=_device)
     small, group = torch.zeros(1, device=_device), _groups[members]
     once = _over_all(statistics.median(_seconds(lambda: a @ b)), dist.ReduceOp.MAX)
@@ -359,10 +358,9 @@ def _mesh(members: int) -> Any:
 
 
 def _call(members: int) -> Figures:
-    """The host's cost of a differentiable, typed collective above that of the plain one: Python, and a node of autograd's graph.
+    """Measure the host's overhead of a differentiable, typed collective over a plain one: Python and autograd.
 
-    On CPUs it is this thread's own processor time, without the waits for messages, which are the plain collective's seconds and longer than
-    the cost itself; times the factor by which processes that compute at the same time hold each other up.
+    On CPUs it is this thread's processor time, without waits for messages, times the slow-down of processes that compute at the same time.
     """
     group = _groups[members]
     x = torch.ones(64, device=_device, requires_grad=True)
@@ -386,7 +384,7 @@ def _call(members: int) -> Figures:
 
 
 def _overlap(members: int) -> Figures:
-    """The fraction of its time that communication costs under arithmetic: 0 where it is free, 1 where overlap gains nothing."""
+    """Measure the fraction of overlapped communication that still costs time: 0 if it is free, 1 if overlap gains nothing."""
     whole = torch.zeros(1 << 20, device=_device)
     group = _groups[members]
     a, b = torch.randn(384, 384, device=_device), torch.randn(384, 384, device=_device)

@@ -1,4 +1,4 @@
-"""All measurements for each number of processes, and the calibration that they make."""
+"""Runs the measurements for each number of processes, and makes the calibration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autopar.errors import UsageError
 from autopar.profile.sweep import Task, tasks
 from autopar.run.processes import Processes
 
-_TIMEOUT_S = 600.0  # of one measurement, which takes well below a second
+_TIMEOUT_S = 600.0  # of a measurement, which takes well below a second
 Progress = Callable[[str, int, int], None]
 """Called with the last measurement, the number of measurements done, and their total number."""
 
@@ -46,7 +46,7 @@ def profile(processes: Iterable[int], device: str | None = None, progress: Progr
 
 
 def measured(workers: Processes, device: str, found: Iterable[Task]) -> Iterator[list[Figure]]:
-    """The figures of each task, on workers that have just started and do nothing else."""
+    """Yield the figures of each task, on newly started workers."""
     workers.call("autopar.profile.remote:join", device, timeout_s=_TIMEOUT_S)
     for task in found:
         answers = workers.call("autopar.profile.remote:measure", task.function, task.arguments, timeout_s=_TIMEOUT_S)
@@ -54,7 +54,7 @@ def measured(workers: Processes, device: str, found: Iterable[Task]) -> Iterator
 
 
 def calibration(figures: Iterable[Figure]) -> Calibration:
-    """The calibration of this machine that these measurements make, as of now."""
+    """Return the calibration of this machine from measurements made now."""
     machine = this_machine() | {"torch": torch.__version__}
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)

@@ -1,9 +1,7 @@
-"""The list of measurements: shapes, sizes and kinds of op of a processor or of a GPU, small enough that all of them take less than two
-minutes.
+"""The list of measurements on a CPU or GPU, small enough to take less than two minutes.
 
-Bytes and FLOPs of an op are counted as ``autopar.price`` counts them, because prices look them up in the measured curves. Forward reads
-an op's operands and writes its result; backward reads the result's gradient and, for each operand, the operand and (where it has one)
-its gradient.
+Bytes and FLOPs of an op are counted as in ``autopar.price``, which looks them up in the measured curves. Forward reads an op's operands
+and writes its result; backward reads the result's gradient and, for each operand, the operand and its gradient if it has one.
 """
 
 from __future__ import annotations
@@ -17,8 +15,8 @@ from typing import Any
 class SweepSizes:
     """The measurements on one kind of device.
 
-    ``products`` are (rows, contracted, columns): from a skinny product that reads its matrix once, bound by memory, to a square one;
-    ``attentions`` (batch, heads, length, head size). ``few`` of the products are measured in the dtypes that are slow.
+    ``products`` are (rows, contracted, columns), from a memory-bound skinny product to a square one; ``attentions`` (batch, heads, length,
+    head size). ``few`` of the products are measured in slow dtypes.
     """
 
     products: tuple[tuple[int, int, int], ...]
@@ -54,7 +52,7 @@ SIZES = {
         moved=(1 << 13, 1 << 17, 1 << 20, 1 << 23),
         updated=(1 << 8, 1 << 14, 1 << 18, 1 << 22),
     ),
-    # each takes longer than its launch from the host, which has a price of its own
+    # each takes longer than its launch, which is priced separately
     "cuda": SweepSizes(
         products=(
             (16, 16384, 16384),
@@ -89,8 +87,8 @@ SIZES = {
         updated=(1 << 12, 1 << 18, 1 << 22, 1 << 25),
     ),
 }
-"""By ``torch.device``'s type. A GPU reaches its rates with larger operands than a processor has time for."""
-# By an op's name: the multiples of its result's bytes that it moves forward and backward.
+"""Device type -> measurements; a GPU reaches its rates only with larger operands than a CPU has time for."""
+# op -> multiples of its result's bytes that it moves forward and backward
 MOVES: dict[str, tuple[int, int]] = {
     "pointwise": (3, 5),  # a product of two values
     "add": (3, 0),
@@ -109,7 +107,7 @@ SHARDED_WIDTHS = (64, 512, 1536)  # of a square matrix in one FSDP module
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One measurement in the workers: ``function`` of ``remote``, with ``arguments``."""
+    """A measurement in the workers: ``function`` of ``remote`` with ``arguments``."""
 
     function: str
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -121,7 +119,7 @@ class Task:
 
 
 def tasks(processes: int, device: str) -> list[Task]:
-    """All measurements while ``processes`` run on devices of a type ("cpu", "cuda")."""
+    """Return all measurements with ``processes`` running on devices of a type ("cpu", "cuda")."""
     return list(_tasks(processes, SIZES[device]))
 
 

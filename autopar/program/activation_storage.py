@@ -1,19 +1,19 @@
-"""Tensors that autograd saves for a layer's backward pass, stored elsewhere or narrower until the backward pass reads them.
+"""Activation offloading to the host, and activations saved in 8 bits: how a layer's saved tensors are stored until its backward pass.
 
-``in_host`` and ``in_8_bits`` are contexts of a layer's arithmetic, or of the call that recomputes the layer. Saved tensors of the same
-memory are stored once. Parameters, buffers and other tensors that stay in memory anyway are saved as they are.
+``in_host`` and ``in_8_bits`` are contexts around a layer's forward, or around its recomputation. Saved tensors that share
+memory are stored once. Parameters, buffers and other tensors that stay in memory anyway are saved unchanged.
 
-*In the host's memory.* A tensor is copied when it is saved, and its own elements alone: kernels such as a GRU's write parts of a storage
-after others were saved. On a GPU each direction has a stream of its own: the copy to the host overlaps the next layer's forward, which
+*In the host's memory.* A tensor is copied when it is saved, and only its own elements: kernels such as a GRU's write parts of a storage
+after others were saved. On a GPU each direction has its own stream: the copy to the host overlaps the next layer's forward, which
 waits for the copy at its end; the copy to the device overlaps the backward of the layer after, whose first read also fetches the layer
-before it. The device so has the saved tensors of at most two layers. On a CPU the copies are made as well, and save no memory.
+before it. So the device has the saved tensors of at most two layers. On a CPU the copies are made too, but save no memory.
 
-*In 8 bits.* Numbers are rounded in blocks of ``BLOCK`` that follow each other in memory: one float32 scale for each block, its largest
-magnitude / 127. So zeros stay zeros, and each number is within 1/254 of the largest one of its block. A plan rounds as one device does
-where the pieces of memory that a device has of a tensor are whole blocks. -infinity has a code of its own; in a block with NaN or infinity
-every number is NaN. The layer's arguments, integers, and tensors of fewer than ``LEAST`` elements stay as they are. Tensors of the same
-memory are views of one restored tensor until the last of them is read. The values of the forward pass do not change, gradients do:
-``allow={"int8_activations"}`` gives that exactness up.
+*In 8 bits.* Numbers are rounded in blocks of ``BLOCK`` consecutive elements: one float32 scale per block, its largest
+magnitude / 127. So zeros stay zeros, and the error is at most 1/254 of the block's largest magnitude. A plan rounds as one device does
+if each rank's part of the tensor consists of complete blocks. -infinity has its own code; in a block with NaN or infinity
+every number is NaN. The layer's arguments, integers, and tensors of fewer than ``LEAST`` elements are not rounded. Tensors that share
+memory are views of one restored tensor until the last of them is read. The forward pass does not change, gradients do:
+``allow={"int8_activations"}`` permits that.
 
 This file has not run on a GPU yet.
 """
@@ -35,14 +35,14 @@ from torch.nn import functional as F  # noqa: N812  torch's own convention
 BLOCK = 64
 LEAST = 1024
 CHUNK = 2**22
-"""Elements that are rounded or restored at a time where that takes several kernels, and so tensors in between."""
+"""Elements to round or restore at a time if that takes several kernels with temporary tensors between them."""
 
 
 # -- saved tensors as views of memory -----------------------------------------------------------------------------------
 
 
 class StorageView(NamedTuple):
-    """What of its storage a tensor reads. Tensors of one ``key`` read the same memory. ``steps`` are the strides, ``None`` if there are
+    """A tensor's view of its storage. Tensors of one ``key`` read the same memory. ``steps`` are the strides, ``None`` if there are
     gaps between the elements, which are stored without them."""
 
     key: tuple[Any, ...]
@@ -132,7 +132,7 @@ def in_host(layer: nn.Module, *here: Tensor) -> Iterator[None]:
 
 
 def _settle() -> None:
-    """Make the device wait until the latest call's tensors are in the host's memory, and free the device's copies."""
+    """Make the device wait until the last call's tensors are in the host's memory, and free the device's copies."""
     global _going
     if _going is not None:
         for _, _, storage in _going.begun.values():

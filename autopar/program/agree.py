@@ -1,6 +1,6 @@
-"""Checks that all ranks were given the same batch, the same initial values and the same options.
+"""Checks that all ranks have the same batch, the same initial values and the same options.
 
-Ranks that read different data train on parts of different batches, and no collective would notice. Each rank computes a digest of its
+Ranks that read different data would train on parts of different batches without an error. Each rank computes a digest of its
 input. One small all-reduce compares the digests; only if they differ are they gathered, so that the error names the ranks.
 """
 
@@ -16,13 +16,13 @@ from torch import Tensor
 from .weights import bytes_of
 
 WHOLE_BYTES = 8 * 2**30
-"""Bytes up to which the digest of a state dict reads all of it; of each tensor of a larger one it reads up to ``SAMPLED_BYTES``."""
+"""The largest state dict whose digest reads all bytes; of a larger one it reads up to ``SAMPLED_BYTES`` per tensor."""
 SAMPLED_BYTES = 2**24
 _SAMPLES = 16
 
 
 def same_batch(batch: Mapping[str, Tensor], names: list[str], device: torch.device) -> None:
-    """Raise ``ValueError`` if ranks have different batches; the message names the input and the ranks. The program reads ``names``."""
+    """Raise ``ValueError`` if the inputs ``names`` of the batch differ between ranks; the message names the input and the ranks."""
     if dist.get_world_size() == 1:
         return
     others = zlib.crc32(repr([(n, digest(t)) for n, t in sorted(batch.items()) if n not in names]).encode())
@@ -31,7 +31,7 @@ def same_batch(batch: Mapping[str, Tensor], names: list[str], device: torch.devi
 
 
 def same_state(state: Mapping[str, Tensor], names: Sequence[str], device: torch.device) -> None:
-    """Raise ``ValueError`` if ranks were given different state dicts, of which the program reads ``names``."""
+    """Raise ``ValueError`` if the entries ``names`` of the state dict differ between ranks."""
     if dist.get_world_size() > 1:
         most = SAMPLED_BYTES if sum(tensor.nbytes for tensor in state.values()) > WHOLE_BYTES else None
         same_values({name: digest(state[name], most) if name in state else 0 for name in names}, device)
@@ -43,14 +43,14 @@ def same_options(options: Mapping[str, object], device: torch.device) -> None:
 
 
 def same_values(digests: Mapping[str, int], device: torch.device) -> None:
-    """Raise ``ValueError`` if ranks have different digests of what they start from."""
+    """Raise ``ValueError`` if the digests of the initial values differ between ranks."""
     if dist.get_world_size() > 1:
         what = "the ranks start from different values"
         _same(digests, device, what, "every rank takes the same state dict and options")
 
 
 def digest(tensor: Tensor, most: int | None = None) -> int:
-    """Return a digest of a tensor's dtype, shape and bytes: of all bytes, or of 16 parts with ``most`` bytes where it has more."""
+    """Return a digest of a tensor's dtype, shape and bytes; of more than ``most`` bytes it reads 16 samples with that total."""
     head = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     if tensor.numel() == 0:
         return head

@@ -1,9 +1,9 @@
-"""From the ranges of elements that ZeRO gives each rank to large boxes, for a checkpoint of few boxes.
+"""Regroups ZeRO's small ranges of elements into large boxes before a checkpoint is written.
 
-Under ZeRO a rank has a small range of each of many parameters, so that its ranks together have millions of boxes: more than a checkpoint's
-metadata can list, and small ones. Before a checkpoint is written, the ranks of a ZeRO group exchange their ranges, in rounds of bounded
-memory: each rank gets whole rows of a few tensors, up to ``boxes.LARGEST`` bytes at a time, and about as many bytes as it has itself.
-Where several ZeRO groups have the same values, each exchanges its part of the tensors only.
+Under ZeRO each rank has a small range of each of many parameters, so all ranks together have millions of boxes: more than a checkpoint's
+metadata can list. Before a checkpoint is written, the ranks of a ZeRO group exchange their ranges in rounds of bounded
+memory: each rank receives complete rows of a few tensors, up to ``boxes.LARGEST`` bytes at a time, about as many bytes as it sends.
+If several ZeRO groups have the same values, each exchanges only its share of the tensors.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Held:
 
 
 class UnequalStatesError(ValueError):
-    """Different optimizer states of one parameter, on ranks of its ZeRO group or in parts of it."""
+    """The ranks of a ZeRO group, or the parts of a parameter, have different kinds of optimizer state."""
 
 
 def gathered(held: Sequence[Held], program: LoadedProgram, world: World) -> Iterator[Piece]:
-    """Yield the pieces that this rank writes, so that every element is written once; all ranks call this, and take all of them.
+    """Yield the pieces that this rank writes, so that every element is written once; all ranks call this, and consume the iterator.
 
     Raises ``UnequalStatesError`` at the end if ranks of a ZeRO group have different tensors of a parameter.
     """
@@ -67,14 +67,14 @@ def gathered(held: Sequence[Held], program: LoadedProgram, world: World) -> Iter
 
 
 def writes(piece: Piece, alike: Sequence[str], program: LoadedProgram, world: World) -> bool:
-    """Return whether this rank is the one that writes a piece, of all ranks along the axes ``alike``, which have the same."""
+    """Return whether this rank writes a piece of which all ranks along the axes ``alike`` have a copy."""
     index, count = copy_of(alike, program, world)
-    # a parameter server alone has masters; elsewhere the copies share the work
+    # with a parameter server, only the server has masters; otherwise the copies share the work
     return index == (0 if program.has_servers else zlib.crc32(repr((piece.path, piece.box.offsets)).encode()) % count)
 
 
 def copy_of(alike: Sequence[str], program: LoadedProgram, world: World) -> tuple[int, int]:
-    """Return the place of this rank among ranks with the same values, and their number. Local SGD replicas have values of their own."""
+    """Return this rank's index among the ranks with the same values, and their number. Local SGD replicas have different values."""
     return world.place_on(program.parted(list(alike))[0])
 
 
@@ -112,7 +112,7 @@ class GroupTensors:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Whole rows of a tensor, ``low`` to ``high`` in elements of the slice, that the rank ``member`` of the group writes."""
+    """Complete rows of a tensor, elements ``low`` to ``high`` of the slice, that the rank ``member`` of the group writes."""
 
     tensors: GroupTensors
     path: tuple[str, ...]
@@ -129,7 +129,7 @@ class Chunk:
 
 
 def rounds(every: Sequence[GroupTensors], members: int) -> Iterator[list[Chunk]]:
-    """The chunks that are exchanged at a time: each goes to the rank with the fewest bytes so far, which gets up to ``boxes.LARGEST`` bytes
+    """Yield the chunks of each round: each goes to the rank with the fewest bytes so far, which gets up to ``boxes.LARGEST`` bytes
     in a round, or one chunk. The same on every rank of the group."""
     loads = [(0, member) for member in range(members)]
     received = [0] * members
@@ -178,7 +178,7 @@ def _round(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> list[tuple[Chunk, Tensor]]:
-    """Exchange these chunks; those of this rank, with their bytes."""
+    """Exchange these chunks; return those of this rank with their bytes."""
     members, me = range(dist.get_world_size(group)), dist.get_rank(group)
     sent = [(chunk.member, part) for chunk in chunks for part in _sent(chunk, values)]
     mine = [
@@ -238,7 +238,7 @@ def _tensors(
 
 
 def _ends(ranges: Iterable[tuple[int, int]]) -> int | None:
-    """Return where ranges end that follow each other from 0 on; ``None`` if they do not."""
+    """Return the end of ranges that are consecutive from 0 on; ``None`` if they aren't."""
     end = 0
     for first, count in sorted(ranges):
         if first != end:

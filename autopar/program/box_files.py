@@ -35,7 +35,7 @@ _THREADS = 16  # that read tables: a shared file system serves many at a time
 
 
 class DamageError(ValueError):
-    """A file that is not as it was written; the message begins with the file's name."""
+    """A damaged file; the message begins with the file's name."""
 
     def __init__(self, file: str, what: str) -> None:
         super().__init__(f"{file} {what}")

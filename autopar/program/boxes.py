@@ -1,4 +1,4 @@
-"""Boxes: the parts of the user's tensors that a rank has, whatever the plan.
+"""Boxes: the parts of the user's tensors that a rank has, under any plan.
 
 A rank has its slice of a parameter, or under ZeRO a range of the slice's elements. A *box* is a rectangular part of the original tensor,
 without padding: the form in which ``torch.distributed.checkpoint`` writes, and finds again, parts of tensors.
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .world import Layout
 
 LARGEST = 64 * 2**20
-"""Bytes of the largest box in a checkpoint: a box is read whole, however little of it a rank needs."""
+"""Bytes of the largest box in a checkpoint: a rank always reads a complete box, even if it needs little of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def part_of(tensor: Tensor, box: Box) -> Tensor:
 def cut(shape: Sequence[int], low: int, high: int) -> Iterator[Box]:
     """Yield the boxes that have the elements ``low`` to ``high`` (exclusive, in row-major order) of a tensor of this shape, in that order.
 
-    A range of a matrix is at most three boxes: the end of a row, whole rows, the beginning of a row. Rows of more dims are cut likewise.
+    A range of a matrix is at most three boxes: the end of a row, complete rows, the beginning of a row. Rows of more dims are cut likewise.
     """
     if low >= high:
         return

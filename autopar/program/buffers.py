@@ -18,7 +18,7 @@ from .world import MIRROR, BufferRecord, LoadedProgram, World
 
 
 class StageBuffers:
-    """The written buffers of this rank's stages."""
+    """The buffers that this rank's stages write."""
 
     def __init__(self, stages: Mapping[int, nn.Module], program: LoadedProgram, world: World) -> None:
         self._stages, self._world = stages, world
@@ -53,7 +53,7 @@ class StageBuffers:
             self._spread(name)
 
     def _mean(self, new: Sequence[Tensor]) -> Tensor:
-        """Return the mean of the microbatches' new values, of those that the stage's other copy ran included."""
+        """Return the mean of the microbatches' new values, including those of the stage's other copy (Chimera)."""
         mean = new[0] if len(new) == 1 else torch.stack(list(new)).mean(0)
         copies = self._world.coordinates[MIRROR][1]
         if copies > 1:
@@ -63,7 +63,7 @@ class StageBuffers:
         return mean
 
     def _writers(self) -> list[int]:
-        """Return this rank's stages that return new values, in order; the others have copies of buffers that they read."""
+        """Return this rank's stages that return new values, in order; the others only read copies of the buffers."""
         return sorted({record.stage for record in self._own if record.written})
 
     def _returned(self, stage: int) -> list[tuple[str, list[Tensor]]]:

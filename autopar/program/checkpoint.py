@@ -2,12 +2,12 @@
 
 Tensors are written in the format of ``torch.distributed.checkpoint``, under the names of the user's model: ``model.NAME`` for a parameter
 or buffer, ``optimizer.NAME.KEY`` for the optimizer's state. Each rank knows from the layouts which boxes (``boxes``) it writes, into a file
-of its own: of a box that several ranks have, one writes, and ZeRO's small ranges are joined to large boxes before (``box_exchange``).
-Rank 0 makes the metadata from the tables in these files (``checkpoint_metadata``). To load, each rank reads the parts of boxes that its own
-boxes overlap, so no process has the whole model.
+of its own: one rank writes each box of which several have a copy, after ZeRO's small ranges are regrouped (``box_exchange``).
+Rank 0 writes the metadata from these files' tables (``checkpoint_metadata``). To load, each rank reads the parts of boxes that its own
+boxes overlap, so no process ever has the full model.
 
-Master copies are saved in their own dtype. Random numbers depend on the seed and the number of steps (``Trainer``), so these two are all of
-their state. Local SGD replicas each have a model: their tensors are under ``replica0``, ``replica1``, and so on.
+Master copies are saved in their own dtype. Random numbers depend only on the seed and the number of steps (``Trainer``), so no generator
+state is saved. Local SGD replicas each have a model: their tensors are under ``replica0``, ``replica1``, and so on.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def save(
 ) -> Path:
     """Write the checkpoint ``folder/step-N``, ``N`` being ``counters["steps"]``; all ranks call this.
 
-    The folder gets this name once all files are on the disk. Of the checkpoints up to this one, the last ``keep`` stay (``None``: all).
-    Raises ``CheckpointError`` on every rank; the training goes on as if nothing had been called.
+    The folder is renamed to this once all files are on disk. Of the checkpoints up to this one, the last ``keep`` stay (``None``: all).
+    Raises ``CheckpointError`` on every rank; the training state is unchanged.
     """
     job = _prepared(training, folder, counters, keep)
     return job.write(gathered_pieces(training, job), None)
@@ -108,7 +108,7 @@ class Background:
     def save(
         self, training: TrainingTensors, folder: str | os.PathLike[str], counters: Mapping[str, Any], keep: int | None
     ) -> Path:
-        """Start to write a checkpoint; the folder that it will have. All ranks call this, after ``finish``."""
+        """Start to write a checkpoint and return its future folder. All ranks call this, after ``finish``."""
         job = _prepared(training, folder, counters, keep)
         copies: list[Piece] = []
         try:
@@ -133,8 +133,8 @@ _LAZY = (
 
 
 def _copy(own: Iterable[Piece], copies: list[Piece]) -> None:
-    """Copy pieces into the host's memory, which the training does not change while a thread writes them. All of ``own`` are taken, even
-    after an error: making them involves other ranks."""
+    """Copy pieces into the host's memory, because training changes them while a thread writes. All of ``own`` are consumed, even
+    after an error: producing them involves other ranks."""
     problem: Exception | None = None
     for piece in own:
         try:
@@ -161,7 +161,7 @@ class _Job:
     claim: Claim | None
 
     def write(self, own: Iterable[Piece], group: dist.ProcessGroup | None) -> Path:
-        """Write this rank's file, and on rank 0 all else; the checkpoint's folder."""
+        """Write this rank's file, and on rank 0 everything else; return the checkpoint's folder."""
         try:
             on_every_rank(lambda: self._write_file(own), self.partial, writing=True, group=group)
             path = Path(on_every_rank(self._finish, self.partial, writing=True, group=group))
@@ -242,14 +242,14 @@ def _prepared(
 
 
 def gathered_pieces(training: TrainingTensors, job: _Job) -> Iterator[Piece]:
-    """Yield the pieces that this rank writes; all ranks call this, and take all of them."""
+    """Yield the pieces that this rank writes; all ranks call this, and consume the iterator."""
     prefix = _prefix(training)
     yield from _under(prefix, job.whole)
     yield from _under(prefix, gathered(job.held, training.program, training.world))
 
 
 def load(training: TrainingTensors, folder: str | os.PathLike[str]) -> Mapping[str, Any]:
-    """Read the checkpoint ``folder``, or the newest whole one in it; all ranks call this. Returns its facts, counters included.
+    """Load the checkpoint ``folder``, or the newest complete one in it; all ranks call this. Returns its facts, counters included.
 
     Raises ``CheckpointError`` on every rank, before anything is changed if the checkpoint is of another model or optimizer, or damaged.
     """
@@ -269,11 +269,11 @@ def load(training: TrainingTensors, folder: str | os.PathLike[str]) -> Mapping[s
     path = Path(on_every_rank(find, Path(folder), writing=False))
 
     def prepare() -> list[str]:
-        # rank 0 has found all files, and the tables of those that are read follow
+        # rank 0 checked that all files exist; this reads the tables of those that this rank needs
         found = opened_or_why(path, files=False)
         if isinstance(found, str):
             raise CheckpointError(
-                f"the checkpoint {path} is not whole here: {found}", "all machines read one shared folder"
+                f"the checkpoint {path} is incomplete here: {found}", "all machines read one shared folder"
             )
         _check_model(training.program, found)
         prefix = _prefix_of(training, found)
@@ -297,9 +297,9 @@ def load(training: TrainingTensors, folder: str | os.PathLike[str]) -> Mapping[s
 
 
 def claim(folder: str | os.PathLike[str], patience_s: float) -> Claim | None:
-    """Keep other programs from writing into ``folder`` for as long as rank 0 keeps the result; all ranks call this.
+    """Lock ``folder`` against other programs' writes for as long as rank 0 keeps the result; all ranks call this.
 
-    Raises ``CheckpointError`` on every rank where another program writes there, or none can.
+    Raises ``CheckpointError`` on every rank if another program writes there, or the folder isn't writable.
     """
     found = list[Claim]()
 
@@ -312,7 +312,7 @@ def claim(folder: str | os.PathLike[str], patience_s: float) -> Claim | None:
 
 
 def has_checkpoint(folder: str | os.PathLike[str]) -> bool:
-    """Return whether there is a checkpoint to load in ``folder``; all ranks call this, and get the same answer."""
+    """Return, the same on every rank, whether there is a checkpoint to load in ``folder``; all ranks call this."""
     return on_every_rank(lambda: dist.get_rank() == 0 and has_any(Path(folder)), Path(folder), writing=False)
 
 
@@ -324,10 +324,10 @@ def on_every_rank(
     *,
     replaces: bool = False,
 ) -> T:
-    """Run ``work`` on every rank; the result of rank 0, on every rank. Raises the first rank's ``CheckpointError`` on every rank if any has
-    an error; ``replaces`` says that the work replaces values of the training.
+    """Run ``work`` on every rank and return rank 0's result everywhere. If any rank fails, raises the first one's ``CheckpointError`` on
+    every rank; ``replaces`` says that the work replaces values of the training.
 
-    The ranks exchange one number, and rank 0 or the first rank with an error sends what it has along a tree.
+    The ranks all-reduce one number; then rank 0, or the first rank with an error, broadcasts along a tree.
     """
     mine: list[Any] = [None]
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -350,7 +350,7 @@ def on_every_rank(
 
 # -- weights -----------------------------------------------------------------------------------------------------------
 
-_SAMPLED_BYTES = 2**16  # of each tensor, to learn whether ranks read the same files
+_SAMPLED_BYTES = 2**16  # of each tensor, to check that ranks read the same files
 
 
 def load_weights(training: TrainingTensors, path: str | os.PathLike[str]) -> None:
@@ -381,7 +381,7 @@ def load_weights(training: TrainingTensors, path: str | os.PathLike[str]) -> Non
 def save_weights(training: TrainingTensors, folder: str | os.PathLike[str], file_bytes: int) -> None:
     """Write the folder of weights, in the model's own dtypes; all ranks call this.
 
-    The folder must not exist; it gets its name once all files are on the disk. Raises ``CheckpointError`` on every rank, and leaves nothing
+    The folder must not exist; it gets its name once all files are on disk. Raises ``CheckpointError`` on every rank, and leaves nothing
     behind.
     """
     target = Path(folder)
@@ -451,24 +451,24 @@ def _facts(training: TrainingTensors) -> dict[str, Any]:
 
 
 def _tensors(program: LoadedProgram) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the parameters and buffers that a checkpoint has, by original name."""
+    """Return the shapes of the parameters and buffers in a checkpoint, by original name."""
     found = {layout.original: layout.original_shape for layout in program.layouts}
     return found | {record.original: record.shape for record in program.buffers if record.written}
 
 
 def _other_names(program: LoadedProgram) -> Iterator[tuple[str, str]]:
-    """For each other name of a tied parameter, the name that a checkpoint has it under."""
+    """Yield, for each alias of a tied parameter, the alias and the name in the checkpoint."""
     return ((tied, layout.original) for layout in program.layouts for tied in layout.tied)
 
 
 def _left_out(program: LoadedProgram) -> list[str]:
-    """Return the tensors of the model's state dict that the program neither trains nor writes: no checkpoint has them."""
+    """Return the tensors of the model's state dict that no checkpoint contains, because the program neither trains nor writes them."""
     known = {*_tensors(program), *dict(_other_names(program))}
     return [entry["name"] for entry in program.records.get("model", ()) if entry["name"] not in known]
 
 
 def _prefix(training: TrainingTensors) -> tuple[str, ...]:
-    """Return what the names of this rank's tensors begin with: its local SGD replica, if there are several."""
+    """Return the prefix of this rank's tensor names: its local SGD replica, if there are several."""
     index, count = training.replica()
     return (f"replica{index}",) if count > 1 else ()
 
@@ -498,7 +498,7 @@ def _check_model(program: LoadedProgram, found: StoredCheckpoint) -> None:
 
 
 def _prefix_of(training: TrainingTensors, found: StoredCheckpoint) -> tuple[str, ...]:
-    """Return what the names of the tensors for this rank begin with. All replicas can start from one model, and not the other way round."""
+    """Return the prefix of this rank's tensor names. All replicas can start from one model, but not one model from replicas."""
     there, here = found.facts["replicas"], training.replica()[1]
     if there == 1:
         return ()

@@ -1,12 +1,12 @@
-"""The folders of checkpoints: ``step-N`` is whole, ``step-N.partial`` is being written or was left half-written.
+"""The folders of checkpoints: ``step-N`` is complete, ``step-N.partial`` is being written or was left incomplete.
 
-A checkpoint has ``checkpoint.json`` (facts, to be read by people too), torch's ``.metadata``, and the tensors' files, of which
-``.metadata`` lists all parts with their places. ``checkpoint.json`` has its own checksum, that of ``.metadata`` and the id of the save,
+A checkpoint has ``checkpoint.json`` (human-readable facts), torch's ``.metadata``, and the tensors' files, of which
+``.metadata`` lists all parts with their offsets. ``checkpoint.json`` has its own checksum, that of ``.metadata`` and the id of the save,
 which every file of tensors names (``box_files``). Nothing in it is unpickled into code.
 
-One program writes into a folder: it has a lock on the file ``.lock`` there, from the first step to the last one. The file may be a link
-that somebody put there, or be replaced while it is locked: links are refused, and every save compares the file that is locked with the one
-that is there.
+One program writes into a folder: it locks the file ``.lock`` there from the first step to the last. The file may be a link
+that somebody created, or be replaced while it is locked: links are refused, and every save compares the locked file with the one
+at that path.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from .box_files import DamageError, has_table, tables_of
 FACTS, METADATA, PARTIAL = "checkpoint.json", ".metadata", ".partial"
 FORMAT = 2
 _WITHOUT_CHECKSUMS = 1
-"""The format before, which is read too."""
-_REPLACED = ".replaced"  # a checkpoint in whose place another one of the same step is put
+"""The previous format, which can be loaded too."""
+_REPLACED = ".replaced"  # a checkpoint that another one of the same step replaces
 _REMOVED = ".removed"  # a checkpoint that is being removed
 _STEP = re.compile(rf"step-(\d+)({_REPLACED})?")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or read; ``message`` says why, ``hint`` what to do, and ``half_read`` whether some of the
-    training's values were replaced before."""
+    """A checkpoint can't be written or read; ``message`` says why, ``hint`` what to do, and ``half_read`` whether some of the
+    training's values were already replaced."""
 
     def __init__(self, message: str, hint: str, half_read: bool = False) -> None:
         super().__init__(f"{message}; {hint}")
@@ -56,7 +56,7 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A whole checkpoint: its folder, the content of ``checkpoint.json``, torch's metadata of its tensors, and the id of its save, which
+    """A complete checkpoint: its folder, the content of ``checkpoint.json``, torch's metadata of its tensors, and the id of its save, which
     the format without checksums has not."""
 
     path: Path
@@ -74,7 +74,7 @@ def partial_of(folder: Path, steps: int) -> Path:
 
 
 def final_of(partial: Path) -> Path:
-    """Return the folder's name once it is whole."""
+    """Return the folder's name once the checkpoint is complete."""
     return partial.with_name(partial.name.removesuffix(PARTIAL))
 
 
@@ -86,24 +86,24 @@ def begin(partial: Path) -> None:
 
 
 def discard(partial: Path) -> None:
-    """Remove a checkpoint that could not be written, which may have filled the disk."""
+    """Remove the files of a failed save, which may have filled the disk."""
     shutil.rmtree(partial, ignore_errors=True)
 
 
 def finish(partial: Path, facts: Mapping[str, Any], keep: int | None) -> Path:
-    """Add the facts, check that everything is there, and give the folder its final name; remove all but the last ``keep`` checkpoints.
+    """Write the facts, check that the checkpoint is complete, and rename the folder; remove all but the last ``keep`` checkpoints.
 
-    Files and folders are on the disk before the next of these steps begins.
+    Files and folders are synced to disk before the next of these steps begins.
     """
     with (partial / FACTS).open("w") as file:
         json.dump(_sealed(facts, (partial / METADATA).read_bytes()), file, indent=1)
         file.write("\n")
         file.flush()
         os.fsync(file.fileno())
-    opened = opened_or_why(partial, files=False)  # the metadata are made of their tables
+    opened = opened_or_why(partial, files=False)  # the metadata was computed from the files' tables
     if isinstance(opened, str):
         raise CheckpointError(
-            f"the checkpoint in {partial} is not whole: {opened}", "all machines must write to one shared folder"
+            f"the checkpoint in {partial} is incomplete: {opened}", "all machines must write to one shared folder"
         )
     sync(partial)
     target = final_of(partial)
@@ -120,11 +120,11 @@ def finish(partial: Path, facts: Mapping[str, Any], keep: int | None) -> Path:
 
 
 def _forget(newest: Path, keep: int) -> None:
-    """Remove checkpoints before ``newest`` except the last ``keep - 1``, and half-written ones."""
+    """Remove checkpoints before ``newest`` except the last ``keep - 1``, and incomplete ones."""
     own = _order(newest)
     earlier = [path for path in _steps(newest.parent) if _order(path) < own]
     for path in earlier[keep - 1 :]:
-        with contextlib.suppress(OSError):  # first the name: what a kill leaves half-removed must not look whole
+        with contextlib.suppress(OSError):  # rename first: what a kill leaves half-removed must not look complete
             path.rename(path.with_name(f"{path.name}{_REMOVED}"))
     for ending in (PARTIAL, _REMOVED):
         for path in newest.parent.glob(f"step-[0-9]*{ending}"):
@@ -144,7 +144,7 @@ def sync(path: Path) -> None:
 
 
 def has_any(folder: Path) -> bool:
-    """Return whether a folder is a checkpoint, or has one that was finished."""
+    """Return whether a folder is a complete checkpoint or contains one."""
     return _is_checkpoint(folder) or bool(_steps(folder))
 
 
@@ -153,9 +153,9 @@ def _is_checkpoint(folder: Path) -> bool:
 
 
 def newest(folder: Path) -> tuple[StoredCheckpoint, str]:
-    """Return the checkpoint in ``folder``, which is one itself or has the newest whole one; and a message on those that were skipped.
+    """Return the checkpoint ``folder``, or the newest complete one in it, and a message about those that were skipped.
 
-    Raises ``CheckpointError`` where there is none.
+    Raises ``CheckpointError`` if there is none.
     """
     if _is_checkpoint(folder):
         opened = opened_or_why(folder)
@@ -169,7 +169,7 @@ def newest(folder: Path) -> tuple[StoredCheckpoint, str]:
             return opened, f"loading {path}; skipped {', '.join(skipped)}" if skipped else ""
         skipped.append(f"{path.name} ({opened})")
     why = f": {', '.join(skipped)}" if skipped else ""
-    raise CheckpointError(f"{folder} has no whole checkpoint{why}", "give the folder that checkpoints were saved to")
+    raise CheckpointError(f"{folder} has no complete checkpoint{why}", "give the folder that checkpoints were saved to")
 
 
 def _steps(folder: Path) -> list[Path]:
@@ -185,7 +185,7 @@ def _order(path: Path) -> tuple[int, bool]:
 
 
 def opened_or_why(path: Path, files: bool = True) -> StoredCheckpoint | str:
-    """Return the checkpoint, or why it is not whole. Without ``files`` those of tensors are not looked at."""
+    """Return the checkpoint, or why it is incomplete. Without ``files`` the tensors' files are not checked."""
     for name in (FACTS, METADATA):
         if not (path / name).is_file():
             return f"it has no {name}"
@@ -233,7 +233,7 @@ def _described(metadata: bytes) -> dict[str, int]:
 
 
 def _checksum(facts: Mapping[str, Any]) -> int:
-    """Return the CRC-32 of facts as JSON has them, without their own."""
+    """Return the CRC-32 of the facts as JSON, without the checksum itself."""
     content = {name: value for name, value in facts.items() if name != "checksum"}
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
@@ -260,13 +260,13 @@ class _Unpickler(pickle.Unpickler):
 
 LOCK = ".lock"
 PARENT = "AUTOPAR_CLAIM"
-"""The variable of the environment with a claim (``Claim.inherited``) that a process holds for those that it starts."""
+"""The environment variable by which a process passes its claim (``Claim.inherited``) to those that it starts."""
 
 _ANOTHER = "give another folder, or end that training"
 
 
 class Claim:
-    """The right to write checkpoints into ``folder``, for as long as this object is there and open. ``token`` tells it from others."""
+    """The lock for writing checkpoints into ``folder``, held until this object is closed or freed. ``token`` identifies it."""
 
     def __init__(self, folder: Path, descriptor: int) -> None:
         self.folder, self.token = folder, secrets.token_hex(8)
@@ -277,16 +277,16 @@ class Claim:
 
     @property
     def inherited(self) -> str:
-        """What the processes that this one starts find in ``PARENT``."""
+        """The value of ``PARENT`` for the processes that this one starts."""
         return f"{self.token} {self.folder.resolve()}"
 
     def check(self) -> None:
-        """Raise ``CheckpointError`` if the lock is no longer on the file that other programs would find."""
+        """Raise ``CheckpointError`` if the locked file is no longer the one at the path, which other programs would lock."""
         if not _is_at(self._file.fileno(), self.folder / LOCK):
             raise _lost(self.folder)
 
     def close(self, remove: bool = False) -> None:
-        """Give the right back; ``remove`` also removes the file."""
+        """Release the lock; ``remove`` also removes the file."""
         if remove and _is_at(self._file.fileno(), self.folder / LOCK):
             (self.folder / LOCK).unlink()
         _held.pop(self.folder.resolve(), None)
@@ -298,10 +298,10 @@ _held: weakref.WeakValueDictionary[Path, Claim] = weakref.WeakValueDictionary()
 
 
 def claimed(folder: Path, patience_s: float) -> Claim:
-    """Keep other programs from writing checkpoints into ``folder``, which is made if it is missing.
+    """Lock ``folder`` against other programs' checkpoints; it is created if it is missing.
 
-    A training that was cut off may write for a little longer: ``patience_s`` is how long it has. Where the file system has no locks, none
-    is taken. Raises ``CheckpointError`` if the folder cannot be written to, if ``.lock`` is a link, or if another program has the claim.
+    A training that is being stopped may still be writing: ``patience_s`` is how long to wait for it. If the file system has no locks, none
+    is taken. Raises ``CheckpointError`` if the folder is not writable, if ``.lock`` is a link, or if another program has the lock.
     """
     deadline = time.monotonic() + patience_s
     try:
@@ -332,9 +332,9 @@ def claimed(folder: Path, patience_s: float) -> Claim:
 
 
 def claimed_for_save(folder: Path) -> Claim | None:
-    """Return what a save needs: the claim that this process or its parent has, or one for the save alone, which is returned.
+    """Make sure that a save has a claim: that of this process or its parent (returns ``None``), or a new one, which is returned.
 
-    Raises ``CheckpointError`` if another program has it, or the file of the lock is another one by now.
+    Raises ``CheckpointError`` if another program has it, or the lock file was replaced.
     """
     own = _held.get(folder.resolve())
     if own is not None:
@@ -363,7 +363,7 @@ def _lost(folder: Path) -> CheckpointError:
 
 
 def _opened(path: Path, create: bool = True) -> int:
-    """Open the file of a lock. Raises ``CheckpointError`` if it is a link or no plain file, because what it stands for would change."""
+    """Open a lock file. Raises ``CheckpointError`` if it is a link or not a regular file, because opening it would change the target."""
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | (os.O_CREAT if create else 0)
     try:
         descriptor = os.open(path, flags, 0o666)
@@ -383,7 +383,7 @@ def _no_file(path: Path) -> CheckpointError:
 
 
 def _locked(descriptor: int) -> bool:
-    """Return whether the lock was taken; also where the file system has no locks."""
+    """Return whether the lock was taken, or the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -409,15 +409,17 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def explained(error: BaseException, folder: Path, writing: bool, half_read: bool = False) -> CheckpointError:
-    """Any error of writing or reading as one sentence; ``half_read`` says that some values may have been replaced."""
+    """Return any error of writing or reading as a ``CheckpointError``; ``half_read`` says that some values may have been replaced."""
     if isinstance(error, CheckpointError):
         return error
     system = _system_error(error)
     text = f"{type(error).__name__}: {error}".splitlines()[0] if system is None else str(system)
     if not writing:
-        hint = "load another one" + (" before going on: some parameters have been replaced" if half_read else "")
+        hint = "load another one" + (
+            " before training continues: some parameters have been replaced" if half_read else ""
+        )
         return CheckpointError(f"the checkpoint {folder} could not be read: {text}", hint, half_read)
-    kept = "the training and earlier checkpoints are as they were"
+    kept = "the training state and earlier checkpoints are unchanged"
     if system is not None and system.errno in _FULL:
         return CheckpointError(f"there is no room for a checkpoint in {folder.parent}: {text}", f"{kept}; make room")
     return CheckpointError(f"the checkpoint could not be written to {folder}: {text}", f"{kept}; try another folder")

@@ -72,7 +72,7 @@ def write_metadata(metadata: Metadata, folder: Path) -> None:
 
 
 def _wrong(name: str, why: str) -> CheckpointError:
-    return CheckpointError(f"the checkpoint's {name} is not whole: {why}", "this is a fault of the program: report it")
+    return CheckpointError(f"the checkpoint's {name} is incomplete: {why}", "this is a bug in autopar: report it")
 
 
 def _not_filled(tensor: TensorStorageMetadata) -> str:
@@ -177,7 +177,9 @@ def explained_damage(path: Path, half_read: bool = False) -> Iterator[None]:
     try:
         yield
     except DamageError as error:
-        hint = "load an earlier one" + (" before going on: some parameters have been replaced" if half_read else "")
+        hint = "load an earlier one" + (
+            " before training continues: some parameters have been replaced" if half_read else ""
+        )
         raise CheckpointError(f"the checkpoint {path} is damaged: its file {error}", hint, half_read) from error
 
 

@@ -5,8 +5,8 @@ arXiv:2107.06925) has two copies of every stage. The first half of the microbatc
 second half from the last to the first. ``runtime/schedule.csv`` has a row for each pipeline rank with its actions in order: ``2F0`` and
 ``2B0`` are the forward and the backward of stage 2 for microbatch 0. A copy's gradients are those of its own half of the microbatches;
 the sum with the other copy's is a reduction over the axis ``mirror`` (``world``). Transfers and these reductions are in one order on all
-ranks (``with_transfers``): NCCL promises nothing about two communicators that two ranks use in opposite orders.  torch's pipelines cannot
-run this: they number the stages in one line, and take a rank's neighbouring numbers for neighbouring stages.
+ranks (``with_transfers``): NCCL may deadlock if two ranks use two communicators in opposite orders. torch's pipelines can't
+run this: they number the stages in one sequence, and assume that consecutive numbers are neighbouring stages.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ def _parsed(text: str) -> RankStep:
 def with_transfers(orders: Sequence[Sequence[RankStep]], stages: int) -> list[list[RankStep]]:
     """Every rank's actions, transfers and reductions, in an order that cannot block.
 
-    The ranks take turns. An action's results are sent right after it, and the receiver's list gets the receipt at once, too. When the last
+    The ranks take turns. An action's results are sent right after it; the receive is added to the receiver's list at once. When the last
     backward of a stage has run on the later of the two ranks that have it, both lists get the stage's reduction. So all ranks have
     transfers and reductions in the order of one common list, whichever lists they are in.
 
-    Raises ``ValueError`` if an action waits for a result that no rank computes before.
+    Raises ``ValueError`` if an action waits for a result that no rank has computed before.
     """
     ranks = {(step.stage, step.microbatch): rank for rank, order in enumerate(orders) for step in order}
     found: list[list[RankStep]] = [[] for _ in orders]

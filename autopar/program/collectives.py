@@ -1,4 +1,4 @@
-"""Collectives under one name in every version of torch, a reduce-scatter that sends half as many bytes on CPUs, and an exchange of tensors.
+"""Collectives with one name in every torch version, a reduce-scatter that sends half as many bytes on gloo, and an exchange of tensors.
 
 torch 2.13 renamed two collectives; torch 2.11 has only the old names. gloo reduce-scatters by an all-reduce of which every rank keeps its
 slice, so that each of ``n`` ranks sends ``2 (n - 1) / n`` of the tensor. On gloo ``reduce_scatter`` is an all-to-all of the slices and a
@@ -21,7 +21,7 @@ backend_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 
 class Work(Protocol):
-    """A collective that runs."""
+    """A collective that was started."""
 
     def wait(self) -> Any:
         """Wait for it; on a GPU the device waits, not the host."""
@@ -45,7 +45,7 @@ def reduce_scatter(
 
 
 class _Exchange:
-    """A reduce-scatter on gloo: an all-to-all that runs, and the sum of what it brings."""
+    """A reduce-scatter on gloo: an asynchronous all-to-all, and the sum of the received slices."""
 
     def __init__(self, output: Tensor, input: Tensor, group: dist.ProcessGroup | None) -> None:
         self._output = output
@@ -82,7 +82,7 @@ def exchange(
 
 
 class ShardedReduceScatter:
-    """``reduce_scatter`` as ``FSDPModule.set_custom_reduce_scatter`` takes it."""
+    """``reduce_scatter`` for ``FSDPModule.set_custom_reduce_scatter``."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an uninitialised tensor for FSDP2's operand or result."""

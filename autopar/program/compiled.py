@@ -1,7 +1,7 @@
-"""``spmd`` for programs whose layers ``torch.compile`` compiles: collectives and conversions between types stay as they are.
+"""``spmd`` for programs whose layers ``torch.compile`` compiles: collectives and type conversions are not compiled.
 
-``torch.compile`` cannot trace them (they ask a tensor for its ``grad_fn``), and has nothing to gain: a collective is one kernel. So a
-layer becomes several compiled parts, with its collectives between them. A program imports this module to have it so in all of its files.
+``torch.compile`` can't trace them (they read a tensor's ``grad_fn``), and could not speed them up: a collective is one kernel. So a
+layer becomes several compiled parts with its collectives between them. A program that imports this module gets this in all of its files.
 """
 
 from __future__ import annotations

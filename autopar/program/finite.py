@@ -1,4 +1,4 @@
-"""Where a loss that is NaN or infinite comes from: an input, a parameter, or the first layer with such a result."""
+"""Locates the origin of a NaN or infinite loss: an input, a parameter, or the first layer with such a result."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class NonFiniteLossError(RuntimeError):
         )
         if late:
             self.hint = (
-                "go on from a checkpoint before that step: --log-every 1 then names the first value that is not finite"
+                "resume from a checkpoint before that step: --log-every 1 then names the first value that is not finite"
             )
         super().__init__(f"{message}; {self.hint}")
         self.message = message
 
 
 def first_non_finite(schedule: Microbatches, groups: Iterable[ParameterGroup], batch: Batch, key: int) -> str:
-    """In words, the first value of the step that is not finite; all ranks call this. The forward passes run once more."""
+    """Describe the first value of the step that is not finite; all ranks call this. The forward passes run once more."""
     tensors = batch.tensors if isinstance(batch, Rows) else batch
     inputs = [f"the input {name!r} has one" for name, tensor in sorted(tensors.items()) if not _finite(tensor)]
     masters = [master for group in groups for master in group.masters]

@@ -1,6 +1,6 @@
-"""Conditions on the batch under which the program equals the model; every step checks them on the whole batch.
+"""Guards: conditions on the batch under which the program equals the model; every step checks them on the global batch.
 
-An `if` on the batch's values was decided when the model was captured, and the program contains the branch that was taken then.
+Capture evaluated each `if` on the batch's values, and the program contains only the branch that was taken.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class GuardError(ValueError):
-    """A batch for which the model would take another branch than the program."""
+    """A batch for which the model would take a different branch than the program does."""
 
 
 def answer(value: Tensor, like: Any) -> Any:
@@ -20,9 +20,9 @@ def answer(value: Tensor, like: Any) -> Any:
 
 
 def hold(value: Tensor, expected: Any, where: str) -> None:
-    """Raise ``GuardError`` unless ``value`` is what it was for the batch that the program was captured with: a Python number.
+    """Raise ``GuardError`` unless ``value`` is ``expected``, the Python number that the captured batch gave.
 
-    ``where`` is the file, line and text of the user's code that asks for it.
+    ``where`` is the file, line and text of the user's code that reads it.
     """
     found = answer(value, expected)
     if found != expected:

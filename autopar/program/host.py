@@ -1,7 +1,7 @@
-"""Values between the host and the device without the host waiting for the device.
+"""Copies between the host and the device during which the host doesn't wait for the device.
 
-A step is a queue of work that the host fills ahead of the device. A plain ``tensor.to(device)``, ``.item()`` or ``.cpu()`` waits for the
-end of all that is queued, and the device then idles until the host has queued more.
+The host queues work ahead of the device. A plain ``tensor.to(device)``, ``.item()`` or ``.cpu()`` waits for the
+end of all queued work, and the device then idles until the host has queued more.
 """
 
 from __future__ import annotations

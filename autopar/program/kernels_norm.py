@@ -1,4 +1,4 @@
-"""Kernels of batch normalisation: statistics of the whole batch when its examples (or positions) are sharded.
+"""Kernels of batch normalisation: statistics of the global batch when its examples (or positions) are sharded.
 
 Batch norm is two ops here: ``batch_statistics``, which needs every rank's rows, and ``normalise``, which is elementwise. So the statistics
 cost one small collective in each direction (the forward gathers every rank's statistics, as torch's ``SyncBatchNorm`` does; the conversion
@@ -83,7 +83,7 @@ def _whole_terms(x: Tensor, name: str) -> None:
 
 
 def batch_statistics(x: Tensor, axis: Axes = ()) -> Tensor:
-    """Mean, variance, and unbiased variance of every channel of ``x [n, c, ...]`` over the whole batch: ``[3, c]``.
+    """Return mean, variance and unbiased variance of every channel of ``x [n, c, ...]`` over the global batch: ``[3, c]``.
 
     ``axis`` (or axes, outermost first) shards dims of ``x`` other than the channels, evenly: the result is I on it. Computed in float32
     or wider.

@@ -1,4 +1,4 @@
-"""Recurrent layers as one op with one result: examples may be sharded, all other dims are whole on every rank.
+"""Recurrent layers as one op with one result: examples may be sharded, all other dims are unsharded.
 
 torch's ops return a tuple whose members have the batch in different dims. Here the states follow the outputs along time: one tensor of one
 type.

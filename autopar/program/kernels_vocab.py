@@ -83,7 +83,7 @@ def vocab_parallel_cross_entropy_sum(
     """``cross_entropy_sum`` with the vocabulary sharded over ``axis`` (or axes, outermost first), on which the result is I.
 
     ``logits`` are ``[..., v / n]``, S(last) on ``axis``; ``labels`` (global ids) are R on it. Two small collectives: the
-    maxima are gathered, and the two sums of every token reduced in one call. The whole logits are never assembled. Accumulates
+    maxima are gathered, and the two sums of every token reduced in one call. The full logits are never gathered. Accumulates
     in float32 or wider, and returns that dtype. If padding makes the slices equal, ``vocabulary`` is the true size.
     """
     axes = _split(axis)

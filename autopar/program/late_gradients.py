@@ -23,7 +23,7 @@ from .reductions import Reductions
 from .world import LoadedProgram
 
 _STATE = "late_"
-"""What the states of a checkpoint are called that are such sums, before the number of updates until they are used."""
+"""The prefix of such sums' names in a checkpoint's optimizer state; the number of updates until their use follows."""
 
 
 @dataclass(eq=False)
@@ -58,7 +58,7 @@ class LateReductions(Reductions):
         self.leave_out()
 
     def leave_out(self) -> None:
-        """Forget the gradients of passes after the last update: no update follows them, or their loss is not finite."""
+        """Discard the gradients since the last update: no update follows them, or their loss is not finite."""
         for sums in self._sums.values():
             while sums and sums[-1].step == self._step:
                 sums.pop().wait()
@@ -72,14 +72,14 @@ class LateReductions(Reductions):
 
     @torch.no_grad()
     def show(self) -> None:
-        """Give the groups the gradients of the last forward and backward pass."""
+        """Set the groups' gradients to those of the last forward and backward pass."""
         for group, sums in self._sums.items():
             group.flat_gradients.copy_(sums[-1].wait())
         self._placed = False
 
     @torch.no_grad()
     def place(self) -> None:
-        """Give the groups the gradients that the next update uses."""
+        """Set the groups' gradients to those that the next update uses."""
         if self._placed:
             return
         for group, sums in self._sums.items():
@@ -91,14 +91,14 @@ class LateReductions(Reductions):
         self._placed = True
 
     def advance(self) -> None:
-        """After an update, or one that was skipped."""
+        """Count an update, also a skipped one."""
         self._step, self._placed = self._step + 1, False
 
     @contextlib.contextmanager
     def saved(self, updates: Updates) -> Iterator[None]:
         """A context in which the sums that no update has used yet are states of the optimizer.
 
-        Raises ``CheckpointError`` if the optimizer looks at whole tensors, which these are not.
+        Raises ``CheckpointError`` if the optimizer needs unsharded tensors, which these are not.
         """
         states, known = updates.optimizer.state, {id(master.tensor) for master in updates.masters}
         added = []
@@ -106,9 +106,9 @@ class LateReductions(Reductions):
             for master in group.masters:
                 if id(master.tensor) not in known:
                     raise CheckpointError(
-                        f"the optimizer looks at the whole of {master.layout.original}, and gradients are applied "
+                        f"the optimizer needs {master.layout.original} unsharded, and gradients are applied "
                         f"{self._by} updates late: a checkpoint cannot have those that wait",
-                        "train with an optimizer that treats elements alike, or with another synchronization",
+                        "train with an elementwise optimizer, or with another synchronization",
                     )
                 for each in sums:
                     state = (

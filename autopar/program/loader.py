@@ -1,11 +1,11 @@
-"""Global batches of a data set; every rank reads its own rows of each.
+"""Reads the global batches of a data set; every rank reads only its own rows.
 
 The order of an epoch is that of ``torch.utils.data.DistributedSampler``: a permutation drawn from ``seed + epoch``, or the data set's own
-order. It does not depend on the plan. A position in it is an epoch and a row, so a training that goes on with another number of devices, or
-with another global batch, goes on at the next row.
+order. It doesn't depend on the plan. A position in it is an epoch and a row, so a training that resumes with another number of devices, or
+with another global batch, continues at the next row.
 
-Rows come from a map-style data set through torch's ``DataLoader``, with worker processes if there are any. A position is all that has to
-be saved: a row depends on its index alone, and rows that workers have read ahead are read again.
+Rows come from a map-style data set through torch's ``DataLoader``, optionally with worker processes. A position is all that has to
+be saved: a row depends only on its index, and rows that workers have prefetched are read again.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from .share import DataError, Rows, Share
 from .spec import TensorSpec
 from .world import LoadedProgram, World
 
-_SAMPLED = 16  # rows of a data set that its checksum is of
+_SAMPLED = 16  # the rows of a data set that its checksum covers
 
 
 @dataclass(frozen=True)
 class Order:
-    """The order of a data set's rows, and how they are read.
+    """The order of a data set's rows, and how to read them.
 
-    With ``shuffle`` an epoch's order is a permutation drawn from ``seed + epoch``. ``workers`` is the number of processes with which each
-    rank reads. ``names`` is the nest of a sample (tuples, lists, dicts) with the names of the program's inputs as leaves and ``None`` for
-    all else; without it a sample is a dict by these names. ``last`` says what is done with the rows that are left at the end of an epoch,
+    With ``shuffle`` an epoch's order is a permutation from ``seed + epoch``. ``workers`` is the number of reader processes of each
+    rank. ``names`` has the nested structure of a sample (tuples, lists, dicts) with the program's input names as leaves and ``None`` for
+    all else; without it a sample is a dict by these names. ``last`` says what happens to the rows that remain at the end of an epoch,
     fewer than a global batch: ``"drop"``, or ``"pad"``, which fills the batch with rows that the loss leaves out.
     """
 
@@ -62,7 +62,7 @@ class Order:
 
 
 class Tensors(Dataset[Mapping[str, Tensor]]):
-    """Tensors by name with one row per example in dim 0, say from a file that is mapped into memory: rows are read as they are needed."""
+    """Tensors by name with one row per example in dim 0, for example from a memory-mapped file: rows are read when they are needed."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = dict(tensors)
@@ -100,7 +100,7 @@ class Tensors(Dataset[Mapping[str, Tensor]]):
 
 
 class Synthetic(Tensors):
-    """Rows without end, made up from their index: normal numbers, and integers that are 0 or 1, which are valid tokens and labels for any
+    """Endless synthetic rows, computed from their index: normal numbers, and integers that are 0 or 1, valid tokens and labels for any
     vocabulary."""
 
     def __init__(self, inputs: Mapping[str, TensorSpec], seed: int) -> None:
@@ -123,7 +123,7 @@ class Synthetic(Tensors):
 
 @dataclass(frozen=True)
 class _Fetched:
-    """Rows that were read, or why there are none, and the question to all ranks whether they read the same."""
+    """Rows that were read, or the error, and the pending check that all ranks read the same batch."""
 
     begin: tuple[int, int]
     tensors: Mapping[str, Tensor] | None
@@ -136,9 +136,9 @@ class Loader:
 
     Args:
         program, world: the plan says which rows a rank reads, and of which inputs.
-        dataset: a map-style data set; or a ``DataLoader`` of one, whose ``collate_fn``, workers and order (in turn, or shuffled) it has.
-        order: how the rows follow each other.
-        collate: makes tensors of a list of samples, by default as ``DataLoader`` does.
+        dataset: a map-style data set; or a ``DataLoader`` of one, whose ``collate_fn``, workers and order are used.
+        order: the order of the rows.
+        collate: makes tensors of a list of samples; default: that of ``DataLoader``.
 
     Raises:
         DataError: the data set has no length, or is shorter than one global batch; or nothing proves that the loss leaves padding out.
@@ -187,19 +187,19 @@ class Loader:
 
     @functools.cached_property
     def key(self) -> str:
-        """What tells one data set and order from another: training goes on at a position of the same ones. All ranks read this together.
+        """Identifies the data set and its order: a position is valid only for the same key. All ranks read this together.
 
         It has a checksum of 16 rows, unless reading them twice gives other values.
         """
         found = [""]
         if dist.get_rank() == 0:
-            with contextlib.suppress(Exception):  # what is wrong with a row is said when it is read
+            with contextlib.suppress(Exception):  # an error in a row is reported when the row is read
                 found = [self._content()]
         dist.broadcast_object_list(found, 0)
         return f"{self.order}, with checksum {found[0]}" if found[0] else self.order
 
     def _content(self) -> str:
-        """A checksum of rows of the whole data set, as they are collated; empty for rows that are made up or differ between readings."""
+        """Return a checksum of collated rows from all over the data set; empty if they are synthetic or differ between readings."""
         if isinstance(self._dataset, Synthetic):
             return ""
         rows = sorted({i * (self.rows - 1) // (_SAMPLED - 1) for i in range(_SAMPLED)})
@@ -210,13 +210,13 @@ class Loader:
         return f"{one:08x}" if one == other else ""
 
     def _digest(self, collated: Any) -> int:
-        """Return the checksum of all inputs of the program, whatever part of them this rank reads."""
+        """Return the checksum of all inputs of the program, not only of those that this rank reads."""
         named = self._named(collated)
         tensors = {name: torch.as_tensor(named[name]) for name in sorted(self._inputs) if name in named}
         return zlib.crc32(repr([(name, digest(tensor)) for name, tensor in tensors.items()]).encode())
 
     def _opened(self, given: Any) -> Any:
-        """Return the data set, with what it needs to be read here."""
+        """Return the data set in the form in which this rank reads it."""
         if isinstance(given, DataLoader):
             given = self._taken_over(given)
         if isinstance(given, Mapping):
@@ -227,12 +227,12 @@ class Loader:
                 "a rank reads its own rows alone, so the data set must be map-style: give each row an index, or write the rows to a file",
             )
         self._whole = given
-        if type(given) is Tensors and self._share.inputs:  # of a file, the other inputs are never read
+        if type(given) is Tensors and self._share.inputs:  # never read the other inputs of a file
             given = Tensors({name: self._fitting(name, given.tensors) for name in self._share.inputs})
         return given
 
     def _taken_over(self, loader: DataLoader[Any]) -> Any:
-        """Return the data set of a user's loader, whose options this one takes over."""
+        """Return the data set of a user's loader, after adopting its options."""
         if loader.batch_size not in (1, self.batch):
             raise DataError(
                 f"the loader's batches have {loader.batch_size} rows, and the plan's global batch has {self.batch}",
@@ -256,7 +256,7 @@ class Loader:
     def read(self, position: Sequence[int], *, ahead: bool = False) -> tuple[Rows, tuple[int, int]]:
         """Return this rank's rows of the global batch at ``position`` (epoch, row), and the position after it; all ranks call this.
 
-        With ``ahead`` the batch after it is read too, for the next call: then no call waits for the device, which compares the ranks' rows.
+        With ``ahead`` the batch after it is read too, for the next call: then no call waits for the device's comparison of the ranks' rows.
         Raises ``DataError`` on every rank; the same position can be read again.
         """
         begin = self._begin(*position)
@@ -271,7 +271,7 @@ class Loader:
         return Rows(fetched.tensors), after
 
     def _fetch(self, begin: tuple[int, int]) -> _Fetched:
-        """Read this rank's rows of the batch that begins at ``begin``, and begin to compare them with those of other ranks."""
+        """Read this rank's rows of the batch at ``begin``, and start to compare them with those of other ranks."""
         tensors, problem = None, ""
         try:
             if begin != self._next and len(self._share.rows):
@@ -347,7 +347,7 @@ class Loader:
     # -- what a row is --
 
     def _checked(self, collated: Any) -> dict[str, Tensor]:
-        """Return the inputs that this rank reads, in the dtypes and shapes that the program takes."""
+        """Return the inputs that this rank reads, in the program's dtypes and shapes."""
         named = self._named(collated)
         found = {}
         for name in self._share.inputs:
@@ -411,7 +411,7 @@ class _Sampler:
 
 @contextlib.contextmanager
 def _same_random_numbers() -> Iterator[None]:
-    """A context after which random numbers go on as if nobody had drawn any in it."""
+    """A context that restores the state of the random generators at its end."""
     before = random.getstate()
     numpy = sys.modules.get("numpy")  # a data set may draw from it; the program does without
     of_numpy = None if numpy is None else numpy.random.get_state()
@@ -425,7 +425,7 @@ def _same_random_numbers() -> Iterator[None]:
 
 
 def _end_with_parent(_: int) -> None:
-    """End this worker process as soon as its rank is killed; elsewhere than on Linux it notices that within five seconds."""
+    """Make this worker process end as soon as its rank is killed; on other systems than Linux that takes up to five seconds."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 

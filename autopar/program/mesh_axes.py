@@ -1,4 +1,4 @@
-"""The current mesh: which process group an axis, or several axes flattened into one, stands for."""
+"""The current mesh: the process group of an axis, or of several axes flattened into one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def on_mesh(mesh: DeviceMesh, flat: Groups | None = None) -> Iterator[None]:
 
 
 def group_of(*axes: Axis) -> dist.ProcessGroup:
-    """Return the process group of the ranks that differ on ``axes`` alone: one axis, or several (outermost first)."""
+    """Return the process group of the ranks that differ only on ``axes``: one axis, or several (outermost first)."""
     if len(axes) == 1:
         if not isinstance(axes[0], str):
             return axes[0]

@@ -1,6 +1,6 @@
-"""Figures of the training: a record of each step, for files and TensorBoard, and the measured step beside the predicted one.
+"""Training metrics: a record of each step, for files and TensorBoard, and a comparison of measured and predicted steps.
 
-A rank that runs out of memory says so in one sentence: the predicted bytes of its stage by part, the measured ones, and the change that
+A rank that runs out of memory reports it in one sentence: the predicted bytes of its stage by part, the measured ones, and the change that
 saves most.
 """
 
@@ -20,13 +20,13 @@ from typing import Any
 import torch
 
 COMPARED_STEPS = 20
-"""The step after which measurement and prediction are compared; the first five are left out, in which memory is allocated and layers are
+"""The step after which measurement and prediction are compared, without the first five, in which memory is allocated and layers are
 compiled."""
 _FAR = 0.2
 
 
 def peak_memory_bytes() -> int:
-    """Return the peak of this process's memory: allocated tensors on a GPU; on a CPU what is resident, Python and torch included."""
+    """Return this process's peak memory: allocated tensors on a GPU; resident memory on a CPU, with Python and torch."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return int(torch.cuda.max_memory_allocated())
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -36,7 +36,7 @@ class Meter:
     """The records of a training's steps, on the one rank that writes them.
 
     ``plan`` is the content of ``plan.json``. Records go to ``log``, one JSON object a line after those that are there, and to a TensorBoard
-    in the folder ``tensorboard``. ``seconds`` has the times of the steps before, and gets those of further ones.
+    in the folder ``tensorboard``. ``seconds`` has the times of previous steps; new ones are appended.
 
     Raises ``ModuleNotFoundError`` with what to install if there is no tensorboard.
     """
@@ -55,7 +55,7 @@ class Meter:
         self._began, self._due = time.perf_counter(), False
 
     def begin(self) -> None:
-        """Before a step, or before the first of several with one record, its data included."""
+        """Call this before a step (or before the first of several with one record) and before its data is read."""
         self._began = time.perf_counter()
 
     def end(
@@ -161,7 +161,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def explained(folder: Path) -> Iterator[None]:
-    """Inside, an error of a failed allocation becomes a ``MemoryError`` that says what the plan in ``folder`` predicted."""
+    """A context that turns failed allocations into a ``MemoryError`` with the memory that the plan in ``folder`` predicts."""
     try:
         yield
     except Exception as error:

@@ -1,6 +1,6 @@
-"""Runs the microbatches of a step through this rank's stages one after the other, and adds up the loss.
+"""Runs the microbatches of a step through this rank's stages one after the other, and sums the loss.
 
-Programs without a pipeline run as this file says; those with one override ``step`` (``pipeline``, ``chimera``).
+Programs with a pipeline override ``step`` (``pipeline``, ``chimera``).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from .world import MIRROR, LoadedProgram, World
 
 
 class Microbatch(nn.Module):
-    """A stage as the schedule calls it: with the scalars of the step (or those of the microbatch, among its inputs), and sendable
-    outputs.
+    """A stage as the schedule calls it: it adds the scalars of the step (or of the microbatch, which are among its inputs), and makes its
+    outputs sendable.
 
     A schedule gives every stage the inputs of all stages of the rank: a stage's own inputs are prefixed with its number.
-    The stage may be an FSDP module, and this is none: for an FSDP module the schedule would keep gathered parameters and whole gradients
-    in memory until the last microbatch.
+    The stage may be an FSDP module, but this wrapper isn't one: for an FSDP module the schedule would keep gathered parameters and
+    unsharded gradients in memory until the last microbatch.
     """
 
     def __init__(self, index: int, stage: nn.Module, world: World, reductions: Reductions) -> None:
@@ -73,14 +73,14 @@ class Microbatches:
         self._prepare()
 
     def _prepare(self) -> None:
-        """Make the schedule; without a pipeline there is none."""
+        """Create the schedule; without a pipeline there is none."""
 
     def receives(self, stage: int) -> tuple[Tensor, ...]:
-        """Tensors on meta like those that a stage gets from the stage before."""
+        """Return meta tensors like those that a stage receives from the previous stage."""
         return self.sends(stage - 1) if stage else ()
 
     def sends(self, stage: int) -> tuple[Tensor, ...]:
-        """Tensors on meta like those that a stage gives to the next stage."""
+        """Return meta tensors like those that a stage sends to the next stage."""
         return tuple(tensor.on_meta() for tensor in self._specs[stage].sends.values())
 
     def _inputs(self, batch: Batch, key: int) -> dict[str, Tensor]:
@@ -129,13 +129,13 @@ class Microbatches:
         return [{name: parts[i] for name, parts in chunks.items()} for i in range(self.microbatches)]
 
     def _term(self, loss: Tensor) -> Tensor:
-        """Note a microbatch's term of the step's loss; the scalar whose backward pass gives the gradients."""
+        """Record a microbatch's term of the step's loss; return the scalar whose backward pass gives the gradients."""
         term = loss / self.microbatches if self._apart else loss
         self._losses.append(term.detach())
         return term if self._scaled is None else self._scaled(term)
 
     def forward(self, batch: Batch, key: int) -> list[Tensor]:
-        """Run the forward passes alone, one microbatch after the other; returns this rank's terms of the loss."""
+        """Run only the forward passes, one microbatch after the other; return this rank's terms of the loss."""
         inputs, placed, place = self._inputs(batch, key), self.world.placed, self.world.mesh.get_local_rank("pipeline")
         self._losses = []
         with self.world.in_mesh(), torch.no_grad():
@@ -166,7 +166,7 @@ class Microbatches:
             work.wait()
 
     def sum(self, losses: list[Tensor]) -> Tensor:
-        """Return the whole batch's loss on every rank, from the terms that ``run`` returned: all ranks call this."""
+        """Return the global batch's loss on every rank, from the terms that ``run`` returned: all ranks call this."""
         return self.reduced(self.own_sum(losses))
 
     def own_sum(self, losses: list[Tensor]) -> Tensor:

@@ -1,6 +1,6 @@
-"""The tensors of the user's model that this rank has parts of: set from whole tensors, drawn, and gathered on rank 0.
+"""This rank's parts of the user's model: set from full tensors, drawn at random, and gathered on rank 0.
 
-A rank's part of a tensor is a number of boxes (``boxes``), whatever the plan. So checkpoints, weights, state dicts and initial values are
+Under every plan, a rank's part of a tensor is a set of boxes (``boxes``). So checkpoints, weights, state dicts and initial values are
 all loops over a rank's pieces.
 """
 
@@ -29,7 +29,7 @@ _ROUND_BYTES = 256 * 2**20  # that rank 0 receives at a time
 
 
 class SavedBuffers(Protocol):
-    """As of ``buffers``."""
+    """The part of ``buffers`` that this module needs."""
 
     def own(self) -> list[tuple[BufferRecord, Tensor]]: ...
 
@@ -107,8 +107,7 @@ class TrainingTensors:
         """Draw this rank's parts of all parameters; then ``spread``.
 
         Matrices are normal with standard deviation 0.02, vectors named ``...weight`` are ones (a norm's scale), other vectors zeros. A
-        number depends on the seed, the parameter's original name and the element's place in it, not on the plan, and a rank draws no
-        others.
+        number depends on the seed, the parameter's original name and the element's index, not on the plan, and a rank draws only its own.
         """
         for _, piece in self.parameters():
             if len(piece.shape) < 2:
@@ -117,7 +116,7 @@ class TrainingTensors:
                 _fill(piece, seed)
 
     def spread(self) -> None:
-        """Copy the masters into the parameters that the stages read, after anything but an update has set them. All ranks call this."""
+        """Copy the masters into the parameters that the stages read, after anything other than an update set them. All ranks call this."""
         for group in self.groups:
             upload(group.masters)
             group.publish()
@@ -140,7 +139,7 @@ class TrainingTensors:
 
     @torch.no_grad()
     def _whole(self, layouts: Sequence[Layout], own: Iterable[Piece]) -> dict[str, Tensor]:
-        """Return the tensors of ``layouts``, and others of which ranks have pieces, whole on rank 0."""
+        """Return on rank 0 the full tensors of ``layouts``, and of any others of which ranks have pieces."""
         found: dict[str, Tensor] = {}
         averaged: set[str] = set()
         if dist.get_rank() == 0:
@@ -159,7 +158,7 @@ class TrainingTensors:
 
 
 def gathered(own: Iterable[Piece], world: World) -> Iterator[Piece]:
-    """Send the pieces of all ranks to rank 0, which yields them; all ranks call this, and take all of it. Rank 0 receives a bounded number
+    """Send the pieces of all ranks to rank 0, which yields them; all ranks call this, and consume it. Rank 0 receives a bounded number
     of bytes at a time."""
     limit = max(_ROUND_BYTES // dist.get_world_size(), 2**18)
     mine: list[Piece] = []
@@ -222,9 +221,9 @@ def _fill(piece: Piece, seed: int) -> None:
 
 
 def normal(key: int, start: int, stop: int) -> Tensor:
-    """The normal numbers ``start`` to ``stop`` (exclusive) of the sequence that belongs to the 64-bit ``key``, in float32 on the CPU.
+    """Return normal numbers ``start`` to ``stop`` (exclusive) of the sequence of the 64-bit ``key``, in float32 on the CPU.
 
-    Number pairs are Box and Muller's of the two halves of 64 random bits, which are a hash of the pair's place: SplitMix64 (Steele, Lea and
+    Pairs come from the Box-Muller transform of the two halves of 64 random bits, a hash of the pair's index: SplitMix64 (Steele, Lea and
     Flood, Fast Splittable Pseudorandom Number Generators, 2014) with ``key`` as its seed.
     """
     first, last = start // 2, -(-stop // 2)

@@ -1,7 +1,7 @@
 """Modules that the program runs unchanged and replicated on every rank (``autopar.opaque``).
 
-``runtime/opaque.json`` describes the modules of every such op: class, plain attributes, children, and the operand of the op that each
-parameter and buffer is. The modules are created without a call of their constructors.
+``runtime/opaque.json`` describes the modules of every such op: class, plain attributes, children, and for each parameter and buffer the
+operand of the op. The modules are created without calling their constructors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OPAQUE = "runtime/opaque.json"
 
 
 class Applied(nn.Module):
-    """An ``autograd.Function`` as a module. Tensors take the places of ``None`` in ``template``; every other place is a list with one
+    """An ``autograd.Function`` as a module. Tensors replace each ``None`` in ``template``; every other entry is a list with one
     value."""
 
     def __init__(self, function: Any, template: list[list[Any] | None]) -> None:

@@ -1,10 +1,10 @@
 """The state of the optimizer and of its scheduler in a checkpoint.
 
-Of each parameter there are tensors of its shape and numbers, of each group its options. A tensor of the parameter's shape (``exp_avg``) is
-divided as the parameter is, and a number (``step``) is there once. A tensor of another shape (Adafactor's ``row_var``) is written whole by
-a rank that has the whole parameter (``whole_tensors``).
+Each parameter has tensors of its shape and numbers, each group its options. A tensor of the parameter's shape (``exp_avg``) is
+sharded like the parameter; a number (``step``) is written once. A tensor of another shape (Adafactor's ``row_var``) is written in full by
+a rank that has the full parameter (``whole_tensors``).
 
-Of a scheduler, the part of ``state_dict`` that JSON can express is saved. The rest, such as the function of a ``LambdaLR``, always comes
+For a scheduler, the part of ``state_dict`` that JSON can express is saved. The rest, such as the function of a ``LambdaLR``, always comes
 from the function that makes the scheduler.
 """
 
@@ -26,9 +26,9 @@ from .parameters import Master
 from .world import LoadedProgram, World
 
 TENSOR, NUMBER = "tensor", "number"
-"""Kinds of state: a tensor with dims, and one without. The other kinds are the numbers of Python."""
+"""Kinds of state: a tensor with dims, and one without. The other kinds are Python's number types."""
 _OF_THE_PROGRAM = ("params", "param_names", "fused", "foreach", "capturable", "differentiable")
-"""Options of a group that are no part of the training: which parameters a rank has, and which kernels update them."""
+"""Group options that don't affect the result: which parameters a rank has, and which kernels update them."""
 _PYTHON: dict[str, type] = {"int": int, "float": float, "bool": bool}
 
 
@@ -45,7 +45,7 @@ def described(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def plain(option: Any) -> Any:
-    """Return an option as JSON; ``...`` if it has no such form, and always comes from the function that makes the optimizer."""
+    """Return an option as JSON; ``...`` if JSON can't express it (then the function that makes the optimizer must set it)."""
     if isinstance(option, Tensor) and option.dim() == 0:
         return option.item()
     if isinstance(option, tuple | list):
@@ -55,7 +55,7 @@ def plain(option: Any) -> Any:
 
 
 def merged(optimizer: Mapping[str, Any], parts: Iterable[Mapping[str, str]]) -> dict[str, Any]:
-    """Return a description with the kinds of the keys of all ranks' states. A key that is a number for one parameter is one for all."""
+    """Return the optimizer's description with the kinds of all ranks' state keys; a key that is a number anywhere has that kind."""
     kinds: dict[str, str] = {}
     for part in parts:
         for key, kind in part.items():
@@ -66,7 +66,7 @@ def merged(optimizer: Mapping[str, Any], parts: Iterable[Mapping[str, str]]) -> 
 def saved(
     optimizer: torch.optim.Optimizer, masters: Sequence[Master], program: LoadedProgram, world: World
 ) -> tuple[list[Held], list[Piece], dict[str, str]]:
-    """What this rank has of the optimizer's state: tensors of the parameters' shapes, all others that it writes, and the kind of each
+    """Return this rank's part of the optimizer's state: tensors of the parameters' shapes, all others that it writes, and the kind of each
     key."""
     held: list[Held] = []
     others: list[Piece] = []
@@ -96,7 +96,7 @@ def _has_first(master: Master, program: LoadedProgram, world: World) -> bool:
 
 
 def _kind(master: Master, key: Any, value: Any) -> str:
-    """Raises ``CheckpointError`` if the value has no place in a checkpoint."""
+    """Return the kind of a state value; raises ``CheckpointError`` if a checkpoint can't store it."""
     if not isinstance(key, str) or "." in key:
         raise _refused(master, key, "its key is not a word")
     if isinstance(value, Tensor):
@@ -132,7 +132,7 @@ def _whole(master: Master, key: str, value: Any) -> Piece:
 
 
 class Restored:
-    """The optimizer state that a checkpoint has for this rank's masters: made empty, filled by reading ``pieces``, then installed.
+    """A checkpoint's optimizer state for this rank's masters: created empty, filled by reading ``pieces``, then installed.
 
     ``facts`` describe the optimizer that was saved, ``stored`` has the metadata of the checkpoint's tensors by name. Raises
     ``CheckpointError`` where the checkpoint is of another optimizer, or has none.
@@ -207,7 +207,7 @@ class Restored:
 def without_state(
     program: LoadedProgram, facts: Mapping[str, Any], stored: Mapping[str, TensorStorageMetadata]
 ) -> list[str]:
-    """The trained parameters without any state in a checkpoint where others have some: they had no gradient yet, or were not trained."""
+    """Return the trained parameters that have no state in the checkpoint although others do: they had no gradient yet, or were frozen."""
     trained = {layout.original for layout in program.layouts if layout.trainable} if facts["keys"] else set()
     return sorted(name for name in trained if not any(f"optimizer.{name}.{key}" in stored for key in facts["keys"]))
 
@@ -235,7 +235,7 @@ def described_scheduler(scheduler: LRScheduler | None) -> dict[str, Any] | None:
 
 
 def check_scheduler(scheduler: LRScheduler | None, facts: Mapping[str, Any] | None) -> None:
-    """Raise ``CheckpointError`` if the checkpoint with these ``facts`` is of a training with another scheduler."""
+    """Raise ``CheckpointError`` if the checkpoint was trained with another scheduler."""
     own, theirs = scheduler and _class(scheduler), facts and facts["class"]
     if own != theirs:
         raise CheckpointError(
@@ -257,7 +257,7 @@ def _class(scheduler: LRScheduler) -> str:
 
 
 def _saved(value: Any) -> Any:
-    """Return the value as JSON; ``...`` if it has no such form. Of a dict, the entries that have."""
+    """Return the value as JSON; ``...`` if JSON can't express it. Of a dict, only the entries that JSON can express."""
     if isinstance(value, Mapping):
         entries = {key: _saved(item) for key, item in value.items() if isinstance(key, str)}
         return {key: item for key, item in entries.items() if item not in (..., {})}

@@ -1,13 +1,13 @@
-"""The user's optimizers and scheduler of learning rates, over the parameters of this rank.
+"""The user's optimizers and learning rate scheduler, over this rank's parameters.
 
-The user's callable is called once with meta tensors: all parameters of the user's model under their own names, shapes and order, frozen
+The user's callable is called once with meta tensors: all parameters of the user's model with their names, shapes and order, frozen
 ones included, so that parameter groups by name, by number of dims or by position are the same as on one device. It returns an optimizer, or
-a list of them, each with parameters of its own. This rank's master copies then replace the meta tensors in the groups, and an optimizer of
-the same class with the same options is made of the groups.
+a list of them over disjoint parameters. This rank's master copies then replace the meta tensors in the groups, and an optimizer of
+the same class is created with the same options and these groups.
 
-Element-wise optimizers are exact on slices of parameters. Where the plan cuts parameters, those that read one whole tensor at a time get
-whole tensors (``whole_tensors``): torch's Muon and Adafactor, and a user's class with ``per_tensor = True``. Any other class may read all
-tensors together unless it has ``elementwise = True``; it needs all of them on every rank, and is refused by name elsewhere.
+Elementwise optimizers are exact on shards of parameters. If the plan shards parameters, optimizers that read one full tensor at a time get
+full tensors (``whole_tensors``): torch's Muon and Adafactor, and a user's class with ``per_tensor = True``. Any other class may read all
+tensors together unless it has ``elementwise = True``; it needs all of them on every rank, and is refused by name under other plans.
 """
 
 from __future__ import annotations
@@ -339,7 +339,7 @@ def _refuse_pieces(optimizer: torch.optim.Optimizer, names: Iterable[str], progr
 
 
 def cut(layout: Layout, program: LoadedProgram) -> str | None:
-    """How the plan slices a master copy, in words; empty for a whole parameter."""
+    """Describe how the plan slices a master copy; ``None`` for an unsharded parameter."""
     axes = [axis for axis, _ in layout.sharded if program.spec.mesh[axis] > 1]
     if axes:
         return f"the axis {axes[0]} shards it"

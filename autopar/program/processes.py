@@ -1,8 +1,8 @@
-"""The processes of a program: what the launcher says about them, the device of each, and their groups.
+"""The processes of a program: their ranks from the launcher's variables, their devices, and their process groups.
 
-NCCL makes a communicator when its group is first used, and then waits for all of the group's ranks. So groups that two ranks first use in
-opposite orders hang, and so does a batch of transfers that some ranks of the group take no part in. ``ProcessGroups.warm_up`` uses every
-group in the order in which all ranks have made them.
+NCCL creates a communicator when its group is first used, and then waits for all of the group's ranks. So groups that two ranks first use in
+opposite orders deadlock, and so does a batch of transfers in which some ranks of the group don't take part. ``ProcessGroups.warm_up`` uses
+every group in the order in which all ranks created them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NVME_FOLDER = "AUTOPAR_NVME"
 
 
 class StartError(RuntimeError):
-    """Processes, devices or folders that the program cannot run on; the text ends with a hint."""
+    """The program can't run on these processes, devices or folders; the text ends with a hint."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         self.message, self.hint = message, hint
@@ -33,10 +33,8 @@ class StartError(RuntimeError):
 
 @dataclass(frozen=True)
 class ProcessPlace:
-    """Where the launcher has started this process: its rank among all ``size`` processes, and among the ``local_size`` of its node.
-
-    The local figures are ``None`` where the launcher says nothing about them.
-    """
+    """This process's rank among all ``size`` processes, and among the ``local_size`` of its node; the local values are ``None`` if the
+    launcher doesn't set them."""
 
     rank: int = 0
     size: int = 1
@@ -57,9 +55,9 @@ def nvme_folder(named: str) -> str:
 
 
 def place_of(environment: Mapping[str, str]) -> ProcessPlace:
-    """This process's place, from the variables of torchrun or of ``srun``.
+    """Return this process's ranks, from the variables of torchrun or ``srun``.
 
-    A launcher may set ``RANK`` and ``WORLD_SIZE`` and leave out the local ones; under ``srun`` those of the step are used then.
+    A launcher may set ``RANK`` and ``WORLD_SIZE`` but not the local variables; under ``srun`` those of the step are used then.
     """
     step = "SLURM_STEP_NUM_TASKS" in environment and "SLURM_PROCID" in environment
     if "RANK" not in environment and step:
@@ -90,10 +88,10 @@ def _tasks_of_node(environment: Mapping[str, str]) -> str | None:
 
 
 def meet(environment: MutableMapping[str, str], place: ProcessPlace) -> None:
-    """Set the variables by which torch's processes meet, where the launcher of this one, at ``place``, has not.
+    """Set the variables of torch's rendezvous that the launcher has not set.
 
     Raises:
-        StartError: several nodes, and nothing says which address rank 0 has.
+        StartError: there are several nodes, and rank 0's address is unknown.
     """
     if place.size > 1 and "MASTER_ADDR" not in environment and "RANK" not in environment:
         if environment.get("SLURM_STEP_NUM_NODES", "1") != "1":
@@ -110,13 +108,13 @@ def meet(environment: MutableMapping[str, str], place: ProcessPlace) -> None:
 
 
 def device_of(place: ProcessPlace, kind: str | None) -> torch.device:
-    """Return the device of this process; ``kind`` is ``"cuda"``, ``"cpu"``, or ``None`` for GPUs where the node has any.
+    """Return the device of this process; ``kind`` is ``"cuda"``, ``"cpu"``, or ``None`` for GPUs if the node has any.
 
     A process that sees one GPU uses it: launchers may give each process its own. Otherwise the node's processes see the same GPUs, and each
     uses that of its local rank.
 
     Raises:
-        StartError: there are GPUs, and not one for each process, or torch cannot use them; or GPUs are wanted, and there are none.
+        StartError: the node has GPUs, but not one for each process, or torch can't use them; or ``kind`` is ``"cuda"`` without GPUs.
     """
     if kind == "cpu":
         return torch.device("cpu")
@@ -148,7 +146,7 @@ def device_of(place: ProcessPlace, kind: str | None) -> torch.device:
 
 
 def _has_gpus() -> bool:
-    """Return whether this process may open a GPU of NVIDIA's, and the user has not hidden all of them."""
+    """Return whether this process can open an NVIDIA GPU that ``CUDA_VISIBLE_DEVICES`` doesn't hide."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return False
     return any(os.access(path, os.R_OK | os.W_OK) for path in Path("/dev").glob("nvidia[0-9]*"))
@@ -166,8 +164,8 @@ def check_node(place: ProcessPlace, plan: Mapping[str, Any], axes: Mapping[str, 
     wanted, found = (f"{count} GPU{'s' if count != 1 else ''}" for count in (gpus_per_node, place.local_size))
     raise StartError(
         f"the plan is for nodes of {wanted} ({devices}: {mesh}), and this node has {place.local_size} of the program's {place.size} "
-        "processes: other groups of ranks would be inside of a node than those that the plan has priced",
-        f"start {gpus_per_node} on every node, or plan for nodes of {found} and emit again; a program of any plan goes on from the same "
+        "processes: the plan's groups of ranks would cross nodes where it priced them inside of one",
+        f"start {gpus_per_node} on every node, or plan for nodes of {found} and emit again; a program of any plan resumes from the same "
         "checkpoints",
     )
 

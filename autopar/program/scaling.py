@@ -1,13 +1,13 @@
-"""Dynamic loss scaling of programs in float16, with the rule, the defaults and the state of ``torch.amp.GradScaler``.
+"""Dynamic loss scaling of float16 programs, with the rule, the defaults and the state of ``torch.amp.GradScaler``.
 
-Small gradients become zero in float16. The last stage multiplies its loss by the scale before the backward pass, and the sums of
+Small gradients underflow in float16. The last stage multiplies its loss by the scale before the backward pass, and the sums of
 gradients, which are in float32, are divided by it before they are clipped and used. A step in which any rank has a gradient that is
-infinite or NaN updates nothing on any rank, and halves the scale; 2,000 steps in turn without one double it (Micikevicius et al., "Mixed
-precision training", ICLR 2018, section 3.2).
+infinite or NaN updates nothing on any rank, and halves the scale; 2,000 consecutive steps without one double it (Micikevicius et al.,
+"Mixed precision training", ICLR 2018, section 3.2).
 
-Each rank looks at the gradients that it owns after their reduction: a non-finite term makes a non-finite sum. One all-reduce then adds up
-the findings of all ranks, together with the squares of the gradients' norm if the step clips. The host reads the sum together with the
-step's loss, once per step and before the update. Every optimizer can thus be skipped, also a user's own class that knows nothing of
+Each rank checks the gradients that it owns after their reduction: a non-finite term makes a non-finite sum. One all-reduce then sums
+the results of all ranks, together with the squares of the gradients' norm if the step clips. The host reads the sum together with the
+step's loss, once per step and before the update. So the update of any optimizer can be skipped, also of a user's class that doesn't support
 scaling, and the scale is a plain number, the same on all ranks.
 
 The ops that ``GradScaler`` itself uses are private to torch (``_amp_foreach_non_finite_check_and_unscale_``). Here they are ``aminmax``,
@@ -29,10 +29,10 @@ _LIMITS = torch.finfo(torch.float32)  # GradScaler's scale is a tensor of this d
 
 
 class LossScale:
-    """The scale of a rank's loss. In each step: ``scaled``, ``unscale``, ``agree``, then ``update`` with the finding.
+    """The loss scale. Each step calls ``scaled``, ``unscale``, ``agree``, then ``update`` with the result.
 
-    The arguments are those of ``torch.amp.GradScaler``. Factors that are powers of two change no bit of a gradient that neither overflows
-    nor underflows.
+    The arguments are those of ``torch.amp.GradScaler``. Factors that are powers of two are exact for gradients that neither overflow
+    nor underflow.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class LossScale:
 
     @torch.no_grad()
     def unscale(self, gradients: Iterable[Tensor]) -> None:
-        """Divide this rank's gradients by the scale in place, and note whether one of them was infinite or NaN."""
+        """Divide this rank's gradients by the scale in place, and record whether one of them was infinite or NaN."""
         finite = torch.ones((), dtype=torch.bool, device=self._device)
         inverse = 1 / self.scale
         for gradient in gradients:
@@ -67,7 +67,7 @@ class LossScale:
         self._found, self._agreed = finite.logical_not().double(), False
 
     def agree(self, beside: Tensor | None = None) -> Tensor:
-        """Add up the findings of all ranks in one all-reduce, with ``beside``, a scalar in float64 whose sum is returned."""
+        """Sum the results of all ranks in one all-reduce, together with ``beside``, a float64 scalar whose sum is returned."""
         both = torch.stack((self._found, torch.zeros_like(self._found) if beside is None else beside))
         dist.all_reduce(both)
         self._found, self._agreed = both[0], True

@@ -1,7 +1,7 @@
 """The part of a global batch that a rank reads, and the part of it that each of its stages gets.
 
 Microbatch ``i`` is the ``i``-th chunk of the global batch, and the mesh's axes divide each microbatch, outermost first. A rank reads the
-rows and the inputs that its stages take. Ranks of one tensor or sequence axis read the same rows: a plan slices a sequence after the layer
+rows and the inputs that its stages take. Ranks of a tensor or sequence axis read the same rows: a plan slices a sequence after the layer
 that reads it.
 
 The scalars of a batch (``Prelude``), such as its number of valid tokens, are computed by the ranks whose stages use them.
@@ -29,7 +29,7 @@ _ABSENT = torch.iinfo(torch.int64).min + 1
 
 
 class DataError(RuntimeError):
-    """Rows that cannot be read, or that do not fit the program; raised on every rank, before the step. ``hint`` says what to do."""
+    """Rows can't be read, or don't fit the program; raised on every rank before the step. ``hint`` says what to do."""
 
     def __init__(self, message: str, hint: str) -> None:
         super().__init__(f"{message}; {hint}")
@@ -44,11 +44,11 @@ class Rows:
 
 
 Batch = Mapping[str, Tensor] | Rows
-"""A whole global batch, the same on every rank, or this rank's rows of one."""
+"""A full global batch, the same on every rank, or this rank's rows of one."""
 
 
 class Share:
-    """What this rank reads of every global batch: of ``inputs``, the rows ``rows`` of the batch, ascending."""
+    """This rank's part of every global batch: the rows ``rows`` (ascending) of ``inputs``."""
 
     def __init__(self, program: LoadedProgram, world: World) -> None:
         self.program, self.world = program, world
@@ -90,7 +90,7 @@ class Share:
     # -- what the stages get --
 
     def check(self, batch: Batch) -> None:
-        """Raise ``ValueError`` if a whole batch does not fit the program, or differs between ranks. ``Loader`` has checked rows."""
+        """Raise ``ValueError`` if a full batch doesn't fit the program, or differs between ranks. ``Loader`` has checked ``Rows``."""
         if isinstance(batch, Rows):
             return
         names = sorted(self.program.inputs)
@@ -113,7 +113,7 @@ class Share:
         return self._cut(tensor, {axis: dim for axis, dim in spec.items() if dim})
 
     def scalars(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the scalars of the whole batch, or of every microbatch along dim 0."""
+        """Return the scalars of the global batch, or of every microbatch along dim 0."""
         prelude = self._prelude
         if prelude is None or isinstance(batch, Rows) and not self.needs_scalars:
             return {}
@@ -129,7 +129,7 @@ class Share:
         return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
 
     def _for_scalars(self, rows: Rows) -> dict[str, Tensor]:
-        """Return what the prelude reads, on the device: own rows, or where these do not do, the rows of all ranks."""
+        """Return what the prelude reads, on the device: own rows, or the rows of all ranks if own rows aren't enough."""
         assert self._prelude is not None
         spec, found = dict.fromkeys(self._row_axes, 0), {}
         for name in self._scalar_inputs:
@@ -138,7 +138,7 @@ class Share:
         return found
 
     def _total(self, term: Tensor) -> Tensor:
-        """Return the sum over all rows of the batch, from that over the rows of this rank."""
+        """Return the sum over all rows of the batch, given the sum over this rank's rows."""
         total = term.to(self.world.device, copy=True)
         for axis in self._row_axes:
             if self.world.coordinates[axis][1] > 1:
@@ -161,7 +161,7 @@ class Share:
     # -- agreement --
 
     def ask(self, tensors: Mapping[str, Tensor] | None, state: Sequence[int], problem: str = "") -> Later:
-        """Begin to check that all ranks read rows of the same batch: one all-reduce of small numbers, for ``agree``.
+        """Start to check that all ranks read rows of the same batch: one small all-reduce, which ``agree`` awaits.
 
         ``tensors`` are the rank's rows, or ``None`` where ``problem`` says why there are none. ``state`` says which rows were read.
         Ranks that read the same row of an input must have the same values of it.
@@ -180,7 +180,7 @@ class Share:
         return sorted({*self.program.inputs, *self._scalar_inputs})
 
     def agree(self, asked: Later, problem: str = "") -> None:
-        """End the check that ``ask`` began with this rank's ``problem``.
+        """Finish the check that ``ask`` started with this rank's ``problem``.
 
         Raises:
             DataError: on every rank, if one has a problem, or ranks differ.
@@ -192,7 +192,7 @@ class Share:
             dist.all_gather_object(said, problem)
             rank = next(rank for rank, text in enumerate(said) if text)
             raise DataError(
-                f"rank {rank}: {said[rank]}", "nothing was trained with this batch, and the training can go on"
+                f"rank {rank}: {said[rank]}", "nothing was trained with this batch, and training can continue"
             )
         differs = (high != _ABSENT) & (high != -low)
         if differs[:head].any():

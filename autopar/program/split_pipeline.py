@@ -35,7 +35,7 @@ class SplitStage(TracedStage):
             super().backward_one_chunk(bwd_chunk_id, loss, False, last_backward)
 
     def _second_part(self) -> Callable[[], None]:
-        """Return what torch calls for the second part of the backward pass that has just ended; nothing is left of a whole one."""
+        """Return the function that torch calls for the second part of the last backward pass; after an unsplit one it does nothing."""
         products, self._products = self._products, []
         return functools.partial(self._add, products)
 
@@ -51,7 +51,7 @@ class SplitStage(TracedStage):
 
 
 class SplitPipeline(Pipeline):
-    """A pipeline of such stages."""
+    """A pipeline of ``SplitStage``s."""
 
     def _make_stage(self, place: Place, options: dict[str, Any]) -> TracedStage:
         return SplitStage(place, groups=self._groups[place[1]], **options)

@@ -27,7 +27,7 @@ _SHOWN = 5
 
 
 def has_values(state: Mapping[str, Any] | None) -> bool:
-    """Return whether a state dict has values to start from: a model on meta has none."""
+    """Return whether a state dict has values: that of a meta model has none."""
     tensors = [value for value in (state or {}).values() if isinstance(value, Tensor)]
     return bool(tensors) and not any(tensor.is_meta for tensor in tensors)
 
@@ -43,7 +43,7 @@ def write_initial(folder: Path, state: Mapping[str, Any] | None) -> None:
 
 
 def note_values(folder: Path) -> None:
-    """Say in the notes of the folder's plan whether there are initial values."""
+    """Write into the notes of the folder's plan whether there are initial values."""
     plan = json.loads((folder / "plan.json").read_text())
     others = [note for note in plan.get("notes", ()) if note != NO_VALUES]
     notes = others if (folder / INITIAL).is_file() else [NO_VALUES, *others]
@@ -55,12 +55,12 @@ def read_constants(folder: Path) -> dict[str, Tensor]:
     """Return the tensors that the model computes with, by name."""
     if (folder / CONSTANTS).is_file():
         return {name: tensor.clone() for name, tensor in mapped(folder / CONSTANTS).items()}
-    former = folder / "constants.pt"  # where there was no package of the runtime
+    former = folder / "constants.pt"  # of folders that were emitted before the runtime was a package
     return torch.load(former, weights_only=True) if former.is_file() else {}
 
 
 def read_state(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Return the state dict in a file of ``torch.save``, memory-mapped: tensors are read when they are used."""
+    """Return the state dict in a ``torch.save`` file, memory-mapped: tensors are read when they are used."""
     state: dict[str, Tensor] = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
     return state
 
@@ -79,9 +79,9 @@ def untrained(records: Mapping[str, Any]) -> set[str]:
 
 
 def wrong_state(records: Mapping[str, Any], state: Mapping[str, Tensor]) -> str:
-    """Why a state dict of the user's model does not fit a program with these records (``layouts.json``), with names; ``""`` if it fits.
+    """Return why a state dict of the user's model doesn't fit a program with these records (``layouts.json``); ``""`` if it fits.
 
-    It must contain every parameter of the program and every buffer that the program writes (a tied one under any of its names), whole and
+    It must contain every parameter of the program and every buffer that the program writes (a tied one under any name), unsharded and
     with values, and no name that the model does not have. Tensors that the program neither trains nor writes may be missing.
     """
     needed: dict[tuple[str, ...], tuple[int, ...]] = {}

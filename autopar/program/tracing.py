@@ -1,4 +1,4 @@
-"""What a step did, as a file in Chrome's trace-event format, which https://ui.perfetto.dev opens.
+"""Writes a trace of a step in Chrome's trace-event format, for https://ui.perfetto.dev.
 
 Every rank is a process with two tracks: its actions (forward and backward passes of a microbatch through a stage), and what it
 communicates. Actions are named by torch's ``record_function``; times come from ``torch.profiler``. On a GPU an action lasts from the first

@@ -1,6 +1,6 @@
 """The trainer: pipeline, loss, gradients, clipping, optimizer, state dicts.
 
-Gradients are sums, never means: the loss that a stage returns is a term of the whole batch's loss, so the gradients of all
+Gradients are sums, never means: the loss that a stage returns is a term of the global batch's loss, so the gradients of all
 ranks and microbatches add up to exactly those of one device. Local SGD replicas (``sync`` of the plan) are the exception: each has
 the gradients of its own samples; losses, gradients and state dicts that the trainer returns are means over the replicas. If the plan
 allows ``microbatch_statistics``, each microbatch is treated as a separate batch, with its own scalars: its loss is divided by the number of
@@ -60,19 +60,19 @@ __all__ = [
 
 
 def adamw(params: list[nn.Parameter], lr: float, world: World) -> torch.optim.Optimizer:
-    """Return the default optimizer; on GPUs one kernel updates many tensors."""
+    """Return the default optimizer; on GPUs it is fused: one kernel updates many tensors."""
     return torch.optim.AdamW(params, lr=lr, fused=world.device.type == "cuda" or None)
 
 
 def set_tf32(allowed: bool) -> None:
-    """Let this process round the operands of float32 products to TF32, or not. Without this, cuDNN's convolutions and recurrent layers do,
-    and matrix products don't."""
+    """Allow or forbid TF32 for float32 products in this process. By default cuDNN's convolutions and recurrent layers use it,
+    and matmuls don't."""
     torch.set_float32_matmul_precision("high" if allowed else "highest")
     torch.backends.cudnn.allow_tf32 = allowed
 
 
 class ModeError(RuntimeError):
-    """An evaluation of a model that does something in training mode alone."""
+    """``evaluate`` was called for a model that behaves differently in training mode."""
 
     def __init__(self, does: str) -> None:
         self.message = (
@@ -88,12 +88,12 @@ class Trainer:
     ``optimizer`` (``adamw`` if left out) makes an optimizer from the list of the user's parameters, or from pairs with their names if its
     argument is called ``named_parameters``. These parameters are placeholders, which this rank's own tensors replace (see
     ``optimizers``); it may also make a list of optimizers. ``scheduler`` makes a scheduler of the optimizer's learning rates, which counts
-    updates: a skipped one does not count. Initial values are ``state`` (a state dict of the user's model, or the path of its safetensors
-    or of a ``torch.save`` of it), ``values`` (by a parameter's record) or drawn from ``seed``, whatever the plan; or the training goes on
+    updates: a skipped one doesn't count. Initial values are ``state`` (a state dict of the user's model, or the path of its safetensors
+    or of a ``torch.save`` of it), ``values`` (by a parameter's record) or drawn from ``seed``, alike in all plans; or training resumes
     from ``resume``, a folder that ``load`` takes.
     ``max_norm`` clips gradients in ``step``.
-    ``loss_scale`` is the dynamic loss scale of a program in float16, otherwise ``None``; losses, gradients and norms that the trainer
-    returns are without it.
+    ``loss_scale`` is the dynamic loss scale of a float16 program, otherwise ``None``; losses, gradients and norms that the trainer
+    returns are unscaled.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Trainer:
         return Loader(self.program, self.world, dataset, order, collate=collate)
 
     def position(self, loader: Loader) -> tuple[int, int]:
-        """Return where the training is in a data set: an epoch and a row; all ranks call this."""
+        """Return the current epoch and row in a data set; all ranks call this."""
         if loader.key not in self.positions:
             if loader.order in self.positions:  # a checkpoint of before data sets had checksums
                 self.positions[loader.key] = self.positions.pop(loader.order)
@@ -175,7 +175,7 @@ class Trainer:
     def step_from(self, loader: Loader, on_nan: str = "") -> tuple[float, bool]:
         """Update on the next global batch; return the loss before the update, and whether the epoch ends with this batch.
 
-        Raises ``DataError`` on every rank if rows cannot be read: nothing has changed, and the training can go on.
+        Raises ``DataError`` on every rank if rows can't be read: the training state is unchanged, and training can continue.
         """
         rows, after = loader.read(self.position(loader))
         loss = self.step(rows, on_nan)
@@ -189,12 +189,12 @@ class Trainer:
         self.positions[loader.key] = after
 
     def step(self, batch: Batch, on_nan: str = "") -> float:
-        """One update on the global ``batch``, given whole on every rank, or as each rank's own rows; returns the loss before the update,
+        """Update once on the global ``batch`` (the full batch on every rank, or each rank's own rows); return the loss before the update,
         on every rank.
 
-        ``on_nan`` says what is done about a loss that is NaN or infinite: ``"stop"`` raises ``NonFiniteLossError`` on every rank before
+        ``on_nan`` says what happens if the loss is NaN or infinite: ``"stop"`` raises ``NonFiniteLossError`` on every rank before
         anything is updated, ``"skip"`` updates nothing and counts the step. A program in float16 has its loss scale for that. With
-        ``on_nan`` the losses of ``advance`` are looked at too, as by ``check_unread``.
+        ``on_nan`` the losses of ``advance`` are checked too, as by ``check_unread``.
         """
         unread, self._unread = self._unread, []
         *before, loss = self._schedule.reduced(torch.stack((*unread, self._forward_backward(batch))))
@@ -215,9 +215,9 @@ class Trainer:
         return float(value)
 
     def advance(self, batch: Batch) -> None:
-        """``step(batch)`` whose loss nobody reads: no collective adds it up, and the host does not wait for the device.
+        """``step(batch)`` without returning the loss: it isn't all-reduced, and the host doesn't wait for the device.
 
-        In float16 the host learns whether the update is skipped. Elsewhere ``check_unread`` looks at the losses.
+        In float16 the host does wait, to know whether the update is skipped. Otherwise ``check_unread`` checks the losses later.
         """
         loss = self._forward_backward(batch)
         self._unread.append(loss)
@@ -226,9 +226,9 @@ class Trainer:
         self.update()
 
     def check_unread(self) -> None:
-        """Look at the losses of all calls of ``advance`` since this was called last; all ranks call this.
+        """Check the losses of all calls of ``advance`` since the last check; all ranks call this.
 
-        Raises ``NonFiniteLossError`` on every rank if one is NaN or infinite: the parameters were updated by its gradients.
+        Raises ``NonFiniteLossError`` on every rank if one is NaN or infinite: its gradients have already updated the parameters.
         """
         unread, self._unread = self._unread, []
         if unread and self.loss_scale is None:
@@ -249,7 +249,7 @@ class Trainer:
         return self.traced(lambda: self.step(batch), path)
 
     def traced(self, step: Callable[[], T], path: str | os.PathLike[str]) -> T:
-        """``step()``, one of this trainer's, traced as by ``trace``; its result."""
+        """Return the result of ``step()``, a step of this trainer, which is traced as by ``trace``."""
         return traced(step, self.finish_update, path, self.world.mesh.get_local_rank("pipeline"))
 
     def _leave_out(self, batch: Batch, loss: float, on_nan: str) -> None:
@@ -266,7 +266,7 @@ class Trainer:
         self._update(skipped=True)
 
     def _forget_buffers(self) -> None:
-        """Drop the values that the forward pass computed."""
+        """Drop the buffer values that the forward pass computed."""
         if self._buffers is not None:
             self._buffers.clear()
 
@@ -275,9 +275,9 @@ class Trainer:
         return (self._seed << 40) + self.steps * self._schedule.microbatches
 
     def update(self) -> None:
-        """Update the parameters by the gradients from ``forward_backward``, and the buffers by the values that it computed.
+        """Update the parameters with the gradients from ``forward_backward``, and set the buffers to the values that it computed.
 
-        If a gradient in float16 overflowed on any rank, parameters and the optimizer's states stay as they are on all ranks.
+        If a float16 gradient overflowed on any rank, no rank changes parameters or optimizer states.
         """
         self._update(skipped=self.loss_scale is not None and bool(self.loss_scale.overflowed() > 0))
 
@@ -304,8 +304,8 @@ class Trainer:
             self._buffers.write()
 
     def finish_update(self) -> None:
-        """Wait until the stages' parameters have the values of the last update. Whatever reads them outside of a step calls this first;
-        methods of this class do."""
+        """Wait until the stages' parameters have the values of the last update. Call this before reading them outside of a step;
+        the methods of this class do."""
         self._publications.finish()
 
     def forward_backward(self, batch: Batch) -> float:
@@ -330,9 +330,9 @@ class Trainer:
         return loss
 
     def evaluate(self, batch: Batch) -> float:
-        """Return the loss of a global batch by forward passes alone; nothing is kept and nothing updated.
+        """Return the loss of a global batch by forward passes only; nothing is updated.
 
-        Raises ``ModeError`` if the model would compute something else in evaluation mode, as with dropout or batch norm: the program has
+        Raises ``ModeError`` if the model computes something else in evaluation mode, as with dropout or batch norm: the program has
         the model in the mode in which it was captured.
         """
         if changes := in_training_alone(self.program):
@@ -344,8 +344,8 @@ class Trainer:
     def clip_(self, max_norm: float) -> float:
         """Scale all gradients so that their 2-norm over the whole model is at most ``max_norm``; returns the norm before scaling.
 
-        Each element counts once: among ranks with the same values only the first counts, among tied copies only the first stage's. Replicas
-        that train apart each have their own norm.
+        Each element counts once: of ranks with the same values only the first counts, of tied copies only the first stage's. Local SGD
+        replicas each have their own norm.
         """
         return float(self._clip(max_norm))
 
@@ -367,16 +367,16 @@ class Trainer:
         return norm
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return the gradients of trainable parameters, whole, by original name, on the CPU of rank 0; nothing on other ranks."""
+        """Return the full gradients of trainable parameters, by original name, on the CPU of rank 0; nothing on other ranks."""
         return self._tensors().gradients()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The parameters and written buffers, whole, by original name (under every name of a tied one), on the CPU of rank 0; nothing
+        """Return the full parameters and written buffers by original name (a tied one under each name), on the CPU of rank 0; nothing
         elsewhere."""
         return self._tensors().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Set parameters and buffers from a state dict of the user's model, given on every rank. Optimizer state stays.
+        """Set parameters and buffers from a state dict of the user's model, on every rank the same. Optimizer state is unchanged.
 
         Raises ``ValueError`` with the name of an entry that is missing, is not in the model, or has another shape.
         """
@@ -391,9 +391,9 @@ class Trainer:
     def save(self, folder: str | os.PathLike[str], *, keep: int | None = None, wait: bool = True) -> Path:
         """Write a checkpoint, ``folder/step-N``, that any plan of this model can load; the last ``keep`` checkpoints stay (``None``: all).
 
-        Every rank writes its own parts of parameters, optimizer state and buffers, and the folder gets its name when all have finished.
-        Without ``wait`` this returns when the parts are copied to the host's memory, and a thread writes them. Raises ``CheckpointError``
-        on every rank, also for the save before if a thread failed to write it; the training can go on.
+        Every rank writes its own parts of parameters, optimizer state and buffers; the folder gets its name when all have finished.
+        Without ``wait`` this returns once the parts are copied to the host's memory, and a thread writes them. Raises ``CheckpointError``
+        on every rank, also for the previous save if its thread failed; training can continue.
         """
         self.finish_saving()
         self._check_whole()
@@ -412,14 +412,14 @@ class Trainer:
             return self._background.save(self._tensors(), folder, counters, keep)
 
     def finish_saving(self) -> None:
-        """Wait for a checkpoint that a thread writes. Raises ``CheckpointError`` on every rank if it could not be written."""
+        """Wait for a background save. Raises ``CheckpointError`` on every rank if it failed."""
         if self._background is not None:
             self._background.finish()
 
     def load(self, folder: str | os.PathLike[str]) -> int:
-        """Go on from a checkpoint: ``folder`` itself, or the newest whole one in it. Returns its number of steps.
+        """Resume from a checkpoint: ``folder`` itself, or the newest complete one in it. Returns its number of steps.
 
-        Under the plan that saved it the training goes on bit for bit. Raises ``CheckpointError`` on every rank.
+        Under the plan that saved it, training continues bit for bit. Raises ``CheckpointError`` on every rank.
         """
         self.finish_saving()
         with self._replacing():
@@ -442,7 +442,7 @@ class Trainer:
         checkpoint.save_weights(self._tensors(), folder, file_bytes)
 
     def load_weights(self, path: str | os.PathLike[str]) -> None:
-        """Set parameters and buffers from a safetensors file, or a folder of them; every rank reads its own parts. Optimizer state stays.
+        """Set parameters and buffers from safetensors (file or folder); every rank reads its own parts. Optimizer state is unchanged.
 
         Raises ``CheckpointError`` on every rank, with the names that are missing, unknown or of other shapes.
         """
@@ -450,14 +450,14 @@ class Trainer:
             self._set(lambda tensors: checkpoint.load_weights(tensors, path))
 
     def _set(self, change: Callable[[TrainingTensors], None]) -> None:
-        """Let ``change`` set values of this rank's tensors, and the parameters that the stages read follow."""
+        """Let ``change`` set values of this rank's tensors, then update the parameters that the stages read."""
         tensors = self._tensors()
         change(tensors)
         tensors.spread()
 
     @contextlib.contextmanager
     def _replacing(self) -> Iterator[None]:
-        """A context in which files replace the values. Where some of them could not be read, nothing goes on from the rest."""
+        """A context in which files replace the values. If some could not be read, later calls refuse to use the mixed state."""
         try:
             yield
         except CheckpointError as error:
@@ -469,7 +469,7 @@ class Trainer:
         if self._half_read:
             raise CheckpointError(
                 "parameters and buffers are of two states: some files could not be read",
-                "load a whole checkpoint, or whole weights",
+                "load a complete checkpoint, or complete weights",
             )
 
     def _tensors(self) -> TrainingTensors:
@@ -479,7 +479,7 @@ class Trainer:
 
 
 def in_training_alone(program: LoadedProgram) -> str:
-    """Return what of the model is done in training mode alone, in words, or an empty string."""
+    """Describe what the model does only in training mode, or return an empty string."""
     if any(stage.SPEC.random for stage in program.spec.stages):
         return "it draws random numbers, as dropout does"
     written = sorted({record.original for record in program.buffers})
@@ -487,9 +487,9 @@ def in_training_alone(program: LoadedProgram) -> str:
 
 
 def _norm(grad: Tensor) -> Tensor:
-    """Return the 2-norm in float64: that of rows of 1,024 elements in the gradient's dtype, then that of all rows.
+    """Return the 2-norm: of rows of 1,024 elements in the gradient's dtype, then of all rows in float64.
 
-    In float64 alone it takes twelve times as long, and in float32 alone its error on a CPU is 1e-3 for 16 M elements; this one's is 1e-9.
+    All in float64 it takes twelve times as long; all in float32 its error on a CPU is 1e-3 for 16 M elements; here the error is 1e-9.
     """
     flat, even = grad.flatten(), grad.numel() // 1024 * 1024
     parts = (flat[:even].view(-1, 1024), flat[even:].view(1, -1))

@@ -1,14 +1,14 @@
-"""The training of a program by its recipe, ``train.py``: the command line, the data, the steps, and what is saved.
+"""Trains a program by its recipe, ``train.py``: the command line, the data, the steps, and what is saved.
 
-Training starts from ``initial.safetensors``, the values of the model that was compiled, or from ``--init PATH``.
+Training starts from ``initial.safetensors``, the values of the compiled model, or from ``--init PATH``.
 ``--dataset`` is a file of ``torch.save({"input_ids": tensor, ...})`` whose tensors hold examples along dim 0, or ``MODULE:FUNCTION``, a
-function that returns a map-style data set of dicts by these names; the module is in this folder, in the working folder, or installed.
-A step takes the next ``global_batch`` rows; each rank reads its own. ``--dataset synthetic`` makes rows up, of the right shapes.
-``--checkpoint DIR --every 100`` writes checkpoints, and ``--resume`` goes on from the newest one, under this plan or any other.
-Standard output has one JSON object a step, standard error says the same to people. Steps count from 1, and go on counting after a resume.
+function that returns a map-style data set of dicts with these names; the module is in this folder, in the working folder, or installed.
+A step takes the next ``global_batch`` rows; each rank reads its own. ``--dataset synthetic`` generates rows of the right shapes.
+``--checkpoint DIR --every 100`` writes checkpoints, and ``--resume`` continues from the newest one, under this plan or any other.
+Standard output has one JSON object per step, standard error the same for people. Steps count from 1 and continue after a resume.
 In float16 a record has the loss scale of the next step.
-With ``--log-every N`` every N-th step has one. The losses between are not added up over the ranks, and the host does not wait for the GPU:
-it queues the work of the next step, and looks at all of these losses when it reads the N-th, and before every checkpoint.
+With ``--log-every N`` every N-th step has one. The losses in between are not all-reduced, and the host doesn't wait for the GPU:
+it queues the work of the next step, and checks all of these losses when it reads the N-th, and before every checkpoint.
 If model.py or a module of the runtime was edited, the program is type-checked before the first step.
 """
 
@@ -63,12 +63,12 @@ REFUSALS = (
     RefusedOptimizerError,
     StartError,
 )
-"""Errors of which the sentence alone is printed."""
+"""Errors that are printed without a traceback."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a program trains: the values of ``train.py``, which its options replace; the comments there say what they mean."""
+    """The settings in ``train.py``, which command-line options override; the comments there explain them."""
 
     folder: Path
     optimizer: Callable[[dict[str, nn.Parameter], float, World], Any]
@@ -96,39 +96,37 @@ def arguments(recipe: Recipe) -> argparse.Namespace:
 
 
 def parser(recipe: Recipe) -> argparse.ArgumentParser:
-    """Options have no short forms: torchrun, which reads them first, refuses one that begins several of its own."""
+    """Options can't be abbreviated: torchrun parses them first, and refuses one that is a prefix of several of its own."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
     parser.add_argument(
-        "--steps", type=count, default=recipe.steps, help="steps of the whole training, resumed ones included"
+        "--steps", type=count, default=recipe.steps, help="total steps, including those before a resume"
     )
-    parser.add_argument("--epochs", type=count, metavar="N", help="instead of --steps: as often as all data are read")
+    parser.add_argument("--epochs", type=count, metavar="N", help="instead of --steps: passes over the data")
     parser.add_argument(
         "--dataset",
         metavar="DATA",
         default=recipe.dataset,
-        help="a file, MODULE:FUNCTION that makes a data set, or 'synthetic', which it says where it is left out",
+        help="a file, MODULE:FUNCTION that returns a data set, or 'synthetic' (the default, with a message)",
     )
     parser.add_argument("--data", dest="old_data", help=argparse.SUPPRESS)
     parser.add_argument(
-        "--shuffle", action="store_true", help="read the rows in an order drawn from --seed and the epoch"
+        "--shuffle", action="store_true", help="read the rows in a random order, which --seed and the epoch determine"
     )
     parser.add_argument(
-        "--last", choices=("drop", "pad"), default="drop", help="about the rows at an epoch's end, fewer than a batch"
+        "--last", choices=("drop", "pad"), default="drop", help="what to do with an incomplete batch at an epoch's end"
     )
+    parser.add_argument("--workers", type=int, default=0, metavar="N", help="data loader processes per rank")
     parser.add_argument(
-        "--workers", type=int, default=0, metavar="N", help="processes with which each rank reads its rows"
-    )
-    parser.add_argument(
-        "--on-nan", choices=("stop", "skip"), default="stop", help="about a loss that is NaN or infinite"
+        "--on-nan", choices=("stop", "skip"), default="stop", help="what to do if a loss is NaN or infinite"
     )
     late = "read and print the loss of every N-th step; --on-nan stop then comes up to N steps late, --on-nan skip still reads each"
     parser.add_argument("--log-every", type=count, default=1, metavar="N", help=late)
     parser.add_argument("--log-file", metavar="FILE", help="also append the JSON lines to FILE")
     parser.add_argument("--log", dest="old_log", help=argparse.SUPPRESS)
-    parser.add_argument("--tensorboard", metavar="DIR", help="also write a TensorBoard into DIR")
-    parser.add_argument("--lr", type=rate, help="learning rate, where the recipe's optimizer has none of its own")
-    parser.add_argument("--clip", type=norm, default=recipe.max_norm, help="largest 2-norm of the gradients")
+    parser.add_argument("--tensorboard", metavar="DIR", help="also write TensorBoard events into DIR")
+    parser.add_argument("--lr", type=rate, help="learning rate, if the recipe's optimizer doesn't set one")
+    parser.add_argument("--clip", type=norm, default=recipe.max_norm, help="clip gradients to this 2-norm")
     parser.add_argument("--seed", type=int, default=recipe.seed)
     start = parser.add_mutually_exclusive_group()
     start.add_argument(
@@ -138,10 +136,10 @@ def parser(recipe: Recipe) -> argparse.ArgumentParser:
     start.add_argument(
         "--draw-init",
         action="store_true",
-        help="start from drawn values instead: matrices N(0, 0.02), vectors named ...weight ones, all others zeros",
+        help="start from random values instead: matrices N(0, 0.02), vectors named ...weight ones, all others zeros",
     )
     parser.add_argument(
-        "--nvme", metavar="DIR", help="a folder on the node's NVMe for optimizer states, in place of the plan's"
+        "--nvme", metavar="DIR", help="a folder on the node's NVMe for optimizer states, instead of the plan's"
     )
     parser.add_argument("--save", help="where to save the state dict at the end")
     parser.add_argument("--save-weights", metavar="DIR", help="a new folder for the weights as safetensors at the end")
@@ -149,21 +147,21 @@ def parser(recipe: Recipe) -> argparse.ArgumentParser:
         "--checkpoint",
         metavar="DIR",
         default=recipe.checkpoint,
-        help="a folder for checkpoints, which all machines share",
+        help="a folder for checkpoints, shared by all machines",
     )
     parser.add_argument(
         "--every", type=count, metavar="N", help="steps from one checkpoint to the next; default: train.py's"
     )
     parser.add_argument("--keep", type=count, metavar="K", help="how many checkpoints stay; default: train.py's")
     parser.add_argument("--async-save", action="store_true", help="write checkpoints while the training goes on")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
-    parser.add_argument("--trace", metavar="FILE", help="write what the second step did, a trace for ui.perfetto.dev")
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint, if there is one")
+    parser.add_argument("--trace", metavar="FILE", help="write a trace of the second step, for ui.perfetto.dev")
     _add_limits(parser)
     return parser
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
-    """The options on devices, on how long things may take, and on the check of edits."""
+    """Add the options for devices, time limits and the check of edits."""
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: GPUs if the node has any")
     parser.add_argument("--timeout", type=positive, default=600, metavar="S", help="seconds that a step may take")
     parser.add_argument(
@@ -177,24 +175,24 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 
 
 def completed(recipe: Recipe, parser: argparse.ArgumentParser, args: argparse.Namespace) -> argparse.Namespace:
-    """Return the options with what the recipe says where they were left out; ends the process where they contradict each other."""
+    """Return the options, with the recipe's values for those that were left out; exits if they contradict each other."""
     for old, new in (("data", "dataset"), ("log", "log_file")):
         if (given := getattr(args, f"old_{old}")) is not None:
             hint(f"--{old} is now called --{new.replace('_', '-')}, and will go")
             setattr(args, new, given)
     if args.dataset is None:
         args.dataset = "synthetic"
-        hint(f"trains on rows that are made up ({MADE_UP}): --dataset FILE has yours")
+        hint(f"trains on synthetic rows ({MADE_UP}): give yours with --dataset FILE")
     if args.lr is not None and recipe.lr is None:
-        parser.error("--lr is of an optimizer without rates of its own: edit make_optimizer in train.py")
+        parser.error("--lr has no effect on an optimizer that sets its own rates: edit make_optimizer in train.py")
     args.lr = recipe.lr if args.lr is None else args.lr
     args.init = args.init or (None if args.draw_init else recipe.init)
     for option in ("resume", "every", "keep", "async_save"):
         if getattr(args, option) and not args.checkpoint:
-            parser.error(f"--{option.replace('_', '-')} takes --checkpoint DIR, the folder of the checkpoints")
+            parser.error(f"--{option.replace('_', '-')} needs --checkpoint DIR, the folder of the checkpoints")
     for option in ("epochs", "shuffle"):
         if getattr(args, option) and args.dataset == "synthetic":
-            parser.error(f"--{option} takes --dataset FILE: rows that are made up have no end")
+            parser.error(f"--{option} needs --dataset FILE: synthetic rows have no end")
     for option in ("save", "log_file"):
         given = getattr(args, option)
         if given and not (os.path.isdir(there := os.path.dirname(given) or ".") and os.access(there, os.W_OK)):
@@ -206,7 +204,7 @@ def completed(recipe: Recipe, parser: argparse.ArgumentParser, args: argparse.Na
 
 
 def hint(message: str) -> None:
-    """Print a message once, to people, before the ranks have met."""
+    """Print a message once, on standard error, before there is a process group."""
     if os.environ.get("RANK", "0") == "0":
         print(message, file=sys.stderr, flush=True)
 
@@ -240,7 +238,7 @@ def norm(text: str) -> float:
 
 
 def dataset(args: argparse.Namespace, program: LoadedProgram) -> Any:
-    """Return the data set: made up, of a module, or the tensors of a file."""
+    """Return the data set: synthetic, from a module, or the tensors of a file."""
     if args.dataset == "synthetic":
         return Synthetic(program.inputs, args.seed)
     module, _, name = args.dataset.partition(":")
@@ -268,7 +266,7 @@ def line_of(error: Exception) -> str:
 
 
 def open_loader(args: argparse.Namespace, trainer: Trainer) -> Loader:
-    """Return this rank's rows of the data, from where the training is."""
+    """Return a loader of this rank's rows, at the training's position in the data."""
     order = Order(args.shuffle, args.seed, args.workers, last=args.last)
     loader = trainer.loader(dataset(args, trainer.program), order)
     if trainer.positions and not {loader.key, loader.order} & trainer.positions.keys():
@@ -285,7 +283,7 @@ def start_values(
     """Return the state dict to start from, or the path of weights; ``None`` if the values are drawn at random."""
     source = Path(args.init) if args.init else initial(recipe.folder)
     if args.draw_init or source is None and recipe.draw_init:
-        hint("starts from drawn values, not from those of a model (--draw-init)")
+        hint("starts from random values, not from those of a model (--draw-init)")
         return None
     if source is None:
         raise SystemExit(
@@ -306,27 +304,25 @@ def start_values(
 
 
 def open_trainer(recipe: Recipe, args: argparse.Namespace, watch: Watch) -> tuple[Trainer, object]:
-    """The trainer, at the start or where the newest checkpoint ends, and what keeps other trainings out of the checkpoints' folder."""
+    """Return the trainer, new or resumed from the newest checkpoint, and the lock on the checkpoints' folder."""
     if recipe.refused:
         train = recipe.folder / "train.py"
-        raise SystemExit(
-            f"this folder has no recipe: {recipe.refused}; write it into {train}, and remove REFUSED there"
-        )
+        raise SystemExit(f"this folder has no recipe: {recipe.refused}; write one in {train}, and remove REFUSED there")
     if not args.no_check and os.environ.get("LOCAL_RANK", "0") == "0":
         check_edits(recipe.folder, lambda text: print(text, file=sys.stderr, flush=True))
     program = load(recipe.folder)
     if args.save_weights and (program.local_steps or Path(args.save_weights).exists()):
-        why = "replicas have weights of their own under local steps" if program.local_steps else "it exists"
+        why = "under local steps each replica has its own weights" if program.local_steps else "it exists"
         raise SystemExit(f"--save-weights {args.save_weights}: {why}; use --save, or the name of a new folder")
     state = None if args.resume else start_values(recipe, args, program.records)
-    # the watch speaks first, because a collective that gives up names no rank
+    # the watch reports first, because a collective's own timeout names no rank
     patience_s = args.lost_after + max(args.timeout, args.setup_timeout, args.save_timeout)
     world = start(program, device=args.device, timeout_s=patience_s, nvme=args.nvme)
     watch.join()
     claimed = claim(args.checkpoint, patience_s=args.lost_after) if args.checkpoint else None
     if args.checkpoint and not args.resume and has_checkpoint(args.checkpoint):
         raise SystemExit(
-            f"{args.checkpoint} has checkpoints of another training, which this one would replace; add --resume to go on with it, or give "
+            f"{args.checkpoint} has checkpoints of another training, which this one would replace; add --resume to continue it, or give "
             "another folder"
         )
     resume = args.checkpoint if args.resume and has_checkpoint(args.checkpoint) else None
@@ -344,19 +340,19 @@ def open_trainer(recipe: Recipe, args: argparse.Namespace, watch: Watch) -> tupl
         resume=resume,
     )
     if resume is not None:
-        say(f"goes on after step {trainer.steps}, with the optimizer's options from the checkpoint")
+        say(f"continues after step {trainer.steps}, with the optimizer's options from the checkpoint")
     return trainer, claimed
 
 
 def say(message: str) -> None:
-    """Print a message once, to people; where the terminal is gone, the training goes on to its checkpoint."""
+    """Print a message once, on standard error; if the terminal is gone, training continues to its checkpoint."""
     if dist.get_rank() == 0:
         with contextlib.suppress(OSError):
             print(message, file=sys.stderr, flush=True)
 
 
 def save(trainer: Trainer, args: argparse.Namespace, over: bool) -> None:
-    """Write a checkpoint, once the one before is written. Where that fails the training goes on, unless it is ``over``."""
+    """Write a checkpoint, once the previous one is written. If that fails, training continues unless it is ``over``."""
     failed = False
     wait = over or not args.async_save
     for work in (
@@ -374,7 +370,7 @@ def save(trainer: Trainer, args: argparse.Namespace, over: bool) -> None:
 
 
 def train(recipe: Recipe, args: argparse.Namespace, watch: Watch) -> None:
-    """All of the training, and what is saved at its end."""
+    """Train, and save what the options ask for at the end."""
     trainer, _claim = open_trainer(recipe, args, watch)
     watch.follow(trainer.stages.values())
     loader = open_loader(args, trainer)
@@ -386,15 +382,17 @@ def train(recipe: Recipe, args: argparse.Namespace, watch: Watch) -> None:
     ) as error:  # on every rank; the state is that before the step, unless it is late
         late = isinstance(error, NonFiniteLossError) and error.late
         if isinstance(error, NonFiniteLossError) and args.dataset == "synthetic":
-            say(f"the rows are made up, {MADE_UP}, which may be no lengths or weights: --dataset FILE has yours")
+            say(
+                f"the rows are synthetic, {MADE_UP}, which may not be valid lengths or weights: give yours with --dataset FILE"
+            )
         if args.checkpoint and not late and not (Path(args.checkpoint) / f"step-{trainer.steps}").exists():
             watch.enter("save", f"the checkpoint after {trainer.steps} steps")
             save(trainer, args, over=True)
         raise SystemExit(f"{type(error).__name__}: {error}") from error
     if stop:
-        then = "--resume goes on from there" if args.checkpoint else "nothing is saved without --checkpoint"
+        then = "--resume continues from there" if args.checkpoint else "nothing is saved without --checkpoint"
         steps = f"{trainer.steps} of {args.steps} steps" if args.epochs is None else f"{trainer.steps} steps"
-        say(f"{stop}: the training stops after {steps}; {then}")
+        say(f"{stop}: training stops after {steps}; {then}")
         if not args.checkpoint:
             raise SystemExit(1)
         return
@@ -409,7 +407,7 @@ def train(recipe: Recipe, args: argparse.Namespace, watch: Watch) -> None:
 
 
 def run_steps(args: argparse.Namespace, trainer: Trainer, loader: Loader, watch: Watch) -> str | None:
-    """Return the steps; the name of the signal that stops them early, if one does."""
+    """Run the steps; return the name of the signal that stopped them early, if one did."""
     first, begun = dist.get_rank() == 0, trainer.steps
     meter = Meter(trainer.program.plan, args.log_file if first else None, args.tensorboard if first else None)
     # the first step is slower than the rest; with --epochs the number of steps is not known
@@ -444,8 +442,8 @@ def run_steps(args: argparse.Namespace, trainer: Trainer, loader: Loader, watch:
 
 
 def is_read(args: argparse.Namespace, step: int, begun: int) -> bool:
-    """Whether the loss of a step is read and printed: that of the first, of the last and of every ``--log-every``-th step, and of the
-    last one before a checkpoint, so that the times of steps are without saving."""
+    """Return whether to read and print the loss of a step: that of the first, of the last and of every ``--log-every``-th step, and of the
+    last one before a checkpoint, so that step times exclude saving."""
     last = args.epochs is None and step + 1 == int(args.steps)
     return (
         step == begun or last or any((step + 1) % n == 0 for n in (args.log_every, args.checkpoint and args.every) if n)
@@ -473,7 +471,7 @@ def is_over(args: argparse.Namespace, trainer: Trainer, loader: Loader) -> bool:
 
 
 def main(recipe: Recipe) -> None:
-    """Train by the recipe and the options of the command line."""
+    """Train by the recipe and the command line's options."""
     args = arguments(recipe)
     limits_s = {"set-up": args.setup_timeout, "step": args.timeout, "save": args.save_timeout}
     try:
@@ -482,6 +480,6 @@ def main(recipe: Recipe) -> None:
                 train(recipe, args, watch)
             except REFUSALS as error:
                 raise SystemExit(f"{type(error).__name__}: {error}") from error
-    except (GuardError, MemoryError, OSError) as error:  # of this rank alone: the watch has told the others
+    except (GuardError, MemoryError, OSError) as error:  # only on this rank: the watch has told the others
         raise SystemExit(f"{type(error).__name__}: {error}") from error
     dist.destroy_process_group()

@@ -1,14 +1,13 @@
-"""The type checker over an emitted program: every stage, with ``spmd_types``' global types, on a fake process group.
+"""Type-checks an emitted program: every stage, with ``spmd_types``' global types, on a fake process group.
 
-No GPU, no second process: the fake group has as many ranks as the plan has devices, tensors are on the meta device, and the
-checker follows which dim is sharded on every axis. Most errors that give wrong gradients (a missing all-reduce, a bias added once per
+It needs no GPU and one process: the fake group has as many ranks as the plan has devices, tensors are on the meta device, and the
+checker tracks which dim is sharded on every axis. Most errors that give wrong gradients (a missing all-reduce, a bias added once per
 rank, a softmax over a sharded dim) fail here. The checker cannot see values; the exactness matrix checks those.
 
-Layers of one class with inputs of equal types are followed once: the result of a call depends only on the class's code and its inputs, so
-the other layers have the same result.
+Layers of one class with inputs of equal types are checked once: the result depends only on the class's code and its inputs.
 
-``train.py`` runs the checker before the first step if a module of the folder was edited: ``runtime/checked.json`` has their digests as they
-were emitted, or as they were when the checker last accepted them.
+``train.py`` runs the checker before the first step if a module of the folder was edited: ``runtime/checked.json`` has the digests of the
+emitted modules, or of those that the checker last accepted.
 """
 
 from __future__ import annotations
@@ -49,12 +48,14 @@ DIGESTS = "runtime/checked.json"
 
 _FILES = ("plan.json", "layouts.json", "model.py")
 _ILL_TYPED = (spmd.SpmdTypeError, AssertionError, ValueError, RuntimeError)
-_HINT = "a program that was edited lacks a collective or has one too many there; emit it again for one that is right"
+_HINT = (
+    "if the program was edited, a collective is missing there or is one too many; emit it again for a correct program"
+)
 _NAME = __name__
 
 
 class IllTypedError(RuntimeError):
-    """A program that cannot be read, or is ill-typed; ``hint`` says what to do."""
+    """A program has a type error or can't be read; ``hint`` says what to do."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(f"{message}; {hint}" if hint else message)
@@ -76,14 +77,14 @@ def file_digest(file: Path) -> str:
 
 
 def write_digests(folder: Path) -> None:
-    """Note the files of the folder as they are now."""
+    """Record the digests of the folder's current files."""
     part = folder / f"{DIGESTS}.{os.getpid()}.partial"
     part.write_text(json.dumps(digests(folder), indent=1) + "\n")
     part.replace(folder / DIGESTS)
 
 
 def edited(folder: Path) -> list[str]:
-    """Return the files that were emitted and have changed since; ``model.py`` if it is not known what was emitted."""
+    """Return the emitted files that have changed since; ``model.py`` if there are no digests of the emitted files."""
     try:
         known: dict[str, str] = json.loads((folder / DIGESTS).read_text())
     except (OSError, ValueError):
@@ -105,7 +106,7 @@ def check_edits(folder: Path, say: Callable[[str], None]) -> None:
 
 
 def check_in_subprocess(folder: Path) -> int:
-    """``check`` in a process of its own, where this one has a process group or is about to have one."""
+    """Run ``check`` in a subprocess, because this process has, or will have, a process group."""
     world = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in world}
     env["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
@@ -123,7 +124,7 @@ def check_in_subprocess(folder: Path) -> int:
 
 
 def check(path: Path, progress: Progress) -> int:
-    """Check every stage of the program in the folder ``path``; the number of stages. This process must have no process group.
+    """Check every stage of the program in the folder ``path``; return their number. This process must have no process group.
 
     Raises ``IllTypedError`` with the checker's own message, the stage, the axis and the line, or with the reason why a file cannot be read
     or run.
@@ -175,9 +176,9 @@ def _line(error: Exception, path: Path, kind: Any) -> str:
 
 
 def _check_prelude(program: Any, constants: Mapping[str, Tensor], path: Path) -> None:
-    """Raise ``IllTypedError`` where a scalar that ranks compute from rows of their own is not that of all rows.
+    """Raise ``IllTypedError`` if a scalar that ranks sum over their own rows differs from that of all rows.
 
-    The prelude is plain tensor code, without types: it is run on the halves of batches that are made up, and on all of their rows.
+    The prelude is plain tensor code, without types: it runs on each half of synthetic batches, and on all of their rows.
     """
     prelude: Prelude = program.prelude
     if not prelude.by_rows:
@@ -216,7 +217,7 @@ def _check_stage(
     constants: Mapping[str, Tensor],
     seen: _Seen,
 ) -> None:
-    """``place`` is the stage's class, and what the stage before sends."""
+    """Check one stage; ``place`` is its class, and what the previous stage sends."""
     kind, received = place
     constants = {name: tensor.to("meta") for name, tensor in constants.items()}
     stage = kind(device="meta", constants=constants)
@@ -252,7 +253,7 @@ def _check_stage(
 
 
 def _follow_once(layer: nn.Module, seen: _Seen) -> None:
-    """Replace a layer's call by the result of an earlier equal call, without following its ops again."""
+    """Replace a layer's call by the result of an earlier equal call, without checking its ops again."""
     forward, own = layer.forward, _described_module(layer)
     if own is None:
         return
@@ -350,7 +351,7 @@ _declare = _assert  # asserting sets the types of a tensor that has none
 
 
 IMPORTING = threading.RLock()
-"""Held while modules of a folder stand in for those of the process, which all threads share."""
+"""Held while a folder's modules replace those of the process, which all threads share."""
 
 
 def take_modules(folder: Path) -> dict[str, ModuleType]:
@@ -361,7 +362,7 @@ def take_modules(folder: Path) -> dict[str, ModuleType]:
 
 @contextmanager
 def _imported(path: Path) -> Iterator[ModuleType]:
-    """The folder's ``model`` module, and no trace of it afterwards."""
+    """A context with the folder's ``model`` module, which is removed from ``sys.modules`` afterwards."""
     hidden = take_modules(path)
     sys.path.insert(0, str(path))
     before = [set(kept) for kept in _kept_by_spmd_types()]
@@ -383,7 +384,7 @@ def _imported(path: Path) -> Iterator[ModuleType]:
 
 
 def _kept_by_spmd_types() -> list[set[Any]]:
-    """The sets of what modules have registered with spmd-types, which would keep the modules (0.3; another version may keep none)."""
+    """Return spmd-types' registries, whose entries would keep modules alive (0.3; another version may have none)."""
     places = (
         ("_local_registration", "_LOCAL_AUTOGRAD_FUNCTIONS"),
         ("_local_registration", "_LOCAL_BACKWARD_HOOKS"),
@@ -394,7 +395,7 @@ def _kept_by_spmd_types() -> list[set[Any]]:
 
 
 def _flattened(model: ModuleType, mesh: Any) -> AbstractContextManager[None]:
-    """Return the program's mesh with its groups over several axes, in the program's own copy of ``mesh_axes``."""
+    """Set the program's mesh, with its groups over several axes, in the program's own copy of ``mesh_axes``."""
     axes = model.PROGRAM.flattened
     if not axes:
         return nullcontext()

@@ -1,13 +1,13 @@
-"""Watches over this rank's part of a training: signals that ask for an end, ranks that die, and sections that take too long.
+"""Watches one rank's training: signals that ask it to stop, ranks that die, and sections that take too long.
 
-A thread tells the other ranks of its node, once a second, that this rank lives, and where its main thread is: the section, the collective
-and the layer. One rank of each node, its speaker, writes this for all of them into the store where torchrun's ranks meet, and watches the
-next node in the same way: three requests a beat and one connection for each node. With more than ``BEATS_PER_S`` nodes the beats are
-further apart. When a speaker falls silent, the next rank of its node speaks. A second thread, which never waits for the network, ends the
-process if the store gives no answer while no step ends; a store that is late is no reason to end a training that goes on. Whatever goes
-wrong, one rank says it in one sentence for all, and every rank ends with status 1, from which torchrun ends the others.
+A thread sends the other ranks of its node a heartbeat once a second, with the position of its main thread: the section, the collective
+and the layer. One rank of each node, its speaker, writes the heartbeats of all into torchrun's rendezvous store, and watches the
+next node in the same way: three requests per beat and one connection per node. With more than ``BEATS_PER_S`` nodes the beats are
+further apart. If a speaker falls silent, the next rank of its node takes over. A second thread, which never waits for the network, ends the
+process if the store doesn't answer while no step ends; a slow store doesn't end a training that makes progress. Whatever goes
+wrong, one rank reports it in one sentence, and every rank exits with status 1, upon which torchrun ends the others.
 
-The place of the main thread is its Python stack, which is the same for gloo and NCCL, together with the last layer that it entered. On a
+The position of the main thread is its Python stack, which is the same for gloo and NCCL, and the last layer that it entered. On a
 GPU the host runs ahead of the device: there the layer is the last one whose work the host has started.
 """
 
@@ -44,10 +44,10 @@ _RANK_0_SPEAKS_S = 1.0  # an error that all ranks have is printed by rank 0 alon
 _NAMED = re.compile(r"\w+(Error|Exit): ")
 
 BEATS_PER_S = 2000
-"""The most beats that all nodes together send to the store in a second: three requests each, of 11 microseconds, or 7 % of a processor."""
+"""The limit of beats per second of all nodes to the store: three requests each, of 11 microseconds, or 7 % of a processor."""
 
 _BLOCK = 256  # keys of the store that are read in one request
-_HANDOVER = 3  # beats without a sign of the node's speaker after which another rank reports what is wrong
+_HANDOVER = 3  # beats of silence of the node's speaker after which another rank reports the problem
 
 _CONSEQUENCES = (
     "Connection closed by peer",
@@ -63,19 +63,19 @@ _LIBRARIES = ("torch/", "spmd_types/", "python3", "<frozen")
 
 
 def is_consequence(error: str) -> bool:
-    """Return whether the text of an error only says that another rank went away."""
+    """Return whether an error's text only says that another rank went away."""
     return any(sign in error for sign in _CONSEQUENCES)
 
 
 def interval_s(nodes: int, lost_after_s: float) -> float:
-    """Seconds between two beats: a second, or less for a short patience, or what keeps the beats of many nodes at ``BEATS_PER_S``."""
+    """Return the seconds between two beats: one, less for a short ``lost_after_s``, more to keep many nodes within ``BEATS_PER_S``."""
     return max(min(1.0, lost_after_s / 6), nodes / BEATS_PER_S)
 
 
 class Machine:
-    """The ranks of one node, which send each other datagrams; the lowest that lives is the node's speaker.
+    """The ranks of one node, which send each other datagrams; the lowest live rank is the node's speaker.
 
-    ``index`` of ``count`` nodes and ``ranks`` are torchrun's. A rank that another launcher has started is a node of its own: nothing says
+    ``index``, ``count`` (of nodes) and ``ranks`` are torchrun's. Under another launcher each rank is its own node: nothing says
     then that the processes of a machine can reach each other by a local socket.
     """
 
@@ -100,7 +100,7 @@ class Machine:
         return f"\0autopar-watch/{self._token}/{rank}"  # Linux's abstract names need no file
 
     def tell(self, said: list[Any], problem: str | None, ended: bool = False) -> None:
-        """Send the other ranks of the node a sign of life: what this rank says, what it has noticed, and whether they are to end."""
+        """Send the other ranks of the node a heartbeat: this rank's report, the problem that it noticed, and whether they must exit."""
         self.said[self.rank], self._heard[self.rank] = said, time.monotonic()
         message = json.dumps([self.rank, said, problem, ended]).encode()
         for rank in self.ranks:
@@ -109,7 +109,7 @@ class Machine:
                     self._socket.sendto(message, self._address(rank))
 
     def listen(self) -> None:
-        """Read what the others of the node have sent."""
+        """Read the heartbeats of the node's other ranks."""
         with contextlib.suppress(BlockingIOError):
             while len(self.ranks) > 1:
                 rank, said, problem, ended = json.loads(self._socket.recv(1 << 16))
@@ -117,7 +117,7 @@ class Machine:
                 self.problem, self.ended = self.problem or problem, self.ended or ended
 
     def silent(self, patience_s: float) -> list[int]:
-        """Return the ranks that have given no sign of life for ``patience_s``."""
+        """Return the ranks without a heartbeat for ``patience_s``."""
         now = time.monotonic()
         return [rank for rank in self.ranks if rank != self.rank and now - self._heard[rank] > patience_s]
 
@@ -128,16 +128,16 @@ class Machine:
 
 
 def heeded() -> tuple[signal.Signals, ...]:
-    """``SIGNALS`` without a SIGHUP that is ignored, as ``nohup`` asks for."""
+    """Return ``SIGNALS``, without SIGHUP if it is ignored, as under ``nohup``."""
     return tuple(n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN)
 
 
 class Watch:
-    """A context for the whole training of one rank; its main thread calls the methods.
+    """A context for the entire training of one rank; its main thread calls the methods.
 
-    ``limits_s`` are the longest times of the sections ``"set-up"``, ``"step"`` and ``"save"``. A rank that has given no sign of life for
-    ``lost_after_s`` seconds counts as lost. ``SIGNALS`` do not end the process, they set what ``stop_asked`` answers: torchrun also sends
-    SIGTERM to the ranks that are left when one has died, and they are to say so first.
+    ``limits_s`` are the time limits of the sections ``"set-up"``, ``"step"`` and ``"save"``. A rank without a heartbeat for
+    ``lost_after_s`` seconds counts as lost. ``SIGNALS`` don't end the process, they set the result of ``stop_asked``: torchrun also sends
+    SIGTERM to the remaining ranks when one has died, and they must report that first.
     """
 
     def __init__(self, limits_s: Mapping[str, float], lost_after_s: float) -> None:
@@ -206,7 +206,7 @@ class Watch:
         threading.Thread(target=self._watch, args=(node,), name="watch-store", daemon=True).start()
 
     def _open(self) -> Any:
-        """Connect to the ranks' store, which has been there since the set-up: a connection that fails now is not tried for long."""
+        """Connect to the ranks' store, which has existed since the set-up: a failing connection is not retried for long."""
         if self._store is None:
             patience = datetime.timedelta(seconds=min(10.0, self._lost_after_s))
             store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=patience)
@@ -216,11 +216,11 @@ class Watch:
         return self._store
 
     def enter(self, section: str, name: str) -> None:
-        """A section begins, and the one before has ended. ``name`` is for people: ``"step 7"``."""
+        """Begin a section, which ends the previous one. ``name`` is for messages: ``"step 7"``."""
         self._now, self._layer = (section, name, time.monotonic()), ""
 
     def follow(self, stages: Iterable[nn.Module]) -> None:
-        """Note which layer of these stages the forward or backward pass is in."""
+        """Record which layer of these stages the forward or backward pass is in."""
         for stage in stages:
             for name, layer in layers_of(stage).items():
                 where = f"{name} ({type(layer).__name__.removeprefix('FSDP')})"
@@ -238,7 +238,7 @@ class Watch:
                 tensor.register_hook(lambda _: self._note(where))
 
     def stop_asked(self, device: torch.device) -> str:
-        """Return the name of a signal that some rank had received when this was called last, on all ranks, or an empty string. All ranks
+        """Return, on all ranks, the name of a signal that some rank had received at the previous call, or an empty string. All ranks
         call this, once a step: the answer of the step before is on the host without a wait for this step's end."""
         if dist.get_world_size() == 1:
             return signal.Signals(self._received).name if self._received else ""
@@ -249,7 +249,7 @@ class Watch:
         return signal.Signals(number).name if number else ""
 
     def _failed(self, error: Exception) -> None:
-        """An error ends the main thread. One of its own is told to the others; where it only shows that another rank has failed, this does
+        """Handle an error of the main thread. Its own error is sent to the others; if it only shows that another rank failed, this does
         not return."""
         text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         if self._node is None:
@@ -269,7 +269,7 @@ class Watch:
     # -- the threads --------------------------------------------------------------------------------------------------
 
     def _guard(self) -> None:
-        """End the process where the other thread cannot: without other ranks, and where the store no longer answers."""
+        """End the process when the other thread can't: without other ranks, or if the store no longer answers."""
         while not self._ended.wait(self._interval_s):
             with contextlib.suppress(BlockingIOError):
                 self._received = max(n for n in (self._received, *self._waking[0].recv(64)) if n in (0, *self._signals))
@@ -286,7 +286,7 @@ class Watch:
                 )
 
     def _beat(self, node: Machine) -> None:
-        """Give a sign of life, to the node and, as its speaker, to all nodes."""
+        """Send a heartbeat to the node and, as its speaker, to the store."""
         self._beats += 1
         node.tell([self._beats, self._now[1], *self._place()], self._problem)
         node.listen()
@@ -295,7 +295,7 @@ class Watch:
             self._heard = time.monotonic()
 
     def _watch(self, node: Machine) -> None:
-        """Tell the others about this rank, and find out whether its node and the next one live and whether something has failed."""
+        """Send heartbeats, and check whether this node and the next one are alive and whether anything has failed."""
         seen, changed = "", time.monotonic()
         while not self._ended.is_set():
             try:
@@ -329,7 +329,7 @@ class Watch:
             self._ended.wait(self._interval_s)
 
     def _report(self, node: Machine, problem: str) -> None:
-        """One speaker, the first that comes, says for all what has happened; the others stay until then, because they would seem dead."""
+        """Let the first speaker that gets here report for all; the others stay until then, because they would seem dead."""
         store = self._open()
         first = store.add("said", 1) == 1
         store.set("stop", "")
@@ -353,7 +353,7 @@ class Watch:
         self._end(sentence)
 
     def _nodes(self, node: Machine) -> list[dict[int, list[Any]]]:
-        """What the ranks of each node last said: how often they have, the section, the place, and whether they are in a collective."""
+        """Return the last report of each node's ranks: its number, the section, the position, and whether it is in a collective."""
         keys = [_key(index) for index in range(node.count)]
         blocks = [self._store.multi_get(keys[start : start + _BLOCK]) for start in range(0, len(keys), _BLOCK)]
         return [{int(rank): said for rank, said in json.loads(value).items()} for block in blocks for value in block]
@@ -363,7 +363,7 @@ class Watch:
         return self._failed_at or (("at its end", False) if frame is None else place_of(frame, self._layer))
 
     def _end(self, sentence: str) -> None:
-        """End the process, and with it the ranks of its node, which would otherwise say the same."""
+        """End the process and the other ranks of its node, which would otherwise report the same."""
         if self._node is not None and not self._node.ended:
             self._node.tell(self._node.said[self._node.rank], None, ended=True)
         if sentence:
@@ -378,7 +378,7 @@ class Watch:
 
 
 def place_of(frame: FrameType, layer: str) -> tuple[str, bool]:
-    """Return where a thread with this innermost frame is, ``"in all_reduce of layer_1 (Layer), model.py:48"``, and whether it is in a
+    """Return a thread's position by its innermost frame, ``"in all_reduce of layer_1 (Layer), model.py:48"``, and whether it is in a
     collective."""
     call, line, backward = "", "", False
     for inner, number in traceback.walk_stack(frame):
@@ -395,9 +395,9 @@ def place_of(frame: FrameType, layer: str) -> tuple[str, bool]:
 
 
 def told(problem: str, before: Mapping[int, list[Any]], after: Mapping[int, list[Any]]) -> str:
-    """Return the sentence for a training that hangs, from two reports of each rank on where it is: which rank keeps the others waiting.
+    """Explain a hanging training by two position reports of each rank: which rank keeps the others waiting.
 
-    A rank is silent if it said nothing in between; else the ranks that wait in no collective are late.
+    A rank is silent if it sent nothing in between; otherwise the ranks that are in no collective are late.
     """
     silent = [rank for rank in after if rank in before and before[rank][0] == after[rank][0]]
     alive = [rank for rank in after if rank not in silent]
@@ -416,7 +416,7 @@ def told(problem: str, before: Mapping[int, list[Any]], after: Mapping[int, list
 
 
 def _places(ranks: Iterable[int], said: Mapping[int, list[Any]]) -> str:
-    """Return where ranks are, those at one place together."""
+    """Return the ranks' positions, grouped by position."""
     places: dict[str, list[int]] = {}
     for rank in ranks:
         places.setdefault(f"in {said[rank][1]} {said[rank][2]}", []).append(rank)
@@ -443,12 +443,12 @@ def _address() -> str:
 
 
 DUMP_S = 3.0
-"""Seconds for the file of a flight recorder: torch looks once a second whether it is wanted."""
+"""Seconds to wait for the flight recorder's file: torch checks once a second whether to write it."""
 
 
 def dump_collectives(rank: int) -> bool:
-    """Let NCCL's flight recorder write its file, which torch does by itself only when its own time limit, a longer one, has passed; whether
-    there is a recorder that listens."""
+    """Let NCCL's flight recorder write its file, which torch itself does only after its own, longer timeout; return whether
+    there is an active recorder."""
     stem = os.environ.get("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "")
     if not stem or dist.get_backend() != "nccl":
         return False
@@ -466,7 +466,7 @@ def _first(error: BaseException) -> str:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Call the program's ``main`` and end the process with its status, at once: at the interpreter's own end a thread that waits for a
+    """Call the program's ``main`` and exit at once with its status: at the interpreter's normal exit a thread that waits for a
     dead rank would keep the process, and gloo's threads aborted one exit in thirty on a busy machine."""
     status = 0
     try:

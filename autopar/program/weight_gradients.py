@@ -1,7 +1,7 @@
 """Backward passes in two parts: gradients of inputs first, gradients of weights later.
 
 Zero-bubble schedules (Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024) run the second part when a pipeline rank would otherwise
-wait. ``linear`` is a product whose backward computes the gradient of its input; inside ``deferred`` the product for the weight's gradient
+wait. The backward of ``linear`` computes the gradient of its input; inside ``deferred`` the matmul for the weight's gradient
 is added to a list, for the second part. All other gradients (of biases, norms, embeddings) belong to the first part: they cost little.
 Outside of ``deferred`` the backward pass is the usual one.
 
@@ -36,7 +36,7 @@ class Product:
 
 
 _products: list[Product] | None = None
-"""The second part of the backward pass that runs, so far; ``None`` if the backward pass is whole."""
+"""The second part of the running backward pass, so far; ``None`` if the backward pass isn't split."""
 
 
 @contextmanager

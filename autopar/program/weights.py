@@ -1,9 +1,9 @@
-"""Weights in the safetensors format: one file, or a folder of files with an index, as transformers has them.
+"""Weights in the safetensors format: one file, or a folder of files with an index, like those of transformers.
 
 A file is the length of a header, the header (JSON: for each tensor its dtype, shape and bytes), and the bytes. Files are mapped into
-memory, and each rank reads its own boxes; it writes its own boxes at their places. So no process has a whole model. A tensor with several
+memory. Each rank reads and writes only its own boxes, so no process has a full model. A tensor with several
 names is stored once; the header's metadata give, for each other name, the name that it is stored under, as
-``safetensors.torch.save_model`` has it. The library of that name writes whole files alone, and has no complex128.
+``safetensors.torch.save_model`` does it. The safetensors library writes only complete files, and has no complex128.
 Format: https://github.com/huggingface/safetensors#format.
 """
 
@@ -33,7 +33,7 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
     "C64": torch.complex64,
-    "C128": torch.complex128,  # not of the format: in the initial values of a folder alone
+    "C128": torch.complex128,  # not in the format: only for a folder's initial values
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -74,9 +74,9 @@ def is_weights(path: Path) -> bool:
 
 
 def mapped(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file, or of all files of a folder, under each of their names: mapped into memory, and read when used.
+    """Return the tensors of a file, or of all files of a folder, under each of their names, memory-mapped: read when used.
 
-    Raises ``ValueError`` for a file that is not of the format, ``OSError`` for one that cannot be opened.
+    Raises ``ValueError`` for a file in another format, ``OSError`` for one that can't be opened.
     """
     files = [path] if path.is_file() else _files(path)
     return {name: tensor for file in files for name, tensor in _tensors(file).items()}
@@ -191,7 +191,7 @@ def create(places: Mapping[str, Stored], others: Mapping[str, str] | None = None
 
 
 def write_file(file: Path, state: Mapping[str, Tensor]) -> None:
-    """Write whole tensors into one file, which gets its name once all is on the disk; a tensor under several names is stored once."""
+    """Write full tensors into one file, which gets its name once all is on disk; a tensor with several names is stored once."""
     stored_as: dict[object, str] = {}
     others: dict[str, str] = {}
     for name, tensor in state.items():

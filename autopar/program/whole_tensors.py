@@ -1,15 +1,14 @@
-"""Whole tensors for optimizers that need them, where the plan cuts parameters: one rank has the whole of each, and updates it.
+"""Unsharded tensors for optimizers that need them, such as Muon: one rank has the full tensor of each parameter, and updates it.
 
-If ranks have slices, parts or ZeRO shards of a parameter, one of these ranks is its *owner*, which keeps the whole master copy and the
-optimizer's state of it. In a step each owner gathers the gradient's pieces and updates its parameters, and the new values go back to all
-ranks that have pieces of them. No such parameter is whole on two ranks, and none is updated twice (K. Jordan et al., "Muon: an optimizer
+If ranks have slices, parts or ZeRO shards of a parameter, one of these ranks is its *owner*, which keeps the full master copy and the
+its optimizer state. In a step each owner gathers the gradient's pieces and updates its parameters, and the new values go back to all
+ranks that have pieces of them. No parameter has two owners, so none is updated twice (K. Jordan et al., "Muon: an optimizer
 for hidden layers in neural networks", 2024, distribute matrices over ranks likewise).
 
-Owners are balanced by elements: each rank has about its share of the pipeline stage. Every rank computes the same owners from the layouts,
-and tells an owner which boxes of its parameters it has; nobody needs to know more of the other ranks. A parameter that is whole on all of
-its ranks, as under plain data parallelism, is updated there, and nothing is sent. The planner does not price any of this: the whole
-masters are about 4 more bytes for each element of a rank's share in float32, their gradients as many during the update, and each step
-sends the gradients and the new values once.
+Elements are balanced over owners: each rank has about its share of the pipeline stage. Every rank computes the same owners from the
+layouts, and tells each owner which boxes of its parameters it has. A parameter that all of its ranks have in full, as under plain data
+parallelism, is updated there, and nothing is sent. The planner doesn't price this: the full masters take about 4 more bytes per element
+of a rank's share in float32, their gradients as many during the update, and each step sends the gradients and the new values once.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from .parameters import Master, upload
 from .world import Layout, LoadedProgram, World
 
 ROUND_BYTES = 256 * 2**20
-"""What an owner receives at a time, unless one tensor is larger: the bound of the buffers that are sent and received."""
+"""The size of send and receive buffers, unless one tensor is larger."""
 
 Values = Callable[[Master], Tensor | None]
 
@@ -63,7 +62,7 @@ class _Transfer:
 
 
 class WholeTensors:
-    """The masters of this rank for an optimizer that looks at whole tensors: ``masters`` are all whole.
+    """This rank's masters for an optimizer that needs unsharded tensors: all ``masters`` are full tensors.
 
     All ranks make one, with their masters of the same parameters, and call its methods in the same order.
     """
@@ -102,18 +101,18 @@ class WholeTensors:
         self.gather_values()
 
     def gather_values(self) -> None:
-        """Read the owners' whole masters from the pieces, which were set."""
+        """Update the owners' full masters from the pieces, which were set."""
         self._gather(_value)
 
     def gather_gradients(self) -> None:
-        """Give the owners whole gradients."""
+        """Send the gradients' pieces to the owners."""
         for master in self._owned.values():
             master.tensor.grad = torch.empty_like(master.tensor)
         self._gather(lambda master: None if master.gradient is None else master.gradient.contiguous())
 
     @torch.no_grad()
     def scatter_values(self) -> None:
-        """After an update: write the new values into the pieces on all ranks. The owners' gradients are freed."""
+        """Write the owners' values into the pieces on all ranks, after an update. The owners' gradients are freed."""
         for dtype, held, owned in self._rounds:
             boxes = self._boxes_of(held, _value)
             sent = [(t.holder, part_of(self._owned[t.key].tensor.detach(), t.box)) for t in owned]
@@ -158,7 +157,7 @@ def _boxes(master: Master, values: Tensor, world: World) -> Iterator[tuple[Box, 
 
 
 def _cut(held: Sequence[Master], names: Sequence[_Name], world: World) -> set[_Name]:
-    """Return those of ``names`` of which a rank has a part: all ranks learn it by one small reduction."""
+    """Return those of ``names`` of which some rank has only a part, by one small all-reduce."""
     number = {name: i for i, name in enumerate(names)}
     marks = torch.zeros(len(names), dtype=torch.int32, device=world.device)
     for master in held:

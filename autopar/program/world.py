@@ -1,4 +1,4 @@
-"""The program's records, the processes, the mesh, and this rank's coordinates on the mesh.
+"""The program's records, processes and mesh, and this rank's coordinates on the mesh.
 
 Terms: an *axis* belongs to the mesh, a *dim* to a tensor. On each axis a parameter has a type: ``R`` (replicated, each rank's
 gradient is a term of the sum), ``I`` (invariant, same gradient everywhere), ``S(d)`` (a slice of dim d).
@@ -86,7 +86,7 @@ class Layout:
         )
 
     def window(self, coordinates: Mapping[str, tuple[int, int]]) -> list[tuple[int, int]]:
-        """For every dim, where this rank's slice begins in the padded whole, and its extent."""
+        """Return for every dim the start of this rank's slice in the padded full tensor, and its size."""
         window = [(0, size) for size in self.padded]
         for axis, dim in self.sharded:
             (index, size), (start, extent) = coordinates[axis], window[dim]

@@ -1,7 +1,7 @@
 """The figures of a plan as the JSON object that the page's script draws.
 
-From the plan's file alone: totals, stages, strategies, memory at the peak. With a ``PredictedStep``: every action, the memory through the
-step, layers' prices, traffic. With an explanation: what limits the plan, what more would be worth, alternatives.
+From the plan's file: totals, stages, strategies, peak memory. From a ``PredictedStep``: every action, memory through the step, costs of
+layers, traffic. From an explanation: what limits the plan, the value of more resources, alternatives.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from autopar.plan import LayerPlan, Plan
 from autopar.report.step import ONCE, Action, PredictedStep
 
 MOST_ACTIONS = 40_000
-"""The actions of all plans that a page draws. More would make it larger than 2 MB and slow."""
+"""Maximum number of actions on a page; more would make it larger than 2 MB and slow."""
 
 KINDS = ("F", "B", "I", "W", ONCE)
 
 
 @dataclass(frozen=True)
 class PlanFigures:
-    """A plan and everything known about it. ``missing`` are sentences that say which parts of the page lack figures, and why;
-    ``provenance`` has rows of ``devices.figures``."""
+    """A plan and everything known about it. ``missing`` are sentences on parts of the page without figures; ``provenance`` has rows of
+    ``devices.figures``."""
 
     name: str
     plan: Plan
@@ -34,7 +34,7 @@ class PlanFigures:
 
 
 def figures(subject: PlanFigures, most_actions: int = MOST_ACTIONS) -> dict[str, Any]:
-    """The page's object for one plan: numbers in seconds and bytes, names as the model has them."""
+    """Return the page's data of one plan: numbers in seconds and bytes, names as in the model."""
     plan, step = subject.plan, subject.step
     kinds: dict[tuple[Any, ...], int] = {}
     layers = []
@@ -169,8 +169,8 @@ def _step(step: PredictedStep, most_actions: int) -> dict[str, Any]:
 
 
 def _rank(step: PredictedStep, rank: int, most: int) -> dict[str, Any]:
-    """The actions of a pipeline rank: three numbers each (kind, stage, microbatch), and where an action starts in microseconds; the memory
-    of each as an index into ``levels`` of five parts."""
+    """Return the actions of a pipeline rank: (kind, stage, microbatch) and start in microseconds of each, and its memory as an index into
+    ``levels`` of five parts."""
     actions: Sequence[Action] = step.actions[rank][:most]
     levels: dict[tuple[int, ...], int] = {}
     at = [levels.setdefault(tuple(asdict(a.memory).values()), len(levels)) for a in actions]
@@ -187,7 +187,7 @@ def _rank(step: PredictedStep, rank: int, most: int) -> dict[str, Any]:
 
 
 def _time(step: PredictedStep, rank: int) -> dict[str, float]:
-    """The seconds of a step on one device of a pipeline rank, by use; they add up to the step."""
+    """Return the seconds of a step on one device of a pipeline rank, by use; they sum to the step time."""
     cost, m = step.cost, step.schedule.microbatches // step.schedule.copies
     own = step.schedule.own(rank)
     busy = sum(a.stop_s - a.start_s for a in step.actions[rank] if a.kind != ONCE)

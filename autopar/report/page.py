@@ -1,4 +1,4 @@
-"""The page that ``autopar report`` writes: one HTML file with its style, its script and its figures, which loads nothing.
+"""The page of ``autopar report``: one self-contained HTML file with its style, script and figures.
 
 ``page.min.js`` is built from ``web/`` (``make page``). Names of models and modules are data: they are in a JSON script, and the page's
 script puts them into the document as text.
@@ -17,7 +17,7 @@ from autopar.report.figures import MOST_ACTIONS, PlanFigures, figures
 
 
 def page(subjects: Sequence[PlanFigures], comparison: Sequence[Sequence[Any]] = ()) -> str:
-    """The HTML of one plan, or of two side by side; ``comparison`` has (figure, first value, second value, unit) rows."""
+    """Return the HTML of one plan, or of two side by side; ``comparison`` has (figure, first value, second value, unit) rows."""
     data = {
         "plans": [figures(subject, MOST_ACTIONS // len(subjects)) for subject in subjects],
         "comparison": [list(row) for row in comparison],
@@ -29,12 +29,12 @@ def page(subjects: Sequence[PlanFigures], comparison: Sequence[Sequence[Any]] = 
         "data": as_script(data),
         "script": _file("page.min.js"),
     }
-    # one pass over the template: what a part contains is not looked at again
+    # one pass over the template, so that inserted parts aren't substituted again
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _file("page.html"))
 
 
 def as_script(data: Any) -> str:
-    """``data`` as JSON that a script element may contain: without ``<``, so that nothing in it ends the element or begins another."""
+    """Return ``data`` as JSON without ``<``, so that it can't end its script element or begin another."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 

@@ -1,4 +1,4 @@
-"""The pictures of a predicted step for papers: timelines, memory through the step on the fullest pipeline rank."""
+"""Figures of a predicted step for papers: timelines, and memory through the step on the fullest pipeline rank."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ PARTS = ("#3b6fb6", "#5d9f4a", "#8e7cc3", "#e0922f", "#c8442b")
 
 
 def plot(steps: Sequence[tuple[str, PredictedStep]], path: Path) -> None:
-    """Writes the picture (``.png``, ``.svg`` or ``.pdf``): for each named step its timeline, above its memory.
+    """Draw (``.png``, ``.svg`` or ``.pdf``) the timeline of each named step above its memory.
 
-    Raises:
-        UsageError: matplotlib is not there, or the file cannot be written.
+    Raises ``UsageError`` if matplotlib isn't installed, or the file can't be written.
     """
     heights = [height for _, step in steps for height in (0.5 + 0.22 * len(step.actions), 1.6)]
     figure, panels = pyplot().subplots(

@@ -1,6 +1,6 @@
-"""One predicted training step of a plan in detail: every action with its times and memory, every layer's price, every collective.
+"""A plan's predicted training step in detail: every action with its times and memory, every layer's cost, every collective.
 
-A plan's file has totals alone. These figures need the model and the devices again; nothing is searched.
+A plan's file only has totals; these figures need the model and the devices.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autopar.search.evaluation import Cost, layer_prices, step_cost
 from autopar.search.problem import Choice
 
 ONCE = "O"
-"""The kind of the action that ends a step on every pipeline rank: reductions, the optimizer and gathers once a step."""
+"""The kind of the action that ends a step on every pipeline rank: reductions, optimizer and gathers once per step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,8 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One action of a pipeline rank: its ``kind`` is ``F``, ``B`` (a whole backward pass), ``I`` and ``W`` (its two parts: gradients of
-    inputs, of weights), or ``O`` (``ONCE``; its stage and microbatch are -1). Times are seconds from the start of the step; ``memory`` is
-    live on each of the rank's devices while it runs."""
+    """An action of a pipeline rank: its ``kind`` is ``F``, ``B`` (full backward), ``I`` and ``W`` (input and weight gradients), or ``O``
+    (``ONCE``; stage and microbatch are -1). Times are seconds from the start of the step; ``memory`` is that of a device meanwhile."""
 
     kind: str
     stage: int
@@ -49,9 +48,8 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """One kind of exchange, summed over all layers and over the microbatches of a step: per device, the mean of all pipeline ranks.
-    ``seconds`` count the whole exchange, hidden under computation or not. ``spans_nodes`` says whether a group has devices on several
-    nodes (or NVLink domains)."""
+    """One kind of communication, summed over the layers and microbatches of a step, per device (mean over pipeline ranks). ``seconds``
+    include hidden time. ``spans_nodes``: whether a group spans nodes (or NVLink domains)."""
 
     axis: str
     ranks: int
@@ -65,7 +63,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """``actions`` by pipeline rank, in order; ``prices`` by layer; ``cost`` by stage."""
+    """``actions`` are by pipeline rank, ``prices`` by layer, ``cost`` by stage."""
 
     schedule: Schedule
     actions: tuple[tuple[Action, ...], ...]
@@ -85,11 +83,7 @@ class PredictedStep:
 
 
 def predict_step(graph: Graph, cluster: Cluster, pricer: Pricer, plan: Plan) -> PredictedStep:
-    """The predicted step of ``plan``, at today's prices.
-
-    Raises:
-        InfeasibleError: a layer has no price.
-    """
+    """Predict the step of ``plan``. Raises ``InfeasibleError`` if a layer can't be priced."""
     schedule = plan.sized_schedule
     priced = pricer.of_program(plan.prefetch, plan.sync).mirrored(schedule.copies)
     bounds = [stage.start for stage in plan.stages] + [len(plan.layers)]
@@ -147,7 +141,7 @@ def _actions(
 
 
 def _sends(graph: Graph, pricer: Pricer, plan: Plan, seconds: list[float]) -> dict[tuple[bool, int], Send]:
-    """The transfers by (whether it is forward, the stage that sends); none between stages of one device."""
+    """Return transfers by (is forward, sending stage), without those between stages of one device."""
     found = {}
     for s, stage in enumerate(plan.stages[:-1]):
         if seconds[stage.stop - 1]:

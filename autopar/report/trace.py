@@ -1,4 +1,4 @@
-"""A predicted step in Chrome's trace-event format, and its actions beside those of a measured trace."""
+"""A predicted step in Chrome's trace-event format, and its comparison with a measured trace."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from autopar.report.step import ONCE, PredictedStep
 
 _MOST_BYTES = 512 * 2**20
 _FIRST = 1_000_000
-"""The number of the first predicted process; measured ones have their ranks' numbers plus 1."""
+"""Process id of the first predicted pipeline rank; measured ones are rank + 1."""
 
 
 def predicted_events(step: PredictedStep) -> Iterator[Event]:
-    """A process for each pipeline rank. Its computation track has the actions without their sends, which are on the communication track;
-    collectives inside of an action are part of it. A counter has the live memory by part."""
+    """Yield events with a process per pipeline rank: actions on its compute track, sends on its communication track (collectives inside
+    an action are part of it), and a counter of live memory by part."""
     for rank, actions in enumerate(step.actions):
         first, count = step.devices[rank]
         number = _FIRST + rank
@@ -38,11 +38,7 @@ def predicted_events(step: PredictedStep) -> Iterator[Event]:
 
 
 def read_trace(path: str | Path) -> list[Event]:
-    """The events of a trace that an emitted program wrote.
-
-    Raises:
-        UsageError: the file holds none.
-    """
+    """Read the events of a trace that an emitted program wrote. Raises ``UsageError`` if the file has none."""
     hint = "`train.py --trace FILE` of an emitted program writes one"
     try:
         data = read_json(path, _MOST_BYTES)
@@ -60,7 +56,7 @@ def read_trace(path: str | Path) -> list[Event]:
 
 
 def _is_event(one: Any) -> bool:
-    """Whether the value is an event, and, where it is an action, has its seconds."""
+    """Whether the value is an event; an action must have a duration."""
     named = isinstance(one, dict) and isinstance(one.get("name"), str) and isinstance(one.get("ph"), str)
     if not named or not isinstance(one.get("pid"), int):
         return False
@@ -85,7 +81,7 @@ _ACTION = re.compile(f"({'|'.join(WORDS.values())}), stage (\\d+)")
 
 
 def compare_actions(step: PredictedStep, events: Sequence[Event]) -> list[ActionSeconds]:
-    """Predicted and measured seconds of every kind of action that both have, stage by stage."""
+    """Return predicted and measured seconds of every common kind of action, by stage."""
     seen: dict[str, list[float]] = {}
     for one in events:
         if one["ph"] == "X" and (match := _ACTION.match(one["name"])):

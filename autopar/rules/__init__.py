@@ -1,4 +1,4 @@
-"""Sharding rules: how one mesh axis may shard each op, as one table of einsum-like lines that are checked by execution."""
+"""Sharding rules: how a mesh axis may shard each op, as a table of einsum-like lines that are checked by execution."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How one mesh axis may run one node: the candidates that the node's rule gives at its shapes."""
+"""The candidates of a node on a mesh axis, from the node's rule at its shapes."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Types in which a node may run on one axis.
+    """Types in which a node may run on an axis.
 
-    ``operands`` follows ``operands(node)``; ``result`` is the type of every output. ``letter`` is the letter of the rule that the
-    axis shards (``None``: none), ``extent`` the letter's global size: the axis's size must divide it (0, which everything divides, if
-    nothing is sharded). ``kernel`` names the function of ``autopar.program.kernels`` that replaces the op. ``linear`` marks
-    the candidates in which a term of a sum passes through. A sharded or partial candidate divides the compute only if ``letter`` is set.
+    ``operands`` follows ``operands(node)``; ``result`` is the type of every output. ``letter`` is the rule's letter that the axis shards,
+    or ``None``; ``extent`` is the letter's global size, which the axis's size must divide (0 if nothing is sharded). ``kernel`` names the
+    function of ``autopar.program.kernels`` that replaces the op. ``linear``: a partial sum passes through. Compute is only divided if
+    ``letter`` is set.
     """
 
     operands: tuple[SpmdType, ...]
@@ -39,7 +39,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class ShapedLine:
-    """A line at the shapes of one node: the letters of every dim, with stars replaced and no letters on dims of size one."""
+    """A line at a node's shapes: the letters of every dim, with stars expanded and no letters on dims of size one."""
 
     line: Line
     operands: tuple[tuple[Dim, ...], ...]
@@ -48,7 +48,7 @@ class ShapedLine:
     fixed: frozenset[str]
 
     def place(self, dims: tuple[Dim, ...], letter: str) -> int | None:
-        """The dim that ``letter`` shards; ``None`` if it is absent, -1 if it is in a position that may not be sharded."""
+        """Return the dim that ``letter`` shards; ``None`` if it is absent, -1 if it may not be sharded there."""
         places = [i for i, dim in enumerate(dims) if any(atom.letter == letter for atom in dim)]
         if not places:
             return None
@@ -57,7 +57,7 @@ class ShapedLine:
 
 
 def line_of(node: fx.Node, table: Mapping[str, Entry] = TABLE) -> Line | None:
-    """The node's rule; ``None`` if the table has no line for its op or for these arguments."""
+    """Return the node's rule; ``None`` if the table has none for its op or these arguments."""
     entry = table.get(op_name(node))
     if entry is None:
         return None
@@ -66,15 +66,15 @@ def line_of(node: fx.Node, table: Mapping[str, Entry] = TABLE) -> Line | None:
 
 
 def has_rule(node: fx.Node) -> bool:
-    """Whether a line covers the node; without a line, the node can only be replicated."""
+    """Whether a rule covers the node; otherwise it can only be replicated."""
     return line_of(node) is not None
 
 
 def candidates(node: fx.Node) -> tuple[Candidate, ...]:
-    """Every way in which one axis may run the node.
+    """Return the candidates of the node on an axis.
 
-    All ``I`` and all ``R`` first (a node without tensor operands: ``R`` alone), then one candidate per letter that may be
-    sharded, then those in which terms of a sum pass through. Raises ``RuleError`` if the rule does not fit the shapes.
+    First all ``I`` and all ``R`` (without tensor operands: only ``R``), then one per letter that may be sharded, then those with partial
+    sums. Raises ``RuleError`` if the rule doesn't fit the shapes.
     """
     given = operands(node)
     if not given:
@@ -92,14 +92,14 @@ def candidates(node: fx.Node) -> tuple[Candidate, ...]:
 
 
 def operand_shapes(node: fx.Node) -> list[Shape]:
-    """The operands' global shapes; for a ``getitem``, the shape of the tuple element that it takes."""
+    """Return the operands' global shapes; for a ``getitem``, the shape of its element."""
     if any(isinstance(meta(operand)["val"], tuple | list) for operand in operands(node)):
         return [shape_of(node)]
     return [shape_of(operand) for operand in operands(node)]
 
 
 def bind(line: Line, shapes: Sequence[Shape], result: Shape, name: str = "rule") -> ShapedLine:
-    """Give the line's letters their sizes. Raises ``RuleError``, with the op, the line and the shapes, if they do not fit."""
+    """Bind the line's letters to sizes. Raises ``RuleError`` with op, line and shapes if they don't fit."""
 
     def misfit(why: str) -> RuleError:
         text = ", ".join(map(str, shapes))
@@ -133,7 +133,7 @@ def bind(line: Line, shapes: Sequence[Shape], result: Shape, name: str = "rule")
 
 
 def _expand(operand: Operand, ndim: int, stars: int) -> tuple[Dim, ...] | None:
-    """The operand's dims with ``*`` written out; letters ``*0``, ``*1``, ... count from the left of the longest star."""
+    """Expand ``*`` in an operand's dims to letters ``*0``, ``*1``, ..., counted from the left of the longest star."""
     if operand.star is None:
         return operand.dims if len(operand.dims) == ndim else None
     count = ndim - len(operand.dims)
@@ -144,7 +144,7 @@ def _expand(operand: Operand, ndim: int, stars: int) -> tuple[Dim, ...] | None:
 
 
 def _size(dim: Dim, size: int, extents: dict[str, int]) -> bool:
-    """Record the sizes of the letters of one dim; return whether they agree with the known sizes."""
+    """Record the sizes of a dim's letters; return whether they agree with the known sizes."""
     if size == 1:
         if len(dim) == 1:
             extents.setdefault(dim[0].letter, 1)
@@ -169,7 +169,7 @@ def _size(dim: Dim, size: int, extents: dict[str, int]) -> bool:
 
 
 def sharded(bound: ShapedLine) -> list[Candidate]:
-    """One candidate per letter that may be sharded."""
+    """Return a candidate per letter that may be sharded."""
     found = []
     kernels = dict(bound.line.kernels)
     for letter, extent in bound.extents.items():
@@ -191,7 +191,7 @@ def sharded(bound: ShapedLine) -> list[Candidate]:
 
 
 def _joint(bound: ShapedLine, letters: str, kernel: Kernel) -> Candidate | None:
-    """The candidate of a kernel for two letters that one axis shards: each operand is sharded along its own one of the two."""
+    """Return the candidate of a kernel for two letters on one axis: each operand is sharded along the one that it has."""
     first, plus, second = letters.partition("+")
     extent = math.gcd(bound.extents.get(first, 1), bound.extents.get(second, 1))
     if not plus or extent < 2 or {first, second} & bound.fixed:
@@ -206,7 +206,7 @@ def _joint(bound: ShapedLine, letters: str, kernel: Kernel) -> Candidate | None:
 
 
 def _partial(bound: ShapedLine) -> list[Candidate]:
-    """The candidates in which terms of a sum pass through an op that is linear in them."""
+    """Return the candidates in which partial sums pass through an op that is linear in them."""
     count = len(bound.operands)
     groups = [frozenset(i for i in group if i < count) for group in bound.line.linear]
     return [Candidate(tuple(P if i in group else R for i in range(count)), P, linear=True) for group in groups if group]

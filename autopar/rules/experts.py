@@ -1,4 +1,4 @@
-"""The rule of a mixture of experts: which letters may be sharded in the experts' body, which the model defines."""
+"""The rule of a mixture of experts, derived from the experts' body, which the model defines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autopar.types import P, R, S, SpmdType
 
 
 def line(node: fx.Node) -> str:
-    """The rule of a mixture: tokens, experts, tokens and experts together, and every letter that the body allows."""
+    """Return the rule of a mixture: tokens, experts, both together, and every letter that the body allows."""
     op = node.target
     assert isinstance(op, Experts)
     words = [["e", *("1" * (len(shape_of(p)) - 1))] for p in op.parameters]
@@ -36,13 +36,13 @@ def line(node: fx.Node) -> str:
 
 
 def slices(op: Experts) -> list[tuple[SpmdType, ...]]:
-    """The ways to slice the experts themselves: types of the parameters, none sharded in dim 0, for which the body's result is a term of
-    a sum while its rows are whole. Each dim is in at most one way.
+    """Return how experts can be sliced (expert tensor parallelism): parameter types, not sharded in dim 0, for which the body's result is
+    a partial sum over unsharded rows. Each dim is in at most one of them.
 
-    The rules of the body's own ops decide this, without conversions in between: a slice that needs a conversion is not a way.
+    This follows from the rules of the body's ops, without conversions in between.
     """
     result = op.body.graph.output_node().args[0]
-    order: dict[fx.Node, None] = {}  # every operand right before its first reader, so that a wrong start fails early
+    order: dict[fx.Node, None] = {}  # each operand right before its first reader, so that wrong types fail early
     for node in op.body.graph.nodes:
         if node.op == "call_function":
             order.update(dict.fromkeys((*operands(node), node)))
@@ -76,7 +76,7 @@ def slices(op: Experts) -> list[tuple[SpmdType, ...]]:
 
 
 def is_row_wise(node: fx.Node, rows: set[fx.Node]) -> bool:
-    """Whether the call treats rows alike and has no argument with the number of rows: it may run on any of the rows, in any order.
+    """Whether the call treats rows independently and has no argument with their number, so that it may run on a subset in any order.
     ``rows`` are the nodes before it whose dim 0 are rows."""
     if node.target in (kernels_experts.grouped_linear, kernels_experts.of_rows):
         return True
@@ -90,5 +90,5 @@ _SIZED = frozenset(
     f"aten.{name}" for name in ("view", "reshape", "expand", "_unsafe_view", "new_zeros", "new_ones", "repeat")
 )
 
-# This rule reads the rules of the ops in the body, so it is not in the table's own file.
+# not in the table's module, because this rule reads the table
 TABLE["kernels_experts.experts"] = line

@@ -7,19 +7,19 @@ A line names the dims of every tensor operand and of the result by letters; this
     b (g=2 r=4) l e!, b g s! e!, b g s! v! -> b (g r) l v!
 
 ========= ==========================================================================================================
-``a``     an atomic dim. An axis that shards it shards it everywhere; a letter that the result lacks is summed over
+``a``     a dim. An axis that shards it shards it everywhere; a letter that the result lacks is summed over
 ``*``     any number of leading dims; those of several operands are aligned from the right, as in broadcasting
 ``a!``    a dim that may not be sharded (one mark fixes the letter everywhere)
-``a~``    a dim that could be sharded with a halo; no kernel does so yet, so it may not be sharded, like ``a!``
+``a~``    a dim that could be sharded with a halo exchange, which no kernel does yet: like ``a!``
 ``(a b)`` a product of dims, outermost first; only its outermost letter may be sharded. ``a=3`` gives a size
 ``1``     a dim of size one, or one without a letter: never sharded
-``+n``    (before an operand) an additive operand: if the result is a partial sum, it must be a term of the sum too
+``+n``    (before an operand) an additive operand: if the result is a partial sum, it must be one, too
 ``; v = kernel`` or ``; v = kernel -> I``  sharding ``v`` replaces the op by this kernel (result type ``P``, or the given type)
-``; t+e = kernel``  one axis that shards both letters, each operand along its own one of the two, replaces the op by this kernel
+``; t+e = kernel``  an axis that shards both letters, each operand along the one that it has, replaces the op by this kernel
 ``; linear 0 1`` the op is linear in operand 0, and in operand 1, each with the others fixed; ``; linear 0+1`` in both jointly
 ========= ==========================================================================================================
 
-Dims of size one have no letter, even if the line gives them one: that is broadcasting.
+Dims of size one have no letter, whatever the line says: they are broadcast.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TOKEN = re.compile(r"\s*(?:(?P<atom>[A-Za-z]\w*)(?:=(?P<size>\d+))?(?P<mark>[!~
 
 @dataclass(frozen=True, slots=True)
 class Atom:
-    """A letter in one position; ``size`` if the line gives it; ``fixed`` if it may not be sharded."""
+    """A letter in a position; ``size`` if the line has it; ``fixed`` if it may not be sharded."""
 
     letter: str
     size: int | None = None
@@ -43,12 +43,12 @@ class Atom:
 
 
 Dim = tuple[Atom, ...]
-"""The factors of one dim, outermost first; empty for a dim without a letter."""
+"""The factors of a dim, outermost first; empty for a dim without a letter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """The dims of an operand or of the result; ``star`` is the index of ``*``, if present."""
+    """The dims of an operand or of the result; ``star`` is the index of ``*``, if any."""
 
     dims: tuple[Dim, ...]
     star: int | None = None
@@ -65,7 +65,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A parsed rule. ``linear`` lists groups of operands in which the op is jointly linear, with the others fixed."""
+    """A parsed rule. ``linear`` has groups of operands in which the op is jointly linear, with the others fixed."""
 
     text: str
     operands: tuple[Operand, ...]
@@ -75,7 +75,7 @@ class Line:
 
 
 def parse(text: str) -> Line:
-    """Parse a line. Raises ``RuleError`` with the part that does not parse."""
+    """Parse a line. Raises ``RuleError`` with the invalid part."""
     body, *clauses = (part.strip() for part in text.split(";"))
     left, arrow, right = body.partition("->")
     if not arrow:

@@ -1,14 +1,14 @@
-"""Which dims of a layer may be padded, so that an axis whose size does not divide them can still shard them.
+"""Finds the dims of a layer that may be padded, so that an axis can shard them although its size doesn't divide them.
 
-A dim that only parameters bring into a layer (a vocabulary, heads, a hidden width) need not be divisible: its parameters are
-stored with zeros after their end, the local extent is rounded up, and no later result may change. All dims that the rules'
-letters tie together grow together: they form a **group**. Its ``count`` is the number of atomic pieces that every dim of the group is a
-multiple of (5 for five heads of width 8, although the projection's dim is 40), and whole pieces are added at the end.
+A dim that only parameters bring into a layer (a vocabulary, heads, a hidden width) need not be divisible: its parameters are stored with
+zeros after their end, and the local size is rounded up, if no later result changes. Dims with the same letter in rules grow together and
+form a **group**. Its ``count`` is the number of units that every dim of the group is a multiple of (5 for five heads of width 8, although
+the projection's dim is 40); padding adds units.
 
-A group may be padded if every op on it gives the same results with padding; ``carried`` decides that op by op. The analysis tracks one of
-two states for the elements beyond the end: zero, or merely finite. A product summed over the group needs one factor that is zero there.
-The elements before the end are then those of the model, forward and backward. Gradients of a parameter's padding need not vanish
-(``sigmoid(0)`` does not), so the program sets them to zero before anything reads them.
+A group may be padded if every op on it gives the same results with padding; ``carried`` decides that for each op. The analysis tracks
+whether elements beyond the end are zero or merely finite. A product summed over the group needs one factor that is zero there. Then the
+elements before the end are those of the model, forward and backward. Gradients of a parameter's padding need not be zero (``sigmoid(0)``
+isn't), so the program zeroes them before anything reads them.
 
 Batches and sequences are never padded, and neither is a dim with a softmax, a norm or an unknown op on it.
 """
@@ -50,17 +50,14 @@ Place = tuple[str, int]
 
 @dataclass(frozen=True)
 class Padding:
-    """The groups of a layer class that may be padded: the group of each of their dims, and every group's ``count``.
-
-    ``reads`` gives the names of every node's tensor operands.
-    """
+    """The groups of a layer class that may be padded, by dim, and each group's ``count``. ``reads`` maps nodes to their tensor operands."""
 
     groups: dict[Place, int]
     counts: tuple[int, ...]
     reads: dict[str, tuple[str, ...]]
 
     def multiples(self, axes: Sequence[Axis], types: Sequence[AxisTypes]) -> tuple[int, ...]:
-        """For every group, the product of the sizes of the axes that shard one of its dims, anywhere in the layer."""
+        """Return for every group the product of the sizes of the axes that shard one of its dims."""
         found = [1] * len(self.counts)
         for axis, solution in zip(axes, types, strict=True):
             for group in self.sharded(solution) if axis.size > 1 else ():
@@ -68,7 +65,7 @@ class Padding:
         return tuple(found)
 
     def sharded(self, solution: AxisTypes) -> frozenset[int]:
-        """The groups with a dim that an axis with these types shards."""
+        """Return the groups with a dim that these types shard."""
         places = [(name, t) for name, t in solution.produced.items()]
         for name, types in solution.needed.items():
             places += zip(self.reads[name], types, strict=True)
@@ -76,7 +73,7 @@ class Padding:
         return frozenset(group for group in found if group is not None)
 
     def grows(self, multiples: Sequence[int]) -> bool:
-        """Whether anything is padded at all."""
+        """Whether anything is padded."""
         return any(count % multiple for count, multiple in zip(self.counts, multiples, strict=True))
 
     def shape(self, name: str, shape: Iterable[int], multiples: Sequence[int]) -> tuple[int, ...]:
@@ -89,7 +86,7 @@ class Padding:
 
 
 def padded(count: int, multiple: int) -> int:
-    """``count`` rounded up to a multiple."""
+    """Round ``count`` up to a multiple."""
     return -(-count // multiple) * multiple
 
 
@@ -100,7 +97,7 @@ def padding(cls: LayerClass) -> Padding:
 
 
 class _Analysis:
-    """Ties dims into groups, then removes the groups that an op does not allow to be padded."""
+    """Groups dims, then removes groups that some op doesn't allow to be padded."""
 
     def __init__(self, cls: LayerClass) -> None:
         self.cls = cls
@@ -146,7 +143,7 @@ class _Analysis:
         self.fixed |= {(node.name, dim) for dim in range(len(shape_of(node)))}
 
     def _borders(self) -> None:
-        """Fix the sizes that others see: those of values that do not come from parameters, and of values that leave the layer."""
+        """Fix the sizes of values that don't come from parameters, and of values that leave the layer."""
         inputs = [node for node in self.nodes if node.op == "placeholder"]
         weights = inputs[len(inputs) - len(self.cls.parameters) :]
         output = self.cls.graph.graph.output_node()
@@ -156,7 +153,7 @@ class _Analysis:
             self.zero |= {(node.name, dim): True for dim in range(len(shape_of(node)))}
 
     def _tie(self, node: fx.Node) -> None:
-        """Dims with the same outermost letter grow together; they may not grow if the letter is an inner letter anywhere."""
+        """Group dims with the same outermost letter, and fix those whose letter is an inner one anywhere."""
         line = line_of(node)
         if not operands(node) or line is None:
             for value in (node, *operands(node)):
@@ -180,7 +177,7 @@ class _Analysis:
         self.fixed |= {place for letter, place in first.items() if letter in inner or letter in bound.fixed}
 
     def _carry(self, node: fx.Node) -> None:
-        """Check whether the node allows padding in each of its letters, and record whether the result is zero beyond its end."""
+        """Check whether the node allows padding of each letter, and record whether the result is zero beyond its end."""
         bound = self.bounds.get(node.name)
         if bound is None:
             return
@@ -200,10 +197,10 @@ class _Analysis:
 
 
 def carried(node: fx.Node, beyond: Sequence[bool | None], in_result: bool) -> bool | None:
-    """Whether the result is zero beyond its end (``False``: finite); ``None`` if the node does not allow padding.
+    """Whether the result is zero beyond its end (``False``: finite); ``None`` if the node doesn't allow padding.
 
-    ``beyond`` says for every operand whether it is zero beyond its end, or ``None`` if it lacks the dim. For an op
-    that sums over the dim, ``True`` and ``False`` mean the same.
+    ``beyond``: whether each operand is zero beyond its end, or ``None`` if it lacks the dim. For an op that sums over the dim, ``True``
+    and ``False`` mean the same.
     """
     op = facts(node)
     name, kind = op.name, op.kind
@@ -243,7 +240,7 @@ def carried(node: fx.Node, beyond: Sequence[bool | None], in_result: bool) -> bo
 
 
 def _letters(bound: ShapedLine, dim: Dim) -> list[str]:
-    """The letters of a dim that have more than one value, outermost first."""
+    """Return the letters of a dim with sizes above one, outermost first."""
     return [atom.letter for atom in dim if bound.extents[atom.letter] > 1]
 
 

@@ -1,8 +1,8 @@
-"""The table: one line per op, or a function that writes the line from a node's arguments.
+"""The table of sharding rules: a line per op, or a function that writes the line from a node's arguments.
 
-Names are those of ``autopar.ops.facts.op_name``: one entry covers every overload. An op without an entry is replicated, and
-the plan names it. ``autopar.checks.samples`` has arguments for every entry, and the tests execute each entry on shards.
-An entry declares a letter, or linearity, only if the type checker can follow it in the emitted program.
+Names are those of ``autopar.ops.facts.op_name``: an entry covers all overloads. An op without an entry is replicated, with a note in the
+plan. ``autopar.checks.samples`` has arguments for every entry, and the tests execute each entry on shards. An entry only has letters and
+linearity that the type checker can follow in the emitted program.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ UNARY = aten_names("""
     sign silu sin sinh softplus sqrt square tan tanh trunc nan_to_num hardshrink softshrink frac alias _to_copy
     zeros_like ones_like empty_like rand_like randn_like
 """)
-"""Elementwise ops that a floating-point tensor alone suffices for; ``checks.samples`` calls each with one."""
+"""Elementwise ops whose only required argument is a floating-point tensor."""
 _WITH_ARGUMENTS = aten_names("bitwise_not clamp clamp_min clamp_max threshold to type_as dropout full_like")
 _BINARY = aten_names("""
     pow maximum minimum eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor atan2
@@ -135,4 +135,4 @@ TABLE: dict[str, Entry] = {
 """By op name: the op's line, or the function that writes it."""
 
 KERNELS: dict[str, Entry] = {"aten.scaled_dot_product_attention": v.ring_attention}
-"""A second line for an op: a kernel that shards it in another way than its first line."""
+"""Second lines of ops: kernels that shard them differently."""

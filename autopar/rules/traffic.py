@@ -1,7 +1,7 @@
-"""The exchanges inside kernels: collectives that no conversion between types shows.
+"""Communication inside kernels, which isn't a conversion between types.
 
-A kernel replaces an op if a letter is sharded (``candidates``), and may communicate with the other ranks while it runs. The op-level
-optimum, the price and the structural check all ask this module which collectives a kernel runs, and with how many bytes.
+A kernel replaces an op if a letter is sharded (``candidates``), and may communicate while it runs. The op-level optimum, the cost model
+and the structural check all take a kernel's collectives and bytes from here.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ from autopar.ops.operands import arguments, dtype_of, operands, shape_of
 from autopar.types import Collective
 
 OF_MICROBATCHES = frozenset(("step_statistics", "local_batch_norm"))
-"""Kernels for a part of the batch: they do not need all microbatches at the same time."""
+"""Kernels that don't need all microbatches at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """One exchange over the axes on which a kernel runs.
+    """Communication over the axes on which a kernel runs.
 
-    Its bytes are ``times`` those of ``value`` (a node's whole tensor; the caller divides it by the other axes), with
-    ``itemsize`` bytes per element, or the value's own (``None``). ``forward`` and ``backward`` are the collectives of the two passes.
-    With ``per_rank`` the bytes are each rank's contribution to a gather. ``overlapped`` says that the exchange runs concurrently with the
-    kernel's own arithmetic.
+    Its bytes are ``times`` those of ``value`` (a node's full tensor; the caller divides it by the other axes), with ``itemsize`` bytes per
+    element, or the value's (``None``). ``forward`` and ``backward`` are the collectives of the two passes. With ``per_rank`` the bytes are
+    each rank's contribution to a gather. ``overlapped``: the kernel overlaps it with its compute.
     """
 
     value: fx.Node
@@ -40,26 +39,25 @@ class Wire:
     overlapped: bool = False
 
     def bytes(self, element_bytes: float | None = None) -> float:
-        """Bytes of the whole exchange; ``element_bytes`` are those of one element of ``value`` if they differ from the captured
-        dtype's."""
+        """Return the total bytes; ``element_bytes`` overrides the element size of ``value``."""
         tensor = meta(self.value)["val"]
         size = self.itemsize or (tensor.dtype.itemsize if element_bytes is None else element_bytes)
         return float(math.prod(tensor.shape) * size * self.times)
 
 
 def kernel_traffic(kernel: str, node: fx.Node) -> tuple[Wire, ...]:
-    """The exchanges of ``kernel`` in place of ``node``; none for a kernel that only computes."""
+    """Return the communication of ``kernel`` in place of ``node``, if any."""
     known = _TRAFFIC.get(kernel)
     return known(node) if known is not None else ()
 
 
 def _wide(node: fx.Node) -> int:
-    """Bytes per element of the dtype in which kernels accumulate: float32 or wider."""
+    """Return the element size of the dtype in which kernels accumulate: float32 or wider."""
     return max(4, int(dtype_of(node).itemsize))
 
 
 def _vocabulary_loss(node: fx.Node, place: int = 1) -> tuple[Wire, ...]:
-    """Every rank's maxima are gathered, then two sums per label are reduced."""
+    """Ranks' maxima are gathered, then two sums per label are reduced."""
     size, labels = _wide(operands(node)[0]), operands(node)[place]
     return (
         Wire(labels, Collective.ALL_GATHER, Collective.NONE, itemsize=size, per_rank=True),
@@ -68,8 +66,8 @@ def _vocabulary_loss(node: fx.Node, place: int = 1) -> tuple[Wire, ...]:
 
 
 def _ring(node: fx.Node) -> tuple[Wire, ...]:
-    """Keys and values go around the ring in both passes, their gradients once more, back to their own ranks. In the balanced order of a
-    causal mask, every tensor that is sharded over the sequence also moves to its balanced position and back."""
+    """Keys and values go around the ring in both passes, and their gradients once more, back to their ranks. In the balanced (zigzag)
+    order for a causal mask, every sequence-sharded tensor also moves to its balanced position and back."""
     query, key, value = operands(node)[:3]
     rotate, shift, none = Collective.ROTATE, Collective.SHIFT, Collective.NONE
     found = []
@@ -78,19 +76,18 @@ def _ring(node: fx.Node) -> tuple[Wire, ...]:
         found.append(Wire(tensor, none, rotate, itemsize=_wide(tensor), overlapped=True))
         found.append(Wire(tensor, none, shift, itemsize=_wide(tensor)))
     if arguments(node)["is_causal"]:
-        # the result's gradient arrives in the order in which the result left, and the operands' gradients leave in the operands' order
+        # gradients move back between the two orders, too
         found += [Wire(tensor, shift, shift) for tensor in (query, key, value, node)]
     return tuple(found)
 
 
 def _statistics(node: fx.Node) -> tuple[Wire, ...]:
-    """Every rank's means and variances are gathered; the conversion that follows reduces the gradient."""
+    """Ranks' means and variances are gathered; the following conversion reduces the gradient."""
     return (Wire(node, Collective.ALL_GATHER, Collective.NONE, times=2 / 3, per_rank=True),)
 
 
 def _expert_exchange(node: fx.Node) -> tuple[Wire, ...]:
-    """Every token's row goes to each of its experts and comes back, and so does its gradient; before that, ranks exchange the numbers of
-    rows."""
+    """Each token's row is sent to its experts and back, as is its gradient, after an exchange of row counts."""
     tokens, index = operands(node)[:2]
     assert isinstance(node.target, Experts)
     counts = node.target.count / math.prod(shape_of(index))

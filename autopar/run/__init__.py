@@ -11,7 +11,7 @@ __all__ = ["Program"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import ``Program`` when it is first used: worker processes start without the modules that only their parent needs."""
+    """Import ``Program`` lazily: worker processes don't need its modules."""
     if name != "Program":
         raise AttributeError(f"module 'autopar.run' has no attribute {name!r}")
     from autopar.run.program import Program

@@ -1,4 +1,4 @@
-"""Data sets as the ranks open them: each rank reads its own rows (``autopar.program.loader``)."""
+"""Data sets that every rank opens for itself and reads its own rows of (``autopar.program.loader``)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from autopar.run.worker import resolve
 
 @dataclass(frozen=True)
 class Data:
-    """A data set that is open on every rank of one program; ``program.train`` and ``program.evaluate`` take it in place of batches.
+    """A data set that all ranks of a program have opened; ``program.train`` and ``program.evaluate`` take it in place of batches.
 
-    ``rows`` is its number of rows, ``batch`` that of a global batch. Its length is the number of global batches of an epoch, ``batches``.
+    ``rows`` is its number of rows, ``batch`` the rows of a global batch, ``batches`` (also ``len``) the global batches of an epoch.
     """
 
     number: int
@@ -32,8 +32,8 @@ class Data:
         return self.batches
 
 
-def names_of(structure: BatchStructure | None) -> Any:
-    """The nest of a sample with the names of the program's inputs, as ``autopar.program.loader.Order`` takes it."""
+def sample_names(structure: BatchStructure | None) -> Any:
+    """Return the structure of a sample with the program's input names as leaves, as ``autopar.program.loader.Order`` takes it."""
 
     def names(tree: Any) -> Any:
         if isinstance(tree, Leaf):
@@ -45,10 +45,10 @@ def names_of(structure: BatchStructure | None) -> Any:
     return None if structure is None else names(structure.tree)
 
 
-def sent(dataset: Any, names: Any, path: Path) -> dict[str, str]:
-    """How worker processes find a data set: a file of tensors, ``path`` if it has to be written, or the name of a function.
+def shareable_source(dataset: Any, names: Any, path: Path) -> dict[str, str]:
+    """Return what worker processes open a data set by: a file of tensors (written to ``path`` if need be), or a function's name.
 
-    Raises ``UsageError`` if they could not.
+    Raises ``UsageError`` where a worker process could not open it.
     """
     if isinstance(dataset, TensorDataset):
         flat = _flat(names)
@@ -69,7 +69,7 @@ def sent(dataset: Any, names: Any, path: Path) -> dict[str, str]:
                 f"there is no file {dataset}", "a file of torch.save of tensors by name, or module:function"
             )
         return {"file": str(Path(dataset).resolve())}
-    target = importable(dataset, "data set", "a function that returns the data set")
+    target = import_path(dataset, "data set", "a function that returns the data set")
     try:
         resolve(target)
     except (ImportError, AttributeError, AssertionError) as error:
@@ -77,8 +77,8 @@ def sent(dataset: Any, names: Any, path: Path) -> dict[str, str]:
     return {"target": target}
 
 
-def importable(given: Any, what: str, function: str) -> str:
-    """``"module:function"``, as another process finds a function. Raises ``UsageError`` if it would not."""
+def import_path(given: Any, what: str, function: str) -> str:
+    """Return the ``"module:function"`` that another process imports. Raises ``UsageError`` where it could not."""
     if isinstance(given, str):
         return given
     module, name = getattr(given, "__module__", "__main__"), getattr(given, "__qualname__", "")

@@ -1,13 +1,13 @@
-"""A training that goes on, under another plan, with the nodes that are left: ``autopar run --elastic MIN:MAX``.
+"""Elastic training: ``autopar run --elastic MIN:MAX`` continues under a new plan when nodes leave or join.
 
-The command becomes ``torchrun``, whose agents (one a node) meet at a store on the node that ``--meet`` names: that node must stay, the
-others may go and come. Whenever the number of nodes changes, or a rank fails, the agents end all ranks and start them again. Each rank
-then runs this module: the first one has a program written for the nodes that are there, unless it has been written before, and all become
-``train.py`` of that program with ``--resume``. Where a number of nodes has no plan (their devices may not divide the batch), the next lower
-number that has one trains, and the ranks of the other nodes wait. Restarts and the meeting are those of ``torch.distributed.elastic``.
+The command becomes ``torchrun``, whose agents (one per node) use ``torch.distributed.elastic``: a c10d rendezvous on the node that
+``--meet`` names, which must stay up while the others may leave and join. When the number of nodes changes or a rank fails, the agents
+stop all ranks and restart them. Each rank then runs this module: rank 0 plans and emits a program for the present number of nodes, unless
+one exists, and all ranks run its ``train.py`` with ``--resume``. If a number of nodes has no plan (say its devices don't divide the
+batch), the largest smaller number that has one trains, and the ranks of the other nodes wait.
 
-The store of each start is in rank 0. torch 2.13 would keep it in an agent, and when that agent's node goes, the other agents still give
-its address to their ranks: ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE`` makes them agree on an address in every start.
+The store of each restart is in rank 0. torch 2.13 would share the agent's, and after that agent's node has left, the other agents still
+give its address to their ranks: ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE`` makes them choose an address at every restart.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from autopar.program.watch import run
 from autopar.run.folder import program_modules
 
 BATCH, REQUEST = "batch.pt", "request.json"
-MEETING = "join_timeout=3600,last_call_timeout=10"
-"""torch's settings of the meeting: nodes wait an hour for the least number, and then ten seconds for more."""
+RENDEZVOUS = "join_timeout=3600,last_call_timeout=10"
+"""``--rdzv-conf``: wait an hour for the minimum number of nodes, then ten seconds for more."""
 PRIVATE_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 _POLL_S = 0.2
 
 
 @dataclass(frozen=True)
 class Elastic:
-    """The training that every node was asked for, which is the same on all of them; it is kept beside its ``programs``.
+    """The requested training, the same on all nodes, stored in the folder of its ``programs``.
 
-    ``request`` are the options of the command line for the plan; its ``devices`` are those of one node, ``ranks`` of them.
+    ``request`` has the command line's options for the plan; its ``devices`` are those of one node, of which there are ``ranks``.
     ``options`` are those of ``train.py``.
     """
 
@@ -55,14 +55,11 @@ class Elastic:
 
     @staticmethod
     def read(programs: str) -> Elastic:
-        given = json.loads((Path(programs) / REQUEST).read_text())
-        return Elastic(**{**given, "options": tuple(given["options"])})
+        fields = json.loads((Path(programs) / REQUEST).read_text())
+        return Elastic(**{**fields, "options": tuple(fields["options"])})
 
     def write(self) -> None:
-        """Keep the request for the ranks.
-
-        Raises ``UsageError`` where there are programs of another one.
-        """
+        """Write the request for the ranks to read. Raises ``UsageError`` if the folder belongs to another request."""
         folder, text = Path(self.programs), json.dumps(asdict(self), indent=1) + "\n"
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / REQUEST).is_file() and (folder / REQUEST).read_text() != text:
@@ -74,28 +71,24 @@ class Elastic:
         part.replace(folder / REQUEST)
 
     def folder(self, nodes: int) -> Path:
-        """The program for so many nodes."""
         return Path(self.programs) / f"nodes-{nodes}"
 
     def refusal(self, nodes: int) -> Path:
-        """The file that says why there is none."""
+        """Return the file that says why this number of nodes has no program."""
         return Path(self.programs) / f"nodes-{nodes}.refused"
 
     def is_known(self, nodes: int) -> bool:
         return self.folder(nodes).is_dir() or self.refusal(nodes).is_file()
 
     def program(self, nodes: int, first: bool) -> Path:
-        """The program for so many nodes or, where they have no plan, for the most that have one; the ``first`` rank has it written."""
+        """Return the program for the largest number up to ``nodes`` that has a plan; the ``first`` rank emits it."""
         for count in range(nodes, 0, -1):
             if first and not self.is_known(count):
-                # a process of its own: the search's memory is free again when the training begins
+                # in a subprocess, so that the search's memory is freed before training begins
                 command = [sys.executable, "-m", "autopar.cli.elastic", self.programs, str(count)]
-                alone = {
-                    name: value
-                    for name, value in os.environ.items()
-                    if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-                }
-                if subprocess.run(command, env=alone).returncode:
+                ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+                env = {name: value for name, value in os.environ.items() if name not in ours}
+                if subprocess.run(command, env=env).returncode:
                     raise LaunchError(
                         f"the program for {count} nodes could not be written", "the output above says why"
                     )
@@ -109,7 +102,7 @@ class Elastic:
 
 @dataclass(frozen=True)
 class Nodes:
-    """How many nodes train, where their agents meet, and how often ranks are started again."""
+    """The range of nodes, the rendezvous endpoint ``meet``, and the number of restarts."""
 
     least: int
     most: int
@@ -118,11 +111,7 @@ class Nodes:
 
     @staticmethod
     def read(text: str, meet: str, restarts: int) -> Nodes:
-        """From ``"2:4"``, and ``meet`` as ``HOST:PORT``.
-
-        Raises:
-            UsageError: one of them is something else, or no host has that name.
-        """
+        """Parse a range such as ``"2:4"`` and ``meet``, ``HOST:PORT``. Raises ``UsageError`` for invalid ones and unknown hosts."""
         least, _, most = text.partition(":")
         if not (least.isdigit() and most.isdigit() and 0 < int(least) <= int(most)):
             raise UsageError(f"--elastic {text} is not a range of nodes", "write MIN:MAX, such as 2:4")
@@ -139,19 +128,19 @@ class Nodes:
 
 
 def become_agent(elastic: Elastic, nodes: Nodes) -> NoReturn:
-    """Become this node's agent, which starts the ranks."""
+    """Replace this process by the node's torchrun agent, which starts the ranks."""
     elastic.write()
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the ranks answer it, and their agent must outlive them
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # meant for the ranks, which handle it; the agent must survive it
     words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", f"{nodes.least}:{nodes.most}"]
     words += ["--nproc-per-node", str(elastic.ranks), "--max-restarts", str(nodes.restarts), "--rdzv-backend", "c10d"]
-    words += ["--rdzv-id", "autopar", "--rdzv-endpoint", nodes.meet, "--rdzv-conf", MEETING]
+    words += ["--rdzv-id", "autopar", "--rdzv-endpoint", nodes.meet, "--rdzv-conf", RENDEZVOUS]
     env = {"OMP_NUM_THREADS": "1", **os.environ, **PRIVATE_STORE}
     env["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     os.execve(sys.executable, [*words, "-m", "autopar.run.elastic", elastic.programs], env)
 
 
 def rank(programs: str) -> None:
-    """One rank, as an agent starts it."""
+    """Run one rank, in the process that an agent started for it."""
     elastic = Elastic.read(programs)
     number, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     folder = elastic.program(int(os.environ["GROUP_WORLD_SIZE"]), number == 0)
@@ -170,7 +159,7 @@ def rank(programs: str) -> None:
         importlib.import_module("train").main()
     if number == 0 and world > devices:
         store.set("ended", "")
-        while store.add("left", 0) < world - devices:  # they hear it from this process
+        while store.add("left", 0) < world - devices:  # this process serves the store until all waiting ranks have left
             time.sleep(_POLL_S)
 
 

@@ -1,4 +1,4 @@
-"""A program's folder: where it may be written, and importing it into a process whose own modules may have the same names."""
+"""A program's folder: checks of where it is written, and imports of its modules beside the process's modules of the same names."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from autopar.errors import UsageError
 from autopar.program.type_check import IMPORTING, take_modules
 
 _OF_A_PROGRAM = ("plan.json", "model.py", "train.py")
-"""Files that tell an emitted folder, together with its runtime, from one with a plan and somebody's own files."""
+"""Files of every emitted folder; a folder with them and a runtime may be overwritten."""
 
 
 def folder_for_program(name: Any) -> Path:
-    """The folder to emit into: new, empty, or one that an earlier emission filled.
+    """Return the folder to emit into: new, empty, or emitted before.
 
-    Raises:
-        UsageError: the folder is a file, contains other files, or cannot be written into.
+    Raises ``UsageError`` if it is a file, contains other files, or isn't writable.
     """
     if not isinstance(name, str | os.PathLike) or not os.fspath(name):
         raise UsageError(f"the program's folder is {name!r}, which is no path", 'write "program"')
@@ -47,10 +46,9 @@ def _is_program(folder: Path) -> bool:
 
 @contextmanager
 def program_modules(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """A context in which ``import model`` and the like import the folder's modules; afterwards the process's own ones are back.
+    """Let ``import model`` etc. import the folder's modules; on exit, restore the process's modules of these names.
 
-    Names as ordinary as ``model`` are likely to be taken by the user's own files, and one process may run several programs. Other threads
-    wait at this context.
+    The user's files are likely to have such names too, and one process may run several programs. Other threads block here meanwhile.
     """
     with IMPORTING:
         yield from _program_modules(folder)
@@ -76,7 +74,7 @@ def _program_modules(folder: str | os.PathLike[str]) -> Iterator[None]:
 
 
 class _Finder:
-    """Finds a folder's modules. A process that runs many programs compiles each source once, since most of their files are the same."""
+    """Finds a folder's modules. Compiled sources are cached: a process may run many programs, whose files are mostly the same."""
 
     def __init__(self, path: str) -> None:
         self._files = {where: FileFinder(where, (_Loader, [".py"])) for where in (path, os.path.join(path, "runtime"))}
@@ -106,29 +104,28 @@ def compile_sources(folder: str | os.PathLike[str]) -> None:
 
 
 def _at(path: str, code: CodeType) -> CodeType:
-    """The code as that of the file ``path``, which tracebacks name."""
+    """Return the code with ``path`` as its file, for tracebacks."""
     inner = tuple(_at(path, each) if isinstance(each, CodeType) else each for each in code.co_consts)
     return code.replace(co_filename=path, co_consts=inner)
 
 
 def _rename(modules: Mapping[str, ModuleType], path: str) -> None:
-    """Give the folder's modules names that no other module has: ``torch.compile`` imports the module of each function that it traces, by
-    name, in the program's first step."""
+    """Give the folder's modules unique names: in the first step ``torch.compile`` imports the module of each traced function by name."""
     for name, module in modules.items():
         module.__name__ = f"{name} of {path}"
         sys.modules[module.__name__] = module
 
 
 def import_train(folder: Path) -> Any:
-    """The folder's ``train.py``, whose recipe may import modules of the working folder. Call inside ``program_modules``.
+    """Import the folder's ``train.py``, whose recipe may import modules of the working folder. Call inside ``program_modules``.
 
-    Raises ``UsageError`` where it cannot be imported or has no recipe.
+    Raises ``UsageError`` if it can't be imported or has no recipe.
     """
     train, before = folder / "train.py", list(sys.path)
     sys.path.append(os.getcwd())
     try:
-        found: Any = importlib.import_module("train")
-        absent = [name for name in _RECIPE if not hasattr(found, name)]
+        module: Any = importlib.import_module("train")
+        absent = [name for name in _RECIPE if not hasattr(module, name)]
     except Exception as error:  # it is the user's to edit
         raise UsageError(
             f"the recipe in {train} cannot be read: {type(error).__name__}: {error}",
@@ -138,24 +135,24 @@ def import_train(folder: Path) -> Any:
         sys.path[:] = before
     if absent:
         raise UsageError(f"{train} has no {', '.join(absent)}", "give optimizer= and the rest of the recipe")
-    if found.REFUSED:
+    if module.REFUSED:
         raise UsageError(
-            f"{train} has no recipe: {found.REFUSED}",
+            f"{train} has no recipe: {module.REFUSED}",
             "give optimizer=, scheduler= and the rest, or write the recipe there",
         )
-    return found
+    return module
 
 
 _RECIPE = ("REFUSED", "LR", "MAX_NORM", "SEED", "INIT", "DRAW_INIT", "make_optimizer", "make_scheduler")
 
 
-def made_by(train: Any, lr: float | None, world: Any) -> Callable[..., Any]:
-    """The function that makes the optimizer of ``train.py``'s recipe, as a ``Trainer`` takes it."""
+def optimizer_maker(train: Any, lr: float | None, world: Any) -> Callable[..., Any]:
+    """Return ``train.py``'s ``make_optimizer`` in the form that a ``Trainer`` takes."""
     return lambda named_parameters: train.make_optimizer(dict(named_parameters), lr, world)
 
 
 def import_runtime(folder: str | os.PathLike[str]) -> ModuleType:
-    """The folder's own trainer, so that the code in the folder is the code that runs. Call inside ``program_modules``."""
+    """Import the folder's trainer, so that the folder's code runs. Call inside ``program_modules``."""
     there = Path(folder) / "runtime"
     former = "runtime.runtime" if there.is_dir() else "runtime"  # of folders that earlier versions emitted
     return importlib.import_module("runtime.trainer" if (there / "trainer.py").is_file() else former)

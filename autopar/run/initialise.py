@@ -1,20 +1,19 @@
-"""A model on meta gets its first values from its own initialisers, and no process has the whole model.
+"""Initialises a model on meta by its own initialisers, without ever materialising all of it.
 
-The values are those of one device that runs the initialisers on whole tensors, bit for bit:
+The values equal, bit for bit, those of
 
     model.to_empty(device="cpu")
     torch.manual_seed(seed)
     initialise(model)
 
-``initialise`` is ``model.apply(function)`` where a function is given. Otherwise it goes through ``model.modules()``: a module with a
-method ``init_weights`` (a model of transformers) initialises itself and what it contains; of other modules each runs its
-``reset_parameters``, if it has one. A tied parameter is one tensor. Those that transformers ties get the value of the parameter that they
-are tied to, as its ``init_weights`` does it; modules that it has marked as initialised are initialised again.
+``initialise`` is ``model.apply(function)`` for a user's function. Otherwise it walks ``model.modules()``: a module with ``init_weights``
+(a transformers model) initialises itself and its submodules; any other module runs its ``reset_parameters``, if it has one. A tied
+parameter is one tensor. Parameters that transformers ties get the value of their target, as in ``init_weights``; modules that
+transformers marked as initialised are initialised again.
 
-The initialisers run on a copy of the model that stays on meta. A mode gives each function of torch, in place of a tensor on meta, the
-tensor's part of a safetensors file that is mapped into memory, and gives the memory back to the system as the initialisers go on. So the
-process has about the largest tensor in memory. Tensors are filled with NaN first (integers with their largest value): what no initialiser
-writes is refused by name.
+The initialisers run on a copy of the model on meta, under a ``TorchFunctionMode`` that replaces each meta tensor by its part of a
+memory-mapped safetensors file and drops pages on the way, so that resident memory is about the largest tensor. Tensors are first filled
+with NaN (integers with their largest value); one that no initialiser overwrites is refused by name.
 """
 
 from __future__ import annotations
@@ -37,44 +36,46 @@ from autopar.program.weights import Stored, create, places_in
 from autopar.run import ranks
 
 OWN = "own"
-"""The name of the model's own initialisers, where a function could be given."""
+"""The value of ``init`` that stands for the model's own initialisers."""
 
 Initialiser = Callable[[nn.Module], object]
 
 
 def is_path(init: Initialiser | str | os.PathLike[str] | None) -> bool:
-    """Whether ``init`` names files of weights: it is neither a function nor ``OWN``."""
+    """Whether ``init`` is the path of weights, neither a function nor ``OWN``."""
     return isinstance(init, str | os.PathLike) and init != OWN
 
 
-_RESIDENT_BYTES = 2**28  # of the file that may be in the process's memory, besides the tensor that is being written
-_CHECKED = 2**24  # elements at a time
+_RESIDENT_BYTES = 2**28  # of the mapped file, besides the tensor that is being written
+_CHECKED = 2**24  # elements per comparison
 
 
-def with_tables(model: nn.Module, init: Initialiser | str | os.PathLike[str] | None) -> nn.Module:
-    """The model that is captured. Where ``init`` is a function or ``OWN``, it is a copy of a model on meta whose buffers have the values
-    that the initialisers give them, because a program computes with these as constants; parameters stay on meta, and so does a buffer
-    that no initialiser writes. Otherwise values come from elsewhere, if at all, and only buffers that are in no state dict, such as rotary
-    frequencies, get those that the model's own initialisers give them; without such buffers it is the model itself.
+def with_buffer_values(model: nn.Module, init: Initialiser | str | os.PathLike[str] | None) -> nn.Module:
+    """Return the model to capture: ``model``, or a copy whose buffers on meta have values, since programs hold buffers as constants.
 
-    Raises ``ModelError`` where an initialiser raises or ties parameters; ``UsageError`` where no parameter is on meta.
+    If ``init`` is a function or ``OWN``, the initialisers compute all buffers that they write; parameters stay on meta. Otherwise only
+    non-persistent buffers, such as rotary frequencies, are computed: no state dict will provide them.
+
+    Raises ``ModelError`` if an initialiser raises or ties parameters; ``UsageError`` if no parameter is on meta.
     """
     if init is None or is_path(init):
-        return _with_derived(model)
+        return _with_nonpersistent(model)
     if not any(parameter.is_meta for parameter in model.parameters()):
         raise UsageError(
             "init= initialises a model on meta, and this model has values already",
             "build it under torch.device('meta'), or leave init out to start from its values",
         )
     copied = _copied(model)
-    _fill(copied, _written(copied, init, 0))
+    _fill(copied, _buffer_values(copied, init, 0))
     return copied
 
 
-def _with_derived(model: nn.Module) -> nn.Module:
-    """The model, or where buffers on meta are in no state dict, a copy in which they have the values of the model's own initialisers. Those
-    that random numbers or parameters decide stay on meta."""
-    if not isinstance(model, nn.Module):  # which capture refuses
+def _with_nonpersistent(model: nn.Module) -> nn.Module:
+    """Return a copy whose non-persistent buffers on meta have the values of the model's initialisers; the model if it has none.
+
+    Buffers whose values depend on random numbers or parameters stay on meta.
+    """
+    if not isinstance(model, nn.Module):  # capture refuses it
         return model
     kept = model.state_dict(keep_vars=True).keys()
     wanted = {name for name, buffer in model.named_buffers() if buffer.is_meta and name not in kept}
@@ -82,18 +83,18 @@ def _with_derived(model: nn.Module) -> nn.Module:
         return model
     copied = _copied(model)
     try:
-        values, others = _written(copied, OWN, 0), _written(_copied(model), OWN, 1)
-    except ModelError:  # an initialiser wants values of parameters
+        values, others = _buffer_values(copied, OWN, 0), _buffer_values(_copied(model), OWN, 1)
+    except ModelError:  # an initialiser reads the values of parameters
         return model
     same = {name for name in wanted & values.keys() & others.keys() if torch.equal(values[name], others[name])}
     _fill(copied, {name: values[name] for name in same})
     return copied
 
 
-def _written(copied: nn.Module, init: Initialiser | str | os.PathLike[str], seed: int) -> dict[str, Tensor]:
-    """The values that the initialisers give to buffers on meta, by name; parameters stay on meta.
+def _buffer_values(copied: nn.Module, init: Initialiser | str | os.PathLike[str], seed: int) -> dict[str, Tensor]:
+    """Return the values of the buffers on meta that the initialisers write, by name; parameters stay on meta.
 
-    Raises ``ModelError`` where they raise, or tie parameters.
+    Raises ``ModelError`` if an initialiser raises or ties parameters.
     """
     memory = _Memory(None)
     for buffer in copied.buffers():
@@ -111,7 +112,7 @@ def _written(copied: nn.Module, init: Initialiser | str | os.PathLike[str], seed
 
 
 def _ties(model: nn.Module) -> dict[str, str]:
-    """The first name of every parameter, by all of its names."""
+    """Map every name of a parameter to the parameter's first name."""
     first: dict[Any, str] = {}
     return {
         name: first.setdefault(storage.identity(p), name) for name, p in model.named_parameters(remove_duplicate=False)
@@ -124,16 +125,16 @@ def _fill(copied: nn.Module, values: dict[str, Tensor]) -> None:
         copied.get_submodule(path)._buffers[leaf] = value
 
 
-def given_values(
+def initial_values(
     model: nn.Module,
     init: Initialiser | str | os.PathLike[str],
     seed: int,
     home: Path,
     folder: str | os.PathLike[str] | None,
 ) -> Path:
-    """The files with the values that ``init`` gives: its own, or those that the machine's first process writes into ``home``.
+    """Return the path of the initial weights: ``init`` itself, or the file that local rank 0 writes into ``home``.
 
-    ``folder`` is the program's folder that all of the machine's processes see, if it has one. Raises the errors of ``write_values``.
+    ``folder`` is the program's folder that all local ranks see, if it has one. Raises the errors of ``write_initial_values``.
     """
     if is_path(init):
         return Path(init)  # type: ignore[arg-type]
@@ -142,15 +143,15 @@ def given_values(
             "init= writes values that all processes of a machine read",
             "under torchrun give folder=, where the program goes",
         )
-    ranks.after_first_of_machine(lambda: write_values(model, init, seed, home))
+    ranks.after_first_of_machine(lambda: write_initial_values(model, init, seed, home))
     return (home if folder is None else Path(folder)).resolve() / INITIAL
 
 
-def write_values(model: nn.Module, init: Initialiser | str | os.PathLike[str], seed: int, folder: Path) -> None:
-    """Initialise a model (of ``with_tables``) into the file of the initial values of a program's folder.
+def write_initial_values(model: nn.Module, init: Initialiser | str | os.PathLike[str], seed: int, folder: Path) -> None:
+    """Initialise a model (from ``with_buffer_values``) and write its values into a program's folder.
 
-    Raises ``ModelError`` with the names of tensors that no initialiser writes, and of buffers that other random numbers or parameters
-    would change; ``UsageError`` where the disk has no room.
+    Raises ``ModelError`` with the names of tensors that no initialiser writes, and of buffers whose values depend on random numbers or
+    parameters; ``UsageError`` if the disk is full.
     """
     copied = _copied(model)
     first: dict[int, str] = {}
@@ -169,16 +170,14 @@ def write_values(model: nn.Module, init: Initialiser | str | os.PathLike[str], s
         memory = _Memory(file)
         for name, tensor in tensors.items():
             memory.add(tensor, places[name])
-        for buffer in copied.buffers():  # those that are in no state dict
+        for buffer in copied.buffers():  # non-persistent ones
             memory.add(buffer)
         for parameter in _untied(copied):
             memory.add(parameter)
         _initialise(copied, init, seed, memory)
         for name, tensor in _state(copied):
             place = others.get(name, name)
-            if (
-                tensor is not tensors[place] or not tensor.is_meta
-            ):  # an initialiser made a new tensor, or it has had values all the time
+            if tensor is not tensors[place] or not tensor.is_meta:  # made by an initialiser, or never on meta
                 _assign(name, memory.stored(tensors[place], places[place]), tensor)
         _check(copied, memory, tensors, places, model)
         file.flush()
@@ -195,21 +194,21 @@ def write_values(model: nn.Module, init: Initialiser | str | os.PathLike[str], s
 
 
 def _copied(model: nn.Module) -> nn.Module:
-    """A copy in which parameters over the same elements are one. Raises ``CaptureError`` for other tensors that share memory with one."""
+    """Copy a model, merging parameters that are the same memory. Raises ``CaptureError`` for tensors that overlap partly."""
     storage.refuse_overlaps(model)
     (copied,) = storage.copied([model])
     for module in copied.modules():
-        vars(module).pop("_is_hf_initialized", None)  # the mark of transformers
+        vars(module).pop("_is_hf_initialized", None)  # set by transformers
     return copied
 
 
 def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the model's state dict, which are its own objects, under all names."""
+    """Return the model's tensors (not copies) under all their names in the state dict."""
     return ((name, tensor) for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor))
 
 
 def _untied(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Give parameters that transformers ties to others a tensor of their own, as ``to_empty`` does; ``init_weights`` ties them again."""
+    """Untie the parameters that transformers ties, as ``to_empty`` does; ``init_weights`` ties them again."""
     for module in model.modules():
         for target in getattr(module, "all_tied_weights_keys", None) or ():
             path, _, leaf = target.rpartition(".")
@@ -221,7 +220,7 @@ def _untied(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _initialise(model: nn.Module, init: Initialiser | str | os.PathLike[str], seed: int, memory: _Memory) -> None:
-    """Run the initialisers in their order, as the module's docstring has it, from the seed on; other random numbers stay as they are."""
+    """Seed the generator and run the initialisers in the order of the module's docstring; the global RNG state is restored."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), memory:
         torch.default_generator.manual_seed(seed)
         try:
@@ -247,52 +246,49 @@ def _initialise(model: nn.Module, init: Initialiser | str | os.PathLike[str], se
 
 
 class _Mapped:
-    """A file that is mapped into memory. Dropped pages are in the system's cache of the file, or on the disk."""
+    """A memory-mapped file; pages dropped from the process stay in the page cache or on disk."""
 
     def __init__(self, path: Path) -> None:
         size = path.stat().st_size
         with path.open("r+b") as opened:
             if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(
-                    opened.fileno(), 0, size
-                )  # writing to a full disk through memory would end the process
+                os.posix_fallocate(opened.fileno(), 0, size)  # a write to a full disk through the mapping is a SIGBUS
             self._map = mmap.mmap(opened.fileno(), size)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._used = 0
 
     def tensor(self, place: Stored) -> Tensor:
-        """A stored tensor: a view of the file."""
+        """Return a stored tensor as a view of the file."""
         own = self._bytes[place.begin : place.begin + place.size]
-        return own.view(place.dtype).view(place.shape).data  # with a version of its own
+        return own.view(place.dtype).view(place.shape).data  # .data: with its own version counter
 
     def use(self, size: int) -> None:
-        """Note that bytes are about to be used, and drop all pages if there are too many."""
+        """Count bytes that are about to be used; drop all pages when there are too many."""
         if self._used + size > _RESIDENT_BYTES:
             self._map.madvise(mmap.MADV_DONTNEED)
             self._used = 0
         self._used += size
 
     def flush(self) -> None:
-        """Write everything to the disk."""
         self._map.flush()
 
 
 class _Memory(TorchFunctionMode):
-    """A context in which functions of torch get, in place of tensors on meta that were added, tensors with memory."""
+    """A mode that replaces added meta tensors by materialised ones in calls of torch functions."""
 
     def __init__(self, file: _Mapped | None) -> None:
         super().__init__()
         self._file = file
-        self._added: dict[int, tuple[Tensor, Stored | None]] = {}  # the tensor itself, so that its id is no other's
+        self._added: dict[int, tuple[Tensor, Stored | None]] = {}  # with the tensor, so that its id isn't reused
         self._values: dict[int, Tensor] = {}
 
     def add(self, tensor: Tensor, place: Stored | None = None) -> None:
-        """Give a tensor on meta a place in the file, or memory of its own if it has no place there."""
+        """Register a tensor on meta, to be materialised at its place in the file or else in anonymous memory."""
         if tensor.is_meta:
             self._added.setdefault(id(tensor), (tensor, place))
 
     def values(self, tensor: Tensor) -> Tensor:
-        """The tensor with memory, which is blank at first."""
+        """Return the materialised tensor, filled with sentinels at first."""
         if id(tensor) not in self._values:
             _, place = self._added[id(tensor)]
             if place is None:
@@ -305,17 +301,17 @@ class _Memory(TorchFunctionMode):
         return self._values[id(tensor)]
 
     def stored(self, tensor: Tensor, place: Stored) -> Tensor:
-        """The part of the file of a tensor; blank if no initialiser has used it."""
+        """Return the tensor's part of the file; sentinels if no initialiser has used it."""
         assert self._file is not None
         self._file.use(tensor.nbytes)
         return self._values[id(tensor)] if id(tensor) in self._values else _blank(self._file.tensor(place))
 
     def has_written(self, tensor: Tensor) -> bool:
-        """Whether all of an added tensor was written."""
+        """Whether every element of an added tensor was written."""
         if id(tensor) not in self._values:
             return False
         values = self._values[id(tensor)].detach()
-        if values.dtype == torch.bool:  # either value is a value: filling it was the first change
+        if values.dtype == torch.bool:  # no sentinel: the fill was version 1
             return values._version > 1
         for part in values.reshape(-1).split(_CHECKED):
             if self._file is not None:
@@ -350,7 +346,7 @@ def _assign(name: str, values: Tensor, new: Tensor) -> None:
 
 @torch.no_grad()
 def _blank(values: Tensor) -> Tensor:
-    """Fill a tensor with what no initialiser gives it."""
+    """Fill a tensor with a sentinel that no initialiser writes."""
     if values.dtype == torch.bool:
         return values.fill_(False)
     wide = values.is_floating_point() or values.is_complex()
@@ -368,7 +364,7 @@ def _blanks(part: Tensor) -> Tensor:
 def _check(
     model: nn.Module, memory: _Memory, tensors: dict[str, Tensor], places: dict[str, Stored], planned: nn.Module
 ) -> None:
-    """Raise ``ModelError`` with the names of tensors that were not written, or are not what was planned with."""
+    """Raise ``ModelError`` with the names of tensors that weren't written, or of buffers that differ from the captured constants."""
     blank = [name for name, tensor in tensors.items() if tensor.is_meta and not memory.has_written(tensor)]
     if blank:
         raise ModelError(

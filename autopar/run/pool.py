@@ -1,7 +1,7 @@
-"""A pool of warm gloo processes: torch is imported once, and each call gets a default process group of its own.
+"""A pool of warm gloo processes: torch is imported once, and each call gets a new default process group.
 
-Verification and the tests run one program after the other in a pool. Arguments and results are tensors, numbers, text, and lists,
-tuples and dicts of these. A rank that raises, dies or hangs ends the call with its error; the next call finds new processes.
+Verification and the tests run many programs in one pool. Arguments and results are tensors, numbers, text, and lists, tuples and dicts
+of these. If a rank raises, dies or hangs, the call raises its error and the next call starts new processes.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from autopar.run.worker import resolve
 from autopar.torch_private import forget_meshes
 
 _NOT_CONNECTED = "Gloo connectFullMesh failed"
-"""A group that could not be made, seen where many groups come and go on one machine: nothing has run yet, so it is made once more."""
+"""A sporadic failure of gloo where many groups come and go on one machine. Nothing has run yet, so the call is retried once."""
 
-START_S = 300  # importing torch takes seconds, and on a machine that is busy a minute
+START_S = 300  # importing torch takes seconds, on a busy machine a minute
 
 
 class WorkerPool:
-    """``count`` processes, started at the first call and again after a failure."""
+    """``count`` processes, started by the first call and restarted after a failure."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self._processes: Processes | None = None
 
     def run(self, target: str, *args: Any, timeout_s: float = 60, **kwargs: Any) -> list[Any]:
-        """Run ``"module:function"`` on every rank with the same arguments; the results by rank.
+        """Run ``"module:function"`` on every rank with the same arguments and return the results by rank.
 
-        Raises ``LaunchError`` when a rank raises, dies, or does not answer within ``timeout_s`` seconds.
+        Raises ``LaunchError`` if a rank raises, dies, or doesn't answer within ``timeout_s`` seconds.
         """
         try:
             return self._run(target, args, kwargs, timeout_s)
@@ -71,17 +71,17 @@ _calls = 0
 
 
 def ready() -> None:
-    """Called in a worker: does nothing, but its answer says that the process has started and imported torch."""
+    """Called in a worker: returning shows that the process has started and imported torch."""
 
 
 def in_fresh_group(target: str, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Called in a worker: makes the call inside a new default gloo group, so that no group or mesh outlives the call."""
+    """Called in a worker: call the target inside a new default gloo group, so that no group or mesh outlives it."""
     global _calls
     _calls += 1
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if _calls % FREEZE_EVERY == 2:
-        # Imports and caches that outlive a call need not be looked through after every other one: after a thousand calls that took half
-        # of a worker's time. Nothing holds a group here.
+        # Freeze imports and caches, so that collections don't scan them: after a thousand calls that took half of a worker's time.
+        # No process group is alive here.
         gc.collect()
         gc.freeze()
     torch.set_num_threads(1)
@@ -89,7 +89,7 @@ def in_fresh_group(target: str, args: Any, kwargs: dict[str, Any]) -> Any:
     random.seed(0)
     timeout = datetime.timedelta(seconds=60)
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
-    # spmd-types still calls the names of the collectives that 2.13 deprecates
+    # spmd-types still calls collectives by names that torch 2.13 deprecates
     warnings.filterwarnings("ignore", category=FutureWarning, module="spmd_types")
     dist.init_process_group(
         "gloo", store=dist.PrefixStore(str(_calls), store), rank=rank, world_size=world, timeout=timeout
@@ -97,9 +97,9 @@ def in_fresh_group(target: str, args: Any, kwargs: dict[str, Any]) -> Any:
     try:
         return resolve(target)(*args, **kwargs)
     finally:
-        # FSDP's modules and the schedules' stages are reference cycles that hold process groups, and every gloo group that lives has
-        # threads that spin when a peer's sockets are closed: after some hundred calls a machine did little else. Groups that are
-        # destroyed while they are held stay, so cycles go before that.
+        # FSDP modules and pipeline stages are reference cycles that hold process groups, and the threads of a live gloo group spin once
+        # a peer's sockets are closed: after some hundred calls a machine did little else. Destroying a group that is still referenced
+        # doesn't free it, so collect cycles first.
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()

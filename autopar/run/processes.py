@@ -1,8 +1,8 @@
 """Local worker processes: started once, kept warm, called together, ended together.
 
-The parent hosts the rendezvous store, so that a port that is taken is noticed before anything starts and a free one needs
-no guessing. Arguments and results travel as ``torch.save`` files in a private folder, calls and answers as JSON lines.
-As soon as one rank fails, all are ended and the error names the rank and its cause: no rank is left waiting for a dead one.
+The parent hosts the rendezvous store, so that a taken port is reported before anything starts, and the system can pick a free one.
+Arguments and results are ``torch.save`` files in a private folder, calls and replies are JSON lines. When one rank fails, all are killed
+and the error names the rank and its cause: no rank is left waiting for a dead one.
 """
 
 from __future__ import annotations
@@ -30,10 +30,7 @@ import torch.distributed as dist
 
 from autopar.errors import LaunchError, UsageError
 
-_GRACE_S = (
-    0.5  # after the first failure: how long other ranks may still report, to tell the cause from its consequences
-)
-
+_GRACE_S = 0.5  # after the first failure, wait for reports of other ranks, to tell the cause from its consequences
 
 _HERE = "127.0.0.1"
 _LOOPBACK = dict([("GLOO_SOCKET_IFNAME", name) for _, name in socket.if_nameindex() if name in ("lo", "lo0")][:1])
@@ -42,11 +39,11 @@ _BACKLOG = 2048
 PROCESSES_PER_CORE = 8
 """More would mostly wait for each other, and each takes some hundred MB."""
 ALLOWED = "AUTOPAR_PROCESSES"
-"""The variable of the environment that allows more processes than that."""
+"""The environment variable that raises this limit."""
 
 
 def check_count(count: int) -> None:
-    """Raise ``UsageError`` where so many processes are too many for this machine, and nobody has asked for them."""
+    """Raise ``UsageError`` if ``count`` exceeds the limit for this machine and the environment doesn't raise it."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     most, allowed = PROCESSES_PER_CORE * cores, os.environ.get(ALLOWED, "")
     if count > max(most, int(allowed) if allowed.isdigit() else 0):
@@ -58,18 +55,20 @@ def check_count(count: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where on this machine workers run, if their network is not the parent's.
+    """How workers are started in network namespaces other than the parent's.
 
-    ``prefixes`` are, by rank, the words before a worker's command, such as ``("ip", "netns", "exec", "node0")``; ``env`` is the
-    environment there, such as ``MASTER_ADDR``, the parent's address on their network.
+    ``prefixes`` has a command prefix per rank, such as ``("ip", "netns", "exec", "node0")``; ``env`` is added to the environment, such
+    as ``MASTER_ADDR``, the parent's address on their network.
     """
 
     prefixes: tuple[tuple[str, ...], ...]
     env: Mapping[str, str] = field(default_factory=dict)
 
 
-def when_gone(owner: Any, work: Callable[..., object], *args: Any, **kwargs: Any) -> weakref.finalize[Any, Any]:
-    """Do ``work`` when ``owner`` is garbage or this process ends; never in a fork of it, which has a copy of ``owner``."""
+def finalize_unless_forked(
+    owner: Any, work: Callable[..., object], *args: Any, **kwargs: Any
+) -> weakref.finalize[Any, Any]:
+    """Call ``work`` when ``owner`` is garbage-collected or this process exits, but not in a fork with a copy of ``owner``."""
     return weakref.finalize(owner, _unless_forked, os.getpid(), work, *args, **kwargs)
 
 
@@ -86,8 +85,8 @@ def _end_all() -> None:
         processes.close()
 
 
-def _let_go() -> None:
-    """In a fork: close its copies of the pipes, so that the workers end with their parent however long the fork lives."""
+def _close_pipes_in_fork() -> None:
+    """In a fork: close its copies of the pipes, so that the workers end with their parent even if the fork lives on."""
     for processes in list(_alive):
         for worker in processes._workers:
             for stream in (worker.stdin, worker.stdout):
@@ -97,14 +96,14 @@ def _let_go() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go)
+    os.register_at_fork(after_in_child=_close_pipes_in_fork)
 
 
 class Processes:
-    """``count`` processes of this Python on this machine, with ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and
-    ``MASTER_PORT`` set as ``torchrun`` sets them, and one thread for each.
+    """``count`` single-threaded Python processes on this machine, with ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and
+    ``MASTER_PORT`` set as ``torchrun`` sets them.
 
-    Raises ``LaunchError`` when ``port`` (0: any free one) is taken, ``UsageError`` where they are too many for this machine.
+    Raises ``LaunchError`` if ``port`` (0: any free one) is taken, ``UsageError`` if they are too many for this machine.
     """
 
     def __init__(
@@ -144,9 +143,9 @@ class Processes:
                     )
                 )
         self._parent = os.getpid()
-        self._finalizer = when_gone(self, _end, self._workers, self.folder)
+        self._finalizer = finalize_unless_forked(self, _end, self._workers, self.folder)
         _alive.add(self)
-        atexit.unregister(_end_all)  # at exit they end before what was there when they were started
+        atexit.unregister(_end_all)  # re-register, so that they end before anything that existed when they were started
         atexit.register(_end_all)
 
     @property
@@ -154,17 +153,17 @@ class Processes:
         return self._finalizer.alive and all(worker.poll() is None for worker in self._workers)
 
     @property
-    def are_mine(self) -> bool:
-        """Whether this process started them, and not one that it is a fork of."""
+    def started_here(self) -> bool:
+        """Whether this process started them, rather than the process that it was forked from."""
         return os.getpid() == self._parent
 
     def call(self, target: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
         """Call ``"module:function"`` on every rank with the same arguments and return the results by rank.
 
-        Arguments and results are what ``torch.load(weights_only=True)`` reads. Raises ``LaunchError`` when a rank raises,
-        dies, or does not answer within ``timeout_s`` seconds; then all ranks are ended. A fork of this process may not call them.
+        Arguments and results are what ``torch.load(weights_only=True)`` reads. Raises ``LaunchError`` if a rank raises, dies, or doesn't
+        answer within ``timeout_s`` seconds, and kills all ranks then; also in a fork of the process that started them.
         """
-        if not self.are_mine:
+        if not self.started_here:
             raise LaunchError(
                 "this process is a fork, and the worker processes are those of its parent",
                 "call the program in the process that started it, or compile another one here",
@@ -180,7 +179,7 @@ class Processes:
                 worker.stdin.write(json.dumps(call) + "\n")
                 worker.stdin.flush()
             except (OSError, ValueError):
-                pass  # it died: its standard output has ended too, and that is where it is noticed
+                pass  # it died: ``_wait`` notices the end of its standard output
         self._wait(target, None if timeout_s is None else time.monotonic() + timeout_s)
         loaded = [torch.load(result, weights_only=True) for result in results]
         for file in (path, *results):
@@ -229,20 +228,18 @@ class Processes:
             ranks = ", ".join(map(str, silent))
             return LaunchError(
                 f"no answer from rank {ranks} to {target}; all ranks were ended",
-                "a rank that waits in a collective which another never enters looks like this",
+                "probably a rank waits in a collective that another rank never enters",
             )
-        rank = min(
-            failures, key=lambda rank: failures[rank]["consequence"]
-        )  # the first that is a cause, in order of arrival
+        rank = min(failures, key=lambda rank: failures[rank]["consequence"])  # the first reported cause
         error = LaunchError(
-            f"rank {rank}: {failures[rank]['error']}", "all ranks were ended; run again after the cause is gone"
+            f"rank {rank}: {failures[rank]['error']}", "all ranks were ended; fix the cause and run again"
         )
         error.add_note(logs[rank])
         return error
 
 
 def _listen(address: str, port: int, count: int) -> dist.TCPStore:
-    """A store that listens on that address alone: on its own, torch's store listens on all interfaces, and it asks nobody who they are."""
+    """Return a store that listens on ``address`` only: by default torch's listens on all interfaces, without authentication."""
     listener = socket.socket()
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -256,7 +253,7 @@ def _listen(address: str, port: int, count: int) -> dist.TCPStore:
         is_taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
         why = "is already taken" if is_taken else f"cannot be used ({getattr(error, 'strerror', None) or error})"
         raise LaunchError(
-            f"port {port} on {address} {why}, so {count} processes have nowhere to meet",
+            f"port {port} on {address} {why}, so {count} processes have no rendezvous",
             "choose another port, or 0 for any that is free",
         ) from error
 

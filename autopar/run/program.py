@@ -39,9 +39,10 @@ from autopar.program.state import (
 )
 from autopar.program.weights import is_weights, mapped, write_file
 from autopar.run import remote
-from autopar.run.data import Data, importable, names_of, sent
+from autopar.run.data import Data, import_path, sample_names, shareable_source
 from autopar.run.folder import folder_for_program
-from autopar.run.processes import Processes, when_gone
+from autopar.run.processes import Processes, finalize_unless_forked
+from autopar.run.ranks import is_first_of_machine, is_rank_0
 from autopar.run.recipe import Optimizer, TrainingRecipe, recipe_for
 from autopar.run.torchrun import torchrun
 from autopar.run.training import OnStep, train
@@ -53,43 +54,40 @@ _REFUSED: dict[str, type[AutoparError]] = {
     "ModeError": UsageError,
     "NonFiniteLossError": NonFiniteLossError,
 }
-"""The errors of this package for those of the program's folder."""
+"""autopar's error for each error of the emitted runtime."""
 
 
 class Program:
     """A plan and the folder of its program.
 
-    Under ``torchrun`` each process drives its own rank. Elsewhere the first call of ``step``, ``train`` and
-    so on starts local worker processes; ``close`` (or the end of this process) ends them. The code that runs is the folder's: edit the
-    folder and open it again.
+    Under ``torchrun`` each process runs its rank. Otherwise the first call of ``step``, ``train`` etc. starts local worker processes;
+    ``close`` (or the end of this process) ends them. The code that runs is the folder's: edit the folder and open it again.
 
     Args:
         plan: the plan of the program.
         folder: the emitted program.
-        graph: the captured model, whose ``structure`` says how a user's batch maps to inputs. Without a graph, batches are dicts by
-            the inputs' names.
-        cluster: the devices that were planned for; if left out, those that ``plan.devices`` describes.
+        graph: the captured model, whose ``structure`` maps a user's batch to inputs. Without a graph, batches are dicts by input name.
+        cluster: the devices of the plan; by default those that ``plan.devices`` describes.
         state: the state dict to start from, or the path of safetensors or of a ``torch.save`` of it; if left out, or on meta, the
             folder's ``initial.safetensors``.
-        optimizer, scheduler, lr, max_norm, seed: the recipe. If all of them are left out, it is that of the folder's ``train.py``, which is
-            AdamW with 3e-4 and seed 0 unless the program was compiled with another one, or edited. A folder with a recipe refuses another.
-        draw_init: where neither exists, draw values from ``seed`` (``autopar.program.model_tensors``).
-        optimizer: makes an optimizer of the list of the model's parameters, or of pairs with their names where its argument is called
-            ``named_parameters``; AdamW with ``lr`` if it alone is left out. It may make a list of optimizers, each with parameters of its
-            own. It is called with stand-ins of the same shapes and without values. A class of your own says with ``per_tensor = True``
-            that it looks at one tensor at a time, with ``elementwise = True`` that it treats elements alike, or is refused where ranks
-            have parts of the model. Prices are those of Adam, whatever the optimizer. Worker processes must be able to import the
-            function: it is at the top of a module, or named ``"module:function"``.
-        scheduler: makes a ``torch.optim.lr_scheduler.LRScheduler`` of the optimizer, and is imported likewise. It counts updates: a step
-            that float16's loss scaling skips does not count. ``ReduceLROnPlateau`` is refused.
-        max_norm: the largest 2-norm of the gradients.
-        port: the port on 127.0.0.1 where local processes meet; 0 for any free port.
-        timeout_s: how long a collective may wait.
-        type_check: whether the type checker goes over the folder first (``autopar.checks.types``).
+        optimizer, scheduler, lr, max_norm, seed: the recipe. By default that of the folder's ``train.py``: AdamW with 3e-4 and seed 0
+            unless the program was compiled with another one, or edited. A folder that has a recipe refuses a different one.
+        draw_init: if there are no initial values, draw them from ``seed`` (``autopar.program.model_tensors``).
+        optimizer: builds an optimizer, or a list of optimizers with disjoint parameters, from the list of the model's parameters, or from
+            pairs with their names if its argument is called ``named_parameters``; by default AdamW with ``lr``. It is called with
+            meta tensors. A custom optimizer class declares ``per_tensor = True`` if it updates each tensor independently, or
+            ``elementwise = True`` if each element; otherwise it is refused where ranks hold shards. The cost model assumes Adam.
+            Worker processes import the function: it is at the top level of a module, or named ``"module:function"``.
+        scheduler: builds a ``torch.optim.lr_scheduler.LRScheduler`` from the optimizer, and is imported likewise. It is stepped once
+            per update, not at steps that float16's loss scaling skips. ``ReduceLROnPlateau`` is refused.
+        max_norm: clip gradients to this global 2-norm.
+        port: the rendezvous port of local processes on 127.0.0.1; 0 for any free port.
+        timeout_s: the timeout of collectives.
+        type_check: type-check the folder first (``autopar.checks.types``).
 
     Raises:
         ProgramError: the folder has no program, or an ill-typed one: an edit removed a collective, or added one.
-        UsageError: the folder's recipe cannot be read, or differs from the one that was given.
+        UsageError: the folder's recipe can't be read, or differs from the arguments.
     """
 
     def __init__(
@@ -111,7 +109,7 @@ class Program:
         draw_init: bool = _DEFAULT.draw_init,
     ) -> None:
         self.plan, self.folder = plan, Path(folder)
-        if type_check and os.environ.get("LOCAL_RANK", "0") == "0":  # one process of a machine speaks for all
+        if type_check and is_first_of_machine():
             check_program(self.folder)
         structure = None if graph is None else graph.structure
         assert structure is None or isinstance(structure, BatchStructure)
@@ -130,7 +128,7 @@ class Program:
                 state = read_state(path)
         self._records: dict[str, Any] = json.loads((self.folder / "layouts.json").read_text())
         self._state = _tensors(state) if has_values(state) else None
-        self._untrained: dict[str, Tensor] = {}  # the values of tensors that the program does not change
+        self._untrained: dict[str, Tensor] = {}  # values of tensors that the program doesn't change
         if self._state is not None:
             self._check_state(self._state)
             self._note_untrained(self._state)
@@ -142,19 +140,19 @@ class Program:
         self._processes: Processes | None = None
         self._failure: LaunchError | None = None
         self._closed = False
-        self._opened = 0  # data sets so far
+        self._opened = 0  # number of data sets
         self._seconds: list[float] = []  # of the steps of ``train``
 
     # -- training --
 
     def step(self, batch: Any) -> float:
-        """Train one step on one global batch; the loss before the update."""
+        """Train one step on a global batch and return the loss, which is from before the update."""
         return float(self._call("step", self._inputs(batch)))
 
     def trace(self, batch: Any, path: str | os.PathLike[str]) -> float:
-        """``step(batch)``, and a file with what every rank did, in Chrome's trace-event format, which https://ui.perfetto.dev opens.
+        """``step(batch)`` under the profiler; writes a trace of all ranks in Chrome's trace-event format (https://ui.perfetto.dev).
 
-        ``autopar report PLAN --trace OUT --measured FILE`` puts the predicted step above it. Profiling makes the step slower.
+        ``autopar report PLAN --trace OUT --measured FILE`` puts the predicted step above it. Profiling slows the step.
         """
         return float(self._call("trace", self._inputs(batch), str(Path(path).resolve())))
 
@@ -168,28 +166,28 @@ class Program:
         log: str | os.PathLike[str] | None = None,
         tensorboard: str | os.PathLike[str] | None = None,
     ) -> list[float]:
-        """Train ``steps`` steps; the losses.
+        """Train ``steps`` steps and return their losses.
 
         Args:
-            batches: global batches, which start again when they end, or a data set from ``loader``, which goes on after its last step.
-            steps: by default one for each batch, or as many as the epoch has left.
+            batches: global batches, repeated when they end, or a data set from ``loader``, which continues where it stopped.
+            steps: by default one for each batch, or to the end of the data set's epoch.
             on_step: called with the number of the step (from 1), its loss and its record: ``step`` (of the whole training), ``loss``,
-                ``step_time_s`` (its data included), ``rows_per_s``, ``tokens_per_s``, ``peak_memory_bytes`` (of the fullest process; on
-                CPUs with Python and torch in it), ``mfu`` where the plan has one, ``gradient_norm`` with ``max_norm``, and in float16
-                ``loss_scale``.
-            on_nan: ``"stop"`` raises ``NonFiniteLossError`` at a loss that is NaN or infinite, before the update, with the first layer that
-                has such a value; ``"skip"`` goes on without the update.
-            log: a file that the records are appended to, one JSON object a line.
+                ``step_time_s`` (data loading included), ``rows_per_s``, ``tokens_per_s``, ``peak_memory_bytes`` (maximum over ranks; on
+                CPUs the resident set, with Python and torch), ``mfu`` where the plan has one, ``gradient_norm`` with ``max_norm``, and
+                in float16 ``loss_scale``.
+            on_nan: when the loss is NaN or infinite, ``"stop"`` raises ``NonFiniteLossError`` before the update, with the first layer
+                that produced such a value; ``"skip"`` skips the update.
+            log: append the records to this file, one JSON object per line.
             tensorboard: a folder for TensorBoard.
 
-        After 20 steps, standard error gets a table of the predicted and the measured step.
+        After 20 steps, a table of predicted and measured figures is printed to standard error.
 
         Raises:
-            BatchError: rows cannot be read, or batches do not fit the program; the training can go on.
+            BatchError: rows can't be read, or batches don't fit the program; training can continue.
         """
         if on_nan not in ("stop", "skip"):
             raise UsageError(f"on_nan is {on_nan!r}", '"stop" or "skip"')
-        first = os.environ.get("RANK", "0") == "0"
+        first = is_rank_0()
         plan = json.loads((self.folder / "plan.json").read_text())
         try:
             opened = Meter(plan, log if first else None, tensorboard if first else None, self._seconds)
@@ -199,26 +197,26 @@ class Program:
             return train(batches, steps, lambda batch: self._train_step(batch, on_nan, meter), on_step)
 
     def _train_step(self, batch: Any, on_nan: str, meter: Meter) -> tuple[dict[str, Any], bool]:
-        """One step: its record, and whether the data set's epoch ends with it."""
+        """Run a step and return its record, and whether it ended the data set's epoch."""
         meter.begin()
-        given = batch.number if isinstance(batch, Data) else self._inputs(batch)
-        answers = self._answers("train_step", given, on_nan)
+        data = batch.number if isinstance(batch, Data) else self._inputs(batch)
+        answers = self._answers("train_step", data, on_nan)
         memory = max(answer["peak_memory_bytes"] for answer in answers)
         more = {name: answers[0][name] for name in ("gradient_norm", "loss_scale")}
         record = meter.end(answers[0]["step"], answers[0]["loss"], memory, more)
         table = meter.comparison(memory, max(stage.memory.total for stage in self.plan.stages))
-        if table and os.environ.get("RANK", "0") == "0":
+        if table and is_rank_0():
             print(table, file=sys.stderr)
         return record, answers[0]["ends"]
 
     def evaluate(self, batches: Iterable[Any] | Data) -> list[float]:
-        """The losses of global batches, or of those of an epoch of a data set, by forward passes alone: nothing is updated.
+        """Return the losses of global batches, or of a data set's epoch, by forward passes without updates.
 
-        Raises ``UsageError`` where the model would compute something else in evaluation mode, as with dropout or batch norm.
+        Raises ``UsageError`` if the model computes something else in evaluation mode, as with dropout or batch norm.
         """
         if isinstance(batches, Data):
-            found: list[float] = self._answers("evaluate", batches.number)[0]
-            return found
+            losses: list[float] = self._answers("evaluate", batches.number)[0]
+            return losses
         return [self._answers("evaluate", self._inputs(batch))[0][0] for batch in batches]
 
     def loader(
@@ -231,43 +229,42 @@ class Program:
         workers: int = 0,
         collate: Callable[[list[Any]], Any] | str | None = None,
     ) -> Data:
-        """Open a data set; every rank reads its own rows, and no rank the whole global batch.
+        """Open a data set; every rank reads only its own rows of a global batch.
 
         Args:
-            dataset: a dict of tensors by the names of the model's inputs, a ``TensorDataset``, the path of a file with such a dict
-                (``torch.save``), or a function that returns a map-style data set or a ``DataLoader`` of one: a function at the top of a
-                module, or its name ``"module:function"``. Under ``torchrun`` also the data set itself, or a ``DataLoader`` of one.
+            dataset: a dict of tensors by input name, a ``TensorDataset``, the path of a file with such a dict (``torch.save``), or a
+                function that returns a map-style data set or a ``DataLoader`` of one: a function at the top level of a module, or its
+                name ``"module:function"``. Under ``torchrun`` also the data set itself, or a ``DataLoader`` of one.
             shuffle, seed: draw each epoch's order from ``seed + epoch``, as ``DistributedSampler`` does.
-            last: what is done with the rows that are left at the end of an epoch, fewer than a global batch: ``"drop"``, or ``"pad"``,
-                which fills the batch with rows that the loss leaves out.
-            workers: the number of processes with which each rank reads.
-            collate: makes tensors of a list of samples, by default as ``DataLoader`` does; a function at the top of a module, or its name.
+            last: for an incomplete last batch: ``"drop"``, or ``"pad"``, which fills it with rows that the loss ignores.
+            workers: the number of reader processes per rank.
+            collate: makes tensors from a list of samples, by default as ``DataLoader`` does; a top-level function, or its name.
 
-        A sample has the structure of the batches that the model was captured with, without dim 0. ``save`` and ``load`` keep the position,
-        also in the middle of an epoch.
+        A sample has the structure of the batches that the model was captured with, without dim 0. ``save`` and ``load`` keep the
+        position, also within an epoch.
 
         Raises:
-            BatchError: the data set is shorter than a global batch, or cannot be read by row; or nothing proves that the loss leaves
-                padding out.
-            UsageError: worker processes cannot import it.
+            BatchError: the data set is shorter than a global batch, or can't be read by row; or it isn't provable that the loss ignores
+                padding.
+            UsageError: worker processes can't import it.
         """
         if last not in ("drop", "pad"):
             raise UsageError(f"last is {last!r}", '"drop" or "pad"')
-        names = names_of(self._structure)
+        names = sample_names(self._structure)
         source, by = dataset, collate
         if not _is_rank() or isinstance(dataset, str | Path):
             with tempfile.NamedTemporaryFile(prefix="autopar-", suffix=".pt", delete=False) as file:
                 path = Path(file.name)
-            when_gone(self, path.unlink, missing_ok=True)
-            source = sent(dataset, names, path)
+            finalize_unless_forked(self, path.unlink, missing_ok=True)
+            source = shareable_source(dataset, names, path)
         if not _is_rank() and collate is not None:
-            by = importable(collate, "collate function", "a function")
+            by = import_path(collate, "collate function", "a function")
         order = {"shuffle": shuffle, "seed": seed, "workers": workers, "names": names, "last": last}
         self._opened += 1
         return Data(**self._answers("open_data", self._opened, source, order, by)[0])
 
     def gradients(self, batch: Any) -> tuple[float, dict[str, Tensor]]:
-        """The loss of one global batch and its gradients by original name, whole; nothing is updated.
+        """Return the loss of a global batch and its unsharded gradients by the user's parameter names, without an update.
 
         Under ``torchrun`` only rank 0 has the gradients.
         """
@@ -275,9 +272,9 @@ class Program:
         return loss, grads
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The parameters and buffers under the names of the user's model, whole, on the CPU; under ``torchrun`` on rank 0 only.
+        """Return the unsharded parameters and buffers by the user's names, on the CPU; under ``torchrun`` on rank 0 only.
 
-        Tensors that the forward pass neither uses nor writes have the values that the program was given.
+        Tensors that the forward pass neither reads nor writes keep their initial values.
         """
         trained: dict[str, Tensor] = self._call("state_dict")
         if not trained:
@@ -287,7 +284,7 @@ class Program:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Set the parameters and buffers from a state dict of the user's model.
 
-        Raises ``UsageError``, before anything starts, with the name of a tensor that is missing, unknown, or of another shape.
+        Raises ``UsageError``, before any process starts, with the name of a tensor that is missing, unknown, or of another shape.
         """
         self._check_state(state)
         if _is_rank():
@@ -300,15 +297,12 @@ class Program:
         self._note_untrained(_tensors(state))
 
     def scaler_state_dict(self) -> dict[str, float | int]:
-        """The state of the dynamic loss scale of a program in float16, as ``torch.amp.GradScaler.state_dict`` has it; empty in others."""
+        """Return the state of float16's dynamic loss scale in the form of ``torch.amp.GradScaler.state_dict``; else an empty dict."""
         state: dict[str, float | int] = self._call("scaler_state_dict")
         return state
 
     def load_scaler_state_dict(self, state: Mapping[str, float | int]) -> None:
-        """Set the state of the loss scale from ``scaler_state_dict``, to go on with a training that was saved.
-
-        Raises ``UsageError`` in programs without a loss scale.
-        """
+        """Restore the state of the loss scale from ``scaler_state_dict``. Raises ``UsageError`` in programs without a loss scale."""
         if self.plan.precision != FLOAT16:
             raise UsageError(
                 f"a program in {self.plan.precision} does not scale its loss",
@@ -317,35 +311,34 @@ class Program:
         self._call("load_scaler_state_dict", dict(state))
 
     def save(self, folder: str | os.PathLike[str], *, keep: int | None = None) -> Path:
-        """Write a checkpoint of the training, ``folder/step-N`` after ``N`` steps, and return its path.
+        """Write a checkpoint, ``folder/step-N`` after ``N`` steps, and return its path.
 
-        A program of the same model under any other plan can load it. Each process writes its own parts of parameters and optimizer state;
+        A program of the same model under any plan can load it. Each rank writes its own shards of parameters and optimizer state;
         all machines share ``folder``. Of the checkpoints up to this one, the last ``keep`` stay (``None``: all).
 
-        Raises ``CheckpointError``, say where the disk is full; the training can go on.
+        Raises ``CheckpointError``, for example if the disk is full; training can continue.
         """
         return Path(self._with_files("save", folder, keep=keep))
 
     def load(self, folder: str | os.PathLike[str]) -> int:
-        """Go on from a checkpoint: ``folder`` itself, or the newest whole one in it. Returns its number of steps.
+        """Resume from a checkpoint: ``folder`` itself, or the newest complete one in it. Returns its number of steps.
 
-        Parameters, buffers, optimizer state, the options of the optimizer's groups, the scheduler's state and the seed are those of the
-        checkpoint.
+        Restores parameters, buffers, optimizer state, the options of the parameter groups, the scheduler's state and the seed.
 
-        Raises ``CheckpointError`` where it is damaged, or of another model, optimizer or scheduler.
+        Raises ``CheckpointError`` if it is damaged, or belongs to another model, optimizer or scheduler.
         """
         return int(self._with_files("load", folder))
 
     def save_weights(self, folder: str | os.PathLike[str]) -> None:
-        """Write the parameters and buffers as safetensors files, in the model's dtypes, into a new folder that all machines share.
+        """Write the parameters and buffers as safetensors, in the model's dtypes, into a new folder that all machines share.
 
-        A large model is divided into files of up to 5 GB with an index, as transformers does; each process writes its own parts. Raises
+        A large model is split into files of up to 5 GB with an index, as transformers does; each rank writes its own shards. Raises
         ``CheckpointError``.
         """
         self._with_files("save_weights", folder)
 
     def load_weights(self, path: str | os.PathLike[str]) -> None:
-        """Set the parameters and buffers from a safetensors file, or a folder of them; each process reads its own parts.
+        """Load the parameters and buffers from a safetensors file, or a folder of them; each rank reads its own shards.
 
         Raises ``CheckpointError`` with the names that are missing, unknown or of other shapes.
         """
@@ -356,7 +349,7 @@ class Program:
         return self._answers(name, str(Path(path).resolve()), options)[0]
 
     def _answers(self, name: str, *args: Any) -> list[Any]:
-        """The results of a call that may be refused, by rank; under ``torchrun`` this rank's."""
+        """Return the results of a call by rank (under ``torchrun`` this rank's), raising the runtime's error if it refused."""
         answers: list[dict[str, Any]] = self._call_all(name, *args)
         for answer in answers:
             if "error" in answer:
@@ -366,12 +359,12 @@ class Program:
     # -- the folder --
 
     def emit(self, folder: str | os.PathLike[str]) -> Path:
-        """Copy the program to ``folder`` (made if missing) and return its path.
+        """Copy the program to ``folder`` (created if missing) and return its path.
 
-        The copy starts from the values that this ``Program`` was given, and its ``train.py`` has the recipe: optimizer, scheduler,
-        ``lr``, ``max_norm`` and seed. If none of these was given, ``train.py`` is copied as it is.
+        The copy starts from this ``Program``'s ``state``, and its ``train.py`` has the recipe: optimizer, scheduler, ``lr``, ``max_norm``
+        and seed. Without any of these, ``train.py`` is copied unchanged.
 
-        Raises ``UsageError``, with the name of what cannot be written as code, such as a lambda.
+        Raises ``UsageError`` with the name of what can't be written as code, such as a lambda.
         """
         there = folder_for_program(folder)
         if there.resolve() != self.folder.resolve():
@@ -382,9 +375,9 @@ class Program:
         return there
 
     def write_recipe(self, folder: Path) -> None:
-        """Write the recipe, if one was given, into a folder's ``train.py``.
+        """Write a recipe other than the default into a folder's ``train.py``.
 
-        Raises ``UsageError`` where it has no form as code; ``train.py`` then says so too, and ends.
+        Raises ``UsageError`` if it can't be written as code; ``train.py`` then exits with the same message.
         """
         if self._recipe == TrainingRecipe():
             return
@@ -395,7 +388,7 @@ class Program:
             raise
 
     def launch(self, *args: str) -> None:
-        """Run the folder's ``train.py`` on this machine under ``torchrun``, its output going where ours goes.
+        """Run the folder's ``train.py`` on this machine under ``torchrun``, which inherits standard output and error.
 
         Raises ``LaunchError`` with the first failing rank's error.
         """
@@ -408,14 +401,14 @@ class Program:
             options = ["--device", self._cluster.kind, *init, *args]
             folder = self.folder
             if self._recipe != TrainingRecipe() and not self._recipe.of_folder:
-                self._recipe.agree(folder)
+                self._recipe.check_same_as(folder)
                 folder = Path(temporary) / self.folder.name
                 shutil.copytree(self.folder.resolve(), folder, copy_function=_linked)
                 self._recipe.write(folder)
             torchrun(folder, self.plan.device_count, options, port=self._port, env=self._visible())
 
     def close(self) -> None:
-        """End the worker processes; the state of the training is lost with them, and the program does not train again. Idempotent."""
+        """End the worker processes and lose their training state; the program can't train again. Idempotent."""
         if self._processes is not None:
             self._closed = True
             self._processes.close()
@@ -446,11 +439,11 @@ class Program:
         return inputs
 
     def _call(self, name: str, *args: Any) -> Any:
-        """``remote.perform`` on every rank; rank 0's result, or under ``torchrun`` this rank's."""
+        """Call ``remote.perform`` on every rank and return rank 0's result, or under ``torchrun`` this rank's."""
         return self._call_all(name, *args)[0]
 
     def _call_all(self, name: str, *args: Any) -> list[Any]:
-        """``remote.perform`` on every rank; the results by rank, or under ``torchrun`` this rank's alone."""
+        """Call ``remote.perform`` on every rank and return the results by rank, or under ``torchrun`` only this rank's."""
         if self._failure is not None:
             raise LaunchError(
                 f"a rank failed before, and its training state is gone: {self._failure.message}",
@@ -471,12 +464,12 @@ class Program:
                 self._open_remotely(self._processes)
             return self._processes.call("autopar.run.remote:call", name, *args)
         except LaunchError as error:
-            if self._processes is not None and self._processes.are_mine:
+            if self._processes is not None and self._processes.started_here:
                 self._failure = error
             raise
 
     def _check_optimizer(self) -> None:
-        """Raise ``UsageError`` where the optimizer would not train as on one device, before a process is started."""
+        """Raise ``UsageError`` if the optimizer would train differently from one device, before a process is started."""
         if any(layer.strategy.options.on_nvme for layer in self.plan.layers):
             try:
                 nvme_folder(self.plan.nvme_path)
@@ -488,7 +481,7 @@ class Program:
         folder = str(self.folder.resolve())
         with tempfile.TemporaryDirectory() as temporary:
             state = self._state_file(Path(temporary))
-            options = {**self._recipe.options, **self._recipe.makers(), "state": state}
+            options = {**self._recipe.options, **self._recipe.import_paths(), "state": state}
             processes.call("autopar.run.remote:open_program", folder, options, self._cluster.kind, self._timeout_s)
 
     def _call_here(self, name: str, *args: Any) -> Any:
@@ -516,7 +509,7 @@ class Program:
             )
 
     def _note_untrained(self, given: Mapping[str, Tensor] | Path) -> None:
-        """Remember the values of the tensors that the program neither trains nor writes, from a state dict or from safetensors."""
+        """Remember the values of the tensors that the program doesn't change, from a state dict or from safetensors."""
         names = untrained(self._records)
         if not isinstance(given, Path):
             self._untrained |= {name: given[name] for name in names & given.keys()}
@@ -530,14 +523,14 @@ class Program:
         self._untrained |= {name: tensors[name].clone() for name in names & tensors.keys()}
 
     def _state_file(self, folder: Path) -> str | None:
-        """The file of the values to start from, written to ``folder`` if necessary; ``None`` where values are drawn."""
+        """Return the file of the initial values, written to ``folder`` if necessary; ``None`` if they are drawn."""
         if self._state is None:
             return self._initial_file()
         write_file(folder / INITIAL, self._state)
         return str((folder / INITIAL).resolve())
 
     def _initial_file(self) -> str | None:
-        """The file of the folder's own values; ``None`` where values are drawn."""
+        """Return the folder's file of initial values; ``None`` if they are drawn."""
         if self._initial is None and not self._recipe.draw_init:
             raise UsageError(
                 f"there are no values to start from: {self.folder} has no {INITIAL}, and the model was on meta",
@@ -546,14 +539,14 @@ class Program:
         return None if self._initial is None else str(self._initial.resolve())
 
     def _check_here(self) -> None:
-        """Raise ``LaunchError`` where the planned devices are not this machine's."""
+        """Raise ``LaunchError`` if this machine doesn't have the planned devices."""
         cluster, count = self._cluster, self.plan.device_count
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         if cluster.kind == "cpu" or cluster.local and len(names) >= count:
             return
         kind = cluster.gpu.name.split("-")[0].upper()
         if len(names) >= count and all(kind in name.upper() for name in names):
-            return  # a description of other devices that fits the ones here
+            return  # planned by a description that matches this machine's GPUs
         has = f"{len(names)} GPUs ({', '.join(sorted(set(names)))})" if names else "no GPU"
         raise LaunchError(
             f"the program was planned for {self.plan.devices} ({count} devices), which are not here: this machine has {has}",
@@ -561,7 +554,7 @@ class Program:
         )
 
     def _visible(self) -> dict[str, str]:
-        """The environment in which local rank ``i`` finds the ``i``-th device that the user named."""
+        """Return the environment that maps local rank ``i`` to the user's ``i``-th device."""
         indices = [name.partition(":")[2] for name in self._cluster.devices]
         chosen = self._cluster.kind == "cuda" and indices and all(indices)
         return {"CUDA_VISIBLE_DEVICES": ",".join(indices)} if chosen else {}
@@ -573,7 +566,7 @@ def _is_rank() -> bool:
 
 
 def _linked(source: str, target: str) -> None:
-    """Copy a module; link to any other file, which may be large."""
+    """Copy a Python file; symlink any other file, which may be large."""
     (shutil.copy if source.endswith(".py") else os.symlink)(source, target)
 
 

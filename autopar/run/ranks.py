@@ -1,4 +1,4 @@
-"""The process's place among those that ``torchrun`` started; without ``torchrun`` there is one process, rank 0."""
+"""This process's rank under ``torchrun``; without ``torchrun`` there is one process, rank 0."""
 
 from __future__ import annotations
 
@@ -12,31 +12,34 @@ import torch.distributed as dist
 from autopar.errors import AutoparError
 from autopar.plan import Plan
 
-_stores: list[dist.Store] = []  # one for each answer that this process waited for or gave
+_stores: list[dist.Store] = []  # one per exchange, kept alive: rank 0 serves it until all have read
 
 
 def is_rank_0() -> bool:
-    """Whether this process is the first of all processes."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def is_one_of_several() -> bool:
-    """Whether ``torchrun`` started other processes besides this one."""
+    """Whether ``torchrun`` started more than one process."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def is_first_of_machine() -> bool:
-    """Whether this process is the first of its machine: the one that writes files and checks them for the others."""
+    """Whether this process has local rank 0, which writes files and type-checks them for the other local ranks."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
-def after_first_of_machine(work: Callable[[], None]) -> None:
-    """Do ``work`` in the first process of each machine; the machine's other processes wait until it is done."""
-    rank, count = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if count == 1:
-        return work()
-    store, _, _ = next(dist.rendezvous("env://", rank, count))
+def _new_store() -> dist.Store:
+    store, _, _ = next(dist.rendezvous("env://", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])))
     _stores.append(store)
+    return store
+
+
+def after_first_of_machine(work: Callable[[], None]) -> None:
+    """Do ``work`` in local rank 0; the machine's other processes wait until it is done."""
+    if not is_one_of_several():
+        return work()
+    store = _new_store()
     key = f"autopar/machine/{len(_stores)}/{os.environ.get('GROUP_RANK', '0')}"
     if is_first_of_machine():
         failure = "the first process of this machine failed"
@@ -52,17 +55,15 @@ def after_first_of_machine(work: Callable[[], None]) -> None:
 
 
 def plan_of_rank_0(find: Callable[[], Plan]) -> Plan:
-    """``find()`` in rank 0; the other ranks wait for that plan.
+    """Return ``find()`` of rank 0 on all ranks.
 
-    Two searches under a time limit need not agree, and ranks with different plans would wait for each other forever.
+    Searches under a time limit may return different plans, with which the ranks would deadlock.
     """
-    rank, count = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if count == 1:
+    if not is_one_of_several():
         return find()
-    store, _, _ = next(dist.rendezvous("env://", rank, count))
-    _stores.append(store)  # the process that serves the store must keep it until all have read
+    store = _new_store()
     key = f"autopar/plan/{len(_stores)}"
-    if rank == 0:
+    if is_rank_0():
         try:
             store.set(key, json.dumps({"plan": find().to_json()}))
         except AutoparError as error:

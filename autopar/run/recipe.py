@@ -1,8 +1,8 @@
-"""The recipe of a training: optimizer, scheduler, clipping, seed; checked before a process starts, and written into ``train.py`` as code.
+"""The training recipe (optimizer, scheduler, clipping, seed): checked before a process starts, and written into ``train.py`` as code.
 
-The user's functions are called with stand-ins for the parameters, and what they return is written down: classes by the name that imports
-them, the arguments of their constructors, and the groups by the parameters' names. Then the folder's ``train.py`` is imported and makes
-both again: they must equal those of the user's functions, or nothing is written.
+The user's functions are called with meta tensors for parameters, and the objects that they return are written as code: classes by import
+name, the arguments of their constructors, and parameter groups by the parameters' names. Then the folder's ``train.py`` is imported and
+builds both again: unless they equal those of the user's functions, nothing is written.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from autopar.program.optimizers import (
     select,
 )
 from autopar.program.world import load
-from autopar.run.data import importable
-from autopar.run.folder import import_train, made_by, program_modules
+from autopar.run.data import import_path
+from autopar.run.folder import import_train, optimizer_maker, program_modules
 from autopar.run.worker import resolve
 
 Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer | list[torch.optim.Optimizer]]
@@ -51,23 +51,23 @@ END = "# -- the training "
 """The comments around the recipe in ``train.py``."""
 _LR = 3e-4
 _COMPARED_STEPS = 20
-_MOST_ELEMENTS = 64  # of a tensor that is written as code
+_MOST_ELEMENTS = 64  # in a tensor literal
 
 
 class _UnwritableError(Exception):
-    """A value that has no form as code; the message names it."""
+    """A value can't be written as code; the message names it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingRecipe:
-    """How a program trains; ``autopar.Program`` says what the fields mean. ``init`` is a path of weights to start from.
+    """How a program trains; the fields are those of ``autopar.Program``. ``init`` is the path of the initial weights.
 
-    Where ``of_folder``, the folder's ``train.py`` makes the optimizer and the scheduler, and the numbers are read from it.
+    With ``of_folder`` the folder's ``train.py`` builds optimizer and scheduler, and the numbers are read from it.
     """
 
     optimizer: Optimizer | str | None = None
     scheduler: Scheduler | str | None = None
-    lr: float | None = _LR  # None: the folder's optimizer has rates of its own
+    lr: float | None = _LR  # None: the folder's optimizer sets its own rates
     max_norm: float | None = None
     seed: int = 0
     draw_init: bool = False
@@ -90,70 +90,69 @@ class TrainingRecipe:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The numbers, as ``remote.open_trainer`` takes them."""
+        """The options of ``remote.open_trainer`` other than the functions."""
         return {"lr": self.lr, "seed": self.seed, "max_norm": self.max_norm, "of_folder": self.of_folder}
 
-    def makers(self) -> dict[str, str | None]:
-        """The functions by the names under which worker processes import them. Raises ``UsageError`` where they could not."""
+    def import_paths(self) -> dict[str, str | None]:
+        """Return the functions' ``"module:function"``, for worker processes. Raises ``UsageError`` if these couldn't import them."""
         functions = {"optimizer": self.optimizer, "scheduler": self.scheduler}
-        return {role: None if f is None else importable(f, role, "a function") for role, f in functions.items()}
+        return {role: None if f is None else import_path(f, role, "a function") for role, f in functions.items()}
 
     def check(self, folder: Path) -> None:
-        """Raise ``UsageError`` where the optimizer would not train as on one device, or worker processes could not make it."""
+        """Raise ``UsageError`` if the optimizer would train differently from one device, or worker processes couldn't build it."""
         if self.of_folder:
             with program_modules(folder):
                 train = import_train(folder)
-                world: Any = _CPU  # what ``adamw`` reads of it
-                self._made((made_by(train, self.lr, world), train.make_scheduler), folder)
+                world: Any = _CPU  # ``adamw`` reads only its device
+                self._made((optimizer_maker(train, self.lr, world), train.make_scheduler), folder)
         elif self._is_the_users:
-            self.makers()
-            given = self._resolved()
+            self.import_paths()
+            functions = self._resolved()
             with program_modules(folder):
-                self._made(given, folder)
+                self._made(functions, folder)
 
-    def agree(self, folder: Path) -> None:
-        """Raise ``UsageError`` where the folder's ``train.py`` has another recipe."""
+    def check_same_as(self, folder: Path) -> None:
+        """Raise ``UsageError`` if the folder's ``train.py`` has a different recipe."""
         if not (folder / "train.py").exists():
             return
         own = section_of(folder)
         if own == section_of(_TEMPLATE) or _REFUSED.search(own):
             return
-        given = self._resolved()
+        functions = self._resolved()
         with program_modules(folder), _recorded(torch.optim.Optimizer, LRScheduler) as calls:
             try:
-                made = self._made(given, folder) if self._is_the_users else None
-                mine = self._section(made, given[1], calls)
+                made = self._made(functions, folder) if self._is_the_users else None
+                mine = self._section(made, functions[1], calls)
             except _UnwritableError:
                 mine = ""
         if _without_start(mine) != _without_start(own):
             raise UsageError(
-                f"{folder / 'train.py'} has a recipe, and the optimizer, scheduler, lr, max_norm or seed that were given are not the same",
+                f"{folder / 'train.py'} has a recipe, which differs from the given optimizer, scheduler, lr, max_norm or seed",
                 "leave all of them out to train with the folder's recipe; to change it, edit train.py and open the folder again",
             )
 
     def write(self, folder: Path) -> None:
         """Write the recipe into the folder's ``train.py``.
 
-        Raises:
-            UsageError: a part of it cannot be written as code, with its name; or it is refused as by ``check``.
+        Raises ``UsageError`` with the name of a part that can't be written as code, or for what ``check`` refuses.
         """
         train = folder / "train.py"
         before = train.read_text()
         if self.of_folder:
             train.write_text(_with_start(before, self._start(), train))
             return
-        given = self._resolved()
+        functions = self._resolved()
         with program_modules(folder), _recorded(torch.optim.Optimizer, LRScheduler) as calls:
-            made = self._made(given, folder) if self._is_the_users else None
+            made = self._made(functions, folder) if self._is_the_users else None
             try:
-                train.write_text(_with_section(before, self._section(made, given[1], calls), train))
+                train.write_text(_with_section(before, self._section(made, functions[1], calls), train))
                 if made is not None:
-                    _compare(made, given[1])
+                    _compare(made, functions[1])
             except _UnwritableError as error:
                 train.write_text(before)
                 raise UsageError(
                     f"the recipe cannot be written into {train}: {error}",
-                    "take classes and functions at the top of a module that is not the script itself, and plain values; or write the "
+                    "use classes and functions at the top level of a module other than the script, and plain values; or write the "
                     "recipe into train.py yourself",
                 ) from error
             except BaseException:
@@ -161,7 +160,7 @@ class TrainingRecipe:
                 raise
 
     def refuse(self, folder: Path, why: str) -> None:
-        """Have the folder's ``train.py`` end with the reason why it does not have this recipe."""
+        """Make the folder's ``train.py`` exit with the reason why it doesn't have this recipe."""
         train = folder / "train.py"
         lines = ["", f"REFUSED = {why!r}", *self._numbers(), "", *_DEFAULT_OPTIMIZER, "", "make_scheduler = None", ""]
         train.write_text(_with_section(train.read_text(), "\n".join(lines), train))
@@ -171,16 +170,16 @@ class TrainingRecipe:
         return self.optimizer is not None or self.scheduler is not None
 
     def _resolved(self) -> tuple[Any, Scheduler | None]:
-        """The functions. Call outside of ``program_modules``, where the user's modules may be hidden."""
+        """Return the functions. Call outside of ``program_modules``, which may hide the user's modules."""
         lr = _LR if self.lr is None else self.lr
         make = _resolved(self.optimizer, "optimizer") or (lambda params: torch.optim.AdamW(params, lr=lr))
         return make, _resolved(self.scheduler, "scheduler")
 
-    def _made(self, given: tuple[Any, Scheduler | None], folder: Path) -> CheckedRecipe:
-        """What the user's functions make of stand-ins. Call inside ``program_modules``."""
+    def _made(self, functions: tuple[Any, Scheduler | None], folder: Path) -> CheckedRecipe:
+        """Call the user's functions with meta tensors. Call inside ``program_modules``."""
         program = load(folder)
         try:
-            return checked(given[0], program, given[1])
+            return checked(functions[0], program, functions[1])
         except RefusedOptimizerError as error:
             raise UsageError(error.message, error.hint) from error
         except Exception as error:
@@ -215,7 +214,7 @@ class TrainingRecipe:
         ]
 
     def _section(self, made: CheckedRecipe | None, make: Scheduler | None, calls: _Calls) -> str:
-        """The text between the comments."""
+        """Return the text between the comments ``BEGIN`` and ``END``."""
         writer = _CodeWriter(calls)
         optimizer, scheduler = list(_DEFAULT_OPTIMIZER), ["make_scheduler = None"]
         if self.optimizer is not None:
@@ -252,7 +251,7 @@ _SCHEDULER_HEAD = """def make_scheduler(optimizer: torch.optim.Optimizer) -> tor
 
 
 def _with_section(text: str, section: str, train: Path) -> str:
-    """The text of ``train.py`` with another recipe. Raises ``UsageError`` where it has none."""
+    """Replace the recipe in the text of ``train.py``. Raises ``UsageError`` if it has none."""
     before, begin, rest = text.partition(BEGIN)
     line, _, rest = rest.partition("\n")
     _, end, after = rest.partition(END)
@@ -265,14 +264,14 @@ def _with_section(text: str, section: str, train: Path) -> str:
 
 
 _TEMPLATE = Path(runtime_files.__file__).parent
-"""The folder of ``train.py`` with the recipe that every folder is emitted with."""
+"""The folder of the ``train.py`` that is copied into every emitted folder."""
 _START = re.compile(r"^(?:INIT|DRAW_INIT)\b.*$", re.MULTILINE)
 _REFUSED = re.compile(r"^REFUSED = (?!(?:''|\"\")(?: |$))", re.MULTILINE)
 _CPU = SimpleNamespace(device=torch.device("cpu"))
 
 
 def section_of(folder: Path) -> str:
-    """The text of the recipe in a folder's ``train.py``: all of the file where the comments around it are gone."""
+    """Return the text of the recipe in a folder's ``train.py``, or all of the file if the comments around it are gone."""
     try:
         text = (folder / "train.py").read_text()
     except OSError as error:
@@ -286,7 +285,7 @@ def _without_start(section: str) -> str:
 
 
 def _with_start(text: str, lines: list[str], train: Path) -> str:
-    """The text of ``train.py`` with other lines of ``_start``. Raises ``UsageError`` where it has none."""
+    """Replace the lines of ``_start`` in the text of ``train.py``. Raises ``UsageError`` if it has none."""
     for line in lines:
         name = re.match(r"\w+", line)
         assert name is not None
@@ -299,10 +298,10 @@ def _with_start(text: str, lines: list[str], train: Path) -> str:
 
 
 def recipe_for(folder: Path, given: Mapping[str, Any], draw_init: bool) -> TrainingRecipe:
-    """The recipe of a program: ``given`` (``optimizer``, ``scheduler``, ``lr``, ``max_norm``, ``seed``), or that of the folder's
-    ``train.py`` where all of these are ``None``.
+    """Return the recipe of ``given`` (``optimizer``, ``scheduler``, ``lr``, ``max_norm``, ``seed``), or that of the folder's ``train.py``
+    if all of these are ``None``.
 
-    Raises ``UsageError`` where both have one and they differ, or that of the folder cannot be read.
+    Raises ``UsageError`` if the two differ, or the folder's can't be read.
     """
     given = {name: value for name, value in given.items() if value is not None}
     if not given and section_of(folder) != section_of(_TEMPLATE):
@@ -312,17 +311,17 @@ def recipe_for(folder: Path, given: Mapping[str, Any], draw_init: bool) -> Train
         return TrainingRecipe(None, None, train.LR, train.MAX_NORM, train.SEED, draw_init, train.INIT, of_folder=True)
     recipe = TrainingRecipe(**given, draw_init=draw_init)
     if given:
-        recipe.agree(folder)
+        recipe.check_same_as(folder)
     return recipe
 
 
 _Calls = Mapping[int, tuple[Any, tuple[Any, ...], dict[str, Any]]]
-"""By the ``id`` of an object: the object, and the arguments of its constructor."""
+"""``id`` of an object -> the object and the arguments of its constructor."""
 
 
 @contextmanager
 def _recorded(*bases: type) -> Iterator[_Calls]:
-    """A context in which the arguments of constructors are noted: of ``bases`` and all classes that are derived from them."""
+    """Record the arguments of the constructors of ``bases`` and their subclasses."""
     calls: dict[int, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
 
     def noting(init: Callable[..., None]) -> Callable[..., None]:
@@ -336,9 +335,9 @@ def _recorded(*bases: type) -> Iterator[_Calls]:
     classes: set[type] = set()
     waiting: list[Any] = list(bases)
     while waiting:
-        found = waiting.pop()
-        classes.add(found)
-        waiting += found.__subclasses__()
+        cls = waiting.pop()
+        classes.add(cls)
+        waiting += cls.__subclasses__()
     own = {cls: vars(cls)["__init__"] for cls in classes if "__init__" in vars(cls)}
     try:
         for cls, init in own.items():
@@ -351,7 +350,7 @@ def _recorded(*bases: type) -> Iterator[_Calls]:
 
 @dataclass
 class _CodeWriter:
-    """Values as code. ``names`` are those of objects that the code has a variable for."""
+    """Writes values as code. ``names`` maps the ``id`` of an object to its variable in the code."""
 
     calls: _Calls = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
@@ -363,9 +362,7 @@ class _CodeWriter:
             return self.names[id(value)]
         if isinstance(value, float) and type(value) is float and not math.isfinite(value):
             return f'float("{value}")'
-        if value is None or type(value) in (bool, int, float, complex, str):
-            return repr(value)
-        if isinstance(value, torch.dtype):
+        if value is None or type(value) in (bool, int, float, complex, str) or isinstance(value, torch.dtype):
             return repr(value)
         if isinstance(value, Tensor):
             return self._tensor(value)
@@ -386,7 +383,7 @@ class _CodeWriter:
         raise _UnwritableError(f"{_shown(value)} is of the type {type(value).__name__}, which is no plain value")
 
     def optimizer(self, model: torch.optim.Optimizer, made: CheckedRecipe) -> str:
-        """The construction of an optimizer over ``parameters``."""
+        """Return the constructor call of an optimizer over ``parameters``."""
         if len(model.param_groups) == 1 and not _extra(model.param_groups[0], model):
             own = [made.names[id(parameter)] for parameter in model.param_groups[0]["params"]]
             return self._made(model, _selection(own, list(made.names.values())))
@@ -400,14 +397,14 @@ class _CodeWriter:
         return _call("", entries, "{}")
 
     def _made(self, value: Any, first: str = "") -> str:
-        """The call that made an object; ``first`` stands for its first argument."""
+        """Return the constructor call of an object; ``first`` replaces its first argument."""
         if id(value) not in self.calls:
             raise _UnwritableError(f"nothing says how the {type(value).__name__} was made")
-        _, given, kwargs = self.calls[id(value)]
+        _, positional, kwargs = self.calls[id(value)]
         parameters = list(inspect.signature(type(value)).parameters.values())
-        args, named = list(given), dict(kwargs)
+        args, named = list(positional), dict(kwargs)
         if not any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
-            named = dict(zip((parameter.name for parameter in parameters), given, strict=False)) | kwargs
+            named = dict(zip((parameter.name for parameter in parameters), positional, strict=False)) | kwargs
             args = [named.pop(parameters[0].name)]
         texts = [first or self.text(args[0]), *self._arguments(args[1:], named)]
         return _call(self.imported(type(value)), texts)
@@ -416,7 +413,7 @@ class _CodeWriter:
         return [*map(self.text, args), *(f"{key}={self.text(item)}" for key, item in kwargs.items())]
 
     def imported(self, value: Any) -> str:
-        """The dotted name of a class or a function. Raises ``_UnwritableError`` where another Python could not import it."""
+        """Return the dotted name of a class or function. Raises ``_UnwritableError`` if another process couldn't import it."""
         module, name = getattr(value, "__module__", None) or "", getattr(value, "__qualname__", "")
         for home in ("torch.optim", "torch.optim.lr_scheduler"):
             if getattr(importlib.import_module(home), name, None) is value:
@@ -427,10 +424,10 @@ class _CodeWriter:
         if top in ("model", "train", "runtime"):
             raise _UnwritableError(f"{_shown(value)} is of a module {top}, and the program's folder has its own {top}")
         try:
-            found = resolve(f"{module}:{name}")
+            resolved = resolve(f"{module}:{name}")
         except (ImportError, AttributeError, AssertionError):
-            found = None
-        if found is not value:
+            resolved = None
+        if resolved is not value:
             raise _UnwritableError(f"{module}.{name} is another object than {_shown(value)}")
         if top == "builtins":
             return name
@@ -444,7 +441,7 @@ class _CodeWriter:
 
 
 def _extra(group: Mapping[str, Any], model: torch.optim.Optimizer) -> dict[str, Any]:
-    """The options of a group that are not the optimizer's defaults."""
+    """Return the options of a parameter group that differ from the optimizer's defaults."""
     usual = ("params", "param_names")
     return {
         key: value
@@ -454,7 +451,7 @@ def _extra(group: Mapping[str, Any], model: torch.optim.Optimizer) -> dict[str, 
 
 
 def _selection(own: Sequence[str], every: Sequence[str]) -> str:
-    """An expression for the parameters ``own`` of ``every``: all, by patterns in the model's order, or by name."""
+    """Return an expression that selects ``own`` from ``every``: all, by patterns in the model's order, or by name."""
     if list(own) == list(every):
         return "list(parameters.values())"
     if not any("*" in name for name in every):
@@ -470,7 +467,7 @@ _WIDTH = 110
 
 
 def _call(name: str, arguments: Sequence[str], brackets: str = "()") -> str:
-    """A call, on lines of its own where it is long."""
+    """Return a call or literal, with an argument per line if it is long."""
     flat = f"{name}{brackets[0]}{', '.join(arguments)}{brackets[1]}"
     if len(flat) <= _WIDTH and "\n" not in flat:
         return flat
@@ -483,11 +480,11 @@ def _indented(text: str) -> list[str]:
 
 
 def _compare(made: CheckedRecipe, schedule: Scheduler | None) -> None:
-    """Raise ``_UnwritableError`` where the folder's ``train.py`` makes another optimizer or scheduler. Call inside ``program_modules``."""
+    """Raise ``_UnwritableError`` if the folder's ``train.py`` builds something else. Call inside ``program_modules``."""
     train = importlib.import_module("train")
     if train.LR is None:
-        found: Any = train.make_optimizer(dict(made.stand_ins), 0.0, None)
-        own = list(found) if isinstance(found, list) else [found]
+        rebuilt: Any = train.make_optimizer(dict(made.stand_ins), 0.0, None)
+        own = list(rebuilt) if isinstance(rebuilt, list) else [rebuilt]
         if len(own) != len(made.models):
             raise _UnwritableError(f"{len(own)} optimizers were written, and there are {len(made.models)}")
         for mine, its in zip(made.models, own, strict=True):
@@ -497,7 +494,7 @@ def _compare(made: CheckedRecipe, schedule: Scheduler | None) -> None:
         return
     both = [scheduled(make, made.again()) for make in (schedule, train.make_scheduler)]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the schedulers are stepped without their optimizers
+        warnings.simplefilter("ignore")  # stepping a scheduler without its optimizer warns
         for _ in range(_COMPARED_STEPS):
             if described_scheduler(both[0]) != described_scheduler(both[1]) or _rates(both[0]) != _rates(both[1]):
                 raise _UnwritableError(f"{type(both[0]).__name__}, made by its constructor alone, has another state")
@@ -510,7 +507,7 @@ def _rates(scheduler: LRScheduler) -> list[Any]:
 
 
 def _shown(value: Any) -> str:
-    """An object, for people: a function with its place."""
+    """Describe an object for messages; a function with its file and line."""
     code = getattr(value, "__code__", None)
     place = f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code is not None else ""
     if isinstance(value, str):
@@ -520,7 +517,7 @@ def _shown(value: Any) -> str:
 
 
 def _resolved(function: Callable[..., Any] | str | None, role: str) -> Callable[..., Any] | None:
-    """The function itself. Raises ``UsageError`` where its name is of nothing."""
+    """Import a function that is given by name. Raises ``UsageError`` if there is none."""
     if not isinstance(function, str):
         return function
     try:

@@ -1,9 +1,9 @@
-"""One rank of a plan alone on one device: peak memory and time of a step before anyone books the other devices.
+"""Rehearsal: one rank of a plan on a single device, to measure its peak memory and step time without the other devices.
 
-The emitted program runs as rank ``r`` of all ranks: the same stage modules at the same local shapes, the same schedule, with torch's fake
-process group, whose collectives return at once with the rank's own share in place of the others'. What a pipeline stage receives is
-drawn at random: arithmetic on zeros or NaN takes less power, and so less time. Losses have no meaning. Memory does not depend on values,
-except with experts, whose numbers of tokens do.
+The emitted program runs as rank ``r`` of the full world: the same stage modules, local shapes and schedule, with torch's fake process
+group, whose collectives return at once with the rank's own data in place of the others'. What a pipeline stage receives is drawn at
+random, because arithmetic on zeros or NaN takes less power, and so less time. Losses are meaningless. Memory doesn't depend on values,
+except with experts, whose token counts do.
 
 On a GPU the peak is that of PyTorch's caching allocator (``torch.cuda.max_memory_allocated``), on a CPU the highest running sum of all
 allocations and releases (``allocations``).
@@ -36,18 +36,17 @@ from autopar.run.processes import Processes
 from autopar.torch_private import fake_store, overload_name
 
 WARM_UP = 2
-"""Steps before those that are measured: layers are compiled and the optimizer makes its state in the first, the allocator settles."""
+"""Steps before the measured ones: the first compiles layers and allocates optimizer states, and the allocator's cache settles."""
 TIMEOUT_S = 1800.0
 FREE = Link(0.0, float("inf"), "a rehearsal's collectives return at once")
 
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """One rank's rehearsal: bytes and seconds of a step as predicted and as measured.
+    """One rank's rehearsal: predicted and measured bytes and seconds of a step.
 
-    ``predicted_s`` is arithmetic without communication and bubbles, and the rank's update; ``rounds_s`` are the seconds of each measured
-    step.
-    ``reserved_bytes`` is what the caching allocator took from the GPU at most (0 on a CPU).
+    ``predicted_s`` is compute and the optimizer's update, without communication and bubbles; ``rounds_s`` are the seconds of each
+    measured step; ``reserved_bytes`` is the caching allocator's peak reservation (0 on a CPU).
     """
 
     rank: int
@@ -93,13 +92,13 @@ class Rehearsal:
         }
 
 
-def first_ranks(plan: Plan) -> tuple[int, ...]:
-    """The first rank of every pipeline position. Ranks of one position run the same stages at the same local shapes."""
+def rank_of_each_position(plan: Plan) -> tuple[int, ...]:
+    """Return the first rank of every pipeline rank; the ranks of one run the same stages at the same local shapes."""
     return tuple(range(0, plan.device_count, plan.devices_per_stage))
 
 
 def check_ranks(plan: Plan, ranks: Sequence[int]) -> None:
-    """Raises ``UsageError`` if the plan has no such rank."""
+    """Raise ``UsageError`` if the plan has no such rank."""
     for rank in ranks:
         if not 0 <= rank < plan.device_count:
             raise UsageError(
@@ -108,9 +107,8 @@ def check_ranks(plan: Plan, ranks: Sequence[int]) -> None:
             )
 
 
-def drawn_batch(graph: Graph) -> dict[str, Tensor]:
-    """A global batch of random values by the inputs' names: normal numbers, and integers that are valid indices of every embedding and
-    valid classes of every loss."""
+def random_batch(graph: Graph) -> dict[str, Tensor]:
+    """Return a random global batch by input name: normal floats, and integers that are valid for every embedding and loss."""
     generator = torch.Generator().manual_seed(0)
     count = _valid_integers(graph)
     batch = {}
@@ -123,20 +121,20 @@ def drawn_batch(graph: Graph) -> dict[str, Tensor]:
 
 
 def _valid_integers(graph: Graph) -> int:
-    """The rows of the smallest embedding, or the classes of the smallest loss; 2 where the model has neither."""
-    places = {"aten::embedding": 0, "aten::cross_entropy_loss": 1}  # the op: the dim of its first argument
-    found = []
+    """Return the least number of rows of an embedding or classes of a loss; 2 if the model has neither."""
+    places = {"aten::embedding": 0, "aten::cross_entropy_loss": 1}  # op: dim of its first argument
+    counts = []
     for cls in graph.classes.values():
         for node in cls.graph.graph.nodes:
             name = (overload_name(node.target) or "").partition(".")[0]
             if name in places:
                 shape = node.args[0].meta["val"].shape
-                found.append(int(shape[min(places[name], len(shape) - 1)]))
-    return min(found, default=2)
+                counts.append(int(shape[min(places[name], len(shape) - 1)]))
+    return min(counts, default=2)
 
 
-def without_communication(cluster: Cluster) -> Cluster:
-    """The cluster for prices of a rehearsal: communication takes no time."""
+def with_free_communication(cluster: Cluster) -> Cluster:
+    """Return the cluster that a rehearsal is priced on: communication takes no time."""
     return replace(
         cluster,
         intra=FREE,
@@ -145,7 +143,7 @@ def without_communication(cluster: Cluster) -> Cluster:
         collective_s=0.0,
         network=None,
         wires=None,
-        parts=tuple(without_communication(part) for part in cluster.parts),
+        parts=tuple(with_free_communication(part) for part in cluster.parts),
     )
 
 
@@ -158,26 +156,26 @@ def rehearse(
     steps: int = 5,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Rehearsal]:
-    """Rehearse ranks of the program in ``folder``, each in a process of its own.
+    """Rehearse ranks of the program in ``folder``, each in its own process.
 
     Args:
         folder: the emitted program.
-        alone: the program's plan with its prediction ``without_communication``.
-        batch: a global batch by the inputs' names.
-        ranks: whom to rehearse.
+        alone: the program's plan, priced ``with_free_communication``.
+        batch: a global batch by input name.
+        ranks: the ranks to rehearse.
         device: "cuda" or "cpu".
         steps: how many steps to time.
 
     Raises:
         UsageError: the plan has no such rank.
-        LaunchError: the program fails, for lack of memory for example.
+        LaunchError: the program fails, for example out of memory.
     """
     check_ranks(alone, ranks)
     for rank in ranks:
         progress(f"rank {rank}")
         workers = Processes(1, env={"LOCAL_WORLD_SIZE": "1"})
         try:
-            (found,) = workers.call(
+            (measured,) = workers.call(
                 "autopar.run.rehearsal:perform",
                 str(folder),
                 batch,
@@ -191,18 +189,18 @@ def rehearse(
             raise LaunchError(f"rank {rank} fails in rehearsal: {error.message}", error.hint) from error
         finally:
             workers.close()
-        stages = tuple(found["stages"])
-        passes = alone.microbatches / alone.sized_schedule.copies  # of each stage that the rank runs
+        stages = tuple(measured["stages"])
+        passes = alone.microbatches / alone.sized_schedule.copies  # of each of the rank's stages
         yield Rehearsal(
             rank=rank,
             stages=stages,
-            device=found["device"],
+            device=measured["device"],
             predicted=alone.stages[stages[0]].memory,
-            peak_bytes=found["peak_bytes"],
-            at_rest_bytes=found["at_rest_bytes"],
-            reserved_bytes=found["reserved_bytes"],
+            peak_bytes=measured["peak_bytes"],
+            at_rest_bytes=measured["at_rest_bytes"],
+            reserved_bytes=measured["reserved_bytes"],
             predicted_s=sum(passes * alone.stages[s].microbatch_s + alone.stages[s].optimizer_s for s in stages),
-            rounds_s=tuple(found["rounds_s"]),
+            rounds_s=tuple(measured["rounds_s"]),
         )
 
 
@@ -210,12 +208,12 @@ def rehearse(
 
 
 def perform(folder: str, batch: dict[str, Tensor], rank: int, count: int, device: str, steps: int) -> dict[str, Any]:
-    """Be rank ``rank`` of ``count``: some steps to warm up, then ``steps`` timed ones, then one whose memory is measured.
+    """Run as rank ``rank`` of ``count``: warm-up steps, then ``steps`` timed ones, then one whose memory is measured.
 
-    Raises ``RuntimeError`` if the loss or a parameter is no number in the end.
+    Raises ``RuntimeError`` if the loss or a parameter isn't finite at the end.
     """
     dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=count)
-    _answer_for_others()
+    _patch_fake_collectives()
     memory = _OnGpu() if device == "cuda" else Allocations()
     with memory.recorded():
         trainer = _open(folder, device)
@@ -224,7 +222,7 @@ def perform(folder: str, batch: dict[str, Tensor], rank: int, count: int, device
         rounds = []
         for _ in range(steps):
             start = time.perf_counter()
-            trainer.step(batch)  # returns the loss, for which the host waits
+            trainer.step(batch)  # returns the loss, which synchronises
             rounds.append(time.perf_counter() - start)
         with memory.step():
             loss = trainer.step(batch)
@@ -265,11 +263,11 @@ def _local(parameter: Tensor) -> Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def _answer_for_others() -> None:
-    """Give values to what torch's fake process group leaves as it is: NaN would spread from there.
+def _patch_fake_collectives() -> None:
+    """Fill outputs that torch's fake process group leaves uninitialised, from which NaN would spread.
 
-    ``recv``: torch's stages agree by it, before the first step, that the shapes which they were given hold. Up to torch 2.11 the fake group
-    writes no results of reduce-scatters and all-to-alls; this rank's own share stands for them.
+    ``recv``: torch's stages validate shapes by it before the first step. Up to torch 2.11 the fake group doesn't write the results of
+    reduce-scatters and all-to-alls; they become this rank's own data.
     """
     reduce, exchange, exchange_single = dist.reduce_scatter_tensor, dist.all_to_all, dist.all_to_all_single
 
@@ -295,28 +293,28 @@ def _answer_for_others() -> None:
 
 
 def _copy_part(output: Tensor, own: Tensor) -> None:
-    """As many of this rank's elements as both have, then zeros."""
+    """Copy this rank's elements as far as both tensors have them, then zeros."""
     count, flat = min(output.numel(), own.numel()), output.detach().view(-1)
     flat[:count].copy_(own.detach().reshape(-1)[:count])
     flat[count:].zero_()
 
 
 def _draw(received: Sequence[Any], scale: float) -> None:
-    """Draw the values of what a stage received, in place."""
+    """Overwrite what a stage received with random values."""
     for tensor in received:
         if isinstance(tensor, Tensor) and tensor.is_floating_point():
             tensor.detach().normal_(0, scale)
 
 
 def _draw_gradients(stage: Any, _: Any, out: Any) -> None:
-    """Draw the gradients that a stage receives for its outputs; the last stage makes the loss's itself."""
+    """Overwrite the gradients that a stage receives for its outputs; the last stage starts from its loss."""
     for tensor in out if isinstance(out, tuple) else (out,):
         if tensor.requires_grad and tensor.dim():
             tensor.register_hook(lambda gradient: _draw([gradient], 1e-3))
 
 
 class _OnGpu:
-    """As ``Allocations``, of the GPU's caching allocator."""
+    """``Allocations`` for the GPU's caching allocator."""
 
     def __init__(self) -> None:
         self.peak_bytes = self.at_rest_bytes = 0

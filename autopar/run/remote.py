@@ -1,4 +1,4 @@
-"""The functions that ``Program`` calls in its worker processes; each process keeps one open program between calls."""
+"""The functions that ``Program`` calls in its worker processes; each process keeps one trainer between calls."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ import torch.distributed as dist
 
 from autopar.program.metrics import peak_memory_bytes
 from autopar.program.share import DataError
-from autopar.run.folder import import_runtime, import_train, made_by, program_modules
+from autopar.run.folder import import_runtime, import_train, optimizer_maker, program_modules
 from autopar.run.worker import resolve
 
 _open: list[Any] = []  # this process's one trainer
 
 
 def open_trainer(folder: str, options: dict[str, Any], *, device: str | None, timeout_s: float) -> Any:
-    """The folder's own ``Trainer`` for this rank, inside the processes that the environment describes.
+    """Open the folder's ``Trainer`` for this rank of the world that the environment describes.
 
     ``options``: ``optimizer`` (``"module:function"``, a callable, or ``None``), ``scheduler`` (likewise, or left out), ``lr``, ``seed``,
-    ``max_norm``, ``state`` (the user's state dict, a file of it, or ``None``), ``of_folder`` (whether optimizer and scheduler are those of
-    the folder's ``train.py``).
+    ``max_norm``, ``state`` (the user's state dict, a file of it, or ``None``), ``of_folder`` (use ``train.py``'s optimizer and scheduler).
     """
     with program_modules(folder):
         runtime = import_runtime(folder)
@@ -34,7 +33,7 @@ def open_trainer(folder: str, options: dict[str, Any], *, device: str | None, ti
         schedule = resolve(schedule) if isinstance(schedule, str) else schedule
         if options.get("of_folder"):
             train = import_train(Path(folder))
-            make, schedule = made_by(train, lr, world), train.make_scheduler
+            make, schedule = optimizer_maker(train, lr, world), train.make_scheduler
         return runtime.Trainer(
             program,
             world,
@@ -47,7 +46,7 @@ def open_trainer(folder: str, options: dict[str, Any], *, device: str | None, ti
 
 
 def join(device: str, timeout_s: float) -> None:
-    """Meet the other workers at the parent's store: the default process group of everything that follows."""
+    """Initialise the default process group with the other workers, through the parent's store."""
     torch.set_num_threads(1)
     rank, count, timeout = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), datetime.timedelta(seconds=timeout_s)
     if device == "cuda":
@@ -69,25 +68,16 @@ def call(name: str, *args: Any) -> Any:
 
 
 def perform(trainer: Any, name: str, *args: Any) -> Any:
-    """One call of ``Program`` to this rank's trainer; every rank gets the same call."""
-    if name == "step":
-        return trainer.step(*args)
-    if name == "trace":
-        return trainer.trace(*args)
+    """Perform a call of ``Program`` with this rank's trainer; every rank gets the same call."""
+    if name in ("step", "trace", "state_dict", "load_state_dict"):
+        return getattr(trainer, name)(*args)
     if name == "gradients":
         return trainer.forward_backward(*args), trainer.gradients()
-    if name == "state_dict":
-        return trainer.state_dict()
     if name == "scaler_state_dict":
         return {} if trainer.loss_scale is None else trainer.loss_scale.state_dict()
     if name == "load_scaler_state_dict":
-        trainer.loss_scale.load_state_dict(*args)
-        return None
-    if name in _ANSWERED:
-        return _answered(_ANSWERED[name], trainer, *args)
-    assert name == "load_state_dict", name
-    trainer.load_state_dict(*args)
-    return None
+        return trainer.loss_scale.load_state_dict(*args)
+    return _or_refusal(_MAY_REFUSE[name], trainer, *args)
 
 
 def _with_files(name: str) -> Any:
@@ -99,7 +89,7 @@ def _with_files(name: str) -> Any:
 
 
 def _open_data(trainer: Any, number: int, source: Any, order: dict[str, Any], collate: Any) -> dict[str, int]:
-    """Open a data set under a number; its rows, and those of a global batch."""
+    """Open a data set under a number and return the fields of ``Data``."""
     try:
         if isinstance(source, dict) and "target" in source:
             source = resolve(source["target"])
@@ -117,7 +107,7 @@ def _open_data(trainer: Any, number: int, source: Any, order: dict[str, Any], co
 
 
 def _train_step(trainer: Any, batch: Any, on_nan: str) -> dict[str, Any]:
-    """A step with a global batch, or with the next one of an open data set: its figures."""
+    """Train a step on a global batch, or on the next one of an open data set, and return its record."""
     if isinstance(batch, int):
         loss, ends = trainer.step_from(trainer.loaders[batch], on_nan)
     else:
@@ -134,13 +124,13 @@ def _train_step(trainer: Any, batch: Any, on_nan: str) -> dict[str, Any]:
 
 
 def _evaluate(trainer: Any, batch: Any) -> list[float]:
-    """The losses of a global batch, or of those of an epoch of an open data set."""
+    """Return the loss of a global batch, or the losses of an epoch of an open data set."""
     if isinstance(batch, int):
         return [trainer.evaluate(rows) for rows in trainer.loaders[batch].epoch()]
     return [trainer.evaluate(batch)]
 
 
-_ANSWERED = {
+_MAY_REFUSE = {
     **{name: _with_files(name) for name in ("save", "load", "save_weights", "load_weights")},
     "open_data": _open_data,
     "train_step": _train_step,
@@ -149,8 +139,8 @@ _ANSWERED = {
 _REFUSALS = ("CheckpointError", "DataError", "ModeError", "NonFiniteLossError")
 
 
-def _answered(act: Any, trainer: Any, *args: Any) -> dict[str, Any]:
-    """What may be refused. A refusal is an answer, which leaves the processes alive; the folder's classes of errors are unknown here."""
+def _or_refusal(act: Any, trainer: Any, *args: Any) -> dict[str, Any]:
+    """Return the result, or the refusal as data: raising would end the processes, and their parent doesn't know the folder's errors."""
     try:
         return {"result": act(trainer, *args)}
     except RuntimeError as error:

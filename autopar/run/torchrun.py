@@ -1,4 +1,4 @@
-"""A folder's ``train.py`` on this machine, under ``torchrun``."""
+"""Runs a folder's ``train.py`` on this machine under ``torchrun``."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from autopar.run.processes import check_count
 
 
 def torchrun(folder: Path, processes: int, options: Sequence[str], *, port: int, env: Mapping[str, str]) -> None:
-    """Run ``train.py`` with ``options`` in so many processes, which meet at ``port`` (0: any that is free); its output goes where ours
-    goes.
+    """Run ``train.py`` with ``options`` in ``processes`` processes with their rendezvous at ``port`` (0: any free one).
 
     Raises ``LaunchError`` with the first failing rank's error.
     """
     check_count(processes)
-    meet = ["--standalone"]
+    rendezvous = ["--standalone"]
     if port:
         _check_port(port)
-        meet = ["--master-addr", "127.0.0.1", "--master-port", str(port)]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), *meet]
+        rendezvous = ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), *rendezvous]
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    # A folder with a user's ops or opaque modules imports what defines them: from wherever this process can.
+    # a folder with custom ops or opaque modules imports the modules that define them, which this process's path has
     own = bool(json.loads((folder / "plan.json").read_text()).get("imports"))
     path = {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)} if own else {}
     status, error = _stream([*command, str(folder / "train.py"), *options], {**os.environ, **threads, **path, **env})
@@ -49,18 +48,18 @@ def _check_port(port: int) -> None:
 
 
 def _stream(command: Sequence[str], env: Mapping[str, str]) -> tuple[int, str]:
-    """Run a command and pass its standard error on; the exit status, and the line that names the first cause."""
+    """Run a command, forwarding its standard error; return its exit status and the line that names the first cause."""
     errors: list[str] = []
     with subprocess.Popen(command, env=dict(env), stderr=subprocess.PIPE, text=True, errors="replace") as process:
         try:
             assert process.stderr is not None
             for line in process.stderr:
                 sys.stderr.write(line)
-                found = re.match(
+                match = re.match(
                     r"(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception|Exit)\b.*|(?:train.py: )?error: .*)", line
                 )
-                if found:
-                    errors.append(found[1].strip())
+                if match:
+                    errors.append(match[1].strip())
             status = process.wait()
         finally:
             process.kill()

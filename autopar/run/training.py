@@ -19,12 +19,12 @@ def train(
     step: Callable[[Any], tuple[dict[str, Any], bool]],
     on_step: OnStep | None,
 ) -> list[float]:
-    """The losses of ``steps`` steps. ``step`` takes a batch, or the data set whose next one is meant; its record, and whether an epoch
-    ends.
+    """Run ``steps`` steps and return their losses. ``step`` takes a batch, or a data set to read the next one from, and returns its
+    record and whether the epoch ended.
 
     Raises:
-        BatchError: the batches ended before.
-        UsageError: ``steps`` is no number of steps.
+        BatchError: there are fewer batches than steps.
+        UsageError: ``steps`` isn't a number of steps.
     """
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 0):
         raise UsageError(
@@ -32,8 +32,7 @@ def train(
             "steps=100 trains 100 steps; without steps the training takes one for each batch",
         )
     losses: list[float] = []
-    given = _without_end(batches) if isinstance(batches, Data) or steps is not None else batches
-    for batch in given:
+    for batch in _repeated(batches) if isinstance(batches, Data) or steps is not None else batches:
         if steps is not None and len(losses) >= steps:
             break
         record, ends = step(batch)
@@ -47,8 +46,8 @@ def train(
     return losses
 
 
-def _without_end(batches: Iterable[Any] | Data) -> Iterator[Any]:
-    """The batches over and over, as long as there are some; or the data set over and over."""
+def _repeated(batches: Iterable[Any] | Data) -> Iterator[Any]:
+    """Repeat the batches, or the data set, forever; end if there are no batches."""
     while isinstance(batches, Data):
         yield batches
     while True:

@@ -1,13 +1,14 @@
-"""One worker process: reads calls from its standard input, one JSON object a line, and answers on its standard output.
+"""A worker process: reads calls from standard input, one JSON object per line, and replies on standard output.
 
-A call is ``{"call": number, "target": "module:function", "args": path}``; the arguments are a ``torch.save`` file read with
-``weights_only=True`` (tensors, numbers, text, lists, dicts), and so is the result: nothing is unpickled into code. What the
-function prints goes to the worker's log (standard error), never into the answers. When the parent goes away the
-standard input ends, and the worker ends with it, even from inside a collective.
+A call is ``{"call": number, "target": "module:function", "args": path}``; arguments and result are ``torch.save`` files read with
+``weights_only=True`` (tensors, numbers, text, lists, dicts), so nothing is unpickled into code. What the function prints goes to the
+worker's log (standard error), never into the replies. When the parent dies, standard input ends and the worker exits, even from inside
+a collective.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
@@ -25,20 +26,18 @@ from autopar.program.watch import SIGNALS, is_consequence
 
 
 def resolve(target: str) -> Callable[..., Any]:
-    """The function that ``"package.module:function"`` names."""
+    """Import the function that ``"package.module:function"`` names."""
     module, _, name = target.partition(":")
-    found = importlib.import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part)
-    assert callable(found), target
-    return found
+    function = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+    assert callable(function), target
+    return function
 
 
 def read_calls(stream: TextIO, calls: queue.Queue[dict[str, Any]]) -> None:
-    """Put the calls of a parent on a queue, and end this process when the parent goes away."""
+    """Put the parent's calls on a queue, and exit when the parent is gone."""
     for line in stream:
         calls.put(json.loads(line))
-    os._exit(0)  # the parent closed the pipe or died; the main thread may be inside a collective that never returns
+    os._exit(0)  # the parent closed the pipe or died; the main thread may be blocked in a collective
 
 
 def _answer(call: dict[str, Any]) -> dict[str, Any]:
@@ -46,7 +45,7 @@ def _answer(call: dict[str, Any]) -> dict[str, Any]:
         args, kwargs = torch.load(call["args"], weights_only=True)
         result = resolve(call["target"])(*args, **kwargs)
         torch.save(result, call["result"])
-    except BaseException as error:  # noqa: BLE001  whatever it was, the parent must hear of it
+    except BaseException as error:  # noqa: BLE001  the parent must be told of any error
         traceback.print_exc()
         text = str(error).strip()
         return {
@@ -60,11 +59,11 @@ def _answer(call: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     for (
         number
-    ) in SIGNALS:  # Ctrl-C and schedulers reach the whole group: the parent answers, and this process ends with it
+    ) in SIGNALS:  # sent to the process group (Ctrl-C, schedulers): the parent handles them and ends this process
         signal.signal(number, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # prints of the called functions join the log
-    # not sys.stdin, whose lock the thread below holds: a process that is forked here, to read data, closes its own and would wait for it
+    os.dup2(2, 1)  # prints of the called functions go to the log
+    # not sys.stdin, whose lock the thread below holds: a forked data loader closes its copy and would wait for the lock
     commands = os.fdopen(os.dup(0))
     calls: queue.Queue[dict[str, Any]] = queue.Queue()
     threading.Thread(target=read_calls, args=(commands, calls), daemon=True).start()

@@ -1,4 +1,4 @@
-"""Facts about a captured model that the rules know and a plan should report: ops that stay replicated, layers that couple the batch."""
+"""Annotates a captured model with facts that follow from the rules: ops that stay replicated, layers that couple the batch."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from passes.rewrite import rewrite_of
 
 
 def annotate(graph: Graph) -> Graph:
-    """The graph with ``replicated`` (ops that no rule covers, with their layers), ``unmicrobatchable`` and ``refused`` filled."""
-    with without_function_modes():  # active modes concern the model's own calls
+    """Return the graph with ``replicated`` (ops without rules, with their layers), ``unmicrobatchable`` and ``refused`` filled in."""
+    with without_function_modes():  # active modes are meant for the model's calls
         return _annotated(graph)
 
 
@@ -47,7 +47,7 @@ def _annotated(graph: Graph) -> Graph:
 
 
 def _refused(graph: Graph) -> dict[tuple[str, str], str]:
-    """For every technique that rewrites classes, and every class: why it cannot be rewritten; empty if it can."""
+    """Return for every technique that rewrites classes, and every class, the reason why it can't, or an empty string."""
     found = {}
     for technique in (technique for technique in LAYER if technique.rewrite):
         for name, cls in graph.classes.items():
@@ -57,11 +57,11 @@ def _refused(graph: Graph) -> dict[tuple[str, str], str]:
 
 
 def _couples_batch(graph: Graph, index: int, cls: LayerClass) -> str:
-    """The reason why the batch cannot be split in time at this layer; empty if it can."""
+    """Return why this layer doesn't allow microbatches, or an empty string."""
     name = graph.layers[index].name
     types = role_types(graph, index, Role.DATA, 1)
     if types is None:
-        return f"{name} has no way to compute on a part of the batch"
+        return f"{name} cannot compute on a part of the batch"
     nodes = {node.name: node for node in cls.graph.graph.nodes}
     for value, kernel in types.kernel.items():
         if kernel not in OF_MICROBATCHES:
@@ -77,7 +77,7 @@ def _couples_batch(graph: Graph, index: int, cls: LayerClass) -> str:
 
 
 def _described(node: fx.Node) -> str:
-    """The op, its module, and its line of the model's code; for a value that enters the layer, those of its first reader."""
+    """Describe a node by its op, module, and line of code; for a layer's input, those of its first reader."""
     if node.op == "placeholder":
         node = next((reader for reader in node.users if reader.op == "call_function"), node)
     text = op_name(node).removeprefix("aten.") if node.op == "call_function" else f"the value {node.name}"

@@ -1,9 +1,8 @@
-"""Exact optimum by variable elimination: one node after the other is minimised away over its neighbours.
+"""Exact optimum by variable elimination (Bertele and Brioschi, *Nonserial Dynamic Programming*, 1972, chapter 2).
 
-Bertele and Brioschi, *Nonserial Dynamic Programming* (1972), chapter 2. A transformer block's graph is nearly a chain, so the tables stay
-small: milliseconds. A value with several readers gets a separate variable, (type as produced, set of types it is
-converted to), so that a conversion is paid once; sets of more than three types are excluded. Raises ``TableTooLargeError``
-if the graph is too entangled.
+A transformer block's graph is nearly a chain, so the tables stay small: milliseconds. A value with several readers gets a separate
+variable, (produced type, set of types that it is converted to), so that a conversion is paid once; sets of more than three types are
+excluded. Raises ``TableTooLargeError`` if the treewidth is too large.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class _Factor:
 
 
 def eliminate(problem: Problem) -> dict[str, int] | None:
-    """The chosen option of every node, by index; ``None`` if no choice is legal."""
+    """Return the chosen option of every node, by index; ``None`` if the problem is infeasible."""
     for conversions in range(MAX_CONVERSIONS, 0, -1):
         factors, sizes = _factors(problem, conversions)
         if 0 in sizes.values():
@@ -92,9 +91,8 @@ Near = dict[str, set[str]]
 
 
 def _order(factors: list[_Factor], sizes: dict[str, int]) -> list[str]:
-    """The elimination order of the variables, by the first of three measures with which no table is too large. The next variable is the
-    one whose table to minimise over is smallest; the one that leaves the smallest table behind; or the one that newly ties the fewest
-    pairs of variables."""
+    """Return an elimination order by the first of three greedy measures for which no table is too large: smallest table to minimise over,
+    smallest remaining table, or fewest new edges."""
     found = []
     for measure in (_table, _left, _ties):
         largest = _ordered(factors, sizes, measure)
@@ -122,7 +120,7 @@ def _ties(name: str, near: Near, entries: dict[str, int], sizes: dict[str, int])
 
 
 def _ordered(factors: list[_Factor], sizes: dict[str, int], measure: Measure) -> dict[str, int]:
-    """The variables in elimination order, with the number of entries of each one's table."""
+    """Return the variables in elimination order, with the sizes of their tables."""
     near: Near = {name: {name} for name in sizes}  # the variables that share a factor with each, itself among them
     for factor in factors:
         for name in factor.variables:
@@ -150,7 +148,7 @@ def _ordered(factors: list[_Factor], sizes: dict[str, int], measure: Measure) ->
 
 
 def _join(name: str, touching: list[_Factor], sizes: dict[str, int]) -> _Factor:
-    """The sum of the factors, with ``name`` as the first dim."""
+    """Sum the factors, with ``name`` as the first dim."""
     others = sorted({v for factor in touching for v in factor.variables} - {name})
     variables = (name, *others)
     shape = tuple(sizes[v] for v in variables)
@@ -180,7 +178,7 @@ def _factors(problem: Problem, conversions: int) -> tuple[list[_Factor], dict[st
 
 
 def _needs(problem: Problem, name: str, reader: str) -> list[frozenset[SpmdType]]:
-    """For every option of ``reader``, the types in which it reads the value."""
+    """Return for every option of ``reader`` the types in which it reads the value."""
     places = [index for who, index in problem.reads[name] if who == reader]
     return [frozenset(option.operands[i] for i in places) for option in problem.options[reader]]
 
@@ -197,7 +195,7 @@ def _single_reader(problem: Problem, name: str, reader: str) -> _Factor:
 
 
 def _distinct(values: list[_T]) -> tuple[list[_T], list[int]]:
-    """The distinct values, and for each value its index among them."""
+    """Return the distinct values, and for each value its index among them."""
     index = {value: k for k, value in enumerate(dict.fromkeys(values))}
     return list(index), [index[value] for value in values]
 
@@ -205,7 +203,7 @@ def _distinct(values: list[_T]) -> tuple[list[_T], list[int]]:
 def _shared_value(
     problem: Problem, name: str, readers: list[str], sizes: dict[str, int], conversions: int
 ) -> list[_Factor]:
-    """A variable for the value itself, tied to its producer and to every reader."""
+    """Add a variable for the value, with factors to its producer and to every reader."""
     produced = [option.result for option in problem.options[name]]
     wanted = sorted(
         {t for reader in readers for need in _needs(problem, name, reader) for t in need} | problem.demands[name]

@@ -1,9 +1,8 @@
-"""Restrictions of roles inside a layer, beyond the types at its border: roles on grids of devices, and the role of experts.
+"""Restrictions of roles inside a layer, beyond the types at its border: tensor parallelism on grids of devices (2D, 2.5D, 3D), and expert
+parallelism.
 
-Several axes together give 2D, 2.5D or 3D tensor parallelism.
-
-The optimum for a single axis is Megatron's wherever that is legal. A grid needs each of its axes to split one part of every product
-``y = x w``, the sum over ``k`` of ``x[rows, k] w[k, columns]``, and to leave the other parts to the other axes. Each role restricts this:
+The optimum for a single axis is Megatron's layout if that is legal. On a grid, each axis splits one dim of every product ``y = x w``, the
+sum over ``k`` of ``x[rows, k] w[k, columns]``, and leaves the other dims to the other axes. Each role restricts this:
 
 ================== ============================= =========================================================================
 tensor+weights     activations cut along batch   a parameter is gathered where it is used, its gradient scattered
@@ -18,9 +17,10 @@ tensor+sequence    activations cut along rows    Megatron's, without restriction
 * 3D (Bian et al. 2021, "Maximizing Parallelism in Distributed Training for Huge Neural Networks"): tensor+rows x tensor+sequence x
   tensor+weights.
 
-The axis with gathered parameters is the innermost: other axes may cut the same dim of a parameter, and the inner slice is gathered first.
+The axis with gathered parameters is the innermost: other axes may shard the same dim of a parameter, and the inner slice is gathered
+first.
 
-In the role expert, the rows of a mixture travel to the owners of their experts; all other ops run as in the role data, with whole
+Under the role expert, rows are sent to the ranks of their experts (all-to-all); all other ops run as under the role data, with unsharded
 parameters.
 """
 
@@ -32,7 +32,7 @@ from autopar.types import I, P, S, SpmdType
 
 
 def admits(role: Role, option: Candidate, weights: tuple[bool, ...]) -> bool:
-    """Whether the role allows an op to run with this option; ``weights`` says which of its operands are parameters."""
+    """Whether the role allows an op to run with this option; ``weights``: which of its operands are parameters."""
     on_weights = [t for t, weight in zip(option.operands, weights, strict=True) if weight]
     if role is Role.TENSOR_WEIGHTS:
         return not any(t.sharded for t in on_weights)
@@ -44,8 +44,7 @@ def admits(role: Role, option: Candidate, weights: tuple[bool, ...]) -> bool:
 
 
 def converts(role: Role, source: SpmdType, target: SpmdType, shape: tuple[int, ...]) -> bool:
-    """Whether the role allows this conversion of an activation of that shape. The sums of a norm (last dim of size one) are always
-    allowed."""
+    """Whether the role allows this conversion of an activation. The sums of a norm (last dim of size one) are always allowed."""
     if role is Role.TENSOR_WEIGHTS:
         return not source.sharded
     if role is not Role.TENSOR_ROWS or len(shape) < 2 or shape[-1] == 1:
@@ -59,14 +58,14 @@ def converts(role: Role, source: SpmdType, target: SpmdType, shape: tuple[int, .
 
 
 def gathers(role: Role, source: SpmdType, shape: tuple[int, ...]) -> bool:
-    """Whether the role allows a parameter of that shape to be gathered. If a role cuts activations and multiplies with slices, gathering
-    a matrix is left to another role (tensor+weights), even if the activations have few rows."""
+    """Whether the role allows gathering a parameter. Roles that shard activations and multiply slices leave gathering of matrices to
+    another role (tensor+weights), even if the activations have few rows."""
     cuts = (Role.TENSOR_HIDDEN, Role.TENSOR_ROWS, Role.TENSOR_SEQUENCE)
     return role not in cuts or not source.sharded or len(shape) < 2
 
 
 def stored(role: Role, shape: tuple[int, ...], size: int, of_experts: bool) -> list[SpmdType] | None:
-    """The types in which a parameter may be stored; ``None`` if the role does not restrict them. ``of_experts``: dim 0 are experts."""
+    """Return the types in which a parameter may be stored; ``None`` if unrestricted. ``of_experts``: dim 0 is the experts."""
     if role is Role.EXPERT:
         return [S(0)] if of_experts and shape[0] % size == 0 else [I]
     if role is not Role.TENSOR_WEIGHTS:

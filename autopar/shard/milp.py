@@ -1,4 +1,4 @@
-"""The same optimum as a mixed-integer program, for graphs too entangled for elimination, and to check it.
+"""The same optimum as a mixed-integer program, for graphs whose treewidth is too large for elimination, and to check it.
 
 ::
 
@@ -19,7 +19,7 @@ from autopar.types import SpmdType
 
 
 def solve_milp(problem: Problem) -> dict[str, int] | None:
-    """The chosen option of every node, by index, proved by SCIP; ``None`` if no choice is legal."""
+    """Return the chosen option of every node, by index, proved by SCIP; ``None`` if the problem is infeasible."""
     solver = pywraplp.Solver.CreateSolver("SCIP")
     assert solver is not None
     objective = solver.Objective()

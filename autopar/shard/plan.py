@@ -1,4 +1,4 @@
-"""From a strategy to types: the solution of each mesh axis in each layer."""
+"""Solves the types of each layer on each mesh axis, given strategies."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ Solve = Callable[[LayerClass, Role, int], AxisTypes | None]
 
 
 def role_types(graph: Graph, layer: int, role: Role, size: int) -> AxisTypes | None:
-    """The solution of layer ``layer`` (an index) on axes in ``role`` whose sizes multiply to ``size``.
+    """Return the solution of layer ``layer`` (an index) on axes in ``role`` whose sizes multiply to ``size``.
 
-    A parameter that several layers use has one layout in all of them: that of its last use (which multiplies with it most).
+    A parameter of several layers has the layout of its last use (which multiplies with it most) in all of them.
     """
     this = graph.layers[layer]
     cls = graph.classes[this.cls]
@@ -48,8 +48,8 @@ def _parameter_type(graph: Graph, layer: int, name: str, types: AxisTypes) -> Sp
 
 
 def role_sizes(mesh: tuple[Axis, ...], roles: tuple[Role, ...]) -> dict[Role, int]:
-    """The size that decides the types of each role, microbatches' (data) first: the product of the role's axes. The types of data and of
-    idle axes depend on no size, which is 1 here."""
+    """Return for each role (data, for microbatches, first) the product of its axes' sizes, on which types depend; 1 for data and idle,
+    whose types don't depend on it."""
     sizes = {Role.DATA: 1}
     for axis, role in zip(mesh, roles, strict=True):
         counted = axis.size if role.shards_parameters or role.shards_sequence else 1
@@ -58,10 +58,10 @@ def role_sizes(mesh: tuple[Axis, ...], roles: tuple[Role, ...]) -> dict[Role, in
 
 
 class LayerTypes:
-    """The types of a graph's layer classes, each solved once. Prices and programs both read them here, so that they have the same.
+    """The types of a graph's layer classes, solved once, for cost model and programs alike.
 
     ``solve(cls, role, size)`` returns the types of a layer class on axes in a role with the size of ``role_sizes``, or ``None`` if the role
-    is inadmissible; the default is the op-level optimum.
+    is infeasible; the default is the op-level optimum.
     """
 
     def __init__(self, graph: Graph, solve: Solve | None = None) -> None:
@@ -70,14 +70,14 @@ class LayerTypes:
         self._found: dict[tuple[str, Role, int], AxisTypes | None] = {}
 
     def on(self, cls_name: str, role: Role, size: int) -> AxisTypes | None:
-        """The types of a layer class in one role; ``None`` if it is inadmissible."""
+        """Return the types of a layer class in a role; ``None`` if infeasible."""
         key = cls_name, role, size
         if key not in self._found:
             self._found[key] = self._solve(self.graph.classes[cls_name], role, size)
         return self._found[key]
 
     def by_role(self, cls_name: str, mesh: tuple[Axis, ...], roles: tuple[Role, ...]) -> dict[Role, AxisTypes] | None:
-        """The types in every role of ``roles``, and on the microbatch axis (data); ``None`` if a role is inadmissible."""
+        """Return the types in every role of ``roles``, and on the microbatch axis (data); ``None`` if one is infeasible."""
         found = {}
         for role, size in role_sizes(mesh, roles).items():
             types = self.on(cls_name, role, size)
@@ -94,7 +94,7 @@ class LayerTypes:
 def layer_sharding(
     types: LayerTypes, layer: int, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int
 ) -> Sharding | None:
-    """Types on the microbatch axis (first) and every axis of the mesh; ``None`` if a role is inadmissible."""
+    """Return types on the microbatch axis (first) and every mesh axis; ``None`` if a role is infeasible."""
     found = types.by_role(types.graph.layers[layer].cls, mesh, strategy.roles)
     if found is None:
         return None
@@ -103,11 +103,10 @@ def layer_sharding(
 
 
 def plan_shardings(graph: Graph, plan: Plan) -> tuple[Sharding, ...]:
-    """One sharding per layer of the plan.
+    """Return the shardings of the plan's layers.
 
-    Raises:
-        UsageError: the graph has another number of microbatches, a layer does not admit a role, its roles cannot be combined, or layers
-            that share a parameter would store it differently.
+    Raises ``UsageError`` if the graph has another number of microbatches, a role is infeasible for a layer, its roles can't be combined,
+    or layers that share a parameter would store it differently.
     """
     if graph.accumulated not in (1, plan.microbatches):
         raise UsageError(
@@ -137,7 +136,7 @@ def plan_shardings(graph: Graph, plan: Plan) -> tuple[Sharding, ...]:
 
 
 def _refused(types: LayerTypes, plan: Plan, layer: int) -> str:
-    """The first role of the layer's strategy that the layer does not admit, and the reason."""
+    """Return why the first infeasible role of the layer's strategy is so."""
     strategy = plan.layers[layer].strategy
     for role, size in role_sizes(plan.mesh, strategy.roles).items():
         if types.on(plan.layers[layer].cls, role, size) is None:
@@ -146,7 +145,7 @@ def _refused(types: LayerTypes, plan: Plan, layer: int) -> str:
 
 
 def _check_shapes(graph: Graph, index: int, sharding: Sharding) -> None:
-    """Raise unless the axes together divide every value of the layer into whole shares."""
+    """Raise ``UsageError`` unless the axes together divide every value of the layer."""
     layer = graph.layers[index]
     padded = padding(graph.classes[layer.cls]).groups
     for value, types in typed_values(graph.classes[layer.cls].graph, sharding):
@@ -161,7 +160,7 @@ def _check_shapes(graph: Graph, index: int, sharding: Sharding) -> None:
 
 
 def _check_borders(graph: Graph, shardings: list[Sharding]) -> None:
-    """Raise unless every value that goes from one layer to another has whole shares at every step of its conversion."""
+    """Raise ``UsageError`` unless every value between layers is divisible at every step of its conversion."""
     made = {name: (i, k) for i, layer in enumerate(graph.layers) for k, name in enumerate(layer.outputs)}
     for reader, layer in enumerate(graph.layers):
         for name, placeholder in zip(layer.activations, placeholders(graph.classes[layer.cls]), strict=False):
@@ -180,7 +179,7 @@ def _check_borders(graph: Graph, shardings: list[Sharding]) -> None:
 
 
 def _stored(graph: Graph, layer: int, name: str, sharding: Sharding) -> tuple[SpmdType, ...]:
-    """The types of a parameter on every axis of the mesh, in one of its layers."""
+    """Return the types of a parameter on every mesh axis, in one of its layers."""
     return tuple(_parameter_type(graph, layer, name, types) for types in sharding.types[1:])
 
 

@@ -75,11 +75,11 @@ _OWN_TOKENS = (
 
 
 def boundary(cls: LayerClass, role: Role, value: Value) -> SpmdType | None:
-    """The type of an activation at a layer's border under ``role``; ``None`` if the value lacks the role's dim.
+    """Return the type of an activation at a layer's border under ``role``; ``None`` if the value lacks the role's dim.
 
     Dim 0 is the batch, dim 1 the sequence: every captured layer passes its activations on in this form. A value without a batch dim
-    (T5's position bias) is computed from parameters alone, and has their type. A 0-d value (a layer's own loss) is a term of the whole
-    batch's value if the batch is cut.
+    (T5's position bias) only depends on parameters, and has their type. A 0-d value (a layer's auxiliary loss) is a partial sum if the
+    batch is sharded.
     """
     if not value.shape:
         return P if role.replicates_parameters else I
@@ -95,14 +95,14 @@ def boundary(cls: LayerClass, role: Role, value: Value) -> SpmdType | None:
 
 
 def update_type(role: Role) -> SpmdType:
-    """The type of a buffer's new value: every rank has all of it."""
+    """Return the type of a buffer's new value, which is replicated."""
     return I if role is Role.IDLE else R
 
 
 class Problem:
-    """Options, costs and readers of every node. ``feasible`` is false if some node has no option at all.
+    """Options, costs and readers of every node. ``feasible`` is false if some node has no option.
 
-    With ``in_time`` only options that microbatches allow one after the other are legal: no kernel, and no collective.
+    With ``in_time`` only options for sequential microbatches are legal: no kernels or collectives.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Problem:
         *,
         in_time: bool = False,
     ) -> None:
-        """``batched`` are the types under data parallelism, for the roles that leave the batch alone."""
+        """``batched`` are the types under data parallelism, for roles that don't shard the batch."""
         self.cls, self.role, self.size, self.fixed, self.in_time = cls, role, size, fixed, in_time
         self._batched = batched or {}
         self._op_costs: dict[str, tuple[float, float]] = {}
@@ -125,7 +125,7 @@ class Problem:
         self._inputs = placeholders(cls)
         self._weights = {node.name for node in parameter_nodes(cls)}
         self._replicated = self._from_weights() if role in _OWN_TOKENS else set()
-        # For activations, one row of the batch: the weight of compute against parameters must not grow with the batch.
+        # activations count for one row of the batch: the trade-off against parameters must not depend on the batch
         self._row = 1.0 / max((v.shape[0] for v in (*cls.activations, *cls.inputs) if cls.batched(v)), default=1)
         self.nodes = {node.name: node for node in cls.graph.graph.nodes if node.op != "output"}
         self.options: dict[str, list[Candidate]] = {name: self._options(node) for name, node in self.nodes.items()}
@@ -153,22 +153,20 @@ class Problem:
         return all(self.options.values())
 
     def cost(self, name: str) -> list[float]:
-        """The costs of the node's options, in units of the highest."""
+        """Return the costs of the node's options, in units of the highest."""
         return [
             self._compute_s(self.nodes[name], option) / self.dearest_s + self._repetition(name, option)
             for option in self.options[name]
         ]
 
     def _repetition(self, name: str, option: Candidate) -> float:
-        """An extra cost for replicated ops, in roles with whole parameters: these roles divide only activations, so an op that all ranks
-        repeat costs as much as the most expensive item. Otherwise small sizes, where collectives' waits outweigh arithmetic, would find
-        another solution."""
+        """Return an extra cost for replicated ops under roles that only shard activations: as much as the highest cost. Otherwise small
+        sizes, where latencies outweigh compute, would have another solution."""
         alone = option.letter is None and not option.linear and bool(option.operands)
         return 1.0 if self.role in _OWN_TOKENS and alone and self._flow[name] and name not in self._replicated else 0.0
 
     def conversion_cost(self, name: str, source: SpmdType, target: SpmdType) -> float:
-        """The cost of converting the node's value from ``source`` to ``target``, in units of the highest; infinite if no conversion
-        exists."""
+        """Return the cost of converting the node's value, in units of the highest; infinite if there is no conversion."""
         if source == target:
             return 0.0
         key = name, source, target
@@ -200,7 +198,7 @@ class Problem:
         return seconds / self.dearest_s + waits * COLLECTIVE_SHARE + CONVERSION_SHARE
 
     def objective(self, chosen: dict[str, int]) -> float:
-        """The cost of a choice of one option (by index) per node, in units of the highest."""
+        """Return the cost of one option (by index) per node, in units of the highest."""
         total = 0.0
         for name, index in chosen.items():
             produced = self.options[name][index].result
@@ -223,8 +221,8 @@ class Problem:
         return [option for option in found if self._whole(node, option) and self._plays(node, option)]
 
     def _from_weights(self) -> set[str]:
-        """The values that are computed from parameters alone. Roles under which these are whole do not slice them: gathering the values
-        that they are multiplied with would cost fewer collectives and more bytes, which small sizes cannot tell."""
+        """Return the values that only depend on parameters. Roles with unsharded parameters don't slice them: gathering what they are
+        multiplied with would be fewer collectives but more bytes, a trade-off that small sizes get wrong."""
         found = set(self._weights)
         for node in self.cls.graph.graph.nodes:
             if node.op == "call_function" and operands(node) and all(value.name in found for value in operands(node)):
@@ -234,9 +232,9 @@ class Problem:
     def _plays(self, node: fx.Node, option: Candidate) -> bool:
         """Whether the role allows this kind of option.
 
-        Keys and values rotate under ``RING`` alone, and there always. Under Ulysses, attention is sharded by heads. Neither role shards
-        the batch in place of the sequence: exchanging one for the other moves fewer bytes in a layer, but it is data parallelism, for
-        which the batch has to be large enough.
+        Keys and values rotate under ``RING``, only there and always. Under Ulysses, attention is sharded by heads. Neither role may reshard
+        from the sequence to the batch: that moves fewer bytes in a layer, but it is data parallelism, for which the batch must be large
+        enough.
         """
         if self.role not in (Role.ULYSSES, Role.RING):
             return option.kernel != "ring_attention"
@@ -250,11 +248,11 @@ class Problem:
         return option.result.dim == len(shape_of(node)) - 3
 
     def _fits(self, name: str, shape: tuple[int, ...], t: SpmdType) -> bool:
-        """Whether the value may be sharded in this way, with padding where that is allowed."""
+        """Whether the value may have this type, with padding if allowed."""
         return t.dim is None or shape[t.dim] % self.size == 0 or (name, t.dim) in self._padding.groups
 
     def _whole(self, node: fx.Node, option: Candidate) -> bool:
-        """Whether every rank's share of the sharded dims is whole, with padding where that is allowed."""
+        """Whether the sharded dims are divisible, with padding if allowed."""
         if option.letter is None or option.extent % self.size == 0:
             return True
         types = (*option.operands, option.result)
@@ -262,7 +260,7 @@ class Problem:
         return all(dim is None or (name, dim) in self._padding.groups for name, dim in places)
 
     def _growth(self, name: str, option: Candidate) -> float:
-        """The factor by which padding enlarges the dims that the option shards."""
+        """Return the factor by which padding enlarges the sharded dims."""
         for value, t in zip((*self._padding.reads[name], name), (*option.operands, option.result), strict=True):
             group = None if t.dim is None else self._padding.groups.get((value, t.dim))
             if group is not None:
@@ -294,8 +292,8 @@ class Problem:
         return stored(role, shape, self.size, of_experts) or [I, *pieces]
 
     def _loss(self, name: str) -> None:
-        """The loss starts the backward pass with gradient 1 on every rank, which is right for P and I alone. If gradients of replicated
-        parameters are summed, the loss must be a term of the sum, so a whole loss is zeroed on all ranks but one."""
+        """Restrict the loss, whose gradient is 1 on every rank, to P and I. If gradients of replicated parameters are summed, the loss must
+        be P, so a full loss is zeroed on all ranks but one."""
         if self.role.replicates_parameters:
             self.demands[name].add(P)
         else:
@@ -318,8 +316,8 @@ class Problem:
                 backward = wire.backward if self._flow[node.name] else Collective.NONE
                 share = _WIRE_FACTOR[wire.forward] + _WIRE_FACTOR[backward]
                 seconds += share * wire.bytes() / REFERENCE_LINK_BYTES_PER_S
-        # sequence-parallel borders exist to keep only slices in memory: gathering before a norm instead of after it costs the same on the
-        # wire, and a byte of activation in memory costs as much as one of a parameter
+        # sequence parallelism is meant to save activation memory: gathering before a norm instead of after it moves as many bytes, so a
+        # byte of activation in memory costs as much as one of a parameter
         if self.role is Role.TENSOR_SEQUENCE and self._flow[node.name] and option.result in (I, R):
             seconds += BYTE_HELD_S * _bytes(node)
         return seconds * self._row

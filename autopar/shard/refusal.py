@@ -1,4 +1,4 @@
-"""The reason why a layer does not admit a role, in words."""
+"""Explains why a role is infeasible for a layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autopar.shard.problem import Problem, boundary
 
 
 def refusal(graph: Graph, layer: int, role: Role, size: int) -> str:
-    """The reason why layer ``layer`` (an index) has no solution in ``role`` on ``size`` devices."""
+    """Return why layer ``layer`` (an index) has no solution in ``role`` on ``size`` devices."""
     name = graph.layers[layer].name
     cls = graph.classes[graph.layers[layer].cls]
     for value in (*cls.activations, *cls.outputs):
@@ -40,7 +40,7 @@ def refusal(graph: Graph, layer: int, role: Role, size: int) -> str:
 
 
 def _attention(node: fx.Node, role: Role, size: int) -> str:
-    """The property that an attention op lacks for a role that shards the sequence; empty if it lacks none."""
+    """Return why an attention op doesn't support a role that shards the sequence, or an empty string."""
     if not facts(node).is_attention:
         return ""
     query, key = (shape_of(operand) for operand in operands(node)[:2])

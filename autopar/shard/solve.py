@@ -17,9 +17,9 @@ from autopar.types import SpmdType
 
 
 def solve(cls: LayerClass, role: Role, size: int = 2, fixed: tuple[tuple[str, SpmdType], ...] = ()) -> AxisTypes | None:
-    """The cheapest types for ``cls`` on axes in ``role`` whose sizes multiply to ``size``; ``None`` if there are none.
+    """Return the cheapest types for ``cls`` on axes in ``role`` whose sizes multiply to ``size``; ``None`` if infeasible.
 
-    ``fixed`` pins the types of parameters by placeholder name (a tied weight has one layout in all its layers).
+    ``fixed`` pins types of parameters by placeholder name (a tied weight has one layout in all layers).
     """
     for value in (*cls.activations, *cls.outputs):
         t = boundary(cls, role, value)
@@ -32,10 +32,9 @@ def solve(cls: LayerClass, role: Role, size: int = 2, fixed: tuple[tuple[str, Sp
 
 @cached_for_graphs(maxsize=4096)
 def _shares(cls: LayerClass, size: int, rules: int) -> tuple[float, ...]:
-    """The only properties of an axis's size that a ``Problem`` uses: which extents it divides, and by how much padding would enlarge the
-    others.
+    """Return what a ``Problem`` uses of an axis's size: which dim sizes it divides, and by how much padding would enlarge the others.
 
-    Sizes with equal properties have the same solution: costs are compared at one size for all.
+    Sizes with equal results have the same solution, because costs are compared at a reference size.
     """
     groups = padding(cls).counts
     return (*(extent % size == 0 for extent in _extents(cls, rules)), *(padded(n, size) / n for n in groups))
@@ -43,7 +42,7 @@ def _shares(cls: LayerClass, size: int, rules: int) -> tuple[float, ...]:
 
 @cached_for_graphs(maxsize=1024)
 def _extents(cls: LayerClass, rules: int) -> tuple[int, ...]:
-    """The extents of all dims of the layer's values, and of all letters of its ops."""
+    """Return the sizes of all dims of the layer's values, and of all letters of its ops."""
     nodes = [node for node in cls.graph.graph.nodes if node.op != "output"]
     dims = {extent for node in nodes if is_tensor(node) for extent in shape_of(node)}
     letters = {c.extent for node in nodes if node.op != "placeholder" for c in candidates(node) if c.letter is not None}
@@ -54,8 +53,8 @@ def _extents(cls: LayerClass, rules: int) -> tuple[int, ...]:
 def _solve(
     cls: LayerClass, role: Role, size: int, fixed: tuple[tuple[str, SpmdType], ...], rules: int
 ) -> AxisTypes | None:
-    """``rules`` is a hash of the table, so that the cache takes account of rules that are registered later."""
-    if role is Role.DATA:  # microbatches have these types too: options legal for them come before cheaper ones
+    """Solve; ``rules`` is a hash of the table, so that the cache notices rules that are registered later."""
+    if role is Role.DATA:  # also the microbatches' types: prefer options that are legal for them
         found = _optimum(Problem(cls, role, size, dict(fixed), in_time=True))
         if found is not None:
             return found

@@ -23,7 +23,7 @@ BILLION = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The values to try: numbers of devices, GPU kinds, tokens in a sequence, rows of the global batch (``None``: the model's own)."""
+    """The values to try: numbers of devices, GPU kinds, sequence lengths, global batch sizes (``None``: the model's default)."""
 
     devices: tuple[int, ...]
     gpus: tuple[str, ...]
@@ -39,8 +39,8 @@ class Range:
 class Cell:
     """One combination of values and the figures of its plan; ``error`` says why there is no plan.
 
-    ``tokens_per_s`` is of all devices (images, for an image model). ``cost_per_billion_tokens`` is in the currency of the prices that
-    were given, ``None`` without one.
+    ``tokens_per_s`` is for all devices (images for an image model). ``cost_per_billion_tokens`` is in the currency of the given prices,
+    or ``None``.
     """
 
     gpu: str
@@ -62,17 +62,13 @@ class Cell:
 
 
 class CaptureSized(Protocol):
-    """The model's graph with sizes; raises ``AutoparError`` where it cannot have them."""
+    """Returns the model's graph with given sizes; raises ``AutoparError`` if it doesn't support them."""
 
     def __call__(self, *, seq: int | None, global_batch: int | None) -> Graph: ...
 
 
 def numbers(text: str, option: str) -> tuple[int, ...]:
-    """``"8..1024"`` doubles from 8 up to 1024, ``"8,24"`` are two numbers, and parts of both forms may be joined by commas.
-
-    Raises:
-        UsageError: another text, or a range that ends before it begins.
-    """
+    """Parse ``"8..1024"`` (doubling), ``"8,24"``, or a combination. Raises ``UsageError`` for other text or an empty range."""
     found: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)\s*(?:\.\.\s*(\d+))?\s*", part)
@@ -86,10 +82,9 @@ def numbers(text: str, option: str) -> tuple[int, ...]:
 
 
 def read_prices(texts: Sequence[str]) -> dict[str, float]:
-    """Prices of a GPU for an hour, from ``"2.5"`` (any GPU, kept as ``"*"``) or ``"H100-80GB=2.5"``.
+    """Parse prices of a GPU hour: ``"2.5"`` (any GPU, as ``"*"``) or ``"H100-80GB=2.5"``.
 
-    Raises:
-        UsageError: no number, or a GPU that is not known.
+    Raises ``UsageError`` for an invalid number or an unknown GPU.
     """
     found: dict[str, float] = {}
     for text in texts:
@@ -105,7 +100,7 @@ def read_prices(texts: Sequence[str]) -> dict[str, float]:
 
 
 def clusters(asked: Range) -> Iterator[Cluster]:
-    """The clusters of a range: whole nodes of the kind's own size, or part of one."""
+    """Yield the clusters of a range: full nodes of the kind's size, or part of one."""
     for gpu in asked.gpus:
         name = hardware.find(gpu)
         node = hardware.table()[name].get("gpus_per_node", hardware.GPUS_PER_NODE)
@@ -126,11 +121,11 @@ def sweep(
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
     pricer_of: PricerOf | None = None,
 ) -> list[Cell]:
-    """Plans every cell, one graph after the other; ``prices`` are prices of a GPU for an hour (``read_prices``).
+    """Plan every cell, one graph after the other; ``prices`` are those of a GPU hour (``read_prices``).
 
     Raises:
-        AutoparError: a model that cannot be captured.
-        BatchError: the model cannot have any of the sequences and batches.
+        AutoparError: the model can't be captured.
+        BatchError: the model supports none of the sequence lengths and batches.
     """
     found: list[Cell] = []
     refused: list[BatchError] = []

@@ -18,10 +18,9 @@ _PANELS = (
 
 
 def plot(cells: Sequence[Cell], path: Path, title: str) -> None:
-    """Writes the picture (``.png``, ``.svg`` or ``.pdf``).
+    """Write the picture (``.png``, ``.svg`` or ``.pdf``).
 
-    Raises:
-        UsageError: matplotlib is not there, nothing was feasible, or the file cannot be written.
+    Raises ``UsageError`` if matplotlib isn't installed, no cell has a plan, or the file can't be written.
     """
     panels = [panel for panel in _PANELS if any(getattr(cell, panel[0]) is not None for cell in cells)]
     if not panels:

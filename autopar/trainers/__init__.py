@@ -1,4 +1,4 @@
-"""Models of trainers other than autopar's emitted programs: prices of a plan as Megatron-LM, FSDP or DeepSpeed would run it."""
+"""Cost models of other trainers: a plan as Megatron-LM, FSDP or DeepSpeed would run it."""
 
 from autopar.trainers.model import OtherTrainer
 

@@ -1,4 +1,4 @@
-"""Attention without flash attention: products and pointwise ops over a matrix of scores, which stays in memory for the backward pass."""
+"""Unfused attention: products and pointwise ops over a score matrix, which is saved for the backward pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopar.price.trace import INTERNAL, OUTPUT, Saved, Trace
 
 
 def with_scores(run: Trace, nodes: Sequence[fx.Node]) -> Trace:
-    """The trace with the scores of every attention op saved instead of its result and one float per row."""
+    """Replace the saved result and log-sum-exp of every attention op by its scores."""
     attention = {node.name: node for node in nodes if cost.is_attention(node)}
     saved: list[Saved] = []
     storage = 1 + max([*run.extent, *(entry.storage for entry in run.saved)], default=0)
@@ -30,7 +30,7 @@ def with_scores(run: Trace, nodes: Sequence[fx.Node]) -> Trace:
 
 
 def unfuse_attention(costs: Draft) -> None:
-    """Charge attention for its products over the full matrix of scores, and for passing the scores from step to step."""
+    """Cost attention as products over the full score matrix, and passes over it in memory."""
     for i, node in enumerate(costs.nodes):
         if cost.is_attention(node):
             differentiable = costs.run.requires_grad[node.name]
@@ -41,9 +41,9 @@ def unfuse_attention(costs: Draft) -> None:
 
 
 def _slot(costs: Draft, index: int, node: fx.Node, differentiable: bool) -> OpSlot:
-    """The scores, which the steps of attention write and read one after the other.
+    """Return the cost of reading and writing the scores.
 
-    Forward: a product writes them, softmax reads and writes, a product reads; dropout reads, writes, and writes a mask of bytes.
+    Forward: a product writes them, softmax reads and writes, a product reads; dropout reads, writes, and writes a byte mask.
     Backward: a product writes, dropout reads and writes, softmax reads twice and writes, two products read.
     """
     probabilities, *dropped = _scores(node)
@@ -54,7 +54,7 @@ def _slot(costs: Draft, index: int, node: fx.Node, differentiable: bool) -> OpSl
 
 
 def _scores(node: fx.Node) -> list[torch.Tensor]:
-    """The tensors of scores that attention saves, on meta: the probabilities, and with dropout its mask and the dropped probabilities."""
+    """Return the scores that attention saves, on meta: the probabilities, and with dropout its mask and the dropped probabilities."""
     query, key = (operand.meta["val"] for operand in cost.tensor_operands(node)[:2])
     shape = (*node.meta["val"].shape[:-1], key.shape[-2])
     scores = torch.empty(shape, dtype=query.dtype, device="meta")

@@ -1,4 +1,4 @@
-"""The flags with which Megatron-LM and torchtitan describe a plan, as autopar's pins and sizes."""
+"""Converts flags of Megatron-LM and torchtitan to autopar's pins and sizes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autopar.pins import PINS
 from autopar.techniques import LAYER
 
 MICROBATCH, SEQUENCE = "microbatch", "sequence"
-"""The names of values that are neither pins nor sizes of the batch: the sequences of a microbatch, Megatron-LM's sequence parallelism."""
+"""Names of values other than pins and batch sizes: sequences per microbatch, Megatron-LM's sequence parallelism."""
 
 
 def _whole(text: str) -> int:
@@ -24,8 +24,8 @@ def _sharded(text: str) -> int:
     return 3 if _whole(text) > 1 else 0
 
 
-# What a flag decides, and its value: made from the flag's text by a function, or the same for all flags without a text. Techniques read
-# the texts of theirs together.
+# flag -> what it decides, and its value: a function of the flag's text, or a constant for flags without one; techniques read the texts of
+# their flags together
 FLAGS: dict[str, tuple[str, Callable[[str], Any] | int | str | bool]] = {
     "--tensor-model-parallel-size": ("tensor", _whole),
     "--pipeline-model-parallel-size": ("pipeline", _whole),
@@ -53,10 +53,9 @@ FLAGS: dict[str, tuple[str, Callable[[str], Any] | int | str | bool]] = {
 
 
 def read_flags(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Return the pins, each as ``KEY=VALUE``, and the other values, by name, of ``--flag value`` or ``--flag=value``.
+    """Return pins as ``KEY=VALUE``, and the other values by name, from ``--flag value`` or ``--flag=value``.
 
-    Raises:
-        UsageError: a flag that is not in ``FLAGS``, a flag without its value, or a value that the flag cannot have.
+    Raises ``UsageError`` for an unknown flag, and for a missing or invalid value.
     """
     values: dict[str, Any] = {}
     queue = list(words)

@@ -1,4 +1,4 @@
-"""One model for trainers other than autopar's programs: switches for their kernels, their copies of gradients, and their overlap."""
+"""A configurable cost model of other trainers: kernels, gradient copies, overlap."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from autopar.types import Collective
 
 @dataclass(frozen=True)
 class OtherTrainer(TrainerModel):
-    """A trainer, described by its kernels, gradient copies and overlaps.
+    """A trainer, described by its kernels, gradient copies and overlap.
 
-    All such trainers hide the latency of data parallelism's collectives behind each other, allocate nothing at stage borders, replace
-    PyTorch's cross entropy, and under ZeRO 2 and 3 prefetch the next layer's parameters.
+    All of them pipeline data-parallel collectives (hiding latency), allocate nothing at stage borders, replace PyTorch's cross entropy, and
+    prefetch the next layer's parameters under ZeRO 2 and 3.
 
     ==================  ==============================================================================================
     ``flash``           flash attention, which saves no scores
@@ -140,7 +140,7 @@ class OtherTrainer(TrainerModel):
     def sharded_copies_s(
         self, gathered_bytes: float, gradient_bytes: float, reduced_bytes: float, cluster: Cluster
     ) -> tuple[float, float]:
-        """None: the figures of published runs were fitted without."""
+        """Return zeros: the constants of published runs were fitted without them."""
         return 0.0, 0.0
 
     def exposed_tensor_s(self, communication_s: float) -> float:

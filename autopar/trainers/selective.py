@@ -17,7 +17,7 @@ from autopar.sharding import AxisTypes
 
 
 class PublishedSelection(Selection):
-    """The same entries whatever the types. Published memory counts the remaining entries of the plain run; no collective is repeated."""
+    """A selection that doesn't depend on types. Published memory counts the saved entries of a plain run; collectives aren't repeated."""
 
     def under(
         self, types: tuple[AxisTypes, ...], ops: Sequence[fx.Node], saved: Sequence[Saved], moves: tuple[Move, ...]
@@ -41,10 +41,10 @@ class PublishedSelection(Selection):
 def select_published(
     ops: Sequence[fx.Node], run: Trace, plain: Sequence[Saved], flash: bool
 ) -> tuple[tuple[Saved, ...], Selection]:
-    """The entries that published runs save, and the selection among them.
+    """Return the entries that published runs save, and the selection among them.
 
     Without flash attention, the scores are recomputed and everything else is saved (arXiv:2205.05198). With it, torchtitan's per-op
-    policy: attention and every second matrix product save their results, the rest runs again.
+    policy: attention and every second matrix product save their results, the rest is recomputed.
     """
     attention = {node.name for node in ops if cost.is_attention(node)}
     found = list(plain)

@@ -1,4 +1,4 @@
-"""The local page of ``autopar ui``: a server for one user on 127.0.0.1, and the worker process that plans for it."""
+"""The local page of ``autopar ui``: a server for one user on 127.0.0.1, and its worker process."""
 
 from autopar.ui.server import Choices, Server
 

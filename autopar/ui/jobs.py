@@ -1,4 +1,4 @@
-"""Plans and programs as jobs of one worker process, one after the other, each with its progress; a job that runs can be cancelled."""
+"""A queue of planning jobs for one worker process, with progress and cancellation."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from autopar.errors import UsageError
 
 WAITING, RUNNING, DONE, FAILED, CANCELLED = "waiting", "running", "done", "failed", "cancelled"
 MOST_JOBS = 60
-"""Older ones are forgotten, their files too."""
+"""Older jobs are deleted with their files."""
 MOST_WAITING = 16
 
 
 @dataclass
 class Job:
-    """``kind`` is ``plan`` or ``program``; results are files in ``folder``. ``stages`` are the stages so far, each with its latest text."""
+    """``kind`` is ``plan`` or ``program``; results are files in ``folder``. ``stages`` has each stage so far with its latest text."""
 
     number: str
     kind: str
@@ -52,7 +52,7 @@ class Job:
 
 
 class Jobs:
-    """``command`` starts the worker: it reads jobs from its standard input and writes progress to its standard output, as JSON lines."""
+    """``command`` starts the worker, which reads jobs from standard input and writes progress to standard output, as JSON lines."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = list(command)
@@ -67,7 +67,7 @@ class Jobs:
 
     def _start(self) -> subprocess.Popen[str]:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
-        environment["HF_HUB_OFFLINE"] = "1"  # a configuration is data: nothing that it names is fetched
+        environment["HF_HUB_OFFLINE"] = "1"  # a configuration must not fetch anything
         return subprocess.Popen(
             self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=os.getcwd()
         )
@@ -76,7 +76,7 @@ class Jobs:
         return Path(tempfile.mkdtemp(dir=self.folder))
 
     def submit(self, kind: str, arguments: list[str], folder: Path) -> Job:
-        """Add a job to the queue. Raises ``UsageError`` where ``MOST_WAITING`` wait already."""
+        """Add a job to the queue. Raises ``UsageError`` if it has ``MOST_WAITING`` jobs."""
         job = Job(secrets.token_hex(8), kind, arguments, folder)
         with self._changed:
             if len(self._queue) >= MOST_WAITING:
@@ -92,14 +92,14 @@ class Jobs:
         return job
 
     def find(self, number: str) -> Job:
-        """Raises ``UsageError`` where there is no such job (any more)."""
+        """Return a job. Raises ``UsageError`` if it doesn't exist (any more)."""
         with self._changed:
             if number not in self._jobs:
                 raise UsageError("there is no such plan (any more)", "plan again")
             return self._jobs[number]
 
     def cancel(self, number: str) -> Job:
-        """End a job that waits or runs; another one stays as it is."""
+        """Cancel a job that waits or runs."""
         job = self.find(number)
         with self._changed:
             if job.state == WAITING:
@@ -141,7 +141,7 @@ class Jobs:
             self._keep_worker()
 
     def _keep_worker(self) -> None:
-        """Start the worker again where it has ended: the next job finds it ready."""
+        """Restart the worker if it has ended, ready for the next job."""
         with self._changed:
             if self._worker.poll() is not None and not self._closed:
                 self._end_worker()
@@ -154,7 +154,7 @@ class Jobs:
             self._worker.stdin.write(json.dumps(call) + "\n")
             self._worker.stdin.flush()
         except OSError:
-            pass  # it died: its output has ended too
+            pass  # it died, which the end of its output shows
         for line in self._worker.stdout:
             news = json.loads(line)
             with self._changed:

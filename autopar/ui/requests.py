@@ -1,7 +1,7 @@
-"""What the page asks for, as arguments of ``autopar plan``: the command line and the page have one reading of a request.
+"""Converts requests of the page to arguments of ``autopar plan``.
 
-The page may name models of the zoo, those that the user named when the server started, and configurations that it sends; it may name
-devices by kind and send cluster files. It may not name files.
+The page may name zoo models and those that the user named when the server started, or send a configuration; it may name devices by kind
+or send a cluster file. It may not name files.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ _KEYS = ("model", "config", "name", "devices", "cluster", "options", "pins", "pi
 
 
 def arguments(request: Any, models: Collection[str], folder: Path) -> list[str]:
-    """The arguments of ``autopar plan``; what the page sent as text is written into ``folder``.
+    """Return the arguments of ``autopar plan``; files that the page sent are written into ``folder``.
 
-    Raises:
-        UsageError: anything that is not such a request.
+    Raises ``UsageError`` for an invalid request.
     """
     if not isinstance(request, dict) or not set(request) <= set(_KEYS):
         raise UsageError(

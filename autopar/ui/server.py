@@ -1,8 +1,8 @@
-"""The HTTP server of ``autopar ui``: on 127.0.0.1, for those who know the token in its address.
+"""The HTTP server of ``autopar ui`` on 127.0.0.1, protected by a token in its address.
 
-Every request needs the token in its path, this server's name in ``Host``, and no other origin: pages of other sites, which a browser
-would let send requests here, get 403, also where their name was made to mean 127.0.0.1. Files are served by names that the server knows,
-never by a path, and each has one spelling. Reports run in a sandbox without an origin. Connections and waiting jobs are limited.
+Every request needs the token in its path, this server's name in ``Host``, and no other origin: cross-site requests get 403, also with DNS
+rebinding. Files are served by names that the server knows, never by a path, in one canonical spelling. Reports run in a sandbox without
+an origin. Connections and waiting jobs are limited.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from autopar.ui.jobs import DONE, Job, Jobs
 from autopar.ui.requests import arguments
 
 MOST_BYTES = 2_000_000  # of a request
-_FILE_BYTES = 2_000_000  # of a file that is shown
+_FILE_BYTES = 2_000_000  # maximum size of a file to show
 MOST_CONNECTIONS = 32
 _SAFE = "/!'()*~"  # as the page's script spells paths
-_IDLE_S = 15  # after which a connection without a request is closed
+_IDLE_S = 15  # before an idle connection is closed
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; frame-src 'self'; img-src 'self' data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -56,7 +56,7 @@ _STATIC = {
 
 @dataclass(frozen=True)
 class Choices:
-    """What the page offers: ``models`` and ``devices`` as JSON objects with a ``name``, the table of pins, and more for the page."""
+    """The page's options: ``models`` and ``devices`` as JSON objects with a ``name``, the table of pins, and the version."""
 
     models: Sequence[dict[str, Any]]
     devices: Sequence[dict[str, Any]]
@@ -65,7 +65,7 @@ class Choices:
 
 
 class Server:
-    """Listens from the start; ``serve`` answers until ``close`` is called (by another thread, or after an interrupt)."""
+    """Listens when it is created; ``serve`` handles requests until ``close`` is called by another thread, or an interrupt."""
 
     def __init__(self, choices: Choices, worker: Sequence[str], port: int = 0) -> None:
         handler = type("Handler", (_Handler,), {"ui": self})
@@ -85,8 +85,7 @@ class Server:
         return f"http://127.0.0.1:{self.port}/{self.token}/"
 
     def door(self) -> Path:
-        """A page that leads to the address, for this user's browser alone: an address in the browser's arguments would be in the list of
-        processes, and with it the token."""
+        """Return a file that redirects this user's browser to the address: as an argument, the token would be in the process list."""
         file = self.jobs.folder / "autopar.html"  # the folder is this user's
         refresh = (
             f'<meta charset="utf-8"><meta http-equiv="refresh" content="0; url={self.address}"><title>autopar</title>'
@@ -107,11 +106,11 @@ class Server:
         self.stop()
 
     def stop(self) -> None:
-        """``close`` where ``serve`` has returned."""
+        """``close`` after ``serve`` has returned."""
         self._http.server_close()
         self.jobs.close()
 
-    # -- what the paths mean: (method, path) -> (status, type, content) --
+    # -- routes: (method, path) -> (status, type, content) --
 
     def answer(self, method: str, path: str, body: Any) -> tuple[int, str, bytes]:
         if method == "GET" and path in _STATIC:
@@ -176,7 +175,7 @@ class Server:
 
 
 def _program_files(job: Job) -> dict[str, Path]:
-    """The text files of the program by their names, those that one reads first in front."""
+    """Return the program's text files by name, the most important first."""
     folder = job.folder / "program"
     found = [file for file in folder.rglob("*") if file.is_file() and file.suffix in (".py", ".json", ".md", ".txt")]
     first = ("train.py", "model.py", "plan.json")
@@ -186,7 +185,7 @@ def _program_files(job: Job) -> dict[str, Path]:
 
 
 def _shown(word: str) -> str:
-    """An argument as one would write it, without folders of the server."""
+    """Return an argument without the server's folders."""
     name, _, value = word.partition("=")
     value = Path(value).name if name == "--devices" else value
     return f"{name} {shlex.quote(value)}"
@@ -197,7 +196,7 @@ def _json(data: Any, status: int = 200) -> tuple[int, str, bytes]:
 
 
 class _Http(ThreadingHTTPServer):
-    """A thread for each of at most ``MOST_CONNECTIONS`` connections; others are closed at once."""
+    """An HTTP server with a thread for each of at most ``MOST_CONNECTIONS`` connections."""
 
     daemon_threads = True
 
@@ -220,13 +219,13 @@ class _Http(ThreadingHTTPServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nothing for a client that went away; a traceback of anything else is on the terminal."""
+        """Ignore disconnected clients; print a traceback of other errors."""
         if not isinstance(sys.exception(), OSError):
             traceback.print_exc()
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Checks who asks, and answers."""
+    """Authenticates and answers requests."""
 
     ui: ClassVar[Server]
     protocol_version = "HTTP/1.1"
@@ -234,7 +233,7 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "autopar", ""
 
     def _refused(self) -> str:
-        """Why the request is not answered; empty if it is."""
+        """Return why the request is refused, or an empty string."""
         names = {f"{name}:{self.ui.port}" for name in ("127.0.0.1", "localhost")}
         if self.headers.get("Host") not in names:
             return "the request is for another host"
@@ -263,7 +262,7 @@ class _Handler(BaseHTTPRequestHandler):
             status, kind, content = _json({"error": error.message, "hint": error.hint or ""}, 400)
         except Exception as error:
             traceback.print_exc()
-            hint = "this is a fault in autopar; the terminal of `autopar ui` has the traceback"
+            hint = "this is a bug in autopar; the terminal of `autopar ui` has the traceback"
             status, kind, content = _json({"error": f"{type(error).__name__}: {error}", "hint": hint}, 500)
         self._send(status, kind, content)
 
@@ -287,8 +286,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise UsageError(f"the request is not JSON: {error}", "send a JSON object") from error
 
     def _discard(self, size: int) -> None:
-        """Read a body that is too large and drop it, up to ten times what a request may have: most clients read no answer while they still
-        send."""
+        """Read and drop a body that is too large, up to ten times the limit: most clients read no answer while they send."""
         left = min(size, 10 * MOST_BYTES)
         while left > 0 and (part := self.rfile.read(min(left, 1 << 16))):
             left -= len(part)
@@ -311,4 +309,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: the address has the token, and terminals are shared."""
+        """Log nothing: the address has the token."""

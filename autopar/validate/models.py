@@ -1,8 +1,7 @@
-"""From an architecture's sizes to a captured graph, as for a zoo model, but with only a few captured blocks, which are then repeated.
+"""Captures the graph of an architecture with a few blocks, which are then repeated.
 
-A model of 105 equal blocks is captured with three: the first, one in the middle, the last. If the middle one has the class of
-its neighbours, a model of any depth is the same graph with the middle layer repeated (``deepen``): the graph that capturing the whole
-model would give, in a fraction of the time.
+A model of 105 equal blocks is captured with three: the first, one in the middle, the last. If the middle one has the class of its
+neighbours, a deeper model is the same graph with the middle layer repeated (``deepen``), in a fraction of the time of capturing it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _HEAD_DIM, _TOKENS = 64, 2048  # sizes of ``textbook``
 
 
 def config_of(a: Architecture, layers: int) -> dict[str, Any]:
-    """A transformers configuration of the architecture with ``layers`` blocks."""
+    """Return a transformers configuration of the architecture with ``layers`` blocks."""
     if not a.gated:
         rate = 0.1 if a.dropout else 0.0
         return {
@@ -65,10 +64,9 @@ def config_of(a: Architecture, layers: int) -> dict[str, Any]:
 
 
 def graph_of(a: Architecture, global_batch: int) -> Graph:
-    """The captured graph of the architecture on a global batch of ``global_batch`` sequences.
+    """Return the captured graph of the architecture on a global batch of ``global_batch`` sequences.
 
-    Raises:
-        RowError: there are no blocks, or the blocks in the middle differ, so that three do not determine a deeper model.
+    Raises ``RowError`` if there are no blocks, or the blocks in the middle differ.
     """
     if a.layers < 1:
         raise RowError("n_layers = 0")
@@ -78,10 +76,9 @@ def graph_of(a: Architecture, global_batch: int) -> Graph:
 
 
 def textbook(a: Architecture) -> Architecture:
-    """The same architecture at modest sizes, at which the op-level optimum is the textbook layout.
+    """Return the architecture at modest sizes, for which the op-level optimum is the textbook layout.
 
-    A published run has the layout that its trainer's authors wrote, whatever its sizes. For longer sequences and wider blocks the optimum
-    can be another layout that is equal or better.
+    Published runs have their trainer's layout, whatever the sizes, but for longer sequences and wider blocks the optimum can differ.
     """
     width = min(a.hidden // a.heads, _HEAD_DIM)
     inner, odd = divmod(a.ffn * width * a.heads, a.hidden)
@@ -95,7 +92,7 @@ def textbook(a: Architecture) -> Architecture:
 
 
 def textbook_types(graph: Graph, plain: Graph) -> Solve:
-    """A ``Solve`` for ``Pricer``: the types of a layer class are those of ``plain``, the same architecture at modest sizes."""
+    """Return a ``Solve`` for ``Pricer`` that uses the types of ``plain``, the same architecture at modest sizes."""
     last = len(plain.layers) - 1
 
     def solve(cls: LayerClass, role: Role, size: int) -> AxisTypes | None:
@@ -106,7 +103,7 @@ def textbook_types(graph: Graph, plain: Graph) -> Solve:
             return role_types(graph, layer, role, size)
         if {node.name for node in cls.graph.graph.nodes if node.op != "output"} <= found.produced.keys():
             return found
-        # long sequences are captured with other constants: then the parameters take the types of ``plain``, and the rest is solved
+        # long sequences are captured with other constants: then only the parameters take the types of ``plain``
         there = parameter_nodes(plain.classes[plain.layers[at].cls])
         stored = [found.produced[node.name] for node in there]
         names = [node.name for node in parameter_nodes(cls)]
@@ -116,7 +113,7 @@ def textbook_types(graph: Graph, plain: Graph) -> Solve:
 
 
 def deepen(graph: Graph, blocks: int) -> Graph:
-    """``graph`` with the middle one of its ``_CAPTURED`` blocks repeated until it has ``blocks`` blocks."""
+    """Repeat the middle of the ``_CAPTURED`` blocks until ``graph`` has ``blocks`` blocks."""
     more = blocks - _CAPTURED
     if more <= 0:
         return graph

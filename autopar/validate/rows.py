@@ -1,7 +1,7 @@
 """A row of a file of measurements: the model, the machines, the trainer's setting, and the measurements.
 
-Rows are JSON objects with the fields of ``docs/evidence/validation.md``. A field that is missing or ``null`` has the default in the
-table there; a row that lacks a field without a default is refused, and the error names the field.
+Rows are JSON objects with the fields of ``docs/evidence/validation.md``, where missing or ``null`` fields have the defaults in the table.
+A row without a required field is refused with the field's name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autopar.techniques.technique import Technique
 
 
 class RowError(UsageError):
-    """A row that cannot be priced; the message names the field that prevents it."""
+    """A row can't be priced; the message names the field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ class Architecture:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Parallel degrees and training recipe. ``facts`` are words found in the row's prose, such as ``"eager"`` (see ``_FACTS``);
-    ``replicate`` is the number of copies of the state that ZeRO shards."""
+    """Parallel degrees and training recipe. ``facts`` are keywords in the row's prose, such as ``"eager"`` (see ``_FACTS``);
+    ``replicate`` is the number of HSDP replicas."""
 
     data: int
     tensor: int
@@ -73,7 +73,7 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Seconds of a step and peak bytes, ``None`` if the row has none; whether the run failed."""
+    """Seconds of a step and peak bytes, or ``None``; whether the run failed."""
 
     step_s: float | None
     memory_bytes: float | None
@@ -91,7 +91,7 @@ class Row:
     measured: Measured
 
 
-# Words of a row's prose (``_PROSE``) that tell how it was run.
+# keywords in a row's prose (``_PROSE``) on how it was run
 _FACTS = {
     "eager": r"\beager\b",
     "compiled": r"\bcompil",
@@ -116,7 +116,7 @@ _PRECISIONS = SPELLINGS | {TF32: TF32} | dict.fromkeys(("fp8", "float8", "mxfp8"
 
 
 def labels(data: Mapping[str, Any], number: int) -> tuple[str, str, str]:
-    """The row's id, source and group, which only reports use."""
+    """Return the row's id, source and group."""
     source = data.get("source")
     if isinstance(source, Mapping):
         source = source.get("title") or source.get("name") or source.get("url") or "?"
@@ -124,18 +124,14 @@ def labels(data: Mapping[str, Any], number: int) -> tuple[str, str, str]:
 
 
 def read_row(data: Mapping[str, Any], number: int) -> Row:
-    """Read the row into records.
-
-    Raises:
-        RowError: a field without a default is missing, or a value makes no sense.
-    """
+    """Read a row. Raises ``RowError`` for a missing field without a default, or an invalid value."""
     name, source, group = labels(data, number)
     setting = _setting(data)
     return Row(name, source, group, _architecture(data, setting), setting, _hardware(data), measured(data))
 
 
 def _integer(data: Mapping[str, Any], *keys: str, default: int | None = None, least: int = 0) -> int:
-    """The value of the first of ``keys`` that the row has, a whole number of at least ``least``."""
+    """Return the integer of the first of ``keys`` that the row has, at least ``least``."""
     for key in keys:
         value = data.get(key)
         if value is None:
@@ -163,7 +159,7 @@ def _architecture(data: Mapping[str, Any], setting: Setting) -> Architecture:
     if gated is None:
         gated = any(word in family for word in ("llama", "mistral", "mixtral", "qwen", "gemma", "deepseek"))
     dropout = model.get("dropout")
-    if dropout is None:  # float16-era recipes trained with dropout 0.1, today's train without
+    if dropout is None:  # float16-era recipes used dropout 0.1, today's use none
         dropout = 0.1 if setting.precision == "float16" and not gated else 0.0
     tied = model.get("tied_embeddings")
     if hidden % heads:
@@ -235,9 +231,9 @@ def _setting(data: Mapping[str, Any]) -> Setting:
 
 
 def _copies(data: Mapping[str, Any], data_ranks: int, inner: int) -> int:
-    """The number of copies of ZeRO's shards: one, or as many as there are nodes where the row's flags say that each node has a copy.
+    """Return the number of HSDP replicas: one, or the number of nodes if the row's flags say that each node is a replica.
 
-    ``inner`` ranks of tensor and context parallelism are in a node besides the data-parallel ones.
+    A node has ``inner`` tensor- and context-parallel ranks besides the data-parallel ones.
     """
     flags = data.get("flags")
     if not isinstance(flags, list) or not any(str(flag).endswith("within_a_node_only") for flag in flags):
@@ -278,7 +274,7 @@ def _hardware(data: Mapping[str, Any]) -> Hardware:
 
 
 def measured(data: Mapping[str, Any]) -> Measured:
-    """The row's measurements: a step time as published, or computed from the tokens per second, or as derived by the file's author."""
+    """Return the row's measurements: the published step time, or from tokens per second, or as derived by the file's author."""
     printed, derived = data.get("measured") or {}, data.get("derived") or {}
 
     def number(value: object) -> float | None:

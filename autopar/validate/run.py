@@ -18,12 +18,12 @@ from autopar.validate.models import graph_of, textbook, textbook_types
 from autopar.validate.rows import Architecture, Measured, Row, labels, measured, read_row
 from autopar.validate.setting import cluster_of, instrument, trainer_of, write
 
-_ROWS = 8  # sequences in the batch of the graph that gives the layouts
+_ROWS = 8  # batch size of the graph that determines the layouts
 
 
 @dataclass(frozen=True, slots=True)
 class RowOutcome:
-    """One row: its measurements, and the predictions, or the reason why there are none."""
+    """A row's measurements, and its predictions or the reason why there are none."""
 
     id: str
     source: str
@@ -33,8 +33,8 @@ class RowOutcome:
     memory_bytes: int | None
     feasible: bool | None
     reason: str = ""
-    refused: str = ""  # a reason other than memory for which the plan cannot run
-    roomy: bool = False  # whether memory stays below the limit of plans, which is lower than a device's capacity
+    refused: str = ""  # a reason other than memory why the plan can't run
+    roomy: bool = False  # whether memory is below the limit of plans, which is lower than a device's capacity
 
     @property
     def priced(self) -> bool:
@@ -49,11 +49,7 @@ class ValidationReport:
 
 
 def validate(path: str | Path, progress: Callable[[int, int], None] | None = None) -> ValidationReport:
-    """Price every row of the JSON Lines file.
-
-    Raises:
-        UsageError: no such file, or no line of it is a JSON object.
-    """
+    """Price every row of a JSON Lines file. Raises ``UsageError`` if it doesn't exist or has no JSON objects."""
     rows = read_file(path)
     bench = Bench()
     outcomes = []
@@ -65,7 +61,7 @@ def validate(path: str | Path, progress: Callable[[int, int], None] | None = Non
 
 
 def read_file(path: str | Path) -> list[Mapping[str, Any] | str]:
-    """The file's rows; a line that is no JSON object becomes the text of the reason."""
+    """Return the file's rows; a line that isn't a JSON object becomes a string with the reason."""
     try:
         lines = Path(path).read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -93,7 +89,7 @@ class Bench:
         self.clusters: dict[object, Cluster] = {}
 
     def outcome(self, data: Mapping[str, Any] | str, number: int) -> RowOutcome:
-        """The row's outcome; an error that prevents a price becomes its reason."""
+        """Return the row's outcome; an error in pricing becomes its reason."""
         if isinstance(data, str):
             return RowOutcome(f"line {number}", "?", "?", Measured(None, None, False), None, None, None, data)
         names = labels(data, number)
@@ -109,7 +105,7 @@ class Bench:
         except AutoparError as error:
             return RowOutcome(*names, seen, None, None, None, error.message)
         except Exception as error:
-            # one bad row must not end the run: it is listed with its error
+            # a bad row is listed with its error and doesn't end the run
             return RowOutcome(*names, seen, None, None, None, f"{type(error).__name__}: {error}")
         memory = max(stage.memory.total for stage in plan.stages)
         shown = int(instrument(row.setting, memory))
@@ -117,7 +113,7 @@ class Bench:
         return RowOutcome(*names, seen, plan.prediction.step_time_s, shown, memory <= limit, roomy=roomy)
 
     def price(self, row: Row) -> tuple[Plan, int]:
-        """The row as a priced plan, and the memory capacity of a device."""
+        """Return the row's priced plan, and the memory capacity of a device."""
         graph, cluster, pricer = self.prices(row)
         context = Role.ULYSSES if "all-to-all context" in row.setting.facts else Role.RING
         written = write(graph, row.setting, context)
@@ -134,7 +130,7 @@ class Bench:
         return plan, cluster.memory_capacity_bytes
 
     def prices(self, row: Row) -> tuple[Graph, Cluster, Pricer]:
-        """The row's graph and machines, and the prices of its trainer."""
+        """Return the row's graph, cluster, and cost model of its trainer."""
         graph = self.graph(row)
         if row.hardware not in self.clusters:
             self.clusters[row.hardware] = cluster_of(row.hardware)
@@ -147,11 +143,11 @@ class Bench:
         return graph, cluster, self.pricers[key]
 
     def graph(self, row: Row) -> Graph:
-        """The row's model with its global batch."""
+        """Return the row's model with its global batch."""
         return self._captured(row.architecture, row.setting.global_batch)
 
     def plain(self, row: Row) -> Graph:
-        """The same model at modest sizes, for its layouts."""
+        """Return the row's model at modest sizes, for its layouts."""
         return self._captured(textbook(row.architecture), _ROWS)
 
     def _captured(self, architecture: Architecture, batch: int) -> Graph:
@@ -168,7 +164,7 @@ class Bench:
 
 
 def of_groups(outcomes: Iterable[RowOutcome], key: Callable[[RowOutcome], str]) -> dict[str, list[RowOutcome]]:
-    """The outcomes by ``key``, in order of first appearance."""
+    """Group outcomes by ``key``, in order of first appearance."""
     found: dict[str, list[RowOutcome]] = {}
     for outcome in outcomes:
         found.setdefault(key(outcome), []).append(outcome)

@@ -1,4 +1,4 @@
-"""Agreement of predictions with measurements: rank, regret, feasibility, relative errors."""
+"""Scores predictions against measurements: rank correlation, regret, feasibility, relative errors."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from autopar.validate.run import RowOutcome, ValidationReport, of_groups
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The scores of a set of rows. ``spearman`` and ``regret`` compare layouts of one group; over several groups they are means.
+    """The scores of a set of rows. ``spearman`` and ``regret`` compare layouts within a group, and are means over groups.
 
-    ``regret`` is the measured speed of the best layout over that of the layout that is predicted to be fastest (among those predicted
-    feasible, if there are any), minus one. Errors are relative to the measurement; ``None`` if there is none.
+    ``regret`` is the measured speed of the best layout over that of the one predicted to be fastest (among those predicted feasible, if
+    any), minus one. Errors are relative to the measurement.
     """
 
     n_rows: int
@@ -36,7 +36,7 @@ class Score:
 
 
 def score(outcomes: Sequence[RowOutcome]) -> Score:
-    """The score of these rows; ranks are compared within their groups only."""
+    """Return the score of rows; ranks are compared within groups."""
     ran = [o for o in outcomes if not o.measured.failed]
     failed = [o for o in outcomes if o.measured.failed]
     groups = list(of_groups(outcomes, lambda o: o.group).values())
@@ -76,7 +76,7 @@ def _timed(outcomes: Iterable[RowOutcome]) -> list[tuple[float, float, bool]]:
 
 
 def spearman(outcomes: Sequence[RowOutcome]) -> float | None:
-    """Spearman's rank correlation of predicted and measured speed, ties by average rank; ``None`` for fewer than three rows."""
+    """Return Spearman's rank correlation of predicted and measured speed, ties by average rank; ``None`` for fewer than three rows."""
     pairs = _timed(outcomes)
     if len(pairs) < 3:
         return None
@@ -87,7 +87,7 @@ def spearman(outcomes: Sequence[RowOutcome]) -> float | None:
 
 
 def regret(outcomes: Sequence[RowOutcome]) -> float | None:
-    """The loss of speed of the layout predicted fastest against the one measured fastest; ``None`` for fewer than two rows."""
+    """Return the regret of the layout predicted fastest; ``None`` for fewer than two rows."""
     pairs = _timed(outcomes)
     if len(pairs) < 2:
         return None
@@ -110,7 +110,7 @@ def _quantile(values: Sequence[float], q: float) -> float | None:
 
 
 def scores(report: ValidationReport) -> dict[str, Any]:
-    """The scores as JSON: ``overall``, ``sources`` and ``groups`` by name, each a ``Score``."""
+    """Return scores: ``overall``, ``sources`` and ``groups`` by name, each a ``Score``."""
     return {
         "overall": score(report.outcomes),
         "sources": {name: score(rows) for name, rows in of_groups(report.outcomes, lambda o: o.source).items()},

@@ -1,4 +1,4 @@
-"""From a row's degrees, recipe and machines to a mesh, strategies, cuts, a model of the trainer, and a cluster."""
+"""Turns a row's degrees, recipe and machines into a mesh, strategies, cuts, a cost model of the trainer, and a cluster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autopar.validate.rows import Hardware, RowError, Setting
 
 @dataclass(frozen=True)
 class Written:
-    """The arguments of ``search.evaluate`` other than the graph and the cluster."""
+    """The arguments of ``search.evaluate`` except graph and cluster."""
 
     mesh: tuple[Axis, ...]
     bounds: tuple[int, ...]
@@ -28,7 +28,7 @@ class Written:
 
 
 def write(graph: Graph, s: Setting, context: Role) -> Written:
-    """The plan that the row describes; ``context`` is the role of the context-parallel axis."""
+    """Return the plan that the row describes; ``context`` is the role of the context-parallel axis."""
     copies = s.replicate if s.expert == 1 and s.context == 1 else 1
     inner = ("expert", s.expert), ("context", s.context), ("tensor", s.tensor)
     mesh = make_mesh(("replicas", copies), ("data", s.data // s.expert // copies), *inner)
@@ -44,12 +44,12 @@ def write(graph: Graph, s: Setting, context: Role) -> Written:
         zero=s.zero if s.data // s.expert * s.context > 1 else 0,
         activations=s.activations,
     )
-    # if there are no experts, their axis has copies of the parameters too
+    # without experts, the expert axis replicates parameters, too
     dense = dataclasses.replace(strategy.dense, zero=s.zero if s.data * s.context > 1 else 0)
     if dense.zero:
         strategy, dense = (dataclasses.replace(each, replicate=copies) for each in (strategy, dense))
-    # the first and last layer are never recomputed: the head's logits are its last values, and the lookup saves nothing. They form the
-    # root of FSDP's tree of units, whose parameters stay gathered from forward to backward
+    # the first and last layer are never recomputed: the head ends with its logits, and the embedding saves nothing. They form FSDP's root
+    # unit, whose parameters stay gathered from forward to backward
     ends = dataclasses.replace(dense.but(activations=KEEP), zero=2 if is_fsdp(s) and dense.zero else dense.zero)
     strategies = [strategy if graph.classes[layer.cls].experts else dense for layer in graph.layers]
     strategies[0] = strategies[-1] = ends
@@ -61,10 +61,10 @@ def write(graph: Graph, s: Setting, context: Role) -> Written:
 
 
 def cuts(graph: Graph, s: Setting) -> tuple[int, ...]:
-    """The bounds of the stages: equal numbers of blocks; the lookup is in the first stage, the head in the last.
+    """Return stage bounds with equal numbers of blocks, the embedding in the first stage and the head in the last.
 
-    Rows do not say which blocks each stage had. If the number of blocks does not divide, or the head costs as much as several blocks,
-    stages are assumed to have equal arithmetic.
+    Rows don't say which blocks each stage had. If the number of blocks isn't divisible, or the head costs as much as several blocks,
+    stages are assumed to have equal FLOPs.
     """
     stages = s.pipeline * (s.chunks if s.pipeline > 1 else 1)
     blocks = len(graph.layers) - 2
@@ -76,25 +76,25 @@ def cuts(graph: Graph, s: Setting) -> tuple[int, ...]:
     if blocks % stages == 0 and head < figures.HEAVY_HEAD.value:
         each = blocks // stages
         return (0, *(1 + each * i for i in range(1, stages)), len(graph.layers))
-    if (blocks + 2) % stages == 0 and head < figures.HEAVY_HEAD.value:  # lookup and head counted as a block each
+    if (blocks + 2) % stages == 0 and head < figures.HEAVY_HEAD.value:  # embedding and head count as a block each
         each = (blocks + 2) // stages
         return tuple(each * i for i in range(stages + 1))
     return balanced(blocks, head, stages)
 
 
 def balanced(blocks: int, head: float, stages: int) -> tuple[int, ...]:
-    """Stage bounds: each cut is where the running sum of arithmetic first passes the stage's share; every stage gets a layer."""
+    """Return stage bounds with a cut where the running sum of FLOPs passes the stage's share; every stage gets a layer."""
     total = blocks + head
     bounds = [0]
     for stage in range(1, stages):
         share = total * stage / stages
-        at = 1 + min(blocks, int(share) + 1)  # the block that crosses the share comes before the cut
+        at = 1 + min(blocks, int(share) + 1)  # cut after the block that crosses the share
         bounds.append(min(max(at, bounds[-1] + 1), blocks + 2 - (stages - stage)))
     return (*bounds, blocks + 2)
 
 
 def head_weight(graph: Graph) -> float:
-    """The ratio of the last layer's parameters to a block's: a good approximation of the ratio of their arithmetic."""
+    """Return the ratio of the head's parameters to a block's, which approximates that of their FLOPs."""
     size = {
         layer.name: sum(v.numel for p in layer.parameters if len((v := graph.parameters[p].value).shape) > 1)
         for layer in graph.layers
@@ -103,12 +103,12 @@ def head_weight(graph: Graph) -> float:
 
 
 def is_fsdp(s: Setting) -> bool:
-    """Whether PyTorch's FSDP shards the parameters; with float16 it was DeepSpeed."""
+    """Whether PyTorch's FSDP shards the parameters; with float16 it is DeepSpeed."""
     return s.zero == 3 and s.precision != "float16" and "DeepSpeed" not in s.facts
 
 
 def trainer_of(s: Setting, cluster: Cluster) -> OtherTrainer:
-    """The model of the trainer that ran the row: according to the row's words, otherwise the usual trainer for the row's precision."""
+    """Return the model of the row's trainer: from its keywords, or else the usual one for its precision."""
     old = s.precision == "float16"
     early = cluster.gpu.name.startswith(("V100", "A100")) and s.zero < 3
     megatron = old or s.chunks > 1 or "Megatron" in s.facts or (s.precision == "float8" and s.zero < 3)
@@ -116,7 +116,7 @@ def trainer_of(s: Setting, cluster: Cluster) -> OtherTrainer:
     alone = "overlap off" in s.facts
     if old:
         overlap_data = int(s.pipeline == 1)
-    else:  # the pipeline's cool-down hides some communication as well
+    else:  # the pipeline's cool-down hides communication, too
         overlap_data = s.pipeline if not alone and (s.chunks > 1 or "overlapped gradients" in s.facts) else 0
     if old or alone or (fsdp and "overlapped tensor" not in s.facts):
         overlap_tensor = 0.0
@@ -139,10 +139,10 @@ def trainer_of(s: Setting, cluster: Cluster) -> OtherTrainer:
 
 
 def _gradient_bytes(s: Setting, megatron: bool, fsdp: bool) -> int:
-    """Bytes of a parameter's gradient, all copies together."""
+    """Return the bytes of a parameter's gradient, including copies."""
     if "16-bit gradients" in s.facts:
         return int(figures.RECIPE_GRADIENT_BYTES.value)
-    if megatron or fsdp:  # Megatron: products add to the float32 sum; FSDP: the shard is float32
+    if megatron or fsdp:  # Megatron accumulates in float32; FSDP's shard is float32
         return 4
     if "DeepSpeed" in s.facts:
         return int(figures.DEEPSPEED_GRADIENT_BYTES.value)
@@ -150,18 +150,14 @@ def _gradient_bytes(s: Setting, megatron: bool, fsdp: bool) -> int:
 
 
 def instrument(s: Setting, memory: int) -> float:
-    """The value that the row's memory instrument shows for ``memory`` allocated bytes: the allocator's reserve, or the driver's count."""
+    """Return what the row's memory instrument shows for ``memory`` allocated bytes: the allocator's reservation, or the driver's count."""
     if "device memory" in s.facts:
         return memory * constants.ALLOCATOR_RESERVE.value + constants.DEVICE_OVERHEAD.value
     return memory * constants.ALLOCATOR_RESERVE.value if "reserved memory" in s.facts else float(memory)
 
 
 def cluster_of(hardware: Hardware) -> Cluster:
-    """The machines of the row.
-
-    Raises:
-        DeviceError: an unknown GPU.
-    """
+    """Return the row's cluster. Raises ``DeviceError`` for an unknown GPU."""
     per_node = min(hardware.per_node, hardware.devices)
     if hardware.devices % per_node:
         raise RowError(f"n_gpus = {hardware.devices} do not fill nodes of {per_node}")

@@ -1,6 +1,6 @@
 """Verification of a user's own model: every plan's loss and gradients against eager PyTorch on one device, in float64."""
 
-from autopar.verify.attacks import Attacks, attack, hold
+from autopar.verify.attacks import Attacks, attack, compare_with_eager
 from autopar.verify.case import PlanOutcome, check_plan
 from autopar.verify.kinds import PlanKind, alternating, ends, kind, kinds
 from autopar.verify.locate import Difference, locate
@@ -25,7 +25,7 @@ __all__ = [
     "check_plan",
     "check_size",
     "ends",
-    "hold",
+    "compare_with_eager",
     "kind",
     "kinds",
     "locate",

@@ -1,8 +1,7 @@
-"""Batches and modes that may reveal errors that the user's own batch does not: a constant that was baked in, a mask mistaken for another.
+"""Adversarial batches and modes, for errors that the user's batch doesn't reveal: a baked-in constant, a wrong mask.
 
-Attacks are made from the user's batch. Attacks of the same shapes run through the existing graph, and through plans of it;
-other numbers of rows and other modes are captured again. Eager PyTorch runs first: an attack that it refuses, or answers with a NaN, is
-skipped, and the report says so.
+Attacks are derived from the user's batch. Those of the same shapes run through the captured graph and its plans; other batch sizes and
+modes are captured again. Eager PyTorch runs first: an attack that makes it raise or return NaN is skipped, and the report says so.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.capture import BatchStructure, WholeFloat64, flatten_batch, rebuild_batch, reference
+from autopar.capture import BatchStructure, Float64Everywhere, flatten_batch, rebuild_batch, reference
 from autopar.capture.batch import describe_batch
 from autopar.capture.check import graph_steps
-from autopar.capture.eager import AsGiven, WithoutDropout, prepared, update
+from autopar.capture.eager import EagerModel, WithoutDropout, prepared, update
 from autopar.capture.export import call_model
-from autopar.capture.surroundings import Surroundings
+from autopar.capture.external_state import ExternalState
 from autopar.errors import AutoparError
 from autopar.graph import Graph
 from autopar.measure import EXACT, Error, compare
@@ -33,17 +32,16 @@ IGNORED = -100
 """The label that cross entropy ignores by default."""
 
 MOST_ROWS = 64
-"""The most rows of the attack in which a batch has as many rows as its sequences have positions."""
+"""Maximum number of rows of the attack with as many rows as positions."""
 
 LARGE = 100.0
 
 
 @dataclass
 class Attacks:
-    """The attacks on one device, by name, each with its error; the skipped ones, with the reason; the broken ones, with the error's
-    message.
+    """The outcomes of attacks on one device by name: the error, the reason why it was skipped, or the message of an exception.
 
-    ``subjects`` are the batches of the same shapes, to be run through plans.
+    ``subjects`` are those of the same shapes, which plans can run.
     """
 
     tried: dict[str, Error] = field(default_factory=dict)
@@ -53,42 +51,42 @@ class Attacks:
 
 
 class _SkippedError(Exception):
-    """Eager PyTorch does not run the attack, or its results are not finite."""
+    """Eager PyTorch can't run the attack, or its results aren't finite."""
 
 
 def attack(model: nn.Module, loss_fn: Callable[..., Any] | None, subject: Subject) -> Attacks:
-    """Try all attacks on one device: the captured graph against eager PyTorch. ``subject`` was made from ``model``."""
+    """Try all attacks on one device, comparing the captured graph with eager PyTorch; ``subject`` is that of ``model``."""
     found = Attacks()
     graph, structure = subject.graph, subject.graph.structure
     assert isinstance(structure, BatchStructure)
-    found.tried["the batch as it is"] = hold(subject)
+    found.tried["the given batch"] = compare_with_eager(subject)
     with _attempt(found, "two steps in a row"):
         found.tried["two steps in a row"] = _two_steps(model, loss_fn, subject)
     for name, tensors, reason in _same_shapes(subject.batch):
         with _attempt(found, name):
             if tensors is None:
                 raise _SkippedError(reason)
-            attacked = _asked(subject, model, tensors, loss_fn)
-            found.tried[name] = hold(attacked)
+            attacked = _with_tensors(subject, model, tensors, loss_fn)
+            found.tried[name] = compare_with_eager(attacked)
             found.subjects[name] = attacked
     for name, rows, reason in _other_rows(subject.batch):
         with _attempt(found, name):
             if not rows or graph.accumulated > 1:
-                raise _SkippedError(reason or "the microbatches are batches of their own")
+                raise _SkippedError(reason or "each microbatch is a separate batch")
             batch = rebuild_batch(structure, [_rows(tensor, rows) for tensor in subject.batch.values()])
-            found.tried[name] = hold(_captured(model, batch, loss_fn))
+            found.tried[name] = compare_with_eager(_captured(model, batch, loss_fn))
     for name, training in (("train()", True), ("eval()", False)):
         with _attempt(found, name):
             if all(module.training is training for module in model.modules()):
                 raise _SkippedError("the model is in this mode")
             batch = rebuild_batch(structure, list(subject.batch.values()))
-            found.tried[name] = hold(_captured(copy.deepcopy(model).train(training), batch, loss_fn))
+            found.tried[name] = compare_with_eager(_captured(copy.deepcopy(model).train(training), batch, loss_fn))
     return found
 
 
 @contextlib.contextmanager
 def _attempt(found: Attacks, name: str) -> Iterator[None]:
-    """Turn an error that the attack raises into the attack's outcome."""
+    """Record an exception that the attack raises as its outcome."""
     try:
         yield
     except _SkippedError as skipped:
@@ -98,21 +96,23 @@ def _attempt(found: Attacks, name: str) -> Iterator[None]:
     except AutoparError as refused:
         found.skipped[name] = f"capture refuses it: {refused.message}"
     except (AssertionError, RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        # errors of autopar itself, too: the report should name the attack that caused them
+        # also autopar's own bugs: the report names the attack that caused them
         found.broken[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
-def _asked(given: Subject, model: nn.Module, tensors: dict[str, Tensor], loss_fn: Callable[..., Any] | None) -> Subject:
-    """The subject with another batch of the same shapes. Raises ``_SkippedError``."""
+def _with_tensors(
+    given: Subject, model: nn.Module, tensors: dict[str, Tensor], loss_fn: Callable[..., Any] | None
+) -> Subject:
+    """Return the subject with another batch of the same shapes. Raises ``_SkippedError``."""
     try:
         subject = with_batch(given, model, tensors, loss_fn)
-    except Exception as error:  # raised by the user's code, on a batch that it was not written for
-        raise _SkippedError(_eager_words(error)) from error
+    except Exception as error:  # raised by the user's code on an unexpected batch
+        raise _SkippedError(_raised_by_eager(error)) from error
     _finite(subject)
     return subject
 
 
-def _eager_words(error: Exception) -> str:
+def _raised_by_eager(error: Exception) -> str:
     return f"eager PyTorch raises {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
@@ -122,16 +122,16 @@ def _finite(subject: Subject) -> None:
 
 
 def _captured(model: nn.Module, batch: Any, loss_fn: Callable[..., Any] | None) -> Subject:
-    """A separate subject for the batch, after eager PyTorch has run it."""
+    """Capture the model for the batch, after eager PyTorch has run it."""
     copied = prepared(model, loss_fn)
     structure = describe_batch(model, batch, loss_fn, torch.float64)
     try:
-        with Surroundings(model, loss_fn).restored(), WholeFloat64(), WithoutDropout():
+        with ExternalState(model, loss_fn).restored(), Float64Everywhere(), WithoutDropout():
             call_model(
                 copied.model, structure, copied.loss_fn, list(flatten_batch(structure, batch).values())
             ).backward()
     except Exception as error:
-        raise _SkippedError(_eager_words(error)) from error
+        raise _SkippedError(_raised_by_eager(error)) from error
     subject = make_subject(model, batch, loss_fn)
     _finite(subject)
     return subject
@@ -140,8 +140,8 @@ def _captured(model: nn.Module, batch: Any, loss_fn: Callable[..., Any] | None) 
 # -- one device -------------------------------------------------------------------------------------------------------
 
 
-def hold(subject: Subject) -> Error:
-    """Compare the captured graph with the subject: the loss, every gradient, every written buffer."""
+def compare_with_eager(subject: Subject) -> Error:
+    """Compare the captured graph with eager PyTorch's results: the loss, every gradient, every written buffer."""
     written: dict[str, Tensor] = {}
     loss, gradients = _graph_step(subject.graph, subject.state, subject.batch, written)
     error = compare(loss, gradients, subject.loss, subject.gradients, rounding=subject.rounding)
@@ -167,7 +167,7 @@ def _graph_step(
         for part in zip(*(t.chunk(graph.accumulated) for t in batch.values()), strict=True)
     ]
     loss = 0.0
-    with WholeFloat64():
+    with Float64Everywhere():
         for part in parts:
             term = reference.run(graph, parameters, part, buffers=written) / len(parts)
             term.backward()
@@ -176,16 +176,16 @@ def _graph_step(
 
 
 def _two_steps(model: nn.Module, loss_fn: Callable[..., Any] | None, subject: Subject) -> Error:
-    """The error of the second of two steps with an update between them, and of all buffers that the forward passes write; forward must
-    not change parameters."""
+    """Return the error after two steps with an update between them: loss and gradients of the second, written buffers, and parameters
+    that the forward pass changes (it must not)."""
     graph, structure = subject.graph, subject.graph.structure
     assert isinstance(structure, BatchStructure)
     if graph.accumulated > 1:
-        raise _SkippedError("the microbatches are batches of their own")
+        raise _SkippedError("each microbatch is a separate batch")
     tensors = list(subject.batch.values())
-    alone, copied = (AsGiven(model, loss_fn, structure, torch.float64) for _ in range(2))
+    alone, copied = (EagerModel(model, loss_fn, structure, torch.float64) for _ in range(2))
     before = {n: p.detach().clone() for n, p in alone.parameters.items()}
-    with Surroundings(model, loss_fn).restored(), WholeFloat64(), WithoutDropout():
+    with ExternalState(model, loss_fn).restored(), Float64Everywhere(), WithoutDropout():
         first = alone.step(tensors)
         kept = compare(0.0, before, 0.0, {n: p.detach() for n, p in alone.parameters.items()})
         update(alone.parameters, first.gradients)
@@ -205,27 +205,27 @@ def _two_steps(model: nn.Module, loss_fn: Callable[..., Any] | None, subject: Su
 
 
 def _same_shapes(batch: Mapping[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor] | None, str]]:
-    """(name, the batch, the reason if there is none): batches of the same shapes with other values."""
+    """Yield batches of the same shapes with other values: name, batch, and the reason if there is no batch."""
     given = dict(batch)
     masks = {n: t for n, t in given.items() if t.numel() and bool(((t == 0) | (t == 1)).all())}
     integers = {n: t for n, t in given.items() if n not in masks and not t.is_floating_point() and not t.is_complex()}
     floating = {n: t for n, t in given.items() if n not in masks and t.is_floating_point()}
     if not integers:
-        yield "labels ignored unevenly", None, "no input holds integers"
+        yield "unevenly ignored labels", None, "no input holds integers"
     for name, tensor in integers.items():
-        yield f"labels ignored unevenly in {name}", given | {name: _uneven(tensor)}, ""
+        yield f"unevenly ignored labels in {name}", given | {name: _uneven(tensor)}, ""
     if not masks:
-        yield "a row that is masked whole", None, "no input holds zeros and ones"
+        yield "a fully masked row", None, "no input holds zeros and ones"
     for name, tensor in masks.items():
-        yield f"a row that is masked whole in {name}", given | {name: _first_row(tensor, 0)}, ""
+        yield f"a fully masked row in {name}", given | {name: _first_row(tensor, 0)}, ""
     edges = {n: _edges(t) for n, t in integers.items()}
-    yield "integers at their edges", (given | edges) if edges else None, "no input holds integers"
+    yield "integers at the ends of their range", (given | edges) if edges else None, "no input holds integers"
     extremes = {n: _extremes(t) for n, t in floating.items()}
     yield "extreme values", (given | extremes) if extremes else None, "no input holds floating values"
 
 
 def _uneven(tensor: Tensor) -> Tensor:
-    """A mask that keeps half of the first row, and all of the last."""
+    """Return labels with half of the first row and all of the last row ignored."""
     tensor = tensor.clone()
     if tensor.dim() > 1:
         tensor[0, : (tensor.shape[1] + 1) // 2] = IGNORED
@@ -255,19 +255,19 @@ def _extremes(tensor: Tensor) -> Tensor:
 
 
 def _other_rows(batch: Mapping[str, Tensor]) -> Iterator[tuple[str, int, str]]:
-    """(name, number of rows, the reason if there are none): batches with another number of rows."""
+    """Yield other batch sizes: name, number of rows, and the reason if there is none."""
     rows = len(next(iter(batch.values())))
     yield "another number of rows", 3 if rows != 3 else 2, ""
-    name = "as many rows as places in a sequence"
-    places = next((tensor.shape[1] for tensor in batch.values() if tensor.dim() > 1), 0)
-    if not places:
+    name = "as many rows as positions in a sequence"
+    positions = next((tensor.shape[1] for tensor in batch.values() if tensor.dim() > 1), 0)
+    if not positions:
         yield name, 0, "no input has a second dim"
-    elif places in (rows, 3 if rows != 3 else 2):
-        yield name, 0, "the batch has as many" if places == rows else "tried as another number of rows"
-    elif not 1 < places <= MOST_ROWS:
-        yield name, 0, f"that is {places:,} rows, and up to {MOST_ROWS} are tried"
+    elif positions in (rows, 3 if rows != 3 else 2):
+        yield name, 0, "the batch has as many" if positions == rows else "tried as another number of rows"
+    elif not 1 < positions <= MOST_ROWS:
+        yield name, 0, f"that is {positions:,} rows, and up to {MOST_ROWS} are tried"
     else:
-        yield name, places, ""
+        yield name, positions, ""
 
 
 def _rows(tensor: Tensor, rows: int) -> Tensor:

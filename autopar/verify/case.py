@@ -1,4 +1,4 @@
-"""One plan of one model, verified: emit its program, type-check it, run it on real processes, compare with one device."""
+"""Verifies one plan of one model: emits its program, type-checks it, runs it on real processes, compares with one device."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from autopar.verify.subject import Subject
 
 @dataclass(frozen=True, slots=True)
 class PlanOutcome:
-    """The largest error over the loss, every gradient and every buffer after a step, and the number of stages that type-check (0: the
-    check was not requested). ``attacked`` is the error of the loss and the gradients of another batch, if one was given."""
+    """The largest error of the loss, the gradients and the buffers after a step, and the number of type-checked stages (0: not
+    requested). ``attacked`` is the error of loss and gradients on the batch of an attack, if there was one."""
 
     error: Error
     stages_typed: int
@@ -30,18 +30,18 @@ class PlanOutcome:
 
 
 RUNNING_S = 60
-"""Seconds after which a program that has not answered is taken to hang."""
+"""Timeout of a program in seconds."""
 COMPILING_S = 600
-"""The same for a program whose layers ``torch.compile`` compiles first: on a CPU, a C++ compiler runs for every kernel."""
+"""Timeout of a program that ``torch.compile`` compiles: on a CPU, a C++ compiler runs for every kernel."""
 
 
 def check_plan(
     subject: Subject, plan: Plan, pool: WorkerPool, *, typed: bool = True, attack: Subject | None = None
 ) -> PlanOutcome:
-    """Emit, type-check and run the plan's program, and compare it with the subject, then with ``attack``, the graph with another batch.
+    """Emit, type-check and run the plan's program, and compare it with the subject, then with ``attack``, a subject of the same graph.
 
     Raises:
-        UsageError: the model does not admit the plan.
+        UsageError: the plan is invalid for the model.
         ProgramError: the program differs from the priced one, or does not type-check.
         LaunchError: a rank raised, died or hung.
     """
@@ -50,7 +50,7 @@ def check_plan(
         program, plan = (
             Path(folder) / "program",
             replace(plan, nvme_path=folder),
-        )  # of the drives that it is for, none are here
+        )  # this machine lacks the plan's drives
         check_collectives(emit(subject.graph, plan, program))
         stages = check_program(program) if typed else 0
         state = Path(folder) / "initial.pt"
@@ -67,9 +67,9 @@ def check_plan(
 
 
 def compare_step(subject: Subject, loss: float, gradients: dict[str, Tensor], after: dict[str, Tensor]) -> Error:
-    """The largest error of a step: the loss, every gradient, every buffer, and the update of every parameter.
+    """Return the largest error of a step: the loss, every gradient, every buffer, and the update of every parameter.
 
-    The update is of plain SGD, so it gives the gradient again, after the optimizer and ZeRO's sharding and gathering.
+    The update is plain SGD's, which gives the gradient again, after the optimizer and ZeRO's sharding and gathering.
     """
     error = _compare(subject, loss, gradients)
     moved = {n: _update(subject.state[n], after[n], g) for n, g in subject.gradients.items() if n in after}
@@ -84,8 +84,8 @@ def _compare(subject: Subject, loss: float, gradients: dict[str, Tensor]) -> Err
 
 
 def _update(before: Tensor, after: Tensor, gradient: Tensor) -> Tensor:
-    """The gradient, computed from the update; ``gradient`` itself if the two differ by less than the last digit of the parameter, which
-    an update cannot show: a loss near zero has gradients of 1e-20."""
-    found = (before - after) / UPDATE_LR
+    """Return the gradient as computed from the update; ``gradient`` itself where the two differ by less than the parameter's last digit,
+    below which an update is lost: a loss near zero has gradients of 1e-20."""
+    computed = (before - after) / UPDATE_LR
     digit = torch.maximum(before.abs(), after.abs()).double() * torch.finfo(torch.float64).eps / UPDATE_LR
-    return torch.where((found - gradient).abs() <= digit, gradient, found)
+    return torch.where((computed - gradient).abs() <= digit, gradient, computed)

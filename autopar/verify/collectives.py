@@ -1,7 +1,7 @@
 """``autopar verify --collectives``: whether a model's programs can hang or send wrong bytes under NCCL, without a GPU.
 
-Every rank of every kind of plan is recorded (``autopar.verify.recording``) and checked under NCCL's rules (``autopar.checks.nccl``). Of a
-plan with many devices the distinct ranks are, at the plan's own sizes and without values.
+Every rank of every kind of plan is recorded (``autopar.verify.recording``) and checked under NCCL's rules (``autopar.checks.nccl``). For
+a plan with many devices only the distinct ranks are, at the plan's sizes and without values.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from autopar.verify.subject import make_subject
 from autopar.workload import Workload
 
 ALL_RANKS = 16
-"""Plans for up to so many devices have all their ranks recorded."""
+"""All ranks of plans up to this size are recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedPlan:
-    """One plan: the ranks that were recorded of its ``devices``, their operations, and what was found."""
+    """One plan: its recorded ranks, the number of their operations, and the findings."""
 
     kind: str
     plan: str
@@ -47,7 +47,7 @@ class RecordedPlan:
 
 @dataclass(frozen=True, slots=True)
 class CollectivesReport:
-    """``skipped`` are the kinds that the model does not admit, with the reason; ``modes`` are the ways of NCCL that were checked."""
+    """The recorded plans; ``skipped`` gives reasons for kinds that are invalid for the model, ``modes`` counts NCCL's launch modes."""
 
     model: str
     plans: tuple[RecordedPlan, ...]
@@ -56,7 +56,7 @@ class CollectivesReport:
 
     @property
     def clean(self) -> bool:
-        """Whether something was recorded, and nothing found."""
+        """Whether something was recorded and there are no findings."""
         return bool(self.plans) and not any(plan.findings for plan in self.plans)
 
     def to_json(self) -> dict[str, Any]:
@@ -66,17 +66,17 @@ class CollectivesReport:
 def verify_collectives(
     workload: Workload, devices: int, *, allow: Collection[str] = (), progress: Progress | None = None
 ) -> CollectivesReport:
-    """Record all ranks of one plan of every kind that the model admits, with values in float64.
+    """Record all ranks of a plan of every kind that is valid for the model, with values in float64.
 
     Raises:
         UsageError: no values.
-        CaptureError: the model cannot be exported.
+        CaptureError: the model can't be exported.
     """
     tell = progress or (lambda what, done, total: None)
     tell("capture", 0, 1)
     several = MICROBATCHES if "microbatch_statistics" in allow else 1
     subject = make_subject(workload.model, workload.batch, workload.loss_fn, name=workload.name, microbatches=several)
-    found, skipped, every = [], dict[str, str](), kinds(devices)
+    plans, skipped, every = [], dict[str, str](), kinds(devices)
     with Workers() as workers:
         for number, kind in enumerate(every):
             tell(kind.name, number, len(every))
@@ -90,17 +90,17 @@ def verify_collectives(
                 recorded = record(subject.graph, plan, subject.state, subject.batch, workers)
             except AutoparError as error:
                 finding = CollectiveFinding(FAILED, error.message, ())
-                found.append(RecordedPlan(kind.name, describe(plan), devices, (), 0, _since(start_s), (finding,)))
+                plans.append(RecordedPlan(kind.name, describe(plan), devices, (), 0, _since(start_s), (finding,)))
                 continue
-            found.append(_recorded(kind.name, plan, recorded, recorded.findings(), recorded.notes(), start_s))
+            plans.append(_recorded(kind.name, plan, recorded, recorded.findings(), recorded.notes(), start_s))
     tell("", len(every), len(every))
-    return CollectivesReport(subject.graph.name, tuple(found), skipped)
+    return CollectivesReport(subject.graph.name, tuple(plans), skipped)
 
 
 def verify_plan_collectives(graph: Graph, plan: Plan, progress: Progress | None = None) -> CollectivesReport:
-    """Record the distinct ranks of a plan at its own sizes, all of up to ``ALL_RANKS``; ``graph`` is the model that it was made for.
+    """Record the distinct ranks of a plan at its own sizes (all ranks up to ``ALL_RANKS``); ``graph`` is the model that it is for.
 
-    Without values nothing is known of results that are read too early: plans of every kind with values show that.
+    Without values, reads of results before they arrive aren't detected: ``verify_collectives`` does that.
     """
     tell = progress or (lambda what, done, total: None)
     start_s = time.perf_counter()
@@ -112,16 +112,15 @@ def verify_plan_collectives(graph: Graph, plan: Plan, progress: Progress | None 
         tell(f"{len(ranks)} ranks", 0, 1)
         shapes = {value.name: (tuple(value.shape), value.dtype) for value in graph.inputs}
         recorded = record_sizes(Path(folder), shapes, ranks, workers)
-    whole = len(ranks) == plan.device_count
-    findings = recorded.findings() if whole or recorded.failures else tuple(check(recorded.late, grid))
+    complete = len(ranks) == plan.device_count
+    findings = recorded.findings() if complete or recorded.failures else tuple(check(recorded.late, grid))
     notes = (
         "recorded without values: whether a result is read too early was not checked",
-        *(() if whole else (f"{len(ranks)} of {plan.device_count:,} ranks stand for the others",)),
+        *(() if complete else (f"{len(ranks)} of {plan.device_count:,} ranks stand for the others",)),
         *map(str, unaligned(recorded.late)),
     )
     tell("", 1, 1)
-    found = _recorded("the given plan", plan, recorded, findings, notes, start_s)
-    return CollectivesReport(graph.name, (found,))
+    return CollectivesReport(graph.name, (_recorded("the given plan", plan, recorded, findings, notes, start_s),))
 
 
 def _recorded(

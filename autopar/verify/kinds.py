@@ -1,7 +1,7 @@
-"""Kinds of plans: each way to parallelize, alone and combined, as a plan for any model that admits it.
+"""Kinds of plans: every kind of parallelism, alone and combined, as a plan for any model that it is valid for.
 
-A kind sets roles, degrees and a schedule; the number of microbatches follows from the model and the batch. A plan that a model
-does not admit raises ``UsageError`` with the reason.
+A kind sets roles, degrees and a schedule; the number of microbatches follows from the model and the batch. For a model that it isn't
+valid for, it raises ``UsageError`` with the reason.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ DEGREES = ("pipeline", "data", "expert", "ring", "ulysses", "tensor")
 
 @dataclass(frozen=True)
 class PlanKind:
-    """A kind of plan for ``devices``: ``options`` for ``manual_plan``, or ``mixed``, which makes a plan whose layers differ.
+    """A kind of plan for ``devices``: ``options`` for ``manual_plan``, or ``mixed``, which returns a plan whose layers differ.
 
-    ``options["microbatches"]`` is an upper limit: the plan has as many as the model and its batch admit.
+    ``options["microbatches"]`` is an upper limit: the plan has the most that the batch can be divided into.
     """
 
     name: str
@@ -45,11 +45,7 @@ class PlanKind:
     mixed: Callable[[Graph], Plan] | None = None
 
     def plan(self, graph: Graph) -> Plan:
-        """The plan for a captured and annotated model.
-
-        Raises:
-            UsageError: the model or its batch does not admit it; the message says why.
-        """
+        """Return the plan for a captured and annotated model. Raises ``UsageError`` with the reason if it is invalid for the model."""
         plan = self.mixed(graph) if self.mixed is not None else manual_plan(graph, **self._fitted(graph))
         assert plan.device_count == self.devices, (self, plan.device_count)
         check_parts(graph, plan, plan_shardings(graph, plan))
@@ -60,7 +56,7 @@ class PlanKind:
         return self.options | {"microbatches": microbatches(graph, wanted, self._ways(), copies)}
 
     def _ways(self) -> int:
-        """The number of shards into which the roles divide a microbatch along the batch."""
+        """Return the number of shards of a microbatch's batch dim under the roles."""
         mesh = self.options.get("mesh")
         if mesh is None:
             return math.prod(self.options.get(name, 1) for name in ("data", "expert"))
@@ -72,8 +68,8 @@ class PlanKind:
 
 
 def microbatches(graph: Graph, wanted: int, ways: int = 1, copies: int = 1) -> int:
-    """The largest number of microbatches, up to ``wanted``, that the model admits and that divides its batch on ``ways`` data-parallel
-    devices; an equal number for each of ``copies`` of a stage."""
+    """Return the largest number of microbatches up to ``wanted`` that divides the batch on ``ways`` data-parallel devices, with equal
+    numbers for the ``copies`` of a stage."""
     if graph.unmicrobatchable:
         return graph.accumulated
     tried = (m for m in range(wanted, 1, -1) if m % copies == 0)
@@ -81,28 +77,28 @@ def microbatches(graph: Graph, wanted: int, ways: int = 1, copies: int = 1) -> i
 
 
 def kind(name: str, **options: Any) -> PlanKind:
-    """A kind in which all layers have the same strategy, given by the options of ``manual_plan``."""
+    """Return a kind whose layers all have the same strategy, by the options of ``manual_plan``."""
     if "mesh" in options:
         return PlanKind(name, math.prod(axis.size for axis in options["mesh"]) * options.get("pipeline", 1), options)
     return PlanKind(name, math.prod(options.get(degree, 1) for degree in DEGREES), options)
 
 
 def kinds(devices: int) -> tuple[PlanKind, ...]:
-    """At least one kind for every way to parallelize over ``devices`` processes, then combinations and plans of mixed layers."""
+    """Return at least one kind for every kind of parallelism over ``devices`` processes, then combinations and mixed layers."""
     techniques = (_case(name, pins) for technique in ALL for name, pins in cases_of(technique, devices))
     if devices == 1:
         return (kind("one device"), *techniques)
     return (
         *_single(devices),
         *_combined(devices),
-        *_both_ways(devices),
+        *_bidirectional(devices),
         *_mixed(devices),
         *techniques,
     )
 
 
 def _case(name: str, pins: dict[str, Any]) -> PlanKind:
-    """A kind from a technique's case, whose mesh, if it has one, is the names and sizes of axes."""
+    """Return the kind of a technique's case, whose mesh, if any, is pairs of an axis name and size."""
     return kind(name, **(pins | {"mesh": make_mesh(*pins["mesh"])} if "mesh" in pins else pins))
 
 
@@ -123,7 +119,7 @@ def _single(n: int) -> tuple[PlanKind, ...]:
             if n % 2 == 0
             else []
         ),
-        # more than three devices would require models of many layers
+        # more than three devices would need models with many layers
         *(_in_chunks(n) if n <= 3 else ()),
     )
 
@@ -172,7 +168,7 @@ def _combined(n: int) -> tuple[PlanKind, ...]:
 
 
 def _split(half: int) -> tuple[PlanKind, ...]:
-    """Schedules that run backward passes in two parts, beside what shards each stage over ``half`` devices."""
+    """Schedules with a split backward pass, combined with each parallelism of a stage over ``half`` devices."""
     one = {"pipeline": 2, "microbatches": 4, "schedule": ZERO_BUBBLE}
     two = {"pipeline": 2, "chunks": 2, "microbatches": 4}
     return (
@@ -183,8 +179,8 @@ def _split(half: int) -> tuple[PlanKind, ...]:
     )
 
 
-def _both_ways(n: int) -> tuple[PlanKind, ...]:
-    """Chimera, beside what shards each stage over half of the devices."""
+def _bidirectional(n: int) -> tuple[PlanKind, ...]:
+    """Chimera, combined with data and expert parallelism of a stage over half of the devices."""
     if n % 2 or n < 4:
         return ()
     half = n // 2
@@ -196,16 +192,16 @@ def _both_ways(n: int) -> tuple[PlanKind, ...]:
 
 
 def _grids(n: int) -> tuple[PlanKind, ...]:
-    """Tensor parallelism on grids of devices, if ``n`` devices form one: 2D, 2.5D and 3D."""
-    found = []
+    """2D, 2.5D and 3D tensor parallelism, if ``n`` devices form such a grid."""
+    grids = []
     for side in range(2, math.isqrt(n) + 1):
         depth, rest = divmod(n, side**2)
         if rest == 0:
             name = f"tensor 2D {side} x {side}" if depth == 1 else f"tensor 2.5D {side} x {side}, depth {depth}"
-            found.append(kind(name, mesh=grid_mesh(2, side, depth)))
+            grids.append(kind(name, mesh=grid_mesh(2, side, depth)))
         if side**3 == n:
-            found.append(kind(f"tensor 3D {side} x {side} x {side}", mesh=grid_mesh(3, side)))
-    return tuple(found)
+            grids.append(kind(f"tensor 3D {side} x {side} x {side}", mesh=grid_mesh(3, side)))
+    return tuple(grids)
 
 
 def _mixed(n: int) -> tuple[PlanKind, ...]:
@@ -215,17 +211,19 @@ def _mixed(n: int) -> tuple[PlanKind, ...]:
 
 
 def ends(graph: Graph) -> set[int]:
-    """The layers that share a parameter, and the first and the last."""
+    """Return the first and last layers and those that share a parameter."""
     return {0, len(graph.layers) - 1} | {i for uses in graph.shared_parameters.values() for i in uses}
 
 
 def alternating(graph: Graph, n: int) -> Plan:
-    """Embedding and head data-parallel under ZeRO-3 on both axes; blocks tensor-parallel on the inner one under ZeRO-2."""
+    """Return a plan with ZeRO-3 embedding and head on both axes, and blocks tensor-parallel on the inner axis with ZeRO-2."""
     mesh = make_mesh(("outer", n // 2), ("inner", 2))
     data = Strategy((Role.DATA,) * len(mesh), zero=3)
     tensor = Strategy((Role.DATA, Role.TENSOR)[-len(mesh) :], zero=2 if len(mesh) > 1 else 0)
     blocks = set(range(len(graph.layers))) - ends(graph)
     if not blocks:
-        raise UsageError("every layer is an end or shares a parameter with one, so no layers are left to differ")
+        raise UsageError(
+            "every layer is the first or last or shares a parameter, so none is left for tensor parallelism"
+        )
     strategies = {i: tensor if i in blocks else data for i in range(len(graph.layers))}
     return manual_plan(graph, mesh=mesh, strategies=strategies, microbatches=microbatches(graph, 2, n))

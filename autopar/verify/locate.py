@@ -1,8 +1,8 @@
-"""The first place where a program's values differ from the model's: the layer, the node, its types and shapes.
+"""Locates the first value of a program that differs from the model's: the layer, the node, its types and shapes.
 
-The program runs again, on real processes, and keeps its layers' outputs. These are combined from the ranks' parts by their
-types and compared with the captured graph's values on one device, in the order of the forward pass; then, if all values are
-right, gradients are compared in the order of the backward pass. In the first layer that differs every node is compared in the same way.
+The program runs again on real processes and keeps its layers' outputs. These are assembled from the ranks' shards by their types and
+compared with the captured graph's values on one device, in the order of the forward pass; if all are right, gradients are compared in
+the order of the backward pass. In the first layer that differs, every node is compared in the same way.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from passes.collectives import convert
 from passes.stages import LocalProgram
 
 Types = tuple[SpmdType, ...]
-Records = list[dict[str, dict[str, list[Any]]]]  # of every rank, see remote.watch
+Records = list[dict[str, dict[str, list[Any]]]]  # by rank, see remote.watch
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first difference: a ``value`` of the forward pass, or a ``gradient`` that arrives at a value in the backward pass.
+    """The first difference: a ``value`` of the forward pass, or the ``gradient`` of a value in the backward pass.
 
-    ``types`` names the value's type on every axis, the microbatch axis included; shapes are those of one rank and microbatch, and of the
-    whole; ``difference`` is relative to the largest element.
+    ``types`` has the value's type on every axis, including the microbatch axis; ``local_shape`` is that of one rank and microbatch;
+    ``difference`` is relative to the largest element.
     """
 
     layer: str
@@ -63,33 +63,31 @@ class Difference:
 
 
 def locate(subject: Subject, plan: Plan, pool: WorkerPool, error: Error) -> Difference | None:
-    """The first difference of a program whose largest ``error`` is known; ``None`` if the repeated run shows none, and
-    if each microbatch is a batch of its own, since the captured graph is then a single microbatch.
+    """Return the first difference of a program whose largest ``error`` is known; ``None`` if running it again shows none, or if each
+    microbatch is a separate batch, since the captured graph is then a single microbatch.
 
-    If every value and every gradient between nodes is right, the error is in how the gradient of the parameter at ``error.where`` is
-    summed over the axes. Layers in halves are run whole: ``None`` may mean that the halves are at fault. Raises the errors of running the
-    program.
+    If all values and gradients between nodes are right, the error is in how the gradient of the parameter at ``error.where`` is summed
+    over the axes. Layers that are computed in halves run without splitting here: ``None`` may mean that the halves are wrong. Raises the
+    errors of running the program.
     """
     if subject.graph.accumulated > 1:
         return None
-    given, plan = plan, _whole(plan)
+    original, plan = plan, _without_splits(plan)
     with tempfile.TemporaryDirectory(prefix="autopar-verify-") as folder:
         program = emit(subject.graph, plan, Path(folder) / "program", watch=True)
         state = Path(folder) / "initial.pt"
         torch.save(subject.state, state)
 
         def watch(layer: str | None) -> Records:
-            found: Records = pool.run(
-                "autopar.verify.remote:watch", str(Path(folder) / "program"), str(state), subject.batch, layer
-            )
-            return found
+            arguments = (str(Path(folder) / "program"), str(state), subject.batch, layer)
+            return pool.run("autopar.verify.remote:watch", *arguments)
 
-        found = _Search(subject, program, watch).first()
-        return found if found is not None or plan is not given else _parameter(program, error)
+        difference = _Search(subject, program, watch).first()
+        return difference if difference is not None or plan is not original else _parameter_gradient(program, error)
 
 
-def _whole(plan: Plan) -> Plan:
-    """The plan, with whole microbatches in layers that are computed in parts: a part's values are not those of the graph."""
+def _without_splits(plan: Plan) -> Plan:
+    """Return the plan without layers that are computed in parts, since a part's values aren't those of the graph."""
     if all(layer.strategy.options.parts == 1 for layer in plan.layers):
         return plan
     return replace(plan, layers=tuple(replace(layer, strategy=layer.strategy.whole) for layer in plan.layers))
@@ -117,7 +115,7 @@ class _Search:
         return next((d for layer in reversed(layers) if (d := self._inside(layer, "gradient")) is not None), None)
 
     def _readers_of(self, layer: int, position: int) -> Difference | None:
-        """A wrong gradient that arrives at an output comes from a layer that reads it: the first wrong gradient there, from the end."""
+        """Return the first wrong gradient, from the end, in a layer that reads an output whose gradient is wrong."""
         name = self.graph.layers[layer].outputs[position]
         readers = [i for i, other in enumerate(self.graph.layers) if name in other.activations]
         return next((d for i in reversed(readers) if (d := self._inside(i, "gradient")) is not None), None)
@@ -127,26 +125,26 @@ class _Search:
         return self._differs(records, layer, str(position), node, node, types, what)
 
     def _inside(self, layer: int, what: str) -> Difference | None:
-        """The first node of the layer that differs, in the order of the forward or backward pass."""
+        """Return the first node of the layer that differs, in the order of the forward or backward pass."""
         records = self.watch(layer_path(self.program, layer))
-        whole = {node.name: node for node in self.graph.classes[self.graph.layers[layer].cls].graph.graph.nodes}
+        captured = {node.name: node for node in self.graph.classes[self.graph.layers[layer].cls].graph.graph.nodes}
         nodes = [node for node in self.program.layers[layer].graph.graph.nodes if node.op == "call_function"]
         for node in nodes if what == "value" else reversed(nodes):
             source = node
             while source.target is convert:
                 source = source.args[0]
-            if source.name in whole and "types" in meta(node):
-                found = self._differs(records, layer, node.name, node, whole[source.name], meta(node)["types"], what)
-                if found is not None:
-                    return found
+            if source.name in captured and "types" in meta(node):
+                one = self._differs(records, layer, node.name, node, captured[source.name], meta(node)["types"], what)
+                if one is not None:
+                    return one
         return None
 
     def _differs(
-        self, records: Records, layer: int, key: str, node: fx.Node, whole: fx.Node, types: Types, what: str
+        self, records: Records, layer: int, key: str, node: fx.Node, captured: fx.Node, types: Types, what: str
     ) -> Difference | None:
-        want = self.values.get((layer, whole.name))
+        want = self.values.get((layer, captured.name))
         if what == "gradient" and want is not None:
-            # if another node reads the value in other types, the gradients here are only some of the terms
+            # a conversion's source may have other readers in other types, so the gradient here is only one term of its own
             want = want.grad if node.target is not convert and want.requires_grad else None
         parts = self._parts(records, layer, key, 0 if what == "value" else 1)
         if want is None or parts is None:
@@ -164,7 +162,7 @@ class _Search:
         return Difference(name, node.name, op, what, text, tuple(parts[0].shape), tuple(want.shape), difference)
 
     def _parts(self, records: Records, layer: int, key: str, which: int) -> list[Tensor] | None:
-        """The value (0) or gradient (1) of every microbatch and rank of the layer's stage, microbatches outermost."""
+        """Return the value (0) or gradient (1) of every microbatch and rank of the layer's stage, microbatches outermost."""
         plan = self.program.plan
         stage, attribute = plan.stage_of(layer), layer_path(self.program, layer)
         schedule, count = plan.sized_schedule, plan.stages[stage].devices[1]
@@ -173,12 +171,12 @@ class _Search:
         for i in range(plan.microbatches):
             first, own = schedule.rank(stage, i) * count, i % (plan.microbatches // schedule.copies)
             parts += [column[own] if own < len(column) else None for column in columns[first : first + count]]
-        found = [part for part in parts if isinstance(part, Tensor)]
-        return found if len(found) == len(parts) else None
+        tensors = [part for part in parts if isinstance(part, Tensor)]
+        return tensors if len(tensors) == len(parts) else None
 
 
-def _parameter(program: LocalProgram, error: Error) -> Difference | None:
-    """The parameter whose gradient has the error, as its first layer stores it."""
+def _parameter_gradient(program: LocalProgram, error: Error) -> Difference | None:
+    """Return the parameter at ``error.where``, as its first layer stores it, as the difference."""
     axes = [axis.name for axis in program.plan.mesh]
     for layer, local in zip(program.graph.layers, program.layers, strict=True):
         for name, held in zip(layer.parameters, local.parameters, strict=True):
@@ -200,7 +198,7 @@ def _conversion(node: fx.Node) -> str:
 
 
 def _reference(subject: Subject) -> dict[tuple[int, str], Tensor]:
-    """Every value of the captured graph on one device, by layer and node, with its gradient."""
+    """Return every value of the captured graph on one device, by layer and node, with its gradient."""
     graph = subject.graph
     trainable = {n: p.trainable for p in graph.parameters.values() for n in (p.original, *p.tied)}
     parameters = {n: t.clone().requires_grad_(trainable[n]) for n, t in subject.state.items() if n in trainable}
@@ -217,7 +215,7 @@ def _reference(subject: Subject) -> dict[tuple[int, str], Tensor]:
 
 
 def _assemble(parts: Sequence[Tensor], sizes: Sequence[int], types: Types) -> tuple[Tensor, float]:
-    """The value combined from the ranks' parts (outermost axis slowest), and the difference between ranks that should agree."""
+    """Assemble a value from the ranks' shards (outermost axis slowest); also return the difference between ranks that should agree."""
     assert len(parts) == math.prod(sizes), (len(parts), sizes)
     current, apart = list(parts), 0.0
     for size, t in zip(reversed(sizes), reversed(types), strict=True):
@@ -233,7 +231,7 @@ def _assemble(parts: Sequence[Tensor], sizes: Sequence[int], types: Types) -> tu
 
 
 def _difference(got: Tensor, want: Tensor) -> float:
-    """The largest difference relative to the largest element; padding at the end of a dim is not compared."""
+    """Return the largest difference relative to the largest element, without padding at the end of dims."""
     if got.dim() != want.dim() or any(a < b for a, b in zip(got.shape, want.shape, strict=True)):
         return math.inf
     got = got[tuple(slice(0, size) for size in want.shape)]

@@ -1,7 +1,6 @@
-"""Plans drawn at random: a mesh, cuts, a schedule, microbatches, and for every layer its roles, ZeRO stage and recomputation.
+"""Random plans: a mesh, cuts, a schedule, microbatches, and for every layer its roles, ZeRO stage and options.
 
-People test the combinations that they think of; a seeded draw finds others. Every plan returned is admitted by the model:
-a draw that the model does not admit is repeated.
+They cover combinations that nobody thought of testing. Draws that are invalid for the model are repeated.
 """
 
 from __future__ import annotations
@@ -20,17 +19,13 @@ from autopar.shard.plan import LayerTypes, layer_sharding, plan_shardings
 from autopar.techniques import LAYER, Options, said
 from autopar.techniques.sync import SYNC
 
-_TRIES = 200  # most draws of a model with ordinary sizes are admitted; a model that admits none of 200 admits hardly any plan
-_PALETTE = 3  # strategies in one plan: for two kinds of layers, and for the ends
+_TRIES = 200  # most draws are valid for a model of ordinary sizes; if none of 200 is, hardly any plan is
+_PALETTE = 3  # strategies in one plan: for two kinds of layers, and for the first and last
 _AXES = ("outer", "middle", "inner")
 
 
 def draw(graph: Graph, devices: int, rng: random.Random) -> Plan:
-    """A plan of ``graph`` (annotated) for ``devices``, which depends only on the generator's state.
-
-    Raises:
-        UsageError: no draw was admitted.
-    """
+    """Draw a plan of ``graph`` (annotated) for ``devices``. Raises ``UsageError`` if no draw was valid."""
     for _ in range(_TRIES):
         try:
             plan = _draw(graph, devices, rng)
@@ -38,11 +33,11 @@ def draw(graph: Graph, devices: int, rng: random.Random) -> Plan:
         except UsageError:
             continue
         return plan
-    raise UsageError(f"none of {_TRIES} random plans for {devices} devices is admitted by {graph.name}")
+    raise UsageError(f"none of {_TRIES} random plans for {devices} devices is valid for {graph.name}")
 
 
 def describe(plan: Plan) -> str:
-    """The plan in one line: ``2 stages (cut 3) of outer 2 x inner 2, 1f1b, 4 microbatches: data+tensor zero 2 recomputed, ...``."""
+    """Return the plan in one line: ``2 stages (cut at 3) of outer 2 x inner 2, 1f1b, 4 microbatches: 3 of data/tensor zero 2; ...``."""
     cuts = ", ".join(str(stage.start) for stage in plan.stages[1:])
     devices = f" on {plan.pipeline} devices" if plan.chunks > 1 else ""
     stages = f"{len(plan.stages)} stages{devices} (cut at {cuts}) of " if plan.pipeline > 1 else ""
@@ -81,7 +76,7 @@ def _draw(graph: Graph, devices: int, rng: random.Random) -> Plan:
     for group in _tied(graph):
         fit = [s for s in palette if all(_admits(types, i, mesh, s, microbatches) for i in group)]
         if not fit:
-            raise UsageError("no strategy of the palette suits a layer")
+            raise UsageError("no drawn strategy is valid for a layer")
         strategies.update(dict.fromkeys(group, rng.choice(fit)))
     chunks = rng.choice([n for n in (1, 1, 2, 3) if n == 1 or (pipeline > 1 and n * pipeline <= layers)])
     schedules = {default_schedule(pipeline, microbatches, chunks)}
@@ -108,7 +103,7 @@ def _mesh(devices: int, rng: random.Random) -> tuple[Axis, ...]:
 
 
 def _factorisations(n: int, most: int) -> Iterator[tuple[int, ...]]:
-    """The ordered factorisations of ``n`` into at most ``most`` factors above one."""
+    """Yield the ordered factorisations of ``n`` into at most ``most`` factors above one."""
     if n == 1:
         yield ()
     elif most == 1:
@@ -123,7 +118,7 @@ def _strategy(mesh: tuple[Axis, ...], rng: random.Random) -> Strategy:
     roles = tuple(rng.choice(list(Role)) for _ in mesh)
     replicated = math.prod(a.size for a, r in zip(mesh, roles, strict=True) if r.replicates_parameters) > 1
     zero, drawn = rng.randrange(4) if replicated else 0, rng.random()
-    # all techniques from one draw: another one would change all plans
+    # one draw for all techniques, so that a new technique doesn't change the plans of a seed
     options = Options(**{technique.name: technique.drawn(drawn, zero) for technique in LAYER})
     strategy = Strategy(roles, zero, options=options)
     outermost, *others = strategy.data_axes(mesh)[1] or (None,)
@@ -133,7 +128,7 @@ def _strategy(mesh: tuple[Axis, ...], rng: random.Random) -> Strategy:
 
 
 def _tied(graph: Graph) -> list[list[int]]:
-    """The groups of layers that must have equal strategies because they share parameters, in the order of their first layers."""
+    """Return groups of layers that share parameters, and so must have equal strategies, in the order of their first layers."""
     home = list(range(len(graph.layers)))
     for uses in graph.shared_parameters.values():
         first = min(home[i] for i in uses)

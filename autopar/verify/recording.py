@@ -1,7 +1,7 @@
-"""Recording a program's ranks without communication: each is a fork of one worker process, which has imported what they import.
+"""Records a program's ranks without communication; each rank is a fork of one worker process that has imported everything.
 
-``record`` emits a plan's program, runs some steps of every rank on a recording process group (``autopar.checks.nccl.recorder``) and returns
-the traces; ``Recorded.findings`` are what is wrong. From a Python prompt::
+``record`` emits a plan's program, runs some steps of every rank on a recording process group (``autopar.checks.nccl.recorder``) and
+returns the traces; ``Recorded.findings`` checks them. From a Python prompt::
 
     from autopar.verify.recording import Recipe, Workers, record
     with Workers() as workers:
@@ -45,9 +45,9 @@ from autopar.run.processes import Processes
 from autopar.run.worker import resolve
 
 LIMIT_S = 300.0
-"""Seconds after which a rank that is recorded is taken to hang: it waits for nobody, so it computes or loops."""
+"""Timeout of a recorded rank in seconds; it never waits for other ranks."""
 SIZES_LIMIT_S = 3600.0
-"""The same for a rank of a large plan, which takes a minute of a processor."""
+"""Timeout of a rank of a large plan, which takes a minute of processor time."""
 PRELOADED = (
     "autopar.program.trainer",
     "torch._dynamo",
@@ -59,8 +59,8 @@ PRELOADED = (
 
 @dataclass(frozen=True, slots=True)
 class RecordedSteps:
-    """What the ranks do: ``steps`` of the trainer with ``optimizer`` (``"module:function"`` of the parameters) and, if ``save`` is
-    ``"wait"`` or ``"async"``, a checkpoint after the first. ``backend`` compiles the layers of plans that compile them."""
+    """What the ranks run: ``steps`` with ``optimizer`` (``"module:function"``, called with the parameters) and, if ``save`` is
+    ``"wait"`` or ``"async"``, a checkpoint after the first. ``backend`` is that of ``torch.compile``."""
 
     steps: int = 2
     optimizer: str = "autopar.verify.recording:adamw"
@@ -71,7 +71,7 @@ class RecordedSteps:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Traces by rank, with late results and with results at once, and the sentences of ranks that failed."""
+    """Traces by rank, with late and with immediate results of collectives, and the messages of ranks that failed."""
 
     late: Mapping[int, RankTrace]
     at_once: Mapping[int, RankTrace]
@@ -82,20 +82,20 @@ class Recorded:
             CollectiveFinding(LATE if rank in self.at_once else FAILED, f"rank {rank}: {text}", (rank,))
             for rank, text in self.failures.items()
         )
-        if failed:  # what the others wait for follows from that
+        if failed:  # other findings would be consequences
             return failed
         return findings(self.late, self.at_once, modes)
 
     def notes(self) -> tuple[str, ...]:
-        """What is slower than it need be, and what was not compared."""
-        found = [str(each) for each in unaligned(self.late)]
+        """Return notes on unaligned messages, which are slow, and on values that couldn't be compared."""
+        notes = [str(each) for each in unaligned(self.late)]
         if not all(trace.finite for trace in self.at_once.values()):
-            found.append("values are not finite, so results that are read too early may not show in them")
-        return tuple(found)
+            notes.append("values are not finite, so results that are read too early may not show in them")
+        return tuple(notes)
 
 
 class Workers:
-    """The process that the ranks are forks of: it starts at the first use."""
+    """The process that ranks are forked from, started at the first use."""
 
     def __init__(self) -> None:
         self._processes: Processes | None = None
@@ -126,9 +126,9 @@ def record(
     recipe: RecordedSteps | None = None,
     change: Callable[[Path], None] | None = None,
 ) -> Recorded:
-    """Record every rank of the plan's program; ``change`` may change the emitted folder before.
+    """Record every rank of the plan's program; ``change`` may edit the emitted folder first.
 
-    Raises ``UsageError`` if the model does not admit the plan.
+    Raises ``UsageError`` if the plan is invalid for the model.
     """
     with tempfile.TemporaryDirectory(prefix="autopar-record-") as name:
         folder = Path(name)
@@ -147,7 +147,7 @@ def record_folder(
     workers: Workers,
     recipe: RecordedSteps | None = None,
 ) -> Recorded:
-    """Record all ``world`` ranks of an emitted folder from the values of ``state`` (a ``torch.save`` of a state dict)."""
+    """Record all ``world`` ranks of an emitted folder, starting from ``state`` (a ``torch.save`` of a state dict)."""
     with tempfile.TemporaryDirectory(prefix="autopar-traces-") as name:
         args = (str(program), str(state), dict(batch), world, name, asdict(recipe or RecordedSteps()))
         failures = workers.call("autopar.verify.recording:record_ranks", *args, timeout_s=2 * LIMIT_S + 60)
@@ -155,21 +155,20 @@ def record_folder(
 
 
 def record_call(target: str, world: int, workers: Workers) -> Recorded:
-    """Record ``"module:function"``, called on each of ``world`` ranks without arguments: code of a user's own."""
+    """Record a user's ``"module:function"``, called on each of ``world`` ranks without arguments."""
     with tempfile.TemporaryDirectory(prefix="autopar-traces-") as name:
         failures = workers.call("autopar.verify.recording:record_calls", target, world, name, timeout_s=LIMIT_S)
         return _read(Path(name), world, failures)
 
 
 def _read(folder: Path, world: int, failures: Mapping[int, str]) -> Recorded:
-    """The traces of all ranks, late and at once."""
-    found: dict[str, dict[int, RankTrace]] = {"late": {}, "at once": {}}
-    for timing, traces in found.items():
-        for rank in range(world):
-            file = _trace_file(folder, timing, rank)
-            if file.exists():
-                traces[rank] = RankTrace.read(file)
-    return Recorded(found["late"], found["at once"], failures)
+    late, at_once = (_traces(folder, timing, range(world)) for timing in ("late", "at once"))
+    return Recorded(late, at_once, failures)
+
+
+def _traces(folder: Path, timing: str, ranks: Iterable[int]) -> dict[int, RankTrace]:
+    files = {rank: _trace_file(folder, timing, rank) for rank in ranks}
+    return {rank: RankTrace.read(file) for rank, file in files.items() if file.exists()}
 
 
 def record_sizes(
@@ -177,18 +176,10 @@ def record_sizes(
 ) -> Recorded:
     """Record some ranks of an emitted folder at their real sizes, without values; ``shapes`` are those of the batch's inputs."""
     with tempfile.TemporaryDirectory(prefix="autopar-traces-") as name:
-        failures: dict[int, str] = {}
-        given = {key: (list(shape), str(dtype).removeprefix("torch.")) for key, (shape, dtype) in shapes.items()}
-        limit_s = SIZES_LIMIT_S * (1 + len(ranks))
-        failures = workers.call(
-            "autopar.verify.recording:record_ranks_sizes", str(program), given, list(ranks), name, timeout_s=limit_s
-        )
-        traces = {}
-        for rank in ranks:
-            file = _trace_file(Path(name), "sizes", rank)
-            if file.exists():
-                traces[rank] = RankTrace.read(file)
-        return Recorded(traces, {}, failures)
+        inputs = {key: (list(shape), str(dtype).removeprefix("torch.")) for key, (shape, dtype) in shapes.items()}
+        args, limit_s = (str(program), inputs, list(ranks), name), SIZES_LIMIT_S * (1 + len(ranks))
+        failures = workers.call("autopar.verify.recording:record_ranks_sizes", *args, timeout_s=limit_s)
+        return Recorded(_traces(Path(name), "sizes", ranks), {}, failures)
 
 
 # -- in the worker -----------------------------------------------------------------------------------------------------
@@ -201,10 +192,10 @@ def adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 def record_ranks(
     program: str, state: str, batch: dict[str, Tensor], world: int, out: str, recipe: dict[str, Any]
 ) -> dict[int, str]:
-    """Record all ranks at the same time, late and then at once; why ranks failed."""
+    """Record all ranks, with late and then with immediate results; return the messages of ranks that failed."""
     _preload()
     compile_sources(program)
-    return _both(
+    return _record_both_timings(
         world,
         out,
         lambda rank, timing, shared: functools.partial(
@@ -214,10 +205,10 @@ def record_ranks(
 
 
 def record_calls(target: str, world: int, out: str) -> dict[int, str]:
-    """Record a function on all ranks, late and then at once; why ranks failed."""
+    """Record a function on all ranks, with late and then with immediate results; return the messages of ranks that failed."""
     _preload()
     function = resolve(target)
-    return _both(
+    return _record_both_timings(
         world,
         out,
         lambda rank, timing, shared: functools.partial(_record_call, function, rank, world, timing, shared, Path(out)),
@@ -230,8 +221,8 @@ def _preload() -> None:
         importlib.import_module(module)
 
 
-def _both(world: int, out: str, task: Callable[[int, str, Path], Callable[[], None]]) -> dict[int, str]:
-    """Run all ranks at the same time, with late results and then with results at once; ``task`` gives what a rank runs."""
+def _record_both_timings(world: int, out: str, task: Callable[[int, str, Path], Callable[[], None]]) -> dict[int, str]:
+    """Run all ranks concurrently, with late and then with immediate results; ``task`` returns what a rank runs."""
     failures: dict[int, str] = {}
     for timing in ("late", "at once"):
         with tempfile.TemporaryDirectory(prefix="autopar-objects-") as shared:
@@ -252,7 +243,7 @@ def _record_call(function: Callable[[], Any], rank: int, world: int, timing: str
 def in_forks(
     tasks: Mapping[int, Callable[[], None]], logs: Path, limit_s: float, at_a_time: int = 64
 ) -> dict[int, str]:
-    """Run every task in a fork of this process; the last line of what a failed one printed, by its number."""
+    """Run every task in a fork of this process; return the last line of the log of each that failed, by its number."""
     failed: dict[int, str] = {}
     left, running = list(tasks), dict[int, tuple[int, float]]()
     while left or running:
@@ -279,7 +270,7 @@ def _fork(task: Callable[[], None], log: Path) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
-        # Python warns of forks beside threads: the other thread of this process waits for its parent's calls
+        # Python warns of forking with threads; this process's other thread only waits for calls
         warnings.simplefilter("ignore", DeprecationWarning)
         process = os.fork()
     if process:
@@ -315,7 +306,7 @@ def _record_rank(
     out: Path,
     recipe: RecordedSteps,
 ) -> None:
-    """Be one rank: some steps, and the trace into ``out``."""
+    """Run some steps as one rank and write its trace into ``out``."""
     warnings.filterwarnings("ignore")
     torch.manual_seed(0)
     torch.compile = functools.partial(torch.compile, backend=recipe.backend)
@@ -342,7 +333,7 @@ def _record_rank(
 def record_ranks_sizes(
     program: str, shapes: dict[str, tuple[list[int], str]], ranks: list[int], out: str
 ) -> dict[int, str]:
-    """Record ranks without values, one on each processor at a time; why ranks failed."""
+    """Record ranks without values, one per core at a time; return the messages of ranks that failed."""
     _preload()
     compile_sources(program)
     tasks = {rank: functools.partial(_record_sizes, Path(program), shapes, rank, Path(out)) for rank in ranks}
@@ -371,7 +362,7 @@ def _record_sizes(program: Path, shapes: dict[str, tuple[list[int], str]], rank:
 
 
 def _uncompiled(function: Any = None, **_: Any) -> Any:
-    return function if function is not None else lambda found: found
+    return function if function is not None else lambda f: f
 
 
 def _world_size(program: Any) -> int:
@@ -379,7 +370,7 @@ def _world_size(program: Any) -> int:
 
 
 def _replace_values(program: Path) -> None:
-    """Replace functions of the program's modules that read values: all digests are equal, and all experts get as many rows."""
+    """Replace the functions of the program's modules that read values: digests are equal, and experts get equal numbers of rows."""
 
     def digest(tensor: Tensor, whole: bool = True) -> int:
         return 0
@@ -394,7 +385,7 @@ def _replace_values(program: Path) -> None:
 
 
 def _evenly(own: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """``own`` of the program's experts gives the choices of rows, and how many rows each expert gets: as if the router chose evenly."""
+    """Wrap ``own`` of the program's experts, which returns the choices and the rows per expert, as if the router were balanced."""
 
     def evenly(ids: Tensor, count: int, *axes: Any) -> tuple[Tensor, Tensor]:
         ids, counts = own(ids, count, *axes)
@@ -405,7 +396,7 @@ def _evenly(own: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Te
 
 
 def _digests(trainer: Any, losses: Iterable[float]) -> tuple[dict[str, str], bool]:
-    """Digests of losses and parameters, and whether all values are finite."""
+    """Return digests of losses and parameters, and whether all values are finite."""
     tensors = {f"the loss of step {step + 1}": torch.tensor(loss).double() for step, loss in enumerate(losses)}
     for stage in trainer.stages.values():
         for name, parameter in stage.named_parameters():

@@ -13,41 +13,36 @@ from autopar.program.spec import layers_of
 from autopar.run import remote
 
 UPDATE_LR = 2.0**20
-"""Learning rate of the compared update: so large that a parameter's size causes no rounding error in its gradient, and a power of two."""
+"""Learning rate of the compared update: a power of two, so large that adding the parameter doesn't round the gradient."""
 
 
 def open_trainer(folder: str, state: str) -> Any:
-    """The program's trainer with the values of ``state``."""
-    options = {
-        "optimizer": functools.partial(torch.optim.SGD, lr=UPDATE_LR),
-        "lr": 0.0,
-        "seed": 0,
-        "max_norm": None,
-        "state": state,
-    }
+    """Open the program's trainer with the values of ``state``."""
+    sgd = functools.partial(torch.optim.SGD, lr=UPDATE_LR)
+    options = {"optimizer": sgd, "lr": 0.0, "seed": 0, "max_norm": None, "state": state}
     return remote.open_trainer(folder, options, device="cpu", timeout_s=60)
 
 
 def gradients(folder: str, state: str, batch: dict[str, Tensor]) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
-    """The loss, and on rank 0 the whole gradients, of one global batch, and the state after an update with ``UPDATE_LR``."""
+    """Return the loss of a global batch, on rank 0 its unsharded gradients, and the state after an update with ``UPDATE_LR``."""
     trainer = open_trainer(folder, state)
-    loss, found = remote.perform(trainer, "gradients", batch)
-    return loss, found, _updated(trainer)
+    loss, grads = remote.perform(trainer, "gradients", batch)
+    return loss, grads, _updated(trainer)
 
 
 def gradients_twice(
     folder: str, state: str, batch: dict[str, Tensor], other: dict[str, Tensor]
 ) -> tuple[tuple[float, dict[str, Tensor], dict[str, Tensor]], tuple[float, dict[str, Tensor]]]:
-    """``gradients`` of one batch; then, again from the values of ``state``, the loss and the gradients of another batch."""
+    """Return ``gradients`` of a batch, then, after reloading ``state``, the loss and gradients of another batch."""
     trainer = open_trainer(folder, state)
-    loss, found = remote.perform(trainer, "gradients", batch)
+    loss, grads = remote.perform(trainer, "gradients", batch)
     after = _updated(trainer)
     remote.perform(trainer, "load_state_dict", torch.load(state, weights_only=True, mmap=True))
-    return (loss, found, after), remote.perform(trainer, "gradients", other)
+    return (loss, grads, after), remote.perform(trainer, "gradients", other)
 
 
 def _updated(trainer: Any) -> dict[str, Tensor]:
-    """The state dict after an update. Raises ``RuntimeError`` if ranks that read the same parameter have different values of it."""
+    """Update and return the state dict. Raises ``RuntimeError`` if replicas of a parameter differ afterwards."""
     for _ in range(1 + trainer.program.spec.late):  # without new gradients
         trainer.update()
     trainer.finish_update()
@@ -69,23 +64,23 @@ def _updated(trainer: Any) -> dict[str, Tensor]:
 
 
 def watch(folder: str, state: str, batch: dict[str, Tensor], layer: str | None) -> dict[str, dict[str, list[Any]]]:
-    """The values of this rank's layers in one step and their gradients, one of each for every microbatch.
+    """Return the values of this rank's layers in a step and their gradients, for every microbatch.
 
     The program was emitted with ``watch``. The result is indexed by layer (its attribute in the stage) and name: the outputs of every
     layer (``"0"``, ``"1"``), or all values of ``layer`` by node name. Each entry is ``[value of microbatch 0, its gradient or None,
     value of microbatch 1, ...]``.
     """
     trainer = open_trainer(folder, state)
-    found: dict[str, dict[str, list[Any]]] = {}
+    records: dict[str, dict[str, list[Any]]] = {}
 
     def keep(name: str, key: str, value: Any) -> None:
         if not isinstance(value, Tensor):
             return
-        entries = found.setdefault(name, {}).setdefault(key, [])
-        place = len(entries) + 1
+        entries = records.setdefault(name, {}).setdefault(key, [])
+        index = len(entries) + 1
         entries += [value.detach().clone(), None]
         if value.requires_grad:
-            value.register_hook(lambda gradient: entries.__setitem__(place, gradient.detach().clone()))
+            value.register_hook(lambda gradient: entries.__setitem__(index, gradient.detach().clone()))
 
     def hook(name: str) -> Any:
         def collect(module: Any, args: Any, result: Any) -> None:
@@ -101,4 +96,4 @@ def watch(folder: str, state: str, batch: dict[str, Tensor], layer: str | None) 
             if layer in (None, name):
                 module.register_forward_hook(hook(name))
     remote.perform(trainer, "gradients", batch)
-    return found
+    return records

@@ -1,4 +1,4 @@
-"""The result of a verification, as a record and as JSON."""
+"""The result of a verification, as dataclasses and as JSON."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from autopar.verify.locate import Difference
 
 @dataclass(frozen=True, slots=True)
 class CheckedPlan:
-    """One plan that ran: its kind, the largest error of the loss and all gradients, the location, and the number of stages that
-    type-check. ``attack`` names a second batch with which it ran, and ``attack_error`` is that batch's error."""
+    """A plan that ran: its kind, the largest error of loss and gradients and where it is, and the number of type-checked stages.
+    ``attack`` names the second batch that it ran with, ``attack_error`` is its error."""
 
     kind: str
     plan: str
@@ -26,7 +26,7 @@ class CheckedPlan:
 
 @dataclass(frozen=True, slots=True)
 class Attacked:
-    """One attack on the captured graph on one device: its name, the largest error, and the location (see ``autopar.verify.attacks``)."""
+    """An attack on the captured graph on one device: the largest error and where it is (see ``autopar.verify.attacks``)."""
 
     name: str
     error: float
@@ -35,7 +35,7 @@ class Attacked:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One plan that is not exact, is ill-typed or does not run; ``first`` is the first node that differs, if one was found."""
+    """A plan that isn't exact, is ill-typed or fails; ``first`` is the first node that differs, if it could be located."""
 
     kind: str
     plan: str
@@ -49,9 +49,9 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A model's verification. ``skipped`` gives the kinds that the model does not admit, with the reason; ``notes`` the changes made for
-    the comparison (dropout, sizes). ``reference`` says with what a plan that gives up exactness was compared, if not with training on one
-    device. ``attacks`` are those tried on one device, ``attacks_skipped`` the others, with the reason."""
+    """A model's verification. ``skipped`` gives reasons for kinds that are invalid for the model, ``notes`` changes made for the
+    comparison (dropout, sizes), ``reference`` what a plan that isn't exact was compared with, if not training on one device.
+    ``attacks`` are those tried on one device; ``attacks_skipped`` gives reasons for the others."""
 
     model: str
     devices: int
@@ -67,23 +67,23 @@ class Report:
 
     @property
     def agrees(self) -> bool:
-        """Whether any plan was checked, and all results equal those that they were compared with."""
+        """Whether plans were checked and all results equal their references."""
         return bool(self.checked) and not self.failures and self.max_relative_difference <= EXACT
 
     @property
     def exact(self) -> bool:
-        """Whether any plan was checked, and all results equal those of training on one device."""
+        """Whether plans were checked and all results equal training on one device."""
         return self.agrees and not self.reference
 
     @property
     def max_relative_difference(self) -> float:
-        """The largest difference of plans and attacks; infinite if no plan was checked, or if a difference is NaN."""
+        """The largest difference of plans and attacks; infinite without plans or with a NaN."""
         errors = [error for check in self.checked for error in (check.error, check.attack_error)]
         errors += [attack.error for attack in self.attacks]
         return max(errors) if self.checked and not any(map(math.isnan, errors)) else math.inf
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object; a difference that is not finite, or that does not exist, is ``null`` there."""
+        """Return the report as JSON, with ``null`` for differences that aren't finite."""
         worst = self.max_relative_difference
         return {
             "exact": self.exact,

@@ -1,4 +1,4 @@
-"""``verify``: runs a model's plans and reports the results."""
+"""``verify`` runs a model's plans and reports the results."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from autopar.verify.subject import Subject, make_subject
 from autopar.workload import Workload
 
 MEMORY_BYTES = 8 * 10**9
-"""The default memory limit of a verification: half of a laptop's memory."""
+"""Default memory limit of a verification: half of a laptop's memory."""
 
 MICROBATCHES = 2
-"""Number of microbatches in plans for a model whose microbatches are treated as separate batches."""
+"""Number of microbatches for a model whose microbatches are treated as separate batches."""
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of the current check, the number of finished plans, and the number of plans."""
@@ -59,17 +59,16 @@ def verify(
 ) -> Report:
     """Compare the model's distributed programs with eager PyTorch on one device: the loss and every gradient, in float64.
 
-    The model runs at its own size, in ``devices`` local gloo processes, with dropout off. Without ``plan`` one plan of every kind of
-    parallelism that the model admits is checked. With ``plan``, only that plan: if it is for more devices, its axes are shrunk to fit,
-    and the program at the plan's own size is only type-checked. Every program is type-checked.
+    The model runs at full size in ``devices`` local gloo processes, with dropout off. Without ``plan``, one plan of every kind of
+    parallelism that is valid for the model is checked. With ``plan``, only that plan: if it is for more devices, its axes are shrunk to
+    fit, and the full-size program is only type-checked. Every program is type-checked.
 
-    A plan whose replicas train apart, or whose gradients are late, is not exact: the report says that its first step alone is compared
-    with one device.
+    Plans with local SGD or stale gradients aren't exact: only their first step is compared with one device, as the report says.
 
     With ``allow={"microbatch_statistics"}``, or a plan made with it, a model that couples the examples of a batch is run in
     microbatches and compared with one device that accumulates the mean over the same microbatches.
 
-    Before that the captured graph is attacked on one device with batches made from the user's batch, and in other modes
+    First, the captured graph is compared on one device, with adversarial batches derived from the user's batch and in other modes
     (``autopar.verify.attacks``); plans also run with one of those batches.
 
     Args:
@@ -78,8 +77,8 @@ def verify(
         loss_fn: see ``compile``.
 
     Raises:
-        UsageError: too large for ``memory_limit_bytes``, no values, a plan that does not fit the model.
-        CaptureError: the model cannot be exported.
+        UsageError: too large for ``memory_limit_bytes``, no values, a plan that doesn't fit the model.
+        CaptureError: the model can't be exported.
     """
     return verify_workload(
         Workload(model, batch, loss_fn),
@@ -101,10 +100,10 @@ def verify_workload(
     allow: Collection[str] = (),
     progress: Progress | None = None,
 ) -> Report:
-    """``verify`` for a workload. ``real`` is the captured model that ``plan`` was made for, if the workload is a smaller one."""
+    """``verify`` for a workload. ``real`` is the captured model that ``plan`` is for, if the workload is a smaller one."""
     if dist.is_initialized():
         raise UsageError(
-            "this process has a process group, and verification starts processes of its own",
+            "this process has a process group, and verification starts its own processes",
             "call it in a script that is not started by torchrun",
         )
     if devices < 1:
@@ -114,7 +113,9 @@ def verify_workload(
     check_allowed(allow)
     tell = progress or (lambda what, done, total: None)
     tell("capture", 0, 1)
-    subject = make_subject(model, batch, loss_fn, name=workload.name, microbatches=_own(plan, real, allow))
+    subject = make_subject(
+        model, batch, loss_fn, name=workload.name, microbatches=_accumulated_microbatches(plan, real, allow)
+    )
     tell("attacks on one device", 0, 1)
     run = _Run(subject, devices, attack(model, loss_fn, subject))
     plans: list[tuple[str, PlanOf]] = [(kind.name, kind.plan) for kind in kinds(devices)]
@@ -136,7 +137,7 @@ def verify_workload(
 
 
 def _exact(plan: Plan) -> Plan:
-    """The plan with the defaults of techniques whose values give up exactness; itself if it has none."""
+    """Return the plan with techniques that give up exactness reset to their defaults."""
     if not set(plan.allow) & set(OF_LAYERS):
         return plan
 
@@ -148,20 +149,19 @@ def _exact(plan: Plan) -> Plan:
     return replace(plan, layers=tuple(map(own, plan.layers)), allow=allow)
 
 
-def _own(given: Plan | None, real: Graph | None, allow: Collection[str]) -> int:
-    """The number of microbatches that are treated as separate batches, if the model requires it: the plan's, or two if its batch is
-    shrunk."""
-    if given is None:
+def _accumulated_microbatches(plan: Plan | None, real: Graph | None, allow: Collection[str]) -> int:
+    """Return the number of microbatches that are treated as separate batches if the model requires it."""
+    if plan is None:
         return MICROBATCHES if MICROBATCH_STATISTICS in allow else 1
-    if MICROBATCH_STATISTICS not in given.allow:
+    if MICROBATCH_STATISTICS not in plan.allow:
         return 1
-    return given.microbatches if real is None else MICROBATCHES
+    return plan.microbatches if real is None else MICROBATCHES
 
 
 def check_size(model: nn.Module, devices: int, memory_limit_bytes: int) -> None:
     """Raise ``UsageError`` if the model is too large to be verified in the given memory.
 
-    Parameters and gradients in float64: once for eager PyTorch, twice for the data that is sent, and once for each process.
+    Parameters and gradients in float64: once for eager PyTorch, twice for data sent to workers, and once for each process.
     """
     elements = sum(p.numel() for p in model.parameters())
     needed = elements * 8 * (2 + 2 + 2 * devices)
@@ -175,7 +175,7 @@ def check_size(model: nn.Module, devices: int, memory_limit_bytes: int) -> None:
 
 @dataclass
 class _Run:
-    """The plans checked so far."""
+    """Checks plans and collects their results."""
 
     subject: Subject
     devices: int
@@ -202,7 +202,7 @@ class _Run:
         try:
             outcome = check_plan(self.subject, plan, pool, attack=attacked)
         except (AutoparError, AssertionError, RuntimeError, ValueError, TypeError, KeyError, IndexError) as error:
-            # errors of autopar itself, too: the report should name the plan that caused them
+            # also autopar's own bugs: the report names the plan that caused them
             self._fail(kind, plan, _sentence(error), None)
             return
         self._typechecked += 1
@@ -213,19 +213,14 @@ class _Run:
             )
         )
         if not outcome.error.exact:
-            self._fail(
-                kind,
-                plan,
-                f"{outcome.error.where} is off by {outcome.error.value:.2g}",
-                self._locate(plan, pool, outcome.error),
-            )
-
+            message = f"{outcome.error.where} is off by {outcome.error.value:.2g}"
+            self._fail(kind, plan, message, self._locate(plan, pool, outcome.error))
         elif not other.exact:
             message = f"with {name}: {other.where} is off by {other.value:.2g}"
             self._fail(kind, plan, message, self._locate(plan, pool, other, attacked))
 
     def _next_attack(self) -> tuple[str, Subject | None]:
-        """The next attack: plans take the attacks in turn."""
+        """Return the next attack, round-robin."""
         names = list(self.attacks.subjects)
         if not names:
             return "", None
@@ -233,7 +228,7 @@ class _Run:
         return name, self.attacks.subjects[name]
 
     def check_types(self, plan: Plan, graph: Graph, processes: int) -> None:
-        """Type-check the program of the unshrunk plan; its numerical results are those of the plan for ``processes``."""
+        """Type-check the program of the full-size plan; only the plan for ``processes`` is run."""
         with tempfile.TemporaryDirectory(prefix="autopar-verify-") as folder:
             try:
                 emit(graph, plan, folder)
@@ -251,7 +246,7 @@ class _Run:
         try:
             return locate(subject or self.subject, plan, pool, error)
         except LaunchError:
-            return None  # the report says that the numbers are wrong; only the location is unknown
+            return None  # the report has the error without its location
 
     def _fail(self, kind: str, plan: Plan, message: str, first: Difference | None) -> None:
         self._failures.append(Failure(kind, describe(plan), message, first))

@@ -1,4 +1,4 @@
-"""Smaller versions with the same structure: a configuration for a laptop, a plan for a few processes."""
+"""Shrinks a model's configuration to a laptop, and a plan to a few processes, keeping their structure."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _SMALL: dict[str, Any] = {
     "layer_sizes": [32, 16],
 }
 _DEFAULTS: dict[str, tuple[str, ...]] = {
-    # entries that a configuration may leave to its class, whose defaults are large
+    # entries that a configuration may omit, whose defaults are large
     "gpt2": ("n_layer", "n_head", "n_embd"),
     "resnet": ("embedding_size", "hidden_sizes", "depths", "num_labels"),
 }
@@ -51,9 +51,9 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_
 
 
 def shrink_config(config: dict[str, Any]) -> dict[str, Any]:
-    """A configuration of the same structure that trains on a laptop in float64: four layers, eight heads.
+    """Return a configuration of the same structure that trains on a laptop in float64: four layers, eight heads.
 
-    Ratios that matter are kept: query heads per key head, experts per token up to the number of experts.
+    Query heads per key head are kept, and experts per token up to the number of experts.
     """
     small: dict[str, Any] = {key: None if value is None else _SMALL.get(key, value) for key, value in config.items()}
     kind = config.get("model_type", "")
@@ -69,11 +69,10 @@ def shrink_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def shrink_plan(plan: Plan, graph: Graph, devices: int) -> Plan:
-    """A plan of ``graph`` for at most ``devices`` with the given plan's structure.
+    """Return a plan of ``graph`` for at most ``devices`` with the given plan's structure.
 
-    A plan that fits is returned unchanged. Otherwise axes and stages of more than one become two, and then one, starting from the
-    outermost, until they fit (data axes first); layers take the strategy of the layer at the same relative position; there are as many
-    microbatches as the batch admits.
+    A plan that fits is returned unchanged. Otherwise pipeline and axes shrink to two, and then to one, data axes first, from the
+    outermost, until they fit; layers take the strategy of the layer at the same relative position; the batch limits the microbatches.
     """
     count = len(graph.layers)
     if plan.device_count <= devices and len(plan.layers) == count and plan.global_batch == graph.batch_size:
@@ -84,7 +83,7 @@ def shrink_plan(plan: Plan, graph: Graph, devices: int) -> Plan:
     pipeline, axes = min(sizes[0], count), sizes[1:]
     mesh = make_mesh(*((axis.name, size) for axis, size in zip(plan.mesh, axes, strict=True)))
     kept = [i for i, axis in enumerate(plan.mesh) if axis.name in {a.name for a in mesh}] or [0]
-    strategies = {i: _strategy(plan, _place(i, count, len(plan.layers)), mesh, kept) for i in range(count)}
+    strategies = {i: _strategy(plan, _relative_index(i, count, len(plan.layers)), mesh, kept) for i in range(count)}
     if len(mesh) == 1 and mesh[0].size == 1:
         strategies = {i: Strategy((Role.DATA,), options=_without_zero(s.options)) for i, s in strategies.items()}
     ways = max(
@@ -94,7 +93,8 @@ def shrink_plan(plan: Plan, graph: Graph, devices: int) -> Plan:
     chunks = min(plan.chunks, count // pipeline) if pipeline > 1 else 1
     stages = pipeline * chunks
     cuts = [
-        _place(plan.stages[i * len(plan.stages) // stages].start, len(plan.layers), count) for i in range(1, stages)
+        _relative_index(plan.stages[i * len(plan.stages) // stages].start, len(plan.layers), count)
+        for i in range(1, stages)
     ]
     kept_schedule = pipeline > 1 and parts >= pipeline and chunks == plan.chunks
     schedule = plan.schedule if kept_schedule else default_schedule(pipeline, parts, chunks)
@@ -103,7 +103,7 @@ def shrink_plan(plan: Plan, graph: Graph, devices: int) -> Plan:
         mesh=mesh,
         pipeline=pipeline,
         chunks=chunks,
-        cuts=_rising(cuts, count),
+        cuts=_distinct_cuts(cuts, count),
         strategies=strategies,
         microbatches=parts,
         schedule=schedule,
@@ -113,7 +113,7 @@ def shrink_plan(plan: Plan, graph: Graph, devices: int) -> Plan:
 
 
 def _fit(sizes: list[int], plan: Plan, devices: int) -> list[int]:
-    """Sizes (the stages first) with a product of at most ``devices``."""
+    """Reduce sizes (the pipeline's first) until their product is at most ``devices``."""
     data = [1 + i for i in range(len(plan.mesh)) if all(s.strategy.roles[i] is Role.DATA for s in plan.layers)]
     order = [*data, *(i for i in range(1, len(sizes)) if i not in data), 0]
     for index in order:
@@ -124,7 +124,7 @@ def _fit(sizes: list[int], plan: Plan, devices: int) -> list[int]:
 
 
 def _strategy(plan: Plan, layer: int, mesh: tuple[Axis, ...], kept: list[int]) -> Strategy:
-    """The strategy of a layer on the axes that are kept. Copies of ZeRO's shards stay if an axis is left to shard over."""
+    """Return a layer's strategy on the kept axes. HSDP's replicas stay if an axis is left to shard over."""
     given = plan.layers[layer].strategy
     roles = tuple(given.roles[i] for i in kept)
     copying = {axis.name for axis in given.data_axes(plan.mesh)[0]}
@@ -136,17 +136,17 @@ def _strategy(plan: Plan, layer: int, mesh: tuple[Axis, ...], kept: list[int]) -
 
 
 def _without_zero(options: Options) -> Options:
-    """The same values, with the defaults of techniques whose values need ZeRO."""
+    """Reset techniques whose values need ZeRO to their defaults."""
     return options.but(**{t.name: t.default for t, value in options.chosen if t.way(value).zero})
 
 
-def _place(index: int, count: int, other: int) -> int:
-    """The index among ``other`` at the same relative position as ``index`` among ``count``: first to first, last to last."""
+def _relative_index(index: int, count: int, other: int) -> int:
+    """Scale an index of ``count`` items to ``other`` items, first to first and last to last."""
     return round(index * (other - 1) / max(1, count - 1))
 
 
-def _rising(cuts: list[int], count: int) -> tuple[int, ...]:
-    """Cuts that leave every stage at least one layer."""
+def _distinct_cuts(cuts: list[int], count: int) -> tuple[int, ...]:
+    """Move cuts so that every stage has at least one layer."""
     fixed: list[int] = []
     for number, cut in enumerate(cuts):
         low, high = (fixed[-1] if fixed else 0) + 1, count - (len(cuts) - number)

@@ -1,4 +1,4 @@
-"""A model and the results of one device for its batch, in float64: every program of the model must reproduce them."""
+"""A model and its float64 results on one device, which every program of the model must reproduce."""
 
 from __future__ import annotations
 
@@ -10,11 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.capture import BatchStructure, WholeFloat64, apart, capture, flatten_batch, rebuild_batch
+from autopar.capture import (
+    BatchStructure,
+    Float64Everywhere,
+    capture,
+    flatten_batch,
+    rebuild_batch,
+    separate_microbatches,
+)
 from autopar.capture.eager import WithoutDropout, prepared, summed
 from autopar.capture.export import call_model
+from autopar.capture.external_state import ExternalState
 from autopar.capture.storage import ties
-from autopar.capture.surroundings import Surroundings
 from autopar.errors import BatchError, ModelError
 from autopar.graph import Graph
 from autopar.ops.facts import OpKind, facts
@@ -25,8 +32,8 @@ from autopar.shard import annotate
 class Subject:
     """The captured graph, the state dict, the batch by input name, and eager PyTorch's loss and gradients by parameter name.
 
-    ``dropout``: whether the model has dropout, which is off here. ``buffers`` are the written ones, after the forward pass. ``rounding``
-    is the rounding error of each parameter's gradient.
+    ``dropout``: whether the model has dropout, which is off here. ``buffers`` are those that the forward pass writes, after it.
+    ``rounding`` is the rounding error of each parameter's gradient.
     """
 
     graph: Graph
@@ -47,32 +54,32 @@ def make_subject(
     name: str | None = None,
     microbatches: int = 1,
 ) -> Subject:
-    """Capture a copy of ``model`` in float64 and run it eagerly, forward and backward. ``model`` itself is not changed.
+    """Capture a copy of ``model`` in float64 and run it eagerly, forward and backward. ``model`` itself isn't changed.
 
     If the model couples the examples of a batch and ``microbatches`` is more than one, each microbatch is treated as a separate batch
-    (``autopar.capture.apart``): one device then accumulates over the same microbatches, and the mean of their losses is the loss.
+    (``autopar.capture.separate_microbatches``): one device accumulates over the same microbatches, and the loss is the mean of theirs.
 
     Raises:
         ModelError: parameters or buffers on meta, which have no values; random numbers other than dropout.
         BatchError: a batch on meta.
-        CaptureError: the model cannot be exported.
+        CaptureError: the model can't be exported.
     """
     if any(tensor.is_meta for tensor in model.state_dict().values()):
         raise ModelError("the model is on meta, where parameters have no values", "build it on the CPU to verify it")
-    copied, surroundings = prepared(model, loss_fn), Surroundings(model, loss_fn)
+    copied, surroundings = prepared(model, loss_fn), ExternalState(model, loss_fn)
     model, loss_fn = copied.model, copied.loss_fn
     switched_off = _without_dropout(model)
-    with surroundings.restored(), WholeFloat64(), WithoutDropout() as off:
+    with surroundings.restored(), Float64Everywhere(), WithoutDropout() as off:
         graph = annotate(capture(model, batch, loss_fn, precision="float64", name=name))
         structure = graph.structure
         assert isinstance(structure, BatchStructure)
         tensors = flatten_batch(structure, batch)
 
-        def again(rows: int) -> Graph:
+        def capture_rows(rows: int) -> Graph:
             part = rebuild_batch(structure, [tensor[:rows] for tensor in tensors.values()])
             return annotate(capture(model, part, loss_fn, precision="float64", name=name))
 
-        graph = apart(graph, again, microbatches)
+        graph = separate_microbatches(graph, capture_rows, microbatches)
         if any(tensor.is_meta for tensor in tensors.values()):
             raise BatchError("the batch is on meta and has no values", "give one on the CPU")
         _refuse_random(graph)
@@ -87,26 +94,25 @@ def make_subject(
 def with_batch(
     subject: Subject, model: nn.Module, tensors: dict[str, Tensor], loss_fn: Callable[..., Any] | None
 ) -> Subject:
-    """The subject of ``model`` with another batch of the same shapes, by input name. Raises any error that the model raises."""
+    """Return the subject with another batch of the same shapes, by input name. Raises any error that the model raises."""
     copied, structure = prepared(model, loss_fn), subject.graph.structure
     assert isinstance(structure, BatchStructure)
-    tensors = flatten_batch(
-        structure, rebuild_batch(structure, list(tensors.values()))
-    )  # what examples share stays shared
-    with Surroundings(model, loss_fn).restored(), WholeFloat64(), WithoutDropout():
-        given = copied.model, subject.graph, copied.loss_fn, tensors, subject.state
-        loss, gradients, after = _eager(*given)
-        rounding = _rounding(*given, gradients)
+    # rebuilt, so that examples share what they shared in the original batch
+    tensors = flatten_batch(structure, rebuild_batch(structure, list(tensors.values())))
+    with ExternalState(model, loss_fn).restored(), Float64Everywhere(), WithoutDropout():
+        arguments = copied.model, subject.graph, copied.loss_fn, tensors, subject.state
+        loss, gradients, after = _eager(*arguments)
+        rounding = _rounding(*arguments, gradients)
     return dataclasses.replace(subject, batch=tensors, loss=loss, gradients=gradients, buffers=after, rounding=rounding)
 
 
 def _without_dropout(model: nn.Module) -> bool:
-    """Set the probability of every dropout module of ``model`` to 0; whether any had another. A module that is captured whole runs by
-    itself, and ``WithoutDropout`` does not see its dropout calls."""
-    found = [module for module in model.modules() if isinstance(module, _DROPOUT) and module.p]
-    for module in found:
+    """Set the probability of every dropout module to 0, since ``WithoutDropout`` doesn't see calls inside opaque modules; return whether
+    any of them was active."""
+    modules = [module for module in model.modules() if isinstance(module, _DROPOUT) and module.p]
+    for module in modules:
         module.p = 0.0
-    return any(module.training for module in found)
+    return any(module.training for module in modules)
 
 
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -120,8 +126,8 @@ def _eager(
     state: dict[str, Tensor],
     factor: float = 1.0,
 ) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
-    """The loss, the existing gradients of parameters, and the persistent buffers that the graph writes, after a step. The gradients are
-    those of the loss times ``factor``."""
+    """Run a step and return the loss, the gradients of the loss times ``factor`` (without ``None``), and the persistent buffers that the
+    graph writes."""
     structure = graph.structure
     assert isinstance(structure, BatchStructure)
     parts = list(zip(*(tensor.chunk(graph.accumulated) for tensor in tensors.values()), strict=True))
@@ -130,7 +136,7 @@ def _eager(
     for part in parts:
         with torch.no_grad():
             for name, tensor in model.state_dict().items():
-                tensor.copy_(state[name])  # each microbatch starts with the buffers from the start of the step
+                tensor.copy_(state[name])  # each microbatch starts from the buffers of the step's start
         term = call_model(model, structure, loss_fn, part) / len(parts)
         (term if factor == 1.0 else factor * term).backward()
         loss += float(term.detach())
@@ -141,7 +147,7 @@ def _eager(
 
 
 _FACTORS = (1 / 3, 0.7)
-"""Of the loss, to see how gradients round: no powers of two, under which every product rounds as before."""
+"""Factors of the loss that change rounding; powers of two would not."""
 
 
 def _rounding(
@@ -152,29 +158,29 @@ def _rounding(
     state: dict[str, Tensor],
     gradients: dict[str, Tensor],
 ) -> dict[str, float]:
-    """The rounding error of every gradient of eager PyTorch: its largest change if the loss is multiplied by a factor and the gradient
-    divided by it, which changes nothing but the roundings."""
-    found = dict.fromkeys(gradients, 0.0)
+    """Return the rounding error of every gradient of eager PyTorch: its largest change if the loss is multiplied by a factor and the
+    gradient divided by it, which in exact arithmetic changes nothing."""
+    errors = dict.fromkeys(gradients, 0.0)
     for factor in _FACTORS:
         _, scaled, _ = _eager(model, graph, loss_fn, tensors, state, factor)
         for name, gradient in gradients.items():
             if gradient.numel():
-                found[name] = max(found[name], float((scaled[name] / factor - gradient).abs().max()))
-    return found
+                errors[name] = max(errors[name], float((scaled[name] / factor - gradient).abs().max()))
+    return errors
 
 
 def _mean(values: list[Tensor]) -> Tensor:
-    """The buffer value of a step from those of its microbatches: their mean, or for counts, which are equal, the last."""
+    """Return a buffer's value of a step from those of its microbatches: the mean, or the last of integer counts, which are equal."""
     return torch.stack(values).mean(0) if values[0].is_floating_point() and len(values) > 1 else values[-1]
 
 
 def _refuse_random(graph: Graph) -> None:
-    """Raise ``ModelError`` for a model that draws random numbers: two runs of it differ with or without autopar."""
+    """Raise ``ModelError`` for a model that draws random numbers: no two runs of it are equal, even without autopar."""
     for layer in graph.layers:
         for node in graph.classes[layer.cls].graph.graph.nodes:
             if facts(node).kind is OpKind.DRAW:
                 raise ModelError(
                     f"the model draws random numbers ({facts(node).short} ones, in {layer.name}), so no two runs "
                     "of it can be compared",
-                    "give the drawn numbers in the batch; dropout alone is turned off by itself",
+                    "pass the random numbers in the batch; only dropout is turned off automatically",
                 )

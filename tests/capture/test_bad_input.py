@@ -65,8 +65,8 @@ class Model(nn.Module):
         ("plain", X.half(), "x float16", "precision"),
         ("embedding", X, "self.embed(x)", "run on this batch by itself"),
         ("plain", X[:0], "no rows", "one global batch"),
-        ("plain", X.numpy(), "'x' of the batch is an array of numpy, float32[4, 8], not a tensor", "torch.from_numpy"),
-        ("plain", {"x": {"a": X, "b": X.numpy()}}, "'x_b' of the batch is an array of numpy", "torch.from_numpy"),
+        ("plain", X.numpy(), "'x' of the batch is a numpy array, float32[4, 8], not a tensor", "torch.from_numpy"),
+        ("plain", {"x": {"a": X, "b": X.numpy()}}, "'x_b' of the batch is a numpy array", "torch.from_numpy"),
     ],
 )
 def test_refusals_say_where_and_what_to_do(kind: str, batch: Any, words: str, hint: str) -> None:

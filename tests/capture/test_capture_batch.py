@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from workers import WorkerPool
 
-from autopar.capture import WholeFloat64, capture, check_capture, flatten_batch, rebuild_batch, reference
+from autopar.capture import Float64Everywhere, capture, check_capture, flatten_batch, rebuild_batch, reference
 from autopar.errors import BatchError, CaptureError
 from autopar.search.manual import manual_plan
 from autopar.verify import check_plan, make_subject
@@ -138,7 +138,7 @@ def test_unknown_precision() -> None:
         ((X, None), "but is a NoneType"),
         (
             (X, X.numpy()),
-            r"the batch\[1\] is an array of numpy, float32\[6, 4\], not a tensor\n.*hint: torch.from_numpy",
+            r"the batch\[1\] is a numpy array, float32\[6, 4\], not a tensor\n.*hint: torch.from_numpy",
         ),
     ],
 )
@@ -192,7 +192,7 @@ def test_parameters_of_several_dtypes_keep_them_and_the_most_elements_name_the_p
     }
     (note,) = (note for note in graph.notes if "several dtypes" in note)
     assert "40 of float32, 36 of bfloat16, 1 of float64" in note
-    with WholeFloat64():  # the cast to bfloat16 is widened, too
+    with Float64Everywhere():  # the cast to bfloat16 is widened, too
         whole = capture(Mixed(), torch.randn(2, 4), precision="float64")
     assert not any("several dtypes" in note for note in whole.notes)
     assert {value.dtype for value in whole.values.values()} == {torch.float64}

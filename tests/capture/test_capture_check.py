@@ -254,7 +254,7 @@ def test_a_model_that_does_not_run_is_refused_unless_the_comparison_is_switched_
 def test_without_values_of_the_users_or_with_too_many_rows_it_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     said = checked(Fussy(), torch.empty(ROWS, WIDTH, device="meta"))
     assert said.startswith(f"{NOT_COMPARED}: on 6 rows of the batch the model raises RuntimeError: too few rows")
-    assert said.endswith(", with drawn values")
+    assert said.endswith(", with random values")
     monkeypatch.setattr(module, "MOST_ROWS", 10)
     said = checked(Fussy(), rows(12))
     assert (

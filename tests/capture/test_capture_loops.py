@@ -43,7 +43,7 @@ class Model(nn.Module):
 
 @pytest.fixture
 def few_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loops, "TURNS", 12)
+    monkeypatch.setattr(loops, "MAX_ITERATIONS", 12)
 
 
 def batch(device: str = "cpu", length: int = 16) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from workers import WorkerPool
 
-from autopar.capture import WholeFloat64, capture, check_capture, flatten_batch, opaque
+from autopar.capture import Float64Everywhere, capture, check_capture, flatten_batch, opaque
 from autopar.capture.reference import run
 from autopar.graph import Graph
 from autopar.search.manual import manual_plan
@@ -264,7 +264,7 @@ def test_whole_float64(factory: Callable[[], nn.Module]) -> None:
     """Nothing is rounded to float32 in between, in eager and in the graph alike."""
     torch.manual_seed(0)
     model = factory()
-    with WholeFloat64():
+    with Float64Everywhere():
         graph = assert_equals_eager(model, language())
     values = [
         node.meta["val"] for cls in graph.classes.values() for node in cls.graph.graph.nodes if "val" in node.meta
@@ -307,7 +307,7 @@ class Counted(nn.Module):
 
 def test_constants_of_the_default_dtype_keep_it() -> None:
     torch.manual_seed(0)
-    with WholeFloat64():
+    with Float64Everywhere():
         assert_equals_eager(Counted(), pair(8, 4), F.mse_loss)
 
 

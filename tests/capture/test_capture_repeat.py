@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from autopar.capture import capture, repeat
 from autopar.capture import export as exporting
 from autopar.capture.batch import describe_batch
-from autopar.capture.clone import twin
-from autopar.capture.surroundings import Surroundings
+from autopar.capture.clone import fake_model
+from autopar.capture.external_state import ExternalState
 from autopar.graph import Graph
 
 
@@ -130,8 +130,10 @@ def test_of_repeated_blocks_parameters_are_exported_where_something_else_reads_t
     model = Stack("penalty")
     batch = torch.randn(4, 8), torch.randn(4, 4)
     structure = describe_batch(model, batch, F.mse_loss, None)
-    surroundings = Surroundings(model, F.mse_loss)
-    repeats = exporting._repeats(model, structure, lambda **how: twin(model, None, F.mse_loss, surroundings, **how))
+    surroundings = ExternalState(model, F.mse_loss)
+    repeats = exporting._repeats(
+        model, structure, lambda **how: fake_model(model, None, F.mse_loss, surroundings, **how)
+    )
     assert repeats is not None and repeats.read == {"blocks.3", "blocks.4"}
     assert set(repeats.unread(model)) == {
         f"blocks.{i}.linear.{name}"

@@ -16,7 +16,7 @@ from autopar.errors import CaptureError, LaunchError
 from autopar.program.guards import GuardError
 from autopar.search.manual import manual_plan
 from autopar.verify import check_plan, make_subject
-from autopar.verify.attacks import hold
+from autopar.verify.attacks import compare_with_eager
 from autopar.verify.subject import with_batch
 
 CLASSES = 5
@@ -85,11 +85,11 @@ ASKED = {f.__name__: f for f in (branch, item, listed, equal, written_later, siz
 @pytest.mark.parametrize("name", ASKED)
 def test_the_answer_is_that_of_the_batch(name: str) -> None:
     subject = make_subject(model(ASKED[name]), batch())
-    assert hold(subject).exact
+    assert compare_with_eager(subject).exact
     assert len(subject.graph.guards) >= 2
     assert not subject.graph.guards[0].value
     assert "if labels.max() >= CLASSES" in subject.graph.guards[0].line
-    assert any("taken to be False" in note for note in subject.graph.notes)
+    assert any("assumed to be False" in note for note in subject.graph.notes)
 
 
 def test_another_answer_is_refused_by_name() -> None:
@@ -169,8 +169,8 @@ def limited(x: Tensor, labels: Tensor, h: Tensor) -> float:
 @pytest.mark.parametrize("ask", [asserted, limited])
 def test_a_check_that_only_raises_is_left_out_with_a_note(ask: Callable[[Tensor, Tensor, Tensor], Any]) -> None:
     subject = make_subject(model(ask), batch())
-    assert hold(subject).exact
-    assert any("raises an error where the answer is not" in note and ask.__name__ for note in subject.graph.notes)
+    assert compare_with_eager(subject).exact
+    assert any("raises an error if the value is not" in note and ask.__name__ for note in subject.graph.notes)
     assert not subject.graph.opaque
 
 
@@ -213,7 +213,7 @@ class Initialised(Asking):
 def test_a_buffer_that_is_asked_for_in_a_region_needs_no_guard() -> None:
     torch.manual_seed(0)
     subject = make_subject(Initialised(branch), batch())
-    assert hold(subject).exact
+    assert compare_with_eager(subject).exact
     assert set(subject.graph.buffers) == {"seen"}
     assert not any("self.initted" in guard.line for guard in subject.graph.guards)
     fresh = Initialised(branch)
@@ -232,7 +232,7 @@ class Limited(Asking):
 def test_what_constants_decide_needs_no_guard() -> None:
     torch.manual_seed(0)
     subject = make_subject(Limited(branch), batch())
-    assert hold(subject).exact
+    assert compare_with_eager(subject).exact
     assert not any("self.limit" in guard.line for guard in subject.graph.guards)
 
 

@@ -169,7 +169,7 @@ def test_other_ends(capsys, monkeypatch, error, status, words):
 
 def test_described_devices_are_never_run_on(capsys):
     status, out, err = invoke(capsys, "run", "gpt2", "--devices", "8xH100-80GB")
-    assert (status, out) == (1, "") and "not here" in err and "autopar emit" in err
+    assert (status, out) == (1, "") and "not on this machine" in err and "autopar emit" in err
 
 
 def test_an_emission_does_not_overwrite_other_files(capsys, tmp_path):

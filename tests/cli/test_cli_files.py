@@ -18,7 +18,7 @@ from places import ROOT
 from plan_attacks import EVIL, FACTORY, KINDS, MARK, TEXTS, read_attacks
 
 from autopar.cli.app import cli
-from autopar.cli.commands import recorded, repeated
+from autopar.cli.commands import recorded, with_recorded_options
 from autopar.cli.load import GivenSizes, load_model
 from autopar.cli.options import PlanRequest
 from autopar.data_files import MOST_BYTES, MOST_LEVELS, MalformedFileError, parse_json, read_json
@@ -215,8 +215,8 @@ def test_a_factory_that_a_file_names_is_not_imported(here: Path, base: tuple[Any
 def test_a_model_that_is_data_is_taken_from_a_file(base: tuple[Any, Plan]):
     for name in ("gpt2", "config.json", "saved"):
         plan = dataclasses.replace(base[1], request={"model": name, "devices": "2"})
-        assert repeated(plan, PlanRequest()) == PlanRequest(model=name, devices="2")
-        assert repeated(plan, PlanRequest(model="own.py:model")).model == "own.py:model"
+        assert with_recorded_options(plan, PlanRequest()) == PlanRequest(model=name, devices="2")
+        assert with_recorded_options(plan, PlanRequest(model="own.py:model")).model == "own.py:model"
 
 
 def test_the_request_of_a_plan_is_read_as_older_versions_wrote_it(base: tuple[Any, Plan]):
@@ -230,11 +230,11 @@ def test_the_request_of_a_plan_is_read_as_older_versions_wrote_it(base: tuple[An
     }
     plan = dataclasses.replace(base[1], request=older)
     check_plan(plan.to_json())
-    found = repeated(plan, PlanRequest(pins=("tensor=1",)))
+    found = with_recorded_options(plan, PlanRequest(pins=("tensor=1",)))
     assert found.pins == ("recompute=full", "head.zero=3", "tensor=1") and list(found.allow) == ["fp8"]
-    assert repeated(dataclasses.replace(plan, request=recorded(found)), PlanRequest()) == dataclasses.replace(
-        found, allow=["fp8"]
-    )
+    assert with_recorded_options(
+        dataclasses.replace(plan, request=recorded(found)), PlanRequest()
+    ) == dataclasses.replace(found, allow=["fp8"])
     check_plan(dataclasses.replace(plan, request=recorded(found)).to_json())
 
 

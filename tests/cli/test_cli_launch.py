@@ -66,7 +66,7 @@ def test_the_program_saves_before_the_time_limit_and_is_queued_again(tmp_path: P
         time.sleep(0.05)
     shell.send_signal(signal.SIGUSR1)
     assert shell.wait(60) == 0, (tmp_path / "err").read_text()
-    assert "SIGUSR1: the training stops after" in (tmp_path / "err").read_text()
+    assert "SIGUSR1: training stops after" in (tmp_path / "err").read_text()
     assert len(list(saved.glob("step-*"))) == 1
     assert (tmp_path / "requeued").read_text() == f"requeue {os.getpid()}\n"
 

@@ -109,7 +109,7 @@ def test_sizes_reach_the_factory(factories):
 @pytest.mark.parametrize(
     ("factory", "error", "words"),
     [
-        ("module", BatchError, "a module and no batch"),
+        ("module", BatchError, "a module without a batch"),
         ("quadruple", ModelError, "returned 4 values"),
         ("number", ModelError, "returned int, not a torch.nn.Module"),
         ("broken", ModelError, r"factories_for_test.py:22: .*raised TypeError"),

@@ -234,7 +234,7 @@ def test_a_signal_to_autopar_run_saves_and_ends_it(number, tmp_path, capsys, mon
             main(["run", f"{tmp_path}/small_model.py:model", *given])
         captured = capsys.readouterr()
         assert caught.value.code == 0, captured.err
-        stops = "the training stops after 3 of 1000000 steps; --resume goes on from there"
+        stops = "training stops after 3 of 1000000 steps; --resume continues from there"
         assert (f"{signal.Signals(number).name}: {stops}" in captured.err) == ("--resume" not in argv)
         return [line.split(" loss ")[0] for line in captured.out.splitlines()]
 

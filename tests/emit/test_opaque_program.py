@@ -205,9 +205,9 @@ REFUSED = {
     "class of the script": (in_the_script, "Script is defined in the script itself"),
     "the folder's name": (in_model_file, "is in a module named model"),
     "not importable": (nowhere, "cannot be imported as opaque_modules:Missing"),
-    "a function": (lambda: Holding(len), "its attribute held holds a builtin_function_or_method"),
-    "a tensor": (lambda: Holding([torch.ones(1)]), "its attribute held holds a Tensor"),
-    "a hook": (hooked, "its attribute _forward_hooks holds a hook"),
+    "a function": (lambda: Holding(len), "its attribute held is a builtin_function_or_method"),
+    "a tensor": (lambda: Holding([torch.ones(1)]), "its attribute held is a Tensor"),
+    "a hook": (hooked, "its attribute _forward_hooks is a hook"),
 }
 
 

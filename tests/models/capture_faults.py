@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 import autopar
 import passes.clean.losses
 import passes.clean.regions
-from autopar.capture import evaluate, export, guard, masks, pipeline, reach, repeat
+from autopar.capture import effects, evaluate, export, masks, pipeline, reach, repeat
 from autopar.errors import CaptureError
 from autopar.ops.facts import op_name
 from autopar.ops.operands import args_of
@@ -306,7 +306,7 @@ def _swapped(values: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _twin(kind: type[nn.Module]) -> Patch:
-    real = export.twin
+    real = export.fake_model
 
     def trained(*args: Any, **kwargs: Any) -> Any:
         found = real(*args, **kwargs)
@@ -315,7 +315,7 @@ def _twin(kind: type[nn.Module]) -> Patch:
                 module.train()
         return found
 
-    return _attribute(export, "twin", trained)
+    return _attribute(export, "fake_model", trained)
 
 
 def _untied(gm: fx.GraphModule) -> fx.GraphModule:
@@ -422,7 +422,7 @@ FAULTS = (
     Fault("a mean is a sum", Small, _attribute(passes.clean.losses, "math", types.SimpleNamespace(prod=lambda _: 1))),
     Fault("a number of the batch is computed of its first row", Logits, _one_row(), lambda: nn.CrossEntropyLoss()),
     Fault("a Python counter is baked in", Counting, _attribute(export, "check_again", lambda *_: ([], []))),
-    Fault("a number drawn by Python is baked in", Drawing, _attribute(guard, "_no_draws", contextlib.nullcontext)),
+    Fault("a number drawn by Python is baked in", Drawing, _attribute(effects, "_python_random_refused", contextlib.nullcontext)),
     Fault("a norm's epsilon is another", Normed, _nodes("aten.layer_norm", _argument(4, 1e-2))),
     Fault("a norm's epsilon is another in the graph of the whole batch alone", Normed, _nodes("aten.layer_norm", _whole_batch_alone)),
     Fault("a cast to integers is lost", Rounded, _nodes("aten.to", _uncast)),

@@ -867,14 +867,14 @@ def written_through_data(m: Any, y: Tensor) -> Tensor:
     return y + 1.0
 
 
-@refused("gives a tensor other data")
+@refused("assigns to .data of a tensor")
 def activation_with_other_data(m: Any, y: Tensor) -> Tensor:
     y = y * m.weight
     y.data = y.data * 2.0
     return y + 1.0
 
 
-@refused("gives a tensor other data")
+@refused("assigns to .data of a tensor")
 def parameter_with_other_data(m: Any, y: Tensor) -> Tensor:
     m.weight.data = m.weight.data.clamp(-1.0, 1.0)
     return y * m.weight

@@ -19,7 +19,7 @@ from torch.optim import lr_scheduler
 from workers import WorkerPool
 from written_models import WRITTEN
 
-from autopar.capture import BatchStructure, WholeFloat64
+from autopar.capture import BatchStructure, Float64Everywhere
 from autopar.capture.eager import WithoutDropout, prepared
 from autopar.capture.export import call_model
 from autopar.emit import emit
@@ -109,7 +109,7 @@ def eager(name: str) -> tuple[nn.Module, Callable[[dict[str, Tensor]], Tensor]]:
 
     def loss_of(batch: dict[str, Tensor]) -> Tensor:
         with (
-            WholeFloat64(),
+            Float64Everywhere(),
             WithoutDropout(),
         ):  # not around the optimizer, whose numbers of steps and the like have the default dtype
             return call_model(copied.model, structure, copied.loss_fn, list(batch.values()))

@@ -352,7 +352,7 @@ def test_a_damaged_checkpoint_is_skipped_or_named(why: str, steps: Path) -> None
     with pytest.raises(CheckpointError, match=why):
         newest(steps / "step-4")
     shutil.rmtree(steps / "step-2")
-    with pytest.raises(CheckpointError, match=f"no whole checkpoint: .*{why}"):
+    with pytest.raises(CheckpointError, match=f"no complete checkpoint: .*{why}"):
         newest(steps)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from workers import WorkerPool
 
-from autopar.capture import WholeFloat64
+from autopar.capture import Float64Everywhere
 from autopar.devices import parse
 from autopar.emit import emit
 from autopar.graph import LayerClass
@@ -124,7 +124,7 @@ def trained(name: str) -> tuple[list[float], dict[str, Tensor]]:
     losses = []
     for _ in range(STEPS):
         optimizer.zero_grad()
-        with WholeFloat64():
+        with Float64Everywhere():
             output = model(**batch)
         loss = output if isinstance(output, Tensor) else output.loss
         loss.backward()

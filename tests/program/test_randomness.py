@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from workers import WorkerPool
 
-from autopar.capture import WholeFloat64, capture
+from autopar.capture import Float64Everywhere, capture
 from autopar.emit import emit
 from autopar.graph import Graph
 from autopar.measure import EXACT, compare
@@ -42,7 +42,7 @@ def dropping(hidden: float, attention: float) -> tuple[Graph, dict[str, Tensor],
     torch.manual_seed(0)
     ids = torch.randint(32, (8, 8))
     batch = {"input_ids": ids, "labels": ids.clone()}
-    with WholeFloat64():
+    with Float64Everywhere():
         graph = annotate(capture(model, batch, precision="float64"))
     return graph, {name: value.detach().clone() for name, value in model.state_dict().items()}, batch
 
@@ -169,7 +169,7 @@ def test_without_dropout_the_losses_are_eager_ones(plan: str, workers2: WorkerPo
     losses, drawn, gradients = run(workers2, tmp_path, [1], (0.0, 0.0), **PLANS[plan])[0][0]
     assert not drawn["hidden"] and not any(drawn["attention"])
     model = gpt2()
-    with WholeFloat64():
+    with Float64Everywhere():
         loss = model(**dropping(0.0, 0.0)[2]).loss
     loss.backward()
     expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -205,7 +205,7 @@ def test_a_weight_of_two_stages_counts_once_in_the_norm(
     update = OPTIMIZERS[optimizer](model.parameters())
     for found in losses:
         update.zero_grad()
-        with WholeFloat64():
+        with Float64Everywhere():
             loss = model(**batch).loss
         loss.backward()
         assert nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM) > MAX_NORM

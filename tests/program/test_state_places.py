@@ -327,7 +327,7 @@ def test_a_training_on_nvme_is_killed_and_goes_on(workers2: WorkerPool, tmp_path
     steps = begun + 3
     more = ("--steps", str(steps), "--resume", "--save", str(tmp_path / "end.pt"))
     losses, said = workers2.run(*train, *more)[0]
-    assert list(losses) == [begun + 1, begun + 2, steps] and "goes on after step" in said, said
+    assert list(losses) == [begun + 1, begun + 2, steps] and "continues after step" in said, said
     wanted = eager(lambda params: torch.optim.AdamW(params, lr=0.01), steps)
     end = torch.load(tmp_path / "end.pt", weights_only=True)
     assert max(float((end[name] - value).abs().max()) for name, value in wanted.items()) <= 1e-9

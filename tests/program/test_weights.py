@@ -217,7 +217,8 @@ def test_nothing_goes_on_from_weights_that_were_read_in_part(workers2: WorkerPoo
             "one parameter in the model, and two values here, have" in torn and "lm_head.weight" in torn and step == ""
         )
         assert (
-            "Input/output error" in unreadable and "before going on: some parameters have been replaced" in unreadable
+            "Input/output error" in unreadable
+            and "before training continues: some parameters have been replaced" in unreadable
         )
         assert "are of two states" in other_step and "are of two states" in save and again == ""
         if rank == 0:

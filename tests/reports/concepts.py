@@ -221,7 +221,7 @@ def data_parallel() -> Page:
                 ("parameter-server", "as priced"),
             ):
                 curves.setdefault(f"{row.sync}, {row.algorithm}", []).append(row.seconds)
-    head = " sync | algorithm | messages in turn | through the busiest rank | time "
+    head = " sync | algorithm | sequential messages | through the busiest rank | time "
     return Page(
         {"sync": table(head, [line(row) for row in by_count[64]])},
         {"data-parallel.svg": functools.partial(pictures.by_ranks, counts, curves)},

@@ -117,7 +117,7 @@ class Run:
         return re.findall(r"the training ends: (.*)", self.talk())
 
     def begun(self) -> int:
-        found = re.search(r"goes on after step (\d+)", self.talk())
+        found = re.search(r"continues after step (\d+)", self.talk())
         return int(found[1]) if found else 0
 
     def workers(self) -> list[int]:

@@ -1,7 +1,7 @@
 """Trainings that are interrupted at random times, and go on: ``make report NAME=faults``.
 
 A chain is one training of a small model under one plan, killed again and again: a rank in a step, a rank in a save, a rank while a thread
-writes, the launcher. Every start goes on from the newest whole checkpoint. A case is one such end and the start after it, and holds that
+writes, the launcher. Every start goes on from the newest complete checkpoint. A case is one such end and the start after it, and holds that
 
 - every process ends within the limit, of itself, and says in one sentence why (where torchrun's ranks can: not the killed launcher's own);
 - no checkpoint with a final name is damaged;
@@ -197,7 +197,7 @@ def went_on(chain: Chain, problems: list[str], steps: int, completed: int) -> Li
     run.wait(lambda: False, LIMIT_S)
     if any(map(alive, [*workers, *run.agents])):
         problems.append("SIGUSR1 did not end it")
-    if "SIGUSR1: the training stops after" not in run.talk():
+    if "SIGUSR1: training stops after" not in run.talk():
         problems.append("SIGUSR1 was not answered")
     problems += chain.wrong()
     if chain.completed() != max(run.losses(), default=0):
@@ -321,7 +321,7 @@ def page(lines: Sequence[Line]) -> str:
     failures = "".join(f"- {line['case']}, {line['plan']}, {line['kind']}: {line['failure']}\n" for line in bad)
     return f"""# Faults
 
-{alike} of {len(same)} trainings that were struck under one plan ended by themselves and went on from their newest whole checkpoint,
+{alike} of {len(same)} trainings that were struck under one plan ended by themselves and went on from their newest complete checkpoint,
 with bit for bit the losses of the same training without a pause. {good} of {len(shrunk)} that lost a node went on under another plan
 with the losses of one device. A case ends a training at a random time, starts it again with `--resume`,
 and ends that start by SIGUSR1, which saves after the step. A checkpoint is written every {EVERY} steps, and a rank that is silent for

@@ -32,7 +32,7 @@ from results import Results, options, quiet, time_limit
 from torch import Tensor
 from workers import WorkerPool
 
-from autopar.capture import WholeFloat64, capture
+from autopar.capture import Float64Everywhere, capture
 from autopar.checks.types import check_program
 from autopar.emit import emit
 from autopar.errors import UsageError
@@ -67,7 +67,7 @@ def graph_at_64(name: str) -> Graph:
             return {key: longer(value) for key, value in item.items()}
         return tuple(map(longer, item)) if isinstance(item, tuple | list) else item
 
-    with WholeFloat64():
+    with Float64Everywhere():
         return annotate(capture(model.double().train(), longer(batch), loss_fn, precision="float64", name=name))
 
 

@@ -22,7 +22,7 @@ from results import time_limit
 from torch import Tensor, nn
 from workers import WorkerPool
 
-from autopar.capture import BatchStructure, WholeFloat64, boundary, capture, check_capture, flatten_batch
+from autopar.capture import BatchStructure, Float64Everywhere, boundary, capture, check_capture, flatten_batch
 from autopar.capture.batch import describe_batch
 from autopar.capture.export import call_model
 from autopar.capture.reference import run
@@ -150,7 +150,7 @@ def first_difference(found: list[Step], wanted: list[Step]) -> Error | None:
 def runs(text: Text) -> bool:
     """Whether eager PyTorch runs the text and gives finite numbers, which rounding does not change."""
     try:
-        with WholeFloat64():
+        with Float64Everywhere():
             made = make(text)
             structure = describe_batch(made.model, made.batch, made.loss_fn)
             eager(made, structure)
@@ -167,7 +167,7 @@ def outcome(text: Text, seed: int, pool: WorkerPool | None, *, typed: bool = Tru
 
 
 def _outcome(text: Text, seed: int, pool: WorkerPool | None, typed: bool, seconds: dict[str, float]) -> Outcome:
-    with WholeFloat64():
+    with Float64Everywhere():
         with _timed(seconds, "eager"):
             try:
                 made = make(text)

@@ -29,7 +29,7 @@ from autopar.compile import emit_program
 from autopar.devices import parse
 from autopar.planning import plan_model
 from autopar.price import Pricer
-from autopar.run.rehearsal import drawn_batch, first_ranks, rehearse, without_communication
+from autopar.run.rehearsal import random_batch, rank_of_each_position, rehearse, with_free_communication
 from autopar.search import SearchOptions
 from autopar.units import seconds, size
 from autopar.workload import Workload
@@ -122,12 +122,12 @@ def run_case(case: Case, calibration: str | None, done: set[int]) -> Iterator[Li
     cluster = parse(case.devices, calibration=calibration)
     options = SearchOptions(pin=dict(case.pins), time_limit_s=60)
     graph, plan = plan_model(Workload(module, batch, None, case.name, precision), cluster, options, capture_check=False)
-    free = without_communication(cluster)
+    free = with_free_communication(cluster)
     alone = price_plan(graph, free, plan, Pricer(graph, free, plan.precision))
-    ranks = [rank for rank in case.ranks or first_ranks(plan) if rank not in done]
+    ranks = [rank for rank in case.ranks or rank_of_each_position(plan) if rank not in done]
     with tempfile.TemporaryDirectory() as folder:
         emit_program(graph, plan, Path(folder), type_check=False)
-        for found in rehearse(folder, alone, drawn_batch(graph), ranks, case.kind, STEPS):
+        for found in rehearse(folder, alone, random_batch(graph), ranks, case.kind, STEPS):
             yield {
                 "case": case.name,
                 "kind": case.kind,

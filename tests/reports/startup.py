@@ -34,7 +34,7 @@ from autopar.capture import capture
 from autopar.emit import emit
 from autopar.program.state import INITIAL
 from autopar.program.weights import mapped
-from autopar.run.initialise import OWN, with_tables
+from autopar.run.initialise import OWN, with_buffer_values
 from autopar.search.manual import manual_plan
 from autopar.shard import annotate
 
@@ -82,7 +82,7 @@ def line_of_values(layers: int, home: Path) -> dict[str, Any]:
 
 def lines_of(case: Case, values: Path) -> list[dict[str, Any]]:
     """The lines of a plan, one for each step: of the process that is farthest up to its limit."""
-    graph = annotate(capture(with_tables(model(case.layers), OWN), _batch()))
+    graph = annotate(capture(with_buffer_values(model(case.layers), OWN), _batch()))
     plan = manual_plan(graph, precision="bfloat16" if case.masters else "float32", **case.pins)
     with tempfile.TemporaryDirectory() as home:
         folder = Path(home) / "program"

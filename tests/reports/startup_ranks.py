@@ -36,10 +36,10 @@ def model(layers: int) -> nn.Module:
 
 def initialised(layers: int, folder: str) -> dict[str, float]:
     """Write the initial values of the folder, alone."""
-    from autopar.run.initialise import OWN, with_tables, write_values
+    from autopar.run.initialise import OWN, with_buffer_values, write_initial_values
 
-    planned = with_tables(model(layers), OWN)
-    return measured(lambda: write_values(planned, OWN, 0, Path(folder)))
+    planned = with_buffer_values(model(layers), OWN)
+    return measured(lambda: write_initial_values(planned, OWN, 0, Path(folder)))
 
 
 def rank(folder: str, saved: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from autopar.errors import LaunchError, UsageError
 from autopar.graph import Graph
 from autopar.plan import Plan
 from autopar.price import Pricer
-from autopar.run.rehearsal import drawn_batch, first_ranks, rehearse, without_communication
+from autopar.run.rehearsal import random_batch, rank_of_each_position, rehearse, with_free_communication
 from autopar.search.manual import manual_plan
 from autopar.shard import annotate
 
@@ -40,7 +40,7 @@ def emitted(graph: Graph, folder: Path, **pins: Any) -> Plan:
     """Emit a program; its plan with the prediction of a rehearsal."""
     plan = manual_plan(graph, precision="float32", **pins)
     emit(graph, plan, folder)
-    cluster = without_communication(parse(plan.device_count))
+    cluster = with_free_communication(parse(plan.device_count))
     return price_plan(graph, cluster, plan, Pricer(graph, cluster, "float32"))
 
 
@@ -66,7 +66,7 @@ def test_a_rank_alone_needs_the_memory_that_it_needs_among_others(
 
 
 def test_a_drawn_batch_is_valid(graph: Graph, tmp_path: Path):
-    batch = drawn_batch(graph)
+    batch = random_batch(graph)
     ids = SUBJECT.batch(0)[0]
     assert {name: (x.shape, x.dtype) for name, x in batch.items()} == {
         value.name: (torch.Size(value.shape), value.dtype) for value in graph.inputs
@@ -77,7 +77,7 @@ def test_a_drawn_batch_is_valid(graph: Graph, tmp_path: Path):
 
 def test_the_first_rank_of_every_stage(graph: Graph, tmp_path: Path):
     plan = manual_plan(graph, pipeline=2, tensor=2, data=2, microbatches=2)
-    assert first_ranks(plan) == (0, 4)
+    assert rank_of_each_position(plan) == (0, 4)
     with pytest.raises(UsageError, match="no rank 8: it is for 8 devices"):
         next(rehearse(tmp_path, plan, {}, [8], "cpu"))
 

@@ -31,7 +31,7 @@ def test_another_program_goes_on(tmp_path: Path) -> None:
         assert program.train([mlp_batch(0), mlp_batch(1)]) == pytest.approx(losses[:2], rel=1e-12)
         assert program.save(tmp_path / "saved", keep=1) == tmp_path / "saved" / "step-2"
         for refused, why in (
-            (lambda: program.load(tmp_path / "nowhere"), "has no whole checkpoint"),
+            (lambda: program.load(tmp_path / "nowhere"), "has no complete checkpoint"),
             (lambda: program.save(tmp_path / "saved", keep=0), "keep is 0"),
         ):
             with pytest.raises(CheckpointError, match=why):
@@ -75,7 +75,7 @@ def test_train_resumes_where_it_ended(workers1: WorkerPool, workers2: WorkerPool
     assert sorted(path.name for path in Path(saved).glob("step-*")) == ["step-2", "step-3"]
     ends = ("--save-weights", f"{tmp_path}/weights", "--trace", f"{tmp_path}/trace.json")
     second, talk = train(workers1, "--steps", "5", *ends, *options)
-    assert "goes on after step 3" in talk
+    assert "continues after step 3" in talk
     actions = [e["name"] for e in read_trace(tmp_path / "trace.json") if e["ph"] == "X" and e["tid"] == COMPUTATION]
     assert actions == [action_name("F", 0, 0), action_name("B", 0, 0)]  # of one step
     assert list(first | second) == list(straight)
@@ -98,7 +98,7 @@ def test_train_refuses_a_damaged_checkpoint_by_a_sentence(workers1: WorkerPool, 
     program, saved = write_mlp(tmp_path / "one", Shape()), tmp_path / "saved"
     options = ("--draw-init", "--checkpoint", str(saved), "--resume", "--keep", "1")
     assert list(workers1.run("programs:ran", str(program), "--steps", "1", *options)[0][0]) == [1]
-    for kind, why in (("a bit of values", "do not have their checksum"), ("truncated", "has no whole checkpoint")):
+    for kind, why in (("a bit of values", "do not have their checksum"), ("truncated", "has no complete checkpoint")):
         damaged(saved / "step-1", saved / "step-1", kind, 0)
         losses, talk = workers1.run("programs:ran", str(program), "--steps", "2", *options)[0]
         assert not losses and why in talk and "Traceback" not in talk, talk
@@ -123,7 +123,7 @@ def test_train_reads_the_losses_that_it_prints(workers2: WorkerPool, tmp_path: P
     assert [path.name for path in (tmp_path / "saved").glob("step-*")] == ["step-1"]  # of before it
     lost, talk = train("--steps", "5", "--log-every", "5", "--lr", "1e200")
     assert "the loss of step 2 is nan, which was not read before 4 steps were done" in talk, talk
-    assert "go on from a checkpoint before that step" in talk
+    assert "resume from a checkpoint before that step" in talk
 
 
 def test_a_new_run_does_not_replace_the_checkpoints_of_another(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_train_goes_on_where_a_checkpoint_cannot_be_written(workers1: WorkerPool
     assert f"checkpoints cannot be written to {tmp_path}/file/saved: Not a directory; give a folder" in talk
     for option in (("--resume",), ("--every", "5"), ("--keep", "3"), ("--async-save",)):
         talk = workers1.run("programs:ran", str(program), "--draw-init", *option)[0][1]
-        assert f"{option[0]} takes --checkpoint DIR" in talk and talk.endswith("exit 2\n")
+        assert f"{option[0]} needs --checkpoint DIR" in talk and talk.endswith("exit 2\n")
 
 
 def test_a_second_training_is_refused_until_the_first_one_ends(workers1: WorkerPool, tmp_path: Path) -> None:

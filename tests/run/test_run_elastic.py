@@ -34,7 +34,7 @@ def test_a_node_goes_and_two_of_the_three_others_train_on(tmp_path: Path) -> Non
     finally:
         server.close()
     talk = run.talk()
-    assert "training on 4 devices" in talk and "training on 2 devices" in talk and "goes on after step " in talk
+    assert "training on 4 devices" in talk and "training on 2 devices" in talk and "continues after step " in talk
     assert [run.losses()[step] for step in range(1, STEPS + 1)] == pytest.approx(straight(), rel=1e-9)
 
 

@@ -21,7 +21,7 @@ from autopar.errors import CaptureError, ModelError, UsageError
 from autopar.program.state import INITIAL, NO_VALUES
 from autopar.program.weights import mapped
 from autopar.run import initialise
-from autopar.run.initialise import OWN, with_tables, write_values
+from autopar.run.initialise import OWN, with_buffer_values, write_initial_values
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 1}  # fmt: skip
@@ -170,8 +170,8 @@ def test_values_are_those_of_one_device(case: str, tmp_path: Path) -> None:
         model = build()
     (tmp_path / "plan.json").write_text(json.dumps({"notes": [NO_VALUES]}))
     before, kept = torch.get_rng_state(), copy.deepcopy(model.state_dict())
-    planned = with_tables(model, init)
-    write_values(planned, init, 7, tmp_path)
+    planned = with_buffer_values(model, init)
+    write_initial_values(planned, init, 7, tmp_path)
     assert torch.equal(torch.get_rng_state(), before)
     assert all(value.is_meta for value in model.state_dict().values()) and set(kept) == set(model.state_dict())
     wanted = one_device(build, run, 7)
@@ -222,12 +222,12 @@ def test_ties_that_an_initialiser_makes_and_parts_of_parameters_are_refused() ->
     """One device would initialise two parameters and then tie them, and its model differs from the one that was planned."""
     for init in (OWN, ties_by_object):
         with pytest.raises(ModelError, match="an initialiser of the model ties head.weight to embed.weight") as error:
-            with_tables(model_on_meta(TiedLater), init)
+            with_buffer_values(model_on_meta(TiedLater), init)
         assert error.value.hint
     with pytest.raises(
         CaptureError, match=r"the parameter head.weight \[12, 8\] shares memory with the parameter embed.weight"
     ):
-        with_tables(model_on_meta(Turned), OWN)
+        with_buffer_values(model_on_meta(Turned), OWN)
 
 
 def test_what_no_initialiser_writes_is_refused_by_name(tmp_path: Path) -> None:
@@ -239,30 +239,30 @@ def test_what_no_initialiser_writes_is_refused_by_name(tmp_path: Path) -> None:
         with torch.device("meta"):
             model = kind()
         with pytest.raises(ModelError, match=names) as error:
-            write_values(with_tables(model, OWN), OWN, 1, tmp_path)
+            write_initial_values(with_buffer_values(model, OWN), OWN, 1, tmp_path)
         assert error.value.hint and [path.name for path in tmp_path.iterdir()] == ["plan.json"]
     with pytest.raises(ModelError, match="no initialiser of the model writes scale, linear.bias"):
-        write_values(with_tables(model_on_meta(Scaled), weights_alone), weights_alone, 0, tmp_path)
+        write_initial_values(with_buffer_values(model_on_meta(Scaled), weights_alone), weights_alone, 0, tmp_path)
     with pytest.raises(ModelError, match="an initialiser of the model raised RuntimeError: no"):
-        with_tables(model_on_meta(Scaled), refuses)
+        with_buffer_values(model_on_meta(Scaled), refuses)
     with pytest.raises(UsageError, match="this model has values already"):
-        with_tables(Scaled(), OWN)
+        with_buffer_values(Scaled(), OWN)
 
 
 def test_buffers_in_no_state_dict_have_values_without_an_initialiser() -> None:
     """Where values come from files, or the plan is all that is wanted; drawn ones, and those of state dicts, stay on meta."""
     for init in (None, Path("weights")):
         model = model_on_meta(lambda: LlamaForCausalLM(LlamaConfig(**SIZES)))
-        planned = with_tables(model, init)
+        planned = with_buffer_values(model, init)
         wanted = dict(LlamaForCausalLM(LlamaConfig(**SIZES)).named_buffers())
         same({name: buffer for name, buffer in planned.named_buffers() if not buffer.is_meta}, wanted)
         assert wanted and all(tensor.is_meta for tensor in (*planned.parameters(), *model.buffers()))
     drawn_table = model_on_meta(Drawn)
     drawn_table._non_persistent_buffers_set.add("table")
-    assert "table" not in drawn_table.state_dict() and with_tables(drawn_table, None).table.is_meta
-    assert with_tables(model_on_meta(Tied), None).norm.running_mean.is_meta
+    assert "table" not in drawn_table.state_dict() and with_buffer_values(drawn_table, None).table.is_meta
+    assert with_buffer_values(model_on_meta(Tied), None).norm.running_mean.is_meta
     plain = Scaled()
-    assert with_tables(plain, None) is plain
+    assert with_buffer_values(plain, None) is plain
 
 
 def model_on_meta(kind: Callable[[], nn.Module]) -> nn.Module:
@@ -286,7 +286,7 @@ def peak_bytes(folder: str) -> int:
     """In a worker: by how much memory grows while 192 MiB are initialised, and while the file is checked."""
     model = model_on_meta(lambda: nn.Sequential(*(nn.Linear(1024, 2048, bias=False) for _ in range(24))))
     initialise._RESIDENT_BYTES = 2**24
-    return grown_by(lambda: write_values(with_tables(model, OWN), OWN, 0, Path(folder)))
+    return grown_by(lambda: write_initial_values(with_buffer_values(model, OWN), OWN, 0, Path(folder)))
 
 
 def test_the_process_has_a_few_tensors_at_a_time(workers1: WorkerPool, tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_errors_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(BatchError, match=r"'labels' has shape \(6, 3\).*global batch of 8"):
         program.step({name: tensor[:6] for name, tensor in reversed(mlp_batch().items())})
     for give in (program.step, program.loader):
-        with pytest.raises(BatchError, match=r"'labels' of the (batch|data set) is an array of numpy") as arrays:
+        with pytest.raises(BatchError, match=r"'labels' of the (batch|data set) is a numpy array") as arrays:
             give({name: tensor.numpy() for name, tensor in reversed(mlp_batch().items())})
         assert "torch.from_numpy" in str(arrays.value.hint)
     with pytest.raises(UsageError, match="cannot import the optimizer"):

@@ -84,7 +84,7 @@ def test_the_folder_starts_from_the_models_values(tmp_path: Path, workers1: Work
     (loss,) = one_step(workers1, tmp_path / "a", "--dataset", data)[0].values()
     assert loss == pytest.approx(first_loss(), rel=1e-10)
     drawn, talk = one_step(workers1, tmp_path / "a", "--dataset", data, "--draw-init")
-    assert abs(drawn[1] - first_loss()) > 0.1 and "starts from drawn values" in talk
+    assert abs(drawn[1] - first_loss()) > 0.1 and "starts from random values" in talk
     held = values(tmp_path / "a")
     assert set(held) == set(model.state_dict())
     assert all(torch.equal(held[name], value) for name, value in model.state_dict().items())
@@ -201,11 +201,11 @@ def emitted(capsys: pytest.CaptureFixture[str], folder: Path, *args: str) -> str
 def test_emit_writes_the_values_that_a_model_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     factory = tmp_path / "factory.py"
     factory.write_text(FACTORY)
-    assert "no values" not in emitted(capsys, tmp_path / "a", f"{factory}:model")
+    assert "no initial values" not in emitted(capsys, tmp_path / "a", f"{factory}:model")
     torch.manual_seed(5)
     assert torch.equal(values(tmp_path / "a")["0.weight"], nn.Linear(8, 16).weight)
     said = emitted(capsys, tmp_path / "b", f"{factory}:on_meta")
-    assert "has no values" in said and "--draw-init" in said and initial(tmp_path / "b") is None
+    assert "has no initial values" in said and "--draw-init" in said and initial(tmp_path / "b") is None
 
 
 def test_emit_makes_small_models_of_configurations_with_values(
@@ -217,10 +217,10 @@ def test_emit_makes_small_models_of_configurations_with_values(
               "n_positions": 16, "vocab_size": 32}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     sizes = (str(tmp_path / "config.json"), "--seq", "8", "--global-batch", "4")
-    assert "no values" not in emitted(capsys, tmp_path / "a", *sizes)
+    assert "no initial values" not in emitted(capsys, tmp_path / "a", *sizes)
     assert float(values(tmp_path / "a")["transformer.wte.weight"].std()) == pytest.approx(0.02, rel=0.3)
     monkeypatch.setattr(commands, "VALUES_LIMIT_BYTES", 1000)
-    assert "has no values" in emitted(capsys, tmp_path / "b", *sizes)
+    assert "has no initial values" in emitted(capsys, tmp_path / "b", *sizes)
 
 
 # -- drawn values -----------------------------------------------------------------------------------------------------

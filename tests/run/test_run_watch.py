@@ -80,7 +80,7 @@ def test_a_signal_to_one_rank_saves_and_ends_all(server: Server, tmp_path: Path)
     made = started(server, tmp_path, Shape(data=2, zero=(1, 3)), *options)
     ended(made, lambda workers: os.kill(workers[1], signal.SIGUSR1))
     steps = max(made.losses())
-    assert f"SIGUSR1: the training stops after {steps} of 100000 steps; --resume goes on from there" in made.talk()
+    assert f"SIGUSR1: training stops after {steps} of 100000 steps; --resume continues from there" in made.talk()
     assert [path.name for path in (tmp_path / "saved").glob("step-*")] == [f"step-{steps}"]
     assert not made.said()
 

@@ -134,23 +134,23 @@ def test_the_batch_is_made_harder_in_every_way_that_the_model_admits() -> None:
     found = attack(model, None, make_subject(model, batch))
     assert not found.broken and all(error.exact for error in found.tried.values()), found
     assert list(found.tried) == [
-        "the batch as it is",
+        "the given batch",
         "two steps in a row",
-        "labels ignored unevenly in labels",
-        "a row that is masked whole in keep",
-        "integers at their edges",
+        "unevenly ignored labels in labels",
+        "a fully masked row in keep",
+        "integers at the ends of their range",
         "extreme values",
         "another number of rows",
-        "as many rows as places in a sequence",
+        "as many rows as positions in a sequence",
         "eval()",
     ]
-    assert list(found.skipped) == ["labels ignored unevenly in ids", "train()"]
-    assert found.skipped["labels ignored unevenly in ids"].startswith("eager PyTorch raises IndexError: index out of")
-    labels = found.subjects["labels ignored unevenly in labels"].batch["labels"]
+    assert list(found.skipped) == ["unevenly ignored labels in ids", "train()"]
+    assert found.skipped["unevenly ignored labels in ids"].startswith("eager PyTorch raises IndexError: index out of")
+    labels = found.subjects["unevenly ignored labels in labels"].batch["labels"]
     assert [int((row == -100).sum()) for row in labels] == [3, 0, 0, 6]
-    edges = found.subjects["integers at their edges"].batch["ids"]
+    edges = found.subjects["integers at the ends of their range"].batch["ids"]
     assert set(edges[0].tolist()) == {int(batch["ids"].min())} and set(edges[-1].tolist()) == {int(batch["ids"].max())}
-    assert not found.subjects["a row that is masked whole in keep"].batch["keep"][0].any()
+    assert not found.subjects["a fully masked row in keep"].batch["keep"][0].any()
 
 
 def test_what_makes_eager_pytorch_answer_nan_is_skipped() -> None:
@@ -212,7 +212,7 @@ def test_a_graph_that_is_not_the_model_is_said_to_be_inexact(monkeypatch: pytest
 def test_every_plan_is_run_with_another_batch(workers2: WorkerPool) -> None:
     model, batch = masking()
     given = make_subject(model, batch)
-    other = attack(model, None, given).subjects["labels ignored unevenly in labels"]
+    other = attack(model, None, given).subjects["unevenly ignored labels in labels"]
     assert abs(other.loss - given.loss) > 1e-3
     plan = manual_plan(given.graph, data=2, zero=3)
     outcome = check_plan(given, plan, workers2, attack=other)

@@ -1,7 +1,7 @@
-"""Collectives as NCCL would run them: every rank recorded on CPUs without communication, and proved free of deadlock.
+"""Checks collectives as NCCL would run them: records every rank on CPUs without communication, and proves freedom from deadlock.
 
-``recorder`` is the process group that records, ``records`` what it writes, ``graph`` the order of events under NCCL's rules, ``findings``
-what is wrong. ``autopar.verify.recording`` runs a plan's ranks with it. One of the exactness matrix's cases, from a checkout::
+``recorder`` is the recording process group, ``records`` its traces, ``graph`` the order of events under NCCL's rules, ``findings`` the
+checks. ``autopar.verify.recording`` runs a plan's ranks with it. A case of the exactness matrix, from a checkout::
 
     .venv/bin/python tests/reports collectives --models llama --kinds "pipeline 4, Chimera"
 """

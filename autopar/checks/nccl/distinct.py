@@ -1,9 +1,9 @@
-"""Large plans by their distinct ranks: ranks of one pipeline position do the same, each in groups of its own.
+"""Checks large plans by their distinct ranks: ranks of one pipeline rank run the same operations in different groups.
 
-A rank's trace is rewritten in terms of the mesh: a communicator becomes the axes that it runs over and the pipeline positions that it has
-ranks of, a peer its distance. Ranks of one position whose rewritten traces are equal do the same. Then one rank of each position stands for
-all of it: members of a communicator at one position agree because they are equal, those at several positions are compared, and every cycle
-in the order of all ranks' events is one in the order of the positions' events. What is free of deadlock among positions is so among ranks.
+A rank's trace is rewritten in terms of the mesh: a communicator becomes its axes and pipeline ranks, a peer its distance. If the
+rewritten traces of a pipeline rank's ranks are equal, one of them represents all: members of a communicator on one pipeline rank agree
+because they are equal, those on several are compared, and every cycle in the order of all ranks' events is a cycle in the order of the
+pipeline ranks' events. So freedom from deadlock among these implies it for all ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autopar.checks.nccl.graph import MODES
 from autopar.checks.nccl.records import Communicator, Event, GroupMade, HostSync, Operation, RankTrace, Wait, spans
 
 DIFFERENT = "different ranks"
-"""Ranks of one pipeline position whose traces differ, so that one of them does not stand for the others."""
+"""Ranks of one pipeline rank whose traces differ, so that one can't represent the others."""
 
 Coordinates = tuple[int, ...]
 
@@ -49,8 +49,8 @@ class Grid:
         return found
 
     def samples(self) -> list[int]:
-        """The first rank of every position; at the first and the last position also the ranks at the ends of every axis, of all axes, and
-        one in between."""
+        """Return the first rank of every position, and at the first and last position also the ranks at the ends of each axis, of all
+        axes, and one in between."""
         zeros = (0,) * len(self.axes)
         inner = {zeros}
         for number, (_, size) in enumerate(self.axes):
@@ -63,9 +63,9 @@ class Grid:
 
 
 def by_position(trace: RankTrace, grid: Grid) -> RankTrace:
-    """The trace in terms of the mesh: its rank is the pipeline position.
+    """Rewrite the trace in terms of the mesh, with the pipeline position as its rank.
 
-    Raises ``ValueError`` for a communicator whose ranks are no product of axes.
+    Raises ``ValueError`` for a communicator whose ranks aren't a product of axes.
     """
     groups = _roles(trace, grid)
     here = trace.rank
@@ -83,7 +83,7 @@ def by_position(trace: RankTrace, grid: Grid) -> RankTrace:
 
 
 def _roles(trace: RankTrace, grid: Grid) -> dict[Communicator, Communicator]:
-    """Each communicator by the axes and positions that it has ranks of; several with the same are numbered in the order of their making."""
+    """Rename each communicator by its axes and positions; those with equal names are numbered in order of creation."""
     found: dict[Communicator, Communicator] = {}
     count: Counter[str] = Counter()
     for event in trace.events:
@@ -124,7 +124,7 @@ def _rewritten(operation: Operation, group: Communicator, here: int, grid: Grid)
 
 
 def check(traces: Mapping[int, RankTrace], grid: Grid) -> list[CollectiveFinding]:
-    """Findings of a plan whose ``grid.samples()`` were recorded."""
+    """Return the findings of a plan whose ``grid.samples()`` were recorded."""
     rewritten = {rank: by_position(trace, grid) for rank, trace in sorted(traces.items())}
     found, first = [], dict[int, int]()
     syncs: dict[int, set[tuple[int, HostSync]]] = defaultdict(set)
@@ -143,10 +143,10 @@ def check(traces: Mapping[int, RankTrace], grid: Grid) -> list[CollectiveFinding
 
 
 def _syncs(trace: RankTrace) -> set[tuple[int, HostSync]]:
-    """Where the host waits: after how many other events.
+    """Return the host syncs, each after how many other events.
 
-    Ranks of one position may differ in it: an optimizer reads a number of each parameter, and a rank's piece of a buffer may have parts of
-    more parameters than another's. A rank that waits wherever one of them does stands for all, since a wait can only add to a deadlock.
+    Ranks of one position may differ in them: an optimizer reads a scalar per parameter, and a rank's piece of a buffer may have parts of
+    more parameters than another's. A rank with the union of syncs represents all, since a sync can only add to a deadlock.
     """
     found, count = set(), 0
     for event in trace.events:
@@ -158,7 +158,7 @@ def _syncs(trace: RankTrace) -> set[tuple[int, HostSync]]:
 
 
 def _with_syncs(trace: RankTrace, syncs: set[tuple[int, HostSync]]) -> RankTrace:
-    """The trace with the host waiting at ``syncs``."""
+    """Return the trace with these host syncs."""
     after: dict[int, list[HostSync]] = defaultdict(list)
     for count, sync in sorted(syncs, key=lambda pair: (pair[0], pair[1].stream, pair[1].place)):
         after[count].append(sync)
@@ -173,7 +173,7 @@ def _without_syncs(trace: RankTrace) -> list[Event]:
 
 
 def _named(finding: CollectiveFinding, first: Mapping[int, int]) -> CollectiveFinding:
-    """A finding about positions, whose sentences speak of ranks of the positions."""
+    """Word a finding about positions in terms of their ranks."""
     if finding.kind == DIFFERENT:
         return finding
     text = finding.sentence.replace("rank ", "a rank of pipeline position ")
@@ -182,7 +182,7 @@ def _named(finding: CollectiveFinding, first: Mapping[int, int]) -> CollectiveFi
 
 
 def _difference(first: int, ours: RankTrace, rank: int, theirs: RankTrace) -> CollectiveFinding | None:
-    """Where two ranks of one position differ."""
+    """Return where two ranks of one position differ."""
     mine, others = _without_syncs(ours), _without_syncs(theirs)
     for a, b in zip(mine, others, strict=False):
         if a != b:

@@ -1,5 +1,4 @@
-"""What is wrong with recorded ranks: sequences that differ, deadlocks, missing waits, tensors that are written too early, operands that
-NCCL does not take."""
+"""Finds errors of recorded ranks: different sequences, deadlocks, missing waits, writes to tensors in flight, invalid operands."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ FAILED = "failed"
 
 @dataclass(frozen=True, slots=True)
 class CollectiveFinding:
-    """``kind`` is one of the constants above, ``modes`` are the names of the modes in which a deadlock happens."""
+    """``kind`` is one of the constants above, ``modes`` are those in which a deadlock happens."""
 
     kind: str
     sentence: str
@@ -65,7 +64,7 @@ class CollectiveFinding:
 def findings(
     late: Mapping[int, RankTrace], at_once: Mapping[int, RankTrace] | None = None, modes: Sequence[NcclMode] = MODES
 ) -> tuple[CollectiveFinding, ...]:
-    """All findings of a program whose ranks were all recorded: with late results, and with results at once."""
+    """Return all findings of a program whose ranks were all recorded, with late and with immediate results."""
     found = [*sequences(late), *deadlocks(late, modes)]
     for trace in late.values():
         found += of_rank(trace)
@@ -75,7 +74,7 @@ def findings(
 
 
 def unaligned(traces: Mapping[int, RankTrace]) -> tuple[CollectiveFinding, ...]:
-    """Operands at addresses that 16 does not divide: NCCL sends them, more slowly."""
+    """Return operands that aren't aligned to 16 bytes, which NCCL sends more slowly."""
     found: dict[tuple[str, str], CollectiveFinding] = {}
     for rank, trace in traces.items():
         for operation in trace.operations:
@@ -90,13 +89,13 @@ def unaligned(traces: Mapping[int, RankTrace]) -> tuple[CollectiveFinding, ...]:
 
 
 def agreed(operation: Operation) -> tuple[Any, ...]:
-    """What all members of a communicator must have in common."""
+    """Return what all members of a communicator must agree on."""
     sizes = tuple((math.prod(operand.shape), operand.dtype) for operand in operation.operands)
     return operation.kind, sizes, operation.detail, operation.root
 
 
 def by_communicator(traces: Mapping[int, RankTrace]) -> dict[Communicator, dict[int, list[Operation]]]:
-    """The collectives of each communicator, by rank, in their order."""
+    """Return the collectives of each communicator, by rank, in order."""
     found: dict[Communicator, dict[int, list[Operation]]] = defaultdict(dict)
     for rank, trace in traces.items():
         for operation in trace.operations:
@@ -106,7 +105,7 @@ def by_communicator(traces: Mapping[int, RankTrace]) -> dict[Communicator, dict[
 
 
 def sequences(traces: Mapping[int, RankTrace]) -> list[CollectiveFinding]:
-    """Members of a communicator that do not issue the same collectives, and transfers whose two sides differ."""
+    """Find members of a communicator that issue different collectives, and mismatched sends and receives."""
     found = []
     for group, of_ranks in by_communicator(traces).items():
         recorded = [rank for rank in group.members if rank in traces]
@@ -152,7 +151,7 @@ def _told(operation: Operation) -> str:
 
 
 def _splits(group: Communicator, of_ranks: Mapping[int, Sequence[Operation]]) -> Iterator[CollectiveFinding]:
-    """All-to-alls in which a rank takes another number of rows than its peer sends."""
+    """Find all-to-alls in which a rank receives another number of rows than its peer sends."""
     for number in range(min(map(len, of_ranks.values()), default=0)):
         sizes = [of_ranks[rank][number].splits for rank in group.members]
         for i, mine in enumerate(sizes):
@@ -211,7 +210,7 @@ def _transfers(traces: Mapping[int, RankTrace]) -> Iterator[CollectiveFinding]:
 
 
 def deadlocks(traces: Mapping[int, RankTrace], modes: Sequence[NcclMode] = MODES) -> list[CollectiveFinding]:
-    """The modes in which ranks wait for each other, each with a short cycle; modes with the same cycle are one finding."""
+    """Find deadlocks in each mode, with a short cycle; modes with the same cycle are one finding."""
     found: dict[str, tuple[list[str], tuple[int, ...]]] = {}
     for mode in modes:
         graph = EventGraph(traces, mode)
@@ -229,7 +228,7 @@ def deadlocks(traces: Mapping[int, RankTrace], modes: Sequence[NcclMode] = MODES
 
 
 def of_rank(trace: RankTrace) -> Iterator[CollectiveFinding]:
-    """Findings that one rank's trace shows by itself."""
+    """Return findings of a single rank's trace."""
     for race in trace.races:
         yield CollectiveFinding(IN_FLIGHT, f"on rank {trace.rank}, {race}", (trace.rank,))
     for text in trace.side_threads:
@@ -258,7 +257,7 @@ def _faults(operation: Operation, waited: bool) -> Iterator[tuple[str, str]]:
 
 
 def late_results(late: RankTrace, at_once: RankTrace) -> Iterator[CollectiveFinding]:
-    """Values that depend on when results arrive, and operations that do."""
+    """Find values and operations that depend on when results arrive."""
     wrong = [name for name, digest in at_once.values.items() if late.values.get(name) != digest]
     if wrong:
         more = f" and {len(wrong) - _LIMIT} more" if len(wrong) > _LIMIT else ""
@@ -275,7 +274,7 @@ def late_results(late: RankTrace, at_once: RankTrace) -> Iterator[CollectiveFind
 
 
 def _by_thread(trace: RankTrace) -> dict[int, list[Any]]:
-    """What each thread issues, in order; the order between threads is nobody's."""
+    """Return what each thread issues, in order; there is no order between threads."""
     found: dict[int, list[Any]] = defaultdict(list)
     for operation in trace.operations:
         found[operation.thread].append((operation.group, agreed(operation)))
@@ -283,6 +282,6 @@ def _by_thread(trace: RankTrace) -> dict[int, list[Any]]:
 
 
 def summary(traces: Mapping[int, RankTrace]) -> str:
-    """How much was recorded."""
+    """Return how much was recorded."""
     count = sum(len(trace.operations) for trace in traces.values())
     return f"{count:,} operations on ranks {spans(tuple(sorted(traces)))}"

@@ -1,4 +1,4 @@
-"""Functional collectives of tensors without values, which torch would answer by shapes alone, without a process group."""
+"""Functional collectives of tensors without values, for which torch only computes shapes, without calling a process group."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Functional:
         self._running: dict[int, LateWork] = {}  # by the memory of the results
 
     def run(self, op: Any, args: tuple[Any, ...], result: Any) -> Any:
-        """Issue ``op``, or wait for what gave its argument; its result, ``result`` by torch's shapes.
+        """Issue ``op`` or its wait, and return its result; ``result`` has torch's shapes.
 
-        Raises ``NotImplementedError`` for an op that is not known.
+        Raises ``NotImplementedError`` for an unknown op.
         """
         name = op.overloadpacket.__name__
         if name == "wait_tensor":

@@ -1,8 +1,8 @@
-"""Whether ranks that were recorded can wait for each other for ever, under NCCL's rules.
+"""Detects deadlocks of recorded ranks under NCCL's rules, by a happens-before graph.
 
-Nodes are the start and the end of every operation on every rank, and what the host waits for; an edge says what must come before. An
-operation starts when the host has issued it, its stream has come that far, and the operation before it on the same communicator has
-ended; it ends when it has started on all ranks that take part. Nodes on a cycle, and those behind one, never come: a deadlock.
+Nodes are the start and the end of every operation on every rank, and host syncs; edges are what must happen before. An operation starts
+after the host has issued it, on its stream's turn, and after the previous operation on its communicator; it ends when it has started on
+all ranks. Nodes on a cycle, and those after one, never happen: a deadlock.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from autopar.checks.nccl.records import (
 
 @dataclass(frozen=True, slots=True)
 class NcclMode:
-    """A way in which torch and NCCL may run a program.
+    """A mode in which torch and NCCL may run a program.
 
-    ``pairs``: sends and receives outside of a batch use a communicator of the two ranks alone (torch without ``device_id``); otherwise the
-    group's. ``connect``: the host waits for all members when a communicator is made, at its ``"first use"`` or at its ``"creation"``.
-    ``in_order``: all operations of a device run one after the other, in the order of their issue. ``host_waits``: ``wait`` stops the host.
+    ``pairs``: sends and receives outside of a batch use a communicator of the two ranks (torch without ``device_id``), otherwise the
+    group's. ``connect``: the host waits for all members at a communicator's ``"first use"`` or ``"creation"``. ``in_order``: operations of
+    a device run in the order of issue. ``host_waits``: ``wait`` blocks the host.
     """
 
     name: str
@@ -52,14 +52,14 @@ MODES = (
     NcclMode("gloo", host_waits=True),
 )
 _HOST_KINDS = ("barrier", "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")
-"""Operations whose end the host waits for."""
+"""Operations that block the host."""
 
 Key = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class GraphEvent:
-    """What happens on a rank: ``"start"`` or ``"end"`` of an operation, ``"connect"`` of a communicator, ``"stream"``, ``"host"``, or
+    """An event on a rank: ``"start"`` or ``"end"`` of an operation, ``"connect"`` of a communicator, ``"stream"``, ``"host"``, or
     ``"never"``; ``"all"``: on all members."""
 
     rank: int
@@ -150,7 +150,7 @@ class EventGraph:
     # -- what never comes ----------------------------------------------------------------------------------------------
 
     def stuck(self) -> set[int]:
-        """The nodes that never come."""
+        """Return the nodes that never happen."""
         after: list[list[int]] = [[] for _ in self.nodes]
         missing = [len(before) for before in self.before]
         for node, before in enumerate(self.before):
@@ -165,7 +165,7 @@ class EventGraph:
         return {node for node, count in enumerate(missing) if count}
 
     def cycle(self, stuck: set[int]) -> list[int]:
-        """A short cycle among nodes that never come: each needs the next, the last the first."""
+        """Return a short cycle among nodes that never happen: each depends on the next, the last on the first."""
         node = min(stuck)
         path: list[int] = []
         places: dict[int, int] = {}
@@ -180,7 +180,7 @@ class EventGraph:
         return found
 
     def _shortest(self, start: int, stuck: set[int], limit: int) -> list[int] | None:
-        """The shortest way from ``start`` to itself, if it has fewer than ``limit`` nodes."""
+        """Return the shortest cycle through ``start`` with fewer than ``limit`` nodes."""
         came: dict[int, int] = {}
         front, length = [start], 1
         while front and length < limit:
@@ -196,7 +196,7 @@ class EventGraph:
         return None
 
     def sentence(self, cycle: list[int]) -> str:
-        """Who waits for whom on a cycle."""
+        """Describe which rank waits for which on a cycle."""
         if len(cycle) == 1:
             return f"rank {self.nodes[cycle[0]].rank} never issues {self.nodes[cycle[0]].text}"
         real = [node for node in cycle if self.nodes[node].what != "all"]
@@ -269,7 +269,7 @@ class _Rank:
             self._block(issued.end, operation.thread)
 
     def _key(self, operation: Operation) -> tuple[Key, tuple[int, ...]]:
-        """The communicator of an operation, and its ranks."""
+        """Return the communicator of an operation, and its ranks."""
         group = operation.group
         if not operation.is_transfer or (operation.batch and not self._free(group)):
             return (group.name,), group.members
@@ -280,7 +280,7 @@ class _Rank:
         return ((group.name, "pair", *pair), pair) if self._mode.pairs else ((group.name,), group.members)
 
     def _free(self, group: Communicator) -> bool:
-        """Whether each transfer is by itself."""
+        """Whether transfers of the group aren't ordered."""
         return self._mode.host_waits or group.backend == "gloo"
 
     def _connect(self, key: Key, members: tuple[int, ...], thread: int, text: str) -> None:

@@ -1,4 +1,4 @@
-"""A process group that records its operations, with results from this rank's own operands."""
+"""A process group that records its operations and computes results from this rank's operands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _reduce_op(options: Any) -> str:
 
 
 def _reduced(op: str, tensors: Sequence[Tensor]) -> Tensor:
-    """The tensors reduced by an op of ``_reduce_op``."""
+    """Reduce tensors by an op of ``_reduce_op``."""
     stacked = torch.stack(list(tensors))
     if op == "sum":
         return stacked.sum(0, dtype=stacked.dtype)
@@ -42,7 +42,7 @@ _Group: Any = dist.ProcessGroup  # whose methods have two signatures each, of wh
 
 
 class RecordingGroup(_Group):
-    """A process group of which this process is one rank. Methods have the names and arguments of torch's ``ProcessGroup``."""
+    """A process group with the interface of torch's ``ProcessGroup``."""
 
     def __init__(self, recorder: Recorder, rank: int, communicator: Communicator) -> None:
         super().__init__(rank, len(communicator.members))
@@ -111,8 +111,8 @@ class RecordingGroup(_Group):
     def _exchanged(
         self, kind: str, sent: Sequence[Tensor], joined: Callable[[list[list[Tensor]]], list[Tensor]]
     ) -> Values | None:
-        """The values that ``joined`` computes from what all members send, if these are integers: what is done next follows from them, such
-        as how many rows a rank gets, or who owns a parameter. ``None`` for other tensors."""
+        """Return the values that ``joined`` computes from all members' integers, because they may determine what happens next, such as
+        the number of rows that a rank gets, or the owner of a parameter; ``None`` for other tensors."""
         exchanges = self._recorder.objects.exchanges and sent and not any(map(is_fake, sent))
         if not exchanges or any(tensor.is_floating_point() or tensor.is_complex() for tensor in sent):
             return None
@@ -241,7 +241,7 @@ class RecordingGroup(_Group):
 
 
 def _prefix(output: Tensor, input: Tensor) -> Tensor:
-    """As many of this rank's elements as both have, then zeros."""
+    """Copy this rank's elements as far as both have them, then zeros."""
     value = torch.zeros_like(output).view(-1)
     count = min(output.numel(), input.numel())
     value[:count] = input.detach().reshape(-1)[:count]

@@ -25,11 +25,11 @@ PATIENCE_S = 30.0
 
 
 class MissingObjectError(RuntimeError):
-    """A rank whose object does not come: it is not recorded, or it does not call the collective."""
+    """A rank's object is missing: the rank isn't recorded, or doesn't call the collective."""
 
 
 class Objects:
-    """This rank's side of the exchange in ``folder``; without a folder every rank has this rank's object."""
+    """Exchanges objects through files in ``folder``; without a folder every rank has this rank's object."""
 
     def __init__(self, folder: Path | None, patience_s: float = PATIENCE_S) -> None:
         self._folder, self._patience_s = folder, patience_s
@@ -37,11 +37,11 @@ class Objects:
 
     @property
     def exchanges(self) -> bool:
-        """Whether other ranks' objects come."""
+        """Whether objects are exchanged with other ranks."""
         return self._folder is not None
 
     def sent(self, group: RecordingGroup, kind: str, value: Any) -> Callable[[], list[Any]]:
-        """Send this rank's object; the call that it gives waits for all members' objects, in the group's order."""
+        """Send this rank's object; return a function that waits for all members' objects, in the group's order."""
         members, name = group.communicator.members, group.communicator.name
         self._calls[name] += 1
         if self._folder is None:
@@ -65,7 +65,7 @@ class Objects:
         return collected
 
     def functions(self, recorder: Recorder) -> dict[str, Callable[..., Any]]:
-        """What replaces torch's functions of these names."""
+        """Return replacements of torch's functions by name."""
 
         def meet(kind: str, value: Any, group: Any, root: int = -1) -> tuple[list[Any], RecordingGroup]:
             ours: Any = group or dist.group.WORLD
@@ -113,7 +113,7 @@ class Objects:
 
 
 def _root(rank: int | None, group_rank: int | None, group: Any) -> int:
-    """The root as a rank of the group, from its rank in the world or in the group (0 if neither is given)."""
+    """Return the root's rank in the group, from its global or group rank (0 if neither is given)."""
     if group_rank is not None:
         return group_rank
     ours: Any = group or dist.group.WORLD

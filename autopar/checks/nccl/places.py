@@ -1,4 +1,4 @@
-"""Where the program is when an operation is issued."""
+"""The source location at which an operation is issued."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _file_name(file: str) -> str:
 
 
 def place(depth: int = 3) -> str:
-    """Where the program is: the innermost ``depth`` frames that are not torch's or the recorder's."""
+    """Return the innermost ``depth`` frames outside of torch and the recorder."""
     frame: FrameType | None = sys._getframe(1)
     found: list[str] = []
     while frame is not None and len(found) < depth:

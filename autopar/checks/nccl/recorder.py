@@ -1,12 +1,11 @@
-"""A process group that records: one process is any rank of a world of any size, on CPUs, and nothing is sent.
+"""A recording process group: a process acts as any rank of a world of any size, on CPUs, without communication.
 
-``Recorder(rank, world).start()`` makes it the process's default group and replaces ``torch.cpu``'s streams and events, which do nothing, by
-ones that record. Every collective then becomes an event of the rank's trace, whoever issues it: the program, FSDP2, DTensor, functional
-collectives, pipelines. Results are what this rank's own operands give; what it receives is drawn at random.
+``Recorder(rank, world).start()`` makes it the default group and replaces ``torch.cpu``'s streams and events, which do nothing, by recording
+ones. Every collective then becomes an event of the rank's trace, whoever issues it: the program, FSDP2, DTensor, functional collectives,
+pipelines. Results are computed from this rank's operands; what it receives is drawn at random.
 
-Asynchronous results are *late*: the results hold NaN from the issue to ``wait``, where they are compared with what was filled in, and the
-operands with what they were. With ``late=False`` results are there at once, so that two runs give the same values unless the program reads
-a result that it did not wait for.
+Async results are *late*: they are NaN from the issue to ``wait``, which checks that neither they nor the operands were written meanwhile.
+With ``late=False`` results are immediate, so that two runs give the same values unless the program reads a result before waiting for it.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def operand(tensor: Tensor) -> TensorRange:
 
 
 class Recorder:
-    """Records this process's rank. A process has one, for good: torch's functions stay replaced."""
+    """Records this process's rank. It replaces torch's functions permanently."""
 
     def __init__(self, rank: int, world: int, *, late: bool = True, objects: Objects | None = None) -> None:
         self.rank, self.world, self.late = rank, world, late
@@ -66,7 +65,7 @@ class Recorder:
         self.streams = [0]  # the current one is the last
 
     def start(self) -> None:
-        """Become rank ``rank`` of ``world``."""
+        """Act as rank ``rank`` of ``world``."""
         if BACKEND not in dist.Backend.backend_list:
             dist.Backend.register_backend(BACKEND, self._make_group, extended_api=True, devices=["cpu"])
         self._replace_streams()
@@ -93,14 +92,14 @@ class Recorder:
         return self._events
 
     def host_sync(self) -> None:
-        """The host waits for the current stream; before the first operation there is nothing to wait for."""
+        """Record that the host waits for the current stream, except before the first operation."""
         if self._issued:
             self.events.append(HostSync(self.streams[-1], place()))
 
     # -- operations ----------------------------------------------------------------------------------------------------
 
     def issue(self, group: RecordingGroup, asked: Issue) -> LateWork:
-        """An operation of ``group``."""
+        """Issue an operation of ``group``."""
         where = place()
         thread = self.thread()
         name = f"{asked.kind} at {where}"
@@ -132,7 +131,7 @@ class Recorder:
         return LateWork(self, index, name, asked.operands, asked.results, lambda: values)
 
     def drawn(self, like: Tensor, source: str) -> Tensor:
-        """What is received into ``like`` from ``source``: always the same, as when a layer is computed a second time."""
+        """Return random values received into ``like`` from ``source``, the same each time, as for a recomputed layer."""
         if not like.is_floating_point():
             return torch.ones_like(like)
         seed = zlib.crc32(f"{source} {tuple(like.shape)}".encode())
@@ -140,7 +139,7 @@ class Recorder:
         return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.dtype)
 
     def batch(self, transfers: Sequence[dist.P2POp]) -> list[dist.Work]:
-        """``batch_isend_irecv``: one operation of NCCL on the group's communicator."""
+        """Record ``batch_isend_irecv``, one NCCL operation on the group's communicator."""
         self._batches += 1
         self._batch = self._batches
         try:
@@ -159,7 +158,7 @@ class Recorder:
         self.events.append(GroupMade(group.communicator))
         return group
 
-    # -- what is replaced ----------------------------------------------------------------------------------------------
+    # -- replacements of torch's functions -----------------------------------------------------------------------------
 
     _asked = "nccl"  # the backend of the group that is being made
 

@@ -1,6 +1,6 @@
-"""What one rank does, in order, as far as NCCL is concerned: its trace, and the trace as JSON.
+"""A rank's trace of NCCL-related events, and its JSON form.
 
-Records are small, because a step of a large plan has 100,000 of them; ``place`` is where the program issued it, innermost first:
+Records are small, because a step of a large plan has 100,000 of them; ``place`` has the frames that issued an event, innermost first:
 ``"kernels_ring.py:151 in _start, kernels_ring.py:98 in forward"``.
 """
 
@@ -31,8 +31,7 @@ TRANSFERS = ("send", "recv")
 
 @dataclass(frozen=True, slots=True)
 class Communicator:
-    """A process group: torch's name of it and its ranks, in the group's order. ``backend`` is ``"nccl"``, or ``"gloo"`` where the program
-    asks for a group of that backend."""
+    """A process group: torch's name of it and its ranks, in the group's order. ``backend`` is ``"nccl"`` or ``"gloo"``."""
 
     name: str
     members: tuple[int, ...]
@@ -44,7 +43,7 @@ class Communicator:
 
 @dataclass(frozen=True, slots=True)
 class TensorRange:
-    """A tensor that an operation sends or fills. ``offset`` is the number of bytes from the last address that 16 divides."""
+    """A tensor that an operation sends or receives. ``offset`` is its address modulo 16."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -57,12 +56,12 @@ class TensorRange:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A collective or a transfer, when it is issued.
+    """The issue of a collective or a transfer.
 
-    ``operands`` are what all members must agree about (of a reduce-scatter the result, of an all-gather the operand); ``detail`` is the
-    reduce op, or of a transfer in terms of the mesh, how far apart the two ranks are on its axes. ``root`` is a rank of the group (of a
-    transfer: the peer). ``splits`` are the rows sent and taken by an all-to-all of uneven parts. ``batch`` is the number of the
-    ``batch_isend_irecv`` that it belongs to, 0 if it belongs to none; ``thread`` is 0 for the main thread.
+    ``operands`` are what all members must agree on (a reduce-scatter's result, an all-gather's operand); ``detail`` is the reduce op, or
+    for a transfer in terms of the mesh, the distance of the two ranks on its axes. ``root`` is a rank of the group (of a transfer: the
+    peer). ``splits`` are the rows sent and received by an uneven all-to-all. ``batch`` is the number of the ``batch_isend_irecv``, or 0;
+    ``thread`` is 0 for the main thread.
     """
 
     index: int
@@ -89,7 +88,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """``Work.wait``: under NCCL the current stream waits for the operation, under gloo the host does."""
+    """``Work.wait``: with NCCL the current stream waits for the operation, with gloo the host."""
 
     index: int
     stream: int
@@ -106,7 +105,7 @@ class HostSync:
 
 @dataclass(frozen=True, slots=True)
 class StreamWait:
-    """``stream`` waits for what ``other`` has been given so far."""
+    """``stream`` waits for the work on ``other`` so far."""
 
     stream: int
     other: int
@@ -129,7 +128,7 @@ class EventWait:
 
 @dataclass(frozen=True, slots=True)
 class GroupMade:
-    """A communicator is made: with ``device_id``, where torch connects it at once."""
+    """A communicator is created with ``device_id``, so that torch connects it at once."""
 
     group: Communicator
 
@@ -139,10 +138,10 @@ Event = Operation | Wait | HostSync | StreamWait | EventRecord | EventWait | Gro
 
 @dataclass(frozen=True, slots=True)
 class RankTrace:
-    """All that one rank did.
+    """A rank's events.
 
-    ``races`` are sentences about tensors that were written while an operation had them. ``values`` are digests of losses and parameters
-    after the steps, by name; ``finite`` says whether all of them are finite.
+    ``races`` describe tensors that were written while an operation used them. ``values`` are digests of losses and parameters after the
+    steps, by name; ``finite``: whether all of them are finite.
     """
 
     rank: int
@@ -166,7 +165,7 @@ class RankTrace:
 
 
 def spans(ranks: tuple[int, ...]) -> str:
-    """Ranks as text: ``0, 1``, ``0-7`` or ``0, 8, ..., 56``."""
+    """Format ranks: ``0, 1``, ``0-7`` or ``0, 8, ..., 56``."""
     if len(ranks) > 2 and len({b - a for a, b in zip(ranks, ranks[1:], strict=False)}) == 1:
         step = ranks[1] - ranks[0]
         return f"{ranks[0]}-{ranks[-1]}" if step == 1 else f"{ranks[0]}, {ranks[1]}, ..., {ranks[-1]}"
@@ -179,7 +178,7 @@ _EVENTS: tuple[type[Any], ...] = (Operation, Wait, HostSync, StreamWait, EventRe
 
 
 class _Table:
-    """Numbers of values, in the order in which they come."""
+    """Numbers values in order of appearance."""
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}

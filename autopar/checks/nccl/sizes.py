@@ -1,8 +1,8 @@
 """Tensors without values: a rank of a large plan runs at its real sizes on a laptop.
 
-Inside ``sizes_only`` floating-point tensors have no memory (torch's fake tensors), and neither have large tensors of integers; small
-ones of integers are real, because programs compute with them which rows a rank reads. What the host reads of a tensor without values is a
-constant that changes nothing: a loss is 1, a condition is false, tensors are equal.
+Inside ``sizes_only`` floating-point tensors and large integer tensors are fake tensors without memory; small integer tensors are real,
+because programs compute with them which rows a rank reads. What the host reads from a fake tensor is a harmless constant: a loss is 1, a
+condition is false, tensors are equal.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autopar.checks.nccl.recorder import Recorder
 from autopar.torch_private import dispatched, fake_tensors, is_fake
 
 REAL_ELEMENTS = 2**16
-"""The most integers of a tensor that is real."""
+"""Maximum number of elements of a real integer tensor."""
 
 
 @contextlib.contextmanager
@@ -41,7 +41,7 @@ def sizes_only(recorder: Recorder) -> Iterator[None]:
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among an op's arguments, single and in lists; every op comes here, so it is quick."""
+    """Yield the tensors among an op's arguments, also in lists; called for every op, so it is fast."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -50,7 +50,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _is_large(op: Any, tensors: list[Tensor], args: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    """Whether the op makes a tensor that has no memory here."""
+    """Whether the op creates a tensor that should be fake."""
     device = options.get("device")
     if any(tensor.is_meta for tensor in tensors) if device is None else torch.device(device).type == "meta":
         return False
@@ -69,7 +69,7 @@ def _is_large(op: Any, tensors: list[Tensor], args: tuple[Any, ...], options: di
 
 @contextlib.contextmanager
 def _constants() -> Iterator[None]:
-    """Inside, the host reads constants of tensors without values."""
+    """Make the host's reads of fake tensors return constants."""
     read: dict[str, Callable[[Tensor], Any]] = {
         "item": lambda tensor: 1.0 if tensor.is_floating_point() else 1,
         "tolist": lambda tensor: _nested(tuple(tensor.shape), 1.0 if tensor.is_floating_point() else 1),

@@ -1,4 +1,4 @@
-"""Streams and events that record, in place of ``torch.cpu``'s, which do nothing: those of FSDP2 are seen on a CPU as they are on a GPU."""
+"""Recording streams and events in place of ``torch.cpu``'s no-ops, so that FSDP2's streams are visible on a CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Stream:
-    """What the program uses of a device's stream."""
+    """The part of a device stream's interface that programs use."""
 
     def __init__(self, recorder: Recorder, number: int) -> None:
         self._recorder, self.number = recorder, number
@@ -33,7 +33,7 @@ class Stream:
 
 
 class StreamEvent:
-    """What the program uses of a device's event."""
+    """The part of a device event's interface that programs use."""
 
     def __init__(self, recorder: Recorder, number: int) -> None:
         self._recorder, self.number = recorder, number

@@ -1,4 +1,4 @@
-"""Operations that run until somebody waits for them: results hold NaN until then."""
+"""Async operations that end at ``wait``; results are NaN until then."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Values = Callable[[], Sequence[Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Issue:
-    """An operation to issue: it reads ``operands`` and gives ``results`` the ``values``, which are computed at the issue (``collected``:
-    when they are delivered). ``agreed`` is what the members must agree about; the rest is as in ``Operation``."""
+    """An operation to issue: it reads ``operands`` and writes ``values`` to ``results``, computed at the issue (with ``collected``: at
+    ``wait``). ``agreed`` is what the members must agree on; the rest is as in ``Operation``."""
 
     kind: str
     agreed: Sequence[Tensor] = ()
@@ -36,16 +36,16 @@ class Issue:
     splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
 
-_equal = torch.equal  # not the one that records
+_equal = torch.equal  # the unpatched function
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """A tensor's bytes, which NaN does not make unequal."""
+    """Return a tensor's bytes, for comparisons in which NaN equals NaN."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _fill(tensor: Tensor) -> None:
-    """Fill in what no result is."""
+    """Fill a tensor with a sentinel."""
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(float("nan"))
     elif tensor.dtype == torch.bool:
@@ -55,7 +55,7 @@ def _fill(tensor: Tensor) -> None:
 
 
 class LateWork(dist.Work):
-    """An operation that runs until somebody waits for it."""
+    """An async operation that ends at ``wait``."""
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.capture import NOT_COMPARED, capture, check_capture
 from autopar.capture import check as check_module
-from autopar.capture.surroundings import Surroundings
+from autopar.capture.external_state import ExternalState
 from autopar.errors import CaptureError
 from autopar.torch_private import is_fake
 from autopar.verify.subject import make_subject
@@ -218,7 +218,10 @@ def test_without_a_comparison_it_is_refused_or_noted(monkeypatch: pytest.MonkeyP
     assert [sentence for sentence, _ in graph.assumed] == [
         f"forward leaves state for its next call in {__name__}.CACHE.last"
     ]
-    with monkeypatch.context() as patch, pytest.raises(CaptureError, match="whether the graph is right"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(CaptureError, match="the graph cannot be compared with the model"),
+    ):
         patch.setattr(check_module, "MOST_OPERATIONS", 100)
         check_capture(graph, InDict(), rows(), None)
     plan = autopar.compile(InDict(), 1, rows(), capture_check=False, type_check=False).plan
@@ -334,7 +337,7 @@ class Limited(Small):
 
 
 def test_what_is_computed_when_it_is_read_is_no_state() -> None:
-    with Surroundings(Limited()).restored() as run:
+    with ExternalState(Limited()).restored() as run:
         pass
     assert run.changes == ()
     assert "equals the model over two steps" in checked(Limited())

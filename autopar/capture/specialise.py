@@ -1,11 +1,10 @@
-"""A forward's questions about tensors' values (``if labels.max() >= n``, ``lengths.max().item()``): the user's batch answers them, guards
-check them.
+"""Data-dependent control flow, specialised on the example batch and guarded (``if labels.max() >= n``, ``lengths.max().item()``).
 
-A trace has no values. The model first runs on the batch once, and every question is recorded with its line and its answer. The trace gets
-the same answers in the same order, and returns the tensors in question from the graph. Such a tensor must be computed from the batch
-alone: the prelude computes it in every step, and a running program refuses a batch with another answer (``autopar.program.guards``). If a
-parameter, a written buffer or a random draw affects the tensor, the answer is no property of the batch. Such a question is left out, with
-a note, if the other answer makes the model raise an error (``assert h.isfinite().all()``); otherwise it stays refused.
+A trace has no values. The model first runs on the batch, and every read of a tensor's value is recorded with its line and its answer. The
+trace gets the same answers in the same order, and the graph also returns the tensors that were read. Such a tensor must depend on the
+batch only: the prelude computes it in every step, and a running program refuses a batch with another answer (``autopar.program.guards``).
+If it depends on a parameter, a written buffer or a random number, the read is dropped with a note if the other answer makes the model
+raise (``assert h.isfinite().all()``); otherwise the model is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from autopar.capture.backward import OPAQUE_HINT, OURS, KeptWholeError, caller
+from autopar.capture.backward import OPAQUE_HINT, OURS, NotTraceableError, caller
 from autopar.capture.blocks import stack
 from autopar.capture.storage import copied
 from autopar.errors import CaptureError
@@ -32,7 +31,7 @@ from autopar.torch_private import as_if_exported
 from passes.clean.nodes import ancestors, note, returned
 
 MOST = 256
-"""Questions that a forward may ask; each number of a list counts as one. The answers are written into the program."""
+"""Maximum number of values that a forward may read; each number of a list counts. The answers are emitted into the program."""
 _SHOWN = 5
 
 _QUESTIONS: dict[Any, Callable[..., Tensor]] = {
@@ -45,7 +44,7 @@ _QUESTIONS: dict[Any, Callable[..., Tensor]] = {
     torch.equal: lambda one, other: _equal(one, other),
     Tensor.equal: lambda one, other: _equal(one, other),
 }
-"""By function: how to get the tensor whose values give the answer."""
+"""Functions that read values -> how to get the tensor that determines the answer."""
 
 
 def _equal(one: Tensor, other: Tensor) -> Tensor:
@@ -54,7 +53,7 @@ def _equal(one: Tensor, other: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to one question: the line that asks, the tensor that the question is about, and the Python number."""
+    """A recorded read: the line, the name of the reading function, and the Python value."""
 
     line: str
     question: str
@@ -63,12 +62,12 @@ class Answer:
 
 @dataclass
 class Answers:
-    """The answers of one forward, in order. ``asked`` are the tensors that the current trace has asked about. ``otherwise(index)`` runs
-    the model with another answer to one question, and returns whether it raises an error at once."""
+    """The answers of a forward, in order. ``asked`` are the tensors that the current trace has read. ``fails_if_flipped(index)`` runs the
+    model with the opposite of one answer and returns whether it raises at once."""
 
     known: list[Answer]
     asked: list[Tensor] = field(default_factory=list)
-    otherwise: Callable[[int], bool] = lambda index: False
+    fails_if_flipped: Callable[[int], bool] = lambda index: False
 
     def give(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is Tensor.tolist:
@@ -77,17 +76,17 @@ class Answers:
         line, name = caller(), func.__name__
         answer = self.known[len(self.asked)] if len(self.asked) < len(self.known) else None
         if answer is None or (answer.line, answer.question) != (line, name):
-            expected = f"asks at {answer.line}" if answer is not None else "asks nothing more"
+            expected = f"does at {answer.line}" if answer is not None else "does not"
             raise CaptureError(
-                f"{line} asks for a tensor's value, but the model on its batch {expected}: the value depends on more than the batch",
+                f"{line} reads a tensor's value, but the model on its batch {expected}: the value depends on more than the batch",
                 OPAQUE_HINT,
             )
         self.asked.append(_QUESTIONS[func](*args, **kwargs).detach())
         return answer.value
 
 
-class Answering(TorchFunctionMode):
-    """Answers the questions of a trace."""
+class ReplayAnswers(TorchFunctionMode):
+    """Answers reads of values in a trace."""
 
     def __init__(self, answers: Answers) -> None:
         super().__init__()
@@ -99,8 +98,8 @@ class Answering(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Listening(TorchFunctionMode):
-    """Records the questions of a run with values, and the answers."""
+class _RecordAnswers(TorchFunctionMode):
+    """Records reads of values, and the answers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,8 +114,8 @@ class _Listening(TorchFunctionMode):
         return result
 
 
-class _Otherwise(TorchFunctionMode):
-    """Gives the opposite of the answer to the question with number ``index``; ``decided`` is set if another decision follows."""
+class _FlipAnswer(TorchFunctionMode):
+    """Flips the answer to read number ``index``; ``decided`` is set if another boolean read follows."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -132,54 +131,51 @@ class _Otherwise(TorchFunctionMode):
 
 
 def _numbers(value: Any) -> list[Any]:
-    """The leaves of nested lists, in order."""
+    """Return the leaves of nested lists, in order."""
     return [number for item in value for number in _numbers(item)] if isinstance(value, list) else [value]
 
 
 def _is_question(func: Any) -> bool:
     try:
         return func is Tensor.tolist or func in _QUESTIONS
-    except TypeError:  # an unhashable function is no question
+    except TypeError:  # an unhashable function
         return False
 
 
-def listen(model: nn.Module, run: Callable[[nn.Module], object]) -> Answers | None:
-    """The questions of a copy of the model when ``run`` runs it, in the mode in which it is exported; ``None`` if it asks nothing, fails,
-    or asks for an answer that cannot be recorded."""
+def record_answers(model: nn.Module, run: Callable[[nn.Module], object]) -> Answers | None:
+    """Record the reads of values while ``run`` runs a copy of the model as it is exported; ``None`` if there are none, it fails, or an
+    answer isn't a bool or int."""
 
-    def otherwise(index: int) -> bool:
-        (twin,), other = copied([model]), _Otherwise(index)
+    def fails_if_flipped(index: int) -> bool:
+        (copy_of_model,), other = copied([model]), _FlipAnswer(index)
         with torch.random.fork_rng(devices=[]), as_if_exported(), other:
             try:
-                run(twin)
-            except (
-                Exception
-            ) as error:  # of any kind: what matters is that the model's own code ends the step, whatever the values are
+                run(copy_of_model)
+            except Exception as error:  # of any kind, as long as the model's code raises it
                 own = not traceback.extract_tb(error.__traceback__)[-1].filename.startswith(OURS)
                 return own and not other.decided
         return False
 
-    (twin,), listening = copied([model]), _Listening()
+    (copy_of_model,), listening = copied([model]), _RecordAnswers()
     with torch.random.fork_rng(devices=[]), as_if_exported(), listening:
         try:
-            run(twin)
-        except Exception:  # the model fails by itself, too: the error of export says where
+            run(copy_of_model)
+        except Exception:  # the model fails on its own: the error of export says where
             return None
     values = [answer.value for answer in listening.found]
-    plain = all(type(value) in (bool, int) for value in values)  # a real number differs in every batch
-    return Answers(listening.found, otherwise=otherwise) if plain and 0 < len(values) <= MOST else None
+    plain = all(type(value) in (bool, int) for value in values)  # a float would differ in every batch
+    return Answers(listening.found, fails_if_flipped=fails_if_flipped) if plain and 0 < len(values) <= MOST else None
 
 
 def keep_guards(gm: fx.GraphModule, answers: Answers | None) -> None:
     """Record on the exported graph the guards of the outputs that follow its loss.
 
-    Raises:
-        KeptWholeError: a question depends on more than the batch.
+    Raises ``NotTraceableError`` if a value that was read depends on more than the batch.
     """
     graph_meta(gm)["guards"] = tuple(Guard(answer.line, answer.value) for answer in answers.known) if answers else ()
     if answers is not None and len(answers.asked) != len(answers.known):
         raise CaptureError(
-            f"{answers.known[len(answers.asked)].line} asks for a tensor's value, but not while it is exported",
+            f"{answers.known[len(answers.asked)].line} reads a tensor's value, but not during export",
             OPAQUE_HINT,
         )
     guards, nodes, kept = graph_meta(gm)["guards"], _nodes(gm), []
@@ -188,8 +184,8 @@ def keep_guards(gm: fx.GraphModule, answers: Answers | None) -> None:
         drawn = any("parameter" in meta(n) or (n.op == "call_function" and is_random(n)) for n in sources)
         if not drawn and not any("buffer" in meta(n) for n in sources):
             kept.append(index)
-        elif answers is not None and answers.otherwise(index):
-            note(gm, f"{guard.line} raises an error where the answer is not {guard.value}, and a program does not ask")
+        elif answers is not None and answers.fails_if_flipped(index):
+            note(gm, f"{guard.line} raises an error if the value is not {guard.value}, and a program does not check it")
         elif drawn:
             raise _undecided(guard, node)
         else:
@@ -200,9 +196,9 @@ def keep_guards(gm: fx.GraphModule, answers: Answers | None) -> None:
     graph_meta(gm)["guards"] = tuple(guards[index] for index in kept)
 
 
-def settle_guards(gm: fx.GraphModule) -> list[tuple[Guard, fx.Node]]:
-    """The cleaned graph's guards that depend on the batch, with their nodes; ``mark_main`` must have run. A guard that depends on
-    constants alone never changes."""
+def batch_guards(gm: fx.GraphModule) -> list[tuple[Guard, fx.Node]]:
+    """Return the cleaned graph's guards that depend on the batch, with their nodes; ``mark_main`` must have run. Guards on constants
+    always hold."""
     found = []
     for guard, node in zip(graph_meta(gm).get("guards", ()), _nodes(gm), strict=True):
         if meta(node)["main"]:
@@ -214,16 +210,15 @@ def settle_guards(gm: fx.GraphModule) -> list[tuple[Guard, fx.Node]]:
         shown = ", ".join(values[:_SHOWN]) + (f" and {len(values) - _SHOWN} more" if len(values) > _SHOWN else "")
         note(
             gm,
-            f"{line} asks for values of the batch, taken to be {shown}: a batch with others is refused while running",
+            f"{line} reads values of the batch, assumed to be {shown}: a batch with others is refused at run time",
         )
     return found
 
 
 def check_guards(graph: Graph, batch: Sequence[Tensor]) -> Graph:
-    """The graph, after a check that its own prelude computes its guards from the captured batch.
+    """Check that the graph's prelude computes its guards from the captured batch, and return the graph with the prelude's values.
 
-    Raises:
-        CaptureError: the prelude's result differs from the answer that the model got.
+    Raises ``CaptureError`` if they differ from the answers of the model.
     """
     if not graph.guards:
         return graph
@@ -234,14 +229,14 @@ def check_guards(graph: Graph, batch: Sequence[Tensor]) -> Graph:
     for mine, theirs in zip(found, graph.guards, strict=True):
         if mine.value != theirs.value:
             raise CaptureError(
-                f"{theirs.line} asks for a tensor's value, which is {theirs.value} in the model and {mine.value} in the captured graph",
+                f"{theirs.line} reads a tensor's value, which is {theirs.value} in the model and {mine.value} in the captured graph",
                 OPAQUE_HINT,
             )
     return dataclasses.replace(graph, guards=tuple(found))
 
 
-def _undecided(guard: Guard, node: fx.Node) -> KeptWholeError:
-    return KeptWholeError(
+def _undecided(guard: Guard, node: fx.Node) -> NotTraceableError:
+    return NotTraceableError(
         f"torch.export refused {guard.line}: its control flow or a shape depends on the data, which is more than the batch",
         OPAQUE_HINT,
         tuple(path for path, _, _ in stack(node)),

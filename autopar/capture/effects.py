@@ -1,7 +1,7 @@
-"""Everything besides calls of torch's functions that a forward does while it is traced: capture follows it, or refuses it with its line.
+"""Handles side effects of a traced forward that aren't calls of torch functions, or refuses them with their line.
 
-A trace runs a twin of the model once, on tensors without values. Code that reaches past the twin (a loss function that stores the model
-itself), past torch (Python's random numbers) or past autograd (``.data``) would be in the graph with the values of this one run.
+A trace runs a fake copy of the model once. Code that reaches past the copy (a loss function that holds the model), past torch (Python's
+random numbers) or past autograd (``.data``) would bake the values of this run into the graph.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from autopar.capture.backward import OP_HINT, KeptWholeError, caller, own_gradients_refused, refuse_stray
+from autopar.capture.backward import OP_HINT, NotTraceableError, caller, custom_gradients_refused, refuse_unregistered
 from autopar.capture.ctc import CtcLoss
 from autopar.capture.derivative import differentiated
 from autopar.capture.hooks import Hook, parameter_hooks, scaled, scales
@@ -28,19 +28,21 @@ from autopar.errors import CaptureError
 from autopar.program.opaque import tensors_in
 from autopar.torch_private import inference_as_no_grad, is_stray, is_traced, target_of_to, without_function_modes
 
-_RANDOM_HINT = "draw with torch (torch.rand, nn.Dropout): such draws are made anew in every step, the same on one device and on many"
+_RANDOM_HINT = (
+    "draw with torch (torch.rand, nn.Dropout): these are drawn in every step, and equal on one device and on many"
+)
 
 
 @contextmanager
-def guarded(model: nn.Module, twin: nn.Module) -> Iterator[None]:
-    """The context in which ``twin`` of ``model`` is traced."""
+def guarded(model: nn.Module, fake: nn.Module) -> Iterator[None]:
+    """The context in which ``fake``, a copy of ``model``, is traced."""
     with ExitStack() as stack:
-        stack.enter_context(own_gradients_refused(differentiated))
+        stack.enter_context(custom_gradients_refused(differentiated))
         stack.enter_context(inference_as_no_grad())
-        stack.enter_context(_no_draws())
-        stack.enter_context(_casts_without_effect())
-        stack.enter_context(_Selecting())  # after the next mode, which follows labels that are selected for a loss
-        meant = _Meant(model, twin)
+        stack.enter_context(_python_random_refused())
+        stack.enter_context(_no_op_casts())
+        stack.enter_context(_UnifyMasks())  # outside of the next mode, which handles CTC's masked labels
+        meant = _RedirectToFakeModel(model, fake)
         stack.enter_context(
             mock.patch.object(Tensor, "register_hook", lambda tensor, hook: meant.register(tensor, hook))
         )
@@ -49,9 +51,8 @@ def guarded(model: nn.Module, twin: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _casts_without_effect() -> Iterator[None]:
-    """Inside, ``module.to(...)`` returns the module unchanged if all of its tensors already are as requested: torch would replace each
-    tensor, which an export refuses."""
+def _no_op_casts() -> Iterator[None]:
+    """Make ``module.to(...)`` a no-op if all tensors already are as requested: torch would replace each, which export refuses."""
     to: Any = nn.Module.to
 
     def cast(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -68,11 +69,9 @@ def _casts_without_effect() -> Iterator[None]:
 
 @contextmanager
 def assigned_buffers_written(module: nn.Module, registered: Collection[str]) -> Iterator[None]:
-    """A tensor that a forward assigns to a ``registered`` buffer (``self.mean = new``) is written into the buffer at the end, which a
-    graph records.
+    """On exit, write tensors that forward assigned to ``registered`` buffers (``self.mean = new``) into the buffers, which traces.
 
-    Export treats an assignment as Python state, and restores the buffer. Other tensors that are attributes of ``module``, a twin, are the
-    model's own Python state (``state``).
+    Export treats an assignment as Python state and restores the buffer. Assignments to other attributes are handled by ``state``.
     """
     owners = {id(vars(each)): (path, each) for path, each in module.named_modules()}
     before = [(p, m, name, b) for p, m in owners.values() for name, b in m._buffers.items() if b is not None]
@@ -95,16 +94,13 @@ def assigned_buffers_written(module: nn.Module, registered: Collection[str]) -> 
         owner._buffers[name] = buffer
 
 
-class _Selecting(TorchFunctionMode):
-    """Selects rows by the first of equal boolean masks: ``x[m > 0]`` and ``y[m > 0]`` then have the same number of rows, which export
-    cannot know for two masks."""
+class _UnifyMasks(TorchFunctionMode):
+    """Replaces equal boolean masks by the first one, so that export knows ``x[m > 0]`` and ``y[m > 0]`` to have equally many rows."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first: dict[Any, tuple[Tensor, int]] = {}
-        self.known: dict[
-            int, tuple[Any, Tensor, int]
-        ] = {}  # by the mask's id: how it was computed, and its version then
+        self.known: dict[int, tuple[Any, Tensor, int]] = {}  # mask's id: how it was computed, the mask, its version
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -124,7 +120,7 @@ class _Selecting(TorchFunctionMode):
         return result
 
     def _key(self, value: Any) -> Any:
-        """How a tensor was computed, if it is a mask that was not written to since; another tensor by its identity and version."""
+        """Return how an unmodified mask was computed; for another tensor its identity and version."""
         if not isinstance(value, Tensor):
             return repr(value)
         key, _, version = self.known.setdefault(id(value), (id(value), value, -1))
@@ -142,43 +138,41 @@ _COMPARING = frozenset(
 )
 
 
-class _Meant(TorchFunctionMode):
-    """Reads a tensor of the model as its twin's, ``tensor.data`` as ``tensor.detach()``, a tensor with hooks as one whose gradient is
-    scaled, and refuses changes to tensors that a graph cannot see."""
+class _RedirectToFakeModel(TorchFunctionMode):
+    """Replaces the model's tensors by those of the fake copy, ``tensor.data`` by ``tensor.detach()``, and hooks by scaled gradients;
+    refuses changes to tensors that can't be traced."""
 
-    def __init__(self, model: nn.Module, twin: nn.Module) -> None:
+    def __init__(self, model: nn.Module, fake: nn.Module) -> None:
         super().__init__()
         self.ctc = CtcLoss()
-        self.hooks = parameter_hooks(model, twin)
-        self.scaled: dict[
-            int, tuple[Tensor, Tensor]
-        ] = {}  # by the id of the first: the tensor, and it with a scaled gradient
+        self.hooks = parameter_hooks(model, fake)
+        self.scaled: dict[int, tuple[Tensor, Tensor]] = {}  # tensor's id: the tensor, and it with a scaled gradient
         self.read: dict[int, Tensor] = {}
-        # by the tensor's id: the twin's module with the corresponding tensor, and the tensor's name
-        self.twins: dict[int, tuple[nn.Module, str]] = {}
+        # id of the model's tensor: the fake copy's module with the corresponding tensor, and the tensor's name
+        self.counterparts: dict[int, tuple[nn.Module, str]] = {}
         for path, module in model.named_modules():
-            own = twin.get_submodule(path)
+            own = fake.get_submodule(path)
             tensors = [*module._parameters.items(), *module._buffers.items(), *vars(module).items()]
-            self.twins |= {id(t): (own, name) for name, t in tensors if isinstance(t, Tensor)}
+            self.counterparts |= {id(t): (own, name) for name, t in tensors if isinstance(t, Tensor)}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not isinstance(func, MethodWrapperType):  # reading an attribute is no computation
             self.read.update((id(tensor), tensor) for tensor in tensors_in((args, kwargs)))
-        args, kwargs = self._meant(args), self._meant(kwargs or {})
+        args, kwargs = self._redirected(args), self._redirected(kwargs or {})
         if func == _DATA.__set__:
             raise CaptureError(
-                f"{caller()} gives a tensor other data in forward, which autograd and a captured graph do not see",
-                hint="make a new tensor, y = ...; a buffer is written by buffer.copy_(new), a parameter after the step",
+                f"{caller()} assigns to .data of a tensor in forward, which neither autograd nor a captured graph sees",
+                hint="make a new tensor, y = ...; write a buffer by buffer.copy_(new), a parameter after the step",
             )
         if func == _DATA.__get__:
-            return args[0].detach()  # writes through it are checked when the graph is made functional
+            return args[0].detach()  # writes through it are checked by functionalisation
         self._check_toggle(func, args, kwargs)
         return self.ctc.call(func, args, kwargs)
 
     def register(self, tensor: Tensor, hook: Hook) -> RemovableHandle:
         """``tensor.register_hook(hook)`` in forward."""
         if id(tensor) in self.read or not scales(hook):
-            raise KeptWholeError(
+            raise NotTraceableError(
                 f"{caller()} hooks a function into a gradient: torch.export keeps the tensor and loses the hook",
                 OP_HINT,
             )
@@ -192,26 +186,26 @@ class _Meant(TorchFunctionMode):
                 self.scaled[id(tensor)] = tensor, scaled(self.scaled.get(id(tensor), (tensor, tensor))[1], hook)
 
     def _with_hooks(self, tensor: Tensor) -> Tensor:
-        for owner, name, hooks in self.hooks:  # a trace puts other tensors in place of the twin's parameters
+        for owner, name, hooks in self.hooks:  # a trace replaces the fake copy's parameters
             if getattr(owner, name) is tensor and id(tensor) not in self.scaled and is_traced():
                 self._scale(tensor, hooks)
         return self.scaled.get(id(tensor), (tensor, tensor))[1]
 
-    def _meant(self, value: Any) -> Any:
+    def _redirected(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            module, name = self.twins.get(id(value), (None, ""))
-            found = None if module is None else getattr(module, name)
-            if found is None and is_stray(value):
-                refuse_stray(f"{caller()} reads a tensor", value)
-            return self._with_hooks(value if found is None else found)
+            module, name = self.counterparts.get(id(value), (None, ""))
+            counterpart = None if module is None else getattr(module, name)
+            if counterpart is None and is_stray(value):
+                refuse_unregistered(f"{caller()} reads a tensor", value)
+            return self._with_hooks(value if counterpart is None else counterpart)
         if type(value) in (tuple, list):
-            return type(value)(self._meant(item) for item in value)
+            return type(value)(self._redirected(item) for item in value)
         if type(value) is dict:
-            return {key: self._meant(item) for key, item in value.items()}
+            return {key: self._redirected(item) for key, item in value.items()}
         return value
 
     def _check_toggle(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Refuse to set ``requires_grad`` except on a tensor of the forward: eager allows that too, and it changes nothing by itself."""
+        """Refuse changes of ``requires_grad``, except switching it on for an intermediate tensor, which is harmless."""
         if func is Tensor.requires_grad_:
             wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
         elif func == _REQUIRES_GRAD.__set__:
@@ -220,7 +214,7 @@ class _Meant(TorchFunctionMode):
             return
         if wanted != args[0].requires_grad and (isinstance(args[0], nn.Parameter) or not wanted):
             raise CaptureError(
-                f"{caller()} switches requires_grad {'on' if wanted else 'off'} inside of forward, which a graph does not follow",
+                f"{caller()} switches requires_grad {'on' if wanted else 'off'} inside of forward, which cannot be traced",
                 hint="set it before training; for a part of a forward pass use torch.no_grad() or .detach()",
             )
 
@@ -229,17 +223,17 @@ _DATA: Any = Tensor.data
 _REQUIRES_GRAD: Any = Tensor.requires_grad
 
 
-# -- numbers that are drawn outside of torch's graph ---------------------------------------------------------------------
+# -- random numbers of Python and numpy -----------------------------------------------------------------------------------
 
 
-class _Drawn:
-    """A number drawn from ``low`` to ``high``. Only comparisons with the same answer for every draw are allowed: ``draw < 0.0``."""
+class _DrawnNumber:
+    """A random number between ``low`` and ``high`` that only allows comparisons with the same result for every draw, as ``draw < 0.0``."""
 
     def __init__(self, low: float, high: float, line: str) -> None:
         self.low, self.high, self.line = min(low, high), max(low, high), line
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise _frozen(self.line)
+        raise _not_torch_random(self.line)
 
     def _below(self, other: Any, equal: bool) -> bool:
         if type(other) in (int, float):
@@ -247,7 +241,7 @@ class _Drawn:
                 return True
             if self.low > other or (self.low == other and not equal):
                 return False
-        raise _frozen(self.line)
+        raise _not_torch_random(self.line)
 
     def __lt__(self, other: Any) -> bool:
         return self._below(other, equal=False)
@@ -266,9 +260,9 @@ class _Drawn:
     __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __neg__ = __abs__ = __round__ = _refuse
 
 
-def _frozen(line: str) -> CaptureError:
+def _not_torch_random(line: str) -> CaptureError:
     return CaptureError(
-        f"{line} draws a random number outside of torch: every step of a program would use the one of the capture",
+        f"{line} draws a random number outside of torch: every step of a program would reuse the one drawn during capture",
         hint=_RANDOM_HINT,
     )
 
@@ -277,21 +271,21 @@ _HARMLESS = ("getstate", "get_state", "default_rng")
 
 
 @contextmanager
-def _no_draws() -> Iterator[None]:
-    """Inside, Python's and numpy's random functions raise an error, except where every draw would give the same comparisons."""
+def _python_random_refused() -> Iterator[None]:
+    """Make Python's and numpy's random functions raise, except where every draw would compare in the same way."""
 
     def refuse(*_: Any, **__: Any) -> Any:
-        raise _frozen(caller())
+        raise _not_torch_random(caller())
 
     def unit(*shape: Any, size: Any = None) -> Any:
-        return refuse() if shape or size is not None else _Drawn(0.0, 1.0, caller())
+        return refuse() if shape or size is not None else _DrawnNumber(0.0, 1.0, caller())
 
     def uniform(low: float = 0.0, high: float = 1.0, size: Any = None) -> Any:
-        return refuse() if size is not None else _Drawn(low, high, caller())
+        return refuse() if size is not None else _DrawnNumber(low, high, caller())
 
     def seed(*_: Any, **__: Any) -> Any:
         raise CaptureError(
-            f"{caller()} sets the state of torch's generator inside of forward, which a graph does not follow",
+            f"{caller()} sets the state of torch's generator inside of forward, which cannot be traced",
             hint="seed before training; a program draws the same numbers on every device that holds the same rows",
         )
 
@@ -313,6 +307,6 @@ def _no_draws() -> Iterator[None]:
         yield
     if repr(before) != repr((random.getstate(), np.random.get_state(legacy=False))):
         raise CaptureError(
-            "the model's forward draws from Python's or numpy's random numbers: every step of a program would use those of the capture",
+            "the model's forward draws Python's or numpy's random numbers: every step of a program would reuse those drawn during capture",
             hint=_RANDOM_HINT,
         )

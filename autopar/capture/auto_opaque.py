@@ -1,9 +1,9 @@
-"""Modules that capture keeps whole automatically: a graph cannot represent such a module, but every rank can execute it in the same way.
+"""Makes modules opaque automatically if they can't be traced but every rank can execute them alike.
 
-Export fails inside a module: its control flow or a shape depends on the data, it computes derivatives in forward, or it calls a
-user's ``autograd.Function``. If the module takes tensors and returns tensors, of shapes that do not depend on
-their values, draws no random numbers and keeps no state, it becomes one op (``autopar.capture.opaque``), and the model is exported
-again. The shape of its result is found by running a copy of the model on the batch: without values the module stays refused.
+Export fails inside a module: its control flow or a shape depends on the data, it computes derivatives in forward, or it calls a user's
+``autograd.Function``. If the module takes and returns tensors, of shapes that don't depend on their values, draws no random numbers and
+keeps no state, it becomes one op (``autopar.capture.opaque``), and the model is exported again. Its result's shape is observed on a copy
+of the model that runs on the batch: without values the module stays refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.capture.backward import OPAQUE_HINT, KeptWholeError
+from autopar.capture.backward import OPAQUE_HINT, NotTraceableError
 from autopar.capture.functions import OTHERS
 from autopar.capture.opaque import Opaque, Shapes, call, described, register, shapes, without_values
 from autopar.capture.state import describe, equal, state
@@ -31,16 +31,16 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(slots=True)
 class _Calls:
-    """The common facts of a module's calls: the result's shape by the operands' shapes, and whether the module may be kept whole."""
+    """Observations of a module's calls: the result's shape by the operands' shapes, and whether the module may become opaque."""
 
     given: dict[Shapes, Any] = field(default_factory=dict)
     sound: bool = True
 
 
-def keep(kept: dict[str, str], twin: nn.Module) -> None:
-    """Replace each module of ``twin`` at a path in ``kept`` by the op whose name ``kept`` gives."""
+def keep(kept: dict[str, str], fake: nn.Module) -> None:
+    """Replace each module of ``fake`` at a path in ``kept`` by its op in ``kept``."""
     for path, name in kept.items():
-        module = twin.get_submodule(path)
+        module = fake.get_submodule(path)
         vars(module)["forward"] = functools.partial(_call, name, module, module.forward)
 
 
@@ -48,15 +48,14 @@ def _call(name: str, module: nn.Module, forward: Callable[..., Any], *args: Any,
     tensors = _tensors(forward, args, kwargs)
     if tensors is None:
         raise CaptureError(
-            f"{type(module).__name__}, which is kept whole, is called with other arguments than on the batch",
+            f"{type(module).__name__}, which is opaque, is called with other arguments than on the batch",
             OPAQUE_HINT,
         )
     return call(name, module, *tensors)
 
 
 def _tensors(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
-    """The tensors of a call, whether by position or by keyword; ``None`` unless they are the first arguments, and all others have their
-    defaults."""
+    """Return a call's tensors, by position or keyword; ``None`` unless they are the first arguments and all others have their defaults."""
     signature = inspect.signature(forward)
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
@@ -70,10 +69,10 @@ def _tensors(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
 
 def find(
-    error: KeptWholeError, model: nn.Module, kept: dict[str, str], run: Callable[[nn.Module], object]
+    error: NotTraceableError, model: nn.Module, kept: dict[str, str], run: Callable[[nn.Module], object]
 ) -> tuple[dict[str, str], str]:
-    """``kept``, extended by the innermost module around the error that may be kept whole, and all modules like it; and a note that says
-    so.
+    """Add the innermost module around the error that may become opaque, and all modules like it, to ``kept``; also return a note.
+
 
     ``run`` runs a copy of the model on values. Raises ``error`` if there is no such module.
     """
@@ -88,17 +87,15 @@ def find(
     for path in inside:
         kind = type(by_path[path])
         alike = [p for p in candidates if type(by_path[p]) is kind and p not in kept]
-        if kind.__module__.startswith("torch."):  # others of a container's or a layer's class do something else
+        if kind.__module__.startswith("torch."):  # modules of a generic class have little in common
             alike = [path]
         alike = [p for p in alike if p in calls and calls[p].sound and calls[p].given]
         if path in alike:
-            found = dict(kept)
-            found |= _ops({p: by_path[p] for p in alike}, calls)
-            return found, _note(alike, by_path[path], error)
+            return kept | _ops({p: by_path[p] for p in alike}, calls), _note(alike, by_path[path], error)
     raise error
 
 
-def _note(paths: list[str], module: nn.Module, error: KeptWholeError) -> str:
+def _note(paths: list[str], module: nn.Module, error: NotTraceableError) -> str:
     more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
     return (
         f"{paths[0]} ({type(module).__name__}){more} kept whole, every rank executes it alike: "
@@ -107,12 +104,12 @@ def _note(paths: list[str], module: nn.Module, error: KeptWholeError) -> str:
 
 
 def _is_data(module: nn.Module) -> bool:
-    """Whether the class and the module's attributes suffice to create an equal module, and no module inside is kept whole already."""
+    """Whether an equal module can be created from the class and plain attributes, and no submodule is opaque."""
     return all(describe(each) is not None and not isinstance(each, Opaque) for each in module.modules())
 
 
 def _ops(modules: dict[str, nn.Module], calls: dict[str, _Calls]) -> dict[str, str]:
-    """An op for each module; modules that differ only in their tensors' values share one."""
+    """Register an op for each module; modules that differ only in their tensors' values share one."""
     made: list[tuple[nn.Module, dict[Shapes, Any], str]] = []
     found = {}
     for path, module in modules.items():
@@ -138,23 +135,23 @@ def _alike(one: nn.Module, other: nn.Module) -> bool:
 
 
 def _ties(module: nn.Module) -> list[tuple[Any, ...]]:
-    """Every tensor by its name: the first of its names, its shape, dtype and whether it is trained."""
+    """Return for every name of a tensor: its first name, shape, dtype and whether it is trained."""
     first: dict[Any, str] = {}
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     return [(name, first.setdefault(identity(t), name), t.shape, t.dtype, t.requires_grad) for name, t in tensors]
 
 
 def _observed(model: nn.Module, paths: list[str], run: Callable[[nn.Module], object]) -> dict[str, _Calls]:
-    """The observed calls of the modules at ``paths``, in a run of a copy of the model; empty if the copy does not run."""
-    (twin,) = copied([model])
+    """Observe the calls of the modules at ``paths`` while ``run`` runs a copy of the model; empty if it fails."""
+    (copy_of_model,) = copied([model])
     calls = {path: _Calls() for path in paths}
     with torch.random.fork_rng(devices=[]):
         for path in paths:
-            module = twin.get_submodule(path)
+            module = copy_of_model.get_submodule(path)
             vars(module)["forward"] = functools.partial(_observe, module, module.forward, calls[path])
         try:
-            run(twin)
-        except Exception:  # the model fails by itself, too: the error of export says where
+            run(copy_of_model)
+        except Exception:  # the model fails on its own: the error of export says where
             return {}
     return calls
 
@@ -177,7 +174,7 @@ def _observe(module: nn.Module, forward: Callable[..., Any], calls: _Calls, *arg
     for other in OTHERS if calls.sound else ():
         try:
             again = forward(*(other(tensor.detach()) for tensor in tensors or ()))
-        except Exception:  # other values may not fit together; a program compares the shape while it runs
+        except Exception:  # the changed values may be invalid; a program checks shapes at run time
             continue
         calls.sound &= described(again) == described(result) and torch.equal(before[2], torch.get_rng_state())
         calls.sound &= _reaches_all(module, again)
@@ -185,8 +182,8 @@ def _observe(module: nn.Module, forward: Callable[..., Any], calls: _Calls, *arg
 
 
 def _reaches_all(module: nn.Module, result: Any) -> bool:
-    """Whether every trainable parameter of the module gets a gradient from ``result``. In eager PyTorch an expert that no token chose
-    gets no gradient, and the optimizer leaves it alone; in a program, whose ranks see different tokens, it has a gradient."""
+    """Whether every trainable parameter of the module gets a gradient from ``result``. An expert that no token chose gets none in eager
+    PyTorch, and the optimizer skips it; in a program, whose ranks see different tokens, it would have one."""
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not trainable or not torch.is_grad_enabled():
         return True
@@ -199,13 +196,11 @@ def _reaches_all(module: nn.Module, result: Any) -> bool:
 
 
 def paths_of(traceback: TracebackType | None, module: nn.Module) -> tuple[str, ...]:
-    """The paths in ``module`` of the modules whose methods a traceback goes through, outermost first."""
+    """Return the paths in ``module`` of the modules in a traceback, outermost first."""
     by_attributes = {id(vars(each)): path for path, each in module.named_modules()}
     found: dict[str, None] = {}
     while traceback is not None:
-        caller = traceback.tb_frame.f_locals.get(
-            "self"
-        )  # possibly torch's proxy of a module, which has the module's attributes
+        caller = traceback.tb_frame.f_locals.get("self")  # or torch's proxy of a module, with the same attributes
         path = by_attributes.get(id(vars(caller))) if isinstance(caller, nn.Module) else None
         if path:
             found[path] = None

@@ -1,12 +1,12 @@
-"""Python state outside of the model that the model's code writes: globals, attributes of classes and functions, closures, default
+"""Restores Python state outside of the model that its code writes: globals, attributes of classes and functions, closures, default
 arguments, caches.
 
-Capture runs copies of a model, and all copies share such state: a trace would leave fake tensors there, and the next run would start from
-them. So what a run has left is removed at its end. A trace reports what it has changed, and ``state.check_again`` decides whether a later
-call would compute something else.
+Capture runs copies of a model, which share such state: a trace would leave fake tensors there for the next run. So changes with tensors
+are undone after each run. A trace reports its changes, and ``state.check_again`` decides whether a later call would compute something
+else.
 
-These places are searched: the model's classes, and from there every class, function, container, object and Python module that the code
-refers to. The globals of an installed package count where it defines a class of the model.
+The search starts at the model's classes and follows every class, function, container, object and Python module that the code refers to.
+Globals of an installed package are included if it defines a class of the model.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from autopar.capture.storage import items
 
 _MOST_ITEMS, _MOST_CONTAINERS = 10_000, 50_000
-"""Containers with more items are data, and are not followed. Of all containers so many are, the nearest first."""
+"""Containers with more items are data and aren't followed; at most this many containers are, nearest first."""
 _NOT_THE_USERS = frozenset((*sys.stdlib_module_names, "torch", "numpy", "autopar", "passes", "pytest", "_pytest")) - {
     "__main__"
 }
@@ -44,19 +44,19 @@ _OF_PYTHON = "__warningregistry__"
 _OF_TORCH = frozenset(vars(nn.Module())) - {"_modules"}
 
 Content = dict[Any, Any]
-"""A container's items by key, index or identity; the variables of a namespace by name."""
+"""A container's items by key, index or id; a namespace's variables by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A container, class or variable of a closure, and its content at some time."""
+    """A container, class or closure variable, and a snapshot of its content."""
 
     name: str
     container: Any
     content: Content
 
     def differs(self, content: Content) -> list[Any]:
-        """The keys under which ``content`` has another object."""
+        """Return the keys at which ``content`` has another object."""
         mine = self.content
         if len(mine) == len(content) and all(map(operator.is_, mine.values(), content.values())):
             return []  # nearly always: the same objects in the same order
@@ -67,18 +67,18 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class StateChange:
-    """What a run changed in a container: the place before it, the content afterwards, and the keys that differ."""
+    """A run's changes in a container: the snapshot before it, the content after it, and the keys that differ."""
 
     before: Place
     after: Content
     keys: tuple[Any, ...]
 
     def named(self) -> dict[str, tuple[Any, Any]]:
-        """The changed places by name, with their values before (``None`` where there was none) and after."""
+        """Return the changes by name, with the values before (or ``None``) and after."""
         return {_joined(self.before.name, k): (self.before.content.get(k), self.after.get(k)) for k in self.keys}
 
     def of_tensors(self) -> list[str]:
-        """The names of the changed places that hold tensors, or held them before."""
+        """Return the names of changes whose values before or after have tensors."""
         seen: set[int] = set()
         return [name for name, values in self.named().items() if any(_holds_tensors(value, seen) for value in values)]
 
@@ -87,13 +87,13 @@ class StateChange:
 
 
 class Run:
-    """The changes that a run has made, once it is over."""
+    """A run's changes, set when it has ended."""
 
     changes: tuple[StateChange, ...] = ()
 
 
-class Surroundings:
-    """The containers and the functions' caches in which code of ``model`` or of ``loss_fn`` can leave something."""
+class ExternalState:
+    """The containers and function caches that code of ``model`` or ``loss_fn`` can write."""
 
     def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
         found = _Walk(model, loss_fn)
@@ -101,10 +101,10 @@ class Surroundings:
 
     @contextmanager
     def restored(self) -> Iterator[Run]:
-        """At the end of this context, tensors that were left in the surroundings since its beginning are gone from there.
+        """On exit, remove tensors that were stored since entry.
 
-        Where a change holds tensors, all changes are undone, because a flag may say that a tensor is there. A run that leaves none changes
-        counters at most: they stay, since other threads may write to the same namespaces.
+        If a change has tensors, all changes are undone, since a flag may tell that a tensor is there. Otherwise they stay (counters, for
+        example), since other threads may write to the same namespaces.
         """
         before = [Place(name, container, _content(container)) for name, container in self._containers]
         cached = [_cached_tensors(cache) for cache in self._caches]
@@ -129,7 +129,7 @@ def _changes(places: Iterable[Place]) -> Iterator[StateChange]:
     for place in places:
         now = _content(place.container)
         if keys := [key for key in place.differs(now) if key in place.content or not isinstance(now[key], _CODE)]:
-            # functions, classes and modules that are new were imported or defined by the run, and stay
+            # new functions, classes and modules were imported or defined by the run, and stay
             yield StateChange(place, now, tuple(keys))
 
 
@@ -140,7 +140,7 @@ class _Walk:
     def __init__(self, model: nn.Module, loss_fn: Any) -> None:
         self.containers: list[tuple[str, Any]] = []
         self.caches: list[Any] = []
-        self._seen: dict[int, Any] = {}  # the objects too, so that no other takes an id
+        self._seen: dict[int, Any] = {}  # with the objects, so that ids aren't reused
         owners = [*model.modules(), *(loss_fn.modules() if isinstance(loss_fn, nn.Module) else ())]
         classes = list(dict.fromkeys(base for owner in owners for base in type(owner).__mro__))
         function = getattr(loss_fn, "__func__", getattr(loss_fn, "func", loss_fn))
@@ -220,7 +220,7 @@ class _Walk:
 
 
 def _is_users(kind: type) -> bool:
-    """Whether the attributes of instances are followed: of modules, and of classes that are not a library's."""
+    """Whether attributes of instances are followed: those of modules, and of classes outside of libraries."""
     return (
         issubclass(kind, nn.Module | types.SimpleNamespace | threading.local)
         or _package(str(kind.__module__)) not in _NOT_THE_USERS
@@ -254,7 +254,7 @@ def _joined(name: str, key: Any) -> str:
 # -- the content of containers -----------------------------------------------------------------------------------------
 
 _CELL = object()
-"""The key of the one value that a variable of a closure has."""
+"""The key of a closure variable's value."""
 
 
 def _attributes(value: Any) -> Any:
@@ -274,7 +274,7 @@ class _Slots:
 
 
 def _slots(value: Any) -> dict[str, Any]:
-    """The descriptors of the slots that a class of Python gives an object, by name; those of C may be computed, or read-only."""
+    """Return the descriptors of slots that Python classes define, by name; those of C classes may be computed, or read-only."""
     found = [vars(base).items() for base in type(value).__mro__ if "__slots__" in vars(base)]
     return {name: each for items in found for name, each in items if isinstance(each, types.MemberDescriptorType)}
 
@@ -335,7 +335,7 @@ def _put(container: Any, content: Content, keys: Iterable[Any]) -> None:
 
 
 def _items(value: Any) -> list[Any]:
-    """What a container or an object holds."""
+    """Return the items of a container, or the attributes of a user's object."""
     if isinstance(value, (*_CONTAINERS, tuple, frozenset)):
         return items(value)
     if not _is_users(type(value)):
@@ -356,7 +356,7 @@ def _holds_tensors(value: Any, seen: set[int]) -> bool:
 
 
 def _cached_tensors(cache: Callable[..., Any]) -> set[int]:
-    """The ids of the tensors among the results and arguments that a function's cache keeps."""
+    """Return the ids of the tensors in a function's cache."""
     found: set[int] = set()
     waiting, seen = [(cache, 0)], set[int]()
     while waiting:

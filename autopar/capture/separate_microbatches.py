@@ -1,0 +1,39 @@
+"""Microbatches that count as separate batches, which a user allows with ``microbatch_statistics``.
+
+Where the loss couples the examples of a batch (a router's auxiliary loss, batch norm, in-batch negatives), splitting the batch into
+microbatches changes the result, so a plan has one microbatch. Other trainers take several regardless: the step's loss is the mean of
+losses that each use one microbatch's rows. For that autopar captures the graph of one microbatch and runs it for each in turn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from autopar.errors import UsageError
+from autopar.graph import Graph
+
+
+def separate_microbatches(graph: Graph, capture_rows: Callable[[int], Graph], microbatches: int) -> Graph:
+    """Return the graph of one of ``microbatches``, each of which counts as a separate batch.
+
+    ``graph`` is that of the global batch, annotated; ``capture_rows`` captures and annotates the model for fewer rows. If ``graph``
+    doesn't couple examples, it is returned unchanged: its microbatches are exact.
+
+    Raises:
+        UsageError: the global batch isn't divisible by ``microbatches``.
+        CaptureError: the model can't be exported with so few rows.
+    """
+    if microbatches == 1 or not graph.unmicrobatchable:
+        return graph
+    rows, rest = divmod(graph.batch_size, microbatches)
+    if rest:
+        raise UsageError(f"a global batch of {graph.batch_size} does not divide into {microbatches} microbatches")
+    part = capture_rows(rows)
+    return dataclasses.replace(
+        part,
+        structure=graph.structure,
+        tokens=part.tokens * microbatches,
+        unmicrobatchable=graph.unmicrobatchable,
+        accumulated=microbatches,
+    )
