@@ -1,4 +1,4 @@
-"""Best-first search over the outer choices: prices and a cluster in, a plan with its proved bound out.
+"""Best-first search over the configurations: prices and a cluster in, a plan with its proved bound out.
 
 Every choice starts with a bound from the layers' own work (``Prices.least_time_s``), which needs no prices. The choice with the lowest
 bound takes the next step: its prices and a cheap bound (``fewest_seconds``), then those of ``steps``: a more expensive bound, a solution, a
@@ -213,7 +213,7 @@ def explore(
 
 
 def _open_all(graph: Graph, cluster: Devices, state: State) -> list[Choice]:
-    """Give every outer choice its first bound; of choices that differ only in the number of chunks, those with the fewest are returned."""
+    """Give every configuration its first bound; of choices that differ only in the number of chunks, those with the fewest are returned."""
     opened: list[Choice] = []
     found = choices(graph, cluster.count, state.options, state.prices.pins)
     todo = _by_mesh([choice for choice in found if mirrors(cluster, choice.schedule)])
@@ -228,7 +228,7 @@ def _open_all(graph: Graph, cluster: Devices, state: State) -> list[Choice]:
             opened.append(choice)
     if not opened:
         raise _no_price(graph, state)
-    state.say(f"{len(opened)} outer choices, none below {state.bound_s:.6g} s")
+    state.say(f"{len(opened)} configurations, none below {state.bound_s:.6g} s")
     return opened
 
 
@@ -405,7 +405,7 @@ def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Pla
     notes = []
     if state.unpriced:
         notes.append(
-            f"time ran out with {state.unpriced} outer choices unpriced: all that is known of them is the arithmetic at peak"
+            f"time ran out with {state.unpriced} configurations unpriced: all that is known of them is the arithmetic at peak"
         )
     if state.schedules is None and state.options.schedule is None and state.options.chunks is None:
         notes.append("time ran out before schedules besides 1f1b and gpipe were searched; pin schedule to search one")
@@ -416,7 +416,7 @@ def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Pla
     proof = Proof(
         bound,
         gap,
-        f"{' + '.join(sorted(state.solvers)) or 'bounds alone'}, {state.opened} outer choices opened",
+        f"{' + '.join(sorted(state.solvers)) or 'bounds alone'}, {state.opened} configuration{'s' * (state.opened != 1)} searched",
         tuple(notes),
         time.monotonic() - started,
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

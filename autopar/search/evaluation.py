@@ -236,7 +236,7 @@ class Proof:
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """An outer choice with its stage bounds, the strategy and the price of each layer, and the cost of a step."""
+    """A configuration with its stage bounds, the strategy and the price of each layer, and the cost of a step."""
 
     choice: Choice
     bounds: Sequence[int]

@@ -1,4 +1,4 @@
-"""The exact method for one outer choice of a small model: labels, with resharding and the schedule.
+"""The exact method for one configuration of a small model: labels, with resharding and the schedule.
 
 It computes every undominated way to run layers i..j-1 as one stage, layer by layer, then tries the combinations of such
 stages while the least possible step is below the best one. A label has the seconds of its stage by part, the once-per-step seconds,

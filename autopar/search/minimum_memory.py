@@ -316,7 +316,7 @@ def explain(graph: Graph, instance: Instance, solution: Solution, unpriced: int)
     )
     answer, scope = f"no plan fits {limit} per device", ""
     if unpriced:
-        answer = f"time ran out before a plan was found that fits {limit} per device: {unpriced} outer choices were not priced"
+        answer = f"time ran out before a plan was found that fits {limit} per device: {unpriced} configurations were not priced"
         scope, hint = " among the others", f"give the search more time (--time-limit); {hint}"
     return InfeasibleError(
         f"{answer}: the plan of least memory{scope} ({instance.choice}) still needs "

@@ -1,4 +1,4 @@
-"""The candidates of every layer and their prices, for each outer choice: the search's questions to the pricer, each asked once."""
+"""The candidates of every layer and their prices, for each configuration: the search's questions to the pricer, each asked once."""
 
 from __future__ import annotations
 

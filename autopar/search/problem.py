@@ -1,6 +1,6 @@
-"""The inputs of the search: the interfaces of pricer and cluster, the options, and the outer choices.
+"""The inputs of the search: the interfaces of pricer and cluster, the options, and the configurations.
 
-The problem, for one outer choice (mesh of a stage, pipeline degree ``P``, microbatches ``m``, schedule):
+The problem, for one configuration (mesh of a stage, pipeline degree ``P``, microbatches ``m``, schedule):
 
     choose   cuts 0 = c_0 < c_1 < ... < c_P = L and a strategy k(i) for every layer i
     minimise step = schedule(f, b, m) + max_s g_s
@@ -167,7 +167,7 @@ Tie = tuple[int, tuple[Role, ...], int]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An outer choice: a stage's mesh; the schedule with its numbers of devices, chunks and microbatches; the decisions for tied
+    """A configuration: a stage's mesh; the schedule with its numbers of devices, chunks and microbatches; the decisions for tied
     layers; and whether several layers may be recomputed as one without a pin."""
 
     mesh: Mesh
@@ -386,7 +386,7 @@ def _product(sizes: list[int]) -> int:
 def choices(
     graph: Graph, devices: int, options: SearchOptions, pinned: Sequence[LayerPins] | None = None
 ) -> list[Choice]:
-    """Every outer choice that the pins allow; ``pinned`` are each layer's pins, if some differ.
+    """Every configuration that the pins allow; ``pinned`` are each layer's pins, if some differ.
 
     Raises:
         UsageError: a pinned number that does not divide the number that it must divide.

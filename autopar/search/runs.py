@@ -41,7 +41,7 @@ class Compositions:
 
 
 def compositions(instance: Instance) -> Compositions:
-    """The compositions of the instance's chain, which all outer choices without decided ties share."""
+    """The compositions of the instance's chain, which all configurations without decided ties share."""
     return _compositions(tuple(instance.kind.tolist()), len(instance.kinds))
 
 

@@ -29,7 +29,7 @@ class SearchNode:
 
 @dataclass(order=True)
 class Unpriced:
-    """Outer choices without prices so far: the first of them, and those that differ from it only in having more chunks, whose bounds are
+    """Configurations without prices so far: the first of them, and those that differ from it only in having more chunks, whose bounds are
     no lower."""
 
     bound_s: float
@@ -79,7 +79,7 @@ class State:
         heapq.heappush(self.heap, SearchNode(bound_s, next(self.counter), instance, done))
 
     def open(self, choice: Choice, more: Iterable[Choice] = ()) -> bool:
-        """Give an outer choice its first bound, and those that differ from it only in having ``more`` chunks; whether it has a price."""
+        """Give a configuration its first bound, and those that differ from it only in having ``more`` chunks; whether it has a price."""
         least = self.prices.least_time_s(choice)
         if least is None:
             return False

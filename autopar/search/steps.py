@@ -1,4 +1,4 @@
-"""The steps of an outer choice: bounds, solutions, the exact method. One step runs each time that the choice's bound is the lowest.
+"""The steps of a configuration: bounds, solutions, the exact method. One step runs each time that the choice's bound is the lowest.
 
 Bounds come before a solution: most choices need no solution, and the linear program has cuts for it.
 """

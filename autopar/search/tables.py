@@ -1,4 +1,4 @@
-"""Prices as arrays: one table per layer class and outer choice, Pareto-pruned, and an ``Instance`` that binds them to the layers.
+"""Prices as arrays: one table per layer class and configuration, Pareto-pruned, and an ``Instance`` that binds them to the layers.
 
 Dominated candidates are dropped twice. Within a layout (the roles) a candidate that is no better in any of (forward, backward,
 step, weights, saved, transient) is not needed for an optimum, because resharding and p2p depend on the layout alone. For bounds, which
@@ -208,7 +208,7 @@ Regime = tuple[int, int, int, float]
 
 @dataclass(frozen=True)
 class Instance:
-    """One outer choice with its prices: ``kinds`` are the tables, ``kind[i]`` is the table of layer ``i``."""
+    """One configuration with its prices: ``kinds`` are the tables, ``kind[i]`` is the table of layer ``i``."""
 
     choice: Choice
     kinds: tuple[Table, ...]

@@ -168,7 +168,7 @@ class Conflict:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a search knows of a layer and of an outer choice before it lists candidates.
+    """What a search knows of a layer and of a configuration before it lists candidates.
 
     ``refused`` says for each technique why the layer has no choice (``Technique.refusal``). ``chain`` layers of its class may be recomputed
     as one, and ``segments`` says whether numbers of them are tried without a pin. ``several``: whether a step has several microbatches.

@@ -225,7 +225,7 @@ def brute_force(graph: Graph, cluster: Devices, pricer: RandomPricer, options: S
     """The step time of the best of all plans, one by one; ``None`` where none fits. Shares no code with the search but ``simulate``;
     which schedules are searched is the search's own rule for models of at most ``driver.SMALL_LAYERS`` layers, as all these problems are.
 
-    Layers are recomputed several as one where they are pinned to it, in outer choices of which nothing fits without, and in the best choice
+    Layers are recomputed several as one where they are pinned to it, in configurations of which nothing fits without, and in the best one
     if its plan recomputes so many that pairs of them hold less. Without a pin of schedule or chunks all pipelines have the schedules under
     which devices wait less, too (with two-part backwards if all is on the device); not with one microbatch, nor with stages that, but for
     two, differ in size.
@@ -421,14 +421,14 @@ def _kept(kept: str, pins: Mapping[str, object], options: SearchOptions) -> bool
 def every_plan(
     graph: Graph, cluster: Devices, pricer: RandomPricer, options: SearchOptions, choice: Choice
 ) -> Iterator[float]:
-    """The step times of all plans that fit of one outer choice."""
+    """The step times of all plans that fit of one configuration."""
     return (step for step, _, _ in plans(graph, cluster, pricer, options, choice))
 
 
 def plans(
     graph: Graph, cluster: Devices, pricer: RandomPricer, options: SearchOptions, choice: Choice
 ) -> Iterator[tuple[float, list[Strategy], tuple[int, ...]]]:
-    """All plans that fit of one outer choice: their step times, the layers' strategies, and where the stages begin and end."""
+    """All plans that fit of one configuration: their step times, the layers' strategies, and where the stages begin and end."""
     mesh, m, line, count = choice.mesh, choice.schedule.microbatches, choice.schedule.pipeline, len(graph.layers)
     stages = line * choice.schedule.chunks
     views, borders = cluster.stages(line), cluster.borders(line)

@@ -6,7 +6,7 @@ greedy        starts at data parallelism, one microbatch, and takes the best sin
 megatron      the rule of thumb: the least tensor degree within a node, then the least pipeline, that fits with the rest data
               parallel; ZeRO-1; no recomputation where that fits at the same degrees; as many microbatches as are fastest
 uniform       every plan in which all layers have one strategy and stages have equal numbers of layers, one by one
-bucketed      as Galvatron: per outer choice, even stages, and in each stage dynamic programming over the layers on a memory axis of
+bucketed      as Galvatron: per configuration, even stages, and in each stage dynamic programming over the layers on a memory axis of
               ``BUCKETS`` buckets (rounded up, so that what it calls feasible is); layers that share parameters are made alike
 ============  =========================================================================================================
 

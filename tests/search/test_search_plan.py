@@ -254,7 +254,7 @@ class TestInfeasible:
         assert error(60).message.startswith("no plan fits")
         late = error(1e-9)
         assert re.match(
-            r"time ran out before a plan was found that fits .*: \d+ outer choices were not priced", late.message
+            r"time ran out before a plan was found that fits .*: \d+ configurations were not priced", late.message
         )
         assert "--time-limit" in str(late.hint)
 

@@ -187,7 +187,7 @@ def test_a_small_model_with_ample_memory_is_solved_exactly(monkeypatch: pytest.M
 
 
 def instances(graph: Graph, cluster: Devices, pricer: Any, options: SearchOptions) -> list[Instance]:
-    """Every outer choice that has a price."""
+    """Every configuration that has a price."""
     prices = Prices(graph, cluster, pricer, options)
     try:
         found = choices(graph, cluster.count, options, prices.pins)

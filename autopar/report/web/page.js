@@ -161,9 +161,9 @@ function why(plan) {
     table('The best plan with ...', [['', ''], ['step', 'number'], ['slower', 'number'], ['memory', 'number'], ['plan, or why there is none', 'long']],
       found.families.map((one) => [one.title, one.feasible ? seconds(one.step_time_s) : '-', one.feasible ? slower(one.slower) : '-',
         one.feasible ? size(one.memory_bytes) : '-', one.feasible ? `${one.chosen ? 'this plan' : one.summary}${one.remark ? ` (has a price only: ${one.remark})` : ''}` : one.reason])),
-    table('The best outer choices', [['', ''], ['step', 'number'], ['slower', 'number'], ['memory', 'number'], ['plan', 'long']],
+    table('The best configurations', [['', ''], ['step', 'number'], ['slower', 'number'], ['memory', 'number'], ['plan', 'long']],
       found.alternatives.map((one, i) => [`${i + 1}`, seconds(one.step_time_s), slower(one.slower), size(one.memory_bytes), one.summary])),
-    found.alternatives_complete ? null : h('p', { class: 'note' }, 'There was no time to look at every outer choice.'));
+    found.alternatives_complete ? null : h('p', { class: 'note' }, 'There was no time to look at every configuration.'));
 }
 
 function provenance(plan) {

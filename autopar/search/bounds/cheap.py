@@ -1,4 +1,4 @@
-"""Bounds from each layer's best price alone: microseconds to compute, and enough to discard most outer choices."""
+"""Bounds from each layer's best price alone: microseconds to compute, and enough to discard most configurations."""
 
 from __future__ import annotations
 

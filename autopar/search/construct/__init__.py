@@ -1,1 +1,1 @@
-"""A solution of one outer choice: cuts and candidates (``drafts``), chosen within memory (``refine``), improved (``local``)."""
+"""A solution of one configuration: cuts and candidates (``drafts``), chosen within memory (``refine``), improved (``local``)."""
