@@ -154,10 +154,11 @@ def test_every_bound_of_every_outer_choice_holds() -> None:
 def test_the_bound_of_whole_layers_on_each_device_holds_and_is_the_higher() -> None:
     """Equal layers between two others, as in a language model: a linear program gives each device a part of a layer."""
     linear, whole = [], []
-    for seed in range(60):
-        graph = chain(["first", *["block"] * (3 + seed % 3), "last"], 4)
+    for seed in range(24):
+        graph = chain(["first", *["block"] * (3 + seed % 5), "last"], 4)
         pricer = RandomPricer(graph, seed, 1.0, 0.0)
-        cluster, options = Devices(2, (150, 220, 10_000)[seed % 3]), SearchOptions(schedule="interleaved-1f1b")
+        limit, options = (150, 220, 10_000)[seed % 3], SearchOptions(schedule="interleaved-1f1b")
+        cluster = Devices(2, limit, kinds=((1.0, limit), (1.0 + 2.0 * (seed % 4), limit)) if seed % 2 else ())
         prices = Prices(graph, cluster, pricer, options)
         for choice in choices(graph, cluster.count, options, prices.pins):
             instance = prices.instance(choice)
@@ -168,7 +169,7 @@ def test_the_bound_of_whole_layers_on_each_device_holds_and_is_the_higher() -> N
             assert max(bounds) <= best * (1 + 1e-9), (seed, choice)
             linear.append(linear_bound(instance, 0.0, inf) / best)
             whole.append(bounds[1] / best)
-    assert len(whole) >= 40 and sum(whole) / len(whole) > sum(linear) / len(linear) + 0.03
+    assert len(whole) >= 40 and sum(whole) / len(whole) > sum(linear) / len(linear) + 0.01
 
 
 @pytest.mark.parametrize("schedule", [name for name in SEVERAL_STAGES if name != CHIMERA])

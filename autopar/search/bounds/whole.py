@@ -175,7 +175,7 @@ class _Device:
 
     def least_work(self, path: Array, fewest: int, most: int, enough_s: float) -> tuple[int, Array]:
         """The largest number of layers, up to ``most``, with which the path may be shorter than ``enough_s`` (-1: none), and the least
-        seconds of the device's part of the path by number of layers, from ``fewest`` on."""
+        seconds of the device's part of the path by number of layers, from ``fewest`` on: smaller numbers are taken for possible."""
         elsewhere = self._seconds_elsewhere(
             path, int((self.instance.kind == self.frequent).sum()) - np.arange(most + 1)
         )
@@ -186,7 +186,7 @@ class _Device:
             self._fill(work, path, fewest, (self.room - least, largest, dearest))
         work = (work + sent) * (1 - TOLERANCE)
         possible = np.flatnonzero(work + elsewhere < enough_s)
-        return int(possible.max(initial=-1)), work
+        return int(possible.max(initial=fewest - 1)), work
 
     def _fill(self, work: Array, path: Array, fewest: int, limits: tuple[float, float, float]) -> None:
         """Lower ``work`` to the least seconds within the limits of live bytes, transients and seconds."""
