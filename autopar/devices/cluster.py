@@ -119,6 +119,12 @@ class Gpu:
         """Return the achieved FLOP/s of flash attention, which isn't done in FP8."""
         return self.peak_flops["bfloat16" if dtype == "float8" else dtype] * self.attention_efficiency
 
+    def fastest_flops_per_s(self, dtype: str) -> float:
+        """Return the FLOP/s that no op exceeds in its price; 0 if they are unknown."""
+        if self.measured is not None or dtype not in self.peak_flops:
+            return self.peak_flops.get(dtype, 0.0)
+        return max(self.flops_per_s(dtype), self.attention_flops_per_s(dtype))
+
     @property
     def bytes_per_s(self) -> float:
         """Achieved bytes per second of a large copy, read plus written."""
@@ -247,6 +253,11 @@ class Cluster:
         """Return peak FLOP/s of all devices together; 0 if that of one kind is unknown."""
         peaks = [(part.count, part.gpu.peak_flops.get(precision, 0.0)) for part in self.parts or (self,)]
         return sum(n * peak for n, peak in peaks) if all(peak for _, peak in peaks) else 0.0
+
+    def fastest_flops_per_s(self, precision: str) -> float:
+        """Return the FLOP/s that no ops on all devices together exceed in their prices; 0 if those of one kind are unknown."""
+        fastest = [part.count * part.gpu.fastest_flops_per_s(precision) for part in self.parts or (self,)]
+        return sum(fastest) if all(fastest) else 0.0
 
     def with_idle(self) -> tuple[Cluster, ...]:
         """Return clusters with some nodes (of a single node: devices) left idle, so that the number has only small factors: 127 or 9 have

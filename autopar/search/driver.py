@@ -118,7 +118,7 @@ def search_also(
     shared: Shared | None = None,
 ) -> Plan:
     """``plan``, found with ``options``, or a faster one with one of ``pins`` besides, in their order; its bound is of the plans with each
-    of them, too. Where the time of ``options`` ends first, only the arithmetic at the devices' peak is known of the pins that are left, and
+    of them, too. Where the time of ``options`` ends first, the bound of the pins that are left is the model's arithmetic alone, and
     a note names them.
     """
     deadline, best, bound_s = time.monotonic() + options.time_limit_s, plan, plan.bound_s
@@ -233,14 +233,16 @@ def _open_all(graph: Graph, cluster: Devices, state: State) -> list[Choice]:
 
 
 def _arithmetic_s(graph: Graph, cluster: Devices, state: State, choice: Choice) -> float:
-    """The model's arithmetic at the devices' peak: a bound for choices without any other. ``choice`` is one that has a price."""
+    """The model's arithmetic at the fastest rate in a price: a bound for choices without any other. ``choice`` is one that has a price."""
     numbers = [state.options.precision]
     numbers += [kind for name, kind in ((FP8, FLOAT8), (TF32, TF32)) if name in graph.allow]
-    peak = max(cluster.peak_flops(name) for name in numbers)  # the bound holds for products of both kinds
+    fastest = max(cluster.fastest_flops_per_s(name) for name in numbers)  # the bound holds for products of both kinds
     instance = state.prices.instance(choice)
-    if not peak or instance is None:
+    if not fastest or instance is None:
         return 0.0
-    return choice.schedule.microbatches * sum(instance.table(i).prices[0].flops for i in range(instance.layers)) / peak
+    return (
+        choice.schedule.microbatches * sum(instance.table(i).prices[0].flops for i in range(instance.layers)) / fastest
+    )
 
 
 def _by_mesh(found: list[Choice]) -> list[tuple[Choice, tuple[Choice, ...]]]:
@@ -405,7 +407,7 @@ def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Pla
     notes = []
     if state.unpriced:
         notes.append(
-            f"time ran out with {state.unpriced} configurations unpriced: all that is known of them is the arithmetic at peak"
+            f"time ran out with {state.unpriced} configurations unpriced: their bound is the model's arithmetic alone"
         )
     if state.schedules is None and state.options.schedule is None and state.options.chunks is None:
         notes.append("time ran out before schedules besides 1f1b and gpipe were searched; pin schedule to search one")

@@ -60,7 +60,7 @@ class State:
     schedules: dict[str, None] | None = None  # those besides 1F1B and GPipe that were opened; ``None``: not yet
     missed_s: float = 0.0  # seconds of early solutions that were no better, since the latest that was better
     too_large: int = 0  # choices with several stages on each device that were too large for the label method
-    floor_s: float = 0.0  # the model's arithmetic at the devices' peak; also a bound for choices without a price
+    floor_s: float = 0.0  # the model's arithmetic at the fastest rate in a price; a bound for choices without a price
 
     @property
     def bound_s(self) -> float:
