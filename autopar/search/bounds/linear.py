@@ -32,10 +32,10 @@ from autopar.search.tables import Instance
 LADDER = np.geomspace(1e-4, 1e4, 9)
 """Multipliers of memory to start with, in units of a device's least time per device memory."""
 
-ROUNDS = 60
-"""How many times paths and candidates are added."""
+ROUNDS = 3000
+"""How many times paths and candidates are added, times stages: with many stages a round takes long."""
 
-STALLED = 5, 2e-4
+STALLED = 5, 1e-3
 """After how many rounds a program without rows of whole layers is left, and the relative rise of its value below which it is."""
 
 PATHS = 12
@@ -43,6 +43,9 @@ PATHS = 12
 
 PRECISION = 1e-4
 """The relative difference from which on a path is longer, or a candidate better."""
+
+GLOP = "use_dual_simplex: true use_preprocessing: false"
+"""Rows are added to a solved program: the dual simplex goes on from its basis."""
 
 CUT_ACTIONS = 40_000
 """The largest number of microbatches times stages for which paths are searched: Python finds a path action by action."""
@@ -199,7 +202,7 @@ def _best(instance: Instance, enough_s: float, whole: WholeLayers | None) -> flo
         return best
     model, paths = _Program(lagrangian, best, whole), None
     values: list[float] = []
-    for _ in range(ROUNDS):
+    for _ in range(ROUNDS // lagrangian.stages):
         if (solved := model.solve()) is None:
             break
         value, _, pick = lagrangian.value(solved.multipliers)
@@ -273,6 +276,7 @@ class _Program:
     def __init__(self, lagrangian: _Lagrangian, scale_s: float, whole: WholeLayers | None) -> None:
         self.of, self.scale_s, self.whole = lagrangian, scale_s, whole
         self.solver = pywraplp.Solver.CreateSolver("GLOP")
+        self.solver.SetSolverSpecificParametersAsString(GLOP)
         self.infinity = self.solver.infinity()
         self.total, self.step = self._variable(), self._variable()
         self.solver.Minimize(self.total + self.step)
@@ -392,7 +396,12 @@ class _Program:
             self.work.append(self._row(row, at_least=work.constant_s / self.scale_s))
 
     def solve(self) -> _Solved | None:
-        if self.solver.Solve() != pywraplp.Solver.OPTIMAL:
+        status = self.solver.Solve()
+        if status == pywraplp.Solver.ABNORMAL:  # numerically too hard for the dual simplex
+            self.solver.SetSolverSpecificParametersAsString("")
+            status = self.solver.Solve()
+            self.solver.SetSolverSpecificParametersAsString(GLOP)
+        if status != pywraplp.Solver.OPTIMAL:
             return None
         mean = np.array([[part.solution_value() for part in parts] for parts in self.seconds]) * self.scale_s
         layers = [sum(n.solution_value() for n in some) for some in self.layers]
