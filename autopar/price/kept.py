@@ -1,6 +1,6 @@
 """What a layer keeps from its forward pass to its backward pass, and what that costs.
 
-*Computed again*: the layer's input alone is kept, or a selection of values (``selection``), and the rest is computed again.
+*Computed again*: the layer's input alone is kept, or a selection of values (``selective``), and the rest is computed again.
 
 *In the host's memory*: what is kept is copied to the host after the layer's forward, and back before its backward, during the arithmetic of
 other layers; the device waits for copies that take longer than the layer's own arithmetic. Device memory has the tensors of the running
@@ -20,7 +20,7 @@ import numpy as np
 
 from autopar.price.layer import Bound, Sized, distinct
 from autopar.price.microbatch import Kept, Pass, Passes
-from autopar.price.selection import Selected
+from autopar.price.selective import Selected
 from autopar.techniques import Options
 from autopar.techniques.technique import Narrow
 

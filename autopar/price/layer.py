@@ -26,7 +26,7 @@ from autopar.plan import Axis
 from autopar.price.collectives import RankGroup, beside_s, group, group_time_s
 from autopar.price.microbatch import Alive, Pass
 from autopar.price.moves import Move, layer_moves
-from autopar.price.selection import Flags
+from autopar.price.selective import Flags
 from autopar.price.state import ALIGNMENT_BYTES, ParameterCount, Precision
 from autopar.price.table import AxisFlags, ClassTable, ShapeRows
 from autopar.price.trainer import TrainerModel

@@ -108,7 +108,7 @@ class Pricer:
         return self._elsewhere[_nameless(cluster)]
 
     def of_program(self, prefetch: int, sync: str) -> Pricer:
-        """The pricer of a program that synchronises its replicas by ``sync`` (``plan.SYNCS``), and that gathers the parameters of
+        """The pricer of a program that synchronises its replicas by ``sync``, and that gathers the parameters of
         ``prefetch`` layers ahead of the computation, under ZeRO 2 and 3.
 
         Gathering ahead needs memory, and changes no seconds: a layer's gather hides under a computation as long as the layer's own, and the

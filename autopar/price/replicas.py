@@ -85,7 +85,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Replicas:
-    """The devices that have the same parameters of a layer, synchronised by ``sync`` (``plan.SYNCS``).
+    """The devices that have the same parameters of a layer, synchronised by ``sync`` (``techniques.sync``).
 
     ``axes`` are ``Strategy.data_axes``, or for local SGD ``Strategy.replicas``; and, if stages have copies on other pipeline ranks, a
     third tuple with the axis of these.

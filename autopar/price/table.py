@@ -23,7 +23,7 @@ from autopar.ops.operands import operands
 from autopar.precision import FLOAT8
 from autopar.price.draft import Draft, draft
 from autopar.price.gradients import gradient_bytes, held_gradients
-from autopar.price.selection import Flags, Selection
+from autopar.price.selective import Flags, Selection
 from autopar.price.split import product_shares, waiting, weight_shares
 from autopar.price.state import Precision
 from autopar.price.trace import INTERNAL, OUTPUT, Saved

@@ -15,7 +15,7 @@ from autopar.price.draft import Draft
 from autopar.price.fusion import merge
 from autopar.price.live_memory import LayerMemory, replicated_transient, sharded_bytes
 from autopar.price.moves import Move
-from autopar.price.selection import Selection, select_emitted
+from autopar.price.selective import Selection, select_emitted
 from autopar.price.state import Precision, precision
 from autopar.price.trace import INTERNAL, OUTPUT, Saved, Trace, trace
 from autopar.sharding import AxisTypes

@@ -14,8 +14,8 @@ import numpy as np
 from autopar.search.bounds.bottleneck import bottleneck_bound, whole_bound
 from autopar.search.bounds.cheap import fewest_seconds
 from autopar.search.bounds.linear import device_bound, first_bound, linear_bound
+from autopar.search.construct.candidates import tied_cost
 from autopar.search.construct.drafts import construct
-from autopar.search.construct.selection import tied_cost
 from autopar.search.exact import TooManyLabelsError, solve_labels
 from autopar.search.minimum_memory import least_memory
 from autopar.search.state import SearchNode, State

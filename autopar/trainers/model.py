@@ -18,7 +18,7 @@ from autopar.price.collectives import FLAT, SHARDED, RankGroup, beside_s, group_
 from autopar.price.draft import Draft, OpSlot
 from autopar.price.live_memory import LayerMemory
 from autopar.price.moves import Move
-from autopar.price.selection import Selection
+from autopar.price.selective import Selection
 from autopar.price.state import Precision
 from autopar.price.trace import INTERNAL, Saved, Trace
 from autopar.price.trainer import TrainerModel

@@ -11,7 +11,7 @@ from torch import fx
 from autopar.devices.measured import Floats
 from autopar.ops import cost
 from autopar.price.moves import Move
-from autopar.price.selection import Selected, Selection
+from autopar.price.selective import Selected, Selection
 from autopar.price.trace import INTERNAL, OUTPUT, Saved, Trace
 from autopar.sharding import AxisTypes
 

@@ -19,10 +19,10 @@ from autopar.search import SearchOptions, search, steps
 from autopar.search.bounds.bottleneck import bottleneck_bound, whole_bound
 from autopar.search.bounds.cheap import fewest_seconds, least_pipelined_s
 from autopar.search.bounds.linear import device_bound, first_bound, linear_bound
+from autopar.search.construct.candidates import modes_of
 from autopar.search.construct.drafts import construct
 from autopar.search.construct.local import _steps, changed, improved
 from autopar.search.construct.refine import refined
-from autopar.search.construct.selection import modes_of
 from autopar.search.cuts import moved
 from autopar.search.evaluation import Solution, cost, fits, ways
 from autopar.search.exact import solve_labels

@@ -1,1 +1,2 @@
-"""A solution of one configuration: cuts and candidates (``drafts``), chosen within memory (``refine``), improved (``local``)."""
+"""A solution of one configuration: cuts (``drafts``), candidates within memory (of a stage ``candidates``, of all ``refine``), improved
+(``local``)."""

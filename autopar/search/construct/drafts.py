@@ -17,9 +17,9 @@ import numpy as np
 from autopar.schedules.memory import moments
 from autopar.schedules.step_time import simulate_many
 from autopar.search.bounds.cheap import sends
+from autopar.search.construct.candidates import LADDER, CandidateMode, memory_scale, modes_of, seconds_of
 from autopar.search.construct.local import alike_in_rounds, changed, improved
 from autopar.search.construct.refine import Cache, refined
-from autopar.search.construct.selection import LADDER, CandidateMode, memory_scale, modes_of, seconds_of
 from autopar.search.cuts import balanced_cuts, in_rounds
 from autopar.search.evaluation import Solution, cost
 from autopar.search.minimum_memory import least_memory

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from autopar.schedules.memory import passing_by
-from autopar.search.construct.selection import CandidateMode, LayerSelection, every, stage_of
+from autopar.search.construct.candidates import CandidateMode, LayerSelection, every, stage_of
 from autopar.search.evaluation import Solution, fits, fullest_moments, in_turn, stage_bytes
 from autopar.search.knapsacks import TABLES, knapsacks
 from autopar.search.minimum_memory import first_moments, shares_of_limits
