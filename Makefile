@@ -22,7 +22,9 @@ install: $(STAMP) ## .venv with autopar in it; .venv/bin/autopar is the command 
 demo: $(STAMP) ## train a small Llama on 4 processes and on 1, and compare (a few minutes)
 	$(BIN)/python examples/train_llama_stdlib.py
 
-PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+# three workers for two processors: a test whose ranks wait for each other leaves a processor idle
+WORKERS := $(shell expr \( $$(getconf _NPROCESSORS_ONLN) \* 3 + 1 \) / 2)
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal
 # packages whose tests start no process groups; the search against brute force takes as long as all of these
 UNIT := $(addprefix tests/,devices ops passes price rules schedules search shard techniques trainers emit/test_emit_golden.py)
 UNIT += --ignore tests/search/test_search_experts.py --ignore tests/search/test_search_optimum.py
