@@ -1,4 +1,4 @@
-"""``as_strided`` on a value's elements, independent of their memory: a program's value may have other strides."""
+"""``as_strided`` in terms of a value's elements, not of its memory: in a program the value may have other strides."""
 
 from __future__ import annotations
 
