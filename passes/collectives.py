@@ -1,4 +1,4 @@
-"""Inserts the collectives: a conversion, wherever an op reads a value in another type than the value was produced in.
+"""Inserts the collectives: a conversion wherever an op reads a value in a type other than that in which the value was produced.
 
 Nodes have ``meta["gradient"]`` already (``autopar.flow``). Afterwards each has ``meta["types"]``, its type on each axis, and every
 operand has exactly the type that its op needs. Shapes are still global; ``passes.localise`` makes them local.
@@ -16,7 +16,7 @@ from autopar.types import legal_in_time
 from passes.communication import Conversion, conversions
 from passes.conversions import Types
 
-MICROBATCH = "microbatch"  # the axis of time: no collective is legal on it
+MICROBATCH = "microbatch"  # microbatches run one after the other: no collective is legal on this axis
 
 
 def convert(x: Tensor, axes: tuple[str, ...], source: str, target: str) -> Tensor:
@@ -29,7 +29,7 @@ def convert(x: Tensor, axes: tuple[str, ...], source: str, target: str) -> Tenso
 
 
 def share(x: Tensor, microbatches: int) -> Tensor:
-    """A value that is equal in all microbatches, as a term of the sum over them."""
+    """Marks a value that is equal in all microbatches, as a term of the sum over them."""
     return x / microbatches
 
 

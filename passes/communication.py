@@ -1,7 +1,7 @@
 """The communication of a layer, listed once: the conversions of its values, and what its kernels exchange.
 
 Both follow from the layer's graph and the types on every axis. ``passes.collectives`` inserts the conversions listed here,
-``passes.overlap`` chooses the ones that run beside arithmetic, the price puts bytes and seconds to all (``price.moves``), and
+``passes.overlap`` chooses those that overlap arithmetic, the cost model gives bytes and seconds to all (``price.moves``), and
 ``checks.collectives`` compares them with the program that later passes leave.
 """
 
@@ -49,7 +49,7 @@ def conversions(
 ) -> tuple[Conversion, ...]:
     """Return every conversion of a layer's graph, in the order of the first readers. A value is converted once to each target.
 
-    ``types`` are those on each axis (or run of axes with equal types); ``gradient`` tells the values that a gradient flows back through.
+    ``types`` are those on each axis (or run of axes with equal types); ``gradient`` says which values a gradient flows back through.
     """
     produced, needed = [t.produced for t in types], [t.needed for t in types]
     readers: dict[tuple[str, Types], list[tuple[str, int]]] = {}

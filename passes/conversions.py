@@ -38,7 +38,7 @@ class ConversionStep:
 
     @property
     def sharded(self) -> tuple[int, ...]:
-        """The other axes that shard the value meanwhile."""
+        """The other axes that shard the value during the conversion."""
         return tuple([i for i, t in enumerate(self.after) if t.sharded and i not in self.axes])
 
 

@@ -1,4 +1,4 @@
-"""Splits backward passes in two parts, for pipeline schedules that run them apart: products whose weight's gradient may come later."""
+"""Splits backward passes in two for zero-bubble schedules: selects the products whose weight gradients may be deferred."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ def float8_pass(
     """``linear(x, weight)`` becomes ``kernels_fp8.linear(x, weight)`` if ``weight`` is one of ``parameters``, the placeholders of the
     layer's parameters, in bfloat16 and of two dims that are both multiples of 16.
 
-    Routers stay as they are: products on which a mixture's choice of experts or the experts' weights depend, and the experts' tokens do
-    not; and the last products before any other choice (``choices``), of which another layer makes one of the results ``decisive``. If
+    Routers stay as they are: products on which a mixture's choice of experts or the experts' weights depend, but not the experts' tokens;
+    and the last products before any other choice (``choices``), which may be in another layer that reads the results ``decisive``. If
     ``gm`` has the ``last`` products of the model, those that no other product reads stay, too: the head. Embeddings, attention and experts
     are other ops.
     """
@@ -38,9 +38,9 @@ def float8_pass(
 
 
 def choices(gm: fx.GraphModule, decisive: Container[int] = ()) -> set[fx.Node]:
-    """The nodes on which a choice depends with no product in between, the products before it included.
+    """The nodes on which a choice depends, back to and including the nearest products.
 
-    A choice turns floating numbers into integers or booleans (``topk``, ``argmax``, a comparison), which rounding may change altogether.
+    A choice turns floating numbers into integers or booleans (``topk``, ``argmax``, a comparison), which rounding may change completely.
     The results of the graph at the indices ``decisive`` take part in choices of other layers.
     """
     results = list(next(node for node in gm.graph.nodes if node.op == "output").all_input_nodes)
@@ -79,7 +79,7 @@ def _fits(node: fx.Node, parameters: Container[fx.Node]) -> bool:
 
 
 def _feeds_a_router(node: fx.Node) -> bool:
-    """Whether a mixture's choice of experts or their weights depend on ``node``, and its tokens do not."""
+    """Whether a mixture's choice of experts or their weights depend on ``node``, but its tokens do not."""
     if node.target is not _LINEAR:
         return False
     reached = {node, *_readers(node)}

@@ -1,4 +1,4 @@
-"""Grouped products of widths that CUDA refuses run expert by expert."""
+"""Runs grouped products whose widths CUDA's kernel refuses expert by expert."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Calls of a rank's graph that convert their input themselves, and compute several products of it: what such a call holds.
+"""Joined calls: calls in a rank's graph that convert their input themselves, and compute one or several products of it.
 
-Its first argument is the value, its second a weight or a list of weights, its third a bias or a list; ``axis`` and ``src`` say on which
+The first argument is the value, the second a weight or a list of weights, the third a bias or a list; ``axis`` and ``src`` say on which
 axes and from which type the value is converted to R. A call with a list has a result for each weight, and one more if the converted value
 has other readers.
 """
@@ -18,7 +18,7 @@ from autopar.types import SpmdType
 
 
 def is_joined(node: fx.Node) -> bool:
-    """Whether the node is such a call."""
+    """Whether the node is a joined call."""
     return meta(node).get("joined", False)
 
 
@@ -36,8 +36,8 @@ def weights_of(call: fx.Node) -> list[fx.Node]:
 
 @dataclass(frozen=True, slots=True)
 class JoinedResult:
-    """A result of a joined call: the node that has it, the name of its product, the weight and the bias; none of the three for the
-    converted input."""
+    """A result of a joined call: its node, and the name of its product, the weight and the bias; the converted input has none of these
+    three."""
 
     node: fx.Node
     product: str | None = None

@@ -168,8 +168,7 @@ def _statistics(request: KernelRequest) -> KernelCall:
 
 
 def _experts(request: KernelRequest) -> KernelCall:
-    """The axes that distribute the experts, and among them those whose ranks have different tokens, which travel to their experts'
-    devices."""
+    """A mixture's kernel, with the axes that distribute the experts, and those among them whose ranks exchange tokens."""
     axes = {
         "owners": request.axes,
         "exchange": tuple(a for a, k in zip(request.axes, request.kernels, strict=True) if k == "expert_exchange"),

@@ -56,7 +56,7 @@ class LocalLayer:
 
     @property
     def chained(self) -> bool:
-        """Whether the layer is halved, and its halves go on into the next layer without meeting in between."""
+        """Whether the layer is halved, and its halves continue into the next layer without synchronisation."""
         return self.half is not None and self.strategy.uninterrupted
 
     @property

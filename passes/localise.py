@@ -1,8 +1,8 @@
 """Localisation of one node: the call that a rank makes on its local shapes.
 
-Views contain global sizes, a mean divides by the global count, and a few calls that are right on shards are refused by the type checker
-and go through a kernel (``autopar.program.kernels``). All other calls stay unchanged. ``verify`` checks the result against the expected
-local shape by running the call on the meta device: ``expand`` with a wrong size broadcasts without an error.
+Views contain global sizes, a mean divides by the global count, and a few calls that are right on shards but that the type checker refuses
+become kernels (``autopar.program.kernels``). All other calls stay unchanged. ``verify`` runs the call on the meta device, and compares the
+result with the expected local shape: ``expand`` with a wrong size broadcasts without an error.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _mean(node: fx.Node, operand_shapes: Sequence[Shape]) -> Call:
 
 
 def _slice(node: fx.Node, before: Shape, after: Shape) -> Call:
-    """A slice of a sharded dim always covers it all; other slices stay unchanged."""
+    """A slice of a sharded dim, which always covers the whole dim; other slices stay unchanged."""
     dim = int(arguments(node)["dim"]) % len(before)
     if shape_of(operands(node)[0])[dim] == before[dim]:
         return node.target, node.args, dict(node.kwargs), None  # type: ignore[return-value]

@@ -1,12 +1,12 @@
-"""Hides a layer's collectives under its own arithmetic: ``rewrite_local`` changes the layer's local graph as a value of ``overlap`` says.
+"""Overlaps a layer's collectives with its own arithmetic: ``rewrite_local`` rewrites the local graph for a value of ``overlap``.
 
 **Early collectives** (``tensor``). ``products_of`` decides which products are joined with the conversion of their input, so that the
 input's gradient is reduced while the weights' gradients are computed. The program calls ``autopar.program.kernels_overlap``.
 
 **Halves** (``halves``). The two halves of a microbatch take turns: ``refusal`` says why a layer cannot be halved, ``turns_of`` where its
-halves take turns and which conversions are on their way meanwhile. ``autopar.program.halves`` runs the halves.
+halves take turns and which collectives are in flight meanwhile. ``autopar.program.halves`` runs the halves.
 
-The price (``autopar.price.order``) and the check of the emitted collectives read both decisions here.
+The cost model (``autopar.price.order``) and the check of the emitted collectives read both decisions here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from passes.turns import Read, Turns
 
 
 def rewrite_local(gm: fx.GraphModule, cls: LayerClass, sharding: Sharding, value: str) -> fx.GraphModule:
-    """Rewrite the local graph of ``cls`` as a value of ``overlap`` says; ``sharding`` is that of what the graph computes."""
+    """Rewrite the local graph of ``cls`` for a value of ``overlap``; ``sharding`` is that of what the graph computes."""
     if value == TENSOR:
         return _join_products(gm, cls, sharding)
     return _mark_turns(gm, cls, sharding) if value == HALVES else gm
@@ -56,10 +56,10 @@ def products_of(
 ) -> dict[tuple[str, Types], tuple[fx.Node, ...]]:
     """The products that are joined, in order, by the value that they read and the types in which they read it.
 
-    ``types`` are those of the microbatch axis, then of the mesh's axes (or runs of axes with equal types); ``gradient`` tells the
-    values that a gradient flows back through. The value's last conversion must have a reduction as its backward (I or S(d) to R), and the
-    weights must be trainable parameters that no collective has to gather first. A product behind an expensive op that depends on
-    a product of the group stays alone: its result, and later its gradient, would be live for that op's time.
+    ``types`` are those of the microbatch axis, then of the mesh's axes (or runs of axes with equal types); ``gradient`` says which
+    values a gradient flows back through. The value's last conversion must have a reduction as its backward (I or S(d) to R), and the
+    weights must be trainable parameters that no collective has to gather first. A product after an expensive op that depends on
+    a product of the group stays alone: its result, and later its gradient, would be live while that op runs.
     """
     groups: dict[tuple[str, Types], list[fx.Node]] = {}
     for node, way in _on_parameters(cls.graph, _trainable(cls)):
@@ -87,7 +87,7 @@ def _trainable(cls: LayerClass) -> frozenset[str]:
 def _on_parameters(graph: fx.GraphModule, trainable: frozenset[str]) -> tuple[tuple[fx.Node, tuple[_Read, ...]], ...]:
     """The products with trainable parameters, or with views of such, with the reads from the product back to the parameter.
 
-    The program calls a kernel in place of a product whose input has dims of size one (``passes.kernel_calls``): it is left out.
+    Products whose input has dims of size one are left out: the program calls a kernel for them (``passes.kernel_calls``).
     """
     found = []
     for node in graph.graph.nodes:
@@ -189,7 +189,7 @@ def _move_before(place: fx.Node, nodes: Sequence[fx.Node]) -> None:
 
 
 def _common_meta(products: Sequence[fx.Node]) -> dict[str, Any]:
-    """The metadata of a call in place of ``products``: the modules around all of them, and the function that makes all of their calls."""
+    """The metadata of a call in place of ``products``: the modules and the function that all of them have in common."""
     stacks = [list((meta(product).get("nn_module_stack") or {}).items()) for product in products]
     same = 0
     while all(len(stack) > same and stack[same] == stacks[0][same] for stack in stacks):
@@ -207,26 +207,24 @@ def _common_meta(products: Sequence[fx.Node]) -> dict[str, Any]:
 
 # -- halves: which layers ---------------------------------------------------------------------------------------------
 
-_APART = frozenset(
-    ("PI", "PR", "IR", "SR", "SI", "PS", "SS")
-)  # the conversions that program.halves issues and awaits apart
+_APART = frozenset(("PI", "PR", "IR", "SR", "SI", "PS", "SS"))  # the conversions that program.halves runs as async ops
 
 
 ODD = "has an odd number of rows on each device in a microbatch"
-"""Why a layer is not halved whose rows a device cannot halve: often it has one."""
+"""The refusal reason of a layer with an odd number of rows, often one."""
 
 
 def turns_or_reason(cls: LayerClass, types: Sequence[AxisTypes]) -> Turns | str:
-    """Where the halves of a layer take turns; or why it cannot be halved, or gains nothing."""
+    """Return where the halves of a layer take turns; or why it cannot be halved, or gains nothing."""
     gradient = gradient_flow(cls)
     return refusal(cls, types, gradient) or turns_of(cls, types, gradient)
 
 
 def refusal(cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str, bool]) -> str:
-    """Why the layer's microbatch cannot be halved, or gains nothing, as the end of a sentence about the layer; empty if it can.
+    """Return why the layer's microbatch can't be halved, or gains nothing by it ("has ..."), or an empty string.
 
     ``types`` are those of the microbatch axis, then of the mesh's axes (or runs of axes with equal types). The rows of a microbatch
-    are independent if no value changes its type along the microbatch axis: what makes it legal to cut a batch into microbatches.
+    are independent if no value changes its type along the microbatch axis: the condition under which a batch may be cut into microbatches.
     """
     if cls.gives_loss:
         return "computes the loss"
@@ -253,7 +251,7 @@ def refusal(cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str, 
 
 
 def _apart(node: fx.Node, time: AxisTypes, gradient: Mapping[str, bool]) -> bool:
-    """Whether the rows of the node's value, and of what it reads, stay apart in time."""
+    """Whether the rows of the node's value, and of what it reads, are independent between microbatches."""
     if node.name in time.kernel or time.produced[node.name].kind == "P":
         return False
     if node.op == "placeholder":
@@ -283,7 +281,7 @@ def part_of(cls: LayerClass, sharding: Sharding) -> Sharding | None:
 
 
 def why_whole(cls: LayerClass, sharding: Sharding) -> str:
-    """Why the microbatches of a layer of these shapes are not halved, as the end of a sentence about the layer; empty if they are."""
+    """Return why the microbatches of a layer of these shapes can't be halved, or an empty string."""
     reason = refusal(cls, sharding.types, gradient_flow(cls))
     return reason or ("" if part_of(cls, sharding) is not None else ODD)
 
@@ -294,9 +292,9 @@ def why_whole(cls: LayerClass, sharding: Sharding) -> str:
 def turns_of(cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str, bool]) -> Turns:
     """Where the halves take turns.
 
-    A turn stands before the first reader of each conversion that runs a collective, forward or backward, unless one stands between the
-    value and the reader anyway; conversions of parameters make no turn. What is computed between two turns is cut once more where its FLOPs
-    are halved, if it has several products: then a short piece, such as a norm, lies between long pieces of the other half.
+    There is a turn before the first reader of each conversion that runs a collective, forward or backward, unless there is one between the
+    value and the reader already; conversions of parameters make no turn. A piece between two turns with several products is cut once more,
+    where its FLOPs are halved: then a short piece, such as a norm, lies between long pieces of the other half.
     """
     nodes = [node for node in cls.graph.graph.nodes if node.op == "call_function"]
     position = {node.name: i for i, node in enumerate(nodes)}
@@ -325,7 +323,7 @@ def turns_of(cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str,
 
 
 def _travels(conversion: Conversion) -> bool:
-    """Whether the last step of a conversion runs a collective that can be issued and awaited apart."""
+    """Whether the last step of a conversion runs a collective that can be an async op."""
     last = conversion.steps[-1] if conversion.steps else None
     return last is not None and last.source.kind + last.target.kind in _APART and last.sends
 
@@ -335,7 +333,7 @@ def _is_long(node: fx.Node) -> bool:
 
 
 def _middle(nodes: Sequence[fx.Node], start: int, stop: int) -> int | None:
-    """The product before which the FLOPs of ``nodes[start:stop]`` are halved best; ``None`` if there is at most one."""
+    """The product before which a cut halves the FLOPs of ``nodes[start:stop]`` best; ``None`` if there is at most one."""
     work = {i: executed_flops(nodes[i]) for i in range(start, stop) if _is_long(nodes[i])}
     total, done, best = sum(work.values()), 0.0, (math.inf, 0)
     for i, flops in work.items():
@@ -351,8 +349,8 @@ def _middle(nodes: Sequence[fx.Node], start: int, stop: int) -> int | None:
 def _mark_turns(gm: fx.GraphModule, cls: LayerClass, sharding: Sharding) -> fx.GraphModule:
     """Marks the turns in the local graph of ``cls`` of one half (``part_of``).
 
-    ``meta["turn"]``: the halves take turns before the node. ``meta["flies"]`` of a ``convert``: the function that issues it.
-    ``meta["sends"]``: the conversions that are issued right after the node. ``meta["across"]``: a turn stands between the node and a
+    ``meta["turn"]``: the halves take turns before the node. ``meta["flies"]`` of a ``convert``: the function that issues it asynchronously.
+    ``meta["sends"]``: the conversions that are issued right after the node. ``meta["across"]``: there is a turn between the node and a
     reader.
     """
     graph = gm.graph

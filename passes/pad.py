@@ -1,4 +1,4 @@
-"""Pads a layer class: dims whose number of pieces is not divisible by the size of their axes get whole pieces of zeros at their end.
+"""Pads a layer class: dims whose number of pieces is not divisible by the size of their axes get whole pieces of zeros at the end.
 
 The result is an ordinary layer class at the padded shapes, of which every rank has an equal share; later passes need not
 know about padding. ``autopar.rules.padding`` says which dims may grow, and why the results stay those of the model.

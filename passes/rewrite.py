@@ -1,6 +1,6 @@
-"""Rewrites layers as their strategies' techniques ask: classes before types are chosen, and local graphs.
+"""Rewrites layers for the techniques of their strategies: classes before types are chosen, and local graphs.
 
-A technique names its module of this package, because techniques are imported first. A class that ``Technique.rewrite`` has changed is an
+A technique names its module in this package, because techniques are imported first. A class that ``Technique.rewrite`` has changed is an
 ordinary layer class: types, prices, padding and text follow from its graph. ``Technique.rewrite_local`` changes the graph that one rank
 runs.
 """
@@ -21,7 +21,7 @@ from autopar.techniques import LAYER, Options, Technique
 from passes.turns import Read, Turns
 
 Rewrite = Callable[[LayerClass], LayerClass | str]
-"""Returns the rewritten class, or why it cannot be rewritten, as the end of a sentence about the layer."""
+"""Returns the rewritten class, or the reason why it can't be rewritten ("computes no ...")."""
 
 
 def rewrite_of(module: str) -> Rewrite:
@@ -31,7 +31,7 @@ def rewrite_of(module: str) -> Rewrite:
 
 
 def rewritten_class(cls: LayerClass, options: Options) -> LayerClass:
-    """``cls`` after the rewrites that ``options`` ask for and that it admits."""
+    """``cls`` after the rewrites of ``options`` that are possible for it."""
     for module in options.rewrites:
         found = rewrite_of(module)(cls)
         cls = cls if isinstance(found, str) else found
@@ -72,8 +72,8 @@ def computed(cls: LayerClass, sharding: Sharding, options: Options) -> Sharding:
 
 
 def turns_of(cls: LayerClass, types: Sequence[AxisTypes], options: Options) -> Turns | str:
-    """Where the parts of a layer's microbatches take turns; or why they are not computed in parts, whatever their shapes. ``types`` are
-    those of the microbatch axis, then of the mesh's axes (or runs of axes with equal types)."""
+    """Return where the parts of a layer's microbatches take turns; or why there can be no parts, whatever the shapes. ``types`` are those
+    of the microbatch axis, then of the mesh's axes (or runs of axes with equal types)."""
     found: Turns | str = _module(options.parting).turns_or_reason(cls, types)
     return found
 
@@ -81,8 +81,8 @@ def turns_of(cls: LayerClass, types: Sequence[AxisTypes], options: Options) -> T
 def products_of(
     cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str, bool]
 ) -> dict[Read, tuple[fx.Node, ...]]:
-    """The products under whose weights' gradients the gradient of their input is reduced, if a technique starts it early, by what they
-    read; ``types`` as in ``turns_of``, ``gradient`` tells the values that a gradient flows back through."""
+    """The products whose weight gradients overlap the reduction of their input gradient, if a technique starts it early, by what they
+    read; ``types`` as in ``turns_of``, ``gradient`` says which values a gradient flows back through."""
     found: dict[Read, tuple[fx.Node, ...]] = {}
     for technique in LAYER:
         if any(way.early for way in technique.ways):
@@ -91,13 +91,13 @@ def products_of(
 
 
 def why_whole(cls: LayerClass, sharding: Sharding, options: Options) -> str:
-    """Why the microbatches of a layer are not computed in parts, as the end of a sentence about the layer; empty if they are."""
+    """Return why the microbatches of a layer can't be computed in parts, or an empty string."""
     return _module(options.parting).why_whole(cls, sharding) if options.parts > 1 else ""
 
 
 def _module(technique: Technique) -> Any:
-    """The module that rewrites local graphs for a technique: it has ``rewrite_local``; where a value of the technique has several parts
-    ``part_of``, ``turns_or_reason`` and ``why_whole``; where one is early ``products_of``."""
+    """The module that rewrites local graphs for a technique. It has ``rewrite_local``; for values with several parts ``part_of``,
+    ``turns_or_reason`` and ``why_whole``; for values that start collectives early ``products_of``."""
     return importlib.import_module(f"passes.{technique.rewrite_local}")
 
 

@@ -1,8 +1,8 @@
 """Selective recomputation: which results of a layer stay in memory, so that its backward pass need not compute them again.
 
-Matrix products, convolutions and attention are expensive to compute; all other ops are bound by memory or smaller. If a product is a
-term of a sum over devices, its sum is kept in its place: the sum takes longer to compute again than the product. The last
-op on whose operands autograd saves keeps no result, because a recomputation ends before it.
+Matrix products, convolutions and attention are expensive to compute; all other ops are memory-bound or small. If a product is a
+partial sum over devices, its reduced sum is kept instead: to repeat the reduction would take longer than the product. The result of the
+last op whose operands autograd saves is not kept, because recomputation ends before it.
 """
 
 from __future__ import annotations

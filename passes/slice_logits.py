@@ -6,7 +6,7 @@
     mul = aten.mul(tanh, 30.0)
     loss = cross_entropy_sum(aten.to(mul, float32), labels)
 
-The graph proves it: nothing but the loss reads the logits, and what stands between treats each logit alone. The joined call is one op with
+The graph must show that nothing but the loss reads the logits, and that the ops in between are elementwise. The joined call is one op with
 a rule, a price and a kernel (``program.kernels_logits``); a layer class that has it is an ordinary layer class.
 """
 
@@ -32,14 +32,14 @@ from autopar.units import Constant
 from passes.kernel_calls import KernelCall, KernelRequest, one_or_all
 
 COLUMNS = 8192
-"""The most columns of a slice of the whole vocabulary: 64 MB of 4,096 tokens' logits in bfloat16, and products that are still large."""
+"""The most columns of a slice of the unsharded vocabulary: 64 MB for 4,096 tokens in bfloat16, and products that are still large."""
 
 Steps = tuple[kernels_logits.Step, ...]
 
 
 @cached_for_graphs(maxsize=1024)
 def rewrite(cls: LayerClass) -> LayerClass | str:
-    """``cls`` with its logits in slices, or why it has none to slice, as the end of a sentence about the layer."""
+    """``cls`` with its logits in slices, or the reason why it has none to slice ("computes no ...")."""
     losses = [node for node in cls.graph.graph.nodes if facts(node).kind is OpKind.CLASS_LOSS]
     if len(losses) != 1:
         return "computes no cross entropy of classes" if not losses else f"computes {len(losses)} cross entropies"
@@ -57,7 +57,7 @@ def rewrite(cls: LayerClass) -> LayerClass | str:
 
 
 def _join(graph: fx.Graph, loss: fx.Node) -> str:
-    """Join the loss with the product before it; why not, if it cannot."""
+    """Join the loss with the product before it; return why it can't be joined, or an empty string."""
     given = arguments(loss)
     logits, labels = given["logits"], given["labels"]
     if given["weight"] is not None:
@@ -122,8 +122,8 @@ def _is_biased(node: fx.Node) -> bool:
 
 
 def _step(node: fx.Node) -> kernels_logits.Step | fx.Node | tuple[()] | None:
-    """What a node between product and loss does with each logit, or the node if it takes a part of the tokens, which may as well be taken
-    before the product; nothing if it only passes them on; ``None`` if it does anything else."""
+    """What a node between product and loss does with each logit; the node itself if it selects some of the tokens, which can be done before
+    the product as well; an empty tuple if it only passes logits on; ``None`` if it does anything else."""
     name, numbers = op_name(node), node.args[1:]
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return None

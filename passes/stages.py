@@ -34,7 +34,7 @@ class Border:
 
 @dataclass(frozen=True)
 class Crossing:
-    """A value that a layer reads in other types than it has: the conversions between the layers, on the mesh's axes.
+    """A value that a layer reads in types other than those in which it was produced: the conversions between layers, on the mesh's axes.
 
     ``key`` is the value's name in the stage (``argument_keys``). A later layer that reads it in the same types reuses the converted
     value.
@@ -111,12 +111,12 @@ def cut_stages(graph: Graph, plan: Plan, shardings: tuple[Sharding, ...]) -> Loc
 
 
 def admitted(cls: LayerClass, sharding: Sharding, strategy: Strategy) -> Strategy:
-    """The strategy, with whole microbatches if the layer's cannot be computed in parts."""
+    """The strategy, without parts if the layer's microbatches can't be computed in parts."""
     return strategy.whole if why_whole(cls, sharding, strategy.options) else strategy
 
 
 def check_parts(graph: Graph, plan: Plan, shardings: tuple[Sharding, ...]) -> None:
-    """Raise ``UsageError`` if layers are to compute their microbatches in parts, and none of them can."""
+    """Raise ``UsageError`` if the plan computes microbatches in parts, and none of these layers can."""
     wanted = {
         i: planned.strategy.options for i, planned in enumerate(plan.layers) if planned.strategy.options.parts > 1
     }

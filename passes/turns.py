@@ -1,4 +1,4 @@
-"""Where the parts of a microbatch take turns in a layer, and what runs at once then: a record that passes make and prices read.
+"""Where the parts of a microbatch take turns in a layer, and what overlaps then: a dataclass that passes make and prices read.
 
 A layer is cut into pieces. Two halves run them in the order A1, A2, B1, A3, B2, ...: the second is one piece behind the first.
 """
@@ -16,8 +16,8 @@ Read = tuple[str, Types]
 
 
 def beside(issued: int, awaited: int) -> tuple[range, range]:
-    """Return the other half's pieces beside a collective that is issued at the end of one piece and awaited before another: for the first
-    half's collective, and for the second half's."""
+    """Return the other half's pieces that overlap a collective which is issued at the end of one piece and awaited before another: for a
+    collective of the first half, and for one of the second."""
     return range(issued - 1, awaited - 1), range(issued + 2, awaited + 2)
 
 
@@ -25,11 +25,11 @@ def beside(issued: int, awaited: int) -> tuple[range, range]:
 class Turns:
     """Where the halves of a layer take turns: before the ops at the positions ``at`` among ``ops`` (their number: at the layer's end).
 
-    ``flights`` are the conversions that are on their way across a turn: the position of the first reader, and that of the turn before
-    which the collective is issued if that is not where the value is computed (``None``). ``made`` are the positions of their values
-    (-1: an argument). ``inner`` are the positions of mixtures of experts whose rows travel: their kernels take a turn before the experts'
-    own arithmetic, and one after it. Of the flights, one of each in ``once`` serves both halves: conversions of parameters. ``uneven`` says
-    why a layer is not computed in parts whose rows a device cannot divide.
+    ``flights`` are the conversions in flight across a turn: the position of the first reader, and that of the turn before which the
+    collective is issued (``None``: it is issued where the value is computed). ``made`` are the positions of their values (-1: an argument).
+    ``inner`` are the positions of mixtures of experts whose tokens are exchanged: their kernels take a turn before the experts' arithmetic,
+    and one after it. The flights in ``once``, conversions of parameters, run once for both halves. ``uneven`` is the refusal reason of a
+    layer whose rows on a device can't be divided.
     """
 
     ops: tuple[str, ...]
@@ -58,6 +58,6 @@ class Turns:
         return issued, self.piece(arrives)
 
     def exchanges(self, op: str) -> tuple[tuple[int, int], ...]:
-        """The spans of what a mixture of experts sends to the experts' devices and back; none for other ops."""
+        """The spans of a mixture's two all-to-alls, to the experts' devices and back; none for other ops."""
         middle = next((self.piece(place) for place in self.inner if self.ops[place] == op), None)
         return () if middle is None else ((middle - 1, middle), (middle, middle + 1))

@@ -1,4 +1,4 @@
-"""The functions that a contest calls in its worker processes: contenders are opened once and step in turns."""
+"""Functions that a benchmark calls in its worker processes: the compared programs are loaded once, and run their steps in turns."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _contenders: dict[str, Step] = {}
 
 
 def open_hand_tuned(name: str, model: str, recipe: dict[str, Any], lr: float, device: str) -> None:
-    """Open a hand-written program for ``model``."""
+    """Load a hand-written program for ``model``."""
     _contenders[name] = HandTuned(subject(model), HandTunedRecipe(**recipe), lr, device).step
 
 
 def open_program(name: str, folder: str, inputs: list[str], lr: float, state: str, device: str) -> None:
-    """Open an emitted program with the values in the file ``state``; ``inputs`` are its names of the batch's two tensors."""
+    """Load an emitted program with the values in the file ``state``; ``inputs`` are its names for the batch's two tensors."""
     options = {"optimizer": None, "lr": lr, "seed": 0, "max_norm": None, "state": state}
     trainer = remote.open_trainer(folder, options, device=device, timeout_s=300)
     _contenders[name] = lambda *batch: float(trainer.step(dict(zip(inputs, batch, strict=True))))

@@ -95,7 +95,7 @@ def assigned_buffers_written(module: nn.Module, registered: Collection[str]) -> 
 
 
 class _UnifyMasks(TorchFunctionMode):
-    """Replaces equal boolean masks by the first one, so that export knows ``x[m > 0]`` and ``y[m > 0]`` to have equally many rows."""
+    """Replaces equal boolean masks by the first one, so that export knows that ``x[m > 0]`` and ``y[m > 0]`` have equally many rows."""
 
     def __init__(self) -> None:
         super().__init__()

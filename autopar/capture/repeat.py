@@ -338,7 +338,7 @@ def record(module: nn.Module, run: Callable[[], Any]) -> Repeats | None:
     try:
         with recorder, _forwards(found, recorder.run):
             run()
-    except Exception:  # export meets the same error and says where it comes from
+    except Exception:  # export raises the same error, and reports its line
         return None
     first: dict[Any, str] = {}
     repeated = {}

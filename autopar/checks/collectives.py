@@ -1,6 +1,6 @@
-"""The structural check of an emitted program: it contains the search's decisions, and nothing else.
+"""The structural check of an emitted program: its types are those that the search chose, its collectives those that were priced.
 
-Two statements, for every layer and every border between layers, from the graphs that the emitter writes:
+Two properties, of every layer and every border between layers, in the graphs that the emitter writes:
 
 * *types*: if the values start in the types of the search's solution, and only the conversions in the graph change them, then every
   operand arrives in the type that its op needs, and every conversion starts from the actual type of its value;
@@ -93,7 +93,7 @@ def check_collectives(program: LocalProgram) -> int:
 
 
 def _check_replicas(program: LocalProgram, crossed: set[str]) -> None:
-    """Raise if replicas that train apart exchange something in a layer or between layers; ``crossed`` are the axes of all collectives."""
+    """Raise if a collective in a layer or between layers crosses local SGD replicas; ``crossed`` are the axes of all collectives."""
     if not SYNC.apart(program.plan.sync):
         return
     replicas = {axis.name for axis in program.layers[0].strategy.replicas(program.plan.mesh)[0]}
@@ -131,7 +131,7 @@ def priced(layer: LocalLayer) -> Iterator[Exchange]:
 
 
 def _parameter(weight: fx.Node) -> str:
-    """The name of the parameter that a weight is, or is a view of."""
+    """The name of a weight's parameter; the weight may be a view of it."""
     while weight.op != "placeholder":
         (weight,) = weight.all_input_nodes
     return weight.name
@@ -218,7 +218,7 @@ def _at_border(crossing: Crossing, program: LocalProgram) -> tuple[list[Exchange
     time, priced_steps = (
         S(0),
         tuple[ConversionStep, ...](),
-    )  # a batch's tensor is taken whole or in slices: neither moves data
+    )  # reading a batch's tensor, whole or sliced, moves no data
     value = crossing.value or next(v for v in program.graph.inputs if f"input {v.name}" == crossing.key)
     if crossing.value is not None:
         maker = next(i for i, layer in enumerate(program.graph.layers) if value.name in layer.outputs)
@@ -249,7 +249,7 @@ def _origin(node: fx.Node) -> fx.Node:
 
 
 def _check_types(layer: LocalLayer, name: str) -> None:
-    """Follow the types through the graph, changed by its conversions alone."""
+    """Check the types by propagating them through the graph; only its conversions change them."""
     sharding, originals = layer.computed, {node.name: node for node in layer.cls.graph.graph.nodes}
     flow = gradient_flow(layer.cls)
     current: dict[fx.Node, Types] = {}
@@ -324,7 +324,7 @@ def _arrives(
 
 def _same(types: Types, wanted: Types, gradient: bool, sharding: Sharding) -> bool:
     pairs = zip(sharding.axes, types, wanted, strict=True)
-    # with one microbatch all types stand for the whole value
+    # with one microbatch every type on its axis means the whole value
     return all(_alike(t, w, gradient) or (axis.name == MICROBATCH and axis.size == 1) for axis, t, w in pairs)
 
 

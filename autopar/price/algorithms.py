@@ -8,8 +8,8 @@ rank sends at most one message and receives at most one, and a message of *b* by
 
       reduce, broadcast   (n-1) (alpha + B / beta)           all-reduce, the two together, twice as long
 
-* ``ring``: every rank passes pieces of *B / n* on to its neighbour; a reduce-scatter, then an all-gather. A reduction to one rank ends with
-  the pieces' way around the ring to it, and a broadcast begins with their way from it::
+* ``ring``: every rank passes pieces of *B / n* on to its neighbour; a reduce-scatter, then an all-gather. A reduction to one rank gathers
+  the pieces around the ring in place of the all-gather, and a broadcast scatters them in place of the reduce-scatter::
 
       all of them         2 (n-1) (alpha + B / n / beta)
 
@@ -21,8 +21,8 @@ rank sends at most one message and receives at most one, and a message of *b* by
   If *n* is no power of two, ranks beyond the largest one below *n* give their tensor to a neighbour first and get the result from it last,
   each of which takes *alpha + B / beta*. A reduction has only the first, a broadcast only the last.
 
-Sums' own arithmetic is not counted. Emitted programs call NCCL or gloo, whose collectives ``autopar.price.collectives`` prices; this module
-is for comparison.
+The arithmetic of the sums is not counted. Emitted programs call NCCL or gloo, whose collectives ``autopar.price.collectives`` prices; this
+module is for comparison.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """The rounds of a collective, and the bytes that the busiest rank sends and receives, together."""
+    """The rounds of a collective, and the bytes that the busiest rank sends and receives in total."""
 
     rounds: tuple[Round, ...]
     busiest_bytes: float
@@ -103,7 +103,7 @@ def halving_doubling(collective: Collective, ranks: int, size: float) -> Algorit
     n = 1 << (ranks.bit_length() - 1)
     extra = ranks - n
     piece, steps = size / n, [1 << i for i in range(n.bit_length() - 1)]
-    # the ranks that go on are every other one of the first: up to twice as far from each other
+    # the ranks that continue are every other one of the first, so up to twice as far from each other
     doubling = [Round(piece * step, n, step + min(step, extra)) for step in steps]
     to_one = [Round(piece * step, n // (2 * step), step + min(step, extra)) for step in steps]
     give = [Round(size, extra, 1)] if extra else []

@@ -1,9 +1,9 @@
-"""The price of a layer: one microbatch, with ZeRO over the data axes, the optimizer, and the memories of both.
+"""The price of a layer: one microbatch, with ZeRO over the data axes, the optimizer, and the memory of both.
 
-Collectives of tensor parallelism are waited for, except those that ``order`` hides. The reductions of ZeRO 0 and 1, and on GPUs FSDP's
+Collectives of tensor parallelism are exposed, except those that ``order`` hides. The reductions of ZeRO 0 and 1, and on GPUs FSDP's
 gathers and reductions, overlap a layer's compute; the excess is exposed. Gradients that are reduced once a step overlap the backward of the
-last microbatch. Not counted: the first gather of a stage's forward, and the last reduction of its backward, in every microbatch, which
-nothing hides. They are one layer's of all that the stage has.
+last microbatch. Not counted, though exposed in every microbatch: the first gather of a stage's forward and the last reduction of its
+backward, which belong to one of the stage's layers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def assemble(
     trainer: TrainerModel,
     neighbours: Neighbours,
 ) -> LayerPrice:
-    """Add ZeRO over the data axes, and other memories. ``neighbours`` are assumed to have the same strategy."""
+    """Add ZeRO over the data axes, the optimizer and offloading. ``neighbours`` are assumed to have the same strategy."""
     c, kept, forward, backward = core.sized, core.kept, core.forward, core.backward
     data, zero = spread.size, strategy.zero if spread.size > 1 else 0
     trainable, states = c.counts.trainable, StateBytes.of(strategy, cluster, numbers)
@@ -58,7 +58,7 @@ def assemble(
     step_s = states.update_s(updated, c.counts.count, zero, numbers, cluster)
     if zero < 2:
         step_s += spread.once_s(zero, forward_compute_s, backward_compute_s, trainer, cluster.overlap_slowdown)
-        if spread.late:  # gradients are copied to be summed, and the sums back
+        if spread.late:  # gradients are copied into a buffer to be summed, and the sums copied back
             step_s += 4 * trainable * numbers.averaged / cluster.gpu.bytes_per_s
     elif not each_time:  # the last backward is longer by the copies
         last_s = exposed(back_s + parts.reduce, backward_compute_s + copies_s[2])
@@ -81,7 +81,7 @@ def assemble(
         flops=spread.flops,
         fresh_bytes=trainable * numbers.fresh,
         border_bytes=math.ceil(trainer.border_bytes(c.input_bytes or c.output_bytes)),
-        # if launching from the host takes longer than the device's work, its time is divided in the same proportion
+        # if launches take longer than the device's work, their time is divided in the same proportion
         weight_s=weight_s / device_s * backward_compute_s if weight_s else 0.0,
         waiting_bytes=math.ceil(c.waiting_bytes),
         segment=kept.layers,
@@ -93,8 +93,8 @@ def assemble(
 
 
 def least_time_s(core: Core, trainer: TrainerModel) -> float:
-    """Seconds of one microbatch, forward plus backward, that ``assemble`` never undercuts, whatever the ZeRO stage and the data-parallel
-    groups: they add work and exposed communication to the layer's own. Nor does what is computed again take them below."""
+    """A lower bound of the seconds of one microbatch, forward plus backward, under any ZeRO stage and data-parallel groups, which only add
+    work and exposed communication; recomputation, too, only adds."""
     forward, backward = core.forward, core.backward
     return sum(max(p.compute_s + _exposed_s(p, trainer), p.host_s) for p in (forward, backward))
 
@@ -119,7 +119,7 @@ def _copies_s(spread: Spread, strategy: Strategy, kept: Kept, zero: int) -> tupl
 
 
 def gathers(kept: Kept) -> float:
-    """How often a backward gathers a layer's parameters under ZeRO 3: twice where several layers run again as one, except once for the
+    """How often a backward gathers a layer's parameters under ZeRO 3: twice where several layers are recomputed as one, but once for the
     last of them."""
     return 2 - 1 / kept.layers
 
@@ -127,8 +127,8 @@ def gathers(kept: Kept) -> float:
 def _waits_s(
     core: Core, strategy: Strategy, shards: int, cluster: Cluster, forward_s: float, backward_s: float
 ) -> tuple[float, float, float]:
-    """Seconds that collectives wait for the slowest member of their group, forward and backward, if such waits were measured; and what the
-    last microbatch's backward adds if gradients are reduced once a step.
+    """Seconds that collectives wait for the slowest member of their group (stragglers), forward and backward, if such waits were measured;
+    and what the last microbatch's backward adds if gradients are reduced once a step.
 
     ``shards`` is the size of the group that gathers the layer's parameters and reduces its gradients; 1 if there is none.
     """
@@ -166,7 +166,7 @@ def _bytes(
     stored, gradients, optimizer = state_bytes(
         *elements, data, zero, numbers, states.device, strategy.options.whole_gradients
     )
-    if spread.late:  # besides this step's gradients, the sums that are on their way, and that of this step
+    if spread.late:  # besides this step's gradients: the sums in flight, this step's among them
         gradients *= 2 + spread.late
     share = LayerMemory(
         core.passes.alive, kept, c.plain_bytes, parameters, trainable, c.largest, spread.microbatches, neighbours

@@ -1,5 +1,5 @@
-"""The collectives of one layer in one step, each with its group, bytes and seconds, as reports show them: those that ``price.moves`` and
-``price.replicas`` list, and of which prices are made."""
+"""The collectives of one layer in one step, each with its group, bytes and seconds, for reports. They are those that ``price.moves`` and
+``price.replicas`` list and that prices include."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from autopar.types import Collective
 class CollectiveCost:
     """One collective of a layer on one device.
 
-    ``purpose`` is ``"activations"`` for the collectives inside of the layer, ``"activations between layers"`` for resharding,
+    ``purpose`` is ``"activations"`` for the collectives inside the layer, ``"activations between layers"`` for resharding,
     ``"parameters"`` or ``"gradients"`` for those between replicas. ``bytes`` are those of the full tensor (not sharded over ``axes``),
-    ``seconds`` those of one collective that nothing hides, and ``count`` is how often it runs in a step: less than 1 if it skips steps.
+    ``seconds`` those of one collective without overlap, and ``count`` is how often it runs in a step: less than 1 if it skips steps.
     """
 
     purpose: str
@@ -50,7 +50,7 @@ class CollectiveCost:
 
 
 def layer_collectives(core: Core, runs: Runs, cluster: Cluster, microbatches: int) -> Iterator[CollectiveCost]:
-    """The collectives inside of a layer; a forward collective runs again if the layer's backward computes it again."""
+    """The collectives inside a layer; a forward collective that is recomputed counts again."""
     again = set(core.kept.moves)
     for move in core.sized.bound.moves:
         forwards = (1 + (move in again)) * microbatches

@@ -39,7 +39,7 @@ from autopar.devices.cluster import Link
 from autopar.plan import Axis
 from autopar.types import Collective
 
-FLAT, SHARDED = "flat", "sharded"  # callers whose collectives are measured on their own, see ``Wires``
+FLAT, SHARDED = "flat", "sharded"  # callers whose collectives are measured separately, see ``Wires``
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ class RankGroup:
     """The ranks that run a collective together: their number ``size``, the members ``per_node`` on one node (or in one NVLink domain) that
     holds any, the number of ``nodes`` that hold members, and the members ``per_part`` of the cluster (0: the cluster has no parts).
 
-    The groups of a mesh axis need not lie alike on the nodes: of groups of 3 on nodes of 8, one has its members on two nodes. The slowest
-    member sets the pace, so ``per_node`` and ``per_part`` are the fewest of all groups and ``nodes`` the most.
+    The groups of a mesh axis may be placed differently on the nodes: of groups of 3 on nodes of 8, one spans two nodes. The slowest
+    group sets the pace, so ``per_node`` and ``per_part`` are the fewest of all groups and ``nodes`` the most.
     """
 
     size: int
@@ -71,8 +71,8 @@ def group(axes: tuple[Axis, ...], cluster: Cluster) -> RankGroup:
 def _spread(
     axes: tuple[tuple[int, int], ...], parts: tuple[tuple[int, int], ...], first: int, by_part: bool
 ) -> RankGroup:
-    """Count the members of every group over ``axes`` (size, stride) on each node; ``parts`` are the cluster's devices and those of a node,
-    ``first`` is the place of rank 0 on its node; ``by_part``: the members in each part count."""
+    """Count the members of every group over ``axes`` (size, stride) on each node, or with ``by_part`` in each part; ``parts`` are the
+    devices of the cluster and of a node, ``first`` is the place of rank 0 on its node."""
     size = math.prod(size for size, _ in axes)
     count = sum(count for count, _ in parts) - first
     if len(parts) == 1:  # the pattern repeats where a group and a node begin together
@@ -107,7 +107,7 @@ def group_time_s(
     """Seconds of ``collective`` on ``bytes_total`` over ``members``; zero for a group of one.
 
     A ``batched`` collective is one of many in sequence, such as the buckets of gradients, and the others hide its latency. ``caller``
-    says whose measured seconds count: ``SHARDED`` for FSDP's collectives, including the copies around them, ``FLAT`` for those of ZeRO 1.
+    selects the measurements: ``SHARDED`` for FSDP's collectives, including the copies around them, ``FLAT`` for those of ZeRO 1.
     """
     n = members.size
     if n == 1 or not collective.sends:
@@ -175,7 +175,7 @@ def _measured(collective: Collective, size: float, n: int, cluster: Cluster, cal
 
 
 def beside_s(compute_s: float, wire_s: float, slowdown: float) -> float:
-    """Seconds that communication overlapped with ``compute_s`` adds: its exposed part, and the slow-down that its hidden part causes."""
+    """Seconds that communication overlapped with ``compute_s`` adds: its exposed part, and the slow-down of compute by its hidden part."""
     hidden_s = min(compute_s, wire_s)
     return wire_s - hidden_s + slowdown * hidden_s
 

@@ -19,8 +19,8 @@ from autopar.price.trace import INTERNAL, OUTPUT, Saved, Trace
 
 @dataclass(frozen=True, slots=True)
 class PricedOp:
-    """An op as a price counts it: all the work of a node of the layer's graph, or a part of it. An op of autopar's own (``ops.own``) is
-    two: its products, and then (``passes``) the rest."""
+    """An op as a price counts it: all the work of a node of the layer's graph, or a part of it. An op that autopar defines (``ops.own``)
+    counts as two: its products, and then (``passes``) the rest."""
 
     node: fx.Node
     passes: bool = False
@@ -106,7 +106,7 @@ def draft(nodes: Iterable[fx.Node], run: Trace, size: Size, float8: bool) -> Dra
 
 
 def _slots_of_passes(index: int, op: PricedOp, run: Trace, size: Size) -> list[OpSlot]:
-    """The passes of an op of autopar's own besides its products, and what is live while it runs."""
+    """The memory passes of an op that autopar defines besides its products, and what is live while it runs."""
     found = op.own.passes(op.node, size)
     moved = found.forward_bytes, found.backward_bytes * run.requires_grad[op.node.name]
     return [OpSlot(index, INTERNAL, op.node.name, *moved, found.live_bytes, 0.0)]
@@ -158,7 +158,7 @@ def _convert_operands(costs: Draft) -> None:
     """Add the conversions of 8-bit products: they first scale their operands and write them again."""
     for slot in costs.slots:
         op = costs.ops[slot.op]
-        if op.passes or slot.operand == OUTPUT:  # what an op of autopar's own does besides its products are no operands
+        if op.passes or slot.operand == OUTPUT:  # the rest of an op that autopar defines has no operands to convert
             continue
         if cost.model_flops(op.node) and not cost.is_attention(op.node):
             slot.forward *= constants.FP8_PASSES.value

@@ -1,4 +1,4 @@
-"""Products of experts that their price does not count as they run."""
+"""Products of experts that a program runs more slowly than their price assumes."""
 
 from __future__ import annotations
 

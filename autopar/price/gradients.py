@@ -1,8 +1,9 @@
 """The gradients that are live while each op of a layer runs backward, as PyTorch's autograd keeps them.
 
-The ops run in reverse. Each reads the gradient of its result and makes those of its operands, which wait until their own makers run. An op
-that passes its gradient on (a residual addition) hands the same tensor to its operands, and the second gradient of a value that several
-ops read is added in place where nothing else holds the first one. Some backward formulas make further tensors (``_temporaries``).
+The ops run in reverse. Each reads the gradient of its result and computes those of its operands, which stay live until the ops that made
+the operands run. An op that passes its gradient on (a residual addition) hands the same tensor to its operands, and the second gradient of
+a value that several ops read is added in place where nothing else holds the first one. Some backward formulas make further tensors
+(``_temporaries``).
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from autopar.price.draft import Draft
 from autopar.price.trace import INTERNAL, OUTPUT
 
 POWER = 2
-"""The tensors that the gradient of ``x ** n`` makes besides its result: ``x ** (n - 1)``, and ``n`` times it."""
+"""The number of temporaries of the gradient of ``x ** n``: ``x ** (n - 1)``, and ``n`` times it."""
 
 
 @dataclass(eq=False)
 class _Tensor:
-    """A tensor of the size of slot ``slot``, which ``holders`` gradients are in."""
+    """A tensor of the size of slot ``slot`` that ``holders`` gradients share."""
 
     slot: int
     holders: int = 0
 
 
 def gradient_bytes(costs: Draft) -> Floats:
-    """By slot, the bytes of the tensor that the gradient of its value is in; none of parameters and what needs no gradient. What an op
-    allocates internally counts, too."""
+    """By slot, the bytes of the tensor that holds the gradient of its value; 0 for parameters and values without a gradient. Tensors that
+    an op allocates internally count, too."""
     run, found = costs.run, np.zeros(len(costs.slots))
     for k, slot in enumerate(costs.slots):
         here = slot.operand == INTERNAL or (
@@ -84,7 +85,7 @@ def held_gradients(costs: Draft, sizes: Floats) -> Floats:
 
 
 def _given(costs: Draft) -> dict[str, _Tensor]:
-    """By value, its gradient before the layer runs backward: those of the layer's results, which later layers made."""
+    """By value, the gradients that exist before the layer runs backward: those of its results, which later layers computed."""
     results = {o.name for node in costs.nodes[:1] for o in node.graph.output_node().all_input_nodes}
     return {
         slot.value: _Tensor(k, 1)
@@ -94,7 +95,7 @@ def _given(costs: Draft) -> dict[str, _Tensor]:
 
 
 def _passes_on(costs: Draft, operand: int, result: int) -> bool:
-    """Whether the gradient of the operand is the tensor that the gradient of the result is in."""
+    """Whether the gradients of the operand and of the result are one tensor."""
     node = costs.ops[costs.slots[operand].op].node
     same_size = costs.slots[operand].bytes == costs.slots[result].bytes
     return same_size and (facts(node).passes_gradient_on or node.name in costs.run.views)

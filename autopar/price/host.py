@@ -1,10 +1,10 @@
-"""Memory besides the device's: bytes of a layer in host memory and on NVMe, and seconds of the copies in both directions.
+"""Offloading: bytes of a layer in host memory and on NVMe, and seconds of the copies in both directions.
 
-*Optimizer states*, as ``program.state_places`` updates them: the host's memory, or a file on NVMe, has the states and a master copy of
+*Optimizer states*, as ``program.state_places`` updates them: host memory, or a file on NVMe, holds the states and a master copy of
 every element that the device would update. Once per step gradients are copied to the host, the CPUs update at the
-bandwidth of their memory, and parameters are copied back, chunk by chunk: the copies of one chunk run beside the update of another, so that
-the slowest of link, memory and drives takes its time. On NVMe the states and the master copy are read and written once; the drives do one
-after the other. Buffers for two chunks, 128 MB at most, are not counted.
+bandwidth of their memory, and parameters are copied back, chunk by chunk: the copies of one chunk overlap the update of another, so that
+the slowest of link, memory and drives decides the time. On NVMe the states and the master copy are read and written once; drives do not
+read and write at once. Buffers for two chunks, 128 MB at most, are not counted.
 
 A price is that of one microbatch in the steady state, so both directions are assumed busy at once (``Cluster.host_link_bytes_per_s``).
 If devices and host share one memory (``Cluster.host`` is ``None``), states in host memory count as the device's. Activations are in
@@ -21,8 +21,8 @@ from autopar.price.state import Precision
 
 
 class StateBytes(NamedTuple):
-    """Bytes of one element's optimizer states, and of its master copy, that the host updates, by the memory that has them: the device's,
-    if devices and host share one memory, the host's, or NVMe. ``device`` is ``None`` if the device updates its own."""
+    """Bytes of one element's optimizer states and master copy that the host updates, by the memory that holds them: the device's (if
+    devices and host share one memory), the host's, or NVMe. ``device`` is ``None`` if the device updates its own."""
 
     device: int | None = None
     host: int = 0
@@ -54,7 +54,7 @@ class StateBytes(NamedTuple):
 
 
 def waited_s(size: float, compute_s: float, cluster: Cluster) -> float:
-    """Seconds of copying ``size`` bytes one way that ``compute_s`` of arithmetic does not hide; a copy within one memory is not hidden."""
+    """Exposed seconds of copying ``size`` bytes one way under ``compute_s`` of arithmetic; a copy within one memory is fully exposed."""
     if cluster.host is None:
         return 2 * size / cluster.gpu.bytes_per_s
     return max(0.0, size / cluster.host_link_bytes_per_s - compute_s)

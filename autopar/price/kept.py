@@ -1,15 +1,15 @@
 """What a layer keeps from its forward pass to its backward pass, and what that costs.
 
-*Computed again*: the layer's input alone is kept, or a selection of values (``selective``), and the rest is computed again.
+*Recomputation*: the layer's input alone is kept, or a selection of values (``selective``), and the rest is computed again.
 
-*In the host's memory*: what is kept is copied to the host after the layer's forward, and back before its backward, during the arithmetic of
+*Activation offload*: what is kept is copied to the host after the layer's forward, and back before its backward, during the arithmetic of
 other layers; the device waits for copies that take longer than the layer's own arithmetic. Device memory has the tensors of the running
 layer and of one layer that is being copied, assumed to be as large. If devices and host share one memory (``Cluster.host`` is ``None``),
 this saves no memory: the tensors stay, and while a layer runs, so do the copies of its tensors and of the next layer's.
 
-*In fewer bits* (``techniques.Narrow``): while the layer runs, its tensors also exist at full width: in the forward until the
+*Fewer bits* (``techniques.Narrow``): while the layer runs, its tensors also exist at full width: in the forward until the
 last op has read each (in a compiled layer until its end), in the backward from the first op that reads each. All of them are counted as
-live, as they are while a recomputed layer runs.
+live at once, like those of a recomputed layer.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _in_host(found: Kept, separate: bool) -> Kept:
 
 
 def _narrower(sized: Sized, passes: Passes, how: Narrow) -> Kept:
-    """The entries of floats that are not the layer's arguments are narrower if they are large enough, in layers but the last."""
+    """Saved floating tensors that are large enough and are not the layer's arguments are narrower, except in the last layer."""
     saved_bytes, live_bytes = _narrow(sized, how)[:2]
     *_, storing, restoring = _narrow(passes.part, how)
     working_bytes = saved_bytes + live_bytes
@@ -99,7 +99,7 @@ def _narrower(sized: Sized, passes: Passes, how: Narrow) -> Kept:
 
 
 def _narrow(sized: Sized, how: Narrow) -> tuple[float, float, Pass, Pass]:
-    """The bytes that are saved, those that are live besides while the layer runs, and what is added to both passes."""
+    """The bytes that are saved, the additional bytes that are live while the layer runs, and what is added to both passes."""
     table, gpu, plain = sized.bound.table, sized.cluster.gpu, list(sized.bound.plain)
     floats = np.array([entry.dtype.is_floating_point for entry in table.saved], dtype=bool)
     numel, whole = sized.local(table.saved_numel, "saved"), sized.saved

@@ -1,12 +1,12 @@
 """One layer class at given types and sizes, on one device: the seconds and bytes of every op, collective and saved tensor.
 
 Three steps, from general to specific: ``build`` (per class: arrays), ``bind`` (per class and types of every run of axes: flags,
-conversions, distinct saved storages), ``size`` (per sizes: seconds and bytes of one microbatch). What a strategy does with them is decided
-in ``order`` and ``kept``; ZeRO is arithmetic on top (``assemble``). ``Pricer`` runs all steps and caches their results.
+conversions, distinct saved storages), ``size`` (per sizes: seconds and bytes of one microbatch). ``order`` and ``kept`` apply a strategy's
+techniques; ZeRO is arithmetic on top (``assemble``). ``Pricer`` runs all steps and caches their results.
 
 Neighbouring axes of equal types are a *run*: one collective converts a value on all of them. A sized class depends on the number of parts
-into which each run divides its values, but hardly on the number of axes in the run or on the pipeline around the mesh, so a few serve many
-prices.
+into which each run divides its values, but hardly on the number of axes in the run or on the pipeline around the mesh, so a few sized
+classes serve many prices.
 
 The time of an op combines FLOPs over rate with bytes over bandwidth (``Gpu.seconds``); a replicated op costs every device the same.
 """
@@ -78,7 +78,7 @@ class Sizes:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Sized:
-    """One microbatch of a bound class at given sizes, by op and by saved entry, and what the whole layer has."""
+    """One microbatch of a bound class at given sizes, by op and by saved entry, and figures of the whole layer."""
 
     bound: Bound
     cluster: Cluster
@@ -120,7 +120,7 @@ class Sized:
         )
 
     def meetings(self, moves: Collection[Move], side: str, beside: bool) -> tuple[int, ...]:
-        """The group sizes of the collectives: all if ``beside``, otherwise only those that do not overlap an op's arithmetic."""
+        """The group sizes of the collectives: of all if ``beside``, otherwise of those that do not overlap an op's arithmetic."""
         groups = [
             self.ways[move.axes, move.sharded].meeting
             for move in moves

@@ -32,10 +32,10 @@ from autopar.price.state import Precision
 
 @dataclass(frozen=True, slots=True)
 class Neighbours:
-    """Elements on one device of the largest layers that may run before and after a layer: the parameters of those that are gathered ahead
-    of its backward (``earlier``) and of its forward (``later``), and the trainable parameters of the layer directly after
-    (``later_trainable``). ``later_saved`` are the least bytes that a layer directly after saves for its backward. ``earlier_ready`` are the
-    elements of ``earlier`` that are gathered before the layer's own parameters are in use: with one layer ahead, none."""
+    """What prefetching needs to know of the largest layers that may run before and after a layer, in elements on one device: the parameters
+    that are prefetched during its backward (``earlier``) and its forward (``later``), and the trainable parameters of the layer directly
+    after (``later_trainable``). ``later_saved`` are the least bytes that a layer directly after saves for its backward. ``earlier_ready``
+    are the elements of ``earlier`` that are gathered before the layer's own parameters are in use: with one layer ahead, none."""
 
     earlier: int = 0
     later: int = 0
@@ -46,8 +46,8 @@ class Neighbours:
 
 @dataclass(frozen=True, slots=True)
 class LayerMemory:
-    """A layer's part on one device. ``plain_bytes``: saved if the layer keeps everything. Elements of its parameters: all of them, the
-    trainable ones, the ``largest`` trainable parameter."""
+    """A layer's share on one device: ``plain_bytes``, saved if the layer keeps everything; and the elements of its parameters, of the
+    trainable ones, and of the ``largest`` trainable one."""
 
     alive: Alive
     kept: Kept

@@ -1,7 +1,7 @@
 """One microbatch of a layer on one device, before ZeRO: its two passes, and what stays in memory between them.
 
-``order`` makes the passes: which collectives run beside which arithmetic. ``kept`` decides what stays: everything, a part that the backward
-computes the rest from, in device memory or elsewhere. ``assemble`` adds ZeRO, and knows nothing of either.
+``order`` makes the passes: which collectives overlap which arithmetic. ``kept`` decides what stays in memory, and where: everything, or a
+part from which the backward recomputes the rest. ``assemble`` adds ZeRO, and knows nothing of either.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Pass:
     =============  =====================================================================================================
     ``compute_s``  arithmetic on the device
     ``wire_s``     collectives that the device waits for
-    ``exposed_s``  the exposed part of collectives that run beside arithmetic
+    ``exposed_s``  the exposed part of overlapped collectives
     ``host_s``     the host's time to launch kernels and collectives: a lower bound of the pass, whatever the device's speed
     ``meetings``   the group sizes of the collectives in ``wire_s``
     =============  =====================================================================================================
@@ -60,8 +60,8 @@ NOTHING = Pass()
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """Peaks of live memory above the bytes that the layer saves for its backward; negative if it has not saved all yet, or has freed
-    some.
+    """Peaks of live memory relative to the bytes that the layer saves for its backward; negative if it peaks before all are saved, or after
+    some are freed.
 
     ``forward``: in the forward pass. In the backward pass: ``backward`` without gradients of parameters, ``one_gradient`` with those of
     the running op, ``all_gradients`` with those of all ops that have run.

@@ -1,24 +1,24 @@
-r"""The order in which a layer computes and communicates, and what it hides: the passes of one microbatch.
+r"""The order in which a layer computes and communicates, and which communication is exposed: the passes of one microbatch.
 
-A layer waits for its collectives, except for those that a kernel runs beside its own arithmetic, with two options:
+A layer waits for its collectives, except for those that a kernel overlaps with its own arithmetic, and with two options:
 
 **Early collectives** (``passes.overlap``): the gradient of a column-parallel product's input is reduced while the gradients of weights are
 computed.
 
 **Parts** (``passes.rewrite.turns_of``): the microbatch is computed in parts that take turns (``passes.turns``). A part has its share of the
 rows: its ops and collectives have the prices of those smaller shapes, kernels' launches included, and there are as many more. The layer's
-ops are cut into pieces, whose seconds are *t_k*, forward and backward alike in number. *u* of a collective is the sum of the seconds of the
-other parts' pieces beside it, each divided among the collectives that it is beside. With *w* seconds of its own, it adds
+ops are cut into pieces, whose seconds are *t_k*, as many in the forward as in the backward. *u* of a collective is the sum of the seconds
+of the other parts' pieces that it overlaps, each divided among the collectives that overlap it. With *w* seconds of its own, it adds
 
     w - min(u, w) + slowdown min(u, w)
 
-to the layer (``TrainerModel.exposed_early_s``). Layers that follow each other without a wait in between are priced in their steady state:
+to the layer (``TrainerModel.exposed_early_s``). Back-to-back layers without a synchronisation point are priced in their steady state:
 the piece after the last is the first of the next layer. Where something is done around a whole layer (recomputation, FSDP's gathers, copies
-to the host), all parts wait at its ends: there are no pieces beyond, and what is sent there is awaited. There parts are cut and
-joined, too: copies of the layer's input gradient and of its result.
+to the host), all parts wait at its ends: there are no pieces beyond, and collectives there are exposed. There the batch is also split into
+parts and joined: copies of the layer's input gradient and of its result.
 
-A conversion of a parameter is made once for all parts, and counts as awaited. The gradients of parameters, one of each part, are added
-up; each part's wait for the one before, at most all of the layer's.
+A conversion of a parameter is made once for all parts, and counts as exposed. The gradients of parameters, one of each part, are added
+up; those of one part, at most all of the layer's, stay live until the next part's are added.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def why_whole(bound: Bound, part: Part, options: Options) -> str:
 
 
 def plain(sized: Sized) -> Passes:
-    """The passes of a layer that waits for all collectives but those that kernels run beside their own arithmetic."""
+    """The passes of a layer that waits for all collectives but those that kernels overlap with their own arithmetic."""
     if "plain" not in sized.known:
         bound = sized.bound
         weight_s = float(sized.backward_s @ bound.table.weight_share)
@@ -77,7 +77,7 @@ def plain(sized: Sized) -> Passes:
 
 
 def _early(sized: Sized, trainer: TrainerModel) -> Passes:
-    """Some backward collectives run under gradients of weights."""
+    """The passes in which some backward collectives overlap the gradients of weights."""
     if "early" not in sized.known:
         sized.known["early"] = _with_early(sized, trainer)
     return sized.known["early"]
@@ -136,7 +136,7 @@ def _part_and_turns(bound: Bound, part: Part, options: Options) -> tuple[Sized, 
 
 
 def _in_turn(whole: Passes, parts: int, part: Sized, turns: Turns, chained: bool, trainer: TrainerModel) -> Passes:
-    """Return the passes of ``parts`` that take turns. ``chained``: they go on into the next layer without a wait."""
+    """Return the passes of ``parts`` that take turns; with ``chained`` they continue into the next layer without a wait."""
     bound, gpu, own = part.bound, part.cluster.gpu, plain(part)
     exposed = []
     for side, arithmetic_s in (("forward", part.forward_s), ("backward", part.backward_s)):
@@ -165,7 +165,7 @@ def _in_turn(whole: Passes, parts: int, part: Sized, turns: Turns, chained: bool
 
 
 def _spans(bound: Bound, turns: Turns) -> Iterator[tuple[Move, tuple[int, int]]]:
-    """The collectives that are on their way across a turn, each with the piece in which it is issued and that which awaits it."""
+    """The collectives in flight across a turn, each with the piece in which it is issued and the piece that awaits it."""
     exchanges: dict[str, Iterator[tuple[int, int]]] = {}
     for move in bound.moves:
         read = move.value, move.target
@@ -176,7 +176,7 @@ def _spans(bound: Bound, turns: Turns) -> Iterator[tuple[Move, tuple[int, int]]]
 
 
 def _pieces(turns: Turns, names: Sequence[str], seconds: Floats, chained: bool) -> list[float]:
-    """The seconds of each piece; of a chained layer the first has those behind the last turn, too."""
+    """The seconds of each piece; in a chained layer the first piece includes what follows the last turn."""
     position = {name: i for i, name in enumerate(turns.ops)}
     found = [0.0] * (turns.count + 1)
     for name, own_s in zip(names, seconds.tolist(), strict=True):
@@ -189,8 +189,8 @@ def _pieces(turns: Turns, names: Sequence[str], seconds: Floats, chained: bool) 
 def exposed_s(
     pieces: Sequence[float], spans: Iterable[Span], cyclic: bool, left_s: Callable[[float, float], float]
 ) -> float:
-    """Return the seconds that the collectives of all parts add. ``left_s`` returns what is left of a collective of so many seconds (first)
-    beside so many of arithmetic."""
+    """Return the seconds that the collectives of all parts add. ``left_s(w, u)`` is what a collective of ``w`` seconds adds when it
+    overlaps ``u`` seconds of arithmetic."""
     found = [
         (wire_s, [(part, k % len(pieces)) for k in run if cyclic or 0 <= k < len(pieces)])
         for issued, awaited, wire_s in spans

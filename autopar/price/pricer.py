@@ -41,7 +41,7 @@ from passes.rewrite import rewritten_class
 
 Mesh = tuple[Axis, ...]
 Around = tuple[list[tuple[list[Sized], list[Sized]]], dict[tuple[Options, bool], Neighbours]]
-"""The layers before and after a layer, by distance; and as its price needs them, by its techniques and whether ZeRO gathers parameters."""
+"""The layers before and after a layer, by distance; and cached ``Neighbours``, by techniques and whether ZeRO gathers parameters."""
 
 Place = tuple[str, int, tuple[Role, ...], int]
 """A class, the number of a mesh, the roles of its axes, and the microbatches of a step."""
@@ -111,8 +111,8 @@ class Pricer:
         """The pricer of a program that synchronises its replicas by ``sync``, and that gathers the parameters of
         ``prefetch`` layers ahead of the computation, under ZeRO 2 and 3.
 
-        Gathering ahead needs memory, and changes no seconds: a layer's gather hides under a computation as long as the layer's own, and the
-        rest is exposed. This is exact if all layers are alike: with one layer ahead, the network or the device is busy all the time.
+        Prefetching takes memory, and changes no seconds: a layer's gather overlaps a computation as long as the layer's own, and the
+        rest is exposed. This is exact if all layers are equal: with one layer ahead, the network or the device is busy all the time.
         """
         if (prefetch, sync) == (self.prefetch, self.sync):
             return self
@@ -212,7 +212,7 @@ class Pricer:
             return None
         sized, cluster = found
         place = cls_name, self._number(mesh), strategy.roles, microbatches
-        # a part of a microbatch may be padded in another way
+        # a part of a microbatch may be padded differently
         where = place if strategy.options.parts > 1 else id(sized)
         key = where, strategy.options, strategy.zero >= 2
         if key not in self._cores:
@@ -308,8 +308,8 @@ class Pricer:
         return sent
 
     def tied(self, layer_index: int, name: str, mesh: Mesh, strategy: Strategy) -> tuple[int, int, int]:
-        """Bytes of parameter, gradient and optimizer state of the layer's parameter ``name``: they are not needed again on a device that
-        already has them from another layer."""
+        """Bytes of parameter, gradient and optimizer state of the layer's parameter ``name``, which a device that already has it from
+        another layer does not store again."""
         layer = self.graph.layers[layer_index]
         table = self._table(layer.cls)[0]
         k = layer.parameters.index(name)
@@ -333,7 +333,7 @@ class Pricer:
     def _place(
         self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...], microbatches: int
     ) -> tuple[Sized, Cluster] | None:
-        """A class at the sizes that it has there, and the cluster as the mesh sees it; ``None`` if its shapes are not whole."""
+        """A class at its sizes on the mesh, and the cluster as the mesh sees it; ``None`` if a local shape is not whole."""
         key = (cls_name, self._number(mesh), roles, microbatches)
         if key not in self._placed:
             sized, cluster = self._at(cls_name, mesh, roles, self.graph.parts(microbatches)), self._seen_by(mesh)
@@ -379,8 +379,8 @@ class Pricer:
         return Replicas(c.counts, axes, cluster, self.numbers, self.trainer, self.sync)
 
     def _neighbours(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> Neighbours:
-        """The parameters of the layers that may run directly before and after a layer of the class in the same roles, and of those whose
-        parameters are gathered meanwhile."""
+        """The parameters of the layers that may run directly before and after a layer of the class in the same roles, and of those that are
+        prefetched meanwhile."""
         if strategy.zero == 0:
             return ALONE
         around, known = self._around(cls_name, mesh, strategy, microbatches)
@@ -509,7 +509,7 @@ class Pricer:
         return float(value.numel * tables.element_bytes(value.dtype, self.graph.dtype, self.numbers))
 
     def _made_as(self, name: str, mesh: Mesh, roles: tuple[Role, ...]) -> tuple[SpmdType, ...] | None:
-        """The types in which the layer that makes the value leaves it under ``roles``; ``None`` if the roles are inadmissible there."""
+        """The types of the value as its layer produces it under ``roles``; ``None`` if the roles are inadmissible there."""
         maker, index = self._makers[name]
         types = self.types(self.graph.layers[maker].cls, mesh, roles)
         return None if types is None else tuple(t.outputs[index] for t in types)

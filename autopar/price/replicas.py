@@ -19,8 +19,8 @@ from autopar.types import Collective
 class ReplicaCollective:
     """A collective of ``members``, the ranks along ``axes``, on ``bytes`` of a layer's parameters or gradients.
 
-    ``part`` is a field of ``Parts``. The collective runs ``times`` whenever its part does: less than 1 if it skips steps. ``around_layer``:
-    in the passes of the layer, not once a step.
+    ``part`` is a field of ``Parts``. The collective runs ``times`` for each run of its part: less than 1 if it skips steps.
+    ``around_layer``: in the passes of the layer, not once a step.
     """
 
     part: str
@@ -61,8 +61,8 @@ class Spread:
     """The devices with the same parameters over which ZeRO shards them, with seconds of collectives over them.
 
     ``seconds`` are those of each part without ZeRO, under stage 1, and under stages 2 and 3. ``copies_s`` are those of ZeRO 2 and 3,
-    between flat buffers and parameters: around a gather, and around a reduction. ``late``: a reduction without ZeRO is awaited so many
-    steps later. ``mirrored``: a stage has copies on other pipeline ranks. ``flops`` are those of one microbatch, see ``LayerPrice``.
+    between flat buffers and parameters: around a gather, and around a reduction. ``late``: the number of steps after which a reduction
+    without ZeRO is awaited. ``mirrored``: a stage has copies on other pipeline ranks. ``flops``: of one microbatch, see ``LayerPrice``.
     """
 
     size: int
@@ -74,10 +74,10 @@ class Spread:
     mirrored: bool = False
 
     def once_s(self, zero: int, forward_s: float, backward_s: float, trainer: TrainerModel, slowdown: float) -> float:
-        """What collectives once a step add to it under ZeRO 0 and 1, if a forward and a backward of the layer compute for these seconds."""
+        """The seconds that once-per-step collectives add to a step under ZeRO 0 and 1, if the layer's forward and backward take these."""
         parts = self.seconds[zero]
         under_s = 0.0 if self.mirrored else backward_s
-        if self.late:  # however late: each step has one to hide, and the arithmetic of one step
+        if self.late:  # whatever the lateness: each step hides one reduction under its arithmetic
             under_s = self.microbatches * (forward_s + backward_s)
         reduced_s = trainer.exposed_reduction_s(parts.reduce, under_s, slowdown)
         return reduced_s + trainer.exposed_gather_s(parts.gather, forward_s, slowdown) + parts.mean
@@ -170,7 +170,7 @@ class Replicas:
 
 @functools.lru_cache(maxsize=256)
 def runs(zero: int, whole_gradients: bool, again: float) -> tuple[Parts, Parts, Parts]:
-    """How often each part runs in a layer's forward, in its backward, and in a step besides. ZeRO 3 gathers parameters ``again`` times in
+    """How often each part runs in a layer's forward, in its backward, and once per step. ZeRO 3 gathers parameters ``again`` times in
     a backward; ``whole_gradients``: gradients are reduced once a step."""
     each_time = zero >= 2 and not whole_gradients
     return (

@@ -98,9 +98,9 @@ def state_bytes(
         data: the number of data-parallel devices that share them.
         zero: 0 replicates; 1 shards the optimizer; 2 also the gradients; 3 also the parameters. Under stage 2 the parameters are whole
             from forward to backward, and, if the optimizer has no master copy, there is also a shard of them.
-        offloaded: bytes in device memory of an element's states that are not the device's own (in host memory, which may be the device's,
-            or on NVMe); ``None`` if they are. FSDP's shards, under stages 2 and 3, are then besides the master copies, and as wide.
-        whole_gradients: gradients are whole until the last microbatch, also under stages 2 and 3.
+        offloaded: bytes in device memory of an element's states if these are offloaded (0, unless devices and host share one memory);
+            ``None`` if they are not. FSDP's shards, under stages 2 and 3, then exist besides the master copies, and are as wide.
+        whole_gradients: gradients are unsharded until the last microbatch, also under stages 2 and 3.
     """
     state = -(-trainable // data) if zero >= 1 else trainable
     gradients = -(-trainable // data) if zero >= 2 and not whole_gradients else trainable
@@ -121,8 +121,8 @@ def state_bytes(
 
 
 def padded(elements: tuple[int, int], between: tuple[int, int], pieces: int, width: int) -> tuple[int, int]:
-    """Elements of all parameters and of the trainable ones in flat buffers: with those ``between`` parameters, and so many that trainable
-    ones are equal ``pieces``, each of which begins at a multiple of ``ALIGNMENT_BYTES``."""
+    """Elements of all parameters and of the trainable ones in flat buffers, padding included: that ``between`` parameters, and that which
+    cuts the trainable ones into equal ``pieces``, each of which begins at a multiple of ``ALIGNMENT_BYTES``."""
     everything, trainable = elements[0] + between[0], elements[1] + between[1]
     unit = pieces * (ALIGNMENT_BYTES // width)
     added = -trainable % unit

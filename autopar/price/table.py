@@ -174,7 +174,7 @@ class Live:
     """Live memory while an op runs, in addition to the tensors saved for the backward pass.
 
     ``touched_forward`` are bytes by slot, of operands and results that no op saves. A loss adds ``whole_loss`` to its backward, or
-    ``cut_loss`` to both passes if an axis shards the vocabulary. ``gradient`` are the bytes of the tensor that a slot's gradient is in, and
+    ``cut_loss`` to both passes if an axis shards the vocabulary. ``gradient`` are the bytes of the tensor that holds a slot's gradient, and
     ``held[t, k]`` how many tensors of slot ``k``'s size are live while the backward of op ``t`` runs (``price.gradients``).
     ``makers`` are the ops whose results later ops read; ``across[t, k]`` is true where the result of ``makers[k]`` is live while op ``t``
     runs and does not read it, with ``waiting`` bytes. ``saver`` is the op that saves each saved

@@ -107,7 +107,7 @@ class _Tracer(fx.Interpreter):
                 self.views.add(n.name)
 
     def pack(self, tensor: torch.Tensor) -> None:
-        """Note a saved tensor. Autograd keeps nothing: a node that kept its own result would be a cycle that Python does not see."""
+        """Record a saved tensor. Autograd keeps nothing: a node that kept its own result would be a cycle that Python can't collect."""
         storage = self.number(tensor)
         node = self.current
         assert node is not None

@@ -26,7 +26,7 @@ from autopar.types import Collective
 class TrainerModel:
     """The programs that autopar emits, run eagerly. A model of another trainer overrides methods (see ``autopar.trainers``).
 
-    Each method answers one question of a price. ``cpu`` means PyTorch's CPU kernels and gloo instead of CUDA kernels and NCCL.
+    Each method computes one term of a price. ``cpu`` means PyTorch's CPU kernels and gloo instead of CUDA kernels and NCCL.
     ``starts_early``: the gradient of a column-parallel product's input is reduced while the weight's gradient is computed
     (``passes.overlap``). ``fused``: a chain of pointwise ops and reductions is one kernel and saves only its inputs, as in layers that
     ``torch.compile`` compiles and in hand-written kernels (``price.fusion``). ``compiles``: on GPUs layers are compiled where no
@@ -88,8 +88,8 @@ class TrainerModel:
     ) -> tuple[float, float]:
         """Seconds of FSDP's copies around a gather of a layer's parameters and around a reduction of their gradients.
 
-        FSDP2 copies what it gathered out of the flat buffer, and gradients into a buffer in the dtype of the reduction, on the stream that
-        computes, and so never beside arithmetic.
+        FSDP2 copies what it gathered out of the flat buffer, and gradients into a buffer in the dtype of the reduction, on the compute
+        stream, so that the copies never overlap arithmetic.
         On CPUs they are part of the collectives, as ``autopar profile`` measures them.
         """
         if self.cpu:
@@ -99,7 +99,7 @@ class TrainerModel:
     def exposed_early_s(self, communication_s: float, arithmetic_s: float, cluster: Cluster) -> float:
         """The seconds that a collective of tensor parallelism adds if ``arithmetic_s`` of arithmetic run after its start.
 
-        gloo's own arithmetic runs on the processors that compute: on CPUs nothing is hidden, unless it was measured how much is.
+        gloo competes with the layer for the processors: on CPUs nothing is hidden, unless the hidden share was measured.
         """
         if self.cpu and cluster.wires is None:
             return communication_s

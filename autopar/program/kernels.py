@@ -1,4 +1,4 @@
-"""Kernels: functions for calls that are correct on shards but that the type checker cannot follow.
+"""Kernels: functions in place of calls that are correct on shards but that the type checker cannot follow.
 
 Each kernel runs its body in a local region and declares the types of its result itself, after checking those of its operands, so that a
 program typed with ``typecheck(local=False)`` stays typed through it. An *axis* is a name on the current mesh (``mesh_axes.on_mesh``) or a
@@ -115,8 +115,8 @@ def reshape(x: Tensor, shape: Sequence[int], partition: Partition) -> Tensor:
 def expand(x: Tensor, shape: Sequence[int], partition: Partition) -> Tensor:
     """Expand the local ``x`` to the local ``shape``.
 
-    A dim of size one (or a new dim) that grows may be sharded in the result: each rank makes its own share from the copy that it has, so
-    ``x`` is R on that axis, and its gradient is a term of the sum over the ranks (P).
+    A dim of size one (or a new dim) that grows may be sharded in the result: each rank makes its share from its copy of ``x``, which is R
+    on that axis, with a gradient that is a partial sum over the ranks (P).
     """
     return _expand(x, shape, _axes(partition) if spmd.is_type_checking() else [])
 
@@ -300,8 +300,7 @@ def seed(key: int, layer: int, op: int, axes: Sequence[str] = ()) -> int:
     """Return the seed of one random op: a function of the microbatch's key, the layer, the op, and this rank's coordinates on ``axes``.
 
     ``axes`` are those that shard the op's operand: their ranks draw differently, ranks with the same values draw the same; an axis
-    of size one does not count, so one device draws the same as replicas. A recomputation
-    passes the same key and gets the same seed.
+    of size one does not count, so one device draws the same as replicas. A recomputation passes the same key and gets the same seed.
     """
     with spmd.no_typecheck():
         places = [torch.arange(_size(axis)) for axis in _split(axes)]
@@ -326,8 +325,8 @@ def seeds(key: int, layer: int, axes: Sequence[Sequence[str]]) -> tuple[Tensor, 
 def dropout(x: Tensor, p: float, seed: Seed) -> Tensor:
     """Dropout whose mask is a function of ``seed`` and the local shape.
 
-    Ranks with the same ``x`` (I, R) must pass the same seed and then agree; ranks with slices should pass different seeds. A
-    recomputation draws the same mask again. The backward pass needs the mask alone, a byte for each number.
+    Ranks with the same ``x`` (I, R) must pass the same seed, and then draw the same mask; ranks with slices should pass different seeds.
+    A recomputation draws the same mask again. The backward pass needs the mask alone, a byte for each number.
     """
     if p == 0.0:
         return x

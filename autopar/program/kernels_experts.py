@@ -1,17 +1,17 @@
-"""Mixtures of experts: every token's rows go to the experts that its router chose, and come back in the token's order.
+"""Mixtures of experts: the rows of every token are dispatched to the experts that its router chose, and combined in the token's order.
 
-``experts`` is a whole mixture except its router and its ``body``, which is the model's own code: the computation of an expert on a row. The
-body is written with ``grouped_linear`` and ``of_rows``, which know the rows of each expert. There are three ways to distribute the work,
+``experts`` is a mixture without its router; its ``body``, the computation of an expert on a row, is the model's own code. The
+body calls ``grouped_linear`` and ``of_rows``, which take the number of rows of each expert. There are three ways to distribute the work,
 which may be combined on different axes:
 
-* each rank has other tokens, and all experts: nothing is exchanged;
+* each rank has different tokens, and all experts: nothing is exchanged;
 * each rank has the same tokens, and its own experts (or a slice of each): it computes their terms of the result, P;
-* each rank has other tokens, and its own experts: rows travel to the owners of their experts and back, two all-to-alls whose
+* each rank has different tokens, and its own experts: rows are sent to the owners of their experts and back by two all-to-alls whose
   sizes the router decides (dropless, as in Gale et al. 2022, arXiv:2211.15841; expert parallelism is of Lepikhin et al. 2020,
-  arXiv:2006.16668). Several such axes are one, flattened.
+  arXiv:2006.16668). Several such axes are flattened into one.
 
-Only the device knows how many rows each rank and each expert gets. The host waits for the device once in each forward pass of a mixture
-for all these numbers together, and not at all where neither rows travel nor products run expert by expert.
+The numbers of rows of each rank and expert are known on the device only. The host waits for all of them once in each forward pass of a
+mixture, and not at all if no rows are exchanged and no products run expert by expert.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from .mesh_axes import Axis, group_of
 from .spmd import spmd
 
 Send = Callable[[Tensor, Sequence[Axis], list[int], list[int]], Callable[[], Tensor]]
-"""Sends so many rows to every rank of the axes, in order, and takes so many; the call that it gives waits for these."""
+"""Sends the given numbers of rows to the ranks of the axes, in order, and receives the given numbers; returns a call that waits for
+them."""
 
 Body = Callable[..., Tensor]
 """``body(rows, counts, *parameters)``: ``rows`` ``[n, h]`` sorted by expert, ``counts`` ``[e]`` rows of each expert; returns ``[n,
@@ -107,7 +108,7 @@ def sizes(counts: Tensor, total: int) -> list[int]:
 
 
 def _known(counts: Tensor, numbers: list[int]) -> list[int]:
-    """Note the values of ``counts``, which nobody changes, so that the host doesn't wait for them again."""
+    """Cache the values of ``counts``, which never change, so that the host doesn't wait for them again."""
     counts.on_host = numbers  # type: ignore[attr-defined]
     return numbers
 
@@ -130,8 +131,8 @@ def experts(
     """``sum_j weights[..., j] * expert[index[..., j]](x)`` for ``x`` ``[..., h]``, ``index`` and ``weights`` ``[..., k]``: ``[..., h]``.
 
     ``parameters`` have the experts as dim 0, ``count`` of them globally. ``owners`` are the axes that distribute the experts, outermost
-    first, and ``exchange`` those of them whose ranks have different tokens: rows travel over these. ``partial_axes`` are the axes on
-    which the result is a term of a sum (P): the other owners, and the axes that shard another dim of the parameters.
+    first, and ``exchange`` those of them whose ranks have different tokens: rows are exchanged over these. ``partial_axes`` are the axes
+    on which the result is a partial sum (P): the other owners, and the axes that shard another dim of the parameters.
     """
     axes = {"owners": owners, "exchange": exchange, "partial_axes": partial_axes}
     steps = in_steps(_at_once, (x, index, weights), parameters, body, count, **axes)
@@ -152,8 +153,8 @@ def in_steps(
     count: int,
     **axes: Sequence[Axis],
 ) -> Generator[None, None, Tensor]:
-    """``experts`` as a generator that yields while rows travel: something else may be computed then. ``tokens`` and ``axes`` are those of
-    ``experts``; ``send`` exchanges the rows."""
+    """``experts`` as a generator that yields while an all-to-all is in flight, so that the caller can compute something else. ``tokens``
+    and ``axes`` are those of ``experts``; ``send`` exchanges the rows."""
     x, index, weights = tokens
     owners, exchange, partial_axes = (axes.get(name, ()) for name in ("owners", "exchange", "partial_axes"))
     if spmd.is_type_checking():
@@ -235,8 +236,8 @@ def _own(ids: Tensor, count: int, owners: Sequence[Axis], exchange: Sequence[Axi
 
 
 class _Traffic(NamedTuple):
-    """The rows that this rank sends to every rank and takes from it; ``ours`` ``[ranks, e]`` are those taken for each of its experts,
-    and ``counts`` ``[e]`` their sums."""
+    """The numbers of rows that this rank sends to and receives from every rank; ``ours`` ``[ranks, e]`` are those received for each of its
+    experts, and ``counts`` ``[e]`` their sums."""
 
     sent: list[int]
     taken: list[int]
@@ -245,7 +246,7 @@ class _Traffic(NamedTuple):
 
 
 def _traffic(counts: Tensor, exchange: Sequence[Axis], total: int) -> _Traffic:
-    """Return what travels, where ``counts`` cover all experts that ``exchange`` distributes; for ``total`` rows on the meta device."""
+    """Return the numbers of rows to exchange; ``counts`` cover all experts that ``exchange`` distributes, ``total`` is for meta tensors."""
     n = prod(_size(axis) for axis in exchange)
     theirs = counts.view(n, -1)  # for each rank, the number of rows for each of its experts
     ours = _RowExchange.apply(theirs, exchange, [1] * n, [1] * n)  # from each rank, the number of rows for each of ours

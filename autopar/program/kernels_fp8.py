@@ -1,10 +1,10 @@
 """Products with weights in 8 bits: e4m3 operands forward, e5m2 gradients backward (Micikevicius et al., "FP8 formats for deep learning",
 arXiv:2209.05433), results in bfloat16.
 
-Every operand is multiplied by one scale for the whole tensor, which follows from the tensor's largest value in this very call (dynamic
+Every operand is multiplied by one scale for the whole tensor, from the tensor's largest value in the same call (dynamic tensorwise
 scaling). A scale is a power of two, the largest that leaves the tensor in range: the multiplication rounds nothing, and in a
-floating-point format nothing but the smallest numbers would gain by another factor. Each rank scales its own slices: no collective is
-added, and the rounding of a product depends on the plan. ``allow={"fp8"}`` gives that exactness up.
+floating-point format another factor would help the smallest numbers only. Each rank scales its own slices: no collective is
+added, and the rounding of a product depends on the plan, which ``allow={"fp8"}`` permits.
 
 GPUs with 8-bit tensor cores run the products by ``torch.nn.functional.scaled_mm``. Other devices multiply the same rounded numbers in
 bfloat16, which holds them exactly: results differ by the order of accumulation alone.
@@ -24,7 +24,7 @@ from .spmd import spmd
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16
-"""Both dims of a local weight are multiples of this number, as the hardware needs it; other products stay in bfloat16."""
+"""The hardware needs local weights whose dims are both multiples of this number; other products stay in bfloat16."""
 _SMALLEST = 2.0**-100  # a tensor of zeros is scaled as if this were its largest value
 _EXPONENT = 0x7F800000  # the bits of a float32's exponent: without the others it is the largest power of two not above the number
 _CAPABILITY = (8, 9)  # of CUDA devices with 8-bit tensor cores
@@ -52,7 +52,7 @@ class Scaled(NamedTuple):
     unit: Tensor
 
     def transposed(self) -> Scaled:
-        """Return the transposed matrix, in memory of its own."""
+        """Return the transposed matrix, copied."""
         return Scaled(self.values.t().contiguous(), self.unit)
 
 

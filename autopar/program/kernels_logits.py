@@ -1,14 +1,14 @@
-"""The last product of a model and its cross entropy in slices of the vocabulary: memory never has more than one slice of the logits.
+"""The last product of a model and its cross entropy in slices of the vocabulary: memory never holds more than one slice of the logits.
 
 The logits of a language model have a row for each token and a column for each word: in float32 they are often the largest tensor of a step,
 and their gradient is as large. Here the forward pass computes a slice of their columns at a time, and keeps two numbers of each token: the
 largest logit so far, and the sum of exponentials relative to it (Milakov and Gimelshein, "Online normalizer calculation for softmax",
 arXiv:1805.02867). The backward pass computes each slice again, and from it the rows of the weight's gradient and the slice's part of the
-input's gradient, which adds up in float32 or wider. One more product is the price.
+input's gradient, which accumulates in float32 or wider. The cost is one more product.
 
-Slices of tokens would do likewise, but each would add to the whole gradient of the weight, which 16 bits round every time; a slice of
-the vocabulary gives rows of it that are complete. ``torch.nn.functional.linear_cross_entropy`` has slices of tokens, from torch 2.13
-on, and knows no shards of the vocabulary.
+Slices of tokens would work too, but each would add to the gradient of the whole weight, which is rounded each time in 16 bits; a slice of
+the vocabulary gives complete rows of it. ``torch.nn.functional.linear_cross_entropy`` has slices of tokens, from torch 2.13
+on, and does not support a sharded vocabulary.
 
 This file is copied into programs with such losses; it needs torch and spmd-types alone.
 """
@@ -127,7 +127,7 @@ class _Sums(torch.autograd.Function):
             shift = most
             del z  # before the next slice takes memory
         ctx.save_for_backward(x, weight, bias, target, shift)
-        ctx.columns, ctx.how = columns, how  # one number: padded and unpadded, a layer saves the same tensors
+        ctx.columns, ctx.how = columns, how  # a number, no mask: padded and unpadded layers save the same tensors
         return torch.stack((shift, total, how.on * own + how.off * every))
 
     @staticmethod

@@ -110,7 +110,7 @@ def batch_statistics(x: Tensor, axis: Axes = ()) -> Tensor:
 
 
 def step_statistics(x: Tensor, axis: Axes = ()) -> Tensor:
-    """``batch_statistics`` of one microbatch, for running statistics if each part of the batch is normalised by its own statistics."""
+    """``batch_statistics`` of one microbatch, for running statistics if every microbatch is normalised by its own statistics."""
     return batch_statistics(x, axis)
 
 

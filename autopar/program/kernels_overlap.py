@@ -1,13 +1,13 @@
-"""Products whose input's gradient is reduced while the gradients of their weights are computed.
+"""Products that overlap the reduction of their input gradient with the computation of their weight gradients.
 
-The input of a column-parallel product is R on an axis, so its gradient is a term of a sum: an all-reduce in the backward pass, or under
-sequence parallelism a reduce-scatter. That sum needs the gradient of the input alone, and the gradients of the weights need nothing of it.
-So a backward pass here computes the gradient of the input, starts its reduction, computes the gradients of the weights and biases, and
+The input of a column-parallel product is R on an axis, so its gradient is a partial sum: an all-reduce in the backward pass, or under
+sequence parallelism a reduce-scatter. The reduction needs the input gradient alone, and the weight gradients do not depend on it.
+So a backward pass here computes the input gradient, starts its reduction, computes the gradients of the weights and biases, and
 waits. Megatron-LM does the same for one product (``LinearWithGradAccumulationAndAsyncCommunication`` in ``megatron/core/tensor_parallel/
 layers.py``). If several products read one input (query, key and value), their terms are added up first: one collective, as without
 overlap.
 
-On GPUs both run at once if the collective is in its stream's queue first, which the order of the calls gives; CUDA_DEVICE_MAX_CONNECTIONS=1
+On GPUs both overlap if the collective is launched first, which the order of the calls ensures; CUDA_DEVICE_MAX_CONNECTIONS=1
 keeps that order on the device, too.
 """
 
@@ -133,8 +133,8 @@ class _Products(torch.autograd.Function):
 
 
 def _terms(rows: Sequence[Tensor | None], weights: Sequence[Tensor], read: Tensor | None = None) -> Tensor | None:
-    """This rank's gradient of the input of all products ``[rows, k]``, in memory of its own; ``read`` is the gradient that other readers of
-    the input contribute."""
+    """This rank's gradient of the input of all products ``[rows, k]``, in a new tensor; ``read`` is the gradient that other readers of the
+    input contribute."""
     total = None if read is None else read.reshape(-1, read.shape[-1]).clone()
     for grad, weight in zip(rows, weights, strict=True):
         if grad is not None:
@@ -143,7 +143,7 @@ def _terms(rows: Sequence[Tensor | None], weights: Sequence[Tensor], read: Tenso
 
 
 def _of_weight(grad: Tensor, read: Tensor, weight: Tensor) -> Tensor:
-    """The gradient ``[n, k]`` of a weight, in the weight's order of memory."""
+    """The gradient ``[n, k]`` of a weight, in the weight's memory layout."""
     if weight.stride(0) == 1 and weight.stride(1) != 1:  # a transposed view
         return (read.t() @ grad).t()
     return grad.t() @ read

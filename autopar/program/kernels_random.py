@@ -1,6 +1,6 @@
 """Random numbers that a model draws in its forward pass (dropout, noise, stochastic depth), as functions of a seed.
 
-They are one op, ``autopar::draw``, which ``torch.compile`` calls and does not look into: compiled and eager layers draw the same numbers.
+They are drawn by one op, ``autopar::draw``, which is opaque to ``torch.compile``, so that compiled and eager layers draw the same numbers.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 from .spmd import spmd
 
 Seed = int | Tensor
-"""A number; in compiled layers a tensor on the CPU that has it, because ``torch.compile`` would compile anew for each new number."""
+"""A number; in compiled layers a CPU tensor with the number, because ``torch.compile`` would recompile for each new number."""
 
 
 def uniform(like: Tensor, low: float = 0.0, high: float = 1.0, seed: Seed | None = None) -> Tensor:
     """Numbers between ``low`` and ``high`` in the shape, dtype and types of ``like``.
 
-    They are a function of ``seed`` and the local shape. Ranks with the same ``like`` must pass the same seed and then agree; ranks
-    with slices should pass different seeds. A recomputation draws the same numbers. Without a seed, torch's own generator draws.
+    They are a function of ``seed`` and the local shape. Ranks with the same ``like`` must pass the same seed, and then draw the same
+    numbers; ranks with slices should pass different seeds. A recomputation draws the same numbers. Without a seed, torch's generator draws.
     """
     return _drawn("uniform", like, like.dtype, [low, high], seed)
 

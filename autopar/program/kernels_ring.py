@@ -1,19 +1,19 @@
-"""Ring attention: the sequence is sharded over an axis, and keys and values travel around its ring of ranks.
+"""Ring attention: the sequence is sharded over an axis, and keys and values are passed around its ring of ranks.
 
 Every rank keeps its queries. Keys and values pass from rank to rank, each step's attention is folded into a running softmax, and the
-next block travels while the present one is computed (Liu, Zaharia and Abbeel 2023). The backward sends keys and values around again, with
-their gradients, which end at the ranks of their keys and values. Saved for the backward: query, key, value, result and the logarithm of
-the softmax's sum, no scores.
+next block is in flight while the current one is computed (Liu, Zaharia and Abbeel 2023). The backward sends keys and values around again,
+with their gradients, which end at the ranks of their keys and values. Saved for the backward: query, key, value, result and the logsumexp
+of each row, no scores.
 
-A step's attention is computed by the device's flash attention where that takes the operands (``has_kernel``), one call a step; its results
-are merged by the logarithms of their sums. Elsewhere, scores are in memory for some rows at a time.
+A step's attention is one call of the device's flash attention if that supports the operands (``has_kernel``); the results of the steps
+are merged by their logsumexps. Otherwise, scores are in memory for some rows at a time.
 
 Under a causal mask a rank with late queries has more work than one with early queries. The sequence is then cut into *2n* chunks and
 rank *r* computes chunks *r* and *2n - 1 - r*, so that every step costs every rank the same. That order exists only inside
 the kernel: values that are sharded over the sequence are exchanged on entry and on exit, and the rest of the
 program is unaffected. If the local length is odd, the original order is kept.
 
-An axis may be several axes, outermost first: blocks then travel around the inner ring before they move on the outer.
+An axis may be several axes, outermost first: blocks then go around the inner ring before they move on the outer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .mesh_axes import group_of
 from .spmd import spmd
 
 SCORES = 2**26
-"""The most scores that exist at once: queries are processed in runs of as many rows as stay below."""
+"""The most scores in memory at once: queries are processed in runs of rows whose scores stay below."""
 
 
 @torch.compiler.disable  # sends and receives under its own arithmetic
@@ -158,8 +158,8 @@ class Ring:
     ) -> list[Tensor]:
         """Exchange equal parts: rank i of the ring has the parts ``held[i]``, in that order, and gets the parts ``wanted[i]``.
 
-        Along one axis after the other, by an all-to-all of all ranks of a group: in a batch of transfers that some of them take no part in
-        NCCL would wait for the others.
+        Along one axis after the other, by an all-to-all in which every rank of a group takes part: NCCL would wait for ranks that
+        take no part in a batch of transfers.
         """
         me = self.index(self.place)
         mine = dict(zip(held[me], parts, strict=True))
@@ -331,8 +331,8 @@ class _Scores:
 
 
 def has_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, causal: bool) -> bool:
-    """Whether the device's flash attention computes the steps: without a mask and dropout, for heads of one size; on GPUs where torch
-    would choose it, on CPUs in float32 and float64. In 16 bits the CPU's kernel rounds the softmax, and here it is in float32."""
+    """Whether the device's flash attention computes the steps: without a mask and dropout, for heads of one size; on GPUs if torch
+    would choose it, on CPUs in float32 and float64 (in 16 bits the CPU's kernel rounds the softmax, which stays in float32 here)."""
     if mask is not None or dropout_p or query.shape[-1] != value.shape[-1]:
         return False
     if query.device.type == "cuda":
@@ -350,7 +350,7 @@ def _heads(x: Tensor, query: Tensor) -> Tensor:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Return the result, and the logarithm of every row's sum."""
+    """Return the result, and the logsumexp of every row."""
     if q.device.type == "cpu":
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
         return out, lse
@@ -359,8 +359,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> t
 
 
 def _attention_backward(given: tuple[Tensor, ...], causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The terms of the gradients from the keys in ``given``: the result's gradient, query, key, value, and the result and the logarithm
-    of the sums over all keys."""
+    """The terms of the gradients from the keys in ``given``: the result's gradient, query, key, value, and the result and logsumexp over
+    all keys."""
     aten = torch.ops.aten
     if given[0].device.type == "cpu":
         found = aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, 0.0, causal, scale=scale)
@@ -375,7 +375,7 @@ def _attention_backward(given: tuple[Tensor, ...], causal: bool, scale: float) -
 
 
 class _Part(NamedTuple):
-    """The queries of a step, the keys that all of them read, and whether a query reads up to its own place only."""
+    """The queries of a step, the keys that they read, and whether the mask is causal."""
 
     rows: slice
     keys: slice
@@ -505,8 +505,7 @@ def _pairs(query: Tensor) -> int:
 def _forward(
     order: _Order, causal: bool, scores: _Scores, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the result and the logarithm of every row's sum, which is infinite for a row that reads no key; the result of such a row is
-    zero."""
+    """Return the result and the logsumexp of every row, which is infinite for a row that reads no key; the result of such a row is zero."""
     wide, length = scores.wide, query.shape[-2]
     top = query.new_full(query.shape[:-1], float("-inf"), dtype=wide)
     total = torch.zeros_like(top)
@@ -571,8 +570,8 @@ def _backward(
 def _gathered(
     order: _Order, block: list[Tensor], terms: Callable[[int, Sequence[Tensor]], list[Tensor]]
 ) -> list[Tensor]:
-    """The sums over all ranks of ``terms`` of the gradients of every rank's ``block``, at the block's own rank: the blocks travel around
-    the ring, and their gradients behind them."""
+    """The gradients of every rank's ``block``, at that rank: the sums of all ranks' ``terms``. The blocks go around the ring, and their
+    gradients follow them."""
     ring = order.ring
     travelling: Arrival = ([], [])
     gone = [0] * len(ring.sizes)

@@ -1,7 +1,7 @@
 """Recurrent layers as one op with one result: examples may be sharded, all other dims are unsharded.
 
-torch's ops return a tuple whose members have the batch in different dims. Here the states follow the outputs along time: one tensor of one
-type.
+torch's ops return a tuple of tensors with different batch dims. Here the states are concatenated to the outputs along time: one tensor of
+one type.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Kernels of a vocabulary that is sharded: the lookup of rows in a table, and the loss."""
+"""Kernels for a sharded vocabulary: the embedding and the loss."""
 
 from __future__ import annotations
 

@@ -28,9 +28,9 @@ Place = tuple[nn.Module, int, int, torch.device]
 class TracedStage(PipelineStage):
     """A stage of torch's pipeline whose actions have names in a profile.
 
-    ``links`` are the groups over which it exchanges tensors with other ranks, by rank; without any that is the pipeline's group. Torch
-    before 2.13 makes each transfer a batch, and NCCL runs the batches of a group in the order of their issue: on the pipeline's group an
-    interleaved schedule of 8 ranks took half as long again.
+    ``links`` are the groups over which it exchanges tensors with other ranks, by rank; without any, the pipeline's group is used. Torch
+    before 2.13 makes each transfer a batch, and NCCL runs the batches of a group in the order of their issue: over the pipeline's group an
+    interleaved schedule of 8 ranks took 1.5 times as long.
     """
 
     def __init__(self, *place: Any, links: Mapping[int, dist.ProcessGroup], **options: Any) -> None:
@@ -71,13 +71,13 @@ class TracedStage(PipelineStage):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def _copy_received_gradients(self) -> None:
-        """Give gradients of parameters memory of their own: of a parameter whose view the stage sends on, autograd keeps a view of the
-        receive buffer, which a later microbatch overwrites."""
+        """Copy gradients of parameters out of receive buffers: if the stage sends on a view of a parameter, autograd keeps a view of the
+        receive buffer as its gradient, and a later microbatch overwrites it."""
         infos = self.grad_recv_info.get(0, ())
         buffers = [info.buffer for info in infos if isinstance(getattr(info, "buffer", None), Tensor)]
         received = {buffer.untyped_storage().data_ptr() for buffer in buffers}
         for parameter in self.submod.parameters() if received else ():
-            gradient = parameter.grad  # a shard (DTensor) is in memory of its own: FSDP2 has reduced it
+            gradient = parameter.grad  # a shard (DTensor) is no view of a buffer: FSDP2 has reduced it
             if gradient is None or isinstance(gradient, DTensor):
                 continue
             if gradient.untyped_storage().data_ptr() in received:
@@ -129,7 +129,7 @@ class Pipeline(Microbatches):
         schedule = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[name]
         (stage,) = stages
         if name == "1f1b":
-            # A stage's backward runs before the receipt of a forward that is later by the number of microbatches in flight. A received
+            # A stage runs a microbatch's backward before it receives the forward input that reuses the microbatch's buffer. A received
             # gradient may be sent on from its buffer; that send has ended when the next gradient but one is received.
             stage.args_recv_info = _Received(self.world.pipeline - self.world.stages[0])
             stage.grad_recv_info = _Received(2)

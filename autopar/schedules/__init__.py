@@ -186,7 +186,7 @@ def refusal(schedule: Schedule) -> tuple[str, str] | None:
     rounds = max(1, microbatches // pipeline)
     if name in (INTERLEAVED, ZERO_BUBBLE) and microbatches % rounds:
         return (
-            f"{name} goes in rounds of {pipeline} microbatches or a few more, all equal, and {microbatches} do not make {rounds}",
+            f"{name} needs equal rounds of {pipeline} microbatches or more, and {microbatches} microbatches don't divide into {rounds}",
             f"take a multiple of {pipeline}, or fewer than {2 * pipeline}",
         )
     return None

@@ -27,8 +27,8 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Fullest:
-    """The moment at which each device has most microbatches: those in flight and those between the two parts of their backward per stage,
-    and the running stage per device."""
+    """The moment at which each device has most microbatches: per stage those in flight, and those between the two parts of their backward;
+    per device the running stage."""
 
     in_flight: tuple[int, ...]
     waiting: tuple[int, ...]
@@ -58,7 +58,7 @@ def fullest(schedule: Schedule) -> Fullest:
 def moments(schedule: Schedule, device: int) -> tuple[Indices, Indices]:
     """The moments at which a device's memory may peak: the microbatches in flight of each of its stages ``[moment, stage]``, and the
     index of the running stage ``[moment]``. If backwards are in two parts, further columns after those of the stages count the
-    microbatches between the two parts. A moment that has no more of anything than another is left out."""
+    microbatches between the two parts. Dominated moments are left out."""
     own = schedule.own(device)
     chunks = len(own)
     place = {stage: k for k, stage in enumerate(own)}
@@ -108,9 +108,9 @@ def _most_of_each(schedule: Schedule) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=512)
 def passing(schedule: Schedule) -> tuple[int, ...]:
-    """Tensors of a border's size that the pipeline keeps at each stage besides the layers' saved activations: outputs until their
-    backward, receive buffers for gradients and later inputs (see ``program.pipeline`` for 1F1B), the last gradient that was sent. Between
-    two stages of one device nothing is sent or received."""
+    """Pipeline buffers of each stage, in tensors of a border's size, besides the layers' saved activations: outputs until their backward,
+    receive buffers for gradients and later inputs (see ``program.pipeline`` for 1F1B), the last gradient that was sent. Between two
+    stages of one device nothing is sent or received."""
     m, found, links = schedule.microbatches, [], (None, *schedule.links, None)
     for s, n in enumerate(_most_of_each(schedule)):
         if schedule.name == NO_PIPELINE:

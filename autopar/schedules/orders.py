@@ -112,7 +112,7 @@ def _zero_bubble(rank: int, line: int, chunks: int, microbatches: int) -> Iterat
 
 
 def _zbv(rank: int, line: int, microbatches: int) -> Iterator[Action]:
-    """Torch's ``ScheduleZBVZeroBubble``, which has at least ``2 line - 1`` microbatches: with fewer, the surplus ones are left out."""
+    """Torch's ``ScheduleZBVZeroBubble``, which is made for at least ``2 line - 1`` microbatches: with fewer, the surplus is left out."""
     first, second = rank, 2 * line - 1 - rank
     count = dict.fromkeys(((kind, stage) for kind in "FIW" for stage in (first, second)), 0)
 
@@ -146,7 +146,7 @@ def _chimera(rank: int, line: int, microbatches: int) -> Iterator[Action]:
 
     In each direction, forwards and backwards pass one stage in 3 time slots, and a microbatch begins every 6. A rank then has one slot in
     6 for each direction's forward (3 slots apart, because ``line`` is even), and the two slots after it for that direction's backward. So
-    no two actions of a rank meet, and the list is the actions in the order of their slots; running, each begins as early as it can.
+    no two actions of a rank share a slot, and the list has them in the order of their slots; at run time each begins as early as it can.
 
     With ``line`` microbatches the times are those of the paper's basic unit (section 3.1). With more, the paper concatenates units (section
     3.5), which leaves bubbles between them where backwards are longer than forwards; here all microbatches are in one steady state, with

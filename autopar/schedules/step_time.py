@@ -145,7 +145,7 @@ def longest_paths(schedule: Schedule, parts: Array, least_s: float) -> list[Arra
 
 
 def _ends(waits: list[tuple[int, int, int]], seconds: list[float]) -> list[float]:
-    """The time at which each action ends; the last entry, index -1, is the start time of actions that wait for nothing."""
+    """The time at which each action ends; the last entry, which index -1 reads, is the start time of actions that wait for nothing."""
     done = [0.0] * (len(waits) + 1)
     for number, (slot, own, taken) in enumerate(waits):
         a, b = done[own], done[taken]

@@ -1,4 +1,4 @@
-"""The kinds of exactness that plans may give up if the user allows it, and the best plan over all combinations."""
+"""The deviations from exact training that plans may make if the user allows it, and the best plan over all combinations."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from autopar.techniques import OF_LAYERS
 
 @dataclass(frozen=True, slots=True)
 class Concession:
-    """The exactness that one plan gives up.
+    """The deviations from exact training that one plan may make.
 
-    ``narrow`` names what is in 16 bits (some of ``NARROW``), ``FP8`` if products are in 8 bits, ``TF32`` if float32 products are of TF32,
-    and names of ``OF_LAYERS`` if techniques may give up exactness. Each of ``microbatches`` computes its own statistics and loss; with one
-    microbatch, the whole batch, they are exact.
+    ``narrow`` names what is in 16 bits (some of ``NARROW``), ``FP8`` if matrix products are in 8 bits, ``TF32`` if float32 products use
+    TF32, and names of ``OF_LAYERS`` for techniques that are not exact. Each of ``microbatches`` computes its own statistics and loss;
+    they are exact with one microbatch, the whole batch.
     """
 
     narrow: tuple[str, ...] = ()
@@ -31,16 +31,16 @@ class Concession:
 
     @staticmethod
     def of(plan: Plan) -> Concession:
-        """The exactness that ``plan`` gives up."""
+        """The deviations of ``plan``."""
         narrow = tuple(name for name in (*NARROW, FP8, TF32, *OF_LAYERS) if name in plan.allow)
         return Concession(narrow, plan.microbatches if MICROBATCH_STATISTICS in plan.allow else 1)
 
 
 def concessions(graph: Graph, options: SearchOptions) -> list[Concession]:
-    """Every combination that the user allows and that may gain something for the graph, the smallest concession first.
+    """Every combination that the user allows and that may make the graph's plan faster, the most exact first.
 
-    If the examples of a batch are independent, microbatches are exact; parameters wider than 16 bits concede no precision, and products in
-    8 bits have results in bfloat16. What a pin gives up, every combination gives up.
+    Microbatches are exact if the examples of a batch are independent. Narrow states need a model in 16 bits, products in 8 bits one in
+    bfloat16, TF32 one in float32. A deviation that a pin needs is in every combination.
     """
     names = [name for name in NARROW if name in options.allow and graph.dtype.itemsize == 2]
     names += [FP8] if FP8 in options.allow and graph.dtype == torch.bfloat16 else []

@@ -50,8 +50,8 @@ def balanced_cuts(shares: Sequence[Array], device: Sequence[int]) -> tuple[int, 
 
 
 def in_rounds(layers: Sequence[int], chunks: int, ends: tuple[bool, bool], order: Sequence[int]) -> tuple[int, ...]:
-    """Cuts that give device ``d`` ``layers[d]`` layers, in chunks as even as possible; ``order`` decides which chunks have one layer
-    more.
+    """Cuts that give device ``d`` ``layers[d]`` layers, in chunks as even as possible; ``order`` decides which chunks get the extra
+    layers.
 
     If all devices have their extra layer in the same chunk, none waits for another. ``ends``: whether the first layer and the last layer
     are of other kinds, so that their stages may have no other layer.

@@ -1,11 +1,11 @@
 """Best-first search over the configurations: prices and a cluster in, a plan with its proved bound out.
 
-Every choice starts with a bound from the layers' own work (``Prices.least_time_s``), which needs no prices. The choice with the lowest
-bound takes the next step: its prices and a cheap bound (``fewest_seconds``), then those of ``steps``: a more expensive bound, a solution, a
-proof. A step is worth its time only while no other choice looks better, so each step runs when the choice
-has the lowest bound again. The search ends when no choice, open or closed, has a bound further than the target gap below the incumbent,
-or when the time limit is reached. The reported bound is the smallest of the open choices' bounds, the closed choices' bounds, and the
-incumbent's time.
+Every configuration (``Choice``) starts with a bound from the layers' own work (``Prices.least_time_s``), which needs no prices. The choice
+with the lowest bound takes its next step: first prices and a cheap bound (``fewest_seconds``), then the steps of ``steps``: a more
+expensive bound, a solution, a proof. After each step the choice waits until its bound is the lowest again, so that no time is spent on a
+choice while another looks better. The search ends when no choice, open or closed, has a bound further than the target gap below the
+incumbent, or when the time limit is reached. The reported bound is the smallest of the open choices' bounds, the closed choices' bounds,
+and the incumbent's time.
 
 Once the choices under 1F1B and GPipe are settled, or the time for them is spent, every pipeline is tried with the other schedules, too
 (``_other_schedules``): the incumbent discards most of these choices by their first bounds. For such choices, pinned or not, the next
@@ -68,10 +68,10 @@ def search(
 ) -> Plan:
     """The fastest plan of ``graph`` on ``cluster`` that fits, with a proved bound over the candidates that were searched.
 
-    ``shared`` are the tables that another search of the same graph has made, or will use.
+    ``shared`` holds tables that searches of the same graph share.
 
     Raises:
-        InfeasibleError: nothing fits; the message names the stage, the layer and the part of memory, the hint the limit that would do.
+        InfeasibleError: nothing fits; the message names the stage, the layer and the part of memory, the hint a sufficient limit.
         UsageError: pins that contradict each other.
     """
     started = time.monotonic()
@@ -117,21 +117,21 @@ def search_also(
     pins: Sequence[Mapping[str, Any]],
     shared: Shared | None = None,
 ) -> Plan:
-    """``plan``, found with ``options``, or a faster one with one of ``pins`` besides, in their order; its bound is of the plans with each
-    of them, too. Where the time of ``options`` ends first, the bound of the pins that are left is the model's arithmetic alone, and
-    a note names them.
+    """The faster of ``plan``, found with ``options``, and the plans with each of ``pins`` added, tried in their order; the bound covers
+    all of them. If the time limit of ``options`` ends first, the bound for the pins that are left is the model's arithmetic alone, and a
+    note names them.
     """
     deadline, best, bound_s = time.monotonic() + options.time_limit_s, plan, plan.bound_s
     late: list[str] = []
     for pin in pins:
         left_s, known_s = deadline - time.monotonic(), best.prediction.step_time_s
         named = [f"{name}={value}" for name, value in pin.items()]
-        if left_s <= 0 and late:  # the arithmetic is the same
+        if left_s <= 0 and late:  # their bound, the arithmetic, is already counted
             late += named
             continue
         share = replace(options, **pin, time_limit_s=max(left_s, 0.0))
         found = search_again(graph, cluster, pricer, share, known_s, shared)
-        if found is None:  # these devices or this model do not admit it
+        if found is None:  # refused for these devices or this model
             continue
         bound_s = min(bound_s, found.bound_s)
         if left_s <= 0:
@@ -145,7 +145,7 @@ def search_also(
 
 
 def _asked(cluster: Devices, pricer: PriceSource, options: SearchOptions) -> tuple[PriceSource, SearchOptions]:
-    """The pricer of the program that ``options`` ask for, and the options with what cluster and pricer say."""
+    """The pricer for the program that ``options`` describe, and the options completed with facts of the cluster and the pricer."""
     sync = options.of(SYNC.name) or SYNC.default
     pricer = pricer.of_program(options.prefetch or 1, sync).mirrored(copies_of(options.schedule))
     return pricer, replace(options, compiled=pricer.compiled, nvme=cluster.has_nvme)
@@ -162,8 +162,8 @@ def price_pins(
 ) -> Plan:
     """``plan``, found with ``options``, with the price of each pin: the time saved if that pin alone were left to the search.
 
-    Each pin needs its own search, with ``time_limit_s`` for all together; the part that a search had no time to settle lies between the
-    two figures. A pin that another one needs has no price. ``shared`` as in ``search``.
+    Each pin needs its own search; ``time_limit_s`` is for all of them. A price has two figures, from the plan that was found and from the
+    bound, which differ where the search had no time to finish. A pin that another one needs has no price. ``shared`` as in ``search``.
     """
     shared = Shared() if shared is None else shared
     priced: list[PinPrice] = []
@@ -213,7 +213,7 @@ def explore(
 
 
 def _open_all(graph: Graph, cluster: Devices, state: State) -> list[Choice]:
-    """Give every configuration its first bound; of choices that differ only in the number of chunks, those with the fewest are returned."""
+    """Give every configuration its first bound; return the choices, without those that have more chunks and are otherwise equal."""
     opened: list[Choice] = []
     found = choices(graph, cluster.count, state.options, state.prices.pins)
     todo = _by_mesh([choice for choice in found if mirrors(cluster, choice.schedule)])
@@ -233,7 +233,7 @@ def _open_all(graph: Graph, cluster: Devices, state: State) -> list[Choice]:
 
 
 def _arithmetic_s(graph: Graph, cluster: Devices, state: State, choice: Choice) -> float:
-    """The model's arithmetic at the fastest rate in a price: a bound for choices without any other. ``choice`` is one that has a price."""
+    """Seconds of the model's arithmetic at the highest rate that a price assumes: the bound of unpriced choices. ``choice`` is priced."""
     numbers = [state.options.precision]
     numbers += [kind for name, kind in ((FP8, FLOAT8), (TF32, TF32)) if name in graph.allow]
     fastest = max(cluster.fastest_flops_per_s(name) for name in numbers)  # the bound holds for products of both kinds
@@ -279,7 +279,8 @@ def _spares(state: State, instance: Instance, solution: Solution, stage: int) ->
 
 
 def _in_segments(state: State) -> bool:
-    """Called when the search would end: if the best plan fully recomputes many layers, it lacks memory, and segments save some."""
+    """At the end of the search, try segments if the best plan fully recomputes many layers, which shows that it is short of memory; return
+    whether to go on."""
     if state.best is None or state.widened == state.best[0].choice or not may_segment(state.best[0]):
         return False
     chosen, solution = state.best
@@ -294,8 +295,8 @@ def _in_segments(state: State) -> bool:
 
 
 def _where_nothing_fits(state: State) -> bool:
-    """Called when the search would end: a choice for which nothing fits without segments may be faster with segments than its bound says,
-    which counts the recomputation or the copies that would make room."""
+    """At the end of the search, try segments in choices for which nothing fits without them; return whether to go on. With segments such
+    a choice may be faster than its bound, which counts the recomputation or the copies that would make room."""
     for node in list(state.heap):
         plain = node.instance
         if not may_segment(plain) or plain.choice.segments or plain.choice in state.tried:
@@ -314,11 +315,11 @@ def _where_nothing_fits(state: State) -> bool:
 
 
 def _other_schedules(state: State, opened: list[Choice]) -> bool:
-    """Try every pipeline with the schedules under which devices wait less, if no pin decides the schedule or the number of chunks; whether
-    some choice may improve the incumbent.
+    """Try every pipeline with the schedules that have smaller bubbles, if no pin decides the schedule or the number of chunks; return
+    whether some choice may improve the incumbent.
 
-    Schedules that split backward passes leave layers eager: they are tried where layers are eager in any case, and in models of at most
-    ``SMALL_LAYERS``, if all that a layer keeps is on the device.
+    Schedules that split backward passes don't compile layers: they are tried where layers are eager in any case, and in models of at most
+    ``SMALL_LAYERS``, if activations stay on the device.
     """
     options, pins = state.options, state.prices.pins
     if state.schedules is not None or options.schedule is not None or options.chunks is not None:

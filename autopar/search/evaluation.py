@@ -1,4 +1,4 @@
-"""The true cost of a complete choice (resharding, sends, schedule, memory by part), and the ``Plan`` that records it."""
+"""The exact cost of a complete choice (resharding, sends, schedule, memory by part), and the ``Plan`` that records it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Solution:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Per stage: seconds of one microbatch (forward; backward; the part of the backward that may run apart; communication in both) and
+    """Per stage: seconds of one microbatch (forward; backward; the weight gradients in it that may be deferred; communication in both) and
     once-per-step seconds. Also the step time."""
 
     forward_s: tuple[float, ...]
@@ -72,8 +72,8 @@ def step_cost(
 ) -> Cost:
     """``edges[i]`` and ``sends[i]`` are the seconds of resharding and of a send after layer ``i``.
 
-    The stage that receives does the resharding at a cut. The stage that sends pays for a send: forward to the next stage,
-    backward to the previous one. For a step that is not below ``below_s`` only a lower bound of its time is computed.
+    Resharding at a cut counts for the receiving stage, and a send for the sending stage: forward to the next stage, backward to the
+    previous one. If the step takes at least ``below_s``, the returned time is only a lower bound.
     """
     forward, backward, weight, moved, steps = [], [], [], [], []
     last = len(bounds) - 2
@@ -96,7 +96,7 @@ def step_cost(
 
 
 def cost(instance: Instance, solution: Solution, below_s: float = np.inf) -> Cost:
-    """The true cost of a solution, without memory. ``below_s`` as in ``step_cost``."""
+    """The exact cost of a solution, without memory. ``below_s`` as in ``step_cost``."""
     return step_cost(
         solution.bounds, prices_of(instance, solution), *ways(instance, solution), instance.schedule, below_s
     )
@@ -138,10 +138,10 @@ def stage_bytes(instance: Instance, first: int, stage: int, pick: Sequence[int])
 
 
 def in_turn(instance: Instance, first: int, pick: Sequence[int]) -> tuple[int, ...]:
-    """The candidates of a stage's layers from ``first`` on, equal candidates next to each other, so that segments of several layers are
-    whole.
+    """The candidates of a stage's layers from ``first`` on, reordered so that equal ones are adjacent and segments of several layers are
+    not cut short.
 
-    Layers of one kind exchange candidates if their layouts are equal, which has no other effect on time or memory.
+    Only layers of one kind and layout exchange candidates, which changes nothing else in time or memory.
     """
     places: dict[tuple[int, int], list[int]] = {}
     for a, k in enumerate(pick):
@@ -182,8 +182,8 @@ def _fit(instance: Instance, bounds: Sequence[int], prices: Sequence[LayerPrice]
 
 
 def outside_bytes(schedule: Schedule, stages: Sequence[Sequence[LayerPrice]]) -> list[tuple[int, int]]:
-    """Host memory and NVMe of each pipeline rank, in bytes; with several chunks, all microbatches in flight count as the chunk that saves
-    most."""
+    """Host memory and NVMe of each pipeline rank, in bytes; with several chunks, every microbatch in flight counts as one of the chunk that
+    saves most."""
     found = []
     for d in range(schedule.pipeline):
         mine = [stages[s] for s in schedule.own(d)]
@@ -194,7 +194,7 @@ def outside_bytes(schedule: Schedule, stages: Sequence[Sequence[LayerPrice]]) ->
 
 
 def coalesce(mesh: Mesh, strategies: Sequence[Strategy]) -> tuple[Mesh, list[Strategy]]:
-    """Merge neighbouring axes that no layer distinguishes; name an axis after its use if all layers use it for the same."""
+    """Merge neighbouring axes to which every layer gives the same role; name an axis after its role if all layers agree on it."""
     roles = [tuple(s.roles[a] for s in strategies) for a in range(len(mesh))]
     copies = [tuple(axis in s.data_axes(mesh)[0] for s in strategies) for axis in mesh]
     groups: list[list[int]] = []
@@ -224,7 +224,7 @@ def coalesce(mesh: Mesh, strategies: Sequence[Strategy]) -> tuple[Mesh, list[Str
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """Facts about how the search proved a plan: a lower bound, the solvers, remarks."""
+    """The lower bound of a search, the solvers that ran, and remarks."""
 
     bound_s: float
     gap: float
@@ -408,14 +408,14 @@ def evaluate(
     schedule: Schedule,
     precision: str,
 ) -> Plan:
-    """The price of a plan that was written by hand: nothing is searched, so ``bound_s`` is 0, ``gap`` 1 and ``solver`` ``GIVEN``.
+    """Price a plan that was written by hand: nothing is searched, so ``bound_s`` is 0, ``gap`` 1 and ``solver`` ``GIVEN``.
 
     ``stage_bounds`` are (0, first layer of stage 1, ..., number of layers); ``strategies`` has one per layer. Memory above the limit is
     a note here, not an error.
 
     Raises:
         InfeasibleError: a layer has no price under its strategy (an inadmissible role, an indivisible size).
-        UsageError: a schedule with copies of each stage on unequal devices; halves asked for, and no layer admits them.
+        UsageError: a schedule with copies of each stage on unequal devices; ``overlap=halves`` where no layer can be halved.
     """
     strategies = shortened(graph, [strategy.under(schedule) for strategy in strategies], stage_bounds)
     if not mirrors(cluster, schedule):
@@ -506,14 +506,15 @@ def _price(
 
 
 def _effort(strategy: Strategy) -> tuple[int, ...]:
-    """The ranks of techniques, and of the ZeRO stage and its copies: among equally fast strategies the plan states the lowest."""
+    """The sort key that orders equally fast strategies by simplicity: techniques, then the ZeRO stage and its copies; the plan takes the
+    lowest."""
     ranks = [technique.effort(value) for technique, value in zip(LAYER, strategy.options.values, strict=True)]
     before, after = ([rank for parts in ranks for rank in parts[i]] for i in (0, 1))
     return *before, strategy.zero, strategy.replicate, *after
 
 
 def tidy(instance: Instance, solution: Solution) -> Priced:
-    """The same plan, or a faster one, simplified: no recomputation and no higher ZeRO stage than needed.
+    """Simplify a plan without making it slower: no recomputation and no higher ZeRO stage than needed.
 
     Optima are rarely unique; a strategy that gains nothing confuses readers. All layers of a kind that have the same
     strategy change together, to any candidate of the same roles, dominated ones included, if it fits and is no slower.
@@ -553,7 +554,7 @@ def tidy(instance: Instance, solution: Solution) -> Priced:
 
 
 def in_segments(graph: Graph, instance: Instance, solution: Solution, plain: Priced) -> Priced:
-    """The same plan; a segment that the end of its stage cuts short states the layers that it really has."""
+    """The same plan, in which a segment that the end of its stage cuts short has its actual number of layers."""
     choice = instance.choice
     told, prices = shortened(graph, plain.strategies, solution.bounds), list(plain.prices)
     for s, (start, stop) in enumerate(pairwise(solution.bounds)):

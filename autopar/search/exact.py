@@ -25,7 +25,7 @@ NODES = 200_000  # combinations of stages
 
 
 class TooManyLabelsError(Exception):
-    """The label method met more labels than it can handle: internal, users never see it."""
+    """The label method has more labels than it can handle (internal: users never see it)."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ def solve_labels(instance: Instance, cutoff_s: float, deadline: float) -> tuple[
 
 
 def _regimes(instance: Instance) -> list[Regime]:
-    """The regime of each stage; if a device may have several stages, its memory is checked later, and stages differ only in the tensors
-    that the pipeline keeps and in the place."""
+    """The regime of each stage. If a device may have several stages, its memory is checked later, and regimes differ only in pipeline
+    buffers and place."""
     schedule, place = instance.schedule, instance.layout.place
     if not schedule.interleaved:
         return [instance.regime(s) for s in range(schedule.stages)]
@@ -69,8 +69,8 @@ def _regimes(instance: Instance) -> list[Regime]:
 
 
 def _always_fits(instance: Instance) -> bool:
-    """Whether every device has memory for all layers of the model at once, each with the candidate that needs most, in as many microbatches
-    as any stage ever keeps, and with as many tensors of the pipeline as any device keeps: then memory excludes no solution."""
+    """Whether memory excludes no solution: every device could hold all layers of the model, each with the candidate that needs most, for
+    the most microbatches in flight of any stage and the most pipeline buffers of any device."""
     schedule, devices = instance.schedule, range(instance.schedule.pipeline)
     most = max(float(moments(schedule, d)[0].max()) for d in devices)
     passing = max(passing_by(schedule, d) for d in devices)

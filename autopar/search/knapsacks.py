@@ -21,17 +21,17 @@ from autopar.search.pareto import Array, Indices, falling
 from autopar.search.tables import Instance, Regime, Roles, Table
 
 WAYS = 400
-"""The most ways to run some layers that are kept apart; more are thinned out."""
+"""Maximum number of Pareto points kept; a larger front is thinned out."""
 
 TABLES = 3
-"""The largest number of different layers of a stage for which the least cost is computed: more layers have too many ways, and among many
-layers a fraction of one matters little."""
+"""The largest number of different layers of a stage for which the least cost is computed: more layers have too many combinations, and
+rounding a fraction of one layer among many matters little."""
 
 
 @dataclass(frozen=True)
 class Front:
-    """Ways to run some layers: live bytes, rising, and cost, falling. A way combines a way of each of two parts, or is one candidate of
-    one layer."""
+    """The Pareto front of the ways to run some layers: live bytes, rising, and cost, falling. A way is one candidate of one layer, or
+    combines a way of each of two parts."""
 
     live: Array
     cost: Array

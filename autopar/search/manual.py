@@ -82,8 +82,9 @@ def manual_plan(
     """A plan in which every layer has the same strategy, except those that ``strategies`` gives by index.
 
     ``pins`` are decisions for the plan and for every layer (``autopar.pins``). A degree that is left out is 1, ZeRO is stage 0, and
-    techniques have the least value that pins allow (compiled layers where ``compiled``). A value that needs ZeRO takes effect where a layer
-    has a data axis of more than one device, ``sync`` where a layer has several replicas. ``allow`` names the exactness that pins give up.
+    techniques have the simplest value that pins allow (with ``compiled``, layers are compiled). A value that needs ZeRO takes effect where
+    a layer has a data axis of more than one device, ``sync`` where a layer has several replicas. ``allow`` names the exactness that pins
+    give up.
     ``sequence`` shards activations between tensor-parallel regions along the sequence. ``cuts`` are the first layers of the stages after
     the first (default: layers distributed evenly).
 
@@ -194,13 +195,13 @@ def _dense_mesh(given: PlanPins) -> tuple[Axis, ...]:
 
 
 def _possible(graph: Graph, layer: int, strategy: Strategy) -> Strategy:
-    """The strategy of a layer, with the defaults of techniques that it cannot have."""
+    """The strategy of a layer, with the default of every technique that it cannot have."""
     cls = graph.layers[layer].cls
     return strategy.but(**{t.name: t.default for t, _ in strategy.options.chosen if t.refusal(graph, cls)})
 
 
 def _given_up(given: PlanPins, strategies: Collection[Strategy]) -> dict[str, str]:
-    """The exactness that techniques give up, each with the value that does."""
+    """The kinds of exactness that techniques give up, each with the responsible value."""
     chosen = [(technique, value) for s in strategies for technique, value in s.options.chosen]
     chosen += [(technique, given.of(technique.name) or technique.default) for technique in PLAN]
     return {name: f"{t.name}={value}" for t, value in chosen if (name := t.way(value).gives_up)}

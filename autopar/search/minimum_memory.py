@@ -35,13 +35,13 @@ def least_memory(instance: Instance) -> tuple[float, Solution]:
 
 
 def something_fits(instance: Instance) -> bool:
-    """Whether ``least_memory`` needs no more than the limits. Mostly a solution that fills all devices equally shows it, in less time."""
+    """Whether ``least_memory`` is within the limits. A solution that fills all devices equally, which takes less time, mostly shows it."""
     return max(shares_of_limits(instance, _balanced(instance))) <= 1 or least_memory(instance)[0] <= 1
 
 
 def least_share(instance: Instance, weights_only: bool = False) -> float:
-    """A lower bound of the share that ``least_memory`` gives, in far less time: all layers over all devices together, and one layer's
-    transients. With ``weights_only`` it holds with segments of several layers among the candidates, too."""
+    """A cheap lower bound of the share of ``least_memory``: all layers divided over all devices, and one layer's transients. With
+    ``weights_only`` it also holds if segments of several layers are among the candidates."""
     exact = not (weights_only or instance.schedule.interleaved)
     layers = np.full(len(instance.kinds), np.inf)
     working = np.full(len(instance.kinds), np.inf if exact else 0.0)

@@ -58,13 +58,13 @@ def notes_of(graph: Graph, choice: Choice, strategies: Sequence[Strategy], mesh:
 
 
 def sync_notes(sync: str) -> tuple[str, ...]:
-    """A note on replicas that are not synchronised in every step."""
+    """A note on replicas that don't all-reduce their gradients in every step."""
     found = SYNC.note((), 0, sync)
     return (found,) if found else ()
 
 
 def outside_notes(outside: Sequence[tuple[int, int]], stages: Sequence[Devices]) -> tuple[str, ...]:
-    """Notes on the bytes per device in host memory and on NVMe, beside the device's share of either."""
+    """Notes that compare the bytes per device in host memory and on NVMe with the device's share of either."""
     found = []
     for i, where in enumerate(("in the host's memory", "on NVMe")):
         sizes = [each[i] for each in outside]
@@ -78,7 +78,7 @@ def outside_notes(outside: Sequence[tuple[int, int]], stages: Sequence[Devices])
 
 
 def whole_layers(plan: Plan, pricer: PriceSource) -> tuple[str, ...]:
-    """A note on the layers whose microbatches are not computed in parts in a plan that does so in others.
+    """A note on the layers that cannot be computed in parts (``overlap=halves``), in a plan that computes other layers so.
 
     Raises:
         UsageError: the plan asks for parts, and no layer admits them.

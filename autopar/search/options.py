@@ -74,7 +74,7 @@ class SearchOptions(PlanPins):
 
     @property
     def given_up(self) -> dict[str, str]:
-        """The exactness that the pins give up, each with a pin that does."""
+        """The kinds of exactness that the pins give up, each with a responsible pin."""
         found = {}
         for key, value in self.pins.items():
             if (technique := OWNERS.get(name := key.rpartition(".")[2])) is not None:
@@ -174,7 +174,7 @@ def _check_searched(layer: str, pins: LayerPins) -> None:
 
 
 def check_refused(graph: Graph, pins: Sequence[LayerPins]) -> None:
-    """Raise ``UsageError`` if a technique is pinned, and no layer that is pinned to it can have it."""
+    """Raise ``UsageError`` if a technique is pinned that none of the pinned layers can have."""
     for technique in LAYER:
         wanted: dict[str, list[str]] = {}
         for layer, own in zip(graph.layers, pins, strict=True):

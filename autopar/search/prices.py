@@ -1,4 +1,4 @@
-"""The candidates of every layer and their prices, for each configuration: the search's questions to the pricer, each asked once."""
+"""The candidates of every layer and their prices, for each configuration; every price is computed once."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from autopar.techniques.technique import Technique
 
 
 def _borders(graph: Graph) -> list[int]:
-    """A number per layer's border, equal for borders with equal sides: the classes, and for every value that crosses it, its shape, which
-    output of which class it is, and whether the next layer reads it."""
+    """A number for each border between layers, equal for equal borders: equal classes on both sides, and equal values that cross it (shape,
+    which output of which class, whether the next layer reads it)."""
     last: dict[str, int] = {}
     for i, layer in enumerate(graph.layers):
         for name in layer.activations:
@@ -141,7 +141,7 @@ class Prices:
         return self._candidates[alike]
 
     def _refused(self, cls: str) -> dict[str, str]:
-        """Why layers of a class have no choice of a technique, by its name."""
+        """The refusal reasons of a class, by the name of the technique."""
         if cls not in self._refusals:
             self._refusals[cls] = {technique.name: technique.refusal(self._graph, cls) for technique in LAYER}
         return self._refusals[cls]

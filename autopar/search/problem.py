@@ -92,7 +92,7 @@ class PriceSource(Protocol):
     compiled: bool
 
     def why_whole(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> str:
-        """Why the microbatches of a layer class are not computed in halves; empty if they can be."""
+        """Return why the microbatches of a layer class can't be computed in halves, or an empty string."""
         ...
 
     def odd_experts(self, cls_name: str, mesh: Mesh, strategy: Strategy) -> tuple[int, int] | None:
@@ -268,14 +268,14 @@ def strategies(
 
 
 def context_of(options: SearchOptions, **known: Any) -> Context:
-    """What techniques know of a layer: what ``options`` say, and what is ``known`` of it."""
+    """The facts of a layer that techniques need: those from ``options``, and ``known``."""
     return Context(allow=options.allow, compiled=options.compiled, nvme=options.nvme, **known)
 
 
 def may_split(pins: LayerPins, context: Context, small: bool) -> bool:
-    """Whether schedules that split the backward pass are tried without a pin. Not where a pin asks for what they leave out, where layers
-    may need memory besides the device's, for which such plans have no exact search; nor, unless the model is ``small``, where they leave
-    out what gains more (``Technique.outweighs_split``)."""
+    """Whether schedules that split the backward pass are tried without a pin. They are not if a pin asks for a technique that they exclude,
+    or if layers may be offloaded (such plans have no exact search); nor, unless the model is ``small``, if they exclude a technique that
+    gains more (``Technique.outweighs_split``)."""
     allowed = {technique: technique.allowed(pins.of, context) for technique in LAYER}
     for technique, values in allowed.items():
         wanted = not small and technique.outweighs_split and technique.under_split not in values
@@ -285,7 +285,7 @@ def may_split(pins: LayerPins, context: Context, small: bool) -> bool:
 
 
 def _options(pins: LayerPins, context: Context, zero: int) -> list[Options]:
-    """The values of all techniques together that a layer under a ZeRO stage may have, as pins and the techniques say."""
+    """Every combination of techniques' values that pins and conflicts leave to a layer under a ZeRO stage."""
     allowed: list[tuple[str, ...]] = []
     for technique in LAYER:
         values = technique.allowed(pins.of, context)
@@ -354,8 +354,8 @@ def _wanted(
 
 
 def _zeros(mesh: Mesh, roles: tuple[Role, ...], gpus_per_node: int, pins: LayerPins) -> Iterator[tuple[int, int]]:
-    """ZeRO stages, and numbers of copies of what they shard: from one to as many as keep the shards of each copy in one node. More copies
-    would save little, since links inside of a node are alike."""
+    """ZeRO stages, and numbers of copies of the shards (HSDP): from one up to the number at which each copy is within one node. More
+    copies would save little, since the links inside a node are equal."""
     axes = [axis for axis, role in zip(mesh, roles, strict=True) if role.replicates_parameters]
     total = math.prod(axis.size for axis in axes)
     counts = [
@@ -455,7 +455,7 @@ def no_mirror(schedule: str) -> UsageError:
 
 
 def waiting_less(choice: Choice, layers: int, split: bool) -> list[list[Choice]]:
-    """The choice with schedules under which devices wait less: a list for each schedule, the fewest stages on each device first. Pins of
+    """The choice with schedules that have smaller bubbles: a list for each schedule, the fewest stages on each device first. Pins of
     schedule and chunks are not checked; ``split``: whether a backward pass may run in two parts.
 
     Only numbers of stages are tried that divide the layers, apart from the first and the last one (an embedding and a head are no blocks),

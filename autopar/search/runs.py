@@ -35,8 +35,7 @@ class Compositions:
         return np.concatenate([values, np.full((*values.shape[:-1], 1), np.inf)], axis=-1)[..., self.at]
 
     def most(self, values: Array) -> Array:
-        """``[..., composition]``: the largest of ``values[..., kind]`` among the kinds that a composition has; values are not
-        negative."""
+        """``[..., composition]``: the largest of ``values[..., kind]`` among a composition's kinds; values must not be negative."""
         return np.where(self.has, values[..., None, :], 0.0).max(axis=-1)
 
 

@@ -53,9 +53,9 @@ class State:
     counter: itertools.count[int] = field(default_factory=itertools.count)
     opened: int = 0
     solvers: set[str] = field(default_factory=set)
-    unpriced: int = 0  # choices that the time did not suffice for
+    unpriced: int = 0  # choices that were not priced when time ran out
     priced: list[Instance] = field(default_factory=list)
-    tried: set[Choice] = field(default_factory=set)  # whether anything fits in these choices was checked at the end
+    tried: set[Choice] = field(default_factory=set)  # choices that ``_where_nothing_fits`` has checked
     widened: Choice | None = None  # the latest best choice in which segments were tried
     schedules: dict[str, None] | None = None  # those besides 1F1B and GPipe that were opened; ``None``: not yet
     missed_s: float = 0.0  # seconds of early solutions that were no better, since the latest that was better
@@ -79,7 +79,7 @@ class State:
         heapq.heappush(self.heap, SearchNode(bound_s, next(self.counter), instance, done))
 
     def open(self, choice: Choice, more: Iterable[Choice] = ()) -> bool:
-        """Give a configuration its first bound, and those that differ from it only in having ``more`` chunks; whether it has a price."""
+        """Give a configuration, and those that differ from it only in having ``more`` chunks, a first bound; return whether it has one."""
         least = self.prices.least_time_s(choice)
         if least is None:
             return False

@@ -1,6 +1,6 @@
 """The steps of a configuration: bounds, solutions, the exact method. One step runs each time that the choice's bound is the lowest.
 
-Bounds come before a solution: most choices need no solution, and the linear program has cuts for it.
+Bounds come before a solution: most choices need no solution, and the linear program gives it initial cuts.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ LABELS_S = 3.0
 """Seconds for the label method; with several stages on each device, every choice that was too large halves them for the next."""
 
 MARGIN = 0.15
-"""How far above a choice's bound a plan is searched for while no plan is known, or a better one is looked for at once."""
+"""How far above a choice's bound a plan is searched for while none is known, or when an early solution is tried (``_first``)."""
 
 MISSED = 0.1
 """After solutions that were no better than the incumbent took this share of the time limit, better bounds come first."""
 
 PRICES = (0.0, 0.03, 0.3)
-"""Prices of memory with which tied layers are decided, in units of a stage's least time per device memory."""
+"""Lagrange multipliers of memory for deciding tied layers, in units of a stage's least time per device memory."""
 
 Step = Callable[[State, SearchNode], None]
 Bound = Callable[[Instance, float, float], float]
@@ -75,8 +75,8 @@ def _bounding(bound: Bound) -> Step:
 
 
 def not_possible(state: State, node: SearchNode) -> None:
-    """No plan of a choice fits: try it again with segments of several layers, which need less memory and are never faster, except in
-    place of offloading."""
+    """No plan of a choice fits: go on with segments of several layers, which need less memory and are never faster, except in place of
+    offloading."""
     instance = segmented(state, node.instance)
     if instance is not None:
         state.push(instance, fewest_seconds(instance) if instance.outside else node.bound_s)
@@ -129,8 +129,8 @@ def _linear(state: State, node: SearchNode) -> None:
 
 
 def _first(state: State, node: SearchNode) -> None:
-    """A coarse bound of several stages on each device; a solution at once where the bound is so far below the incumbent that a better
-    incumbent, which discards other choices, is worth more than a better bound, unless too many such solutions were no better."""
+    """A coarse bound for several stages on each device. If it is far below the incumbent, a solution is tried at once: a better incumbent
+    discards other choices, and is worth more than a better bound; not so once too many such solutions were no better."""
     bound_s, known_s = first_bound(node.instance, node.bound_s, state.enough_s), state.step_s
     far = np.isfinite(bound_s) and bound_s < (1 - MARGIN) * known_s
     if far and state.missed_s < MISSED * state.options.time_limit_s:
@@ -150,7 +150,7 @@ def _construct(state: State, node: SearchNode) -> None:
 
 
 def _look(state: State, instance: Instance) -> bool:
-    """Search for a solution of the choice; whether one was found."""
+    """Search for a solution of the choice; return whether one was found."""
     state.opened += 1
     decided = _dive(state, instance)
     if decided is None:
@@ -200,7 +200,7 @@ def _close(state: State, node: SearchNode) -> None:
 
 
 def _labels(state: State, node: SearchNode) -> bool:
-    """Run the label method; whether it solved the choice."""
+    """Run the label method; return whether it solved the choice."""
     instance, several = node.instance, node.instance.schedule.interleaved
     deadline = time.monotonic() + min(state.left_s(), LABELS_S / 2 ** (state.too_large * several))
     try:
@@ -218,7 +218,7 @@ def _labels(state: State, node: SearchNode) -> bool:
 
 
 NO_PIPELINE = (_coarse, _bounding(_whole), _construct, _linear, _close)
-"""There is nothing to cut, so that the linear program is needed for the proof alone."""
+"""One stage has no cuts, so the linear program is needed for the proof alone."""
 
 ONE_STAGE = (_coarse, _bounding(_whole), _linear, _construct, _close)
 SEVERAL_STAGES = (_first, _linear, _bounding(device_bound), _construct, _close)

@@ -28,7 +28,7 @@ from autopar.search.problem import (
 Roles = tuple[Role, ...]
 
 OUTSIDE = ("host", "nvme")
-"""The memories besides the device's, each with a limit: the host's memory, and NVMe."""
+"""The offload tiers, each with a limit: host memory and NVMe."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Table:
 
     @cached_property
     def uses(self) -> frozenset[int]:
-        """The memories, besides the device's, that some candidate has bytes in."""
+        """The offload tiers (indices of ``OUTSIDE``) that some candidate uses."""
         return frozenset(i for t in self.places for i, size in enumerate(t.outside(1.0)) if size.any())
 
     @cached_property
@@ -131,7 +131,7 @@ class Table:
         return np.stack(found, axis=1)
 
     def at_work(self, passing: int) -> Array:
-        """The transient bytes of a running layer, with ``passing`` tensors of a border's size that the pipeline keeps at its stage."""
+        """The transient bytes of a running layer, ``passing`` pipeline buffers of the border's size included."""
         return self.transient + passing * self.border
 
     @cached_property
@@ -190,7 +190,7 @@ class StagePlaces:
     """Where the stages of a pipeline run: the place of each stage, the link over which each but the last sends, and its memory limit.
 
     Places and links (``way``) are numbers of distinct devices and links; a send to a stage on the same device has no link. ``outside`` is
-    a device's share of its node's other memories (``OUTSIDE``), by place.
+    a device's share of its node's offload tiers (``OUTSIDE``), by place.
     """
 
     place: tuple[int, ...]
@@ -203,7 +203,7 @@ class StagePlaces:
 
 
 Regime = tuple[int, int, int, float]
-"""The properties that make stages equivalent: microbatches in flight, tensors that the pipeline keeps, the place, the memory limit."""
+"""The properties that make stages equivalent: microbatches in flight, pipeline buffers, place, memory limit."""
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ class Instance:
 
     @cached_property
     def outside(self) -> tuple[int, ...]:
-        """The memories besides the device's (``OUTSIDE``) that some candidate has bytes in, so that their limits count."""
+        """The offload tiers that some candidate uses, so that their limits matter (indices of ``OUTSIDE``)."""
         return tuple(sorted(frozenset().union(*(table.uses for table in self.kinds))))
 
     @cached_property

@@ -1,7 +1,7 @@
-"""The techniques of layers and plans, and what is made from all of them.
+"""The registry of the techniques of layers and plans.
 
-To add one: write its file, and put it into ``LAYER`` or ``PLAN``. Nothing else in plans, pins, options, comparisons, descriptions and
-``verify`` knows its name.
+To add one: write its file, and put it into ``LAYER`` or ``PLAN``. Plans, pins, options, comparisons, descriptions and ``verify`` read the
+registry, and name no technique.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _made: dict[tuple[str, ...], Options] = {}
 
 
 class Options(Facts):
-    """A layer's value of every technique, and their facts together: of each the largest. Equal ones are one object: prices are cached by
-    strategy, and identity is the fastest hash."""
+    """A layer's value of every technique, and the combined facts of these values: of each fact the largest. Equal options are one object:
+    prices are cached by strategy, and identity is the fastest hash."""
 
     values: tuple[str, ...]
 
@@ -109,12 +109,12 @@ class Options(Facts):
 
     @property
     def parting(self) -> Technique:
-        """The technique that computes microbatches in parts, if there are ``parts``."""
+        """The technique that computes microbatches in parts; only if ``parts`` is above 1."""
         return next(technique for technique, value in self.chosen if technique.way(value).parts > 1)
 
     @cached_property
     def whole(self) -> Options:
-        """The same values, with whole microbatches."""
+        """The same values, with microbatches that are not computed in parts."""
         ways = {technique.name: technique.way(value) for technique, value in self.chosen}
         return self.but(**{name: way.fallback for name, way in ways.items() if way.parts > 1})
 
@@ -130,23 +130,23 @@ class Options(Facts):
 
     @cached_property
     def parts_of_runtime(self) -> dict[str, str]:
-        """The parts of the runtime that a program with such layers has (``Technique.parts``)."""
+        """The runtime modules that a program with such layers needs (``Technique.parts``)."""
         return {name: part for technique, value in self.chosen for name, part in technique.parts(value).items()}
 
     def called(self, call: Call) -> Call:
-        """The call of a layer, or of layers, in the text of a program; the last techniques are the innermost."""
+        """The call of a layer, or of several, in the text of a program; each technique wraps the call of those after it."""
         for technique, value in reversed([*self.chosen]):
             call = technique.called(value, call)
         return call
 
     @cached_property
     def quickest(self) -> Options:
-        """The values with which a microbatch takes the least time: the default of every technique that only adds work."""
+        """The same values, with the default of every technique that only adds time to a microbatch."""
         return self.but(**{technique.name: technique.default for technique, _ in self.chosen if technique.adds_work})
 
     @cached_property
     def problem(self) -> str:
-        """Why no layer has these values; empty if layers can."""
+        """The reason why no layer can have these values together, or an empty string."""
         for technique, value in zip(LAYER, self.values, strict=True):
             if not technique.known(value):
                 return f"{technique.name} is {value!r}, not one of {', '.join(technique.names)}"
@@ -164,14 +164,15 @@ def _restored(values: tuple[str, ...]) -> Options:
 
 @cache
 def conflicts_of(technique: Technique) -> tuple[Conflict, ...]:
-    """A technique's conflicts: its own, and those of values that compute microbatches in parts with values that do not admit them."""
+    """A technique's conflicts: those that it lists, and those between values that compute microbatches in parts and values that need whole
+    ones."""
     in_parts = tuple(way.name for way in technique.ways if way.parts > 1)
     whole = ((other.name, way) for other in LAYER for way in other.ways if way.uncut) if in_parts else ()
     return (*technique.conflicts, *(Conflict(in_parts, name, (way.name,), way.uncut) for name, way in whole))
 
 
 def conflict(technique: Technique, value: str, others: Mapping[str, str]) -> Conflict | None:
-    """The first of a technique's conflicts that a value has with other decisions, by name."""
+    """The first conflict of a technique's value with the other decisions, given by name; ``None`` without one."""
     name, _ = technique.split(value)
     for found in conflicts_of(technique):
         if name in found.values and str(others.get(found.other, "")).partition(":")[0] in found.others:
@@ -182,11 +183,11 @@ def conflict(technique: Technique, value: str, others: Mapping[str, str]) -> Con
 DEFAULTS = Options()
 
 UNDER_SPLIT = {technique.name: technique.under_split for technique in LAYER if technique.under_split}
-"""The values of techniques to which a schedule that splits the backward pass leaves no choice."""
+"""The values that a schedule that splits the backward pass forces on techniques."""
 
 
 def read_options(layer: Mapping[str, Any]) -> Options:
-    """The values of a layer in a plan file, in the fields of today or of before."""
+    """The values of a layer in a plan file, in the current fields or in those of older versions."""
     return Options(**{technique.name: technique.read(layer) for technique in LAYER})
 
 
@@ -196,7 +197,7 @@ def in_parts(options: Options) -> str:
 
 
 def cases_of(technique: Technique, devices: int) -> Iterator[Case]:
-    """The plans with a technique that ``verify`` runs (``Technique.cases``), with words for the other techniques in their names."""
+    """The plans with a technique that ``verify`` runs (``Technique.cases``); their names also state the other techniques."""
     for name, pins in technique.cases(devices):
         beside = (other for other in ALL if other is not technique and other.name in pins)
         words = (other.in_case(pins[other.name]) for other in beside)
@@ -204,7 +205,7 @@ def cases_of(technique: Technique, devices: int) -> Iterator[Case]:
 
 
 def nowhere(options: Options, reasons: Mapping[str, str]) -> UsageError:
-    """The error where no layer's microbatches can be computed in parts, from why each layer's cannot, by its name."""
+    """The error where no layer's microbatches can be computed in parts; ``reasons`` are the layers' refusal reasons, by name."""
     technique, value = options.parting, options[options.parting]
     reason = Counter(reasons.values()).most_common(1)[0][0]
     layer = next(name for name, why in reasons.items() if why == reason)

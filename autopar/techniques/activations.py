@@ -1,11 +1,11 @@
-"""What a layer keeps from its forward pass for its backward pass: everything, a part, its input alone; and where and in what form.
+"""The activations that a layer saves for its backward pass: all, a part, its input alone; and where and in what form.
 
 ``full`` recomputes the layer from its input (Chen et al. 2016, arXiv:1604.06174), ``full:4`` four consecutive layers of one class and one
 strategy from the first one's input, ``selective`` all that is cheap to compute again (Korthikanti et al. 2022, arXiv:2205.05198;
-``passes.selective`` selects). ``host`` moves what is kept into the host's memory, ``full+host`` the input of a recomputed layer, and
-``selective+host`` what a layer that is recomputed in part keeps besides the selected values. ``int8`` stores it as 8-bit integers
-(``program.activation_storage``), which is not exact: gradients are computed from rounded numbers. The layer that gives the loss keeps
-what it needs as it is in any case.
+``passes.selective`` selects). ``host`` offloads activations to host memory, ``full+host`` the input of a recomputed layer, and
+``selective+host`` what a layer that is recomputed in part keeps besides the selected values. ``int8`` stores activations as 8-bit integers
+(``program.activation_storage``), which is not exact: gradients are computed from rounded numbers. The layer that computes the loss
+always keeps its activations unrounded.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class Activations(Technique):
         return self._says(value, pinned) and segment in (None, layers) and wanted in (1, layers)
 
     def _says(self, value: str, pinned: Pinned) -> bool:
-        """Whether a value satisfies every pin, whatever they say of the number of layers."""
+        """Whether a value satisfies every pin, except for the number of layers."""
         name, own = self.split(value)[0], pinned(self.name)
         said = {
             "recompute": _RECOMPUTE[_AGAIN.index(self.way(name).again)],
@@ -295,7 +295,7 @@ class Activations(Technique):
             yield from self._combined(n // 2)
 
     def _combined(self, half: int) -> Iterator[Case]:
-        """On two times ``half`` devices, beside pipelines and sequence parallelism."""
+        """On two times ``half`` devices, combined with pipelines and sequence parallelism."""
         full, part = {self.name: FULL}, {self.name: SELECTIVE}
         sequence, sharded = {"tensor": half, "sequence": True}, {"data": half, "zero": 3}
         one = {"pipeline": 2, "microbatches": 2, "schedule": ONE_F_ONE_B}
@@ -347,7 +347,7 @@ class Activations(Technique):
 
 
 def full(layers: int) -> str:
-    """The value with which so many layers are recomputed as one."""
+    """The value that recomputes ``layers`` layers as one."""
     return f"{FULL}:{layers}" if layers > 1 else FULL
 
 

@@ -1,4 +1,4 @@
-"""Which parts of a program ``torch.compile`` compiles: nothing, or each layer's own arithmetic, if its class admits it
+"""Which parts of a program ``torch.compile`` compiles: nothing, or each layer's arithmetic, if its class can be compiled
 (``ops.compilation``)."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""How the layer with the loss computes the logits of its cross entropy: all at once, or in slices of the vocabulary, again in the backward
-pass (``passes.slice_logits``, ``program.kernels_logits``): memory has one slice at a time."""
+"""How the layer with the loss computes the logits of its cross entropy: all at once, or in slices of the vocabulary, recomputed in the
+backward pass (``passes.slice_logits``, ``program.kernels_logits``), so that memory holds one slice at a time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Logits(Technique):
     modules = ("kernels_logits",)
     rewrite = "slice_logits"
     advice = "leave logits out; what can be sliced is a product whose cross entropy alone reads it, at most scaled or capped in between"
-    # where whole logits take less, a plan gains little by slices, and a search of them takes a fifth longer
+    # if whole logits take less, slices gain little, and the search takes a fifth longer with them
     share = 0.1
 
     def refusal(self, graph: Any, cls: str) -> str:
@@ -41,7 +41,7 @@ class Logits(Technique):
         return str(pinned(self.name) or WHOLE)
 
     def pays_beside(self, value: str, options: Any) -> bool:
-        """Slices leave little that recomputing or offloading the layer's activations would spare."""
+        """With slices, recomputing or offloading the layer's activations saves little."""
         return value == WHOLE or not (options.again or options.saved_in)
 
     def note(self, names: Sequence[str], total: int, value: str) -> str:

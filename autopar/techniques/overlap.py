@@ -1,8 +1,8 @@
-"""Which collectives of a layer run under its own arithmetic.
+"""Which collectives of a layer overlap its arithmetic.
 
 ``tensor``: those of tensor parallelism that ``passes.overlap`` starts early: the gradient of a column-parallel product's input is reduced
 while the weight's gradient is computed. ``halves``: all of them, because the microbatch is computed in two halves that take turns
-(Megatron and DeepSeek-V3 do it for the all-to-alls of experts). A layer that cannot be halved has ``tensor`` in place of ``halves``.
+(Megatron and DeepSeek-V3 do it for the all-to-alls of experts). A layer that cannot be halved falls back to ``tensor``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How often a layer's gradients are reduced under ZeRO 2 and 3: in the backward pass of every microbatch, or once a step.
 
-Gradients that are reduced once a step add up locally and whole over the microbatches. Under ZeRO 0 and 1 they always do.
+Gradients that are reduced once a step accumulate unsharded over the microbatches on each rank, as they always do under ZeRO 0 and 1.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ class Reduce(Technique):
         return (), (self.values.index(value),)
 
     def allowed(self, pinned: Pinned, context: Context) -> tuple[str, ...]:
-        return super().allowed(pinned, context) if context.several else (MICROBATCH,)  # both are the same then
+        return (
+            super().allowed(pinned, context) if context.several else (MICROBATCH,)
+        )  # with one microbatch both are the same
 
     def candidates(self, context: Context) -> tuple[str, ...]:
         return self.values
@@ -40,7 +42,7 @@ class Reduce(Technique):
             yield from self._combined(n // 2)
 
     def _combined(self, half: int) -> Iterator[Case]:
-        """On two times ``half`` devices, beside copies of shards and pipelines."""
+        """On two times ``half`` devices, combined with HSDP and pipelines."""
         two, three = ({"data": half, "zero": zero, self.name: STEP} for zero in (2, 3))
         copies = {"mesh": (("replicas", 2), ("data", half)), "replicate": 2, "zero": 3, self.name: STEP}
         one, gpipe = ({"pipeline": 2, "microbatches": 2, "schedule": name} for name in (ONE_F_ONE_B, GPIPE))

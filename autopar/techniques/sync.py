@@ -1,11 +1,11 @@
-"""How the replicas of data parallelism are synchronised, of the whole plan.
+"""How data-parallel replicas are synchronised, in the whole plan.
 
-``all-reduce``: each has the sum of all gradients, and updates. With a ``parameter-server`` one rank of each group of replicas gets the sum,
-has the optimizer states, updates, and broadcasts the parameters. With ``local-steps:K`` each replica updates by the gradients of its own
-samples, and every *K* steps the replicas average their parameters (local SGD, Stich 2019, arXiv:1805.09767), which is not exact. With
-``stale:K`` each has the sum of all gradients of the step *K* steps before, and updates by it (delayed SGD, Langford et al. 2009,
-arXiv:0911.0491): the sums run under the steps in between (``program.late_gradients``). Every staleness is *K*, the bound of stale
-synchronous parallel training (Ho et al. 2013), so that a run can be repeated; it is not exact.
+``all-reduce``: every replica gets the sum of all gradients, and updates. With a ``parameter-server`` one rank of each replica group gets
+the sum, has the optimizer states, updates, and broadcasts the parameters. With ``local-steps:K`` each replica updates by the gradients of
+its own samples, and every *K* steps the replicas average their parameters (local SGD, Stich 2019, arXiv:1805.09767), which is not exact.
+With ``stale:K`` every replica updates by the sum of all gradients of *K* steps before (delayed SGD, Langford et al. 2009,
+arXiv:0911.0491): the sums overlap the steps in between (``program.late_gradients``). The staleness is always exactly *K*, where stale
+synchronous parallel training (Ho et al. 2013) has at most *K*, so that a run is reproducible; it is not exact.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A technique: one optional behaviour of a layer.
+"""A technique: one optional behaviour of a layer or of the whole plan.
 
-Each has a file in this package, which says which values it has, what they mean, which it cannot have together, which of them a search
-tries, and under which pins ``verify`` runs it. Storage, plan files, pins, options, comparisons, descriptions and the cases of ``verify``
-are made from the registry (``autopar.techniques``).
+Each has a file in this package with its values, their meaning and conflicts, the candidates of a search, and the pins under which
+``verify`` runs it. Storage, plan files, pins, options, comparisons, descriptions and the cases of ``verify`` are made from the registry
+(``autopar.techniques``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ANY = "any"
 class Pin:
     """One row of the table of pins. Without ``values`` a pin is a whole number from ``least`` to ``most``; with ``switch`` its values also
     have the short forms ``True``, for the last one, and ``False``, for the first one. ``counted`` are values that are followed by a colon
-    and a whole number from ``least``. ``former``: a spelling of before, which another pin has replaced."""
+    and a whole number from ``least``. ``former``: an old spelling, which another pin has replaced."""
 
     name: str
     of_layer: bool
@@ -47,7 +47,7 @@ class Pin:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The values as one writes them; none for a whole number."""
+        """The values in their spelling; none for a whole number."""
         return (*self.values, *(f"{name}:K" for name in self.counted))
 
     @property
@@ -58,7 +58,7 @@ class Pin:
         return f"a whole number from {self.least}" + ("" if self.most is None else f" to {self.most}")
 
     def checked(self, key: str, value: Value) -> Value:
-        """The value in its one spelling. Raises ``UsageError``, with the name ``key``, where the pin cannot have it."""
+        """The value in its standard spelling. Raises ``UsageError``, which names ``key``, if the pin cannot have it."""
         if self.switch and isinstance(value, bool):
             return self.values[-1 if value else 0]
         if self.values:
@@ -81,8 +81,8 @@ class Narrow:
     """How saved tensors are stored in fewer bits: a byte for each number, and a scale of ``scale_bytes`` for each ``block`` of them, of
     tensors of at least ``least`` numbers.
 
-    In a layer that is not compiled, ``kernels`` round or restore ``chunk`` numbers, and move ``rounding`` or ``restoring`` bytes for each
-    besides those read and stored; ``temporary_bytes`` for each are live meanwhile. In a compiled layer one kernel does.
+    In a layer that is not compiled, ``kernels`` round or restore ``chunk`` numbers at a time; for each number they move ``rounding`` or
+    ``restoring`` bytes besides those read and stored, and ``temporary_bytes`` are live meanwhile. In a compiled layer it is one kernel.
     """
 
     block: int
@@ -97,7 +97,7 @@ class Narrow:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Facts:
-    """What prices, passes and programs must know of a value of a technique, or of a layer's values of all techniques together
+    """The facts on which prices, passes and programs depend, of one value of a technique or of all values of a layer together
     (``Options``)."""
 
     zero: int = 0
@@ -105,15 +105,15 @@ class Facts:
     again: str = ""
     """What the backward pass computes again: nothing (empty), a ``part`` of the layer, or ``all`` of it."""
     saved_in: str = ""
-    """The memory, besides the device's, that has what the layer saves for its backward pass: ``host``, or empty."""
+    """Where saved activations are offloaded: ``host``, or empty."""
     states_in: str = ""
-    """The memory, besides the device's, that has the optimizer states: ``host`` or ``nvme``, or empty."""
+    """Where optimizer states are offloaded: ``host`` or ``nvme``, or empty."""
     narrow: Narrow | None = None
     """How saved tensors are stored in fewer bits, if they are."""
     around: bool = False
     """Whether something is done before and after the layer as a whole."""
     whole_gradients: bool = False
-    """Whether gradients add up whole over a step's microbatches, and are reduced once a step, also under ZeRO 2 and 3."""
+    """Whether gradients accumulate unsharded over a step's microbatches, and are reduced once a step, also under ZeRO 2 and 3."""
     early: bool = False
     """Whether collectives of the backward pass start before the gradients of weights are computed."""
     compiled: bool = False
@@ -123,7 +123,7 @@ class Facts:
 
     @property
     def elsewhere(self) -> str:
-        """A memory that is needed besides the device's: ``host`` or ``nvme``; empty for none."""
+        """The offload tier that is needed: ``host`` or ``nvme``, or empty."""
         return max(self.saved_in, self.states_in)
 
 
@@ -131,14 +131,13 @@ class Facts:
 class Way(Facts):
     """One value of a technique.
 
-    ``said`` is what it does to the technique's subject, as in "30 of 34 layers **recomputed**"; empty where there is nothing to say.
-    ``cell`` stands for it in a table. ``gives_up`` names the exactness that a user must allow (of ``plan.ALLOWED``), and ``inexact`` says
-    what is not exact. ``most_zero`` is the last ZeRO stage under which layers may have it. ``unsearched``: why its price does not tell
-    its memory, so that a plan may have it and no search takes it. ``counted``: it is followed by a colon and a number from this one
-    (``full:4``); from 2, the value without a number is that of 1. A layer that does not admit its ``parts`` has the value ``fallback``;
-    ``uncut`` says why microbatches are not computed in parts beside it. ``late``: gradients are applied as many updates late as the number
-    says. ``apart``: replicas train apart for as many steps, and then average their parameters. ``served``: one replica has the optimizer
-    states, updates, and sends the parameters.
+    ``said`` describes it, as in "30 of 34 layers **recomputed**", or is empty; ``cell`` stands for it in a table. ``gives_up`` names the
+    exactness that a user must allow (of ``plan.ALLOWED``), and ``inexact`` says what is not exact. ``most_zero`` is the last ZeRO stage
+    under which layers may have it. ``unsearched``: why its memory can't be priced; a plan may have such a value, but no search takes it.
+    ``counted``: it is written with a colon and a number, at least this one (``full:4``); if this is 2, the value without a number means 1.
+    A layer that can't be computed in ``parts`` has the value ``fallback``; ``uncut`` is the reason why microbatches can't be computed in
+    parts with this value. ``late``: the number is by how many updates gradients are late. ``apart``: the number is local SGD's steps
+    between two averages of the parameters. ``served``: one replica has the optimizer states, updates, and sends the parameters.
     """
 
     name: str
@@ -168,10 +167,10 @@ class Conflict:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a search knows of a layer and of a configuration before it lists candidates.
+    """The facts of a layer and a configuration from which a search lists candidates.
 
-    ``refused`` says for each technique why the layer has no choice (``Technique.refusal``). ``chain`` layers of its class may be recomputed
-    as one, and ``segments`` says whether numbers of them are tried without a pin. ``several``: whether a step has several microbatches.
+    ``refused`` has the layer's refusal reasons by technique (``Technique.refusal``). Up to ``chain`` layers of its class may be recomputed
+    as one, and ``segments`` says whether this is tried without a pin. ``several``: whether a step has several microbatches.
     ``allow`` names the exactness that may be given up. ``compiled``: whether layers are compiled where no pin decides. ``nvme``: whether
     the cluster describes its NVMe.
     """
@@ -190,9 +189,9 @@ class Call:
     """A call in the text of a program, which techniques change: of a layer's arithmetic, or of consecutive ``layers`` in turn.
 
     ``arguments`` are the texts of the arguments; for ``layers`` the first one is their sequence, and a technique names the ``function``.
-    ``rows`` has the dim of each argument that has the rows of the microbatch (``None``: it has none), ``joined`` that of each result.
-    ``inputs`` are the arguments that are tensors, and ``resident`` those of them that are in memory anyway. ``compiled``: ``torch.compile``
-    compiles the layer. ``gives_loss``: it computes the loss.
+    ``rows`` has the batch dim of each argument (``None``: it has none), ``joined`` that of each result. ``inputs`` are the arguments that
+    are tensors, and ``resident`` those of them that are in memory anyway. ``compiled``: ``torch.compile`` compiles the layer.
+    ``gives_loss``: it computes the loss.
     """
 
     arguments: tuple[str, ...]
@@ -212,7 +211,7 @@ class Call:
         return replace(self, function=function, arguments=arguments or self.arguments, remark=remark or self.remark)
 
     def inside(self, context: str, remark: str) -> Call:
-        """Return the call inside of a context manager, around those that it has."""
+        """Return the call inside a context manager, which becomes the outermost."""
         return replace(self, contexts=(*self.contexts, (remark, context)))
 
     def lines(self, start: str) -> list[str]:
@@ -225,7 +224,7 @@ class Call:
 
 
 PERMISSIVE = Context(chain=2**30, several=True)
-"""Of a layer of which nothing is known, and for which nothing is tried that no pin names."""
+"""The context of a layer without known facts: only pinned values are tried."""
 
 Pinned = Callable[[str], Any]
 """The value of a layer's pin by its name; ``None`` where it has none."""
@@ -240,50 +239,50 @@ class Technique:
     ways: ClassVar[tuple[Way, ...]]
     """The values; the first is the default."""
     subject: ClassVar[str]
-    """What ``Way.said`` is said of: "layers", or something that layers have."""
+    """The subject of ``Way.said``: "layers", or something that layers have."""
     meaning: ClassVar[str]
-    """What a pin of it decides, for help and tables."""
+    """What a pin of the technique decides, for help and tables."""
     example: ClassVar[str]
     shown: ClassVar[bool] = False
     """Whether a table of layers has a column for it even if all have the default."""
     of_one: ClassVar[bool] = False
-    """Whether one layer alone has a choice."""
+    """Whether only one layer of a model has a choice."""
     switch: ClassVar[bool] = False
     optional: ClassVar[bool] = False
     """Whether a pin has the value ``any``, for values that a search would not try by itself."""
     missing: ClassVar[str] = ""
-    """The value of a layer in a plan file that was written before the technique existed; the default if empty."""
+    """The value for plan files that are older than the technique; the default if empty."""
     under_split: ClassVar[str] = ""
-    """The value under schedules that split the backward pass, if they leave no choice."""
+    """The value that schedules that split the backward pass force, if any."""
     outweighs_split: ClassVar[bool] = False
-    """Whether it gains more than a schedule that splits the backward pass: these are then tried in small models alone."""
+    """Whether it gains more than a schedule that splits the backward pass; such schedules are then tried in small models only."""
     conflicts: ClassVar[tuple[Conflict, ...]] = ()
     former_pins: ClassVar[tuple[Pin, ...]] = ()
-    """Pins of before, which say a part of the same decision."""
+    """Old pins, each of which decides a part of it."""
     former_fields: ClassVar[Mapping[str, Any]] = {}
-    """Fields of a layer in plan files of before, each with its values (``plan_schema`` says in what form)."""
+    """Fields of a layer in plan files of older versions, each with its values (``plan_schema`` has the format)."""
     former_modules: ClassVar[tuple[str, ...]] = ()
-    """Modules that the runtime of emitted folders had for it before."""
+    """Its modules in the runtime of folders that older versions emitted."""
     run_fields: ClassVar[tuple[str, ...]] = ()
-    """The fields of a published run that say a value."""
+    """The fields of a published run that give its value."""
     flags: ClassVar[tuple[str, ...]] = ()
-    """The flags of other trainers that say a value."""
+    """The flags of other trainers that give its value."""
     modules: ClassVar[tuple[str, ...]] = ()
     """The modules of the runtime that ``model.py`` calls for it."""
     specified: ClassVar[bool] = False
     """Whether the runtime reads a layer's value in ``LayerSpec.options``."""
     computes: ClassVar[str] = ""
-    """What ``compute`` of a layer returns that computes a part of a microbatch."""
+    """The return type of a layer's ``compute`` if it computes a part of a microbatch."""
     rewrite: ClassVar[str] = ""
     """The module of ``passes`` whose function ``rewrite`` changes a layer class for every value but the default (``passes.rewrite``)."""
     rewrite_local: ClassVar[str] = ""
     """The module of ``passes`` that rewrites a layer's local graph for its values (``passes.rewrite``)."""
     adds_work: ClassVar[bool] = False
-    """Whether no value takes a microbatch less time than the default."""
+    """Whether the default is the fastest value for a microbatch."""
     advice: ClassVar[str] = ""
-    """The hint where a pinned value is refused."""
+    """The hint of the error that refuses a pinned value."""
     share: ClassVar[float] = 0.0
-    """Values other than the default are tried without a pin where what a layer saves and its transients take this share of a device."""
+    """The share of device memory from which a layer's saved bytes and transients make a search try other values than the default."""
 
     @property
     def values(self) -> tuple[str, ...]:
@@ -309,7 +308,7 @@ class Technique:
         return next(way for way in self.ways if way.name == name)
 
     def known(self, value: object) -> bool:
-        """Whether ``value`` is a value in its one spelling."""
+        """Whether ``value`` is a value in its standard spelling."""
         if not isinstance(value, str):
             return False
         name, colon, number = value.partition(":")
@@ -324,7 +323,7 @@ class Technique:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The values as one writes them."""
+        """The values in their spelling."""
         plain = (way.name for way in self.ways if way.counted != 1)
         return (*plain, *(f"{way.name}:K" for way in self.ways if way.counted))
 
@@ -338,11 +337,11 @@ class Technique:
         return Pin(self.name, self.scope == LAYER, self.meaning, self.example, plain, switch=self.switch, **form)  # type: ignore[arg-type]
 
     def said(self, value: str) -> str:
-        """What the value does to the subject; empty for nothing to say."""
+        """What the value does to the subject (``Way.said``), or an empty string."""
         return self.way(value).said
 
     def in_case(self, value: str) -> str:
-        """The value in the name of another technique's case."""
+        """The words for the value in the names of other techniques' cases."""
         return self.said(value)
 
     def cell(self, value: str) -> str:
@@ -350,7 +349,7 @@ class Technique:
         return self.way(value).cell
 
     def effort(self, value: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Ranks of a value, before and after the ranks of ZeRO: among equally fast strategies a plan has the lowest."""
+        """The parts of a strategy's sort key before and after ZeRO's: among equally fast strategies a plan takes the lowest."""
         return (), ()
 
     def allowed(self, pinned: Pinned, context: Context) -> tuple[str, ...]:
@@ -365,7 +364,7 @@ class Technique:
         return pinned(self.name) in (None, ANY, value)
 
     def within(self, values: Sequence[str], context: Context) -> tuple[str, ...]:
-        """The values whose exactness, if they give up some, is allowed."""
+        """The values that are exact, or whose deviation is allowed."""
         return tuple(v for v in values if not (name := self.way(v).gives_up) or name in context.allow)
 
     def candidates(self, context: Context) -> tuple[str, ...]:
@@ -373,32 +372,32 @@ class Technique:
         return (self.default,)
 
     def least(self, pinned: Pinned, context: Context) -> str:
-        """The value of a plan that is not searched: the least that the pins allow."""
+        """The value of a plan that is not searched: the simplest that the pins allow."""
         return self.allowed(pinned, context)[0]
 
     def admitted(self, pinned: Pinned) -> tuple[str, ...]:
-        """The values that the pins leave, in a plan that is not searched; empty where they contradict each other."""
+        """The values that the pins allow in a plan that is not searched; empty if the pins contradict each other."""
         return self.allowed(pinned, PERMISSIVE)
 
     def refusal(self, graph: Any, cls: str) -> str:
-        """Why layers of a class have the default alone, as the end of a sentence about one; empty if they have a choice."""
+        """Return why layers of a class can only have the default ("has no ..."), or an empty string."""
         return graph.refused.get((self.name, cls), "was not asked") if self.rewrite else ""
 
     def refusal_of_plan(self, graph: Any, value: str, data: Sequence[int | None]) -> str:
-        """Why a plan of ``graph`` cannot have a value; empty if it can. ``data`` are the layers' pinned degrees of data parallelism,
+        """Return why a plan of ``graph`` can't have a value, or an empty string. ``data`` are the layers' pinned data-parallel degrees,
         ``None`` where one is free."""
         return ""
 
     def refused_roles(self, value: str, roles: Sequence[Any]) -> str:
-        """Why a layer with these roles cannot have a value, as the end of a sentence about it; empty if it can."""
+        """Return why a layer with these roles can't have a value ("has no ..."), or an empty string."""
         return ""
 
     def pays_beside(self, value: str, options: Any) -> bool:
-        """Whether a value that no pin asks for is tried beside the values of the other techniques (``Options``)."""
+        """Whether an unpinned value is tried together with ``options``, the values of the other techniques (``Options``)."""
         return True
 
     def unreadable(self, layer: Mapping[str, Any]) -> str:
-        """What a layer in a plan file has, if its fields of before say no value of today; empty if they do."""
+        """Return what a layer in a plan file has if its old fields have no current equivalent, or an empty string."""
         return ""
 
     def read(self, layer: Mapping[str, Any]) -> str:
@@ -406,16 +405,16 @@ class Technique:
         return str(layer.get(self.name, self.missing or self.default))
 
     def note(self, names: Sequence[str], total: int, value: str) -> str:
-        """A sentence for a plan's notes on the layers ``names``, of ``total``, that have the value; empty for none."""
+        """A sentence for a plan's notes on the layers ``names``, of ``total``, that have the value, or an empty string."""
         return ""
 
     def header(self, value: str, gives_loss: bool = False) -> str:
-        """A sentence at the head of ``model.py`` on what a program computes in place of one device's step; empty for none. ``gives_loss``:
+        """A sentence at the head of ``model.py`` on how the program deviates from one device's step, or an empty string. ``gives_loss``:
         the layer that has the value computes the loss."""
         return ""
 
     def called(self, value: str, call: Call) -> Call:
-        """Return the call of a layer, or of layers, with what the value does before and after it."""
+        """Return the call of a layer, or of several, wrapped as the value requires."""
         return call
 
     def cases(self, n: int) -> Iterator[Case]:
@@ -428,15 +427,15 @@ class Technique:
         return self.split(value)[1] if self.way(value).late else 0
 
     def apart(self, value: str) -> int:
-        """The number of steps for which replicas train apart; 0 if they are synchronised in every step."""
+        """The number of local SGD's steps between two averages; 0 if replicas are synchronised in every step."""
         return self.split(value)[1] if self.way(value).apart else 0
 
     def compared(self, value: str) -> str:
-        """What ``verify`` compares a plan with, in words, where that is not the training of one device."""
+        """What ``verify`` compares a plan with, in words, if not with training on one device."""
         return ""
 
     def spec(self, value: str) -> Mapping[str, Any]:
-        """The fields of ``ProgramSpec`` by which a program knows what the value does."""
+        """The fields of ``ProgramSpec`` that tell a program of the value."""
         known = {"late": self.late(value), "apart": self.apart(value), "served": self.way(value).served}
         return {name: fact for name, fact in known.items() if fact}
 
@@ -445,16 +444,16 @@ class Technique:
         return {}
 
     def of_run(self, run: Mapping[str, Any]) -> str:
-        """The value with which a published run was done, from its ``run_fields``. Raises ``UsageError`` where they make no sense."""
+        """The value of a published run, from its ``run_fields``. Raises ``UsageError`` if they make no sense."""
         return self.default
 
     def of_flags(self, flags: Mapping[str, str]) -> str | None:
-        """The value that the flags of another trainer say, from the texts of those of its ``flags`` that are set; ``None`` if they say
-        none. Raises ``UsageError`` where they make no sense."""
+        """The value that another trainer's flags give, from the texts of those of ``flags`` that are set; ``None`` if they give none.
+        Raises ``UsageError`` if they make no sense."""
         return None
 
     def drawn(self, number: float, zero: int) -> str:
-        """The value in a plan that is drawn at random, for a layer under ZeRO stage ``zero``; ``number`` is drawn between 0 and 1."""
+        """The value in a randomly drawn plan, for a layer under ZeRO stage ``zero``; ``number`` is drawn between 0 and 1."""
         return self.default
 
     def families(self) -> Iterator[tuple[str, str, dict[str, Value], str]]:

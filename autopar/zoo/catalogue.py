@@ -1,5 +1,4 @@
-"""The entries of the zoo. Each is a configuration, of transformers or of a module in ``zoo.modules``, with the published size
-and its source.
+"""The entries of the zoo: configurations of transformers or of modules in ``zoo.modules``, with the published size and its source.
 
 Dropout is off in all of them: the large ones train without it, and a plan hardly depends on it. Pass a configuration file
 instead of a name to plan with dropout.

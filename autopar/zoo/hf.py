@@ -54,8 +54,8 @@ _MOST_TENSORS = 1 << 17
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """A context in which ``torch.empty``, with which layers allocate their large parameters, returns uninitialised meta tensors, and large
-    tensors of ``torch.zeros`` take no memory before they are written to."""
+    """A context in which ``torch.empty``, with which layers allocate their large parameters, returns meta tensors, and large tensors of
+    ``torch.zeros`` take no memory before they are written to."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -72,20 +72,20 @@ class _EmptyOnMeta(TorchFunctionMode):
 
 
 def _zeros(like: torch.Tensor) -> torch.Tensor:
-    """Zeros of the shape and dtype of a meta tensor, in memory that the system gives when it is touched; ``torch.zeros`` writes to it."""
+    """Zeros of the shape and dtype of a meta tensor, in memory that is allocated lazily; ``torch.zeros`` would write to it."""
     raw = torch.from_numpy(np.zeros(like.numel() * like.element_size(), np.uint8))
     return raw.view(like.dtype).view(like.shape).requires_grad_(like.requires_grad)
 
 
 class _Moved:
-    """Parameters on meta in place of those that were made elsewhere. What shared memory shares it there."""
+    """Parameters on meta that replace those made elsewhere; parameters that shared memory share it on meta, too."""
 
     def __init__(self) -> None:
         # a weak reference keeps the address, not the memory: no other memory gets the same number
         self._made: dict[StorageWeakRef, tuple[torch.Tensor, dict[Any, nn.Parameter]]] = {}
 
     def parameter(self, given: nn.Parameter) -> nn.Parameter:
-        """The parameter in place of ``given``: the same one for all parameters over the same elements."""
+        """The parameter that replaces ``given``: the same one for all parameters over the same elements."""
         storage = given.untyped_storage()
         reference = StorageWeakRef(storage)
         if reference not in self._made:
@@ -99,14 +99,14 @@ class _Moved:
         return known[place]
 
     def moved_memory_of(self, tensor: torch.Tensor) -> int:
-        """The number of the memory in which parameters are that had the memory of ``tensor``; its own if there are none."""
+        """The number of the storage to which parameters in the storage of ``tensor`` were moved; its own number if there are none."""
         entry = self._made.get(StorageWeakRef(tensor.untyped_storage()))
         return memory(tensor if entry is None else entry[0])
 
 
 @contextlib.contextmanager
 def _on_meta() -> Iterator[_Moved]:
-    """``_EmptyOnMeta``, and large parameters that were made in another way are moved to meta as a module gets them."""
+    """``_EmptyOnMeta``; in addition, large parameters made in another way are moved to meta when a module registers them."""
     moved = _Moved()
 
     def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:

@@ -229,8 +229,8 @@ class LSTMLM(nn.Module):
 
 
 class TwoTower(nn.Module):
-    """A retrieval model: ``users`` and ``items`` (b,) go through a tower each; the losses are that of the click ``labels`` (b,) and that
-    of finding each user's item among the batch's."""
+    """A retrieval model: ``users`` and ``items`` (b,) go through a tower each; the loss is that of the click ``labels`` (b,) plus that of
+    finding each user's item among the batch's (in-batch negatives)."""
 
     def __init__(self, num_embeddings: int, embedding_size: int, layer_sizes: list[int]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Cleaning: the exported graph in the one form that sharding rules, masks and segmentation rely on.
+"""Cleaning: brings the exported graph into the canonical form on which sharding rules, masks and segmentation rely.
 
 A cleaned graph is functional, knows no device, has explicit sizes, and has one node for one idea: ``linear`` for every
 product with a parameter, attention without repeated heads, losses as sums. ``STEPS`` is the order; each pass may rely

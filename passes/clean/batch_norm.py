@@ -16,7 +16,7 @@ from passes.clean.nodes import add, aten, calls, module_path, note, replace
 
 
 def batch_norm_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """Replace ``aten.batch_norm`` and ``aten.instance_norm``; note what couples the batch, or that the user gave up the coupling."""
+    """Replace ``aten.batch_norm`` and ``aten.instance_norm``; note what couples the batch, or that the user allows local statistics."""
     for node in calls(gm):
         if op_name(node) == "aten.batch_norm":
             replace(node, _replacement(gm, node))
@@ -65,7 +65,7 @@ def _by_example(node: fx.Node) -> fx.Node:
 
 
 def _keep(node: fx.Node, statistics: fx.Node, running_mean: fx.Node, running_var: fx.Node) -> None:
-    """Write the running averages: of the mean, and of the unbiased variance."""
+    """Update the running averages: of the mean, and of the unbiased variance."""
     for buffer, row in ((running_mean, 0), (running_var, 2)):
         _average(node, buffer, add(node, aten.select.int, (statistics, 0, row)))
 

@@ -1,4 +1,4 @@
-"""Derivatives that a forward computes (``torch.autograd.grad``) as ordinary nodes, through which gradients flow once more.
+"""Derivatives that a forward computes (``torch.autograd.grad``) as ordinary nodes, which are differentiable themselves.
 
 An exported graph has one call of ``autopar::derivative`` for each: it names the tensors that are differentiated, and by which tensors.
 torch's autograd differentiates the nodes between the two, on tensors without values, and the ops that autograd calls are written into the
@@ -31,8 +31,7 @@ _SIMPLE = (
     *("mish", "silu", "logit", "glu", "mse_loss", "smooth_l1_loss", "huber_loss"),
 )
 """Ops whose ``*_backward`` is rewritten in simpler ops, for which there are more rules. These backwards read only the forward's operands
-and
-results: any other tensor that a forward saves for backward (a layer norm's mean) has a derivative that only torch's own op knows."""
+and results: any other tensor that a forward saves for backward (a layer norm's mean) has a derivative that only torch's own op knows."""
 
 
 @torch.library.custom_op("autopar::derivative", mutates_args=())
@@ -126,7 +125,7 @@ def _traced(
     seeds: list[fx.Node],
     marker: fx.Node,
 ) -> tuple[fx.GraphModule, list[fx.Node]]:
-    """A graph from ``given`` that returns the derivatives, and then the tensors among ``between``."""
+    """A graph with the inputs ``given`` that returns the derivatives, and then the tensors among ``between``."""
     kept = [node for node in between if isinstance(meta(node)["val"], Tensor)]
 
     def compute(*values: Tensor) -> list[Tensor]:

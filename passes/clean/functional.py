@@ -119,7 +119,7 @@ class _Functionaliser:
         return self.aliases.setdefault(node, _Alias(node, (), node, 0))
 
     def _origins(self, node: fx.Node) -> list[tuple[fx.Node, View | None] | None]:
-        """Computed before the operands are replaced: which results share memory depends on the strides in eager."""
+        """The origin of each result, computed before operands are replaced: which results share memory depends on the strides in eager."""
         if node.target is operator.getitem:
             call, item = args_of(node)
             return self.results.get(call, [None] * (item + 1))[item : item + 1]
@@ -224,7 +224,7 @@ class _Functionaliser:
 
     def _refuse_base(self, base: fx.Node, node: fx.Node) -> None:
         """Refuse a write to a trainable parameter, which only the optimizer may change, or to a tensor that is in no ``state_dict``. A
-        frozen parameter that forward writes (a momentum teacher's) counts as a buffer from here on."""
+        frozen parameter that forward writes (such as a momentum teacher's) is treated as a buffer."""
         parameter = meta(base).get("parameter")
         if parameter is not None and parameter.trainable:
             raise _refused(
@@ -328,8 +328,8 @@ class _Functionaliser:
 
 
 def updates_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """If a buffer's new value is a constant, an input, another buffer's value or a value that others read, it is copied: a layer computes
-    the value that it returns for a buffer, and returns it for that buffer alone."""
+    """Copy a buffer's new value if it is a constant, an input, another buffer's value or a value that others read, because a layer must
+    compute the value that it returns for a buffer, and return it for that buffer alone."""
     output, results = gm.graph.output_node(), returned(gm)
     first = len(results) - len(graph_meta(gm).get("updates", ()))
 

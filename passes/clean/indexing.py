@@ -17,8 +17,8 @@ _DROPPED = -1
 
 def indexing_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """``index(x, [i0, i1, ...])``, where each ``i`` is ``arange`` over its dim and varies along a separate output dim, in
-    the same order, is ``x`` with dims of size 1 in between: ``unsqueeze``. ``index(x, [arange, i])`` along one dim is a ``gather``, which
-    does not mix examples."""
+    the same order, becomes ``unsqueeze``: ``x`` with dims of size 1 in between. ``index(x, [arange, i])`` along one dim becomes a
+    ``gather``, which does not mix examples."""
     for node in calls(gm, aten.index.Tensor):
         source, indices = args_of(node)
         assert isinstance(source, fx.Node) and isinstance(indices, list | tuple)

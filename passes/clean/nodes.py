@@ -1,4 +1,4 @@
-"""Shared functions of the cleaning passes: adding nodes whose ``meta["val"]`` is right from the start, and small questions about nodes.
+"""Shared functions of the cleaning passes: adding nodes with the right ``meta["val"]``, and queries about nodes.
 
 ``autopar.ops.meta`` declares the other keys of a node's ``meta``.
 """

@@ -94,7 +94,7 @@ def _is_identity(node: fx.Node) -> bool:
 
 
 def dropout_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """Remove arguments of attention that equal their defaults, dropout 0 among them, so that all forms of such a call look the same."""
+    """Remove arguments of attention that equal their defaults, dropout 0 among them, so that equal calls have equal arguments."""
     for node in calls(gm, aten.scaled_dot_product_attention.default):
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
         given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
@@ -113,10 +113,10 @@ def dropout_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def views_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """Use ``view`` where it is valid for all strides of its operand, ``reshape`` elsewhere, in one walk that also renews every
+    """Use ``view`` where it is valid for all strides of its operand, ``reshape`` elsewhere, in one walk that also updates every
     ``meta["val"]``.
 
-    Strides on meta do not tell: convolutions, attention and collectives choose those of their results while they run.
+    Strides on the meta device don't decide it: convolutions, attention and collectives choose the strides of their results at run time.
     """
     for node in calls(gm):
         if node.target in (aten.view.default, aten.reshape.default):
@@ -131,7 +131,7 @@ def views_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 _OF_MEMORY = (aten.view_as_complex.default, aten.view.dtype)
-"""Ops that need elements side by side along the last dim. Cleaning has removed the ``contiguous`` of the user's code."""
+"""Ops whose operand must be contiguous along the last dim. Cleaning has removed the ``contiguous`` of the user's code."""
 
 
 def _only_splits(sizes: Sequence[int], wanted: Sequence[int]) -> bool:

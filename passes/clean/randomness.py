@@ -24,7 +24,7 @@ def randomness_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """Replace ops that draw random numbers; see the module's docstring.
 
     Raises:
-        CaptureError: an op that draws them in another way, with the line that calls it.
+        CaptureError: an op that draws random numbers which can't be seeded, with the line that calls it.
     """
     for node in calls(gm):
         name = op_name(node)

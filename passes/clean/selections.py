@@ -55,7 +55,7 @@ def _is_number(node: fx.Node) -> bool:
 
 
 class _Selections:
-    """Builds the equivalent on all rows beside the graph, and puts it in place if it is complete.
+    """Adds the equivalent on all rows to the graph, and replaces the original by it if it is complete.
 
     ``dense`` has the node on all rows for every node on selected rows, and ``mask`` its mask, with one dim. ``constant`` are the dense
     nodes that are constant where the mask is false, ``places`` the nodes that list the selected rows' positions, ``counts`` the number of
@@ -185,7 +185,7 @@ class _Selections:
         self.places.add(node)
 
     def _write(self, node: fx.Node, selected: list[fx.Node]) -> None:
-        """Rows that are written, or added, to their own places, or added to the rows of an index."""
+        """Writes, or adds, the selected rows to their own places, or adds them to the rows of an index."""
         kind = op_name(node).removeprefix("aten.").removesuffix("_")
         base: Any = node.args[0]
         index: Any

@@ -1,4 +1,4 @@
-"""``as_strided`` on a value's elements, independent of their memory: a program's value may have other strides."""
+"""``as_strided`` in terms of a value's elements, not of its memory: in a program the value may have other strides."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def strided_pass(gm: fx.GraphModule) -> fx.GraphModule:
         for dim in order:
             dense //= value.shape[dim]
             if value.shape[dim] > 1 and steps[dim] != dense:
-                raise _refused(node, "of a tensor whose elements do not lie side by side")
+                raise _refused(node, "of a tensor that is not dense")
         if argument(node, 3, "storage_offset") is not None:
             raise _refused(node, "with a storage_offset")
         if sum((extent - 1) * step for extent, step in zip(size, stride, strict=True)) >= value.numel():

@@ -68,8 +68,8 @@ def origins(call: fx.Node) -> list[tuple[fx.Node, View | None] | None]:
 
 
 def views_of(value: fx.Node, base: str) -> list[fx.Node] | None:
-    """The nodes from a placeholder with ``meta[base]``, itself first, to ``value``, itself last, each of which may share the memory of the
-    one before, on any rank and with any strides; ``None`` if there is no such placeholder."""
+    """The chain of nodes from a placeholder with ``meta[base]`` to ``value``, both included, each of which may share the memory of the one
+    before, on any rank and with any strides; ``None`` if there is no such placeholder."""
     path = [value]
     while path[-1].op == "call_function":
         call = path[-1]
@@ -178,8 +178,7 @@ def _again(view: View, value: fx.Node, anchor: fx.Node) -> fx.Node:
 
 
 def scatter(view: View, source: fx.Node, new: fx.Node, anchor: fx.Node) -> fx.Node | None:
-    """``source`` with the elements that ``view`` shows replaced by ``new``; ``None`` if these are unknown, or the view shows an element
-    twice."""
+    """``source`` with the elements of ``view`` replaced by ``new``; ``None`` if these are unknown, or the view has an element twice."""
     name, call, sizes = view.name, view.call, shape_of(source)
     kind = facts(call).kind
     if view.value.dtype != meta(source)["val"].dtype or view.value.is_conj() or view.value.is_neg():

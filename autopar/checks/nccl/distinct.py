@@ -1,4 +1,4 @@
-"""Checks large plans by their distinct ranks: ranks of one pipeline rank run the same operations in different groups.
+"""Checks large plans by a sample of ranks: all ranks of one pipeline rank run the same operations in different groups.
 
 A rank's trace is rewritten in terms of the mesh: a communicator becomes its axes and pipeline ranks, a peer its distance. If the
 rewritten traces of a pipeline rank's ranks are equal, one of them represents all: members of a communicator on one pipeline rank agree
@@ -143,7 +143,7 @@ def check(traces: Mapping[int, RankTrace], grid: Grid) -> list[CollectiveFinding
 
 
 def _syncs(trace: RankTrace) -> set[tuple[int, HostSync]]:
-    """Return the host syncs, each after how many other events.
+    """Return the host syncs, each with the number of other events before it.
 
     Ranks of one position may differ in them: an optimizer reads a scalar per parameter, and a rank's piece of a buffer may have parts of
     more parameters than another's. A rank with the union of syncs represents all, since a sync can only add to a deadlock.

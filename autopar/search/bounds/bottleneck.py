@@ -1,6 +1,6 @@
 """A bound that uses the memory of each stage and the fact that stages are contiguous runs of layers, for one stage on each device.
 
-For any stage s of layers i..j-1, any cost c and any price of memory lambda >= 0:
+For any stage s of layers i..j-1, any cost c and any Lagrange multiplier of memory lambda >= 0:
 
     c(i, j) >= sum_{layers} min_k (c_k + lambda (weights_k + n_s saved_k)) - lambda (limit - z),   z = max_{layers} min_k transient_k
 
@@ -34,7 +34,7 @@ from autopar.search.runs import compositions
 from autopar.search.tables import Instance, Regime
 
 LADDER = (0.0, *np.geomspace(1e-4, 1e4, 41).tolist())
-"""Prices of memory, in units of a stage's least time per device memory."""
+"""Lagrange multipliers of memory, in units of a stage's least time per device memory."""
 
 
 def bottleneck_bound(instance: Instance, at_least_s: float = 0.0) -> float:
@@ -112,7 +112,7 @@ class _Stages:
 
 
 class _Ladder:
-    """The stages of one regime at each price of memory; what does not depend on a cost is computed once."""
+    """The stages of one regime at each multiplier of memory; what does not depend on a cost is computed once."""
 
     def __init__(self, instance: Instance, regime: Regime, ladder: Array) -> None:
         n, passing, place, limit = regime

@@ -87,7 +87,7 @@ def sends(instance: Instance) -> Array:
 
 
 def passing_bytes(instance: Instance, device: int) -> float:
-    """The least bytes of the tensors that the pipeline keeps on a device."""
+    """The least bytes of the pipeline buffers on a device."""
     if device == instance.schedule.device[-1]:  # the last layer sends nothing
         return 0.0
     kinds = np.unique(instance.kind[:-1])

@@ -33,10 +33,10 @@ LADDER = np.geomspace(1e-4, 1e4, 9)
 """Multipliers of memory to start with, in units of a device's least time per device memory."""
 
 ROUNDS = 3000
-"""How many times paths and candidates are added, times stages: with many stages a round takes long."""
+"""The most rounds in which paths and candidates are added, times the number of stages: with many stages a round takes long."""
 
 STALLED = 5, 1e-3
-"""After how many rounds a program without rows of whole layers is left, and the relative rise of its value below which it is."""
+"""A program without rows of whole layers ends once its value rises by less than this share (second) in so many rounds (first)."""
 
 PATHS = 12
 """The most paths that are added at once."""
@@ -71,8 +71,8 @@ def device_bound(instance: Instance, at_least_s: float, enough_s: float) -> floa
 
 @dataclass(frozen=True, slots=True)
 class Multipliers:
-    """Prices of what a stage or a device takes: ``seconds[part, stage]`` of a microbatch, ``once[device]`` of once-per-step seconds,
-    ``byte[device]`` of live bytes, ``layer[device]`` of each of the most frequent layers; and what they add up to without any layer."""
+    """Lagrange multipliers: ``seconds[part, stage]`` of a microbatch's seconds, ``once[device]`` of once-per-step seconds, ``byte[device]``
+    of live bytes, ``layer[device]`` of each of the most frequent layers; and the constant term."""
 
     seconds: Array
     once: Array
@@ -224,7 +224,7 @@ def _best(instance: Instance, enough_s: float, whole: WholeLayers | None) -> flo
 
 
 class _Paths:
-    """Paths that are longer than those of the linear program's rows.
+    """Searches paths that are longer than those of the linear program's rows.
 
     They are searched half way between the program's solution, which is at a corner, and the shortest stages seen: there, a path cuts off
     more (Ben-Ameur and Neto, Acceleration of cutting-plane and column generation algorithms, 2007).
@@ -355,7 +355,7 @@ class _Program:
                 self._row({self.layers[s][r]: 1.0} | flows, at_most=number * starts)
 
     def admit(self, pick: Indices) -> bool:
-        """Add these candidates ``[stage, kind]``; whether some are new."""
+        """Add these candidates ``[stage, kind]``; return whether some are new."""
         before = len(self.admitted)
         for stage, kind in self.split:
             key = (stage, kind, int(pick[stage, kind]))

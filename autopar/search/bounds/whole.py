@@ -24,10 +24,10 @@ from autopar.search.pareto import Array, Indices
 from autopar.search.tables import Instance
 
 MANY = 16
-"""From this many layers on each device on, a fraction of one matters little."""
+"""With this many layers on each device or more, a fraction of a layer matters little."""
 
 MORE = 3
-"""How many layers above the average a device's limit is searched for."""
+"""A device's limit is searched up to this number of layers above the average."""
 
 LEVELS = 100
 """Transients that differ by less than this part of a device's memory count as equal to the least of them."""

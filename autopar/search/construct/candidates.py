@@ -1,6 +1,6 @@
 """The cheapest candidates that fit for the layers of one stage or one device, resharding between neighbours included.
 
-Viterbi's algorithm with a price of memory in the costs, found by bisection; the remaining memory is spent where a byte saves most time.
+Viterbi's algorithm with a Lagrange multiplier of memory, found by bisection; the remaining memory is spent where a byte saves most time.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from autopar.search.pareto import Array, Indices
 from autopar.search.tables import Instance, Roles, Table
 
 LADDER = (0.0, *np.geomspace(1e-3, 1e3, 13).tolist(), 1e9)
-"""Prices of memory to try, in units of a stage's time per device memory; the last one is "memory alone"."""
+"""Multipliers of memory to try, in units of a stage's time per device memory; the last one is "memory alone"."""
 
 PRESSURES = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0)
-"""Prices of the other memories to try beside a price of device memory, all as shares of their limits: the first that lets a stage fit is
-used."""
+"""Multipliers of the offload tiers to try with each multiplier of device memory, in units of the limits: the first with which a stage fits
+is used."""
 
 
 def seconds_of(instance: Instance, t: Table) -> Array:
@@ -57,7 +57,7 @@ def modes_of(instance: Instance) -> list[CandidateMode]:
 
 
 def tied_cost(instance: Instance, layers: Sequence[int], price: float) -> float:
-    """The cost of the cheapest candidates of some layers: their time, and their live bytes at a price in units of ``memory_scale``."""
+    """The cost of the cheapest candidates of some layers: their time, and their live bytes times ``price`` in units of ``memory_scale``."""
     n, total = float(instance.in_flight.max()), 0.0
     for layer in layers:
         t = instance.table(layer)

@@ -27,7 +27,7 @@ from autopar.search.pareto import Array
 from autopar.search.tables import Instance
 
 MIXTURES = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Weights of bytes, relative to seconds, with which cuts are made even."""
+"""Weights of bytes, relative to seconds, for balancing cuts."""
 
 DRAFTS, REFINED, MODES = 6, 6, 2
 """Choices of candidates that are cut, drafts whose candidates are chosen again, and modes in which the linear program's cuts are tried."""
@@ -132,8 +132,8 @@ def _picks(instance: Instance) -> list[_Pick]:
 
 
 def _of_program(instance: Instance) -> list[tuple[int, ...]]:
-    """The linear program's mean cuts, rounded; if nearly all layers are alike, under interleaved 1F1B, each device's mean number of layers
-    in chunks as even as possible, rounded up where the most is missing, or on the first devices."""
+    """The linear program's mean cuts, rounded. Under interleaved 1F1B, if nearly all layers are equal: each device's mean number of layers
+    in chunks as even as possible, rounded up where the fraction is largest, or on the first devices."""
     if not instance.cuts or instance.schedule.stages == 1:
         return []
     mean, stages, count = instance.cuts[-1], instance.schedule.stages, instance.layers

@@ -35,13 +35,13 @@ ACTIONS = 8_000_000
 """Most actions of all changes of one round together."""
 
 CHECKED = 32
-"""For so many of the best changes of a round it is checked whether they fit."""
+"""The number of a round's best changes for which memory is checked."""
 
 LEAST = 1e-5
-"""The smallest share of a step that a change saves."""
+"""The smallest share of a step that a change must save."""
 
 TRIED = 12
-"""For so many of the best moves of a round the candidates are chosen again."""
+"""The number of a round's best moves for which the candidates are chosen again."""
 
 CLOSE = 0.005
 """How far above the best step a solution may be for candidates of single layers to be changed in it."""
