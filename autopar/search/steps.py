@@ -221,6 +221,6 @@ NO_PIPELINE = (_coarse, _bounding(_whole), _construct, _linear, _close)
 """One stage has no cuts, so the linear program is needed for the proof alone."""
 
 ONE_STAGE = (_coarse, _bounding(_whole), _linear, _construct, _close)
-SEVERAL_STAGES = (_first, _linear, _bounding(device_bound), _construct, _close)
+SEVERAL_STAGES = (_first, _linear, _construct, _bounding(device_bound), _close)
 BOTH_WAYS = (_construct, _close)
 """Schedules that have copies of each stage have the cheap bound alone, and, in small models, the exact method."""

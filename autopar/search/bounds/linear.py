@@ -15,6 +15,7 @@ the rest of a prefix sum. Whatever the multipliers are, that is a bound (Lagrang
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -38,6 +39,9 @@ ROUNDS = 3000
 STALLED = 5, 1e-3
 """A program without rows of whole layers ends once its value rises by less than this share (second) in so many rounds (first)."""
 
+SECONDS = 0.5, 1.0
+"""After so many seconds no further round begins, without and with rows of whole layers: a solution needs time, too."""
+
 PATHS = 12
 """The most paths that are added at once."""
 
@@ -46,6 +50,9 @@ PRECISION = 1e-4
 
 GLOP = "use_dual_simplex: true use_preprocessing: false"
 """Rows are added to a solved program: the dual simplex goes on from its basis."""
+
+LARGEST = 2_000
+"""The largest number of runs of equal layers times stages for which there is a program."""
 
 CUT_ACTIONS = 40_000
 """The largest number of microbatches times stages for which paths are searched: Python finds a path action by action."""
@@ -198,10 +205,11 @@ def _best(instance: Instance, enough_s: float, whole: WholeLayers | None) -> flo
     """The bound of the linear program, ``whole`` its rows of whole layers; the program's mean cuts become those of the instance."""
     lagrangian = _Lagrangian(instance)
     best = lagrangian.first()
-    if not best < enough_s:
+    if not best < enough_s or len(instance.runs) * lagrangian.stages > LARGEST:
         return best
     model, paths = _Program(lagrangian, best, whole), None
     values: list[float] = []
+    deadline = time.monotonic() + SECONDS[whole is not None]
     for _ in range(ROUNDS // lagrangian.stages):
         if (solved := model.solve()) is None:
             break
@@ -211,6 +219,8 @@ def _best(instance: Instance, enough_s: float, whole: WholeLayers | None) -> flo
         rounds, rise = STALLED
         stalled = len(values) > rounds and values[-1] < values[-1 - rounds] * (1 + rise)
         if best >= enough_s or (stalled and whole is None):
+            break
+        if time.monotonic() > deadline and paths is not None:  # with cuts for a solution
             break
         wider = value < solved.step_s * (1 - PRECISION) and model.admit(pick)
         paths = paths or _Paths(lagrangian, pick)
