@@ -222,5 +222,7 @@ NO_PIPELINE = (_coarse, _bounding(_whole), _construct, _linear, _close)
 
 ONE_STAGE = (_coarse, _bounding(_whole), _linear, _construct, _close)
 SEVERAL_STAGES = (_first, _linear, _construct, _bounding(device_bound), _close)
+"""Whole layers are bounded last: it takes long, and counts only with an incumbent."""
+
 BOTH_WAYS = (_construct, _close)
 """Schedules that have copies of each stage have the cheap bound alone, and, in small models, the exact method."""

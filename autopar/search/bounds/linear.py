@@ -70,6 +70,8 @@ def linear_bound(instance: Instance, at_least_s: float, enough_s: float) -> floa
 
 def device_bound(instance: Instance, at_least_s: float, enough_s: float) -> float:
     """``linear_bound`` of the plans that are faster than ``enough_s``, each device of which has a whole number of layers."""
+    if not np.isfinite(enough_s):  # without an incumbent nothing is known of whole layers
+        return at_least_s
     whole = whole_layers(instance, enough_s)
     if whole is None:
         return max(at_least_s, enough_s)

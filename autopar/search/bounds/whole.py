@@ -58,7 +58,7 @@ def whole_layers(instance: Instance, enough_s: float) -> WholeLayers | None:
     schedule = instance.schedule
     line, frequent = schedule.pipeline, np.bincount(instance.kind)
     count = int(frequent.max())
-    if count > MANY * line or not np.isfinite(enough_s):
+    if count > MANY * line:
         return WholeLayers(np.zeros(line), np.full(line, float(count)), ())
     paths = textbook_paths(schedule).transpose(1, 0, 2)
     average, tried = count // line, -(-count // line) + MORE
@@ -66,7 +66,7 @@ def whole_layers(instance: Instance, enough_s: float) -> WholeLayers | None:
     found = []
     for device in devices:
         most, works = tried, []
-        for path in schedule_paths(paths, schedule.split, device.number, line):
+        for path in _paths_to(paths, schedule.split, device.number, line):
             most, work = device.least_work(path, max(average - 1, 0), most, enough_s)
             if most < 0:
                 return None
@@ -86,7 +86,7 @@ def whole_layers(instance: Instance, enough_s: float) -> WholeLayers | None:
     return WholeLayers(fewest, limits, tuple(lines))
 
 
-def schedule_paths(paths: Array, split: bool, device: int, line: int) -> Array:
+def _paths_to(paths: Array, split: bool, device: int, line: int) -> Array:
     """The ``textbook_paths`` to the end of a device, ``[path, part, stage]``."""
     return paths[4 * device : 4 * device + 4] if split else paths[[device, line + device]]
 
