@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
+
+from autopar.plan import Strategy
+
+
+class Tried(Protocol):
+    """The candidates of a layer: all of them, and those that take the fewest seconds for a microbatch."""
+
+    @property
+    def every(self) -> Iterable[Strategy]: ...
+    @property
+    def quickest(self) -> Iterable[Strategy]: ...
 
 
 @dataclass(frozen=True, slots=True)

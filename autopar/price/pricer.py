@@ -7,11 +7,11 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from autopar.devices import Cluster
 from autopar.graph import Graph, LayerClass
-from autopar.layer_price import LayerPrice
+from autopar.layer_price import LayerPrice, Tried
 from autopar.ops.compilation import stays_eager
 from autopar.plan import Axis, Role, Strategy
 from autopar.price import order
@@ -157,17 +157,15 @@ class Pricer:
             price = pricer._layers[key] = pricer._price(cls_name, mesh, strategy, microbatches)
             return price
 
-    def least_time_s(self, cls_name: str, mesh: Mesh, strategies: Sequence[Strategy], microbatches: int) -> float:
-        """A lower bound of the seconds of one microbatch, forward plus backward, under any of ``strategies``; infinite if none has a price.
+    def least_time_s(self, cls_name: str, mesh: Mesh, tried: Tried, microbatches: int) -> float:
+        """A lower bound of the seconds of one microbatch, forward plus backward, under any of the candidates; infinite if none has a price.
 
         Strategies that differ in ZeRO, or in techniques that add work, share the bound, and it takes a small part of their prices' time.
         """
-        different = {(s.roles, s.options.quickest, s.zero >= 2): s for s in strategies}
         least = math.inf
-        for strategy in different.values():
+        for strategy in tried.quickest:
             pricer = self._variant_for(strategy)
-            quickest = Strategy(strategy.roles, strategy.zero, strategy.replicate, strategy.options.quickest)
-            found = pricer._core(cls_name, mesh, quickest, microbatches)
+            found = pricer._core(cls_name, mesh, strategy, microbatches)
             if found is not None:
                 least = min(least, least_time_s(found[0], pricer.trainer))
         return least

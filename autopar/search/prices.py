@@ -13,7 +13,16 @@ from autopar.pins import LayerPins
 from autopar.plan import Strategy
 from autopar.search.options import SearchOptions, pins_by_layer
 from autopar.search.pareto import Array, Indices
-from autopar.search.problem import Choice, Devices, PriceSource, context_of, for_sequence, strategies, tied_groups
+from autopar.search.problem import (
+    Candidates,
+    Choice,
+    Devices,
+    PriceSource,
+    candidates,
+    context_of,
+    for_sequence,
+    tied_groups,
+)
 from autopar.search.tables import Instance, Roles, StagePlaces, Table, Ways, make_table
 from autopar.techniques import LAYER
 from autopar.techniques.technique import Technique
@@ -71,7 +80,8 @@ class Prices:
         )
         self.pins = pins_by_layer(graph, options)
         self.groups = tied_groups(graph)
-        self._candidates: dict[tuple[object, ...], tuple[Strategy, ...]] = {}
+        self._candidates: dict[tuple[object, ...], Candidates] = {}
+        self._lists: dict[Candidates, tuple[Strategy, ...]] = {}
         self._refusals: dict[str, dict[str, str]] = {}
         self.refused: dict[int, int] = {}  # layer: number of choices in which it had no price
 
@@ -118,27 +128,48 @@ class Prices:
         for i, layer in enumerate(self._graph.layers):
             kind = layer.cls, self.pins[i]
             if kind not in found:
-                candidates = self._candidates_of(i, choice)
-                found[kind] = min(p.least_time_s(layer.cls, choice.mesh, candidates, m) for p in pricers)
+                tried = self._candidates_of(i, choice)
+                found[kind] = min(p.least_time_s(layer.cls, choice.mesh, tried, m) for p in pricers)
             if not np.isfinite(found[kind]):
                 self.refused[i] = self.refused.get(i, 0) + 1
                 return None
         return np.array([found[layer.cls, self.pins[i]] for i, layer in enumerate(self._graph.layers)])
 
-    def _candidates_of(self, layer: int, choice: Choice) -> tuple[Strategy, ...]:
+    def _candidates_of(self, layer: int, choice: Choice) -> Candidates:
         """The strategies to price for a layer; layers of one class and equal pins share them."""
         cls, pins, m = self._graph.layers[layer].cls, self.pins[layer], choice.schedule.microbatches
-        refused = self._refused(cls)
+        refused, chain = self._refused(cls), self._graph.chains[cls]
         batch, experts = self._graph.batch_size // m, self._graph.classes[cls].experts
-        known = {"chain": self._graph.chains[cls], "segments": choice.segments, "several": m > 1}
-        alike = choice.mesh, batch, pins, experts, *known.values(), choice.schedule.split, *refused.values()
+        alike = (
+            choice.mesh,
+            batch,
+            pins,
+            experts,
+            chain,
+            choice.segments,
+            m > 1,
+            choice.schedule.split,
+            *refused.values(),
+        )
         if alike not in self._candidates:
-            node = self._cluster.gpus_per_node
-            context = context_of(self._options, refused=refused, **known)
-            found = strategies(choice.mesh, batch, node, self._options, pins, experts, context)
-            found = [strategy.under(choice.schedule) for strategy in found]
-            self._candidates[alike] = self._shared.candidates.setdefault(tuple(found), tuple(found))
+            known = {"refused": refused, "chain": chain, "segments": choice.segments, "several": m > 1}
+            found = candidates(
+                choice.mesh,
+                batch,
+                self._cluster.gpus_per_node,
+                self._options,
+                pins,
+                experts,
+                context_of(self._options, **known),
+            )
+            self._candidates[alike] = found.under(choice.schedule)
         return self._candidates[alike]
+
+    def _listed(self, tried: Candidates) -> tuple[Strategy, ...]:
+        """All of the candidates; the same object for equal lists."""
+        if tried not in self._lists:
+            self._lists[tried] = self._shared.candidates.setdefault(tried.every, tried.every)
+        return self._lists[tried]
 
     def _refused(self, cls: str) -> dict[str, str]:
         """The refusal reasons of a class, by the name of the technique."""
@@ -149,7 +180,7 @@ class Prices:
     def table(self, layer: int, choice: Choice, tied: bool) -> Table | None:
         """The candidates of a layer; ``None`` if none has a price. Layers of one class and equal pins share it."""
         cls, pins, m = self._graph.layers[layer].cls, self.pins[layer], choice.schedule.microbatches
-        pricers, candidates = self._line(choice.schedule.pipeline).pricers, self._candidates_of(layer, choice)
+        pricers, every = self._line(choice.schedule.pipeline).pricers, self._listed(self._candidates_of(layer, choice))
         # tied layers agree in roles and ZeRO stage
         copies = not tied or pins.replicate is not None
         # the pricers and the candidates live as long as the tables, so ids are unique; pins with equal candidates share one table
@@ -157,7 +188,7 @@ class Prices:
         least = {t: t.share * limit for t in LAYER if t.share and pins.of(t.name) is None and not refused[t.name]}
         key = (
             cls,
-            id(candidates),
+            id(every),
             choice.mesh,
             m,
             tied,
@@ -169,7 +200,7 @@ class Prices:
         tables = self._shared.tables
         if key not in tables:
             kept, prices = [], []
-            for strategy in candidates:
+            for strategy in every:
                 if strategy.replicate > 1 and not copies:
                     continue
                 if any(self._is_small(cls, choice, strategy, technique, most) for technique, most in least.items()):

@@ -41,11 +41,12 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 from autopar.errors import UsageError
 from autopar.graph import Graph
-from autopar.layer_price import LayerPrice
+from autopar.layer_price import LayerPrice, Tried
 from autopar.pins import LayerPins
 from autopar.plan import (
     Axis,
@@ -115,8 +116,8 @@ class PriceSource(Protocol):
         """The layer's price; ``None`` if a role is inadmissible or a size indivisible."""
         ...
 
-    def least_time_s(self, cls_name: str, mesh: Mesh, strategies: Sequence[Strategy], microbatches: int) -> float:
-        """A lower bound of the seconds of one microbatch, forward plus backward, under any of ``strategies``; infinite if none has a
+    def least_time_s(self, cls_name: str, mesh: Mesh, tried: Tried, microbatches: int) -> float:
+        """A lower bound of the seconds of one microbatch, forward plus backward, under any of the candidates; infinite if none has a
         price. It takes a small part of the time that the prices take."""
         ...
 
@@ -228,7 +229,51 @@ def _distinct_orders(factors: list[int]) -> list[tuple[int, ...]]:
     return found
 
 
-def strategies(
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """The strategies to try for a layer. ``roles`` has lists of roles, each with its ZeRO stages and numbers of copies; ``ways`` has the
+    options under each ZeRO stage."""
+
+    mesh: Mesh
+    gpus_per_node: int
+    pins: LayerPins
+    roles: tuple[tuple[Role, ...], ...]
+    ways: tuple[tuple[Options, ...], ...]
+
+    def under(self, schedule: Schedule) -> Candidates:
+        """The same candidates for a pipeline of this schedule (``Strategy.under``)."""
+        if not schedule.split:
+            return self
+        return replace(self, ways=tuple(tuple(way.but(**UNDER_SPLIT) for way in ways) for ways in self.ways))
+
+    @cached_property
+    def every(self) -> tuple[Strategy, ...]:
+        """All of them."""
+        return tuple(
+            Strategy(roles, zero, copies, way)
+            for roles in self.roles
+            for zero, copies in _zeros(self.mesh, roles, self.gpus_per_node, self.pins)
+            for way in self.ways[zero]
+        )
+
+    @cached_property
+    def quickest(self) -> tuple[Strategy, ...]:
+        """For each list of roles those that take the fewest seconds for a microbatch: others add work to one of these (and some of these
+        may not be among all). They are few, and listing all takes longer than pricing them."""
+        stages = (0, 1, 2, 3) if self.pins.zero is None else (self.pins.zero,)
+        whole, cut = (
+            dict.fromkeys(w.quickest for z in stages for w in self.ways[z] if (z >= 2) == late)
+            for late in (False, True)
+        )
+        return tuple(
+            Strategy(roles, zero, 1, way)
+            for roles in self.roles
+            for zero, ways in ((1, whole), (3, cut))
+            for way in ways
+        )
+
+
+def candidates(
     mesh: Mesh,
     batch: int,
     gpus_per_node: int,
@@ -236,7 +281,7 @@ def strategies(
     pins: LayerPins | None = None,
     experts: int = 0,
     context: Context | None = None,
-) -> list[Strategy]:
+) -> Candidates:
     """Every candidate for a layer on ``mesh`` that ``pins`` (default: the pins of every layer) allow, for a microbatch of ``batch``
     samples. ``context`` is what techniques know of the layer (default: ``context_of`` a layer in a step of one microbatch).
 
@@ -249,8 +294,7 @@ def strategies(
         pins = replace(pins, zero=0)
     sizes = [axis.size for axis in mesh]
     context = context_of(options) if context is None else context
-    ways_of = {zero: tuple(_options(pins, context, zero)) for zero in range(4)}
-    found: list[Strategy] = []
+    found: list[tuple[Role, ...]] = []
     for suffix in _suffixes(mesh, gpus_per_node, options.roles or TENSOR_ROLES, pins, experts):
         outer = len(sizes) - len(suffix)
         ways = [_product(sizes[:j]) for j in range(outer + 1)]
@@ -258,13 +302,12 @@ def strategies(
         if owning := suffix.count(Role.EXPERT):  # ranks of the expert axes take different samples, too
             owners = _product(sizes[outer : outer + owning])
             prefixes = [j for j in prefixes if j == outer and batch % (ways[j] * owners) == 0]
-        if not prefixes:
-            continue
-        prefix = prefixes[-1]
-        roles = (Role.DATA,) * prefix + (Role.IDLE,) * (outer - prefix) + suffix
-        for zero, copies in _zeros(mesh, roles, gpus_per_node, pins):
-            found += [Strategy(roles, zero, copies, way) for way in ways_of[zero]]
-    return found
+        if prefixes:
+            prefix = prefixes[-1]
+            found.append((Role.DATA,) * prefix + (Role.IDLE,) * (outer - prefix) + suffix)
+    return Candidates(
+        mesh, gpus_per_node, pins, tuple(found), tuple(_options(pins, context, zero) for zero in range(4))
+    )
 
 
 def context_of(options: SearchOptions, **known: Any) -> Context:
@@ -284,7 +327,8 @@ def may_split(pins: LayerPins, context: Context, small: bool) -> bool:
     return all(pins.of(name) in (None, value) for name, value in UNDER_SPLIT.items())
 
 
-def _options(pins: LayerPins, context: Context, zero: int) -> list[Options]:
+@lru_cache(1024)
+def _options(pins: LayerPins, context: Context, zero: int) -> tuple[Options, ...]:
     """Every combination of techniques' values that pins and conflicts leave to a layer under a ZeRO stage."""
     allowed: list[tuple[str, ...]] = []
     for technique in LAYER:
@@ -298,12 +342,13 @@ def _options(pins: LayerPins, context: Context, zero: int) -> list[Options]:
             pays = [options for options in found if technique.pays_beside(options[technique], options)]
             said = {options[technique] for options in pays}
             found = [options for options in found if options in pays or options[technique] not in said]
-    return found
+    return tuple(found)
 
 
+@lru_cache(1024)
 def _suffixes(
     mesh: Mesh, gpus_per_node: int, roles: tuple[Role, ...], pinned: LayerPins, experts: int
-) -> Iterator[tuple[Role, ...]]:
+) -> tuple[tuple[Role, ...], ...]:
     """The roles of the innermost axes, besides data: experts outside ring attention, ring attention outside Ulysses and tensor
     parallelism.
 
@@ -320,6 +365,7 @@ def _suffixes(
     some = range(len(mesh) + 1)
     asked = {role: some if role in roles or pins[role] is not None else (0,) for role in list(pins)[:-1]}
     asked[Role.EXPERT] = asked[Role.EXPERT] if experts else (0,)
+    found: list[tuple[Role, ...]] = []
     for numbers in itertools.product(*asked.values(), some):
         counts = dict(zip(pins, numbers, strict=True))
         tensor = counts[Role.TENSOR]
@@ -336,7 +382,8 @@ def _suffixes(
             if counts[Role.EXPERT] and experts % degrees[Role.EXPERT]:
                 continue
             if all(_wanted(each, degrees, pins, roles, gpus_per_node) for each in counts):
-                yield tuple(role if each is Role.TENSOR else each for each in suffix)
+                found.append(tuple(role if each is Role.TENSOR else each for each in suffix))
+    return tuple(found)
 
 
 def _wanted(

@@ -175,11 +175,11 @@ class Context:
     the cluster describes its NVMe.
     """
 
-    refused: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict, hash=False)
     chain: int = 1
     segments: bool = False
     several: bool = False
-    allow: Collection[str] = ()
+    allow: Collection[str] = field(default=(), hash=False)
     compiled: bool = False
     nvme: bool = False
 

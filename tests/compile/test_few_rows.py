@@ -11,7 +11,7 @@ from autopar.devices import parse
 from autopar.graph import Graph
 from autopar.planning import find_plan
 from autopar.search import SearchOptions, make_mesh
-from autopar.search.problem import strategies
+from autopar.search.problem import candidates
 
 CLUSTER = parse("4x8xH100-80GB")
 
@@ -50,9 +50,9 @@ def test_pins_are_kept(graph: Graph) -> None:
 def test_copies_of_sharded_state_are_of_every_number_down_to_a_nodes() -> None:
     """On four nodes of eight: one copy, two of two nodes each, four of one node. Links in a node are alike: no more."""
     mesh = make_mesh(("a", 2), ("b", 2), ("c", 2), ("d", 4))
-    found = strategies(mesh, 64, 8, SearchOptions())
+    found = candidates(mesh, 64, 8, SearchOptions()).every
     data = [s for s in found if s.degrees(mesh)["data"] == 32]
     assert {s.replicate for s in data if s.zero == 3} == {1, 2, 4}
     assert {s.replicate for s in data if s.zero == 0} == {1}
-    pinned = strategies(mesh, 64, 8, dataclasses.replace(SearchOptions(), replicate=8))
+    pinned = candidates(mesh, 64, 8, dataclasses.replace(SearchOptions(), replicate=8)).every
     assert {s.replicate for s in pinned if s.zero} == {8}

@@ -13,7 +13,7 @@ from search_memory import StageMemories, peak_host_memory, peak_memory
 from torch import fx, nn
 
 from autopar.graph import Graph, GraphLayer, LayerClass, Value
-from autopar.layer_price import LayerPrice
+from autopar.layer_price import LayerPrice, Tried
 from autopar.plan import Axis, Role, Strategy
 from autopar.schedules import SPLIT, Schedule
 from autopar.schedules.memory import fullest
@@ -150,10 +150,8 @@ class RandomPricer:
             self._layers[key] = self._drawn_layer(*key)
         return self._layers[key]
 
-    def least_time_s(
-        self, cls: str, mesh: tuple[Axis, ...], strategies: Sequence[Strategy], microbatches: int
-    ) -> float:
-        found = [self.layer(cls, mesh, strategy, microbatches) for strategy in strategies]
+    def least_time_s(self, cls: str, mesh: tuple[Axis, ...], tried: Tried, microbatches: int) -> float:
+        found = [self.layer(cls, mesh, strategy, microbatches) for strategy in tried.every]
         least = min((p.forward_s + p.backward_s for p in found if p is not None), default=math.inf)
         return least * self._rng("least", cls, mesh, microbatches).choice([0.1, 0.8, 1.0])
 
@@ -540,10 +538,8 @@ class TransformerPricer:
             3 * flops * data,
         )  # fmt: skip
 
-    def least_time_s(
-        self, cls: str, mesh: tuple[Axis, ...], strategies: Sequence[Strategy], microbatches: int
-    ) -> float:
-        prices = [self.layer(cls, mesh, Strategy(roles), microbatches) for roles in {s.roles for s in strategies}]
+    def least_time_s(self, cls: str, mesh: tuple[Axis, ...], tried: Tried, microbatches: int) -> float:
+        prices = [self.layer(cls, mesh, Strategy(roles), microbatches) for roles in {s.roles for s in tried.every}]
         return min((p.forward_s + p.backward_s for p in prices if p is not None), default=math.inf)
 
     def edge(self, i: int, mesh: tuple[Axis, ...], left: Strategy, right: Strategy, microbatches: int) -> float:

@@ -20,7 +20,7 @@ from autopar.price.live_memory import Neighbours
 from autopar.price.moves import step_moves
 from autopar.schedules import Schedule
 from autopar.search import SearchOptions, evaluate, search
-from autopar.search.problem import context_of, strategies
+from autopar.search.problem import candidates, context_of
 from autopar.sharding import Sharding
 from autopar.techniques.sync import ALL_REDUCE
 from autopar.types import Collective, I, P, R, S, SpmdType
@@ -211,11 +211,11 @@ def test_no_strategy_is_faster_than_the_bound_without_zero_and_recomputation(whe
         pin = {"overlap": overlap, "compile": compiled, "offload": "any"}
         options = SearchOptions(allow=("int8_activations",), pin=pin)
         for m in tightest:
-            found = strategies(mesh, 8 // m, cluster.gpus_per_node, options, context=context_of(options, several=m > 1))
-            for roles in {s.roles for s in found}:
-                some = [s for s in found if s.roles == roles]
+            found = candidates(mesh, 8 // m, cluster.gpus_per_node, options, context=context_of(options, several=m > 1))
+            for roles in found.roles:
+                some = dataclasses.replace(found, roles=(roles,))
                 least_s = pricer.least_time_s("block", mesh, some, m)
-                priced = [p for s in some if (p := pricer.layer("block", mesh, s, m)) is not None]
+                priced = [p for s in some.every if (p := pricer.layer("block", mesh, s, m)) is not None]
                 assert bool(priced) == math.isfinite(least_s)
                 for price in priced:
                     assert 0 < least_s <= (price.forward_s + price.backward_s) * (1 + 1e-12)

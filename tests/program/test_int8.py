@@ -37,7 +37,7 @@ from autopar.program.spec import layers_of
 from autopar.run import remote as run_remote
 from autopar.search import SearchOptions, make_mesh, manual_plan
 from autopar.search.options import pins_by_layer
-from autopar.search.problem import strategies
+from autopar.search.problem import candidates
 from autopar.shard import annotate
 from autopar.techniques.activations import ACTIVATIONS
 from autopar.techniques.activations import INT8_ACTIVATIONS as INT8
@@ -328,11 +328,11 @@ def test_passes_are_priced_at_the_rate_of_the_devices_memory() -> None:
 def test_it_is_a_value_of_a_layer_that_only_an_allowance_gives() -> None:
     options = SearchOptions(allow={INT8})
     mesh = make_mesh(("data", 2))
-    assert not any(s.options.narrow for s in strategies(mesh, 8, 8, SearchOptions()))
-    tried = strategies(mesh, 8, 8, replace(options, offload="any"))
+    assert not any(s.options.narrow for s in candidates(mesh, 8, 8, SearchOptions()).every)
+    tried = candidates(mesh, 8, 8, replace(options, offload="any")).every
     narrow = [s for s in tried if s.options.narrow]
     assert narrow and all(not s.options.again and not s.options.saved_in for s in narrow)
-    plain = strategies(mesh, 8, 8, SearchOptions(offload="any"))
+    plain = candidates(mesh, 8, 8, SearchOptions(offload="any")).every
     assert [s for s in tried if not s.options.narrow] == plain
     for pins in ({"saved": "int8"}, {"pin": {"layers.0.saved": "int8"}}):
         with pytest.raises(UsageError, match="saved=int8 is not exact"):

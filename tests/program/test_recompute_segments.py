@@ -25,7 +25,7 @@ from autopar.program.recomputing import as_one
 from autopar.schedules import Schedule
 from autopar.search import SearchOptions, evaluate, make_mesh, manual_plan, search
 from autopar.search.options import pins_by_layer
-from autopar.search.problem import context_of, strategies
+from autopar.search.problem import candidates, context_of
 from autopar.search.timeline import kept
 from autopar.segments import segments, shortened
 from autopar.shard import plan_shardings
@@ -167,7 +167,7 @@ class TestPins:
         for options in ({"recompute": "none"}, {"recompute": "selective"}, {"offload": "activations"}):
             with pytest.raises(UsageError, match="every layer is pinned to .*, which contradict each other"):
                 manual_plan(GRAPH, segment=2, **options)  # type: ignore[arg-type]
-        tried = strategies(MESH, BATCH, 8, SearchOptions(segment=2, offload="any"))
+        tried = candidates(MESH, BATCH, 8, SearchOptions(segment=2, offload="any")).every
         assert not any(way.options.saved_in for way in tried)
 
     def test_sizes_end_at_twice_the_square_root(self) -> None:

@@ -37,7 +37,7 @@ from autopar.price import Pricer
 from autopar.schedules import Schedule, default_schedule
 from autopar.search import SearchOptions, evaluate, make_mesh, search
 from autopar.search.manual import even_cuts
-from autopar.search.problem import context_of, divisors, meshes, strategies, tied_groups
+from autopar.search.problem import candidates, context_of, divisors, meshes, tied_groups
 from autopar.shard import annotate
 from autopar.zoo import build
 
@@ -234,14 +234,14 @@ def tied_alike(graph: Graph, chosen: list[Strategy] | None) -> Iterator[list[Str
 def by_budget(problem: Problem, mesh: tuple, cuts: tuple, m: int) -> list[Strategy] | None:
     """Each stage's layers by dynamic programming on a bucketed memory axis; resharding is in the costs, per pair of roles."""
     options = SearchOptions(roles=(Role.TENSOR, Role.TENSOR_SEQUENCE))
-    every = strategies(
+    every = candidates(
         mesh,
         problem.graph.batch_size // m,
         problem.cluster.gpus_per_node,
         options,
         LayerPins(),
         context=context_of(options, several=m > 1),
-    )
+    ).every
     chosen: list[Strategy] = []
     for s, (i, j) in enumerate(itertools.pairwise(cuts)):
         flying = min(m, len(cuts) - 1 - s) if len(cuts) > 2 else 1

@@ -16,7 +16,7 @@ from autopar.price import Pricer
 from autopar.schedules import INTERLEAVED, SPLIT, ZERO_BUBBLE, Schedule
 from autopar.search import SearchOptions, evaluate, make_mesh, search
 from autopar.search.manual import even_cuts
-from autopar.search.problem import choices, context_of, strategies
+from autopar.search.problem import candidates, choices, context_of
 
 LAYERS, BATCH = 8, 32
 GRAPH = chain(mlp(BATCH, 128, 256, 1024), LAYERS)
@@ -92,32 +92,32 @@ def test_the_search_tries_these_values() -> None:
     for schedule in {Schedule(w.schedule, w.pipeline, w.microbatches, w.chunks) for w in every}:
         pinned = choices(GRAPH, CLUSTER.count, SearchOptions(schedule=schedule.name))
         assert schedule in [choice.schedule for choice in (*tried, *pinned)], schedule
-    candidates = strategies(PLAIN.mesh, BATCH // PLAIN.microbatches, CLUSTER.gpus_per_node, SearchOptions())
+    found = candidates(PLAIN.mesh, BATCH // PLAIN.microbatches, CLUSTER.gpus_per_node, SearchOptions()).every
     for written in (w for name in ("roles", "ZeRO", "recomputation") for w in DIMENSIONS[name]):
-        assert written.strategy in candidates, written
-    assert all(not candidate.options.elsewhere and candidate.options.together == 1 for candidate in candidates)
+        assert written.strategy in found, written
+    assert all(not candidate.options.elsewhere and candidate.options.together == 1 for candidate in found)
     known = context_of(SearchOptions(), chain=GRAPH.chains[GRAPH.layers[0].cls], segments=True)
-    candidates = strategies(
+    found = candidates(
         PLAIN.mesh, BATCH // PLAIN.microbatches, CLUSTER.gpus_per_node, SearchOptions(), context=known
-    )
-    assert all(written.strategy in candidates for written in DIMENSIONS["layers of a segment"])
+    ).every
+    assert all(written.strategy in found for written in DIMENSIONS["layers of a segment"])
     asked = SearchOptions(offload="any", states="any", nvme=True)
-    candidates = strategies(PLAIN.mesh, BATCH // PLAIN.microbatches, CLUSTER.gpus_per_node, asked)
-    assert all(written.strategy in candidates for name in ("offload", "states") for written in DIMENSIONS[name])
-    candidates = strategies(
+    found = candidates(PLAIN.mesh, BATCH // PLAIN.microbatches, CLUSTER.gpus_per_node, asked).every
+    assert all(written.strategy in found for name in ("offload", "states") for written in DIMENSIONS[name])
+    found = candidates(
         PLAIN.mesh,
         BATCH // 4,
         CLUSTER.gpus_per_node,
         SearchOptions(),
         context=context_of(SearchOptions(), several=True),
-    )
-    assert all(written.strategy in candidates for written in DIMENSIONS["reductions"])
+    ).every
+    assert all(written.strategy in found for written in DIMENSIONS["reductions"])
     for several, pinned in ((False, "step"), (True, "microbatch")):
         options = SearchOptions(reduce=pinned)
-        candidates = strategies(
+        found = candidates(
             PLAIN.mesh, BATCH // 4, CLUSTER.gpus_per_node, options, context=context_of(options, several=several)
-        )
-        assert not any(candidate.options.whole_gradients for candidate in candidates)
+        ).every
+        assert not any(candidate.options.whole_gradients for candidate in found)
 
 
 def test_gradients_are_reduced_once_a_step_where_that_is_faster_and_fits() -> None:

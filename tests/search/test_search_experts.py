@@ -18,7 +18,7 @@ from autopar.planning import write_plan
 from autopar.price import Pricer
 from autopar.search import SearchOptions, search
 from autopar.search.options import pins_by_layer
-from autopar.search.problem import TENSOR_ROLES, meshes, strategies
+from autopar.search.problem import TENSOR_ROLES, candidates, meshes
 from autopar.shard import annotate
 from autopar.shard.plan import role_types
 from autopar.types import I, S
@@ -51,22 +51,22 @@ def found(graph: Graph, devices: str, precision: str = "bfloat16", **options: ob
 class TestCandidates:
     def test_degrees_divide_the_experts_and_the_batch(self) -> None:
         (mesh,) = meshes(16)
-        tried = strategies(mesh, 16, 8, SearchOptions(roles=ROLES), experts=4)
+        tried = candidates(mesh, 16, 8, SearchOptions(roles=ROLES), experts=4).every
         assert {s.degree(mesh, Role.EXPERT) for s in tried} == {1, 2, 4}
         assert all(s.degree(mesh, Role.DATA, Role.EXPERT) <= 16 for s in tried)
         assert all(Role.IDLE not in s.roles for s in tried if Role.EXPERT in s.roles)
-        few = strategies(mesh, 2, 8, SearchOptions(roles=ROLES), experts=4)
+        few = candidates(mesh, 2, 8, SearchOptions(roles=ROLES), experts=4).every
         assert not any(Role.EXPERT in s.roles and s.degree(mesh, Role.EXPERT) > 2 for s in few)
 
     def test_only_layers_with_experts_have_them(self) -> None:
         (mesh,) = meshes(8)
-        assert not any(Role.EXPERT in s.roles for s in strategies(mesh, 8, 8, SearchOptions(roles=ROLES)))
+        assert not any(Role.EXPERT in s.roles for s in candidates(mesh, 8, 8, SearchOptions(roles=ROLES)).every)
 
     def test_a_pin_holds_for_experts_and_gives_the_others_data(self, mixtral: Graph) -> None:
         (mesh,) = meshes(8)
         options = SearchOptions(roles=ROLES, data=2, expert=4)
         found = pins_by_layer(mixtral, options)
-        first, mixture = (strategies(mesh, 8, 8, options, found[i], experts=8 * i) for i in (0, 1))
+        first, mixture = (candidates(mesh, 8, 8, options, found[i], experts=8 * i).every for i in (0, 1))
         assert {(s.degree(mesh, Role.DATA), s.degree(mesh, Role.EXPERT)) for s in mixture} == {(2, 4)}
         assert {(s.degree(mesh, Role.DATA), s.degree(mesh, Role.EXPERT)) for s in first} == {(8, 1)}
         dense = dataclasses.replace(
@@ -77,7 +77,9 @@ class TestCandidates:
 
     def test_they_stand_beside_tensor_parallelism_of_a_node(self) -> None:
         (mesh,) = meshes(16)
-        both = [s for s in strategies(mesh, 16, 4, SearchOptions(roles=ROLES), experts=4) if Role.EXPERT in s.roles]
+        both = [
+            s for s in candidates(mesh, 16, 4, SearchOptions(roles=ROLES), experts=4).every if Role.EXPERT in s.roles
+        ]
         assert {s.degree(mesh, *TENSOR_ROLES) for s in both} == {1, 4}
 
 

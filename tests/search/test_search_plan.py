@@ -28,7 +28,7 @@ from autopar.schedules.step_time import (
 from autopar.search import SearchOptions, driver, evaluate, manual_plan, search
 from autopar.search.evaluation import coalesce
 from autopar.search.manual import make_mesh
-from autopar.search.problem import for_sequence, meshes, strategies
+from autopar.search.problem import candidates, for_sequence, meshes
 
 D, T, TS, IDLE = Role.DATA, Role.TENSOR, Role.TENSOR_SEQUENCE, Role.IDLE
 
@@ -98,7 +98,7 @@ class TestMeshes:
 
     def test_data_is_a_prefix_and_tensor_a_suffix(self) -> None:
         (mesh,) = meshes(16)
-        for strategy in strategies(mesh, 4, 8, SearchOptions()):
+        for strategy in candidates(mesh, 4, 8, SearchOptions()).every:
             order = [(D, IDLE, T, TS).index(role) for role in strategy.roles]
             assert order == sorted(order)
             assert strategy.degree(mesh, D) <= 4 and (strategy.zero == 0 or strategy.degree(mesh, D) > 1)
@@ -107,18 +107,18 @@ class TestMeshes:
         (mesh,) = meshes(16)
 
         def used(options: SearchOptions) -> set[Role]:
-            return {role for strategy in strategies(mesh, 4, 8, options) for role in strategy.roles}
+            return {role for strategy in candidates(mesh, 4, 8, options).every for role in strategy.roles}
 
         short, long = (for_sequence(SearchOptions(), n) for n in (8192, 131072))
         assert used(short) == {D, IDLE, T, TS} and used(long) == {D, IDLE, T, TS, Role.ULYSSES, Role.RING}
-        pinned = strategies(mesh, 4, 8, SearchOptions(ulysses=2, ring=4))
+        pinned = candidates(mesh, 4, 8, SearchOptions(ulysses=2, ring=4)).every
         assert pinned and all(s.degree(mesh, Role.ULYSSES) == 2 and s.degree(mesh, Role.RING) == 4 for s in pinned)
         assert {s.degree(mesh, T, TS) for s in pinned} == {1, 2}
 
     def test_hybrid_sharding_is_tried_where_data_parallelism_leaves_the_node(self) -> None:
         def copies(devices: int, **pins: int) -> set[tuple[int, int]]:
             (mesh,) = meshes(devices)
-            found = strategies(mesh, 64, 8, SearchOptions(**pins))
+            found = candidates(mesh, 64, 8, SearchOptions(**pins)).every
             return {(s.zero, s.replicate) for s in found if s.degree(mesh, D) == devices}
 
         whole = {(zero, 1) for zero in range(4)}

@@ -21,7 +21,7 @@ from autopar.schedules import SCHEDULES
 from autopar.search import SearchOptions, manual_plan
 from autopar.search.concessions import concessions
 from autopar.search.manual import make_mesh
-from autopar.search.problem import context_of, strategies
+from autopar.search.problem import candidates, context_of
 from autopar.techniques import (
     ALL,
     BY_NAME,
@@ -95,12 +95,12 @@ def test_a_strategy_and_a_plan_file_hold_every_value(technique: Technique) -> No
 def test_a_pin_leaves_its_value_alone(technique: Technique) -> None:
     """Of pinned values, and of those of before, a search tries what they say; without one, the default is among its candidates."""
     mesh = manual_plan(subject("mlp").graph, data=2).mesh
-    free = strategies(mesh, 8, 8, SearchOptions(), context=context_of(SearchOptions(), several=True, chain=8))
+    free = candidates(mesh, 8, 8, SearchOptions(), context=context_of(SearchOptions(), several=True, chain=8)).every
     assert technique.default in {s.options[technique] for s in free}
     for value in samples(technique):
         options = SearchOptions(**{technique.name: value}, allow=GIVEN_UP)
         known = context_of(options, several=True, chain=8)
-        found = {s.options[technique] for s in strategies(mesh, 8, 8, options, context=known) if s.zero == 3}
+        found = {s.options[technique] for s in candidates(mesh, 8, 8, options, context=known).every if s.zero == 3}
         assert found and all(technique.admits(v, {technique.name: value}.get) for v in found), (value, found)
         assert value in found
     for pin in technique.former_pins:
