@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import time
 from pathlib import Path
-from typing import Any
 
 from autopar.capture import NOT_COMPARED, check_capture
 from autopar.devices import Cluster
@@ -30,11 +29,9 @@ from autopar.search import (
     price_pins,
     search,
     search_again,
-    search_also,
 )
 from autopar.search.concessions import Concession, best_plan, concessions
 from autopar.search.notes import odd_experts, whole_layers
-from autopar.search.problem import LONG_SEQUENCE
 from autopar.workload import Recapture, Workload, sequence_length, with_concession
 
 
@@ -189,13 +186,7 @@ def find_plan(
     )
     pricer = pricer or LayerPricer(graph, cluster, options.precision)
     shared = Shared()
-    besides = _few_rows(graph, cluster, options)
-    first = dataclasses.replace(options, time_limit_s=options.time_limit_s * (FIRST_SHARE if besides else 1))
-    found, cluster = _on_the_best_devices(graph, cluster, first, pricer, shared, may_be_idle)
-    if besides:
-        left_s = options.time_limit_s - (time.perf_counter() - start_s)
-        asked = dataclasses.replace(options, time_limit_s=max(left_s, 0.0))
-        found = search_also(graph, cluster, pricer.on(cluster), asked, found, besides, shared)
+    found, cluster = _on_the_best_devices(graph, cluster, options, pricer, shared, may_be_idle)
     if options.pin_time_s is not None:
         found = price_pins(graph, cluster, pricer.on(cluster), options, found, options.pin_time_s, shared)
     without_rule = f"replicated, because no sharding rule covers it: {', '.join(graph.replicated)}"
@@ -207,26 +198,6 @@ def find_plan(
     )
     wall_time_s = time.perf_counter() - start_s
     return dataclasses.replace(found, wall_time_s=wall_time_s, planning_memory_bytes=peak_memory_bytes(), notes=notes)
-
-
-FIRST_SHARE = 0.7
-"""The share of the time limit that the first search may take if other searches follow."""
-
-SEQUENCE_DEGREES = (8, 4, 2, 16)
-"""Ring and Ulysses degrees to search, in this order, if a batch has fewer rows than there are devices."""
-
-
-def _few_rows(graph: Graph, cluster: Cluster, options: SearchOptions) -> list[dict[str, Any]]:
-    """Return pins of further searches with sequence parallelism if the batch has fewer rows than there are devices, so that data
-    parallelism can't use all of them (long sequences are sharded in every search)."""
-    length = graph.tokens // graph.batch_size
-    decided = options.roles is not None or options.ring is not None or options.ulysses is not None
-    if decided or graph.batch_size >= cluster.count or length >= LONG_SEQUENCE:
-        return []
-    if not _has_attention(graph):
-        return []
-    degrees = [n for n in SEQUENCE_DEGREES if cluster.count % n == 0 and length % n == 0]
-    return [{role: n} for n in degrees for role in ("ring", "ulysses")]
 
 
 def _has_attention(graph: Graph) -> bool:

@@ -46,6 +46,9 @@ Around = tuple[list[tuple[list[Sized], list[Sized]]], dict[tuple[Options, bool],
 Place = tuple[str, int, tuple[Role, ...], int]
 """A class, the number of a mesh, the roles of its axes, and the microbatches of a step."""
 
+_ALIKE = (Role.DATA, Role.IDLE)
+"""Roles whose axes change a layer's sizes by the number of samples alone, or not at all."""
+
 ALONE = Neighbours()
 
 
@@ -76,6 +79,7 @@ class Pricer:
         self._flags: dict[tuple[str, int], tables.AxisFlags] = {}
         self._bound: dict[tuple[str, tuple[int, ...], tuple[int, ...]], Bound] = {}
         self._sized: dict[tuple[int, Sizes, bool], Sized | None] = {}
+        self._alike: dict[tuple[object, ...], Sized | None] = {}
         self._placed: dict[Place, tuple[Sized, Cluster] | None] = {}
         self._cores: dict[tuple[Place | int, Options, bool], Core] = {}
         self._spread: dict[tuple[str, int, tuple[Role, ...], int, int], Spread] = {}
@@ -102,7 +106,7 @@ class Pricer:
         if _nameless(cluster) not in self._elsewhere:
             other = self._variant()
             other.cluster, other._pipelined = cluster, dataclasses.replace(cluster, pipelined=True)
-            other._sized, other._cores, other._placed, other._spread = {}, {}, {}, {}
+            other._sized, other._alike, other._cores, other._placed, other._spread = {}, {}, {}, {}, {}
             other._beside, other._edges, other._p2p = {}, {}, {}
             self._elsewhere[_nameless(cluster)] = other
         return self._elsewhere[_nameless(cluster)]
@@ -182,7 +186,7 @@ class Pricer:
     def _of_kernels(self, options: Options) -> Pricer:
         """The pricer of a program whose layers are all rewritten and compiled as ``options`` say, if their classes admit it."""
         other = self._variant()
-        other._tables, other._flags, other._bound, other._sized, other._cores = {}, {}, {}, {}, {}
+        other._tables, other._flags, other._bound, other._sized, other._alike, other._cores = {}, {}, {}, {}, {}, {}
         other._placed, other._spread, other._beside, other._kernels = {}, {}, {}, {}
         other._kernels[options.rewrites, options.compiled] = other
         other.trainer = dataclasses.replace(self.trainer, fused=self.trainer.fused or options.compiled)
@@ -226,7 +230,7 @@ class Pricer:
         """Return why the microbatches of a layer class can't be computed in parts, or an empty string."""
         part = functools.partial(self._part, cls_name, mesh, strategy, microbatches)
         number = strategy.options.parts * self.graph.parts(microbatches)
-        runs = ((Axis(MICROBATCH, number, 0),), *self._runs(mesh, strategy.roles))
+        runs = self._with_microbatches(mesh, strategy.roles, number)
         bound = self._bind(cls_name, runs, mesh, strategy.roles)
         return "does not admit its role" if bound is None else order.why_whole(bound, part, strategy.options)
 
@@ -245,7 +249,7 @@ class Pricer:
         if found is None:
             return ()
         (core, cluster), mine = found, microbatches // self.copies
-        runs = ((Axis(MICROBATCH, self.graph.parts(microbatches), 0),), *self._runs(mesh, strategy.roles))
+        runs = self._with_microbatches(mesh, strategy.roles, self.graph.parts(microbatches))
         own = replica_costs(pricer._replicas(mesh, strategy, core.sized, cluster), mine, strategy, core.kept)
         return (*layer_collectives(core, runs, cluster, mine), *own)
 
@@ -345,16 +349,33 @@ class Pricer:
     def _at(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...], parts: int) -> Sized | None:
         """A class at the sizes of a batch that is cut into ``parts``. Many meshes share a sized class: pipelines of any length, with
         microbatches and data parallelism in any proportion."""
-        runs = ((Axis(MICROBATCH, parts, 0),), *self._runs(mesh, roles))
+        runs, cluster = self._runs(mesh, roles), self._seen_by(mesh)
+        samples, shape = parts, []
+        for role, axes in runs:
+            if role is Role.DATA:
+                samples *= math.prod([axis.size for axis in axes])
+            shape.append((role, () if role in _ALIKE else tuple([(axis.size, axis.stride) for axis in axes])))
+        alike = cls_name, samples, tuple(shape), cluster is self.cluster
+        if alike not in self._alike:
+            found, alone = self._measured(cls_name, mesh, roles, parts)
+            if alone:
+                return found
+            self._alike[alike] = found
+        return self._alike[alike]
+
+    def _measured(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...], parts: int) -> tuple[Sized | None, bool]:
+        """``_at``, and whether the class has collectives over data-parallel or idle axes, so that the number of samples does not say
+        enough."""
+        runs, cluster = self._with_microbatches(mesh, roles, parts), self._seen_by(mesh)
         bound = self._bind(cls_name, runs, mesh, roles)
         if bound is None:
-            return None
-        cluster = self._seen_by(mesh)
+            return None, False
         given = measure(bound, runs, cluster)
         key = (id(bound), given, cluster is self.cluster)  # self._bound keeps them alive, so that ids stay unique
         if key not in self._sized:
             self._sized[key] = size(bound, given, cluster, self.numbers) if divisible(bound, given) else None
-        return self._sized[key]
+        alike = [True, *(role in _ALIKE for role, _ in self._runs(mesh, roles))]
+        return self._sized[key], any(alike[i] for over, _ in bound.ways for i in over)
 
     def _copies(
         self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int, c: Sized, cluster: Cluster
@@ -475,10 +496,14 @@ class Pricer:
         return self._latest[1]
 
     @staticmethod
-    def _runs(mesh: Mesh, roles: tuple[Role, ...]) -> Runs:
+    def _runs(mesh: Mesh, roles: tuple[Role, ...]) -> list[tuple[Role, Mesh]]:
         """The mesh's axes, neighbouring axes of one role grouped."""
-        pairs = zip(mesh, roles, strict=True)
-        return tuple(tuple(axis for axis, _ in run) for _, run in itertools.groupby(pairs, lambda pair: pair[1]))
+        pairs = itertools.groupby(zip(mesh, roles, strict=True), lambda pair: pair[1])
+        return [(role, tuple([axis for axis, _ in run])) for role, run in pairs]
+
+    def _with_microbatches(self, mesh: Mesh, roles: tuple[Role, ...], parts: int) -> Runs:
+        """The axis of a batch's ``parts``, then the runs of the mesh's axes."""
+        return ((Axis(MICROBATCH, parts, 0),), *(axes for _, axes in self._runs(mesh, roles)))
 
     def _seen_by(self, mesh: Mesh) -> Cluster:
         """The cluster as a stage on ``mesh`` sees it: with other stages to send to unless the mesh is the whole cluster."""

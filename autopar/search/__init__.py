@@ -4,7 +4,7 @@
 and ``reprice`` price a given plan, and ``manual_plan`` writes a plan without prices.
 """
 
-from autopar.search.driver import price_pins, search, search_again, search_also
+from autopar.search.driver import price_pins, search, search_again
 from autopar.search.evaluation import evaluate, memory_timeline, reprice
 from autopar.search.manual import filled_plan, make_mesh, manual_plan
 from autopar.search.options import SearchOptions
@@ -24,5 +24,4 @@ __all__ = [
     "reprice",
     "search",
     "search_again",
-    "search_also",
 ]

@@ -17,9 +17,7 @@ from __future__ import annotations
 import heapq
 import resource
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
@@ -33,6 +31,7 @@ from autopar.search.construct.drafts import construct
 from autopar.search.evaluation import Proof, Solution, in_segments, make_plan, tidy
 from autopar.search.minimum_memory import explain, explain_outside, least_memory, least_share, something_fits
 from autopar.search.options import SearchOptions
+from autopar.search.pareto import Array
 from autopar.search.prices import Prices, Shared
 from autopar.search.problem import (
     Choice,
@@ -43,6 +42,7 @@ from autopar.search.problem import (
     may_split,
     mirrors,
     no_mirror,
+    sequence_pins,
     waiting_less,
 )
 from autopar.search.state import State
@@ -108,42 +108,6 @@ def search_again(
     return Again(plan, state.step_s, min(state.bound_s, state.step_s))
 
 
-def search_also(
-    graph: Graph,
-    cluster: Devices,
-    pricer: PriceSource,
-    options: SearchOptions,
-    plan: Plan,
-    pins: Sequence[Mapping[str, Any]],
-    shared: Shared | None = None,
-) -> Plan:
-    """The faster of ``plan``, found with ``options``, and the plans with each of ``pins`` added, tried in their order; the bound covers
-    all of them. If the time limit of ``options`` ends first, the bound for the pins that are left is the model's arithmetic alone, and a
-    note names them.
-    """
-    deadline, best, bound_s = time.monotonic() + options.time_limit_s, plan, plan.bound_s
-    late: list[str] = []
-    for pin in pins:
-        left_s, known_s = deadline - time.monotonic(), best.prediction.step_time_s
-        named = [f"{name}={value}" for name, value in pin.items()]
-        if left_s <= 0 and late:  # their bound, the arithmetic, is already counted
-            late += named
-            continue
-        share = replace(options, **pin, time_limit_s=max(left_s, 0.0))
-        found = search_again(graph, cluster, pricer, share, known_s, shared)
-        if found is None:  # refused for these devices or this model
-            continue
-        bound_s = min(bound_s, found.bound_s)
-        if left_s <= 0:
-            late += named
-        if found.plan is not None and found.step_s < known_s:
-            best = found.plan
-    notes = (f"time ran out before these were searched: {', '.join(late)}; pin one to search it",) if late else ()
-    bound_s = min(bound_s, best.prediction.step_time_s)
-    gap = max(0.0, 1 - bound_s / best.prediction.step_time_s) if best.prediction.step_time_s > 0 else 0.0
-    return replace(best, bound_s=bound_s, gap=gap, notes=(*best.notes, *notes))
-
-
 def _asked(cluster: Devices, pricer: PriceSource, options: SearchOptions) -> tuple[PriceSource, SearchOptions]:
     """The pricer for the program that ``options`` describe, and the options completed with facts of the cluster and the pricer."""
     sync = options.of(SYNC.name) or SYNC.default
@@ -195,7 +159,11 @@ def explore(
     pricer, options = _asked(cluster, pricer, options)
     state = State(options, Prices(graph, cluster, pricer, options, shared), pricer, deadline, step_s=known_s)
     opened = _open_all(graph, cluster, state)
+    sequences = False
     while state.left_s() > 0:
+        if not sequences and (np.isfinite(state.step_s) or not (state.heap or state.to_price)):
+            _open_sequences(graph, cluster, state, opened)
+            sequences = True
         if state.left_s() < OTHERS * options.time_limit_s:
             _other_schedules(state, opened)
         if (node := state.pop()) is not None:
@@ -222,7 +190,7 @@ def _open_all(graph: Graph, cluster: Devices, state: State) -> list[Choice]:
     for number, (choice, more) in enumerate(todo):
         if opened and state.left_s() < state.options.time_limit_s / 3:
             state.unpriced = sum(1 + len(rest) for _, rest in todo[number:])
-            state.floor_s = _arithmetic_s(graph, cluster, state, opened[0])
+            state.arithmetic = _arithmetic(graph, cluster, state, opened[0])
             break
         if state.open(choice, more):
             opened.append(choice)
@@ -232,17 +200,31 @@ def _open_all(graph: Graph, cluster: Devices, state: State) -> list[Choice]:
     return opened
 
 
-def _arithmetic_s(graph: Graph, cluster: Devices, state: State, choice: Choice) -> float:
-    """Seconds of the model's arithmetic at the highest rate that a price assumes: the bound of unpriced choices. ``choice`` is priced."""
+def _open_sequences(graph: Graph, cluster: Devices, state: State, opened: list[Choice]) -> None:
+    """Open the choices with each kind and degree of sequence parallelism later, under every schedule."""
+    pins = sequence_pins(graph, cluster, state.options)
+    if not pins or state.unpriced:
+        return
+    state.arithmetic = _arithmetic(graph, cluster, state, opened[0])
+    for pin in pins:
+        try:
+            state.prices.pins_with(pin)
+        except UsageError:  # contradicts a pin
+            continue
+        for choice in opened:
+            state.later(((choice,), *_with_other_schedules(state, choice)), pin)
+
+
+def _arithmetic(graph: Graph, cluster: Devices, state: State, choice: Choice) -> Array:
+    """``State.arithmetic``, by the FLOPs in the prices of ``choice``; 0 if it has no price."""
     numbers = [state.options.precision]
     numbers += [kind for name, kind in ((FP8, FLOAT8), (TF32, TF32)) if name in graph.allow]
     fastest = max(cluster.fastest_flops_per_s(name) for name in numbers)  # the bound holds for products of both kinds
     instance = state.prices.instance(choice)
     if not fastest or instance is None:
-        return 0.0
-    return (
-        choice.schedule.microbatches * sum(instance.table(i).prices[0].flops for i in range(instance.layers)) / fastest
-    )
+        return np.zeros(len(graph.layers))
+    flops = np.array([instance.table(i).prices[0].flops for i in range(instance.layers)])
+    return choice.schedule.microbatches * flops / fastest
 
 
 def _by_mesh(found: list[Choice]) -> list[tuple[Choice, tuple[Choice, ...]]]:
@@ -321,16 +303,23 @@ def _other_schedules(state: State, opened: list[Choice]) -> bool:
     Schedules that split backward passes don't compile layers: they are tried where layers are eager in any case, and in models of at most
     ``SMALL_LAYERS``, if activations stay on the device.
     """
-    options, pins = state.options, state.prices.pins
-    if state.schedules is not None or options.schedule is not None or options.chunks is not None:
+    if state.schedules is not None or state.options.schedule is not None or state.options.chunks is not None:
         return False
     state.schedules = {}
-    split = all(may_split(some, context_of(options), len(pins) <= SMALL_LAYERS) for some in pins)
     for plain in opened:
-        for first, *more in waiting_less(plain, len(pins), split):
+        for first, *more in _with_other_schedules(state, plain):
             if state.open(first, more):
                 state.schedules[first.schedule.name] = None
     return bool(state.to_price) and state.to_price[0].bound_s < state.enough_s
+
+
+def _with_other_schedules(state: State, choice: Choice) -> list[list[Choice]]:
+    """The choice with the schedules that have smaller bubbles (``waiting_less``), unless a pin decides."""
+    options, pins = state.options, state.prices.pins
+    if options.schedule is not None or options.chunks is not None:
+        return []
+    split = all(may_split(some, context_of(options), len(pins) <= SMALL_LAYERS) for some in pins)
+    return waiting_less(choice, len(pins), split)
 
 
 @dataclass(order=True)

@@ -18,6 +18,7 @@ from autopar.search.problem import (
     Choice,
     Devices,
     PriceSource,
+    SequencePin,
     candidates,
     context_of,
     for_sequence,
@@ -79,11 +80,23 @@ class Prices:
             None
         )
         self.pins = pins_by_layer(graph, options)
+        self._pinned: dict[SequencePin, tuple[LayerPins, ...]] = {}
         self.groups = tied_groups(graph)
         self._candidates: dict[tuple[object, ...], Candidates] = {}
         self._lists: dict[Candidates, tuple[Strategy, ...]] = {}
         self._refusals: dict[str, dict[str, str]] = {}
         self.refused: dict[int, int] = {}  # layer: number of choices in which it had no price
+
+    def pins_with(self, sequence: SequencePin | None) -> tuple[LayerPins, ...]:
+        """The pins of each layer, with the sequence parallelism of a choice.
+
+        Raises ``UsageError`` if it contradicts the pins.
+        """
+        if sequence is None:
+            return self.pins
+        if sequence not in self._pinned:
+            self._pinned[sequence] = pins_by_layer(self._graph, replace(self._options, **dict([sequence])))
+        return self._pinned[sequence]
 
     def layout(self, choice: Choice) -> StagePlaces:
         """Where the stages of a choice run."""
@@ -137,7 +150,8 @@ class Prices:
 
     def _candidates_of(self, layer: int, choice: Choice) -> Candidates:
         """The strategies to price for a layer; layers of one class and equal pins share them."""
-        cls, pins, m = self._graph.layers[layer].cls, self.pins[layer], choice.schedule.microbatches
+        cls, m = self._graph.layers[layer].cls, choice.schedule.microbatches
+        pins = self.pins_with(choice.sequence)[layer]
         refused, chain = self._refused(cls), self._graph.chains[cls]
         batch, experts = self._graph.batch_size // m, self._graph.classes[cls].experts
         alike = (
@@ -229,7 +243,7 @@ class Prices:
         layout = self.layout(choice)
         # consecutive choices differ only in the rest of the schedule, and have equal tables
         schedule = choice.schedule
-        alike = choice.mesh, schedule.pipeline, schedule.microbatches, schedule.split, choice.ties, choice.segments
+        alike = replace(choice, schedule=replace(schedule, name="", chunks=1)), schedule.split
         if self._latest is None or self._latest[0] != alike:
             found = self._bind(choice)
             if found is None:

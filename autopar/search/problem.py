@@ -47,6 +47,7 @@ from typing import Any, Protocol
 from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.layer_price import LayerPrice, Tried
+from autopar.ops.cost import is_attention
 from autopar.pins import LayerPins
 from autopar.plan import (
     Axis,
@@ -73,6 +74,8 @@ Mesh = tuple[Axis, ...]
 
 TENSOR_ROLES = (Role.TENSOR, Role.TENSOR_SEQUENCE)
 SEQUENCE_ROLES = (Role.ULYSSES, Role.RING)
+MOST_NODES = 4
+"""The most nodes that a degree of tensor or sequence parallelism spans without a pin."""
 MOST_CHUNKS = 8
 """Numbers of chunks of a device that are tried if no pin decides. All pipelines are tried with several chunks if the pinned schedule may
 have several stages on each device; otherwise only the pipeline of the best plan with one stage on each device, and half of it: there
@@ -166,16 +169,21 @@ class Devices(Protocol):
 Tie = tuple[int, tuple[Role, ...], int]
 """A decision for one group of layers that share parameters: the group's index, the roles, the ZeRO stage."""
 
+SequencePin = tuple[str, int]
+"""The kind of sequence parallelism, ``"ring"`` or ``"ulysses"``, and its degree."""
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """A configuration: a stage's mesh; the schedule with its numbers of devices, chunks and microbatches; the decisions for tied
-    layers; and whether several layers may be recomputed as one without a pin."""
+    layers; whether several layers may be recomputed as one without a pin; and the sequence parallelism of every layer
+    (``sequence_pins``), if it is not left to the layers."""
 
     mesh: Mesh
     schedule: Schedule
     ties: tuple[Tie, ...] = ()
     segments: bool = False
+    sequence: SequencePin | None = None
 
     def __str__(self) -> str:
         sizes = "x".join(str(axis.size) for axis in self.mesh)
@@ -185,7 +193,9 @@ class Choice:
             self.schedule.microbatches,
             self.schedule.chunks,
         )
-        return f"pipeline {line}{f' of {chunks} chunks' if chunks > 1 else ''}, mesh {sizes}, {m} microbatches, {name}"
+        shared = "" if self.sequence is None else f", {self.sequence[0]} {self.sequence[1]}"
+        several = f" of {chunks} chunks" if chunks > 1 else ""
+        return f"pipeline {line}{several}, mesh {sizes}{shared}, {m} microbatches, {name}"
 
 
 def divisors(n: int) -> list[int]:
@@ -394,7 +404,7 @@ def _wanted(
     if pin is not None:
         return degree == pin
     if role is Role.TENSOR:
-        return degree <= 4 * gpus_per_node
+        return degree <= MOST_NODES * gpus_per_node
     beside = [other for other in degrees if other is not role and degrees[other] > 1 and pins[other] is None]
     node = [Role.TENSOR] if degrees[Role.TENSOR] == gpus_per_node else []
     return degree == 1 or (role in roles and beside in ([], node))
@@ -422,6 +432,20 @@ def for_sequence(options: SearchOptions, length: int) -> SearchOptions:
     if options.roles is not None:
         return options
     return replace(options, roles=(*TENSOR_ROLES, Role.EXPERT, *(SEQUENCE_ROLES if length >= LONG_SEQUENCE else ())))
+
+
+def sequence_pins(graph: Graph, cluster: Devices, options: SearchOptions) -> list[SequencePin]:
+    """The sequence parallelism to try in all layers, if a batch has fewer rows than there are devices, so that data parallelism can't use
+    all of them, and no pin decides; of long sequences each layer decides for itself. A degree spans at most four nodes."""
+    length = graph.tokens // graph.batch_size
+    decided = options.roles is not None or options.ring is not None or options.ulysses is not None
+    if decided or graph.batch_size >= cluster.count or length >= LONG_SEQUENCE:
+        return []
+    nodes = (node for cls in graph.classes.values() for node in cls.graph.graph.nodes)
+    if not any(is_attention(node) for node in nodes if node.op == "call_function"):
+        return []
+    degrees = [n for n in divisors(cluster.count)[1:] if length % n == 0 and n <= MOST_NODES * cluster.gpus_per_node]
+    return [(role.value, n) for n in degrees for role in SEQUENCE_ROLES]
 
 
 def _product(sizes: list[int]) -> int:
@@ -514,7 +538,7 @@ def waiting_less(choice: Choice, layers: int, split: bool) -> list[list[Choice]]
         return []
     found = [
         [
-            Choice(choice.mesh, schedule)
+            replace(choice, schedule=schedule)
             for schedule in schedules(layers, line, m, name, None)
             if abs(layers - round(layers / schedule.stages) * schedule.stages) <= 2
         ]

@@ -6,7 +6,7 @@ import heapq
 import itertools
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -14,9 +14,14 @@ from autopar.search.bounds.cheap import fewest_seconds, least_pipelined_s
 from autopar.search.evaluation import Solution, all_in_turn, cost, fits
 from autopar.search.minimum_memory import least_share
 from autopar.search.options import SearchOptions
+from autopar.search.pareto import Array
 from autopar.search.prices import Prices
-from autopar.search.problem import Choice, PriceSource
+from autopar.search.problem import Choice, PriceSource, SequencePin
 from autopar.search.tables import Instance
+
+
+TO_OPEN = 0.15
+"""The share of the time that is left for opening the configurations that seem slow, since a first bound is much above their arithmetic."""
 
 
 @dataclass(order=True)
@@ -37,6 +42,18 @@ class Unpriced:
     choices: tuple[Choice, ...] = field(compare=False)
 
 
+@dataclass(order=True)
+class Unopened:
+    """Configurations without a first bound, which differ in their schedules alone; those of a group only in having more chunks. Their
+    bound is that of the arithmetic alone; ``estimate_s`` is a likely one, by which they take turns."""
+
+    estimate_s: float
+    number: int
+    bound_s: float = field(compare=False)
+    groups: tuple[tuple[Choice, ...], ...] = field(compare=False)
+    sequence: SequencePin | None = field(compare=False)
+
+
 @dataclass
 class State:
     """The search's progress; the one mutable record of the search."""
@@ -47,6 +64,8 @@ class State:
     deadline: float
     heap: list[SearchNode] = field(default_factory=list)
     to_price: list[Unpriced] = field(default_factory=list)  # a heap, too
+    least: dict[Choice, Array] = field(default_factory=dict)  # of opened choices: see ``Prices.least_time_s``
+    unopened: list[Unopened] = field(default_factory=list)  # a heap, too
     closed_s: float = np.inf
     step_s: float = np.inf
     best: tuple[Instance, Solution] | None = None
@@ -60,14 +79,14 @@ class State:
     schedules: dict[str, None] | None = None  # those besides 1F1B and GPipe that were opened; ``None``: not yet
     missed_s: float = 0.0  # seconds of early solutions that were no better, since the latest that was better
     too_large: int = 0  # choices with several stages on each device that were too large for the label method
-    floor_s: float = 0.0  # the model's arithmetic at the fastest rate in a price; a bound for choices without a price
+    arithmetic: Array = field(default_factory=lambda: np.zeros(1))
+    """Seconds of a step's arithmetic in each layer, on all devices at the fastest rate in a price: the bound of choices without a price."""
 
     @property
     def bound_s(self) -> float:
-        if self.unpriced:
-            return min(self.floor_s, self.step_s)
-        unpriced = self.to_price[0].bound_s if self.to_price else np.inf
-        return min(self.closed_s, self.step_s, self._lowest_s(), unpriced)
+        unpriced = float(self.arithmetic.sum()) if self.unpriced else np.inf
+        unopened = min((some.bound_s for some in self.unopened), default=np.inf)
+        return min(self.closed_s, self.step_s, self._lowest_s(), self._unpriced_s(), unpriced, unopened)
 
     @property
     def enough_s(self) -> float:
@@ -83,9 +102,33 @@ class State:
         least = self.prices.least_time_s(choice)
         if least is None:
             return False
-        bound_s = least_pipelined_s(choice.schedule, least)
+        self.least[choice] = least
+        bound_s = first_bound_s(choice, least)
         heapq.heappush(self.to_price, Unpriced(bound_s, next(self.counter), (choice, *more)))
         return True
+
+    def later(self, groups: tuple[tuple[Choice, ...], ...], sequence: SequencePin) -> None:
+        """Open configurations with this sequence parallelism later. A degree of ``n`` shards a microbatch as a batch of ``n`` times as many
+        rows would be sharded, so the estimate is that of ``n`` times fewer microbatches, of which each takes ``n`` times as long."""
+        plain, n = groups[0][0], sequence[1]
+        m = plain.schedule.microbatches
+        larger = {c.schedule.microbatches: least for c, least in self.least.items() if _alike(c, plain)}
+        fewer = max((other for other in larger if other * n <= m), default=min(larger))
+        likely = larger[fewer] * min(1 / n, fewer / m)
+        on_stage = self.arithmetic * plain.schedule.pipeline / m
+        estimate_s, bound_s = (min(first_bound_s(group[-1], each) for group in groups) for each in (likely, on_stage))
+        following = Unopened(max(estimate_s, bound_s), next(self.counter), bound_s, groups, sequence)
+        heapq.heappush(self.unopened, following)
+
+    def _open_next(self) -> None:
+        """Open the configurations with the lowest estimate."""
+        following = heapq.heappop(self.unopened)
+        if following.bound_s >= self.enough_s:
+            return
+        for first, *more in following.groups:
+            chosen, *others = (replace(choice, sequence=following.sequence) for choice in (first, *more))
+            if not self.open(chosen, others):
+                return  # a layer has no candidate, whatever the schedule
 
     def price(self) -> None:
         """Price the choice with the lowest bound of those that have no prices."""
@@ -102,10 +145,20 @@ class State:
             heapq.heappush(self.to_price, Unpriced(bound_s, next(self.counter), tuple(more)))
 
     def pop(self) -> SearchNode | None:
-        """The choice with the lowest bound; ``None`` if no bound is low enough to continue."""
-        while self.to_price and self.to_price[0].bound_s < min(self.enough_s, self._lowest_s()):
-            self.price()
+        """The choice with the lowest bound; ``None`` if no bound is low enough to continue, or time is out."""
+        while self.left_s() > 0:
+            worth_s = min(self.enough_s, self._lowest_s(), self._unpriced_s())
+            late = worth_s == self.enough_s or self.left_s() < TO_OPEN * self.options.time_limit_s
+            if self.unopened and (late or self.unopened[0].estimate_s < worth_s):
+                self._open_next()
+            elif self._unpriced_s() < min(self.enough_s, self._lowest_s()):
+                self.price()
+            else:
+                break
         return heapq.heappop(self.heap) if self._lowest_s() < self.enough_s else None
+
+    def _unpriced_s(self) -> float:
+        return self.to_price[0].bound_s if self.to_price else np.inf
 
     def _lowest_s(self) -> float:
         return self.heap[0].bound_s if self.heap else np.inf
@@ -128,3 +181,18 @@ class State:
     def undecided(self, choice: Choice) -> int | None:
         """The first group of tied layers that the choice leaves open."""
         return len(choice.ties) if len(choice.ties) < len(self.prices.groups) else None
+
+
+def first_bound_s(choice: Choice, least: Array) -> float:
+    """A lower bound of a choice's step from the least seconds of each layer's microbatch, forward plus backward."""
+    return least_pipelined_s(choice.schedule, least, None if choice.schedule.split else least)
+
+
+def _alike(one: Choice, other: Choice) -> bool:
+    """Whether two choices differ in their microbatches alone."""
+    return (
+        one.mesh == other.mesh
+        and one.sequence is None
+        and one.schedule.pipeline == other.schedule.pipeline
+        and one.schedule.chunks == 1
+    )

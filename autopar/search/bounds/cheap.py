@@ -37,12 +37,14 @@ def least_pipelined_s(schedule: Schedule, time: Array, outside: Array | None = N
         return _one_stage(schedule, time)
     line, m, copies = schedule.pipeline, schedule.microbatches, schedule.copies
     work = max((float(time.sum()) + sent_s) / line, float(time.max()) / copies)
+    # a microbatch passes all layers forward, then backward; with few microbatches devices wait for it
+    passed = 0.0 if schedule.split else float(time.sum())
     if outside is None:
-        return m * work
+        return max(m * work, passed)
     # a device whose first stage is s begins after at least s layers: each stage has at least one
     begins = np.array([schedule.own(d)[0] for d in range(line)])
     later = (begins[:, None] > np.arange(line - 1)).sum(axis=0)
-    return m * work + float((later * outside[: line - 1]).sum()) / line
+    return max(m * work + float((later * outside[: line - 1]).sum()) / line, passed)
 
 
 def _one_stage(schedule: Schedule, time: Array) -> float:
