@@ -32,6 +32,8 @@ from autopar.search import (
 )
 from autopar.search.concessions import Concession, best_plan, concessions
 from autopar.search.notes import odd_experts, whole_layers
+from autopar.search.options import SequencePin
+from autopar.search.problem import LONG_SEQUENCE, MOST_NODES, SEQUENCE_ROLES, divisors
 from autopar.workload import Recapture, Workload, sequence_length, with_concession
 
 
@@ -182,7 +184,10 @@ def find_plan(
     start_s = time.perf_counter()
     report(progress, "search")
     options = dataclasses.replace(
-        options, precision=name_of(graph.dtype), progress=lambda text: report(progress, "search", text)
+        options,
+        precision=name_of(graph.dtype),
+        progress=lambda text: report(progress, "search", text),
+        sequences=_sequences(graph, cluster),
     )
     pricer = pricer or LayerPricer(graph, cluster, options.precision)
     shared = Shared()
@@ -192,12 +197,33 @@ def find_plan(
     without_rule = f"replicated, because no sharding rule covers it: {', '.join(graph.replicated)}"
     notes = (*found.notes, *cluster.notes, *graph.notes, *([without_rule] if graph.replicated else []))
     notes += (
+        *_not_searched(graph, cluster, options),
         *_eager_layers(graph, found),
         *whole_layers(found, pricer.on(cluster)),
         *odd_experts(found, pricer.on(cluster)),
     )
     wall_time_s = time.perf_counter() - start_s
     return dataclasses.replace(found, wall_time_s=wall_time_s, planning_memory_bytes=peak_memory_bytes(), notes=notes)
+
+
+def _sequences(graph: Graph, cluster: Cluster) -> tuple[SequencePin, ...]:
+    """Return the sequence parallelism to try in all layers: none unless a batch has fewer rows than there are devices, so that data
+    parallelism can't use all of them. Of long sequences each layer decides for itself. A degree spans at most four nodes."""
+    length = graph.tokens // graph.batch_size
+    if graph.batch_size >= cluster.count or length >= LONG_SEQUENCE or not _has_attention(graph):
+        return ()
+    degrees = [n for n in divisors(cluster.count)[1:] if length % n == 0 and n <= MOST_NODES * cluster.gpus_per_node]
+    return tuple((role.value, n) for n in degrees for role in SEQUENCE_ROLES)
+
+
+def _not_searched(graph: Graph, cluster: Cluster, options: SearchOptions) -> tuple[str, ...]:
+    """Return a note on sequence parallelism that was not searched."""
+    long = graph.tokens // graph.batch_size >= LONG_SEQUENCE
+    if options.sequences or options.decides_sequences or long or cluster.count == 1 or not _has_attention(graph):
+        return ()
+    return (
+        "ring attention and Ulysses were not searched, as the batch has a row for each device: pin ring or ulysses to try one",
+    )
 
 
 def _has_attention(graph: Graph) -> bool:

@@ -10,6 +10,9 @@ and the incumbent's time.
 Once the choices under 1F1B and GPipe are settled, or the time for them is spent, every pipeline is tried with the other schedules, too
 (``_other_schedules``): the incumbent discards most of these choices by their first bounds. For such choices, pinned or not, the next
 number of chunks is priced only when the previous one has the lowest bound: the cheap bound rises with the number of chunks.
+
+With an incumbent, every configuration is also tried with sequence parallelism in all layers (``SearchOptions.sequences``). These are too
+many to open: each waits, with the bound of its arithmetic, until an estimate of its first bound is the lowest bound (``State.later``).
 """
 
 from __future__ import annotations
@@ -42,7 +45,6 @@ from autopar.search.problem import (
     may_split,
     mirrors,
     no_mirror,
-    sequence_pins,
     waiting_less,
 )
 from autopar.search.state import State
@@ -52,8 +54,14 @@ from autopar.techniques.sync import SYNC
 from autopar.techniques.technique import ANY
 from autopar.units import gigabytes
 
+Group = tuple[Choice, ...]
+"""Configurations that differ in their numbers of chunks alone, fewest first."""
+
 OTHERS = 0.4
 """The share of the time that is left for other schedules than 1F1B and GPipe."""
+
+BOTH = (0.75, 0.5)
+"""The shares of the time that are left when other schedules, and then sequence parallelism in all layers, are tried, if both are."""
 
 SMALL_LAYERS = 16
 """The largest number of compiled layers for which schedules with two-part backwards are tried, which leave layers eager."""
@@ -159,17 +167,23 @@ def explore(
     pricer, options = _asked(cluster, pricer, options)
     state = State(options, Prices(graph, cluster, pricer, options, shared), pricer, deadline, step_s=known_s)
     opened = _open_all(graph, cluster, state)
-    sequences = False
+    sequences = options.sequences and not options.decides_sequences and not state.unpriced
+    others_s, sequences_s = (share * options.time_limit_s for share in (BOTH if sequences else (OTHERS, 0.0)))
     while state.left_s() > 0:
-        if not sequences and (np.isfinite(state.step_s) or not (state.heap or state.to_price)):
-            _open_sequences(graph, cluster, state, opened)
-            sequences = True
-        if state.left_s() < OTHERS * options.time_limit_s:
+        if state.left_s() < others_s:
             _other_schedules(state, opened)
+        if sequences and state.left_s() < sequences_s:
+            sequences = _open_sequences(graph, cluster, state, opened)
         if (node := state.pop()) is not None:
             advance(state, node)
-        elif not (_in_segments(state) or _where_nothing_fits(state) or _other_schedules(state, opened)):
+        elif _in_segments(state) or _where_nothing_fits(state) or _other_schedules(state, opened):
+            continue
+        elif sequences:
+            sequences = _open_sequences(graph, cluster, state, opened)
+        else:
             break
+    if sequences:
+        _open_sequences(graph, cluster, state, opened)  # the bound covers them
     if state.best is None and not np.isfinite(known_s):
         while state.to_price and (state.left_s() > 0 or not state.priced):
             state.price()
@@ -180,9 +194,9 @@ def explore(
     return state
 
 
-def _open_all(graph: Graph, cluster: Devices, state: State) -> list[Choice]:
-    """Give every configuration its first bound; return the choices, without those that have more chunks and are otherwise equal."""
-    opened: list[Choice] = []
+def _open_all(graph: Graph, cluster: Devices, state: State) -> list[Group]:
+    """Give every configuration its first bound, and return them."""
+    opened: list[Group] = []
     found = choices(graph, cluster.count, state.options, state.prices.pins)
     todo = _by_mesh([choice for choice in found if mirrors(cluster, choice.schedule)])
     if not todo:
@@ -190,29 +204,27 @@ def _open_all(graph: Graph, cluster: Devices, state: State) -> list[Choice]:
     for number, (choice, more) in enumerate(todo):
         if opened and state.left_s() < state.options.time_limit_s / 3:
             state.unpriced = sum(1 + len(rest) for _, rest in todo[number:])
-            state.arithmetic = _arithmetic(graph, cluster, state, opened[0])
+            state.arithmetic = _arithmetic(graph, cluster, state, opened[0][0])
             break
         if state.open(choice, more):
-            opened.append(choice)
+            opened.append((choice, *more))
     if not opened:
         raise _no_price(graph, state)
     state.say(f"{len(opened)} configurations, none below {state.bound_s:.6g} s")
     return opened
 
 
-def _open_sequences(graph: Graph, cluster: Devices, state: State, opened: list[Choice]) -> None:
-    """Open the choices with each kind and degree of sequence parallelism later, under every schedule."""
-    pins = sequence_pins(graph, cluster, state.options)
-    if not pins or state.unpriced:
-        return
-    state.arithmetic = _arithmetic(graph, cluster, state, opened[0])
-    for pin in pins:
+def _open_sequences(graph: Graph, cluster: Devices, state: State, opened: list[Group]) -> bool:
+    """Open the configurations with each kind and degree of sequence parallelism later, under every schedule; return that none are left."""
+    state.arithmetic = _arithmetic(graph, cluster, state, opened[0][0])
+    for pin in state.options.sequences:
         try:
             state.prices.pins_with(pin)
         except UsageError:  # contradicts a pin
             continue
-        for choice in opened:
-            state.later(((choice,), *_with_other_schedules(state, choice)), pin)
+        for group in opened:
+            state.later((group, *_with_other_schedules(state, group[0])), pin)
+    return False
 
 
 def _arithmetic(graph: Graph, cluster: Devices, state: State, choice: Choice) -> Array:
@@ -227,7 +239,7 @@ def _arithmetic(graph: Graph, cluster: Devices, state: State, choice: Choice) ->
     return choice.schedule.microbatches * flops / fastest
 
 
-def _by_mesh(found: list[Choice]) -> list[tuple[Choice, tuple[Choice, ...]]]:
+def _by_mesh(found: list[Choice]) -> list[tuple[Choice, Group]]:
     """The choices with the fewest stages on each device; with each of them, the choices that differ from it only in having more."""
     groups: dict[Choice, list[Choice]] = {}
     for choice in found:
@@ -296,7 +308,7 @@ def _where_nothing_fits(state: State) -> bool:
     return bool(state.heap) and state.heap[0].bound_s < state.enough_s
 
 
-def _other_schedules(state: State, opened: list[Choice]) -> bool:
+def _other_schedules(state: State, opened: list[Group]) -> bool:
     """Try every pipeline with the schedules that have smaller bubbles, if no pin decides the schedule or the number of chunks; return
     whether some choice may improve the incumbent.
 
@@ -306,20 +318,20 @@ def _other_schedules(state: State, opened: list[Choice]) -> bool:
     if state.schedules is not None or state.options.schedule is not None or state.options.chunks is not None:
         return False
     state.schedules = {}
-    for plain in opened:
+    for plain, *_ in opened:
         for first, *more in _with_other_schedules(state, plain):
             if state.open(first, more):
                 state.schedules[first.schedule.name] = None
     return bool(state.to_price) and state.to_price[0].bound_s < state.enough_s
 
 
-def _with_other_schedules(state: State, choice: Choice) -> list[list[Choice]]:
+def _with_other_schedules(state: State, choice: Choice) -> list[Group]:
     """The choice with the schedules that have smaller bubbles (``waiting_less``), unless a pin decides."""
     options, pins = state.options, state.prices.pins
     if options.schedule is not None or options.chunks is not None:
         return []
     split = all(may_split(some, context_of(options), len(pins) <= SMALL_LAYERS) for some in pins)
-    return waiting_less(choice, len(pins), split)
+    return [tuple(group) for group in waiting_less(choice, len(pins), split)]
 
 
 @dataclass(order=True)

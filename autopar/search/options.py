@@ -16,6 +16,9 @@ from autopar.pins import OF_LAYER, OWNERS, PINS, LayerPins, PlanPins, Value, che
 from autopar.plan import ALLOWED, Role
 from autopar.techniques import ALL, LAYER, PLAN
 
+SequencePin = tuple[str, int]
+"""A kind of sequence parallelism, ``"ring"`` or ``"ulysses"``, and its degree."""
+
 
 @dataclass(frozen=True, slots=True)
 class SearchOptions(PlanPins):
@@ -23,7 +26,8 @@ class SearchOptions(PlanPins):
 
     ``pin`` takes pins by key; pins of all layers and of the plan become fields, pins of named layers stay in it. ``roles`` are the roles
     that the search may use without a pin, besides data; by default tensor parallelism, expert parallelism if there are experts, and
-    Ulysses and ring attention if the sequence is long. ``allow`` names the kinds of exactness that may be given up (some of ``ALLOWED``).
+    Ulysses and ring attention if the sequence is long. ``sequences`` are kinds and degrees of sequence parallelism to try in all layers
+    at once, where neither a pin nor ``roles`` decides. ``allow`` names the kinds of exactness that may be given up (some of ``ALLOWED``).
     The search stops once the gap is ``target_gap``, or at the time limit. With ``pin_time_s`` the search also prices the pins, in about
     this time. ``progress`` is called with a short text whenever the incumbent or the bound improves. ``compiled``: whether layers
     are compiled where no pin decides (the search takes it from the prices). ``nvme``: whether the cluster describes its NVMe (likewise).
@@ -40,6 +44,7 @@ class SearchOptions(PlanPins):
     pin: Mapping[str, Value] = field(default_factory=dict)
     allow: Collection[str] = ()
     roles: tuple[Role, ...] | None = None
+    sequences: tuple[SequencePin, ...] = ()
     compiled: bool = False
     nvme: bool = False
     memory_limit_bytes: int | None = None
@@ -93,6 +98,16 @@ class SearchOptions(PlanPins):
         """Every pin by its key, those of named layers last."""
         whole = {name: value for name in PINS if (value := getattr(self, name)) is not None}
         return {**whole, **self.pin}
+
+    @property
+    def decides_sequences(self) -> bool:
+        """Whether a pin or ``roles`` decides on the sequence parallelism of every layer."""
+        return self.roles is not None or self.ring is not None or self.ulysses is not None
+
+    def with_sequence(self, sequence: SequencePin) -> SearchOptions:
+        """The options with the sequence parallelism of every layer pinned."""
+        kind, degree = sequence
+        return replace(self, ring=degree) if kind == Role.RING.value else replace(self, ulysses=degree)
 
     def without(self, key: str) -> SearchOptions:
         """The options with the pin ``key`` left to the search."""

@@ -95,7 +95,7 @@ class Prices:
         if sequence is None:
             return self.pins
         if sequence not in self._pinned:
-            self._pinned[sequence] = pins_by_layer(self._graph, replace(self._options, **dict([sequence])))
+            self._pinned[sequence] = pins_by_layer(self._graph, self._options.with_sequence(sequence))
         return self._pinned[sequence]
 
     def layout(self, choice: Choice) -> StagePlaces:

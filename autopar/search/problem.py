@@ -47,7 +47,6 @@ from typing import Any, Protocol
 from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.layer_price import LayerPrice, Tried
-from autopar.ops.cost import is_attention
 from autopar.pins import LayerPins
 from autopar.plan import (
     Axis,
@@ -66,7 +65,7 @@ from autopar.schedules import (
     refusal,
 )
 from autopar.search.manual import make_mesh
-from autopar.search.options import SearchOptions
+from autopar.search.options import SearchOptions, SequencePin
 from autopar.techniques import LAYER, PLAN, UNDER_SPLIT, Options, conflict
 from autopar.techniques.technique import Context
 
@@ -77,12 +76,10 @@ SEQUENCE_ROLES = (Role.ULYSSES, Role.RING)
 MOST_NODES = 4
 """The most nodes that a degree of tensor or sequence parallelism spans without a pin."""
 MOST_CHUNKS = 8
-"""Numbers of chunks of a device that are tried if no pin decides. All pipelines are tried with several chunks if the pinned schedule may
-have several stages on each device; otherwise only the pipeline of the best plan with one stage on each device, and half of it: there
-are many such choices, their bounds are some per cent looser, and other schedules gain at most the time for which that plan's devices
-wait."""
+"""The largest number of chunks of a device that is tried without a pin."""
 LONG_SEQUENCE = 16384
-"""Sequences of at least this length are sharded without a pin: attention then outweighs the gathers for it."""
+"""For sequences of at least this length every layer may have a sequence-parallel role without a pin: attention then outweighs the gathers
+for it."""
 
 
 class PriceSource(Protocol):
@@ -169,15 +166,12 @@ class Devices(Protocol):
 Tie = tuple[int, tuple[Role, ...], int]
 """A decision for one group of layers that share parameters: the group's index, the roles, the ZeRO stage."""
 
-SequencePin = tuple[str, int]
-"""The kind of sequence parallelism, ``"ring"`` or ``"ulysses"``, and its degree."""
-
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """A configuration: a stage's mesh; the schedule with its numbers of devices, chunks and microbatches; the decisions for tied
     layers; whether several layers may be recomputed as one without a pin; and the sequence parallelism of every layer
-    (``sequence_pins``), if it is not left to the layers."""
+    (one of ``SearchOptions.sequences``), if layers do not decide for themselves."""
 
     mesh: Mesh
     schedule: Schedule
@@ -432,20 +426,6 @@ def for_sequence(options: SearchOptions, length: int) -> SearchOptions:
     if options.roles is not None:
         return options
     return replace(options, roles=(*TENSOR_ROLES, Role.EXPERT, *(SEQUENCE_ROLES if length >= LONG_SEQUENCE else ())))
-
-
-def sequence_pins(graph: Graph, cluster: Devices, options: SearchOptions) -> list[SequencePin]:
-    """The sequence parallelism to try in all layers, if a batch has fewer rows than there are devices, so that data parallelism can't use
-    all of them, and no pin decides; of long sequences each layer decides for itself. A degree spans at most four nodes."""
-    length = graph.tokens // graph.batch_size
-    decided = options.roles is not None or options.ring is not None or options.ulysses is not None
-    if decided or graph.batch_size >= cluster.count or length >= LONG_SEQUENCE:
-        return []
-    nodes = (node for cls in graph.classes.values() for node in cls.graph.graph.nodes)
-    if not any(is_attention(node) for node in nodes if node.op == "call_function"):
-        return []
-    degrees = [n for n in divisors(cluster.count)[1:] if length % n == 0 and n <= MOST_NODES * cluster.gpus_per_node]
-    return [(role.value, n) for n in degrees for role in SEQUENCE_ROLES]
 
 
 def _product(sizes: list[int]) -> int:

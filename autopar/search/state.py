@@ -19,7 +19,6 @@ from autopar.search.prices import Prices
 from autopar.search.problem import Choice, PriceSource, SequencePin
 from autopar.search.tables import Instance
 
-
 TO_OPEN = 0.15
 """The share of the time that is left for opening the configurations that seem slow, since a first bound is much above their arithmetic."""
 
