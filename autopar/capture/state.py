@@ -138,7 +138,8 @@ def check_again(
     try:
         second, start, end = text(after.state)
         same = second == _text(program)
-        settled = same or second == text(end)[0]
+        # a gradient of what an earlier call left would run through that call's backward once more, which PyTorch refuses
+        settled = same or (second == text(end)[0] and not any(_needs_gradient(new) for _, new in inside.values()))
     except CaptureError:  # raised only because of the state of an earlier call
         pass
     finally:
@@ -174,6 +175,10 @@ def _is_plain(value: Any) -> bool:
 
 def _holds_tensors(value: Any) -> bool:
     return isinstance(value, Tensor) or any(map(_holds_tensors, items(value)))
+
+
+def _needs_gradient(value: Any) -> bool:
+    return value.requires_grad if isinstance(value, Tensor) else any(map(_needs_gradient, items(value)))
 
 
 def _copied(value: Any, tensor: Callable[[Tensor], Tensor]) -> Any:

@@ -281,6 +281,19 @@ def test_a_cache_that_the_first_call_fills_is_computed_in_every_step(
     )
 
 
+def prompt(model: Any, y: Tensor) -> Tensor:
+    """As a prefix adapter keeps the keys of its prompt."""
+    if model.kept is None:
+        model.kept = (model.a.weight.sum(0),)
+    return y + model.kept[0].sum()
+
+
+def test_a_cache_with_a_gradient_is_refused() -> None:
+    """The second backward would run through the first one."""
+    with pytest.raises(CaptureError, match="reads it in its next call: kept"):
+        capture(Model(prompt, kept=None), pair(8, 4), F.mse_loss)
+
+
 def weight_norm(model: nn.Module) -> None:
     nn.utils.weight_norm(model.a)  # type: ignore[arg-type]
 
