@@ -219,7 +219,13 @@ def _sequences(graph: Graph, cluster: Cluster) -> tuple[SequencePin, ...]:
 def _not_searched(graph: Graph, cluster: Cluster, options: SearchOptions) -> tuple[str, ...]:
     """Return a note on sequence parallelism that was not searched."""
     long = graph.tokens // graph.batch_size >= LONG_SEQUENCE
-    if options.sequences or options.decides_sequences or long or cluster.count == 1 or not _has_attention(graph):
+    if (
+        graph.batch_size < cluster.count
+        or cluster.count == 1
+        or long
+        or options.decides_sequences
+        or not _has_attention(graph)
+    ):
         return ()
     return (
         "ring attention and Ulysses were not searched, as the batch has a row for each device: pin ring or ulysses to try one",

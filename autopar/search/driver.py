@@ -11,8 +11,8 @@ Once the choices under 1F1B and GPipe are settled, or the time for them is spent
 (``_other_schedules``): the incumbent discards most of these choices by their first bounds. For such choices, pinned or not, the next
 number of chunks is priced only when the previous one has the lowest bound: the cheap bound rises with the number of chunks.
 
-With an incumbent, every configuration is also tried with sequence parallelism in all layers (``SearchOptions.sequences``). These are too
-many to open: each waits, with the bound of its arithmetic, until an estimate of its first bound is the lowest bound (``State.later``).
+Then every configuration is tried with sequence parallelism in all layers, too (``SearchOptions.sequences``). These are too many to open:
+each waits, with the bound of its arithmetic, until an estimate of its first bound is lower than all bounds (``State.later``).
 """
 
 from __future__ import annotations
@@ -407,9 +407,9 @@ def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Pla
     state.step_s = priced.cost.step_time_s
     bound = min(state.bound_s, state.step_s)
     notes = []
-    if state.unpriced:
+    if unpriced := state.unpriced + sum(len(group) for some in state.unopened for group in some.groups):
         notes.append(
-            f"time ran out with {state.unpriced} configurations unpriced: their bound is the model's arithmetic alone"
+            f"time ran out with {unpriced} configurations unpriced: their bound is that of the model's arithmetic alone"
         )
     if state.schedules is None and state.options.schedule is None and state.options.chunks is None:
         notes.append("time ran out before schedules besides 1f1b and gpipe were searched; pin schedule to search one")
