@@ -255,9 +255,10 @@ class Cluster:
         return sum(n * peak for n, peak in peaks) if all(peak for _, peak in peaks) else 0.0
 
     def fastest_flops_per_s(self, precision: str) -> float:
-        """Return the FLOP/s that no ops on all devices together exceed in their prices; 0 if those of one kind are unknown."""
-        fastest = [part.count * part.gpu.fastest_flops_per_s(precision) for part in self.parts or (self,)]
-        return sum(fastest) if all(fastest) else 0.0
+        """Return the FLOP/s that no ops exceed in their prices on as many devices of the fastest kind; 0 if those of one kind are
+        unknown."""
+        fastest = [part.gpu.fastest_flops_per_s(precision) for part in self.parts or (self,)]
+        return self.count * max(fastest) if all(fastest) else 0.0
 
     def with_idle(self) -> tuple[Cluster, ...]:
         """Return clusters with some nodes (of a single node: devices) left idle, so that the number has only small factors: 127 or 9 have

@@ -188,10 +188,10 @@ def first_bound_s(choice: Choice, least: Array) -> float:
 
 
 def _alike(one: Choice, other: Choice) -> bool:
-    """Whether two choices differ in their microbatches alone."""
+    """Whether ``one`` has the other choice's stages, and leaves sequence parallelism to the layers."""
     return (
         one.mesh == other.mesh
         and one.sequence is None
         and one.schedule.pipeline == other.schedule.pipeline
-        and one.schedule.chunks == 1
+        and one.schedule.chunks == other.schedule.chunks
     )
