@@ -227,6 +227,15 @@ def _open_sequences(graph: Graph, cluster: Devices, state: State, opened: list[G
     return False
 
 
+def _late_sequences(state: State) -> str:
+    """Name the sequence parallelism that may be faster and was not opened in every configuration when time ran out."""
+    options = state.options
+    late = {some.sequence for some in state.unopened if some.bound_s < state.enough_s}
+    if state.unpriced and not options.decides_sequences:
+        late |= set(options.sequences)
+    return ", ".join(f"{kind}={degree}" for kind, degree in options.sequences if (kind, degree) in late)
+
+
 def _arithmetic(graph: Graph, cluster: Devices, state: State, choice: Choice) -> Array:
     """``State.arithmetic``, by the FLOPs in the prices of ``choice``; 0 if it has no price."""
     numbers = [state.options.precision]
@@ -407,10 +416,12 @@ def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Pla
     state.step_s = priced.cost.step_time_s
     bound = min(state.bound_s, state.step_s)
     notes = []
-    if unpriced := state.unpriced + sum(len(group) for some in state.unopened for group in some.groups):
+    if state.unpriced:
         notes.append(
-            f"time ran out with {unpriced} configurations unpriced: their bound is that of the model's arithmetic alone"
+            f"time ran out with {state.unpriced} configurations unpriced: their bound is the model's arithmetic alone"
         )
+    if late := _late_sequences(state):
+        notes.append(f"time ran out before these were searched: {late}; pin one to search it")
     if state.schedules is None and state.options.schedule is None and state.options.chunks is None:
         notes.append("time ran out before schedules besides 1f1b and gpipe were searched; pin schedule to search one")
     elif state.schedules:

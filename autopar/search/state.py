@@ -50,7 +50,7 @@ class Unopened:
     number: int
     bound_s: float = field(compare=False)
     groups: tuple[tuple[Choice, ...], ...] = field(compare=False)
-    sequence: SequencePin | None = field(compare=False)
+    sequence: SequencePin = field(compare=False)
 
 
 @dataclass
