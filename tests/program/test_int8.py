@@ -333,7 +333,7 @@ def test_it_is_a_value_of_a_layer_that_only_an_allowance_gives() -> None:
     narrow = [s for s in tried if s.options.narrow]
     assert narrow and all(not s.options.again and not s.options.saved_in for s in narrow)
     plain = candidates(mesh, 8, 8, SearchOptions(offload="any")).every
-    assert [s for s in tried if not s.options.narrow] == plain
+    assert tuple(s for s in tried if not s.options.narrow) == plain
     for pins in ({"saved": "int8"}, {"pin": {"layers.0.saved": "int8"}}):
         with pytest.raises(UsageError, match="saved=int8 is not exact"):
             SearchOptions(**pins)  # type: ignore[arg-type]

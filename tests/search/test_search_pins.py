@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import search_models
 from search_models import Devices, RandomPricer, brute_force, chain, random_problem
@@ -11,7 +13,7 @@ from autopar.cli.render import plan_tables
 from autopar.errors import InfeasibleError, UsageError
 from autopar.pins import LayerPins, read_pins
 from autopar.plan import Plan, Role
-from autopar.search import SearchOptions, Shared, price_pins, search
+from autopar.search import SearchOptions, Shared, price_pins, problem, search
 from autopar.search.options import pins_by_layer, runs_of_names, selects
 from autopar.techniques import activations
 
@@ -131,10 +133,19 @@ def test_what_a_pin_leaves_over_is_idle() -> None:
     assert strategy.degree(plan.mesh, *T) == 2
 
 
-def test_the_price_of_each_pin_is_the_difference_of_two_optima(monkeypatch: pytest.MonkeyPatch) -> None:
-    # which choices segments are looked for in depends on the best plan of a search, and a pin's price only looks for faster ones
+@pytest.fixture
+def without_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Neither the search nor brute force recomputes several layers as one."""
     monkeypatch.setattr(activations, "SEGMENTS", ())
     monkeypatch.setattr(search_models, "SEGMENTS", ())
+    problem._options.cache_clear()
+    yield
+    problem._options.cache_clear()
+
+
+@pytest.mark.usefixtures("without_segments")
+def test_the_price_of_each_pin_is_the_difference_of_two_optima() -> None:
+    # which choices segments are looked for in depends on the best plan of a search, and a pin's price only looks for faster ones
     costly = 0
     for seed in range(6000, 6012):
         graph, cluster, pricer = random_problem(seed)
