@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
@@ -27,7 +27,8 @@ def layer_body(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int],
     With ``watch`` every value has its own line, and ``self.watched`` has all values by node name, to locate a wrong one. ``shared`` are
     the indices of parameters that the stage owns because several layers use them: they become arguments.
     """
-    made = _constructor(layer, axes, shared)
+    modules = torch_modules(layer, shared)  # the calls in ``forward`` follow, too
+    made = _constructor(layer, axes, shared, modules)
     return "\n".join([*(made and [*made, ""]), *_forward(layer, axes, shared, watch)]) + "\n"
 
 
@@ -48,7 +49,9 @@ def types_text(axes: tuple[str, ...], types: tuple[SpmdType, ...]) -> str:
     return ", ".join(f"{t} on {remark(axis)}" for axis, t in zip(axes, types, strict=True))
 
 
-def _constructor(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int]) -> list[str]:
+def _constructor(
+    layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], modules: Mapping[str, str]
+) -> list[str]:
     """Return the lines of the constructor; none if the base class's suffices."""
     own = [(i, p) for i, p in enumerate(layer.parameters) if i not in shared]
     if not (own or layer.random or layer.cls.buffers):
@@ -64,7 +67,7 @@ def _constructor(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int
     if len(layouts) == 1 and len(own) > 1:
         lines.append(f"        # Every parameter is {types_text(axes, own[0][1].types)}.")
     made: set[str] = set()
-    paths, modules = parameter_paths(layer), torch_modules(layer, shared)
+    paths = parameter_paths(layer)
     for index, parameter in own:
         path = paths[parameter.name]
         remarks = f"  # {types_text(axes, parameter.types)}" if len(layouts) > 1 or len(own) == 1 else ""

@@ -56,3 +56,28 @@ def test_modules_of_torch_are_those_whose_parameters_one_op_reads() -> None:
     assert "self.frozen.weight = nn.Parameter(" in text and "read_weight.sum()" in text
     sharded = source(subject("llama").graph, tensor=2)
     assert "nn.Linear(" not in sharded and "self.self_attn.o_proj.weight" in sharded
+
+
+class Repeated(nn.Module):
+    """One of several equal blocks runs once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        encoder = [nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True) for _ in range(4)]
+        self.blocks, self.head = nn.ModuleList(encoder), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in [*self.blocks, self.blocks[2]]:
+            x = block(x)
+        return self.head(nn.functional.layer_norm(x, (8,)))
+
+
+def test_a_layer_whose_parameters_are_all_shared_reads_its_arguments() -> None:
+    """It is of the same class of the graph as layers with parameters of their own, which call torch's modules."""
+    graph = capture(Repeated(), (torch.ones(4, 5, 8), torch.ones(4, 5, 8)), nn.functional.mse_loss)
+    classes = {layer.name: layer.cls for layer in graph.layers}
+    assert classes["blocks.2"] == classes["blocks.1"]
+    texts = re.split(r"\nclass ", source(graph, data=2))
+    (shared,) = (text for text in texts if text.startswith("TransformerEncoderLayer") and '"""blocks.2:' in text)
+    (own,) = (text for text in texts if text.startswith("TransformerEncoderLayer") and '"""blocks.0' in text)
+    assert "self.norm1(" in own and "self." not in shared
