@@ -167,19 +167,20 @@ def explore(
     pricer, options = _asked(cluster, pricer, options)
     state = State(options, Prices(graph, cluster, pricer, options, shared), pricer, deadline, step_s=known_s)
     opened = _open_all(graph, cluster, state)
-    sequences = options.sequences and not options.decides_sequences and not state.unpriced
+    sequences = bool(options.sequences) and not options.decides_sequences and not state.unpriced
     others_s, sequences_s = (share * options.time_limit_s for share in (BOTH if sequences else (OTHERS, 0.0)))
     while state.left_s() > 0:
         if state.left_s() < others_s:
             _other_schedules(state, opened)
         if sequences and state.left_s() < sequences_s:
-            sequences = _open_sequences(graph, cluster, state, opened)
+            _open_sequences(graph, cluster, state, opened)
+            sequences = False
         if (node := state.pop()) is not None:
             advance(state, node)
         elif _in_segments(state) or _where_nothing_fits(state) or _other_schedules(state, opened):
             continue
         elif sequences:
-            sequences = _open_sequences(graph, cluster, state, opened)
+            sequences_s = np.inf
         else:
             break
     if sequences:
@@ -214,8 +215,8 @@ def _open_all(graph: Graph, cluster: Devices, state: State) -> list[Group]:
     return opened
 
 
-def _open_sequences(graph: Graph, cluster: Devices, state: State, opened: list[Group]) -> bool:
-    """Open the configurations with each kind and degree of sequence parallelism later, under every schedule; return that none are left."""
+def _open_sequences(graph: Graph, cluster: Devices, state: State, opened: list[Group]) -> None:
+    """Open the configurations with each kind and degree of sequence parallelism later, under every schedule."""
     state.arithmetic = _arithmetic(graph, cluster, state, opened[0][0])
     for pin in state.options.sequences:
         try:
@@ -224,7 +225,6 @@ def _open_sequences(graph: Graph, cluster: Devices, state: State, opened: list[G
             continue
         for group in opened:
             state.later((group, *_with_other_schedules(state, group[0])), pin)
-    return False
 
 
 def _late_sequences(state: State) -> str:

@@ -235,8 +235,8 @@ def _distinct_orders(factors: list[int]) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
-    """The strategies to try for a layer. ``roles`` has lists of roles, each with its ZeRO stages and numbers of copies; ``ways`` has the
-    options under each ZeRO stage."""
+    """The strategies to try for a layer, listed when they are asked for. ``roles`` has the roles of the mesh's axes in every way to assign
+    them, ``ways`` the options under each ZeRO stage."""
 
     mesh: Mesh
     gpus_per_node: int
@@ -262,8 +262,8 @@ class Candidates:
 
     @cached_property
     def quickest(self) -> tuple[Strategy, ...]:
-        """For each list of roles those that take the fewest seconds for a microbatch: others add work to one of these (and some of these
-        may not be among all). They are few, and listing all takes longer than pricing them."""
+        """Strategies of which one takes no longer for a microbatch than the fastest candidate: candidates add work to them. Some may not be
+        candidates. They are few."""
         stages = (0, 1, 2, 3) if self.pins.zero is None else (self.pins.zero,)
         whole, cut = (
             dict.fromkeys(w.quickest for z in stages for w in self.ways[z] if (z >= 2) == late)

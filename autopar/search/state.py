@@ -43,8 +43,8 @@ class Unpriced:
 
 @dataclass(order=True)
 class Unopened:
-    """Configurations without a first bound, which differ in their schedules alone; those of a group only in having more chunks. Their
-    bound is that of the arithmetic alone; ``estimate_s`` is a likely one, by which they take turns."""
+    """Configurations without a first bound, which differ in their schedules alone, and those of a group in their chunks alone, fewest
+    first. ``bound_s`` counts the arithmetic alone; they are opened in the order of ``estimate_s``, an estimate of their first bound."""
 
     estimate_s: float
     number: int
