@@ -166,8 +166,11 @@ def explore(
     deadline = time.monotonic() + options.time_limit_s
     pricer, options = _asked(cluster, pricer, options)
     state = State(options, Prices(graph, cluster, pricer, options, shared), pricer, deadline, step_s=known_s)
+    sequences = bool(options.sequences) and not options.decides_sequences
     opened = _open_all(graph, cluster, state)
-    sequences = bool(options.sequences) and not options.decides_sequences and not state.unpriced
+    if not opened and not sequences:
+        raise _no_price(graph, state)
+    sequences = sequences and not state.unpriced
     others_s, sequences_s = (share * options.time_limit_s for share in (BOTH if sequences else (OTHERS, 0.0)))
     while state.left_s() > 0:
         if state.left_s() < others_s:
@@ -196,34 +199,33 @@ def explore(
 
 
 def _open_all(graph: Graph, cluster: Devices, state: State) -> list[Group]:
-    """Give every configuration its first bound, and return them."""
+    """Give every configuration its first bound, and return those that have one."""
     opened: list[Group] = []
     found = choices(graph, cluster.count, state.options, state.prices.pins)
-    todo = _by_mesh([choice for choice in found if mirrors(cluster, choice.schedule)])
+    todo = _by_mesh(cluster, found)
     if not todo:
         raise no_mirror(found[0].schedule.name)
-    for number, (choice, more) in enumerate(todo):
+    for number, group in enumerate(todo):
         if opened and state.left_s() < state.options.time_limit_s / 3:
-            state.unpriced = sum(1 + len(rest) for _, rest in todo[number:])
-            state.arithmetic = _arithmetic(graph, cluster, state, opened[0][0])
+            state.unpriced = sum(map(len, todo[number:]))
+            state.arithmetic = _arithmetic(graph, cluster, state, opened)
             break
-        if state.open(choice, more):
-            opened.append((choice, *more))
-    if not opened:
-        raise _no_price(graph, state)
+        if state.open(*group):
+            opened.append(group)
     state.say(f"{len(opened)} configurations, none below {state.bound_s:.6g} s")
     return opened
 
 
 def _open_sequences(graph: Graph, cluster: Devices, state: State, opened: list[Group]) -> None:
     """Open the configurations with each kind and degree of sequence parallelism later, under every schedule."""
-    state.arithmetic = _arithmetic(graph, cluster, state, opened[0][0])
+    state.arithmetic = _arithmetic(graph, cluster, state, opened)
     for pin in state.options.sequences:
         try:
-            state.prices.pins_with(pin)
+            pinned = state.options.with_sequence(pin)
+            found = choices(graph, cluster.count, pinned, state.prices.pins_with(pin))
         except UsageError:  # contradicts a pin
             continue
-        for group in opened:
+        for group in _by_mesh(cluster, found):
             state.later((group, *_with_other_schedules(state, group[0])), pin)
 
 
@@ -236,24 +238,26 @@ def _late_sequences(state: State) -> str:
     return ", ".join(f"{kind}={degree}" for kind, degree in options.sequences if (kind, degree) in late)
 
 
-def _arithmetic(graph: Graph, cluster: Devices, state: State, choice: Choice) -> Array:
-    """``State.arithmetic``, by the FLOPs in the prices of ``choice``; 0 if it has no price."""
+def _arithmetic(graph: Graph, cluster: Devices, state: State, opened: list[Group]) -> Array:
+    """``State.arithmetic``, by the FLOPs in the prices of the first configuration; 0 if it has no price."""
     numbers = [state.options.precision]
     numbers += [kind for name, kind in ((FP8, FLOAT8), (TF32, TF32)) if name in graph.allow]
     fastest = max(cluster.fastest_flops_per_s(name) for name in numbers)  # the bound holds for products of both kinds
-    instance = state.prices.instance(choice)
-    if not fastest or instance is None:
+    choice = opened[0][0] if opened else None
+    instance = None if choice is None else state.prices.instance(choice)
+    if not fastest or choice is None or instance is None:
         return np.zeros(len(graph.layers))
     flops = np.array([instance.table(i).prices[0].flops for i in range(instance.layers)])
     return choice.schedule.microbatches * flops / fastest
 
 
-def _by_mesh(found: list[Choice]) -> list[tuple[Choice, Group]]:
-    """The choices with the fewest stages on each device; with each of them, the choices that differ from it only in having more."""
+def _by_mesh(cluster: Devices, found: list[Choice]) -> list[Group]:
+    """The choices that the cluster admits; those that differ in their numbers of chunks alone are a group."""
     groups: dict[Choice, list[Choice]] = {}
     for choice in found:
-        groups.setdefault(replace(choice, schedule=replace(choice.schedule, chunks=0)), []).append(choice)
-    return [(first, tuple(more)) for first, *more in groups.values()]
+        if mirrors(cluster, choice.schedule):
+            groups.setdefault(replace(choice, schedule=replace(choice.schedule, chunks=0)), []).append(choice)
+    return [tuple(group) for group in groups.values()]
 
 
 def _no_price(graph: Graph, state: State) -> InfeasibleError:
@@ -328,9 +332,9 @@ def _other_schedules(state: State, opened: list[Group]) -> bool:
         return False
     state.schedules = {}
     for plain, *_ in opened:
-        for first, *more in _with_other_schedules(state, plain):
-            if state.open(first, more):
-                state.schedules[first.schedule.name] = None
+        for group in _with_other_schedules(state, plain):
+            if state.open(*group):
+                state.schedules[group[0].schedule.name] = None
     return bool(state.to_price) and state.to_price[0].bound_s < state.enough_s
 
 

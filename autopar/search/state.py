@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -63,7 +62,9 @@ class State:
     deadline: float
     heap: list[SearchNode] = field(default_factory=list)
     to_price: list[Unpriced] = field(default_factory=list)  # a heap, too
-    least: dict[Choice, Array] = field(default_factory=dict)  # of opened choices: see ``Prices.least_time_s``
+    least: dict[tuple[int, int], dict[int, Array]] = field(default_factory=dict)
+    """Of opened choices that leave sequence parallelism to the layers, see ``Prices.least_time_s``: for pipeline degree and chunks of a
+    device, for the number of microbatches."""
     unopened: list[Unopened] = field(default_factory=list)  # a heap, too
     closed_s: float = np.inf
     step_s: float = np.inf
@@ -96,12 +97,14 @@ class State:
     def push(self, instance: Instance, bound_s: float, done: int = 0) -> None:
         heapq.heappush(self.heap, SearchNode(bound_s, next(self.counter), instance, done))
 
-    def open(self, choice: Choice, more: Iterable[Choice] = ()) -> bool:
+    def open(self, choice: Choice, *more: Choice) -> bool:
         """Give a configuration, and those that differ from it only in having ``more`` chunks, a first bound; return whether it has one."""
         least = self.prices.least_time_s(choice)
         if least is None:
             return False
-        self.least[choice] = least
+        schedule = choice.schedule
+        if choice.sequence is None:
+            self.least.setdefault((schedule.pipeline, schedule.chunks), {})[schedule.microbatches] = least
         bound_s = first_bound_s(choice, least)
         heapq.heappush(self.to_price, Unpriced(bound_s, next(self.counter), (choice, *more)))
         return True
@@ -109,12 +112,12 @@ class State:
     def later(self, groups: tuple[tuple[Choice, ...], ...], sequence: SequencePin) -> None:
         """Open configurations with this sequence parallelism later. A degree of ``n`` shards a microbatch as a batch of ``n`` times as many
         rows would be sharded, so the estimate is that of ``n`` times fewer microbatches, of which each takes ``n`` times as long."""
-        plain, n = groups[0][0], sequence[1]
-        m = plain.schedule.microbatches
-        larger = {c.schedule.microbatches: least for c, least in self.least.items() if _alike(c, plain)}
-        fewer = max((other for other in larger if other * n <= m), default=min(larger))
-        likely = larger[fewer] * min(1 / n, fewer / m)
-        on_stage = self.arithmetic * plain.schedule.pipeline / m
+        schedule, n = groups[0][0].schedule, sequence[1]
+        m = schedule.microbatches
+        likely = on_stage = self.arithmetic * schedule.pipeline / m
+        if larger := self.least.get((schedule.pipeline, schedule.chunks)):
+            fewer = max((other for other in larger if other * n <= m), default=min(larger))
+            likely = larger[fewer] * min(1 / n, fewer / m)
         estimate_s, bound_s = (min(first_bound_s(group[-1], each) for group in groups) for each in (likely, on_stage))
         following = Unopened(max(estimate_s, bound_s), next(self.counter), bound_s, groups, sequence)
         heapq.heappush(self.unopened, following)
@@ -124,9 +127,8 @@ class State:
         following = heapq.heappop(self.unopened)
         if following.bound_s >= self.enough_s:
             return
-        for first, *more in following.groups:
-            chosen, *others = (replace(choice, sequence=following.sequence) for choice in (first, *more))
-            if not self.open(chosen, others):
+        for group in following.groups:
+            if not self.open(*(replace(choice, sequence=following.sequence) for choice in group)):
                 return  # a layer has no candidate, whatever the schedule
 
     def price(self) -> None:
@@ -185,13 +187,3 @@ class State:
 def first_bound_s(choice: Choice, least: Array) -> float:
     """A lower bound of a choice's step from the least seconds of each layer's microbatch, forward plus backward."""
     return least_pipelined_s(choice.schedule, least, None if choice.schedule.split else least)
-
-
-def _alike(one: Choice, other: Choice) -> bool:
-    """Whether ``one`` has the other choice's stages, and leaves sequence parallelism to the layers."""
-    return (
-        one.mesh == other.mesh
-        and one.sequence is None
-        and one.schedule.pipeline == other.schedule.pipeline
-        and one.schedule.chunks == other.schedule.chunks
-    )

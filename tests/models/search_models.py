@@ -300,7 +300,13 @@ def pairs_spare(
 
 
 def outer_choices(graph: Graph, cluster: Devices, options: SearchOptions) -> Iterator[Choice]:
-    """Pipeline degree, mesh of a stage, microbatches, schedule and chunks: every one that the pins allow."""
+    """Pipeline degree, mesh of a stage, microbatches, schedule, chunks and sequence parallelism: every one that the pins allow."""
+    for choice in _plain_choices(graph, cluster, options):
+        for sequence in (None, *options.sequences):
+            yield replace(choice, sequence=sequence)
+
+
+def _plain_choices(graph: Graph, cluster: Devices, options: SearchOptions) -> Iterator[Choice]:
     for p in range(1, min(cluster.count, len(graph.layers)) + 1):
         if cluster.count % p or options.pipeline not in (None, p):
             continue
@@ -345,8 +351,10 @@ def candidates(
     options: SearchOptions,
     several: bool = False,
     nvme: bool = False,
+    sequence: tuple[str, int] | None = None,
 ) -> list[Strategy]:
-    """Every strategy of a layer: a prefix of data axes (as long as the batch allows, or as pinned), idle ones, then tensor ones."""
+    """Every strategy of a layer: a prefix of data axes (as long as the batch allows, or as pinned), idle ones, then tensor ones, with the
+    axes of ``sequence`` before, between or behind them."""
     pins = {key: value for key, value in options.pins.items() if "." not in key}
     name, cls = graph.layers[layer].name, graph.layers[layer].cls
     for key, value in options.pin.items():
@@ -362,40 +370,52 @@ def candidates(
     sizes = [min(int(pins["segment"]), longest)] if "segment" in pins else [1, *sizes]
     pins |= {"recompute": "full"} if pins.get("segment", 1) != 1 else {}
     found = []
-    for data, idle in itertools.product(range(len(mesh) + 1), repeat=2):
-        for inner in (Role.TENSOR, Role.TENSOR_SEQUENCE):
-            count = len(mesh) - data - idle
-            if count < 0 or (count == 0 and inner is Role.TENSOR_SEQUENCE) or (count and mesh[-1].size == 1):
-                continue
-            roles = (Role.DATA,) * data + (Role.IDLE,) * idle + (inner,) * count
-            ways = Strategy(roles).degree(mesh, Role.DATA)
-            wider = Strategy((*roles[:data], Role.DATA, *roles[data + 1 :])).degree(mesh, Role.DATA) if idle else 0
-            part = graph.batch_size // m
-            if part % ways or ways != pins.get("data", ways):
-                continue
-            if idle and part % wider == 0 and "data" not in pins:
-                continue  # more of it can be data
-            if pins.get("data") == 1 and mesh[-1].size == 1 and idle:
-                continue
-            if Strategy(roles).degree(mesh, inner) != pins.get("tensor", Strategy(roles).degree(mesh, inner)):
-                continue
-            places = pins.get("states", "any" if nvme else "device")
-            ways_to_keep = [
-                n for kept in KEPT for n in ([kept] if kept != "full" else _segments(sizes)) if _kept(n, pins, options)
-            ]
-            for zero, kept, states in itertools.product(
-                (0, 1, 2, 3) if ways > 1 else (0,),
-                ways_to_keep,
-                (("device", "host", "nvme") if nvme else ("device", "host")) if places == "any" else (places,),
-            ):
-                if (ways == 1 or zero == pins.get("zero", zero)) and (kept.startswith("full:") or 1 in sizes):
-                    found.append(Strategy(roles, zero, activations=kept, states=states))
+    for roles in _roles(mesh, sequence):
+        data, idle = roles.count(Role.DATA), roles.count(Role.IDLE)
+        ways = Strategy(roles).degree(mesh, Role.DATA)
+        copies = ways * (sequence[1] if sequence else 1)
+        wider = Strategy((*roles[:data], Role.DATA, *roles[data + 1 :])).degree(mesh, Role.DATA) if idle else 0
+        part = graph.batch_size // m
+        if part % ways or ways != pins.get("data", ways):
+            continue
+        if idle and part % wider == 0 and "data" not in pins:
+            continue  # more of it can be data
+        if pins.get("data") == 1 and mesh[-1].size == 1 and idle:
+            continue
+        tensor = Strategy(roles).degree(mesh, Role.TENSOR, Role.TENSOR_SEQUENCE)
+        if tensor != pins.get("tensor", tensor):
+            continue
+        places = pins.get("states", "any" if nvme else "device")
+        ways_to_keep = [
+            n for kept in KEPT for n in ([kept] if kept != "full" else _segments(sizes)) if _kept(n, pins, options)
+        ]
+        for zero, kept, states in itertools.product(
+            (0, 1, 2, 3) if copies > 1 else (0,),
+            ways_to_keep,
+            (("device", "host", "nvme") if nvme else ("device", "host")) if places == "any" else (places,),
+        ):
+            if (copies == 1 or zero == pins.get("zero", zero)) and (kept.startswith("full:") or 1 in sizes):
+                found.append(Strategy(roles, zero, activations=kept, states=states))
     if not graph.classes[cls].gives_loss or graph.refused.get((LOGITS.name, cls), "was not asked"):
         return found
     if "logits" in pins:
         return [s.but(logits=str(pins["logits"])) for s in found]
     plain = [s for s in found if not s.options.again and not s.options.saved_in] or found
     return found + [s.but(logits="sliced") for s in plain]
+
+
+def _roles(mesh: tuple[Axis, ...], sequence: tuple[str, int] | None) -> Iterator[tuple[Role, ...]]:
+    """Every assignment of roles to axes: data outermost, then idle axes, ring attention, and tensor parallelism outside Ulysses, or inside
+    if it shards the sequence, too. ``sequence``: the kind and degree of sequence parallelism; without it there is none."""
+    wanted = {Role.RING: 1, Role.ULYSSES: 1} | ({Role(sequence[0]): sequence[1]} if sequence else {})
+    found: dict[tuple[Role, ...], None] = {}
+    for inside in ((Role.TENSOR, Role.ULYSSES), (Role.ULYSSES, Role.TENSOR_SEQUENCE)):
+        for roles in itertools.combinations_with_replacement((Role.DATA, Role.IDLE, Role.RING, *inside), len(mesh)):
+            one_device = mesh[-1].size == 1
+            sharded = roles[-1] not in (Role.DATA, Role.IDLE)
+            if wanted == {role: Strategy(roles).degree(mesh, role) for role in wanted} and not (one_device and sharded):
+                found[roles] = None
+    yield from found
 
 
 KEPT = ("keep", "int8", "host", "selective", "full", "full+host")
@@ -445,7 +465,7 @@ def plans(
     for i, layer in enumerate(graph.layers):
         priced = [
             (s, [here.layer(layer.cls, mesh, s, m) for here in at])
-            for s in candidates(graph, i, mesh, m, options, choice.segments, cluster.has_nvme)
+            for s in candidates(graph, i, mesh, m, options, choice.segments, cluster.has_nvme, choice.sequence)
         ]
         tables.append([(s, p) for s, p in priced if p[0] is not None])
         if not any("logits" in key for key in options.pin):  # slices where whole logits take a tenth of the memory

@@ -38,6 +38,7 @@ FAMILIES = (
     "pins, little memory",
     "nvme",
     "logits",
+    "sequences",
 )
 EXACT = SearchOptions(target_gap=0.0, time_limit_s=120)
 
@@ -151,6 +152,26 @@ def random_logits(seed: int) -> tuple[Graph, Devices, RandomPricer, SearchOption
     return graph, Devices(cluster.count, rng.choice([80, 120, 160, 220]), host_limit_bytes=40), pricer, options
 
 
+def random_sequences(seed: int) -> tuple[Graph, Devices, RandomPricer, SearchOptions]:
+    """Few rows for the devices, and every layer may have ring attention or Ulysses of some degrees, beside pins or without."""
+    rng = random.Random(f"sequences {seed}")
+    graph, cluster, pricer = random_problem(seed, layers=rng.choice([2, 3]), devices=(2, 2, 4))
+    every = [(kind, degree) for kind in ("ring", "ulysses") for degree in (2, 4)]
+    sequences = tuple(sorted(rng.sample(every, rng.randint(1, 3))))
+    chosen: list[dict[str, Any]] = [
+        {},
+        {},
+        {},
+        {"tensor": 1},
+        {"pipeline": 1},
+        {"pipeline": 2},
+        {"zero": 3},
+        {"recompute": True},
+    ]
+    options = SearchOptions(target_gap=0.0, time_limit_s=120, pin=rng.choice(chosen), sequences=sequences)
+    return graph, Devices(cluster.count, rng.choice([60, 90, 120, 180, 10_000])), pricer, options
+
+
 def problem(family: str, seed: int) -> tuple[Graph, Devices, RandomPricer, SearchOptions]:
     """The problem of a family with that seed."""
     if family in ("chunks", "any chunks", "split"):
@@ -163,6 +184,8 @@ def problem(family: str, seed: int) -> tuple[Graph, Devices, RandomPricer, Searc
         return random_nvme(seed)
     if family == "logits":
         return random_logits(seed)
+    if family == "sequences":
+        return random_sequences(seed)
     devices = (3, 3, 1) if family == "odd counts" else (1, 2, 4, 4)
     graph, cluster, pricer = random_problem(seed, devices=devices, skips=family == "skips")
     if family == "memory":
