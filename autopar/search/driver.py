@@ -7,9 +7,10 @@ choice while another looks better. The search ends when no choice, open or close
 incumbent, or when the time limit is reached. The reported bound is the smallest of the open choices' bounds, the closed choices' bounds,
 and the incumbent's time.
 
-Once the choices under 1F1B and GPipe are settled, or the time for them is spent, every pipeline is tried with the other schedules, too
-(``_other_schedules``): the incumbent discards most of these choices by their first bounds. For such choices, pinned or not, the next
-number of chunks is priced only when the previous one has the lowest bound: the cheap bound rises with the number of chunks.
+Once the choices under 1F1B and GPipe promise little more (``State.nearly_closed``), or the time for them is spent, every pipeline is tried
+with the other schedules, too, first with even stages (``_open_schedules``): the incumbent discards most of these choices by their first
+bounds. For such choices, pinned or not, the next number of chunks is priced only when the previous one has the lowest bound: the cheap
+bound rises with the number of chunks.
 
 Then every configuration is tried with sequence parallelism in all layers, too (``SearchOptions.sequences``). These are too many to open:
 each waits, with the bound of its arithmetic, until an estimate of its first bound is lower than all bounds (``State.later``).
@@ -20,6 +21,7 @@ from __future__ import annotations
 import heapq
 import resource
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -33,7 +35,7 @@ from autopar.search.bounds.cheap import fewest_seconds
 from autopar.search.construct.drafts import construct
 from autopar.search.evaluation import Proof, Solution, in_segments, make_plan, tidy
 from autopar.search.minimum_memory import explain, explain_outside, least_memory, least_share, something_fits
-from autopar.search.options import SearchOptions
+from autopar.search.options import SearchOptions, SequencePin
 from autopar.search.pareto import Array
 from autopar.search.prices import Prices, Shared
 from autopar.search.problem import (
@@ -57,11 +59,9 @@ from autopar.units import gigabytes
 Group = tuple[Choice, ...]
 """Configurations that differ in their numbers of chunks alone, fewest first."""
 
-OTHERS = 0.4
-"""The share of the time that is left for other schedules than 1F1B and GPipe."""
-
-BOTH = (0.75, 0.5)
-"""The shares of the time that are left when other schedules, and then sequence parallelism in all layers, are tried, if both are."""
+OTHERS, MANY, REST = 0.4, 0.75, 0.25
+"""The shares of the time that are left when other schedules than 1F1B and GPipe are opened with even stages (``MANY``: if sequence
+parallelism in all layers follows), and when sequence parallelism and uneven stages are, if not earlier (``Further``)."""
 
 SMALL_LAYERS = 16
 """The largest number of compiled layers for which schedules with two-part backwards are tried, which leave layers eager."""
@@ -166,28 +166,24 @@ def explore(
     deadline = time.monotonic() + options.time_limit_s
     pricer, options = _asked(cluster, pricer, options)
     state = State(options, Prices(graph, cluster, pricer, options, shared), pricer, deadline, step_s=known_s)
-    sequences = bool(options.sequences) and not options.decides_sequences
     opened = _open_all(graph, cluster, state)
-    if not opened and not sequences:
+    if not opened and not _sequences(state):
         raise _no_price(graph, state)
-    sequences = sequences and not state.unpriced
-    others_s, sequences_s = (share * options.time_limit_s for share in (BOTH if sequences else (OTHERS, 0.0)))
+    waiting = _further(graph, cluster, state, opened)
     while state.left_s() > 0:
-        if state.left_s() < others_s:
-            _other_schedules(state, opened)
-        if sequences and state.left_s() < sequences_s:
-            _open_sequences(graph, cluster, state, opened)
-            sequences = False
+        while waiting and waiting[0].is_due(state):
+            waiting.pop(0).open()
         if (node := state.pop()) is not None:
             advance(state, node)
-        elif _in_segments(state) or _where_nothing_fits(state) or _other_schedules(state, opened):
+        elif _in_segments(state) or _where_nothing_fits(state):
             continue
-        elif sequences:
-            sequences_s = np.inf
+        elif waiting:
+            waiting.pop(0).open()
         else:
             break
-    if sequences:
-        _open_sequences(graph, cluster, state, opened)  # the bound covers them
+    for more in waiting:
+        if more.bounded:
+            more.open()
     if state.best is None and not np.isfinite(known_s):
         while state.to_price and (state.left_s() > 0 or not state.priced):
             state.price()
@@ -196,6 +192,41 @@ def explore(
             raise _no_price(graph, state)
         _last_resort(graph, state, state.priced)
     return state
+
+
+@dataclass(frozen=True)
+class Further:
+    """Configurations that are opened once those that are open are closed, or, if ``early``, promise little, and when no more than ``share``
+    of the time is left. ``bounded``: whether the plan's bound holds for them, so that they are opened when time is out, too."""
+
+    share: float
+    early: bool
+    bounded: bool
+    open: Callable[[], None]
+
+    def is_due(self, state: State) -> bool:
+        return self.early and state.nearly_closed or state.left_s() < self.share * state.options.time_limit_s
+
+
+def _further(graph: Graph, cluster: Devices, state: State, opened: list[Group]) -> list[Further]:
+    """What pins leave to open after the configurations under 1F1B and GPipe, in this order."""
+    schedules, sequences = _leaves_schedules(state.options), bool(_sequences(state))
+    found = [
+        Further(MANY if sequences else OTHERS, sequences, False, lambda: _open_schedules(state, opened, even=True)),
+        Further(REST, True, True, lambda: _open_sequences(graph, cluster, state, opened)),
+        Further(REST, False, False, lambda: _open_schedules(state, opened, even=False)),
+    ]
+    return [more for more in found if (sequences if more.bounded else schedules)]
+
+
+def _leaves_schedules(options: SearchOptions) -> bool:
+    """Whether pins leave the schedule and the number of chunks to the search."""
+    return options.schedule is None and options.chunks is None
+
+
+def _sequences(state: State) -> tuple[SequencePin, ...]:
+    """The sequence parallelism to try in all layers; none where time ran out before."""
+    return () if state.unpriced or state.options.decides_sequences else tuple(state.options.sequences)
 
 
 def _open_all(graph: Graph, cluster: Devices, state: State) -> list[Group]:
@@ -219,14 +250,15 @@ def _open_all(graph: Graph, cluster: Devices, state: State) -> list[Group]:
 def _open_sequences(graph: Graph, cluster: Devices, state: State, opened: list[Group]) -> None:
     """Open the configurations with each kind and degree of sequence parallelism later, under every schedule."""
     state.arithmetic = _arithmetic(graph, cluster, state, opened)
+    groups = _by_mesh(cluster, choices(graph, cluster.count, state.options, state.prices.pins))
     for pin in state.options.sequences:
         try:
-            pinned = state.options.with_sequence(pin)
-            found = choices(graph, cluster.count, pinned, state.prices.pins_with(pin))
+            state.prices.pins_with(pin)
         except UsageError:  # contradicts a pin
             continue
-        for group in _by_mesh(cluster, found):
-            state.later((group, *_with_other_schedules(state, group[0])), pin)
+        for group in groups:
+            others = (some for even in (True, False) for some in _with_other_schedules(state, group[0], even))
+            state.later((group, *others), pin)
 
 
 def _late_sequences(state: State) -> str:
@@ -321,30 +353,26 @@ def _where_nothing_fits(state: State) -> bool:
     return bool(state.heap) and state.heap[0].bound_s < state.enough_s
 
 
-def _other_schedules(state: State, opened: list[Group]) -> bool:
-    """Try every pipeline with the schedules that have smaller bubbles, if no pin decides the schedule or the number of chunks; return
-    whether some choice may improve the incumbent.
+def _open_schedules(state: State, opened: list[Group], even: bool) -> None:
+    """Open every pipeline with the schedules that have smaller bubbles, with ``even`` stages or others (see ``waiting_less``).
 
     Schedules that split backward passes don't compile layers: they are tried where layers are eager in any case, and in models of at most
     ``SMALL_LAYERS``, if activations stay on the device.
     """
-    if state.schedules is not None or state.options.schedule is not None or state.options.chunks is not None:
-        return False
-    state.schedules = {}
+    state.schedules, state.uneven = state.schedules or {}, not even
     for plain, *_ in opened:
-        for group in _with_other_schedules(state, plain):
+        for group in _with_other_schedules(state, plain, even):
             if state.open(*group):
                 state.schedules[group[0].schedule.name] = None
-    return bool(state.to_price) and state.to_price[0].bound_s < state.enough_s
 
 
-def _with_other_schedules(state: State, choice: Choice) -> list[Group]:
+def _with_other_schedules(state: State, choice: Choice, even: bool) -> list[Group]:
     """The choice with the schedules that have smaller bubbles (``waiting_less``), unless a pin decides."""
-    options, pins = state.options, state.prices.pins
-    if options.schedule is not None or options.chunks is not None:
+    pins = state.prices.pins
+    if not _leaves_schedules(state.options):
         return []
-    split = all(may_split(some, context_of(options), len(pins) <= SMALL_LAYERS) for some in pins)
-    return [tuple(group) for group in waiting_less(choice, len(pins), split)]
+    split = all(may_split(some, context_of(state.options), len(pins) <= SMALL_LAYERS) for some in pins)
+    return [tuple(group) for group in waiting_less(choice, len(pins), split, even)]
 
 
 @dataclass(order=True)
@@ -426,11 +454,15 @@ def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Pla
         )
     if late := _late_sequences(state):
         notes.append(f"time ran out before these were searched: {late}; pin one to search it")
-    if state.schedules is None and state.options.schedule is None and state.options.chunks is None:
-        notes.append("time ran out before schedules besides 1f1b and gpipe were searched; pin schedule to search one")
-    elif state.schedules:
-        names = ", ".join(state.schedules)
-        notes.append(f"{names}: only with numbers of chunks that divide the layers; pin schedule to search others")
+    if not state.uneven and _leaves_schedules(state.options):
+        late = (
+            "schedules besides 1f1b and gpipe"
+            if state.schedules is None
+            else "numbers of chunks that do not divide the layers"
+        )
+        notes.append(f"time ran out before {late} were searched; pin schedule to search one")
+    if state.schedules:
+        notes.append(f"{', '.join(state.schedules)}: searched besides 1f1b and gpipe; pin schedule to search others")
     gap = max(0.0, 1 - bound / state.step_s) if state.step_s > 0 else 0.0
     proof = Proof(
         bound,

@@ -505,13 +505,13 @@ def no_mirror(schedule: str) -> UsageError:
     )
 
 
-def waiting_less(choice: Choice, layers: int, split: bool) -> list[list[Choice]]:
+def waiting_less(choice: Choice, layers: int, split: bool, even: bool) -> list[list[Choice]]:
     """The choice with schedules that have smaller bubbles: a list for each schedule, the fewest stages on each device first. Pins of
     schedule and chunks are not checked; ``split``: whether a backward pass may run in two parts.
 
-    Only numbers of stages are tried that divide the layers, apart from the first and the last one (an embedding and a head are no blocks),
-    as in Megatron (arXiv:2104.04473, section 2.2): a schedule runs at the pace of its longest stage, and no bound shows how much uneven
-    stages cost.
+    ``even``: with numbers of stages that divide the layers, apart from the first and the last one (an embedding and a head are no blocks),
+    as in Megatron (arXiv:2104.04473, section 2.2), or with the others. Of the others more have a low bound than are fast: no bound shows
+    how long a microbatch waits for the longest stages.
     """
     line, m = choice.schedule.pipeline, choice.schedule.microbatches
     if line == 1 or m == 1:  # one microbatch passes all stages one after the other, wherever they are placed
@@ -520,7 +520,7 @@ def waiting_less(choice: Choice, layers: int, split: bool) -> list[list[Choice]]
         [
             replace(choice, schedule=schedule)
             for schedule in schedules(layers, line, m, name, None)
-            if abs(layers - round(layers / schedule.stages) * schedule.stages) <= 2
+            if (abs(layers - round(layers / schedule.stages) * schedule.stages) <= 2) is even
         ]
         for name in (INTERLEAVED, *(SPLIT if split else ()))
     ]

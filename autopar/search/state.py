@@ -18,6 +18,9 @@ from autopar.search.prices import Prices
 from autopar.search.problem import Choice, PriceSource, SequencePin
 from autopar.search.tables import Instance
 
+NEAR = 0.05
+"""The share of a step below which further configurations promise more than those that are open."""
+
 TO_OPEN = 0.15
 """The share of the time that is left for opening the configurations that seem slow, since a first bound is much above their arithmetic."""
 
@@ -77,6 +80,7 @@ class State:
     tried: set[Choice] = field(default_factory=set)  # choices that ``_where_nothing_fits`` has checked
     widened: Choice | None = None  # the latest best choice in which segments were tried
     schedules: dict[str, None] | None = None  # those besides 1F1B and GPipe that were opened; ``None``: not yet
+    uneven: bool = False  # whether they were opened with uneven stages, too
     missed_s: float = 0.0  # seconds of early solutions that were no better, since the latest that was better
     too_large: int = 0  # choices with several stages on each device that were too large for the label method
     arithmetic: Array = field(default_factory=lambda: np.zeros(1))
@@ -93,6 +97,11 @@ class State:
         """A choice whose bound is at least this cannot improve the incumbent by more than the target."""
         rounded = 1 + 1e-12  # so that the gap to such a bound is at most the target
         return self.step_s * (1 - max(self.options.target_gap, 1e-9)) * rounded
+
+    @property
+    def nearly_closed(self) -> bool:
+        """Whether the configurations that are open may improve the incumbent by at most ``NEAR``."""
+        return self.bound_s >= self.step_s * (1 - NEAR)
 
     def push(self, instance: Instance, bound_s: float, done: int = 0) -> None:
         heapq.heappush(self.heap, SearchNode(bound_s, next(self.counter), instance, done))

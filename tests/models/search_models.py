@@ -227,8 +227,7 @@ def brute_force(graph: Graph, cluster: Devices, pricer: RandomPricer, options: S
 
     Layers are recomputed several as one where they are pinned to it, in configurations of which nothing fits without, and in the best one
     if its plan recomputes so many that pairs of them hold less. Without a pin of schedule or chunks all pipelines have the schedules under
-    which devices wait less, too (with two-part backwards if all is on the device); not with one microbatch, nor with stages that, but for
-    two, differ in size.
+    which devices wait less, too (with two-part backwards if all is on the device); not with one microbatch.
     """
     assert len(graph.layers) <= SMALL_LAYERS
     best = _best_plain(graph, cluster, pricer, options)
@@ -239,8 +238,7 @@ def brute_force(graph: Graph, cluster: Devices, pricer: RandomPricer, options: S
         min(every_plan(graph, cluster, pricer, options, choice), default=best)
         for schedule in ("interleaved-1f1b", *(() if whole else SPLIT))
         for choice in outer_choices(graph, cluster, replace(options, schedule=schedule))
-        for stages in [choice.schedule.stages]
-        if min(len(graph.layers) % stages, -len(graph.layers) % stages) <= 2 and choice.schedule.microbatches > 1
+        if choice.schedule.microbatches > 1
     ]
     return min([best, *found])
 

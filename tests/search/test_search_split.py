@@ -118,7 +118,7 @@ def test_pinned_plans(plans: dict[str, Plan]) -> None:
     assert len({plan.prediction.step_time_s for plan in plans.values()}) == len(plans)
 
 
-NOTE = "{}: only with numbers of chunks that divide the layers"
+NOTE = "{}: searched besides 1f1b and gpipe"
 
 
 @pytest.mark.parametrize(
