@@ -32,12 +32,12 @@ class Fullest:
 
     in_flight: tuple[int, ...]
     waiting: tuple[int, ...]
-    at_work: tuple[int, ...]
+    running: tuple[int, ...]
 
 
 @functools.lru_cache(maxsize=512)
 def fullest(schedule: Schedule) -> Fullest:
-    in_flight, waiting, at_work = [0] * schedule.stages, [0] * schedule.stages, []
+    in_flight, waiting, running = [0] * schedule.stages, [0] * schedule.stages, []
     for d in range(schedule.pipeline):
         own = schedule.own(d)
         if schedule.many_moments:
@@ -45,13 +45,13 @@ def fullest(schedule: Schedule) -> Fullest:
             moment = int(counts.sum(axis=1).argmax())
             for stage, n, q in zip(own, *by_kind(schedule, d, counts[moment]), strict=True):
                 in_flight[stage], waiting[stage] = n, q
-            at_work.append(own[int(work[moment])])
+            running.append(own[int(work[moment])])
         else:
             stage = own[0]
             for _, stage, _ in itertools.takewhile(lambda action: action[0] == "F", device_order(schedule, d)):
                 in_flight[stage] += 1
-            at_work.append(stage)
-    return Fullest(tuple(in_flight), tuple(waiting), tuple(at_work))
+            running.append(stage)
+    return Fullest(tuple(in_flight), tuple(waiting), tuple(running))
 
 
 @functools.lru_cache(maxsize=512)
@@ -107,7 +107,7 @@ def _most_of_each(schedule: Schedule) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=512)
-def passing(schedule: Schedule) -> tuple[int, ...]:
+def pipeline_buffers(schedule: Schedule) -> tuple[int, ...]:
     """Pipeline buffers of each stage, in tensors of a border's size, besides the layers' saved activations: outputs until their backward,
     receive buffers for gradients and later inputs (see ``program.pipeline`` for 1F1B), the last gradient that was sent. Between two
     stages of one device nothing is sent or received."""
@@ -125,9 +125,9 @@ def passing(schedule: Schedule) -> tuple[int, ...]:
     return tuple(found)
 
 
-def passing_by(schedule: Schedule, device: int) -> int:
-    """The sum of ``passing`` over the stages of a device: these tensors are live whichever stage runs."""
-    return sum(passing(schedule)[s] for s in schedule.own(device))
+def device_buffers(schedule: Schedule, device: int) -> int:
+    """The sum of ``pipeline_buffers`` over the stages of a device: these tensors are live whichever stage runs."""
+    return sum(pipeline_buffers(schedule)[s] for s in schedule.own(device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +154,9 @@ def peak(schedule: Schedule, device: int, stages: StageBytes) -> tuple[int, int,
     """Bytes of activations and of transients at a device's fullest moment, and that moment's index in ``moments``."""
     if not schedule.interleaved:  # one stage, one moment
         return fullest(schedule).in_flight[device] * stages.saved[0], stages.transients[0], 0
-    counts, at_work = moments(schedule, device)
+    counts, running = moments(schedule, device)
     each = np.array([*stages.saved, *stages.waiting], dtype=np.int64)[: counts.shape[1]]
     activations = counts @ each
-    transients = np.array(stages.transients, dtype=np.int64)[at_work]
+    transients = np.array(stages.transients, dtype=np.int64)[running]
     most = int(np.argmax(activations + transients))
     return int(activations[most]), int(transients[most]), most

@@ -1,6 +1,6 @@
 """The exact method for one configuration of a small model: labels, with resharding and the schedule.
 
-It computes every undominated way to run layers i..j-1 as one stage, layer by layer, then tries the combinations of such
+It computes every undominated assignment of candidates to layers i..j-1 as one stage, layer by layer, then tries the combinations of such
 stages while the least possible step is below the best one. A label has the seconds of its stage by part, the once-per-step seconds,
 and the memory. If a device has one stage and one fullest moment, its limit is checked at once and the memory is dropped; otherwise the
 memory of a device is checked when its stages are combined.
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.schedules.memory import moments, passing_by
+from autopar.schedules.memory import device_buffers, moments
 from autopar.schedules.step_time import lower_bound, simulate, simulate_parts, textbook_paths
 from autopar.search.evaluation import Solution
 from autopar.search.pareto import Array, Indices, undominated
@@ -29,14 +29,14 @@ class TooManyLabelsError(Exception):
 
 
 @dataclass(frozen=True)
-class _Ways:
-    """Every undominated way to run some layers as one stage: the columns of its label, and the candidates."""
+class _StageLabels:
+    """The undominated labels of some layers as one stage: the columns of each, and its candidates."""
 
     columns: list[list[float]]
     picks: list[list[int]]
 
 
-_Spans = dict[tuple[int, int, Regime], _Ways]
+_Spans = dict[tuple[int, int, Regime], _StageLabels]
 
 
 def solve_labels(instance: Instance, cutoff_s: float, deadline: float) -> tuple[float, Solution | None]:
@@ -55,7 +55,7 @@ def solve_labels(instance: Instance, cutoff_s: float, deadline: float) -> tuple[
     spans: _Spans = {}
     ample = instance.schedule.interleaved and _always_fits(instance)
     for (i, regime), stop in wanted.items():
-        spans |= _Labels(instance, i, regime, ample).ways(stop, deadline)
+        spans |= _Labels(instance, i, regime, ample).spans(stop, deadline)
     return _Enumeration(instance, regimes, spans, cutoff_s, deadline).solve()
 
 
@@ -65,7 +65,7 @@ def _regimes(instance: Instance) -> list[Regime]:
     schedule, place = instance.schedule, instance.layout.place
     if not schedule.interleaved:
         return [instance.regime(s) for s in range(schedule.stages)]
-    return [(0, passing_by(schedule, d), place[s], 0.0) for s, d in enumerate(schedule.device)]
+    return [(0, device_buffers(schedule, d), place[s], 0.0) for s, d in enumerate(schedule.device)]
 
 
 def _always_fits(instance: Instance) -> bool:
@@ -73,11 +73,11 @@ def _always_fits(instance: Instance) -> bool:
     the most microbatches in flight of any stage and the most pipeline buffers of any device."""
     schedule, devices = instance.schedule, range(instance.schedule.pipeline)
     most = max(float(moments(schedule, d)[0].max()) for d in devices)
-    passing = max(passing_by(schedule, d) for d in devices)
+    buffers = max(device_buffers(schedule, d) for d in devices)
     for tables in map(instance.at, set(instance.layout.place)):
         kept = np.array([float((t.weights + most * (t.saved + t.waiting)).max()) for t in tables])
-        at_work = max(float(t.at_work(passing).max()) for t in tables)
-        if float(kept[instance.kind].sum()) + at_work > min(instance.layout.limit):
+        transients = max(float(t.transient_bytes(buffers).max()) for t in tables)
+        if float(kept[instance.kind].sum()) + transients > min(instance.layout.limit):
             return False
     return True
 
@@ -91,26 +91,26 @@ class _Labels:
 
     def __init__(self, instance: Instance, first: int, regime: Regime, ample: bool) -> None:
         self.instance, self.first, self.regime, self.ample = instance, first, regime, ample
-        self.in_flight, self.passing, self.place, self.limit = regime
+        self.in_flight, self.buffers, self.place, self.limit = regime
         self.alone = not instance.schedule.interleaved
         self.single = instance.schedule.pipeline == 1  # seconds add up to one number, and fewer labels are undominated
         self.seconds = len(instance.table(first).seconds) + 1
         self.transient = self.seconds + (1 if self.alone else 3)
 
     def _columns(self, layer: int) -> Array:
-        n, passing = self.in_flight, self.passing
+        n, buffers = self.in_flight, self.buffers
         t, m = self.instance.table(layer, self.place), self.instance.schedule.microbatches
         zero = np.zeros(len(t))
         seconds = [t.time + t.step / m, zero, zero] if self.single else [*t.seconds, t.step]
         if self.ample:
             return np.stack([*seconds, zero, zero, zero, zero], axis=1)
         if not self.alone:
-            return np.stack([*seconds, t.weights, t.saved, t.waiting, t.at_work(passing)], axis=1)
-        outside = [t.outside(n)[i] for i in self.instance.outside]
-        return np.stack([*seconds, t.weights + n * t.saved, t.at_work(passing), *outside], axis=1)
+            return np.stack([*seconds, t.weights, t.saved, t.waiting, t.transient_bytes(buffers)], axis=1)
+        offloaded = [t.offloaded_bytes(n)[i] for i in self.instance.offload_tiers]
+        return np.stack([*seconds, t.weights + n * t.saved, t.transient_bytes(buffers), *offloaded], axis=1)
 
-    def ways(self, stop: int, deadline: float) -> _Spans:
-        """The undominated ways by the end j of layers ``first``..j-1, up to ``stop``."""
+    def spans(self, stop: int, deadline: float) -> _Spans:
+        """The undominated labels of layers ``first``..j-1, for every j up to ``stop``."""
         instance, place, n = self.instance, self.place, self.in_flight
         table = instance.table(self.first)
         label, picks = self._columns(self.first), np.arange(len(table), dtype=np.int32)[:, None]
@@ -140,7 +140,7 @@ class _Labels:
             if self.alone:
                 done = undominated(label[:, : self.seconds], ends)
                 rows, chosen = label[done, : self.seconds], picks[done]
-            found[self.first, layer + 1, self.regime] = _Ways(rows.tolist(), chosen.tolist())
+            found[self.first, layer + 1, self.regime] = _StageLabels(rows.tolist(), chosen.tolist())
         return found
 
     def _extended(
@@ -162,8 +162,8 @@ class _Labels:
 
     def _fits(self, label: Array) -> NDArray[np.bool_]:
         ok = label[:, self.seconds] + label[:, self.transient] <= self.limit
-        room = self.instance.layout.outside[self.place]
-        for column, i in zip(range(-len(self.instance.outside), 0), self.instance.outside, strict=True):
+        room = self.instance.layout.tier_limits[self.place]
+        for column, i in zip(range(-len(self.instance.offload_tiers), 0), self.instance.offload_tiers, strict=True):
             ok &= label[:, column] <= room[i]
         return ok
 
@@ -182,7 +182,7 @@ def _joined(
 
 
 class _Enumeration:
-    """Stages one after the other, each in every undominated way, while the least possible step is below the best one."""
+    """Stages one after the other, each with every undominated label, while the least possible step is below the best one."""
 
     def __init__(
         self, instance: Instance, regimes: list[Regime], spans: _Spans, cutoff_s: float, deadline: float
@@ -208,10 +208,10 @@ class _Enumeration:
         instance, count, stages = self.instance, self.instance.layers, self.schedule.stages
         last, place = s == stages - 1, instance.layout.place[s]
         for j in (count,) if last else range(i + 1, count - (stages - s - 1) + 1):
-            if (ways := self.spans.get((i, j, self.regimes[s]))) is None:
+            if (labels := self.spans.get((i, j, self.regimes[s]))) is None:
                 continue
             send = None if last else instance.p2p(j - 1, s)
-            for row, chosen in zip(ways.columns, ways.picks, strict=True):
+            for row, chosen in zip(labels.columns, labels.picks, strict=True):
                 self.visited += 1
                 if self.visited > NODES or (self.visited % 1000 == 0 and time.monotonic() > self.deadline):
                     raise TooManyLabelsError
@@ -250,13 +250,13 @@ class _Enumeration:
 
     def _fits(self, s: int) -> bool:
         """Whether the device of stage ``s`` has memory for its stages so far."""
-        if not self.schedule.interleaved:  # its ways were computed within the limit
+        if not self.schedule.interleaved:  # its labels are within the limit
             return True
         d = int(self.instance.device[s])
         own = np.array(self.columns)[list(self.schedule.own(d)), self.parts + 1 :]
-        counts, at_work = moments(self.schedule, d)
+        counts, running = moments(self.schedule, d)
         each = np.concatenate([own[:, 1], own[:, 2]])[: counts.shape[1]]
-        return float(own[:, 0].sum() + (counts @ each + own[at_work, 3]).max()) <= self.instance.layout.limit[d]
+        return float(own[:, 0].sum() + (counts @ each + own[running, 3]).max()) <= self.instance.layout.limit[d]
 
     def _offer(self, solution: Solution) -> None:
         if self.schedule.interleaved:

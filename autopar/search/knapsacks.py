@@ -1,8 +1,8 @@
 """Stages of whole layers: the exact least cost of a stage, without the resharding inside it.
 
 Layers of one kind have one table, so a stage is a number of layers of each kind, and its cost depends on how many of them take each
-candidate: a knapsack. Of the ways to run k layers of a kind only those matter that no other beats in both cost and live memory, and
-the ways for k layers are made from those for k - 1. The transients of a stage count once, by the largest: for each level that they may
+candidate: a knapsack. Only the Pareto front of cost and live memory matters, and the front of k layers of a kind is made from that of
+k - 1. The transients of a stage count once, by the largest: for each level that they may
 reach, the candidates below it are combined within the rest of the memory.
 
 The relaxations of ``bounds`` let a fraction of a layer recompute, which makes a stage of four layers up to a tenth cheaper
@@ -20,7 +20,7 @@ import numpy as np
 from autopar.search.pareto import Array, Indices, falling
 from autopar.search.tables import Instance, Regime, Roles, Table
 
-WAYS = 400
+FRONT_POINTS = 400
 """Maximum number of Pareto points kept; a larger front is thinned out."""
 
 TABLES = 3
@@ -30,12 +30,12 @@ rounding a fraction of one layer among many matters little."""
 
 @dataclass(frozen=True)
 class Front:
-    """The Pareto front of the ways to run some layers: live bytes, rising, and cost, falling. A way is one candidate of one layer, or
-    combines a way of each of two parts."""
+    """The Pareto front of some layers: live bytes, rising, and cost, falling. A point is one candidate of one layer, or combines a point of
+    each of two parts."""
 
     live: Array
     cost: Array
-    made: Indices  # two parts: (way of the first) * (number of ways of the second) + way of the second; else the candidate
+    made: Indices  # two parts: (point of the first) * (number of points of the second) + point of the second; else the candidate
     parts: tuple[Front, Front] | None = None
     table: int = 0  # the candidate's table; 0 if there is no layer
 
@@ -43,14 +43,14 @@ class Front:
         return len(self.live)
 
     def within(self, live: float, cost: float) -> Front:
-        """The ways with at most these live bytes and this cost, without how they are made."""
+        """The points with at most these live bytes and this cost, without how they are made."""
         keep = slice(int((self.cost > cost).sum()), int(np.searchsorted(self.live, live, side="right")))
         return Front(self.live[keep], self.cost[keep], self.made[keep])
 
-    def picks(self, way: int) -> list[tuple[int, int]]:
-        """The table and the candidate of each layer of a way."""
+    def picks(self, point: int) -> list[tuple[int, int]]:
+        """The table and the candidate of each layer of a point."""
         found: list[tuple[int, int]] = []
-        waiting = [(self, way)]  # a stack: a stage may have more layers than Python has frames
+        waiting = [(self, point)]  # a stack: a stage may have more layers than Python has frames
         while waiting:
             of, here = waiting.pop()
             made = int(of.made[here])
@@ -63,7 +63,7 @@ class Front:
 
 
 def front(live: Array, cost: Array, candidates: Indices, table: int) -> Front:
-    """The ways to run one layer that no other way beats, among candidates with these live bytes and costs."""
+    """The Pareto front of one layer, among candidates with these live bytes and costs."""
     best = falling(live, cost)
     return Front(live[best], cost[best], candidates[best], table=table)
 
@@ -72,18 +72,18 @@ NOTHING = Front(np.zeros(1), np.zeros(1), np.zeros(1, dtype=np.int64))
 
 
 def merged(a: Front, b: Front, limit: float, bound: bool, dearest: float = np.inf) -> Front:
-    """The ways to run the layers of both within a limit, at a cost of at most ``dearest``. Above ``WAYS`` some are left out, or
+    """The points of the layers of both within a limit, at a cost of at most ``dearest``. Above ``FRONT_POINTS`` some are left out, or
     (``bound``) neighbours are merged into one that is as cheap as the cheaper and has as few live bytes as the smaller."""
     live, cost = np.add.outer(a.live, b.live).ravel(), np.add.outer(a.cost, b.cost).ravel()
     keep = falling(live, cost)
     keep = keep[int((cost[keep] > dearest).sum()) : int(np.searchsorted(live[keep], limit, side="right"))]
-    first = last = np.arange(0, len(keep), -(-len(keep) // WAYS) or 1)
+    first = last = np.arange(0, len(keep), -(-len(keep) // FRONT_POINTS) or 1)
     if bound and len(first):
         last = np.append(first[1:], len(keep)) - 1
     return Front(live[keep[first]], cost[keep[last]], keep[first], (a, b))
 
 
-def only(table: Table, roles: Roles) -> Indices:
+def of_layout(table: Table, roles: Roles) -> Indices:
     """The table's candidates of one layout; all candidates, if it has none of that layout."""
     here = np.array([i for i, s in enumerate(table.strategies) if s.roles == roles], dtype=np.int64)
     return here if len(here) else np.arange(len(table))
@@ -103,7 +103,7 @@ Part = tuple[int, int, int]
 class Knapsacks:
     """The stages of one regime under one cost, computed on demand.
 
-    ``bound``: if there are too many ways, neighbours are merged into one that is as cheap as the cheaper and keeps as little live as the
+    ``bound``: if there are too many points, neighbours are merged into one that is as cheap as the cheaper and keeps as little live as the
     smaller, so that every answer is a lower bound; otherwise some are left out, so that every answer is a real stage. ``roles``: the one
     layout that may be used, for the layers that have it.
     """
@@ -117,26 +117,26 @@ class Knapsacks:
     _tables: list[Table] = field(default_factory=list)  # kept alive, so that their ids stay unique
 
     def _single(self, table: Table) -> list[tuple[float, Front]]:
-        """One layer's ways, by the level of the transients."""
+        """One layer's front, by the level of the transients."""
         if id(table) not in self._levels:
             self._tables.append(table)
-            n, passing, place, _ = self.regime
+            n, buffers, place, _ = self.regime
             here = table.at(place)
-            keep = np.arange(len(table)) if self.roles is None else only(table, self.roles)
+            keep = np.arange(len(table)) if self.roles is None else of_layout(table, self.roles)
             time, forward, step = self.weights
             cost = (time * here.time + forward * here.forward + step * here.step)[keep]
-            live, transient = (here.weights + n * here.saved)[keep], here.at_work(passing)[keep]
+            live, transient = (here.weights + n * here.saved)[keep], here.transient_bytes(buffers)[keep]
             levels: list[tuple[float, Front]] = []
             for level in np.unique(transient).tolist():
                 some = np.flatnonzero(transient <= level)
-                ways = front(live[some], cost[some], keep[some], id(table))
-                if not levels or not np.array_equal(ways.made, levels[-1][1].made):
-                    levels.append((level, ways))
+                points = front(live[some], cost[some], keep[some], id(table))
+                if not levels or not np.array_equal(points.made, levels[-1][1].made):
+                    levels.append((level, points))
             self._levels[id(table)] = levels
         return self._levels[id(table)]
 
     def _of(self, parts: tuple[Part, ...]) -> Front:
-        """The ways to run the layers of some parts."""
+        """The front of the layers of some parts."""
         if not parts:
             return NOTHING
         if parts not in self._fronts:
@@ -149,7 +149,7 @@ class Knapsacks:
         return self._fronts[parts]
 
     def _alike(self, table: int, level: int, number: int) -> Front:
-        """The ways to run ``number`` layers of one table: those of one layer less, and one more."""
+        """The front of ``number`` layers of one table: that of one layer less, and one more."""
         single = self._levels[table][level][1]
         known = next((n for n in range(number - 1, 1, -1) if ((table, level, n),) in self._fronts), 1)
         made = single if known == 1 else self._fronts[((table, level, known),)]
@@ -171,14 +171,14 @@ class Knapsacks:
 
     def _mixed(self, parts: Sequence[Part], room: float) -> float:
         """The least cost of the parts within the room if fractions of a layer may take different candidates: its dual is largest without a
-        price of memory, or at a slope of the ways of one layer."""
+        price of memory, or at a slope of the front of one layer."""
         singles = [(self._levels[table][level][1], number) for table, level, number in parts]
         prices = [np.zeros(1)]
-        for ways, _ in singles:
-            more = np.flatnonzero(np.diff(ways.live) > 0)
-            prices.append(-np.diff(ways.cost)[more] / np.diff(ways.live)[more])
+        for points, _ in singles:
+            more = np.flatnonzero(np.diff(points.live) > 0)
+            prices.append(-np.diff(points.cost)[more] / np.diff(points.live)[more])
         price = np.concatenate(prices)
-        priced = [n * (ways.cost + price[:, None] * ways.live).min(axis=1) for ways, n in singles]
+        priced = [n * (points.cost + price[:, None] * points.live).min(axis=1) for points, n in singles]
         memory = np.multiply(price, room, out=np.zeros(len(price)), where=price > 0)  # the room may be infinite
         return float((np.array(priced).sum(axis=0) - memory).max())
 
@@ -188,13 +188,13 @@ class Knapsacks:
             if least >= best[0]:
                 break
             a, b = self._of(tuple(parts[:-1])), self._of(tuple(parts[-1:]))
-            if not len(a) or not len(b) or a.cost[-1] + b.cost[-1] >= best[0]:  # the cheapest ways of both
+            if not len(a) or not len(b) or a.cost[-1] + b.cost[-1] >= best[0]:  # the cheapest points of both
                 continue
             at = np.searchsorted(a.live, room - b.live, side="right") - 1
             cost = np.where(at >= 0, b.cost + a.cost[at], np.inf)
-            way = int(cost.argmin())
-            if cost[way] < best[0]:
-                best = float(cost[way]), (a, int(at[way]), b, way)
+            point = int(cost.argmin())
+            if cost[point] < best[0]:
+                best = float(cost[point]), (a, int(at[point]), b, point)
         return best
 
     def least(self, layers: Layers) -> float:

@@ -14,7 +14,7 @@ from autopar.errors import InfeasibleError
 from autopar.graph import Graph
 from autopar.plan import Memory
 from autopar.search.cuts import balanced_cuts
-from autopar.search.evaluation import Solution, fullest_moments, memories, outside_bytes, prices_of
+from autopar.search.evaluation import Solution, fullest_moments, memories, offloaded_bytes, prices_of
 from autopar.search.pareto import Array, Indices
 from autopar.search.runs import compositions
 from autopar.search.tables import Instance, Regime
@@ -34,7 +34,7 @@ def least_memory(instance: Instance) -> tuple[float, Solution]:
     return max(shares_of_limits(instance, solution)), solution
 
 
-def something_fits(instance: Instance) -> bool:
+def is_feasible(instance: Instance) -> bool:
     """Whether ``least_memory`` is within the limits. A solution that fills all devices equally, which takes less time, mostly shows it."""
     return max(shares_of_limits(instance, _balanced(instance))) <= 1 or least_memory(instance)[0] <= 1
 
@@ -45,12 +45,12 @@ def least_share(instance: Instance, weights_only: bool = False) -> float:
     exact = not (weights_only or instance.schedule.interleaved)
     layers = np.full(len(instance.kinds), np.inf)
     working = np.full(len(instance.kinds), np.inf if exact else 0.0)
-    for n, passing, place, _ in instance.regimes:
+    for n, buffers, place, _ in instance.regimes:
         for k, table in enumerate(instance.at(place)):
             kept = n * table.kept / table.segment if exact else 0.0
             layers[k] = min(layers[k], float((table.weights + kept).min()))
             if exact:
-                working[k] = min(working[k], float(table.at_work(passing).min()))
+                working[k] = min(working[k], float(table.transient_bytes(buffers).min()))
     total = float(layers[instance.kind].sum()) + float(working.max())
     return (1 - _ROUNDING) * total / sum(instance.layout.limit)
 
@@ -126,9 +126,9 @@ def _least_memory(instance: Instance, regime: Regime) -> tuple[Array, Array]:
 
 def _by_layer(instance: Instance, regime: Regime) -> tuple[Array, Array]:
     """``_least_memory`` where every layer is recomputed by itself: a stage's memory depends on its composition alone."""
-    n, passing, place, _ = regime
+    n, buffers, place, _ = regime
     runs, tables = compositions(instance), instance.at(place)
-    working = [table.at_work(passing) for table in tables]
+    working = [table.transient_bytes(buffers) for table in tables]
     levels = np.unique(np.concatenate(working))
     live = np.full((len(tables), len(levels)), NOTHING)
     for own, table, each in zip(live, tables, working, strict=True):
@@ -142,8 +142,8 @@ def _by_layer(instance: Instance, regime: Regime) -> tuple[Array, Array]:
 
 def _by_segment(instance: Instance, regime: Regime) -> tuple[Array, Array]:
     """``_least_memory`` where several layers may be recomputed as one: the order of a stage's layers counts, too."""
-    _, passing, place, _ = regime
-    levels = np.unique(np.concatenate([table.at_work(passing) for table in instance.at(place)]))
+    _, buffers, place, _ = regime
+    levels = np.unique(np.concatenate([table.transient_bytes(buffers) for table in instance.at(place)]))
     best = np.full((instance.layers + 1,) * 2, np.inf)
     level = np.zeros_like(best)
     last: _LeastMemory | None = None
@@ -167,9 +167,9 @@ class _LeastMemory:
     """
 
     def __init__(self, instance: Instance, regime: Regime, level: float) -> None:
-        self.n, passing, place, _ = regime
+        self.n, buffers, place, _ = regime
         self.instance, self.tables = instance, instance.at(place)
-        self.allowed: list[NDArray[np.bool_]] = [table.at_work(passing) <= level for table in self.tables]
+        self.allowed: list[NDArray[np.bool_]] = [table.transient_bytes(buffers) <= level for table in self.tables]
         self.costs: list[Array] = []  # per kind: bytes of a segment of s + 1 layers
         self.which: list[Indices] = []  # and that segment's candidate
         for table, some in zip(self.tables, self.allowed, strict=True):
@@ -326,17 +326,17 @@ def explain(graph: Graph, instance: Instance, solution: Solution, unpriced: int)
     )
 
 
-def explain_outside(instance: Instance, solution: Solution) -> InfeasibleError:
+def explain_offload(instance: Instance, solution: Solution) -> InfeasibleError:
     """The error for a search in which every plan that fits the devices exceeds another memory; ``solution`` needs the least device
     memory."""
     spans = [prices_of(instance, solution)[i:j] for i, j in pairwise(solution.bounds)]
-    outside, places = outside_bytes(instance.schedule, spans), instance.layout.place
-    rooms = [instance.layout.outside[places[d]] for d in range(len(outside))]
+    offloaded, places = offloaded_bytes(instance.schedule, spans), instance.layout.place
+    rooms = [instance.layout.tier_limits[places[d]] for d in range(len(offloaded))]
     worst, i = max(
-        itertools.product(range(len(outside)), range(2)), key=lambda at: outside[at[0]][at[1]] - rooms[at[0]][at[1]]
+        itertools.product(range(len(offloaded)), range(2)), key=lambda at: offloaded[at[0]][at[1]] - rooms[at[0]][at[1]]
     )
     names = [t.name for t in LAYER if any(way.elsewhere for way in t.ways)]
-    size, limit, what = outside[worst][i], rooms[worst][i], ("host memory", "NVMe")[i]
+    size, limit, what = offloaded[worst][i], rooms[worst][i], ("host memory", "NVMe")[i]
     return InfeasibleError(
         f"no plan was found that fits {gigabytes(instance.layout.limit[worst])} per device and {gigabytes(limit)} of {what}: the plan "
         f"that needs the least device memory ({instance.choice}) needs {gigabytes(size)} of {what}",

@@ -63,11 +63,11 @@ def sync_notes(sync: str) -> tuple[str, ...]:
     return (found,) if found else ()
 
 
-def outside_notes(outside: Sequence[tuple[int, int]], stages: Sequence[Devices]) -> tuple[str, ...]:
+def offload_notes(offloaded: Sequence[tuple[int, int]], stages: Sequence[Devices]) -> tuple[str, ...]:
     """Notes that compare the bytes per device in host memory and on NVMe with the device's share of either."""
     found = []
     for i, where in enumerate(("in the host's memory", "on NVMe")):
-        sizes = [each[i] for each in outside]
+        sizes = [each[i] for each in offloaded]
         limits = [(stage.host_limit_bytes, stage.nvme_limit_bytes)[i] for stage in stages]
         if max(sizes):
             d = max(range(len(sizes)), key=lambda d: sizes[d] / max(limits[d], 1))

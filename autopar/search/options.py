@@ -1,4 +1,4 @@
-"""The user's decisions: pins, limits, allowed concessions, search time. ``autopar.pins`` has the table of pins."""
+"""The user's decisions: pins, limits, allowed deviations from exact training, search time. ``autopar.pins`` has the table of pins."""
 
 from __future__ import annotations
 

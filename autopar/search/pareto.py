@@ -55,7 +55,7 @@ def _no_worse(some: Array, others: Array) -> NDArray[np.bool_]:
 
 
 def falling(live: Array, cost: Array) -> Indices:
-    """The ways that no other way beats in both live bytes and cost, sorted by bytes."""
+    """The Pareto points of live bytes and cost, sorted by bytes."""
     order = np.argsort(live, kind="stable")
     cost = cost[order]
     keep = np.ones(len(order), dtype=bool)

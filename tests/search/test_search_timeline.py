@@ -12,7 +12,7 @@ from autopar.devices import parse
 from autopar.plan import Axis, Role, Strategy
 from autopar.price import Pricer
 from autopar.schedules import SPLIT, Schedule
-from autopar.schedules.memory import StageBytes, fullest, levels, passing
+from autopar.schedules.memory import StageBytes, fullest, levels, pipeline_buffers
 from autopar.schedules.orders import device_order
 from autopar.search import evaluate, memory_timeline
 
@@ -126,7 +126,7 @@ def test_the_maximum_is_the_predicted_memory(pipeline, schedule, chunks):
     ],
 )
 def test_tensors_between_stages(pipeline, microbatches, schedule, chunks, held):
-    assert passing(Schedule(schedule, pipeline, microbatches, chunks)) == held
+    assert pipeline_buffers(Schedule(schedule, pipeline, microbatches, chunks)) == held
 
 
 def test_a_curve_keeps_its_peak():

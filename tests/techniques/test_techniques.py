@@ -19,8 +19,8 @@ from autopar.plan_schema import check_plan
 from autopar.report.figures import _strategy as figures_of
 from autopar.schedules import SCHEDULES
 from autopar.search import SearchOptions, manual_plan
-from autopar.search.concessions import concessions
 from autopar.search.manual import make_mesh
+from autopar.search.numerics import allowed_numerics
 from autopar.search.problem import candidates, context_of
 from autopar.techniques import (
     ALL,
@@ -122,11 +122,11 @@ def test_what_it_gives_up_must_be_allowed(name: str) -> None:
 def test_only_what_layers_give_up_is_searched_with_and_without() -> None:
     """Whether replicas are averaged is the user's decision: a search without the pin has nothing to compare."""
     graph = subject("mlp").graph
-    assert [each.narrow for each in concessions(graph, SearchOptions(allow={"local_steps"}))] == [()]
+    assert [each.narrow for each in allowed_numerics(graph, SearchOptions(allow={"local_steps"}))] == [()]
     pinned = SearchOptions(sync="local-steps:2", allow={"local_steps"})
-    assert [each.narrow for each in concessions(graph, pinned)] == [()]
+    assert [each.narrow for each in allowed_numerics(graph, pinned)] == [()]
     both = SearchOptions(allow=GIVEN_UP)
-    assert {each.narrow for each in concessions(graph, both)} == {(), OF_LAYERS}
+    assert {each.narrow for each in allowed_numerics(graph, both)} == {(), OF_LAYERS}
 
 
 def test_values_that_exclude_each_other_are_never_together() -> None:

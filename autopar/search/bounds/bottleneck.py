@@ -115,7 +115,7 @@ class _Ladder:
     """The stages of one regime at each multiplier of memory; what does not depend on a cost is computed once."""
 
     def __init__(self, instance: Instance, regime: Regime, ladder: Array) -> None:
-        n, passing, place, limit = regime
+        n, buffers, place, limit = regime
         self.runs = compositions(instance)
         self.tables: list[tuple[Array, Array, Array, Array]] = []  # time, forward, step, priced memory
         live, transient = [], []
@@ -125,7 +125,7 @@ class _Ladder:
             priced = ladder[:, None] * memory[None, :]
             self.tables.append((table.time[keep], table.forward[keep], table.step[keep], priced))
             live.append(float(memory.min()))
-            transient.append(float(table.at_work(passing)[keep].min()))
+            transient.append(float(table.transient_bytes(buffers)[keep].min()))
         room = limit - self.runs.most(np.array(transient))
         self.fits = self.runs.counts @ np.array(live) <= room
         self.room = ladder * room[:, None]

@@ -199,8 +199,8 @@ def _sums(instance: Instance, pick: list[int]) -> tuple[Array, Array]:
         chosen = list(zip(instance.at(instance.layout.place[d]), pick, strict=True))
         each = np.array([[float(part[k]) for part in t.seconds] for t, k in chosen]).T
         each[:2] += np.array([float(t.step[k]) for t, k in chosen]) / m / 2
-        ways = [np.array([float(t.live(*mean)[k]) for t, k in chosen]) for mean in _in_flight(instance, d)]
-        most = max(ways, key=lambda way: float(number @ way))  # the moment at which such layers need most
+        needs = [np.array([float(t.live(*mean)[k]) for t, k in chosen]) for mean in _in_flight(instance, d)]
+        most = max(needs, key=lambda live: float(number @ live))  # the moment at which such layers need most
         rows = np.vstack([each, most / instance.layout.limit[d]])
         sums = np.zeros((len(rows), instance.layers + 1))
         np.cumsum(rows[:, instance.kind], axis=1, out=sums[:, 1:])
