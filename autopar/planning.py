@@ -30,7 +30,7 @@ from autopar.search import (
     search,
     search_again,
 )
-from autopar.search.notes import odd_experts, whole_layers
+from autopar.search.notes import odd_experts, unsplit_layers
 from autopar.search.numerics import Numerics, allowed_numerics, best_plan
 from autopar.search.options import SequencePin
 from autopar.search.problem import LONG_SEQUENCE, MOST_NODES, SEQUENCE_ROLES, divisors
@@ -201,7 +201,7 @@ def find_plan(
     notes += (
         *_not_searched(graph, cluster, options),
         *_eager_layers(graph, found),
-        *whole_layers(found, pricer.on(cluster)),
+        *unsplit_layers(found, pricer.on(cluster)),
         *odd_experts(found, pricer.on(cluster)),
     )
     wall_time_s = time.perf_counter() - start_s

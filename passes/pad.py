@@ -33,9 +33,9 @@ def pad_class(cls: LayerClass, sharding: Sharding) -> LayerClass:
         return cls
     shapes: dict[str, tuple[int, ...]] = {}
 
-    def grown(node: fx.Node, value: Any) -> Any:
+    def padded(node: fx.Node, value: Any) -> Any:
         if isinstance(value, tuple | list):
-            return type(value)(grown(node, part) for part in value)
+            return type(value)(padded(node, part) for part in value)
         if not isinstance(value, torch.Tensor):
             return value
         return torch.empty(found.shape(node.name, value.shape, multiples), dtype=value.dtype, device="meta")
@@ -47,9 +47,9 @@ def pad_class(cls: LayerClass, sharding: Sharding) -> LayerClass:
         new.meta = dict(node.meta)
         if node.op == "output":
             continue
-        meta(new)["val"] = grown(node, meta(node).get("val"))
+        meta(new)["val"] = padded(node, meta(node).get("val"))
         if node.op == "call_function":
-            _reword(new, node)
+            _resize(new, node)
         elif meta(new)["val"] is not None:
             shapes[node.name] = tuple(meta(new)["val"].shape)
     module = fx.GraphModule(cls.graph, graph)
@@ -61,7 +61,7 @@ def pad_class(cls: LayerClass, sharding: Sharding) -> LayerClass:
     return dataclasses.replace(cls, graph=module, parameters=parameters)
 
 
-def _reword(new: fx.Node, old: fx.Node) -> None:
+def _resize(new: fx.Node, old: fx.Node) -> None:
     """Update the arguments that name sizes: a view gets the new sizes, a slice of a whole dim takes the whole new dim, a loss gets the
     true vocabulary size."""
     name, kind = op_name(old), facts(old).kind
@@ -70,7 +70,7 @@ def _reword(new: fx.Node, old: fx.Node) -> None:
         if shape_of(operands(new)[0])[-1] != classes:
             new.kwargs = {**new.kwargs, "vocabulary": classes}
     elif (own := own_op(old)) is not None:
-        own.reword(new, old)
+        own.resize(new, old)
     elif isinstance(meta(new)["val"], torch.Tensor) and shape_of(new) != shape_of(old):
         if kind in (OpKind.RESHAPE, OpKind.EXPANSION):
             target = with_sizes(name) if kind is OpKind.RESHAPE else torch.ops.aten.expand.default

@@ -90,14 +90,14 @@ def products_of(
     return found
 
 
-def why_whole(cls: LayerClass, sharding: Sharding, options: Options) -> str:
+def not_splittable_reason(cls: LayerClass, sharding: Sharding, options: Options) -> str:
     """Return why the microbatches of a layer can't be computed in parts, or an empty string."""
-    return _module(options.parting).why_whole(cls, sharding) if options.parts > 1 else ""
+    return _module(options.parting).not_splittable_reason(cls, sharding) if options.parts > 1 else ""
 
 
 def _module(technique: Technique) -> Any:
     """The module that rewrites local graphs for a technique. It has ``rewrite_local``; for values with several parts ``part_of``,
-    ``turns_or_reason`` and ``why_whole``; for values that start collectives early ``products_of``."""
+    ``turns_or_reason`` and ``not_splittable_reason``; for values that start collectives early ``products_of``."""
     return importlib.import_module(f"passes.{technique.rewrite_local}")
 
 

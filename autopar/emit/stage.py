@@ -263,7 +263,7 @@ class _Forward:
         self.mesh: tuple[Axis, ...] = program.plan.mesh
         self.names = Names()
         self.values: dict[str, _Variable] = {}
-        self.crossings = {(crossing.layer, crossing.key): crossing for crossing in stage.crossings}
+        self.reshardings = {(resharding.layer, resharding.key): resharding for resharding in stage.reshardings}
         self.converted: dict[tuple[str, Types], str] = {}
         self.body: list[str] = []
         self.places, self.constants = _held(program, stage)
@@ -410,10 +410,10 @@ class _Forward:
     def _read(self, layer: int, key: str, needed: Types) -> str:
         """Emit the conversions of a value to the types that a layer takes, and return its text."""
         variable = self.values[key]
-        crossing = self.crossings.get((layer, key))
-        if crossing is not None:
+        resharding = self.reshardings.get((layer, key))
+        if resharding is not None:
             text = variable.text
-            for step in crossing.steps:
+            for step in resharding.steps:
                 axes = tuple(self.mesh[axis].name for axis in step.axes)
                 call = conversion_text(text, axes, str(step.source), str(step.target), variable.dtype)
                 # "hidden" has one reader, which reads the converted value

@@ -74,7 +74,7 @@ class NodeMeta(TypedDict, total=False):
     """If the other half computes during the async communication of the node's kernel: the function that issues it."""
     across: bool
     """Whether the other half computes between the node and a reader."""
-    flies: str
+    async_op: str
     """For an async conversion: the function that issues it."""
     once: bool
     """Whether one async conversion serves both halves."""

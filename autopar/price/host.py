@@ -53,7 +53,7 @@ class StateBytes(NamedTuple):
         return max(found, cluster.nvme_s(elements * self.nvme, elements * self.nvme)) if self.nvme else found
 
 
-def waited_s(size: float, compute_s: float, cluster: Cluster) -> float:
+def exposed_copy_s(size: float, compute_s: float, cluster: Cluster) -> float:
     """Exposed seconds of copying ``size`` bytes one way under ``compute_s`` of arithmetic; a copy within one memory is fully exposed."""
     if cluster.host is None:
         return 2 * size / cluster.gpu.bytes_per_s

@@ -18,14 +18,14 @@ import dataclasses
 
 import numpy as np
 
-from autopar.price.layer import Bound, Sized, distinct
+from autopar.price.layer import BoundClass, SizedClass, distinct
 from autopar.price.microbatch import Kept, Pass, Passes
 from autopar.price.selective import Selected
 from autopar.techniques import Options
 from autopar.techniques.technique import Narrow
 
 
-def kept(sized: Sized, passes: Passes, options: Options) -> Kept:
+def kept(sized: SizedClass, passes: Passes, options: Options) -> Kept:
     """What the layer keeps under the values of its techniques."""
     if options.again == "all":
         found = _input_alone(sized, passes, options.together)
@@ -38,7 +38,7 @@ def kept(sized: Sized, passes: Passes, options: Options) -> Kept:
     return _in_host(found, sized.cluster.host is not None) if options.saved_in else found
 
 
-def _input_alone(sized: Sized, passes: Passes, layers: int) -> Kept:
+def _input_alone(sized: SizedClass, passes: Passes, layers: int) -> Kept:
     share = sized.input_bytes / layers
     return Kept(
         saved_bytes=share,
@@ -51,7 +51,7 @@ def _input_alone(sized: Sized, passes: Passes, layers: int) -> Kept:
     )
 
 
-def _selection(sized: Sized) -> Kept:
+def _selection(sized: SizedClass) -> Kept:
     bound, table = sized.bound, sized.bound.table
     entries, chosen = _selected(bound)
     saved_bytes, working_bytes = table.selection.memory(
@@ -68,7 +68,7 @@ def _selection(sized: Sized) -> Kept:
     )
 
 
-def _selected(bound: Bound) -> tuple[tuple[int, ...], Selected]:
+def _selected(bound: BoundClass) -> tuple[tuple[int, ...], Selected]:
     """The saved entries under selective recomputation, one per storage, and what runs again."""
     if "selected" not in bound.known:
         table = bound.table
@@ -89,7 +89,7 @@ def _in_host(found: Kept, separate: bool) -> Kept:
     )
 
 
-def _narrower(sized: Sized, passes: Passes, how: Narrow) -> Kept:
+def _narrower(sized: SizedClass, passes: Passes, how: Narrow) -> Kept:
     """Saved floating tensors that are large enough and are not the layer's arguments are narrower, except in the last layer."""
     saved_bytes, live_bytes = _narrow(sized, how)[:2]
     *_, storing, restoring = _narrow(passes.part, how)
@@ -98,7 +98,7 @@ def _narrower(sized: Sized, passes: Passes, how: Narrow) -> Kept:
     return Kept(saved_bytes, saved_bytes, working_bytes, storing=storing * times, restoring=restoring * times)
 
 
-def _narrow(sized: Sized, how: Narrow) -> tuple[float, float, Pass, Pass]:
+def _narrow(sized: SizedClass, how: Narrow) -> tuple[float, float, Pass, Pass]:
     """The bytes that are saved, the additional bytes that are live while the layer runs, and what is added to both passes."""
     table, gpu, plain = sized.bound.table, sized.cluster.gpu, list(sized.bound.plain)
     floats = np.array([entry.dtype.is_floating_point for entry in table.saved], dtype=bool)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from autopar.price.moves import Move
 
 if TYPE_CHECKING:
-    from autopar.price.layer import Sized
+    from autopar.price.layer import SizedClass
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Pass:
     ``wire_s``     collectives that the device waits for
     ``exposed_s``  the exposed part of overlapped collectives
     ``host_s``     the host's time to launch kernels and collectives: a lower bound of the pass, whatever the device's speed
-    ``meetings``   the group sizes of the collectives in ``wire_s``
+    ``group_sizes``   the group sizes of the collectives in ``wire_s``
     =============  =====================================================================================================
     """
 
@@ -32,7 +32,7 @@ class Pass:
     wire_s: float = 0.0
     exposed_s: float = 0.0
     host_s: float = 0.0
-    meetings: tuple[int, ...] = ()
+    group_sizes: tuple[int, ...] = ()
 
     def __add__(self, other: Pass) -> Pass:
         if other is NOTHING:
@@ -42,7 +42,7 @@ class Pass:
             self.wire_s + other.wire_s,
             self.exposed_s + other.exposed_s,
             self.host_s + other.host_s,
-            self.meetings + other.meetings,
+            self.group_sizes + other.group_sizes,
         )
 
     def __mul__(self, times: int) -> Pass:
@@ -51,7 +51,7 @@ class Pass:
             times * self.wire_s,
             times * self.exposed_s,
             times * self.host_s,
-            times * self.meetings,
+            times * self.group_sizes,
         )
 
 
@@ -59,7 +59,7 @@ NOTHING = Pass()
 
 
 @dataclass(frozen=True, slots=True)
-class Alive:
+class PeakMemory:
     """Peaks of live memory relative to the bytes that the layer saves for its backward; negative if it peaks before all are saved, or after
     some are freed.
 
@@ -86,8 +86,8 @@ class Passes:
     forward: Pass
     backward: Pass
     weight_s: float
-    alive: Alive
-    part: Sized
+    peaks: PeakMemory
+    part: SizedClass
     parts: int = 1
 
 
@@ -123,10 +123,10 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class Core:
+class Microbatch:
     """One microbatch of a layer under the techniques of its strategy, before ZeRO."""
 
-    sized: Sized
+    sized: SizedClass
     passes: Passes
     kept: Kept
 

@@ -57,12 +57,12 @@ Along = tuple[Axis, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class ReplicaCosts:
     """The devices with the same parameters over which ZeRO shards them, with seconds of collectives over them.
 
     ``seconds`` are those of each part without ZeRO, under stage 1, and under stages 2 and 3. ``copies_s`` are those of ZeRO 2 and 3,
     between flat buffers and parameters: around a gather, and around a reduction. ``late``: the number of steps after which a reduction
-    without ZeRO is awaited. ``mirrored``: a stage has copies on other pipeline ranks. ``flops``: of one microbatch, see ``LayerPrice``.
+    without ZeRO is awaited. ``has_copies``: a stage has copies on other pipeline ranks. ``flops``: of one microbatch, see ``LayerPrice``.
     """
 
     size: int
@@ -71,12 +71,12 @@ class Spread:
     seconds: tuple[Parts, ...]
     copies_s: tuple[float, float]
     late: int = 0
-    mirrored: bool = False
+    has_copies: bool = False
 
     def once_s(self, zero: int, forward_s: float, backward_s: float, trainer: TrainerModel, slowdown: float) -> float:
         """The seconds that once-per-step collectives add to a step under ZeRO 0 and 1, if the layer's forward and backward take these."""
         parts = self.seconds[zero]
-        under_s = 0.0 if self.mirrored else backward_s
+        under_s = 0.0 if self.has_copies else backward_s
         if self.late:  # whatever the lateness: each step hides one reduction under its arithmetic
             under_s = self.microbatches * (forward_s + backward_s)
         reduced_s = trainer.exposed_reduction_s(parts.reduce, under_s, slowdown)
@@ -142,7 +142,7 @@ class Replicas:
         count, around = self.tensors.count, one.around_layer
         return self.trainer.data_collective_s(one.collective, one.bytes, count, one.members, self.cluster, around)
 
-    def spread(self, microbatches: int, flops: float) -> Spread:
+    def costs(self, microbatches: int, flops: float) -> ReplicaCosts:
         """The seconds of all collectives, for ``microbatches`` per step of ``flops`` each."""
 
         def seconds(collectives: tuple[ReplicaCollective, ...]) -> Parts:
@@ -152,19 +152,15 @@ class Replicas:
             return Parts(**found) if found else NONE
 
         numbers, trainable = self.numbers, self.tensors.trainable
-        gathered, made, reduced = (
-            self.tensors.parameters * numbers.width,
-            trainable * numbers.width,
-            trainable * numbers.reduced,
-        )
-        return Spread(
+        gathered, made = self.tensors.parameters * numbers.width, trainable * numbers.width
+        return ReplicaCosts(
             size=group(self.axes[1], self.cluster).size,
             microbatches=microbatches,
             flops=flops,
             seconds=tuple(map(seconds, self.collectives)),
-            copies_s=self.trainer.sharded_copies_s(gathered, made, reduced, self.cluster),
+            copies_s=self.trainer.sharded_copies_s(gathered, made, trainable * numbers.reduced, self.cluster),
             late=SYNC.late(self.sync) if self.collectives[0] else 0,
-            mirrored=len(self.axes) > 2,
+            has_copies=len(self.axes) > 2,
         )
 
 

@@ -119,7 +119,7 @@ def search_again(
 def _resolved(cluster: Devices, pricer: PriceSource, options: SearchOptions) -> tuple[PriceSource, SearchOptions]:
     """The pricer for the program that ``options`` describe, and the options completed with facts of the cluster and the pricer."""
     sync = options.of(SYNC.name) or SYNC.default
-    pricer = pricer.of_program(options.prefetch or 1, sync).mirrored(copies_of(options.schedule))
+    pricer = pricer.of_program(options.prefetch or 1, sync).with_copies(copies_of(options.schedule))
     return pricer, replace(options, compiled=pricer.compiled, nvme=cluster.has_nvme)
 
 

@@ -29,7 +29,7 @@ from autopar.precision import TF32
 from autopar.schedules import Schedule
 from autopar.schedules.memory import most_in_flight
 from autopar.schedules.step_time import lower_bound, simulate
-from autopar.search.notes import notes_of, odd_experts, offload_notes, sync_notes, whole_layers
+from autopar.search.notes import notes_of, odd_experts, offload_notes, sync_notes, unsplit_layers
 from autopar.search.problem import Choice, Devices, Mesh, PriceSource, admits_copies, no_copies_error
 from autopar.search.tables import Instance
 from autopar.search.timeline import Counts, Device, Moment
@@ -364,7 +364,7 @@ def memory_timeline(graph: Graph, cluster: Devices, pricer: PriceSource, plan: P
         InfeasibleError: a layer has no price.
     """
     choice = Choice(plan.mesh, plan.sized_schedule)
-    pricer = pricer.of_program(plan.prefetch, plan.sync).mirrored(choice.schedule.copies)
+    pricer = pricer.of_program(plan.prefetch, plan.sync).with_copies(choice.schedule.copies)
     strategies = [layer.strategy for layer in plan.layers]
     bounds = [stage.start for stage in plan.stages] + [len(plan.layers)]
     stages = by_stage(layer_prices(graph, cluster, pricer, choice, bounds, strategies)[0], bounds)
@@ -420,7 +420,7 @@ def evaluate(
     strategies = shortened(graph, [strategy.under(schedule) for strategy in strategies], stage_bounds)
     if not admits_copies(cluster, schedule):
         raise no_copies_error(schedule.name)
-    pricer = pricer.mirrored(schedule.copies)
+    pricer = pricer.with_copies(schedule.copies)
     choice, stages = Choice(mesh, schedule), cluster.stages(schedule.pipeline)
     prices, edges, sends = layer_prices(graph, cluster, pricer, choice, stage_bounds, strategies)
     found = step_cost(stage_bounds, prices, edges, sends, schedule)
@@ -439,7 +439,7 @@ def evaluate(
     ]
     notes = (
         *plan.notes,
-        *whole_layers(plan, pricer),
+        *unsplit_layers(plan, pricer),
         *odd_experts(plan, pricer),
         *([f"the plan does not fit: {', '.join(over)}"] if over else []),
     )

@@ -77,7 +77,7 @@ def offload_notes(offloaded: Sequence[tuple[int, int]], stages: Sequence[Devices
     return tuple(found)
 
 
-def whole_layers(plan: Plan, pricer: PriceSource) -> tuple[str, ...]:
+def unsplit_layers(plan: Plan, pricer: PriceSource) -> tuple[str, ...]:
     """A note on the layers that cannot be computed in parts (``overlap=halves``), in a plan that computes other layers so.
 
     Raises:
@@ -85,7 +85,8 @@ def whole_layers(plan: Plan, pricer: PriceSource) -> tuple[str, ...]:
     """
     wanted = [layer for layer in plan.layers if layer.strategy.options.parts > 1]
     reasons = {
-        layer.name: pricer.why_whole(layer.cls, plan.mesh, layer.strategy, plan.microbatches) for layer in wanted
+        layer.name: pricer.not_splittable_reason(layer.cls, plan.mesh, layer.strategy, plan.microbatches)
+        for layer in wanted
     }
     whole = {name: reason for name, reason in reasons.items() if reason}
     if wanted and len(whole) == len(wanted):

@@ -92,7 +92,7 @@ class PriceSource(Protocol):
     sync: str
     compiled: bool
 
-    def why_whole(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> str:
+    def not_splittable_reason(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> str:
         """Return why the microbatches of a layer class can't be computed in halves, or an empty string."""
         ...
 
@@ -108,7 +108,7 @@ class PriceSource(Protocol):
         """The prices of a program with this ``prefetch`` and ``sync``."""
         ...
 
-    def mirrored(self, copies: int) -> PriceSource:
+    def with_copies(self, copies: int) -> PriceSource:
         """The prices of a program with ``copies`` copies of each stage (``Schedule.copies``)."""
         ...
 

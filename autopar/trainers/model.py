@@ -14,10 +14,10 @@ from autopar.ops import cost
 from autopar.ops.facts import facts
 from autopar.ops.operands import operands
 from autopar.plan import NARROW_GRADIENTS
-from autopar.price.collectives import FLAT, SHARDED, RankGroup, beside_s, group_time_s
-from autopar.price.draft import Draft, OpSlot
+from autopar.price.collectives import FLAT, SHARDED, RankGroup, exposed_s, group_time_s
 from autopar.price.live_memory import LayerMemory
 from autopar.price.moves import Move
+from autopar.price.op_costs import OpCosts, OpSlot
 from autopar.price.selective import Selection
 from autopar.price.state import Precision
 from autopar.price.trace import INTERNAL, Saved, Trace
@@ -97,7 +97,7 @@ class OtherTrainer(TrainerModel):
         run = TrainerModel.trace(self, cls)
         return run if self.flash else with_scores(run, tuple(cls.graph.graph.nodes))
 
-    def adapt(self, costs: Draft) -> None:
+    def adapt(self, costs: OpCosts) -> None:
         costs.torch_loss = False
         if not self.flash:
             unfuse_attention(costs)
@@ -105,7 +105,7 @@ class OtherTrainer(TrainerModel):
             self._add_loss_copies(costs)
         TrainerModel.adapt(self, costs)
 
-    def _add_loss_copies(self, costs: Draft) -> None:
+    def _add_loss_copies(self, costs: OpCosts) -> None:
         for i, node in enumerate(costs.nodes):
             if facts(node).is_cross_entropy and costs.run.requires_grad[node.name]:
                 logits = operands(node)[0]
@@ -147,10 +147,10 @@ class OtherTrainer(TrainerModel):
         return (1.0 - self.overlap_tensor) * communication_s
 
     def exposed_reduction_s(self, communication_s: float, backward_s: float, slowdown: float) -> float:
-        return beside_s(self.overlap_data * backward_s, communication_s, slowdown)
+        return exposed_s(self.overlap_data * backward_s, communication_s, slowdown)
 
     def exposed_gather_s(self, communication_s: float, forward_s: float, slowdown: float) -> float:
-        return beside_s(self.overlap_data * forward_s, communication_s, slowdown)
+        return exposed_s(self.overlap_data * forward_s, communication_s, slowdown)
 
     def border_bytes(self, size: float) -> float:
         return 0.0
@@ -158,7 +158,7 @@ class OtherTrainer(TrainerModel):
     def live_bytes(
         self, share: LayerMemory, gradients: int, data: int, zero: int, whole_gradients: bool, numbers: Precision
     ) -> tuple[float, float]:
-        transient = share.kept.working_bytes - share.kept.saved_bytes + share.alive.activations
+        transient = share.kept.working_bytes - share.kept.saved_bytes + share.peaks.activations
         if zero >= 2:  # one gradient filled and the last one reduced; parameters of this layer and the next
             gathered = share.parameters * numbers.width if zero == 3 else 0
             transient += 2 * share.trainable * numbers.gradient + 2 * gathered

@@ -132,7 +132,7 @@ class RandomPricer:
     def of_program(self, prefetch: int, sync: str) -> RandomPricer:
         return self
 
-    def mirrored(self, copies: int) -> RandomPricer:
+    def with_copies(self, copies: int) -> RandomPricer:
         return self
 
     def odd_experts(self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy) -> None:
@@ -526,7 +526,7 @@ class TransformerPricer:
     def of_program(self, prefetch: int, sync: str) -> TransformerPricer:
         return self
 
-    def mirrored(self, copies: int) -> TransformerPricer:
+    def with_copies(self, copies: int) -> TransformerPricer:
         return self
 
     def odd_experts(self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy) -> None:
