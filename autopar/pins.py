@@ -95,7 +95,7 @@ def check_whole(plan: PlanPins, layer: str, zero: int, copies: int) -> None:
     sharding = f"ZeRO {zero}" if zero else f"hybrid sharding (replicate={copies})" if copies > 1 else ""
     for technique in PLAN:
         value = plan.of(technique.name) or technique.default
-        if sharding and technique.way(value).most_zero == 0:
+        if sharding and technique.mode(value).max_zero == 0:
             raise UsageError(
                 f"{technique.name}={value} needs whole parameters and gradients on every replica, and {layer} has {sharding}",
                 f"leave zero and replicate out, or leave {technique.name} out",

@@ -14,7 +14,7 @@ from autopar.graph import Graph, GraphLayer, LayerClass, Value
 from autopar.plan import Plan, Strategy
 from autopar.segments import segments, shortened
 from autopar.sharding import Sharding, local_shape
-from autopar.techniques import nowhere
+from autopar.techniques import not_splittable_error
 from autopar.types import I, R, S, SpmdType
 from passes.conversions import ConversionStep, conversion_steps
 from passes.layer import LocalLayer, local_layer, mesh_types
@@ -112,7 +112,7 @@ def cut_stages(graph: Graph, plan: Plan, shardings: tuple[Sharding, ...]) -> Loc
 
 def admitted(cls: LayerClass, sharding: Sharding, strategy: Strategy) -> Strategy:
     """The strategy, without parts if the layer's microbatches can't be computed in parts."""
-    return strategy.whole if not_splittable_reason(cls, sharding, strategy.options) else strategy
+    return strategy.unsplit if not_splittable_reason(cls, sharding, strategy.options) else strategy
 
 
 def check_parts(graph: Graph, plan: Plan, shardings: tuple[Sharding, ...]) -> None:
@@ -125,7 +125,7 @@ def check_parts(graph: Graph, plan: Plan, shardings: tuple[Sharding, ...]) -> No
         for i, options in wanted.items()
     }
     if wanted and all(reasons.values()):
-        raise nowhere(next(iter(wanted.values())), reasons)
+        raise not_splittable_error(next(iter(wanted.values())), reasons)
 
 
 def _deferred(graph: Graph, plan: Plan, layer: int) -> frozenset[int]:

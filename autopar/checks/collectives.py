@@ -94,7 +94,7 @@ def check_collectives(program: LocalProgram) -> int:
 
 def _check_replicas(program: LocalProgram, crossed: set[str]) -> None:
     """Raise if a collective in a layer or between layers crosses local SGD replicas; ``crossed`` are the axes of all collectives."""
-    if not SYNC.apart(program.plan.sync):
+    if not SYNC.averaging_steps(program.plan.sync):
         return
     replicas = {axis.name for axis in program.layers[0].strategy.replicas(program.plan.mesh)[0]}
     if replicas & crossed:
@@ -125,7 +125,7 @@ def priced(layer: LocalLayer) -> Iterator[Exchange]:
     sizes = {n.name: sum(t.numel() * t.element_size() for t in tensors(meta(n).get("val"))) for n in nodes}
     by_name = {n.name: n for n in nodes}
     for move in layer_moves(layer.cls, layer.computed.types, sizes, gradient_flow(layer.cls)):
-        under = move.under if layer.strategy.options.early and layer.half is None else ()
+        under = move.under if layer.strategy.options.early_collectives and layer.half is None else ()
         weights = tuple(_parameter(operands(by_name[name])[1]) for name in under)
         yield from _exchanges_of(move, layer.computed.axes, weights)
 

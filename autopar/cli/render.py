@@ -61,7 +61,7 @@ def _overview(plan: Plan) -> RenderableType:
     table.add_row("mesh", f"{axes}{spread}" + (" (last axis innermost)" if len(plan.mesh) > 1 else ""))
     batch = f"{plan.global_batch:,} in {_plural(plan.microbatches, 'microbatch', 'microbatches')}"
     table.add_row("batch", batch if plan.schedule == "none" else f"{batch}, schedule {plan.schedule}")
-    if words := SYNC.said(plan.sync):
+    if words := SYNC.phrase(plan.sync):
         table.add_row(SYNC.subject, words)
     table.add_row("precision", plan.precision)
     return table
@@ -99,7 +99,7 @@ def _layers(plan: Plan) -> RenderableType:
     hybrid = any(layer.strategy.replicate > 1 for layer in plan.layers)
     if hybrid:
         table.add_column("copies", justify="right")
-    used = [t for t in LAYER if t.shown or any(t.said(layer.strategy.options[t]) for layer in plan.layers)]
+    used = [t for t in LAYER if t.shown or any(t.phrase(layer.strategy.options[t]) for layer in plan.layers)]
     for technique in used:
         table.add_column(technique.name)
     for run in runs(plan):

@@ -100,7 +100,7 @@ class Kept:
     ``first_bytes``      the bytes that the first layer keeps of those that are recomputed as one; of a single layer all that it keeps
     ``working_bytes``    all activations in device memory while the layer's backward runs; of several layers that are recomputed as one,
                          once all of them have run again
-    ``again``            what the backward computes again before it begins, and ``moves`` its collectives
+    ``rerun``            what the backward computes again before it begins, and ``moves`` its collectives
     ``storing``          what is added to the forward to store what is kept, and ``restoring`` to the backward to read it
     ``layers``           the number of layers that are recomputed as one
     ``recomputes``       whether anything is computed again
@@ -112,7 +112,7 @@ class Kept:
     saved_bytes: float
     first_bytes: float
     working_bytes: float
-    again: Pass = NOTHING
+    rerun: Pass = NOTHING
     moves: tuple[Move, ...] = ()
     storing: Pass = NOTHING
     restoring: Pass = NOTHING

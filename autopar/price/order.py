@@ -54,7 +54,7 @@ def passes(sized: SizedClass, strategy: Strategy, part: Part, trainer: TrainerMo
         found = _part_and_turns(sized.bound, part, strategy.options)
         if not isinstance(found, str):
             return _in_turn(plain(sized), parts, *found, strategy.uninterrupted, trainer)
-    return _early(sized, trainer) if trainer.starts_early and strategy.options.early else plain(sized)
+    return _early(sized, trainer) if trainer.starts_early and strategy.options.early_collectives else plain(sized)
 
 
 def not_splittable_reason(bound: BoundClass, part: Part, options: Options) -> str:

@@ -396,7 +396,8 @@ class Pricer:
 
     def _replicas(self, mesh: Mesh, strategy: Strategy, c: SizedClass, cluster: Cluster) -> Replicas:
         """The devices with the same parameters of a layer."""
-        axes: tuple[Mesh, ...] = strategy.replicas(mesh) if SYNC.apart(self.sync) else strategy.data_axes(mesh)
+        averaged = SYNC.averaging_steps(self.sync)
+        axes: tuple[Mesh, ...] = strategy.replicas(mesh) if averaged else strategy.data_axes(mesh)
         if self.copies > 1:
             far = max(math.prod(axis.size for axis in mesh), self.cluster.count // 2)
             axes = (*axes, (Axis("mirror", self.copies, far),))
@@ -410,7 +411,7 @@ class Pricer:
         adjacent, known = self._adjacent_layers(cls_name, mesh, strategy, microbatches)
         how = strategy.options, strategy.zero >= 2
         if how not in known:
-            if strategy.options.together > 1:
+            if strategy.options.segment_layers > 1:
                 adjacent = adjacent[:1]  # programs gather one layer ahead where several are recomputed as one
             later = adjacent[0][1]
             known[how] = PrefetchContext(

@@ -61,7 +61,7 @@ class ReplicaCosts:
     """The devices with the same parameters over which ZeRO shards them, with seconds of collectives over them.
 
     ``seconds`` are those of each part without ZeRO, under stage 1, and under stages 2 and 3. ``copies_s`` are those of ZeRO 2 and 3,
-    between flat buffers and parameters: around a gather, and around a reduction. ``late``: the number of steps after which a reduction
+    between flat buffers and parameters: around a gather, and around a reduction. ``staleness``: the number of steps after which a reduction
     without ZeRO is awaited. ``has_copies``: a stage has copies on other pipeline ranks. ``flops``: of one microbatch, see ``LayerPrice``.
     """
 
@@ -70,14 +70,14 @@ class ReplicaCosts:
     flops: float
     seconds: tuple[Parts, ...]
     copies_s: tuple[float, float]
-    late: int = 0
+    staleness: int = 0
     has_copies: bool = False
 
     def once_s(self, zero: int, forward_s: float, backward_s: float, trainer: TrainerModel, slowdown: float) -> float:
         """The seconds that once-per-step collectives add to a step under ZeRO 0 and 1, if the layer's forward and backward take these."""
         parts = self.seconds[zero]
         under_s = 0.0 if self.has_copies else backward_s
-        if self.late:  # whatever the lateness: each step hides one reduction under its arithmetic
+        if self.staleness:  # whatever the lateness: each step hides one reduction under its arithmetic
             under_s = self.microbatches * (forward_s + backward_s)
         reduced_s = trainer.exposed_reduction_s(parts.reduce, under_s, slowdown)
         return reduced_s + trainer.exposed_gather_s(parts.gather, forward_s, slowdown) + parts.mean
@@ -103,7 +103,7 @@ class Replicas:
         """The collectives without ZeRO, under stage 1, and under stages 2 and 3."""
         (inside, shards), (mirror, *_) = self.axes[:2], (*self.axes[2:], ())
         copies, ranks = (*mirror, *inside), group(shards, self.cluster)
-        everyone = shards if SYNC.apart(self.sync) else (*copies, *shards)
+        everyone = shards if SYNC.averaging_steps(self.sync) else (*copies, *shards)
         found = (
             self._replicated(everyone, ranks if everyone == shards else group(everyone, self.cluster), copies),
             self._sharded(shards, ranks, copies, (), False),
@@ -113,12 +113,12 @@ class Replicas:
 
     def _replicated(self, axes: Along, ranks: RankGroup, copies: Along) -> Iterator[ReplicaCollective]:
         """Without ZeRO: gradients are summed along ``axes``, and the parameters of local SGD's replicas are averaged along ``copies``."""
-        numbers, trainable, served = self.numbers, self.tensors.trainable, SYNC.way(self.sync).served
+        numbers, trainable, served = self.numbers, self.tensors.trainable, SYNC.mode(self.sync).has_server
         average = Collective.REDUCE if served else Collective.ALL_REDUCE
         yield ReplicaCollective("reduce", average, trainable * numbers.averaged, axes, ranks)
         if served:
             yield ReplicaCollective("gather", Collective.BROADCAST, trainable * numbers.width, axes, ranks)
-        if steps := SYNC.apart(self.sync):
+        if steps := SYNC.averaging_steps(self.sync):
             masters, members = trainable * (numbers.at_rest or numbers.width), group(copies, self.cluster)
             yield ReplicaCollective("mean", Collective.ALL_REDUCE, masters, copies, members, times=1 / steps)
 
@@ -159,7 +159,7 @@ class Replicas:
             flops=flops,
             seconds=tuple(map(seconds, self.collectives)),
             copies_s=self.trainer.sharded_copies_s(gathered, made, trainable * numbers.reduced, self.cluster),
-            late=SYNC.late(self.sync) if self.collectives[0] else 0,
+            staleness=SYNC.staleness(self.sync) if self.collectives[0] else 0,
             has_copies=len(self.axes) > 2,
         )
 

@@ -106,7 +106,7 @@ def _strategy(plan: Plan, layer: LayerPlan) -> dict[str, Any]:
         found["ZeRO"] = s.zero
     if s.replicate > 1:
         found["copies"] = s.replicate
-    found |= {technique.name: technique.said(value) or value for technique, value in s.options.chosen}
+    found |= {technique.name: technique.phrase(value) or value for technique, value in s.options.chosen}
     found["roles"] = ", ".join(f"{a.name}: {role.value}" for a, role in zip(plan.mesh, s.roles, strict=True))
     return found
 

@@ -280,7 +280,7 @@ def _segments_would_save_memory(state: State, instance: Instance, solution: Solu
     spared, more = 0.0, np.inf
     for i in range(*solution.bounds[stage : stage + 2]):
         table, k = instance.table(i, place), solution.pick[i]
-        if table.strategies[k].options.again == "all" and state.prices.chain(i) > 1:
+        if table.strategies[k].options.recomputes == "all" and state.prices.chain(i) > 1:
             spared += n * float(table.saved[k]) / 2
             more = min(more, float(table.transient[k]))
     return spared > more

@@ -204,7 +204,7 @@ def _given_up(given: PlanPins, strategies: Collection[Strategy]) -> dict[str, st
     """The kinds of exactness that techniques give up, each with the responsible value."""
     chosen = [(technique, value) for s in strategies for technique, value in s.options.chosen]
     chosen += [(technique, given.of(technique.name) or technique.default) for technique in PLAN]
-    return {name: f"{t.name}={value}" for t, value in chosen if (name := t.way(value).gives_up)}
+    return {name: f"{t.name}={value}" for t, value in chosen if (name := t.mode(value).gives_up)}
 
 
 def _common(mesh: tuple[Axis, ...], roles: tuple[Role, ...], given: PlanPins, compiled: bool) -> Strategy:
@@ -218,9 +218,9 @@ def _common(mesh: tuple[Axis, ...], roles: tuple[Role, ...], given: PlanPins, co
     given.check("every layer", given)
     zero = (given.zero or 0) if Strategy(roles).degree(mesh, *REPLICATING) > 1 else 0
     context = replace(PERMISSIVE, several=(given.microbatches or 1) > 1, compiled=compiled)
-    least = {technique.name: technique.least(given.of, context) for technique in LAYER}
+    least = {technique.name: technique.simplest(given.of, context) for technique in LAYER}
     for technique in LAYER:
-        if technique.way(least[technique.name]).zero > zero:
+        if technique.mode(least[technique.name]).min_zero > zero:
             least[technique.name] = technique.default
     return Strategy(roles, zero, (given.replicate or 1) if zero else 1, Options(**least))
 

@@ -335,7 +335,7 @@ def explain_offload(instance: Instance, solution: Solution) -> InfeasibleError:
     worst, i = max(
         itertools.product(range(len(offloaded)), range(2)), key=lambda at: offloaded[at[0]][at[1]] - rooms[at[0]][at[1]]
     )
-    names = [t.name for t in LAYER if any(way.elsewhere for way in t.ways)]
+    names = [t.name for t in LAYER if any(mode.offload_tier for mode in t.modes)]
     size, limit, what = offloaded[worst][i], rooms[worst][i], ("host memory", "NVMe")[i]
     return InfeasibleError(
         f"no plan was found that fits {gigabytes(instance.layout.limit[worst])} per device and {gigabytes(limit)} of {what}: the plan "

@@ -8,7 +8,7 @@ from autopar.graph import Graph
 from autopar.plan import FP8, NARROW_GRADIENTS, NARROW_MOMENTS, Plan, Role, Strategy
 from autopar.precision import TF32
 from autopar.search.problem import Choice, Devices, Mesh, PriceSource
-from autopar.techniques import LAYER, in_parts, nowhere
+from autopar.techniques import LAYER, not_splittable_error, parts_phrase
 from autopar.techniques.sync import SYNC
 from autopar.units import size
 
@@ -90,10 +90,10 @@ def unsplit_layers(plan: Plan, pricer: PriceSource) -> tuple[str, ...]:
     }
     whole = {name: reason for name, reason in reasons.items() if reason}
     if wanted and len(whole) == len(wanted):
-        raise nowhere(wanted[0].strategy.options, whole)
+        raise not_splittable_error(wanted[0].strategy.options, whole)
     if not whole:
         return ()
-    name, how = next(iter(whole)), in_parts(wanted[0].strategy.options)
+    name, how = next(iter(whole)), parts_phrase(wanted[0].strategy.options)
     return (f"{len(whole)} of {len(wanted)} layers are not computed {how}: {name} {whole[name]}",)
 
 

@@ -200,17 +200,7 @@ class Prices:
         # the pricers and the candidates live as long as the tables, so ids are unique; pins with equal candidates share one table
         refused, limit = self._refused(cls), max(self._line(choice.schedule.pipeline).limit)
         least = {t: t.share * limit for t in LAYER if t.share and pins.of(t.name) is None and not refused[t.name]}
-        key = (
-            cls,
-            id(every),
-            choice.mesh,
-            m,
-            tied,
-            copies,
-            choice.schedule.split,
-            *least.values(),
-            *map(id, pricers),
-        )
+        key = (cls, id(every), choice.mesh, m, tied, copies, choice.schedule.split, *least.values(), *map(id, pricers))
         tables = self._shared.tables
         if key not in tables:
             kept, prices = [], []

@@ -294,7 +294,7 @@ def candidates(
     contiguous. A layer with ``experts`` may distribute them over a degree that divides their number, directly inside the data axes.
     """
     pins = options.common if pins is None else pins
-    if any(t.way(options.of(t.name) or t.default).most_zero == 0 for t in PLAN):
+    if any(t.mode(options.of(t.name) or t.default).max_zero == 0 for t in PLAN):
         pins = replace(pins, zero=0)
     sizes = [axis.size for axis in mesh]
     context = context_of(options) if context is None else context
@@ -326,7 +326,7 @@ def may_split(pins: LayerPins, context: Context, small: bool) -> bool:
     allowed = {technique: technique.allowed(pins.of, context) for technique in LAYER}
     for technique, values in allowed.items():
         wanted = not small and technique.outweighs_split and technique.under_split not in values
-        if wanted or any(technique.way(value).elsewhere for value in values):
+        if wanted or any(technique.mode(value).offload_tier for value in values):
             return False
     return all(pins.of(name) in (None, value) for name, value in UNDER_SPLIT.items())
 
@@ -337,13 +337,13 @@ def _options(pins: LayerPins, context: Context, zero: int) -> tuple[Options, ...
     allowed: list[tuple[str, ...]] = []
     for technique in LAYER:
         values = technique.allowed(pins.of, context)
-        allowed.append(tuple(v for v in values if technique.way(v).zero <= zero) or (technique.default,))
+        allowed.append(tuple(v for v in values if technique.mode(v).min_zero <= zero) or (technique.default,))
     names = [technique.name for technique in LAYER]
     every = [dict(zip(names, values, strict=True)) for values in itertools.product(*allowed)]
     found = [Options(**each) for each in every if not any(conflict(t, each[t.name], each) for t in LAYER)]
     for technique in LAYER:
         if pins.of(technique.name) is None:
-            pays = [options for options in found if technique.pays_beside(options[technique], options)]
+            pays = [options for options in found if technique.is_tried_with(options[technique], options)]
             said = {options[technique] for options in pays}
             found = [options for options in found if options in pays or options[technique] not in said]
     return tuple(found)

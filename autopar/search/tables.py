@@ -154,7 +154,7 @@ def _one_place(candidates: list[Strategy], prices: list[LayerPrice], split: bool
         return list(np.array(list(zip(*map(attrgetter(*names), prices), strict=True)), dtype=np.float64))
 
     nothing = np.zeros(len(prices))
-    elsewhere = any(s.options.elsewhere for s in candidates)
+    elsewhere = any(s.options.offload_tier for s in candidates)
     forward, backward, step = columns("forward_s", "backward_s", "step_s")
     parameters, gradients, optimizer = columns("parameters_bytes", "gradients_bytes", "optimizer_bytes")
     saved, transient, border = columns("saved_bytes", "transient_bytes", "border_bytes")
