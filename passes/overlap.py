@@ -212,7 +212,7 @@ _ASYNC_CONVERSIONS = frozenset(
 )  # the conversions that program.halves runs as async ops
 
 
-ODD_ROWS = "has an odd number of rows on each device in a microbatch"
+ODD = "has an odd number of rows on each device in a microbatch"
 """The refusal reason of a layer with an odd number of rows, often one."""
 
 
@@ -247,7 +247,7 @@ def refusal(cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str, 
     if not any(_is_long(node) for node in nodes):
         return "has no products to hide collectives under"
     turns = turns_of(cls, types, gradient)
-    if not (set(turns.in_flight) - turns.once or turns.inner):
+    if not (set(turns.flights) - turns.once or turns.inner):
         return "has no collective to hide"
     return ""
 
@@ -285,7 +285,7 @@ def part_of(cls: LayerClass, sharding: Sharding) -> Sharding | None:
 def not_splittable_reason(cls: LayerClass, sharding: Sharding) -> str:
     """Return why the microbatches of a layer of these shapes can't be halved, or an empty string."""
     reason = refusal(cls, sharding.types, gradient_flow(cls))
-    return reason or ("" if part_of(cls, sharding) is not None else ODD_ROWS)
+    return reason or ("" if part_of(cls, sharding) is not None else ODD)
 
 
 # -- where they take turns ---------------------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ def turns_of(cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str,
     first: dict[Read, int] = {}
     for one in conversions(cls.graph, types, gradient):
         rows = types[0].produced[one.value].sharded
-        if (rows or one.value not in position) and _has_async_collective(one):
+        if (rows or one.value not in position) and _is_async(one):
             first[one.value, one.target] = position.get(one.readers[0][0], len(nodes))
     made = {read: position.get(read[0], -1) for read in first}
     inner = tuple(i for i, node in enumerate(nodes) if any(t.kernel.get(node.name) == "expert_exchange" for t in types))
@@ -316,15 +316,15 @@ def turns_of(cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str,
     bounds = sorted({0, *turns, *inner, *(place + 1 for place in inner), len(nodes)})
     if turns or inner:
         turns |= {cut for a, b in itertools.pairwise(bounds) if (cut := _middle(nodes, a, b)) is not None}
-    in_flight: dict[Read, tuple[int, int | None]] = {}
+    flights: dict[Read, tuple[int, int | None]] = {}
     for read, at in first.items():
         last = max((turn for turn in turns if turn <= at), default=-1)
         early = any(made[read] < turn < last for turn in (*turns, *inner))
-        in_flight[read] = at, last if early else None
-    return Turns(tuple(node.name for node in nodes), tuple(sorted(turns)), in_flight, made, inner, once, ODD_ROWS)
+        flights[read] = at, last if early else None
+    return Turns(tuple(node.name for node in nodes), tuple(sorted(turns)), flights, made, inner, once, ODD)
 
 
-def _has_async_collective(conversion: Conversion) -> bool:
+def _is_async(conversion: Conversion) -> bool:
     """Whether the last step of a conversion runs a collective that can be an async op."""
     last = conversion.steps[-1] if conversion.steps else None
     return last is not None and last.source.kind + last.target.kind in _ASYNC_CONVERSIONS and last.sends
@@ -361,16 +361,16 @@ def _mark_turns(gm: fx.GraphModule, cls: LayerClass, sharding: Sharding) -> fx.G
     local = {name: node for node in graph.nodes for name in (meta(node).get("product"), node.name) if name}
     where = {node: i for i, node in enumerate(graph.nodes)}
     output = graph.output_node()
-    arriving = {read: _conversion_of(local[read[0]], read[1], gradient[read[0]]) for read in turns.in_flight}
+    arriving = {read: _conversion_of(local[read[0]], read[1], gradient[read[0]]) for read in turns.flights}
     starts: dict[int, fx.Node] = {}
     for at in turns.at:
         op = next((local[name] for name in turns.ops[at:] if name in local), output)
-        own = [arriving[read] for read, (reader, _) in turns.in_flight.items() if reader == at]
+        own = [arriving[read] for read, (reader, _) in turns.flights.items() if reader == at]
         starts[at] = min((*own, op), key=lambda node: where[node])
         meta(starts[at])["turn"] = True
     for place in turns.inner:
         meta(local[turns.ops[place]])["inner"] = "halves.send"
-    for read, (_, before) in turns.in_flight.items():
+    for read, (_, before) in turns.flights.items():
         node = arriving[read]
         value = node.args[0]
         assert isinstance(value, fx.Node)

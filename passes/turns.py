@@ -25,16 +25,16 @@ def overlapped_pieces(issued: int, awaited: int) -> tuple[range, range]:
 class Turns:
     """Where the halves of a layer take turns: before the ops at the positions ``at`` among ``ops`` (their number: at the layer's end).
 
-    ``in_flight`` are the conversions in flight across a turn: the position of the first reader, and that of the turn before which the
+    ``flights`` are the conversions in flight across a turn: the position of the first reader, and that of the turn before which the
     collective is issued (``None``: it is issued where the value is computed). ``made`` are the positions of their values (-1: an argument).
     ``inner`` are the positions of mixtures of experts whose tokens are exchanged: their kernels take a turn before the experts' arithmetic,
-    and one after it. The in_flight in ``once``, conversions of parameters, run once for both halves. ``uneven`` is the refusal reason of a
+    and one after it. The flights in ``once``, conversions of parameters, run once for both halves. ``uneven`` is the refusal reason of a
     layer whose rows on a device can't be divided.
     """
 
     ops: tuple[str, ...]
     at: tuple[int, ...]
-    in_flight: dict[Read, tuple[int, int | None]]
+    flights: dict[Read, tuple[int, int | None]]
     made: dict[Read, int]
     inner: tuple[int, ...]
     once: frozenset[Read]
@@ -52,7 +52,7 @@ class Turns:
 
     def span(self, read: Read) -> tuple[int, int]:
         """The piece in which a conversion is issued, and the one that begins with its result."""
-        arrives, before = self.in_flight[read]
+        arrives, before = self.flights[read]
         made = self.made[read]
         issued = self.piece(max(made, 0)) + (made in self.inner) if before is None else self.piece(before) - 1
         return issued, self.piece(arrives)

@@ -174,7 +174,7 @@ def _measured(collective: Collective, size: float, n: int, cluster: Cluster, cal
     return next((seconds for seconds in found if seconds is not None), None)
 
 
-def exposed_s(compute_s: float, wire_s: float, slowdown: float) -> float:
+def overlapped_s(compute_s: float, wire_s: float, slowdown: float) -> float:
     """Seconds that communication overlapped with ``compute_s`` adds: its exposed part, and the slow-down of compute by its hidden part."""
     hidden_s = min(compute_s, wire_s)
     return wire_s - hidden_s + slowdown * hidden_s

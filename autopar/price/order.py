@@ -142,7 +142,7 @@ def _in_turn(whole: Passes, parts: int, part: SizedClass, turns: Turns, chained:
     for side, arithmetic_s in (("forward", part.forward_s), ("backward", part.backward_s)):
         spans = [(*span, part.seconds_of(move, side)) for move, span in _spans(bound, turns)]
         pieces = _pieces(turns, [node.name for node in bound.table.ops], arithmetic_s, chained)
-        added_s = parts_exposed_s(pieces, spans, chained, lambda w, u: trainer.exposed_early_s(w, u, part.cluster))
+        added_s = exposed_s(pieces, spans, chained, lambda w, u: trainer.exposed_early_s(w, u, part.cluster))
         shared = [move for move in bound.moves if (move.value, move.target) in turns.once]
         awaited_s = parts * sum(wire_s for _, _, wire_s in spans)
         repeated_s = (parts - 1) * sum(part.seconds_of(move, side) for move in shared)
@@ -169,7 +169,7 @@ def _spans(bound: BoundClass, turns: Turns) -> Iterator[tuple[Move, tuple[int, i
     exchanges: dict[str, Iterator[tuple[int, int]]] = {}
     for move in bound.moves:
         read = move.value, move.target
-        if read in turns.in_flight and read not in turns.once:
+        if read in turns.flights and read not in turns.once:
             yield move, turns.span(read)
         elif move.op and move.backward is not Collective.NONE and (both := turns.exchanges(move.op)):
             yield move, next(exchanges.setdefault(move.op, iter(both)))
@@ -186,7 +186,7 @@ def _pieces(turns: Turns, names: Sequence[str], seconds: Floats, chained: bool) 
     return found
 
 
-def parts_exposed_s(
+def exposed_s(
     pieces: Sequence[float], spans: Iterable[Span], cyclic: bool, added_s: Callable[[float, float], float]
 ) -> float:
     """Return the seconds that the collectives of all parts add. ``added_s(w, u)`` is what a collective of ``w`` seconds adds when it

@@ -20,7 +20,7 @@ import numpy as np
 from autopar.search.pareto import Array, Indices, falling
 from autopar.search.tables import Instance, Regime, Roles, Table
 
-FRONT_POINTS = 400
+MAX_POINTS = 400
 """Maximum number of Pareto points kept; a larger front is thinned out."""
 
 TABLES = 3
@@ -72,18 +72,18 @@ NOTHING = Front(np.zeros(1), np.zeros(1), np.zeros(1, dtype=np.int64))
 
 
 def merged(a: Front, b: Front, limit: float, bound: bool, dearest: float = np.inf) -> Front:
-    """The points of the layers of both within a limit, at a cost of at most ``dearest``. Above ``FRONT_POINTS`` some are left out, or
+    """The points of the layers of both within a limit, at a cost of at most ``dearest``. Above ``MAX_POINTS`` some are left out, or
     (``bound``) neighbours are merged into one that is as cheap as the cheaper and has as few live bytes as the smaller."""
     live, cost = np.add.outer(a.live, b.live).ravel(), np.add.outer(a.cost, b.cost).ravel()
     keep = falling(live, cost)
     keep = keep[int((cost[keep] > dearest).sum()) : int(np.searchsorted(live[keep], limit, side="right"))]
-    first = last = np.arange(0, len(keep), -(-len(keep) // FRONT_POINTS) or 1)
+    first = last = np.arange(0, len(keep), -(-len(keep) // MAX_POINTS) or 1)
     if bound and len(first):
         last = np.append(first[1:], len(keep)) - 1
     return Front(live[keep[first]], cost[keep[last]], keep[first], (a, b))
 
 
-def of_layout(table: Table, roles: Roles) -> Indices:
+def with_roles(table: Table, roles: Roles) -> Indices:
     """The table's candidates of one layout; all candidates, if it has none of that layout."""
     here = np.array([i for i, s in enumerate(table.strategies) if s.roles == roles], dtype=np.int64)
     return here if len(here) else np.arange(len(table))
@@ -122,7 +122,7 @@ class Knapsacks:
             self._tables.append(table)
             n, buffers, place, _ = self.regime
             here = table.at(place)
-            keep = np.arange(len(table)) if self.roles is None else of_layout(table, self.roles)
+            keep = np.arange(len(table)) if self.roles is None else with_roles(table, self.roles)
             time, forward, step = self.weights
             cost = (time * here.time + forward * here.forward + step * here.step)[keep]
             live, transient = (here.weights + n * here.saved)[keep], here.transient_bytes(buffers)[keep]

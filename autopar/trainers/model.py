@@ -14,7 +14,7 @@ from autopar.ops import cost
 from autopar.ops.facts import facts
 from autopar.ops.operands import operands
 from autopar.plan import NARROW_GRADIENTS
-from autopar.price.collectives import FLAT, SHARDED, RankGroup, exposed_s, group_time_s
+from autopar.price.collectives import FLAT, SHARDED, RankGroup, group_time_s, overlapped_s
 from autopar.price.live_memory import LayerMemory
 from autopar.price.moves import Move
 from autopar.price.op_costs import OpCosts, OpSlot
@@ -147,10 +147,10 @@ class OtherTrainer(TrainerModel):
         return (1.0 - self.overlap_tensor) * communication_s
 
     def exposed_reduction_s(self, communication_s: float, backward_s: float, slowdown: float) -> float:
-        return exposed_s(self.overlap_data * backward_s, communication_s, slowdown)
+        return overlapped_s(self.overlap_data * backward_s, communication_s, slowdown)
 
     def exposed_gather_s(self, communication_s: float, forward_s: float, slowdown: float) -> float:
-        return exposed_s(self.overlap_data * forward_s, communication_s, slowdown)
+        return overlapped_s(self.overlap_data * forward_s, communication_s, slowdown)
 
     def border_bytes(self, size: float) -> float:
         return 0.0

@@ -454,15 +454,15 @@ def test_gradients_that_are_reduced_once_a_step_overlap_the_last_backward_and_st
     gather_copies_s, reduce_copies_s = EMITTED.sharded_copies_s(2 * parameters, 2 * parameters, 4 * parameters, H100)
     backward_s = alone.backward_s + gather_copies_s * (zero == 3)
 
-    def exposed_s(wire_s: float, arithmetic_s: float) -> float:
+    def overlapped_s(wire_s: float, arithmetic_s: float) -> float:
         return max(0.0, wire_s - arithmetic_s) + slowed * min(wire_s, arithmetic_s)
 
     reduce_s = time_s(Collective.REDUCE_SCATTER, 4 * parameters, parts, 1, H100)
     gather_s = time_s(Collective.ALL_GATHER, 2 * parameters, parts, 1, H100) if zero == 3 else 0.0
     assert once.forward_s == each.forward_s
-    hidden_s = exposed_s(gather_s, backward_s)
+    hidden_s = overlapped_s(gather_s, backward_s)
     assert once.backward_s == pytest.approx(backward_s + hidden_s)
-    last_s = reduce_copies_s + exposed_s(gather_s + reduce_s, backward_s + reduce_copies_s)
+    last_s = reduce_copies_s + overlapped_s(gather_s + reduce_s, backward_s + reduce_copies_s)
     assert once.step_s == pytest.approx(update_s + last_s - hidden_s)
     assert each.step_s == pytest.approx(update_s)
     assert (each.gradients_bytes, once.gradients_bytes) == (4 * parameters // parts, 4 * parameters)

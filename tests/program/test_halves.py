@@ -26,7 +26,7 @@ from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.plan import Axis, Plan, Role, Strategy
 from autopar.price import Pricer
-from autopar.price.order import parts_exposed_s
+from autopar.price.order import exposed_s
 from autopar.program import finite, halves
 from autopar.program.mesh_axes import on_mesh
 from autopar.run.folder import program_modules
@@ -175,10 +175,10 @@ def test_a_collective_is_beside_the_pieces_of_the_other_half() -> None:
     def left(wire_s: float, under_s: float) -> float:
         return max(0.0, wire_s - under_s)
 
-    assert parts_exposed_s([1, 2, 4], [(0, 1, 5.0)], True, left) == 2 * (5 - 4)
-    assert parts_exposed_s([1, 2, 4], [(0, 1, 5.0)], False, left) == 5 + (5 - 4)  # the halves meet at the layer's ends
-    assert parts_exposed_s([1, 2, 4], [(1, 2, 5.0)], True, left) == (5 - 1) + (5 - 1)
-    assert parts_exposed_s([1, 2, 4], [(0, 1, 5.0), (0, 1, 5.0)], True, left) == 4 * (5 - 2)  # two share a piece
+    assert exposed_s([1, 2, 4], [(0, 1, 5.0)], True, left) == 2 * (5 - 4)
+    assert exposed_s([1, 2, 4], [(0, 1, 5.0)], False, left) == 5 + (5 - 4)  # the halves meet at the layer's ends
+    assert exposed_s([1, 2, 4], [(1, 2, 5.0)], True, left) == (5 - 1) + (5 - 1)
+    assert exposed_s([1, 2, 4], [(0, 1, 5.0), (0, 1, 5.0)], True, left) == 4 * (5 - 2)  # two share a piece
 
 
 NODE = parse("8xH100-80GB")
