@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.schedules.memory import moments, passing_by
+from autopar.schedules.memory import device_buffers, peak_moments
 from autopar.schedules.step_time import lower_bound, simulate, simulate_parts, textbook_paths
 from autopar.search.evaluation import Solution
 from autopar.search.pareto import Array, Indices, undominated
@@ -65,15 +65,15 @@ def _regimes(instance: Instance) -> list[Regime]:
     schedule, place = instance.schedule, instance.layout.place
     if not schedule.interleaved:
         return [instance.regime(s) for s in range(schedule.stages)]
-    return [(0, passing_by(schedule, d), place[s], 0.0) for s, d in enumerate(schedule.device)]
+    return [(0, device_buffers(schedule, d), place[s], 0.0) for s, d in enumerate(schedule.device)]
 
 
 def _always_fits(instance: Instance) -> bool:
     """Whether memory excludes no solution: every device could hold all layers of the model, each with the candidate that needs most, for
     the most microbatches in flight of any stage and the most pipeline buffers of any device."""
     schedule, devices = instance.schedule, range(instance.schedule.pipeline)
-    most = max(float(moments(schedule, d)[0].max()) for d in devices)
-    passing = max(passing_by(schedule, d) for d in devices)
+    most = max(float(peak_moments(schedule, d)[0].max()) for d in devices)
+    passing = max(device_buffers(schedule, d) for d in devices)
     for tables in map(instance.at, set(instance.layout.place)):
         kept = np.array([float((t.weights + most * (t.saved + t.waiting)).max()) for t in tables])
         at_work = max(float(t.at_work(passing).max()) for t in tables)
@@ -254,7 +254,7 @@ class _Enumeration:
             return True
         d = int(self.instance.device[s])
         own = np.array(self.columns)[list(self.schedule.own(d)), self.parts + 1 :]
-        counts, at_work = moments(self.schedule, d)
+        counts, at_work = peak_moments(self.schedule, d)
         each = np.concatenate([own[:, 1], own[:, 2]])[: counts.shape[1]]
         return float(own[:, 0].sum() + (counts @ each + own[at_work, 3]).max()) <= self.instance.layout.limit[d]
 

@@ -15,14 +15,14 @@ The problem, for one configuration (mesh of a stage, pipeline degree ``P``, micr
       tied[p]     layers that share parameter p: equal roles, equal ZeRO stage
 
 If stages run on different devices, every price and the limit also depend on ``s``; the candidates do not.
-``b_s`` (the factor of ``border``) counts the tensors that the pipeline itself keeps (``schedules.memory.passing``), and
+``b_s`` (the factor of ``border``) counts the tensors that the pipeline itself keeps (``schedules.memory.pipeline_buffers``), and
 ``n_s`` is the number of microbatches in flight: ``m`` under GPipe, ``min(m, P - s)`` under 1F1B, 1 without a pipeline.
 ``schedule(f, b, m)`` is the longest path through the schedule's actions (``schedules.step_time``), which never falls when an ``f_s`` or a
 ``b_s`` rises. ``bounds`` has lower bounds, among them the linear relaxation; ``exact`` solves.
 
 Under interleaved 1F1B each of ``P`` devices has ``v`` chunks: stage ``s`` of ``P v`` is on device ``s mod P`` (``Schedule.device``). The
 device pays the sum of its stages' ``g`` and keeps the weights of all of them; its live activations are the most that its actions ever
-need at once (``schedules.memory.moments``). Such choices have separate bounds and a separate constructor (``steps`` selects them).
+need at once (``schedules.memory.peak_moments``). Such choices have separate bounds and a separate constructor (``steps`` selects them).
 
 The same holds for schedules with two-part backwards (``schedules.SPLIT``), even with one chunk: ``b_s`` is then two prices, the second
 one is the sum of ``weight(i, k(i))``, and a microbatch between the two parts keeps ``waiting`` live besides ``saved``.

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from autopar.schedules import GPIPE, Schedule
-from autopar.schedules.memory import passing_by
+from autopar.schedules.memory import device_buffers
 from autopar.schedules.orders import warm_forwards
 from autopar.search.pareto import Array
 from autopar.search.tables import Instance
@@ -94,7 +94,7 @@ def passing_bytes(instance: Instance, device: int) -> float:
         return 0.0
     kinds = np.unique(instance.kind[:-1])
     borders = min(float(table.border.min()) for k in kinds for table in instance.kinds[k].places)
-    return passing_by(instance.schedule, device) * borders
+    return device_buffers(instance.schedule, device) * borders
 
 
 def outside(instance: Instance) -> Array:

@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from autopar.schedules.memory import passing_by
+from autopar.schedules.memory import device_buffers
 from autopar.search.construct.candidates import CandidateMode, LayerSelection, every, stage_of
-from autopar.search.evaluation import Solution, fits, fullest_moments, in_turn, stage_bytes
+from autopar.search.evaluation import Solution, counts_at_peaks, fits, in_turn, stage_bytes
 from autopar.search.knapsacks import TABLES, knapsacks
 from autopar.search.minimum_memory import first_moments, shares_of_limits
 from autopar.search.runs import compositions
@@ -131,7 +131,7 @@ def _devices(instance: Instance, mode: CandidateMode, bounds: tuple[int, ...], c
             live = [n for n, run in zip(moments[d], runs, strict=True) for _ in run]
             place, limit = instance.layout.place[d], instance.layout.limit[d] * rooms[d]
             borders = tuple(border[i] if j == i + 1 else -1 for i, j in pairwise(layers))
-            passing = passing_by(instance.schedule, d)
+            passing = device_buffers(instance.schedule, d)
             key = (mode.roles, tuple(kind[layers].tolist()), tuple(live), borders, place, passing, limit)
             if key not in cache:
                 cache[key] = LayerSelection(instance, mode.allowed, layers, live, place, passing, limit).solve()
@@ -145,8 +145,8 @@ def _devices(instance: Instance, mode: CandidateMode, bounds: tuple[int, ...], c
             return solution
         # another moment of the schedule has more live memory than the planned one
         full = shares_of_limits(instance, solution)
-        if instance.schedule.many_moments:
-            _turn(moments, seen, rooms, full, fullest_moments(instance, solution))
+        if instance.schedule.peak_varies:
+            _turn(moments, seen, rooms, full, counts_at_peaks(instance, solution))
         else:
             rooms = [room * 0.999 / max(full) for room in rooms]
     return None
