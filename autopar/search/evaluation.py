@@ -27,7 +27,7 @@ from autopar.plan import (
 )
 from autopar.precision import TF32
 from autopar.schedules import Schedule
-from autopar.schedules.memory import most_in_flight
+from autopar.schedules.memory import max_in_flight
 from autopar.schedules.step_time import lower_bound, simulate
 from autopar.search.notes import notes_of, odd_experts, offload_notes, sync_notes, unsplit_layers
 from autopar.search.problem import Choice, Devices, Mesh, PriceSource, admits_copies, no_copies_error
@@ -188,7 +188,7 @@ def offloaded_bytes(schedule: Schedule, stages: Sequence[Sequence[LayerPrice]]) 
     for d in range(schedule.pipeline):
         mine = [stages[s] for s in schedule.own(d)]
         most = max(sum(int(p.host_saved_bytes) for p in stage) for stage in mine)
-        host = sum(int(p.host_bytes) for stage in mine for p in stage) + most_in_flight(schedule, d) * most
+        host = sum(int(p.host_bytes) for stage in mine for p in stage) + max_in_flight(schedule, d) * most
         found.append((host, sum(int(p.nvme_bytes) for stage in mine for p in stage)))
     return found
 
@@ -345,10 +345,10 @@ def devices(schedule: Schedule, stages: Sequence[Sequence[LayerPrice]]) -> Itera
     return (Device(schedule, d, [stages[s] for s in schedule.own(d)]) for d in range(schedule.pipeline))
 
 
-def fullest_moments(instance: Instance, solution: Solution) -> list[Counts]:
+def counts_at_peaks(instance: Instance, solution: Solution) -> list[Counts]:
     """For each device, the microbatches in flight when its memory peaks."""
     stages = by_stage(prices_of(instance, solution), solution.bounds)
-    return [device.fullest_moment() for device in devices(instance.schedule, stages)]
+    return [device.counts_at_peak() for device in devices(instance.schedule, stages)]
 
 
 def without_state(live: Memory, state: State) -> Memory:

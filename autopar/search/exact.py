@@ -2,7 +2,7 @@
 
 It computes every undominated assignment of candidates to layers i..j-1 as one stage, layer by layer, then tries the combinations of such
 stages while the least possible step is below the best one. A label has the seconds of its stage by part, the once-per-step seconds,
-and the memory. If a device has one stage and one fullest moment, its limit is checked at once and the memory is dropped; otherwise the
+and the memory. If a device has one stage and one peak_counts moment, its limit is checked at once and the memory is dropped; otherwise the
 memory of a device is checked when its stages are combined.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.schedules.memory import device_buffers, moments
+from autopar.schedules.memory import device_buffers, peak_moments
 from autopar.schedules.step_time import lower_bound, simulate, simulate_parts, textbook_paths
 from autopar.search.evaluation import Solution
 from autopar.search.pareto import Array, Indices, undominated
@@ -72,7 +72,7 @@ def _always_fits(instance: Instance) -> bool:
     """Whether memory excludes no solution: every device could hold all layers of the model, each with the candidate that needs most, for
     the most microbatches in flight of any stage and the most pipeline buffers of any device."""
     schedule, devices = instance.schedule, range(instance.schedule.pipeline)
-    most = max(float(moments(schedule, d)[0].max()) for d in devices)
+    most = max(float(peak_moments(schedule, d)[0].max()) for d in devices)
     buffers = max(device_buffers(schedule, d) for d in devices)
     for tables in map(instance.at, set(instance.layout.place)):
         kept = np.array([float((t.weights + most * (t.saved + t.waiting)).max()) for t in tables])
@@ -254,7 +254,7 @@ class _Enumeration:
             return True
         d = int(self.instance.device[s])
         own = np.array(self.columns)[list(self.schedule.own(d)), self.parts + 1 :]
-        counts, running = moments(self.schedule, d)
+        counts, running = peak_moments(self.schedule, d)
         each = np.concatenate([own[:, 1], own[:, 2]])[: counts.shape[1]]
         return float(own[:, 0].sum() + (counts @ each + own[running, 3]).max()) <= self.instance.layout.limit[d]
 

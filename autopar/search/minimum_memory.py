@@ -14,7 +14,7 @@ from autopar.errors import InfeasibleError
 from autopar.graph import Graph
 from autopar.plan import Memory
 from autopar.search.cuts import balanced_cuts
-from autopar.search.evaluation import Solution, fullest_moments, memories, offloaded_bytes, prices_of
+from autopar.search.evaluation import Solution, counts_at_peaks, memories, offloaded_bytes, prices_of
 from autopar.search.pareto import Array, Indices
 from autopar.search.runs import compositions
 from autopar.search.tables import Instance, Regime
@@ -70,10 +70,10 @@ def _balanced(instance: Instance) -> Solution:
     """The best of a few solutions that fill all devices equally: first for the moment with the most microbatches in flight, then for the
     moment with the most memory."""
     found = [_least_at(instance, first_moments(instance))]
-    if not instance.schedule.many_moments:
+    if not instance.schedule.peak_varies:
         return found[0]
     for _ in range(2):
-        found.append(_least_at(instance, fullest_moments(instance, found[-1])))
+        found.append(_least_at(instance, counts_at_peaks(instance, found[-1])))
     return min(found, key=lambda solution: max(shares_of_limits(instance, solution)))
 
 

@@ -22,7 +22,7 @@ If stages run on different devices, every price and the limit also depend on ``s
 
 Under interleaved 1F1B each of ``P`` devices has ``v`` chunks: stage ``s`` of ``P v`` is on device ``s mod P`` (``Schedule.device``). The
 device pays the sum of its stages' ``g`` and keeps the weights of all of them; its live activations are the most that its actions ever
-need at once (``schedules.memory.moments``). Such choices have separate bounds and a separate constructor (``steps`` selects them).
+need at once (``schedules.memory.peak_moments``). Such choices have separate bounds and a separate constructor (``steps`` selects them).
 
 The same holds for schedules with two-part backwards (``schedules.SPLIT``), even with one chunk: ``b_s`` is then two prices, the second
 one is the sum of ``weight(i, k(i))``, and a microbatch between the two parts keeps ``waiting`` live besides ``saved``.

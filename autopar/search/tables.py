@@ -17,7 +17,7 @@ import numpy as np
 from autopar.layer_price import LayerPrice
 from autopar.plan import Role, Strategy
 from autopar.schedules import Schedule
-from autopar.schedules.memory import fullest, pipeline_buffers
+from autopar.schedules.memory import peak_counts, pipeline_buffers
 from autopar.search.pareto import Array, Indices, undominated
 from autopar.search.problem import Choice, Mesh, PriceSource
 
@@ -241,11 +241,11 @@ class Instance:
 
     @cached_property
     def in_flight(self) -> Indices:
-        return np.array(fullest(self.schedule).in_flight, dtype=np.int64)
+        return np.array(peak_counts(self.schedule).in_flight, dtype=np.int64)
 
     @cached_property
     def waiting(self) -> Indices:
-        return np.array(fullest(self.schedule).waiting, dtype=np.int64)
+        return np.array(peak_counts(self.schedule).waiting, dtype=np.int64)
 
     @cached_property
     def device(self) -> Indices:

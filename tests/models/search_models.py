@@ -16,7 +16,7 @@ from autopar.graph import Graph, GraphLayer, LayerClass, Value
 from autopar.layer_price import LayerPrice, Tried
 from autopar.plan import Axis, Role, Strategy
 from autopar.schedules import SPLIT, Schedule
-from autopar.schedules.memory import fullest
+from autopar.schedules.memory import peak_counts
 from autopar.schedules.orders import device_order
 from autopar.schedules.step_time import simulate
 from autopar.search.driver import SMALL_LAYERS
@@ -295,7 +295,7 @@ def pairs_spare(
         if (
             again
             and choice.schedule.name in ("none", "gpipe", "1f1b")
-            and fullest(choice.schedule).in_flight[s] * inputs / 2 > least
+            and peak_counts(choice.schedule).in_flight[s] * inputs / 2 > least
         ):
             return True
     return False

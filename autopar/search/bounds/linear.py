@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from ortools.linear_solver import pywraplp
 
-from autopar.schedules.memory import fullest
+from autopar.schedules.memory import peak_counts
 from autopar.schedules.step_time import longest_paths, simulate_parts, textbook_paths
 from autopar.search.bounds.cheap import TOLERANCE, buffer_bytes, sends
 from autopar.search.bounds.whole import WholeLayers, whole_layers
@@ -103,7 +103,7 @@ class _Lagrangian:
         self.room = np.array([space(instance, d) for d in range(self.line)])
         # for the stage that runs when a device's live memory is largest: its largest transient is at least the mean of its layers'
         self.transient = np.zeros(self.stages)
-        self.transient[list(fullest(schedule).running)] = 1 / (instance.layers - self.stages + 1)
+        self.transient[list(peak_counts(schedule).running)] = 1 / (instance.layers - self.stages + 1)
         self.send = np.zeros((len(self.paths), self.stages))
         self.send[:2] = sends(instance)
         self.place = np.searchsorted(sorted(set(instance.layout.place)), instance.layout.place)  # of each stage

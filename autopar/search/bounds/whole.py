@@ -16,7 +16,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autopar.schedules.memory import fullest
+from autopar.schedules.memory import peak_counts
 from autopar.schedules.step_time import textbook_paths
 from autopar.search.bounds.cheap import TOLERANCE, buffer_bytes, sends
 from autopar.search.knapsacks import NOTHING, Front, front, merged
@@ -119,7 +119,7 @@ class _Device:
         ends = {0: int(kind[0]), schedule.stages - 1: int(kind[-1])}
         self.ends = {s: k for s, k in ends.items() if k != frequent}  # stages that may have their end's layer alone
         self.known = bool((kind[1:-1] == frequent).all())  # otherwise any stage may have other layers alone
-        (self.running,) = set(fullest(schedule).running) & set(self.own)
+        (self.running,) = set(peak_counts(schedule).running) & set(self.own)
         self.room = instance.layout.limit[number] - buffer_bytes(instance, number)
 
     @property

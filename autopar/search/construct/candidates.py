@@ -106,7 +106,7 @@ def _layer(table: Table, keep: Indices, weight: Array, in_flight: tuple[float, f
 
 class LayerSelection:
     """The layers, in order, whose candidates are chosen together under one memory limit. ``in_flight`` is how many microbatches of each are
-    live, and how many of these are between the two parts of their backward; ``buffers`` as in ``device_buffers``.
+    live, and how many of these are between the two parts of their backward; ``buffers`` is the number of pipeline buffers.
 
     ``rooms`` are the limits of the memories besides the device's that some candidate has bytes in.
     """

@@ -9,7 +9,7 @@ import numpy as np
 
 from autopar.schedules.memory import device_buffers
 from autopar.search.construct.candidates import CandidateMode, LayerSelection, all_candidates, stage_of
-from autopar.search.evaluation import Solution, fits, fullest_moments, regrouped, stage_bytes
+from autopar.search.evaluation import Solution, counts_at_peaks, fits, regrouped, stage_bytes
 from autopar.search.knapsacks import TABLES, knapsacks
 from autopar.search.minimum_memory import first_moments, shares_of_limits
 from autopar.search.runs import compositions
@@ -145,8 +145,8 @@ def _devices(instance: Instance, mode: CandidateMode, bounds: tuple[int, ...], c
             return solution
         # another moment of the schedule has more live memory than the planned one
         full = shares_of_limits(instance, solution)
-        if instance.schedule.many_moments:
-            _turn(moments, seen, rooms, full, fullest_moments(instance, solution))
+        if instance.schedule.peak_varies:
+            _turn(moments, seen, rooms, full, counts_at_peaks(instance, solution))
         else:
             rooms = [room * 0.999 / max(full) for room in rooms]
     return None
@@ -157,11 +157,11 @@ def _turn(
     seen: list[list[Counts]],
     rooms: list[float],
     full: Sequence[float],
-    fullest: Sequence[Counts],
+    peak_counts: Sequence[Counts],
 ) -> None:
     """For devices over their limit, plan for the moment at which they are; from the third try on, for the mean of all such moments with
     less room."""
-    for d, (share, moment) in enumerate(zip(full, fullest, strict=True)):
+    for d, (share, moment) in enumerate(zip(full, peak_counts, strict=True)):
         if share > 1:
             seen[d].append(moment)
             several = len(seen[d]) > 2 or moment == moments[d]
