@@ -23,7 +23,7 @@ import numpy as np
 from autopar.devices import Cluster
 from autopar.devices.measured import Floats
 from autopar.plan import Axis
-from autopar.price.collectives import RankGroup, beside_s, group, group_time_s
+from autopar.price.collectives import RankGroup, group, group_time_s, overlapped_s
 from autopar.price.microbatch import Alive, Pass
 from autopar.price.moves import Move, layer_moves
 from autopar.price.selective import Flags
@@ -138,7 +138,7 @@ class Sized:
             return 0.0
         at = self.bound.table.index
         slowdown = self.cluster.overlap_slowdown
-        return sum(beside_s(float(arithmetic_s[at[name]]), wire_s, slowdown) for name, wire_s in found.items())
+        return sum(overlapped_s(float(arithmetic_s[at[name]]), wire_s, slowdown) for name, wire_s in found.items())
 
     def alive(self, more: Floats | float = 0.0) -> Alive:
         """Peaks of live memory, forward and backward, above the bytes that the layer has saved at the end of its forward; ``more`` bytes
