@@ -39,7 +39,7 @@ from autopar.price.trainer import TrainerModel
 from autopar.techniques import Options
 from autopar.types import Collective
 from passes.rewrite import turns_of
-from passes.turns import Turns, beside
+from passes.turns import Turns, overlapped_pieces
 
 Span = tuple[int, int, float]
 """A collective: the piece in which it is issued, the one before which it is awaited, and its seconds."""
@@ -132,7 +132,7 @@ def _part_and_turns(bound: Bound, part: Part, options: Options) -> tuple[Sized, 
     if isinstance(turns, str):
         return turns
     found = part()
-    return turns.uneven if found is None else (found, turns)
+    return turns.uneven_reason if found is None else (found, turns)
 
 
 def _in_turn(whole: Passes, parts: int, part: Sized, turns: Turns, chained: bool, trainer: TrainerModel) -> Passes:
@@ -143,7 +143,7 @@ def _in_turn(whole: Passes, parts: int, part: Sized, turns: Turns, chained: bool
         spans = [(*span, part.seconds_of(move, side)) for move, span in _spans(bound, turns)]
         pieces = _pieces(turns, [node.name for node in bound.table.ops], arithmetic_s, chained)
         left_s = exposed_s(pieces, spans, chained, lambda w, u: trainer.exposed_early_s(w, u, part.cluster))
-        shared = [move for move in bound.moves if (move.value, move.target) in turns.once]
+        shared = [move for move in bound.moves if (move.value, move.target) in turns.shared]
         awaited_s = parts * sum(wire_s for _, _, wire_s in spans)
         repeated_s = (parts - 1) * sum(part.seconds_of(move, side) for move in shared)
         exposed.append(left_s - awaited_s - repeated_s)
@@ -169,7 +169,7 @@ def _spans(bound: Bound, turns: Turns) -> Iterator[tuple[Move, tuple[int, int]]]
     exchanges: dict[str, Iterator[tuple[int, int]]] = {}
     for move in bound.moves:
         read = move.value, move.target
-        if read in turns.flights and read not in turns.once:
+        if read in turns.flights and read not in turns.shared:
             yield move, turns.span(read)
         elif move.op and move.backward is not Collective.NONE and (both := turns.exchanges(move.op)):
             yield move, next(exchanges.setdefault(move.op, iter(both)))
@@ -195,7 +195,7 @@ def exposed_s(
         (wire_s, [(part, k % len(pieces)) for k in run if cyclic or 0 <= k < len(pieces)])
         for issued, awaited, wire_s in spans
         if wire_s
-        for part, run in enumerate(beside(issued, awaited))
+        for part, run in enumerate(overlapped_pieces(issued, awaited))
     ]
     sharing = Counter(place for _, places in found for place in places)
     return sum(left_s(wire_s, sum(pieces[k] / sharing[part, k] for part, k in places)) for wire_s, places in found)
