@@ -118,7 +118,7 @@ def test_too_many_ways_make_a_lower_bound_or_a_stage(monkeypatch: pytest.MonkeyP
         layers = [(instance.kinds[0], 5)]
         exact[number] = knapsacks(instance, regime, WEIGHTS, bound=True).least(layers)
         instance.known.clear()
-    monkeypatch.setattr("autopar.search.knapsacks.WAYS", 2)
+    monkeypatch.setattr("autopar.search.knapsacks.MAX_POINTS", 2)
     worse = 0
     for number, (instance, regime) in enumerate(cases):
         layers = [(instance.kinds[0], 5)]

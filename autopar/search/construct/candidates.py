@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from autopar.search.knapsacks import only
+from autopar.search.knapsacks import with_roles
 from autopar.search.pareto import Array, Indices
 from autopar.search.tables import Instance, Roles, Table
 
@@ -52,7 +52,7 @@ def modes_of(instance: Instance) -> list[CandidateMode]:
     layouts = dict.fromkeys(roles for t in instance.kinds for roles in t.layouts)
     modes = [CandidateMode(None, allowed)]
     for roles in layouts if len(layouts) > 1 else ():
-        modes.append(CandidateMode(roles, tuple(only(table, roles) for table in instance.kinds)))
+        modes.append(CandidateMode(roles, tuple(with_roles(table, roles) for table in instance.kinds)))
     return modes
 
 
