@@ -122,8 +122,8 @@ class _Analysis:
             if node.op == "call_function":
                 self._propagate(node)
         members: dict[NodeDim, list[NodeDim]] = {}
-        for dim in self.parent:
-            members.setdefault(self._root(dim), []).append(dim)
+        for node_dim in self.parent:
+            members.setdefault(self._root(node_dim), []).append(node_dim)
         fixed = {self._root(dim) for dim in self.fixed}
         counts = {root: gcd(*(self.size[d] for d in dims)) for root, dims in members.items() if root not in fixed}
         roots = [root for root, count in counts.items() if count > 1]
