@@ -247,7 +247,7 @@ def refusal(cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str, 
     if not any(_is_long(node) for node in nodes):
         return "has no products to hide collectives under"
     turns = turns_of(cls, types, gradient)
-    if not (set(turns.flights) - turns.once or turns.inner):
+    if not (set(turns.flights) - turns.shared or turns.experts):
         return "has no collective to hide"
     return ""
 
@@ -292,7 +292,7 @@ def not_splittable_reason(cls: LayerClass, sharding: Sharding) -> str:
 
 
 def turns_of(cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str, bool]) -> Turns:
-    """Where the halves take turns.
+    """Return where the halves take turns.
 
     There is a turn before the first reader of each conversion that runs a collective, forward or backward, unless there is one between the
     value and the reader already; conversions of parameters make no turn. A piece between two turns with several products is cut once more,
@@ -305,27 +305,28 @@ def turns_of(cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str,
         rows = types[0].produced[one.value].sharded
         if (rows or one.value not in position) and _is_async(one):
             first[one.value, one.target] = position.get(one.readers[0][0], len(nodes))
-    made = {read: position.get(read[0], -1) for read in first}
-    inner = tuple(i for i, node in enumerate(nodes) if any(t.kernel.get(node.name) == "expert_exchange" for t in types))
-    once = frozenset(read for read in first if not types[0].produced[read[0]].sharded)
+    producers = {read: position.get(read[0], -1) for read in first}
+    experts = tuple(i for i, n in enumerate(nodes) if any(t.kernel.get(n.name) == "expert_exchange" for t in types))
+    shared = frozenset(read for read in first if not types[0].produced[read[0]].sharded)
     turns: set[int] = set()
     for read, at in sorted(first.items(), key=lambda item: item[1]):
-        between = any(made[read] < turn <= at for turn in turns) or any(made[read] < place < at for place in inner)
-        if read not in once and not between:
+        producer = producers[read]
+        between = any(producer < turn <= at for turn in turns) or any(producer < expert < at for expert in experts)
+        if read not in shared and not between:
             turns.add(at)
-    bounds = sorted({0, *turns, *inner, *(place + 1 for place in inner), len(nodes)})
-    if turns or inner:
+    bounds = sorted({0, *turns, *experts, *(expert + 1 for expert in experts), len(nodes)})
+    if turns or experts:
         turns |= {cut for a, b in itertools.pairwise(bounds) if (cut := _middle(nodes, a, b)) is not None}
     flights: dict[Read, tuple[int, int | None]] = {}
     for read, at in first.items():
         last = max((turn for turn in turns if turn <= at), default=-1)
-        early = any(made[read] < turn < last for turn in (*turns, *inner))
+        early = any(producers[read] < turn < last for turn in (*turns, *experts))
         flights[read] = at, last if early else None
-    return Turns(tuple(node.name for node in nodes), tuple(sorted(turns)), flights, made, inner, once, ODD)
+    return Turns(tuple(node.name for node in nodes), tuple(sorted(turns)), flights, producers, experts, shared, ODD)
 
 
 def _is_async(conversion: Conversion) -> bool:
-    """Whether the last step of a conversion runs a collective that can be an async op."""
+    """Return whether the last step of a conversion runs a collective that can be an async op."""
     last = conversion.steps[-1] if conversion.steps else None
     return last is not None and last.source.kind + last.target.kind in _ASYNC_CONVERSIONS and last.sends
 
@@ -363,13 +364,13 @@ def _mark_turns(gm: fx.GraphModule, cls: LayerClass, sharding: Sharding) -> fx.G
     output = graph.output_node()
     arriving = {read: _conversion_of(local[read[0]], read[1], gradient[read[0]]) for read in turns.flights}
     starts: dict[int, fx.Node] = {}
-    for at in turns.at:
+    for at in turns.starts:
         op = next((local[name] for name in turns.ops[at:] if name in local), output)
         own = [arriving[read] for read, (reader, _) in turns.flights.items() if reader == at]
         starts[at] = min((*own, op), key=lambda node: where[node])
         meta(starts[at])["turn"] = True
-    for place in turns.inner:
-        meta(local[turns.ops[place]])["inner"] = "halves.send"
+    for expert in turns.experts:
+        meta(local[turns.ops[expert]])["inner"] = "halves.send"
     for read, (_, before) in turns.flights.items():
         node = arriving[read]
         value = node.args[0]
@@ -377,7 +378,7 @@ def _mark_turns(gm: fx.GraphModule, cls: LayerClass, sharding: Sharding) -> fx.G
         anchor = _moved_to_producer(graph, local[read[0]], value)
         if before is not None:
             anchor = starts[before].prev
-        meta(node)["async_op"], meta(node)["once"] = "halves.start", read in turns.once and value.op == "placeholder"
+        meta(node)["async_op"], meta(node)["once"] = "halves.start", read in turns.shared and value.op == "placeholder"
         meta(anchor).setdefault("sends", []).append(node)
     _mark_across(graph)
     graph.lint()

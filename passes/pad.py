@@ -29,7 +29,7 @@ def pad_class(cls: LayerClass, sharding: Sharding) -> LayerClass:
     """``cls`` at padded shapes; ``cls`` itself if the axes divide everything that they shard."""
     found = padding(cls)
     multiples = found.multiples(sharding.axes, sharding.types)
-    if not found.grows(multiples):
+    if not found.is_needed(multiples):
         return cls
     shapes: dict[str, tuple[int, ...]] = {}
 

@@ -235,7 +235,7 @@ register(
         flops=_flops,
         slices=_slices,
         passes=_passes,
-        beyond=lambda zeros: True if zeros[0] is None and zeros[2] is None else None,  # of the vocabulary
+        padding_after=lambda zero: True if zero[0] is None and zero[2] is None else None,  # of the vocabulary
         resize=_resize,
         call=_call,
         samples=_samples,

@@ -132,7 +132,7 @@ def _part_and_turns(bound: BoundClass, part: Part, options: Options) -> tuple[Si
     if isinstance(turns, str):
         return turns
     found = part()
-    return turns.uneven if found is None else (found, turns)
+    return turns.uneven_reason if found is None else (found, turns)
 
 
 def _in_turn(whole: Passes, parts: int, part: SizedClass, turns: Turns, chained: bool, trainer: TrainerModel) -> Passes:
@@ -143,7 +143,7 @@ def _in_turn(whole: Passes, parts: int, part: SizedClass, turns: Turns, chained:
         spans = [(*span, part.seconds_of(move, side)) for move, span in _spans(bound, turns)]
         pieces = _pieces(turns, [node.name for node in bound.table.ops], arithmetic_s, chained)
         added_s = exposed_s(pieces, spans, chained, lambda w, u: trainer.exposed_early_s(w, u, part.cluster))
-        shared = [move for move in bound.moves if (move.value, move.target) in turns.once]
+        shared = [move for move in bound.moves if (move.value, move.target) in turns.shared]
         awaited_s = parts * sum(wire_s for _, _, wire_s in spans)
         repeated_s = (parts - 1) * sum(part.seconds_of(move, side) for move in shared)
         exposed.append(added_s - awaited_s - repeated_s)
@@ -169,7 +169,7 @@ def _spans(bound: BoundClass, turns: Turns) -> Iterator[tuple[Move, tuple[int, i
     exchanges: dict[str, Iterator[tuple[int, int]]] = {}
     for move in bound.moves:
         read = move.value, move.target
-        if read in turns.flights and read not in turns.once:
+        if read in turns.flights and read not in turns.shared:
             yield move, turns.span(read)
         elif move.op and move.backward is not Collective.NONE and (both := turns.exchanges(move.op)):
             yield move, next(exchanges.setdefault(move.op, iter(both)))

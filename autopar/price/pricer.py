@@ -29,7 +29,7 @@ from autopar.price.moves import Move, step_moves
 from autopar.price.replicas import ReplicaCosts, Replicas
 from autopar.price.state import state_bytes
 from autopar.price.trainer import EMITTED, TrainerModel
-from autopar.rules.padding import padded, padding
+from autopar.rules.padding import padding, round_up
 from autopar.shard.plan import MICROBATCH, LayerTypes, Solve
 from autopar.sharding import AxisTypes, Sharding
 from autopar.techniques import Options
@@ -468,7 +468,7 @@ class Pricer:
                 self._sharded[cls_name, id(t)] = found.sharded(t)
             for index in self._sharded[cls_name, id(t)]:
                 multiples[index] *= math.prod(axis.size for axis in run)
-        counts = tuple(padded(count, multiple) for count, multiple in zip(found.counts, multiples, strict=True))
+        counts = tuple(round_up(count, multiple) for count, multiple in zip(found.counts, multiples, strict=True))
         return () if counts == found.counts else counts
 
     def _table(self, cls_name: str) -> tuple[tables.ClassTable, tables.ShapeRows]:

@@ -34,7 +34,7 @@ from autopar.ops.meta import meta
 from autopar.ops.operands import operands, shape_of
 from autopar.plan import Role
 from autopar.rules import Candidate, candidates
-from autopar.rules.padding import padded, padding
+from autopar.rules.padding import padding, round_up
 from autopar.rules.traffic import kernel_traffic
 from autopar.shard.grid import admits, converts, gathers, stored
 from autopar.types import Collective, I, P, R, S, SpmdType, conversion, legal_in_time
@@ -261,11 +261,11 @@ class Problem:
 
     def _growth(self, name: str, option: Candidate) -> float:
         """Return the factor by which padding enlarges the sharded dims."""
-        for value, t in zip((*self._padding.reads[name], name), (*option.operands, option.result), strict=True):
+        for value, t in zip((*self._padding.operands[name], name), (*option.operands, option.result), strict=True):
             group = None if t.dim is None else self._padding.groups.get((value, t.dim))
             if group is not None:
                 count = self._padding.counts[group]
-                return padded(count, self.size) / count
+                return round_up(count, self.size) / count
         return 1.0
 
     def _placeholder_types(self, node: fx.Node) -> list[SpmdType]:

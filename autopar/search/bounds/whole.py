@@ -19,7 +19,7 @@ import numpy as np
 from autopar.schedules.memory import peak_counts
 from autopar.schedules.step_time import textbook_paths
 from autopar.search.bounds.cheap import TOLERANCE, buffer_bytes, sends
-from autopar.search.knapsacks import NOTHING, Front, front, merged
+from autopar.search.knapsacks import NO_LAYERS, Front, combined, layer_front
 from autopar.search.pareto import Array, Indices
 from autopar.search.tables import Instance
 
@@ -157,7 +157,7 @@ class _Device:
             keep = keep[table.transient[keep] <= level]
         n, waiting = int(self.instance.in_flight[stage]), int(self.instance.waiting[stage])
         cost = sum(weight * part for weight, part in zip(path[:, stage], table.seconds, strict=True)) + table.step
-        return front(table.live(n, waiting)[keep], cost[keep], keep, 0)
+        return layer_front(table.live(n, waiting)[keep], cost[keep], keep, 0)
 
     @cached_property
     def _levels(self) -> list[tuple[float, float]]:
@@ -190,23 +190,23 @@ class _Device:
 
     def _fill(self, work: Array, path: Array, fewest: int, limits: tuple[float, float, float]) -> None:
         """Lower ``work`` to the least seconds within the limits of live bytes, transients and seconds."""
-        room, level, dearest = limits
-        made, layers = NOTHING, 0
+        room, level, max_cost = limits
+        front, layers = NO_LAYERS, 0
         free = [self._singles(path, s, self.frequent, level) for s in self.own]
         for s, single in zip(self.own, free, strict=True):
             if s in self.ends:
-                made = merged(self._singles(path, s, self.ends[s], level), made, room, True, dearest)
+                front = combined(self._singles(path, s, self.ends[s], level), front, room, True, max_cost)
             if self._needs(s):
-                made, layers = merged(single, made, room, True, dearest), layers + 1
+                front, layers = combined(single, front, room, True, max_cost), layers + 1
         live, cost = (np.concatenate([getattr(single, name) for single in free]) for name in ("live", "cost"))
         if not len(live):
             return
-        more = front(live, cost, np.arange(len(live)), 0)
+        any_stage = layer_front(live, cost, np.arange(len(live)), 0)
         for number in range(layers, len(work)):
             rest = max(0, fewest - number)
-            made = made.within(room - rest * more.live[0], dearest - rest * more.cost[-1])
-            if not len(made):
+            front = front.within(room - rest * any_stage.live[0], max_cost - rest * any_stage.cost[-1])
+            if not len(front):
                 return
-            work[number] = min(work[number], float(made.cost[-1]))
+            work[number] = min(work[number], float(front.cost[-1]))
             if number < len(work) - 1:
-                made = merged(more, made, room, True, dearest)
+                front = combined(any_stage, front, room, True, max_cost)

@@ -10,7 +10,7 @@ import numpy as np
 from autopar.schedules.memory import device_buffers
 from autopar.search.construct.candidates import CandidateMode, LayerSelection, all_candidates, stage_of
 from autopar.search.evaluation import Solution, counts_at_peaks, fits, regrouped, stage_bytes
-from autopar.search.knapsacks import TABLES, knapsacks
+from autopar.search.knapsacks import MAX_TABLES, knapsacks
 from autopar.search.minimum_memory import first_moments, shares_of_limits
 from autopar.search.runs import compositions
 from autopar.search.tables import Instance, Regime
@@ -105,7 +105,7 @@ def _whole(instance: Instance, mode: CandidateMode, i: int, j: int, regime: Regi
     sacks = knapsacks(instance, regime, weights, bound=False, roles=mode.roles)
     composition = int(runs.at[i, j])
     layers = runs.layers(instance, composition)
-    picks = sacks.picks(layers) if len(layers) <= TABLES else None
+    picks = sacks.picks(layers) if len(layers) <= MAX_TABLES else None
     if picks is None:
         return None
     left = dict(zip(np.flatnonzero(runs.counts[composition]).tolist(), picks, strict=True))
