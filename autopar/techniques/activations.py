@@ -61,9 +61,9 @@ _IN_8_BITS = QuantizedStorage(
 _UNSPLIT = "microbatches in parts go with full recomputation"
 
 _RECOMPUTED = ("", "part", "all")
-"""What is computed again, from least to most, and the words of ``recompute`` for it."""
+"""``Facts.recomputes`` from least to most; ``_RECOMPUTE_PIN`` has the values of the pin ``recompute`` in the same order."""
 
-_RECOMPUTE = ("none", "selective", "full")
+_RECOMPUTE_PIN = ("none", "selective", "full")
 
 
 class Activations(Technique):
@@ -178,14 +178,14 @@ class Activations(Technique):
         numbers = [1, *(_tried(context.chain) if context.segments else ())]
         if (wanted := int(segment or self.split(str(own))[1])) > 1 or segment is not None:
             numbers = [wanted]
-        whole = [full(min(n, context.chain)) for n in numbers if n > 1]
-        tried = [*((KEEP, INT8, HOST, SELECTIVE, FULL, FULL_HOST, SELECTIVE_HOST) if 1 in numbers else ()), *whole]
+        segments = [full(min(n, context.chain)) for n in numbers if n > 1]
+        tried = [*((KEEP, INT8, HOST, SELECTIVE, FULL, FULL_HOST, SELECTIVE_HOST) if 1 in numbers else ()), *segments]
         to_host = own is not None or pinned("offload") is not None
         wants_8_bits = own == INT8 or pinned("saved") is not None
         return tuple(
             value
             for value in dict.fromkeys(tried)
-            if self._says(value, pinned)
+            if self._satisfies(value, pinned)
             and (to_host or not self.mode(value).saved_in)
             and (value != SELECTIVE_HOST or ANY not in (own, pinned("offload")))
             and (wants_8_bits or value != INT8 or INT8_ACTIVATIONS in context.allow)
@@ -193,18 +193,18 @@ class Activations(Technique):
 
     def admits(self, value: str, pinned: Pinned) -> bool:
         segment, (_, wanted), (_, layers) = pinned("segment"), self.split(str(pinned(self.name))), self.split(value)
-        return self._says(value, pinned) and segment in (None, layers) and wanted in (1, layers)
+        return self._satisfies(value, pinned) and segment in (None, layers) and wanted in (1, layers)
 
-    def _says(self, value: str, pinned: Pinned) -> bool:
+    def _satisfies(self, value: str, pinned: Pinned) -> bool:
         """Whether a value satisfies every pin, except for the number of layers."""
         name, own = self.split(value)[0], pinned(self.name)
-        said = {
-            "recompute": _RECOMPUTE[_RECOMPUTED.index(self.mode(name).recomputes)],
+        by_pin = {
+            "recompute": _RECOMPUTE_PIN[_RECOMPUTED.index(self.mode(name).recomputes)],
             "offload": "activations" if self.mode(name).saved_in else "none",
             "saved": "int8" if name == INT8 else "exact",
         }
         fits = own in (None, ANY) or self.split(str(own))[0] == name
-        return fits and all(pinned(pin) in (None, ANY, value) for pin, value in said.items())
+        return fits and all(pinned(pin) in (None, ANY, value) for pin, value in by_pin.items())
 
     def unreadable(self, layer: Mapping[str, Any]) -> str:
         if self.name in layer:
@@ -330,8 +330,8 @@ class Activations(Technique):
             raise UsageError(
                 f"{self.flags[3]}: {layers!r} is not a whole number", "degrees and sizes are whole numbers"
             )
-        said = mode or kind
-        value = {"off": KEEP, "none": KEEP}.get(said, said) if said else None
+        flag = mode or kind
+        value = {"off": KEEP, "none": KEEP}.get(flag, flag) if flag else None
         if int(layers or 1) > 1 and value in (None, FULL):  # other recomputation has no use for it
             return full(int(layers or 1))
         return value
