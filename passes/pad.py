@@ -20,9 +20,7 @@ from autopar.ops.operands import arguments, operands, shape_of
 from autopar.ops.own import own_op
 from autopar.rules.padding import padding
 from autopar.sharding import Sharding
-from passes.localise import with_sizes
-
-_TO_THE_END = 2**63 - 1
+from passes.localise import SLICE_END, reshape_op
 
 
 def pad_class(cls: LayerClass, sharding: Sharding) -> LayerClass:
@@ -73,9 +71,9 @@ def _resize(new: fx.Node, old: fx.Node) -> None:
         own.resize(new, old)
     elif isinstance(meta(new)["val"], torch.Tensor) and shape_of(new) != shape_of(old):
         if kind in (OpKind.RESHAPE, OpKind.EXPANSION):
-            target = with_sizes(name) if kind is OpKind.RESHAPE else torch.ops.aten.expand.default
+            target = reshape_op(name) if kind is OpKind.RESHAPE else torch.ops.aten.expand.default
             new.target, new.args, new.kwargs = target, (new.args[0], list(shape_of(new))), {}
         elif name == "aten.slice":
             dim = int(arguments(old)["dim"]) % len(shape_of(old))
             if shape_of(new)[dim] != shape_of(old)[dim]:
-                new.target, new.args, new.kwargs = torch.ops.aten.slice.Tensor, (new.args[0], dim, 0, _TO_THE_END), {}
+                new.target, new.args, new.kwargs = torch.ops.aten.slice.Tensor, (new.args[0], dim, 0, SLICE_END), {}

@@ -87,7 +87,7 @@ def _is_chain(nodes: list[fx.Node], inner: list[Block], classes: dict[str, str])
     for node, block in zip(nodes, inner, strict=True):
         current = step.get(block, current)
         made[node] = current
-        operands = [made.get(n, -1) for n in node.all_input_nodes if meta(n)["fed"] or n.op != "placeholder"]
+        operands = [made.get(n, -1) for n in node.all_input_nodes if meta(n)["needs_input"] or n.op != "placeholder"]
         if block[0] and current - 1 in operands:
             linked.add(current)
         if not block[0] and current >= 0 and any(step_of < current for step_of in operands):

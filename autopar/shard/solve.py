@@ -55,7 +55,7 @@ def _solve(
 ) -> AxisTypes | None:
     """Solve; ``rules`` is a hash of the table, so that the cache notices rules that are registered later."""
     if role is Role.DATA:  # also the microbatches' types: prefer options that are legal for them
-        found = _optimum(Problem(cls, role, size, dict(fixed), in_time=True))
+        found = _optimum(Problem(cls, role, size, dict(fixed), over_microbatches=True))
         if found is not None:
             return found
     data = solve(cls, Role.DATA, 1) if role in (Role.ULYSSES, Role.RING) else None
