@@ -24,7 +24,7 @@ from autopar.devices import Cluster
 from autopar.devices.measured import Floats
 from autopar.plan import Axis
 from autopar.price.collectives import RankGroup, group, group_time_s, overlapped_s
-from autopar.price.microbatch import Alive, Pass
+from autopar.price.microbatch import Pass, PeakMemory
 from autopar.price.moves import Move, layer_moves
 from autopar.price.selective import Flags
 from autopar.price.state import ALIGNMENT_BYTES, ParameterCount, Precision
@@ -64,7 +64,7 @@ class MoveSizes:
     its value."""
 
     members: RankGroup
-    meeting: int
+    group_size: int
     parts: int
 
 
@@ -111,18 +111,19 @@ class Sized:
         arithmetic_s = getattr(self, f"{side}_s")
         kernels = getattr(table, f"{side}_kernels")
         own = (arithmetic_s, kernels) if ops is None else (arithmetic_s[ops], kernels[ops])
+        launches = len(self.group_sizes(moves, side, True))
         return Pass(
             compute_s=float(own[0].sum()),
             wire_s=sum(self.seconds_of(m, side) for m in moves if not m.beside),
             exposed_s=self._left_s(moves, side, arithmetic_s),
-            host_s=float(own[1].sum()) * gpu.op_floor_s + len(self.meetings(moves, side, True)) * self.cluster.host_s,
-            meetings=self.meetings(moves, side, False),
+            host_s=float(own[1].sum()) * gpu.op_floor_s + launches * self.cluster.host_s,
+            group_sizes=self.group_sizes(moves, side, False),
         )
 
-    def meetings(self, moves: Collection[Move], side: str, beside: bool) -> tuple[int, ...]:
-        """The group sizes of the collectives: of all if ``beside``, otherwise of those that do not overlap an op's arithmetic."""
+    def group_sizes(self, moves: Collection[Move], side: str, beside: bool) -> tuple[int, ...]:
+        """Return the group sizes of all collectives if ``beside``, otherwise of those that don't overlap an op's arithmetic."""
         groups = [
-            self.ways[move.axes, move.sharded].meeting
+            self.ways[move.axes, move.sharded].group_size
             for move in moves
             if getattr(move, side).sends and (beside or not move.beside)
         ]
@@ -140,13 +141,13 @@ class Sized:
         slowdown = self.cluster.overlap_slowdown
         return sum(overlapped_s(float(arithmetic_s[at[name]]), wire_s, slowdown) for name, wire_s in found.items())
 
-    def alive(self, more: Floats | float = 0.0) -> Alive:
+    def peaks(self, more: Floats | float = 0.0) -> PeakMemory:
         """Peaks of live memory, forward and backward, above the bytes that the layer has saved at the end of its forward; ``more`` bytes
         are live while each op runs backward."""
         table, plain = self.bound.table, list(self.bound.plain)
         live, ops = table.live, len(table.ops)
         if not ops:
-            return Alive(0.0, 0.0, 0.0, 0.0)
+            return PeakMemory(0.0, 0.0, 0.0, 0.0)
         by_op = np.zeros(ops)
         np.add.at(by_op, live.saver[plain], self.saved[plain])
         later = by_op.sum() - np.cumsum(by_op)  # bytes saved by later ops
@@ -161,7 +162,7 @@ class Sized:
         trainable = table.trainable
         bytes_ = self.local(table.parameter_numel, "parameter")[trainable] * table.width
         made = np.bincount(live.reader[trainable], weights=bytes_, minlength=ops)
-        return Alive(
+        return PeakMemory(
             forward=float((forward + waiting - later).max()),
             backward=float(back.max()),
             one_gradient=float((back + made).max()),

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.price.microbatch import Alive, Kept
+from autopar.price.microbatch import Kept, PeakMemory
 from autopar.price.state import Precision
 
 
@@ -49,7 +49,7 @@ class LayerMemory:
     """A layer's share on one device: ``plain_bytes``, saved if the layer keeps everything; and the elements of its parameters, of the
     trainable ones, and of the ``largest`` trainable one."""
 
-    alive: Alive
+    peaks: PeakMemory
     kept: Kept
     plain_bytes: float
     parameters: int
@@ -70,7 +70,7 @@ def replicated_transient(share: LayerMemory, data: int, zero: int, numbers: Prec
     later, freed = share.neighbours.later_trainable, share.neighbours.later_saved
     # of the two layers after (the second is taken to be no larger), whose saved activations are freed by then
     in_flight = max(0.0, later * kept - freed, (later + min(later, share.trainable)) * kept - 2 * freed)
-    running = share.kept.working_bytes + max(0.0, share.alive.forward, share.alive.one_gradient) + in_flight
+    running = share.kept.working_bytes + max(0.0, share.peaks.forward, share.peaks.one_gradient) + in_flight
     reducing = (share.trainable + later) * kept
     own = share.trainable * numbers.reduced / (data if zero else 1)
     updating = 2 * min(own, share.largest * numbers.reduced) if cpu else 0.0
@@ -94,17 +94,17 @@ def sharded_bytes(
     # where several layers run again as one, the parameters of all of them but the last are gathered again
     again = zero == 3 and kept.layers > 1
     phases = (
-        kept.working_bytes - share.plain_bytes + share.alive.forward + 3 * whole + reducing if again else 0.0,
+        kept.working_bytes - share.plain_bytes + share.peaks.forward + 3 * whole + reducing if again else 0.0,
         kept.saved_bytes
         + 2 * whole
         + reducing
         + (share.neighbours.earlier_ready * numbers.width if zero == 3 else 0.0),
         kept.working_bytes
-        + share.alive.forward
+        + share.peaks.forward
         + whole
         # a forward that runs again finds its parameters gathered
         + (previous_gathered + reducing if kept.recomputes else whole + next_gathered),
-        kept.working_bytes + max(0.0, share.alive.all_gradients) + whole + previous_gathered + reducing,
+        kept.working_bytes + max(0.0, share.peaks.all_gradients) + whole + previous_gathered + reducing,
         made + sent + previous_gathered,
         sent * (2 if cpu else 1) + shard + previous_gathered,
     )

@@ -32,7 +32,7 @@ import numpy as np
 from autopar.devices.measured import Floats
 from autopar.plan import Strategy
 from autopar.price.layer import Bound, Sized
-from autopar.price.microbatch import Alive, Pass, Passes
+from autopar.price.microbatch import Pass, Passes, PeakMemory
 from autopar.price.moves import Move
 from autopar.price.trace import OUTPUT
 from autopar.price.trainer import TrainerModel
@@ -69,7 +69,7 @@ def plain(sized: Sized) -> Passes:
         bound = sized.bound
         weight_s = float(sized.backward_s @ bound.table.weight_share)
         both = sized.pass_of("forward", bound.moves), sized.pass_of("backward", bound.moves)
-        sized.known["plain"] = Passes(*both, weight_s, sized.alive(), sized)
+        sized.known["plain"] = Passes(*both, weight_s, sized.peaks(), sized)
     return sized.known["plain"]
 
 
@@ -96,15 +96,15 @@ def _with_early(sized: Sized, trainer: TrainerModel) -> Passes:
         exposed_s=found.backward.exposed_s
         + sum(trainer.exposed_early_s(wire_s, float(under_s), sized.cluster) for under_s, wire_s in spans),
     )
-    return dataclasses.replace(found, backward=backward, alive=_alive_early(sized, found.alive))
+    return dataclasses.replace(found, backward=backward, peaks=_early_peaks(sized, found.peaks))
 
 
-def _alive_early(sized: Sized, alive: Alive) -> Alive:
+def _early_peaks(sized: Sized, peaks: PeakMemory) -> PeakMemory:
     """Peaks of live memory where joined products wait for the first of them: the gradients of the others' results are live until then.
     There is one gradient of their input, to which each adds its term."""
     table, moves = sized.bound.table, [move for move in sized.bound.moves if len(move.under) > 1]
     if not moves or not table.ops:
-        return alive
+        return peaks
     gradients = sized.local(table.live.gradient, "slot")
 
     def of_ops(operand: int) -> Floats:
@@ -118,7 +118,7 @@ def _alive_early(sized: Sized, alive: Alive) -> Alive:
         for i in others:
             live[first:i] += of_results[i]
         live[first : max(others) + 1] -= of_inputs[first]
-    return sized.alive(live)
+    return sized.peaks(live)
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def _in_turn(whole: Passes, parts: int, part: Sized, turns: Turns, chained: bool
         forward=own.forward * parts + more[0],
         backward=own.backward * parts + more[1],
         weight_s=parts * own.weight_s,
-        alive=dataclasses.replace(whole.alive, **{name: getattr(whole.alive, name) + gradient_bytes for name in back}),
+        peaks=dataclasses.replace(whole.peaks, **{name: getattr(whole.peaks, name) + gradient_bytes for name in back}),
         part=part,
         parts=parts,
     )

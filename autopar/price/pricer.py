@@ -26,7 +26,7 @@ from autopar.price.layer import Bound, Runs, Sized, Sizes, bind, divisible, meas
 from autopar.price.live_memory import Neighbours
 from autopar.price.microbatch import Core
 from autopar.price.moves import Move, step_moves
-from autopar.price.replicas import Replicas, Spread
+from autopar.price.replicas import ReplicaCosts, Replicas
 from autopar.price.state import state_bytes
 from autopar.price.trainer import EMITTED, TrainerModel
 from autopar.rules.padding import padding, round_up
@@ -82,7 +82,7 @@ class Pricer:
         self._alike: dict[tuple[object, ...], Sized | None] = {}
         self._placed: dict[Place, tuple[Sized, Cluster] | None] = {}
         self._cores: dict[tuple[Place | int, Options, bool], Core] = {}
-        self._spread: dict[tuple[str, int, tuple[Role, ...], int, int], Spread] = {}
+        self._replica_costs: dict[tuple[str, int, tuple[Role, ...], int, int], ReplicaCosts] = {}
         self._beside: dict[tuple[str, int, tuple[Role, ...], int], Around] = {}
         self._layers: dict[tuple[str, int, Strategy, int], LayerPrice | None] = {}
         self._meshes: dict[Mesh, int] = {}  # a number per mesh: hashing a mesh takes longer than the rest of a look-up
@@ -106,7 +106,7 @@ class Pricer:
         if _nameless(cluster) not in self._elsewhere:
             other = self._variant()
             other.cluster, other._pipelined = cluster, dataclasses.replace(cluster, pipelined=True)
-            other._sized, other._alike, other._cores, other._placed, other._spread = {}, {}, {}, {}, {}
+            other._sized, other._alike, other._cores, other._placed, other._replica_costs = {}, {}, {}, {}, {}
             other._beside, other._edges, other._p2p = {}, {}, {}
             self._elsewhere[_nameless(cluster)] = other
         return self._elsewhere[_nameless(cluster)]
@@ -122,7 +122,7 @@ class Pricer:
             return self
         if (prefetch, sync) not in self._programs:
             other = self._variant()
-            other.prefetch, other.sync, other._beside, other._spread = prefetch, sync, {}, {}
+            other.prefetch, other.sync, other._beside, other._replica_costs = prefetch, sync, {}, {}
             other._adjacent = [self._find_adjacent(distance) for distance in range(1, prefetch + 1)]
             self._programs[prefetch, sync] = other
         return self._programs[prefetch, sync]
@@ -137,7 +137,7 @@ class Pricer:
             return self
         if copies not in self._mirrored:
             other = self._variant()
-            other.copies, other._spread = copies, {}
+            other.copies, other._replica_costs = copies, {}
             self._mirrored[copies] = other
         return self._mirrored[copies]
 
@@ -187,7 +187,7 @@ class Pricer:
         """The pricer of a program whose layers are all rewritten and compiled as ``options`` say, if their classes admit it."""
         other = self._variant()
         other._tables, other._flags, other._bound, other._sized, other._alike, other._cores = {}, {}, {}, {}, {}, {}
-        other._placed, other._spread, other._beside, other._kernels = {}, {}, {}, {}
+        other._placed, other._replica_costs, other._beside, other._kernels = {}, {}, {}, {}
         other._kernels[options.rewrites, options.compiled] = other
         other.trainer = dataclasses.replace(self.trainer, fused=self.trainer.fused or options.compiled)
         other._compiles = options.compiled
@@ -379,15 +379,15 @@ class Pricer:
 
     def _copies(
         self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int, c: Sized, cluster: Cluster
-    ) -> Spread:
+    ) -> ReplicaCosts:
         """The layer's data-parallel groups."""
         key = (cls_name, self._number(mesh), strategy.roles, microbatches, strategy.replicate)
-        if key not in self._spread:
+        if key not in self._replica_costs:
             # if each microbatch is treated as a whole batch, the graph's flops are those of one microbatch
             flops = self._table(cls_name)[0].model_flops / self.graph.parts(microbatches)
             replicas = self._replicas(mesh, strategy, c, cluster)
-            self._spread[key] = replicas.spread(microbatches // self.copies, flops)
-        return self._spread[key]
+            self._replica_costs[key] = replicas.costs(microbatches // self.copies, flops)
+        return self._replica_costs[key]
 
     def _replicas(self, mesh: Mesh, strategy: Strategy, c: Sized, cluster: Cluster) -> Replicas:
         """The devices with the same parameters of a layer."""

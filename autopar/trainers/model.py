@@ -157,7 +157,7 @@ class OtherTrainer(TrainerModel):
     def live_bytes(
         self, share: LayerMemory, gradients: int, data: int, zero: int, whole_gradients: bool, numbers: Precision
     ) -> tuple[float, float]:
-        transient = share.kept.working_bytes - share.kept.saved_bytes + share.alive.activations
+        transient = share.kept.working_bytes - share.kept.saved_bytes + share.peaks.activations
         if (
             zero >= 2
         ):  # this layer's gradients and those of the last one, in reduction; parameters of this layer and the next

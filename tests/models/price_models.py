@@ -256,5 +256,5 @@ def price_layer(
     core = Core(c, passes, kept(c, passes, strategy.options))
     flops = table.model_flops / microbatches
     replicas = Replicas(c.counts, strategy.data_axes(mesh), cluster, numbers, trainer, ALL_REDUCE)
-    around = replicas.spread(microbatches, flops)
+    around = replicas.costs(microbatches, flops)
     return assemble(core, around, strategy, cluster, numbers, trainer, neighbours)
