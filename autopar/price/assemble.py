@@ -31,7 +31,7 @@ def assemble(
     trainer: TrainerModel,
     context: PrefetchContext,
 ) -> LayerPrice:
-    """Add ZeRO over the data axes, the optimizer and offloading. The layers of ``context`` are assumed to have the same strategy."""
+    """Add ZeRO over the data axes, the optimizer and offloading. ``neighbours`` are assumed to have the same strategy."""
     c, kept, forward, backward = microbatch.sized, microbatch.kept, microbatch.forward, microbatch.backward
     data, zero = replicas.size, strategy.zero if replicas.size > 1 else 0
     trainable, states = c.counts.trainable, StateBytes.of(strategy, cluster, numbers)
@@ -41,11 +41,11 @@ def assemble(
     each_time = in_backward.reduce > 0  # gradients are reduced in every microbatch
     copies_s = _copies_s(replicas, strategy, kept, zero)
     forward_wire_s = _exposed_s(forward, trainer)
-    backward_wire_s = _exposed_s(backward, trainer) + _exposed_s(kept.rerun, trainer)
+    backward_wire_s = _exposed_s(backward, trainer) + _exposed_s(kept.recomputed, trainer)
     forward_compute_s = max(forward.compute_s + copies_s[0], forward.host_s - forward_wire_s)
     accumulate_s = _accumulate_s(replicas, trainable / (data if each_time else 1), numbers, cluster)
-    device_s = backward.compute_s + accumulate_s + copies_s[1] + kept.rerun.compute_s
-    backward_compute_s = max(device_s, backward.host_s + kept.rerun.host_s - backward_wire_s)
+    device_s = backward.compute_s + accumulate_s + copies_s[1] + kept.recomputed.compute_s
+    backward_compute_s = max(device_s, backward.host_s + kept.recomputed.host_s - backward_wire_s)
     waits_s = _waits_s(microbatch, strategy, data if zero >= 2 else 1, cluster, forward_compute_s, backward_compute_s)
     forward_wire_s, backward_wire_s = forward_wire_s + waits_s[0], backward_wire_s + waits_s[1]
     forward_exposed = exposed(in_forward.gather * parts.gather, forward_compute_s)
@@ -57,7 +57,7 @@ def assemble(
     updated = trainable / (data if zero else 1)
     step_s = states.update_s(updated, c.counts.count, zero, numbers, cluster)
     if zero < 2:
-        step_s += replicas.once_s(zero, forward_compute_s, backward_compute_s, trainer, cluster.overlap_slowdown)
+        step_s += replicas.step_s(zero, forward_compute_s, backward_compute_s, trainer, cluster.overlap_slowdown)
         if replicas.staleness:  # gradients are copied into a buffer to be summed, and the sums copied back
             step_s += 4 * trainable * numbers.averaged / cluster.gpu.bytes_per_s
     elif not each_time:  # the last backward is longer by the copies
@@ -134,11 +134,10 @@ def _waits_s(
     """
     if cluster.wires is None:
         return 0.0, 0.0, 0.0
-    kept, gathers = microbatch.kept, (shards,) if shards > 1 else ()
-    again = (
-        1 + (kept.layers > 1) if strategy.zero == 3 else 0
-    )  # of layers recomputed as one, the last has one gather less
-    back = microbatch.backward.group_sizes + gathers * again + kept.rerun.group_sizes
+    gathers = (shards,) if shards > 1 else ()
+    again = microbatch.kept.layers > 1  # one gather more, except for the last of these layers
+    gathered = gathers * (1 + again if strategy.zero == 3 else 0)
+    back = microbatch.backward.group_sizes + gathered + microbatch.kept.recomputed.group_sizes
     wait_s = cluster.wires.wait_s
     forward_wait_s = wait_s(microbatch.forward.group_sizes + gathers, forward_s)
     reduced_s = wait_s(back + gathers, backward_s)

@@ -44,7 +44,7 @@ def _input_alone(sized: SizedClass, passes: Passes, layers: int) -> Kept:
         saved_bytes=share,
         first_bytes=sized.input_bytes,
         working_bytes=max(sized.input_bytes, layers * sized.plain_bytes) - (sized.input_bytes - share),
-        rerun=passes.forward,
+        recomputed=passes.forward,
         moves=sized.bound.moves,
         layers=layers,
         recomputes=True,
@@ -62,7 +62,7 @@ def _selection(sized: SizedClass) -> Kept:
         saved_bytes=saved_bytes,
         first_bytes=saved_bytes,
         working_bytes=max(saved_bytes, working_bytes, sized.plain_bytes),
-        rerun=dataclasses.replace(again, wire_s=again.wire_s + again.exposed_s, exposed_s=0.0),
+        recomputed=dataclasses.replace(again, wire_s=again.wire_s + again.exposed_s, exposed_s=0.0),
         moves=chosen.moves,
         recomputes=True,
     )

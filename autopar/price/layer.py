@@ -111,16 +111,17 @@ class SizedClass:
         arithmetic_s = getattr(self, f"{side}_s")
         kernels = getattr(table, f"{side}_kernels")
         own = (arithmetic_s, kernels) if ops is None else (arithmetic_s[ops], kernels[ops])
+        launches = len(self.group_sizes(moves, side, True))
         return Pass(
             compute_s=float(own[0].sum()),
             wire_s=sum(self.seconds_of(m, side) for m in moves if not m.overlapped_op),
             exposed_s=self._kernel_exposed_s(moves, side, arithmetic_s),
-            host_s=float(own[1].sum()) * gpu.op_floor_s + len(self.groups(moves, side, True)) * self.cluster.host_s,
-            group_sizes=self.groups(moves, side, False),
+            host_s=float(own[1].sum()) * gpu.op_floor_s + launches * self.cluster.host_s,
+            group_sizes=self.group_sizes(moves, side, False),
         )
 
-    def groups(self, moves: Collection[Move], side: str, overlapped: bool) -> tuple[int, ...]:
-        """The sizes of the groups of collectives: of all if ``overlapped``, otherwise of those that do not overlap an op's arithmetic."""
+    def group_sizes(self, moves: Collection[Move], side: str, overlapped: bool) -> tuple[int, ...]:
+        """Return the group sizes of all collectives if ``overlapped``, otherwise of those that don't overlap an op's arithmetic."""
         groups = [
             self.move_sizes[move.axes, move.sharded].group_size
             for move in moves
@@ -140,7 +141,7 @@ class SizedClass:
         slowdown = self.cluster.overlap_slowdown
         return sum(overlapped_s(float(arithmetic_s[at[name]]), wire_s, slowdown) for name, wire_s in found.items())
 
-    def peak_memory(self, more: Floats | float = 0.0) -> PeakMemory:
+    def peaks(self, more: Floats | float = 0.0) -> PeakMemory:
         """Peaks of live memory, forward and backward, above the bytes that the layer has saved at the end of its forward; ``more`` bytes
         are live while each op runs backward."""
         table, plain = self.bound.table, list(self.bound.plain)

@@ -69,7 +69,7 @@ def plain(sized: SizedClass) -> Passes:
         bound = sized.bound
         weight_s = float(sized.backward_s @ bound.table.weight_share)
         both = sized.pass_of("forward", bound.moves), sized.pass_of("backward", bound.moves)
-        sized.known["plain"] = Passes(*both, weight_s, sized.peak_memory(), sized)
+        sized.known["plain"] = Passes(*both, weight_s, sized.peaks(), sized)
     return sized.known["plain"]
 
 
@@ -118,7 +118,7 @@ def _early_peaks(sized: SizedClass, peaks: PeakMemory) -> PeakMemory:
         for i in others:
             live[first:i] += of_results[i]
         live[first : max(others) + 1] -= of_inputs[first]
-    return sized.peak_memory(live)
+    return sized.peaks(live)
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ class Pricer:
         self._alike: dict[tuple[object, ...], SizedClass | None] = {}
         self._placed: dict[Place, tuple[SizedClass, Cluster] | None] = {}
         self._microbatches: dict[tuple[Place | int, Options, bool], Microbatch] = {}
-        self._costs: dict[tuple[str, int, tuple[Role, ...], int, int], ReplicaCosts] = {}
+        self._replica_costs: dict[tuple[str, int, tuple[Role, ...], int, int], ReplicaCosts] = {}
         self._contexts: dict[tuple[str, int, tuple[Role, ...], int], Adjacent] = {}
         self._layers: dict[tuple[str, int, Strategy, int], LayerPrice | None] = {}
         self._meshes: dict[Mesh, int] = {}  # a number per mesh: hashing a mesh takes longer than the rest of a look-up
@@ -106,7 +106,7 @@ class Pricer:
         if _nameless(cluster) not in self._elsewhere:
             other = self._variant()
             other.cluster, other._pipelined = cluster, dataclasses.replace(cluster, pipelined=True)
-            other._sized, other._alike, other._microbatches, other._placed, other._costs = {}, {}, {}, {}, {}
+            other._sized, other._alike, other._microbatches, other._placed, other._replica_costs = {}, {}, {}, {}, {}
             other._contexts, other._edges, other._p2p = {}, {}, {}
             self._elsewhere[_nameless(cluster)] = other
         return self._elsewhere[_nameless(cluster)]
@@ -122,7 +122,7 @@ class Pricer:
             return self
         if (prefetch, sync) not in self._programs:
             other = self._variant()
-            other.prefetch, other.sync, other._contexts, other._costs = prefetch, sync, {}, {}
+            other.prefetch, other.sync, other._contexts, other._replica_costs = prefetch, sync, {}, {}
             other._adjacent = [self._find_adjacent(distance) for distance in range(1, prefetch + 1)]
             self._programs[prefetch, sync] = other
         return self._programs[prefetch, sync]
@@ -137,7 +137,7 @@ class Pricer:
             return self
         if copies not in self._with_copies:
             other = self._variant()
-            other.copies, other._costs = copies, {}
+            other.copies, other._replica_costs = copies, {}
             self._with_copies[copies] = other
         return self._with_copies[copies]
 
@@ -187,7 +187,7 @@ class Pricer:
         """The pricer of a program whose layers are all rewritten and compiled as ``options`` say, if their classes admit it."""
         other = self._variant()
         other._tables, other._flags, other._bound, other._sized, other._alike = {}, {}, {}, {}, {}
-        other._microbatches, other._placed, other._costs, other._contexts, other._kernels = {}, {}, {}, {}, {}
+        other._microbatches, other._placed, other._replica_costs, other._contexts, other._kernels = {}, {}, {}, {}, {}
         other._kernels[options.rewrites, options.compiled] = other
         other.trainer = dataclasses.replace(self.trainer, fused=self.trainer.fused or options.compiled)
         other._compiles = options.compiled
@@ -204,8 +204,8 @@ class Pricer:
             return None
         microbatch, cluster = found
         context = self._prefetch_context(cls_name, mesh, strategy, microbatches)
-        copies = self._replica_costs(cls_name, mesh, strategy, microbatches, microbatch.sized, cluster)
-        return assemble(microbatch, copies, strategy, cluster, self.numbers, self.trainer, context)
+        replicas = self._costs(cls_name, mesh, strategy, microbatches, microbatch.sized, cluster)
+        return assemble(microbatch, replicas, strategy, cluster, self.numbers, self.trainer, context)
 
     def _microbatch(
         self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int
@@ -382,17 +382,17 @@ class Pricer:
         alike = [True, *(role in _ALIKE for role, _ in self._runs(mesh, roles))]
         return self._sized[key], any(alike[i] for over, _ in bound.move_runs for i in over)
 
-    def _replica_costs(
+    def _costs(
         self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int, c: SizedClass, cluster: Cluster
     ) -> ReplicaCosts:
         """The layer's data-parallel groups."""
         key = (cls_name, self._number(mesh), strategy.roles, microbatches, strategy.replicate)
-        if key not in self._costs:
+        if key not in self._replica_costs:
             # if each microbatch is treated as a whole batch, the graph's flops are those of one microbatch
             flops = self._table(cls_name)[0].model_flops / self.graph.parts(microbatches)
             replicas = self._replicas(mesh, strategy, c, cluster)
-            self._costs[key] = replicas.costs(microbatches // self.copies, flops)
-        return self._costs[key]
+            self._replica_costs[key] = replicas.costs(microbatches // self.copies, flops)
+        return self._replica_costs[key]
 
     def _replicas(self, mesh: Mesh, strategy: Strategy, c: SizedClass, cluster: Cluster) -> Replicas:
         """The devices with the same parameters of a layer."""

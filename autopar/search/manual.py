@@ -14,7 +14,7 @@ from typing import Any
 
 from autopar.errors import BatchError, UsageError
 from autopar.graph import Graph
-from autopar.pins import PINS, PlanPins, check_whole, checked
+from autopar.pins import PINS, PlanPins, check_sharding, checked
 from autopar.plan import (
     BATCHES,
     REPLICATING,
@@ -272,7 +272,7 @@ def _bounds(count: int, stages: int, cuts: tuple[int, ...] | None) -> tuple[int,
 
 def _check_strategy(graph: Graph, mesh: tuple[Axis, ...], given: PlanPins, index: int, strategy: Strategy) -> None:
     """Raise if a layer's strategy does not fit the mesh or the pins of the plan, or if its data axes do not divide the batch."""
-    check_whole(given, graph.layers[index].name, strategy.zero, strategy.replicate)
+    check_sharding(given, graph.layers[index].name, strategy.zero, strategy.replicate)
     if len(strategy.roles) != len(mesh):
         raise UsageError(
             f"the strategy of layer {index} has {len(strategy.roles)} roles for a mesh of {len(mesh)} axes"
