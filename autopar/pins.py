@@ -35,7 +35,7 @@ def _pin(meaning: str, example: str, **values: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ParallelPins:
-    """The pins of a layer besides those of techniques; ``None`` leaves a decision to the search."""
+    """The pins of a layer that aren't a technique's; ``None`` leaves the decision to the search."""
 
     data: int | None = _pin("the data-parallel degree", "data=8")
     tensor: int | None = _pin("the tensor-parallel degree", "layers.0-7.tensor=8")
@@ -44,11 +44,11 @@ class ParallelPins:
     ring: int | None = _pin("the degree of ring attention", "ring=4")
     zero: int | None = _pin("the ZeRO stage", "lm_head.zero=3", least=0, most=3)
     replicate: int | None = _pin(
-        "how many copies there are of the state that ZeRO shards (HSDP's replicate degree)", "replicate=16"
+        "the number of copies of the state that ZeRO shards (HSDP's replicate degree)", "replicate=16"
     )
 
     def of(self, name: str) -> Any:
-        """A pin by its name."""
+        """Return a pin by its name."""
         return getattr(self, name)
 
     @property
@@ -68,10 +68,9 @@ class ParallelPins:
         """Raise ``UsageError`` if the pins of ``layer``, and those of the plan, contradict each other."""
         for technique in LAYER:
             if not technique.admitted(self.of):
-                found = _said(technique, self)
                 raise UsageError(
-                    f"{layer} is pinned to {' and '.join(found)}, which contradict each other",
-                    f"leave one of them out; {technique.name} says it in one: {', '.join(technique.pin.names)}",
+                    f"{layer} is pinned to {' and '.join(_texts(technique, self))}, which contradict each other",
+                    f"leave one out, or pin only {technique.name}: {', '.join(technique.pin.names)}",
                 )
         decided = {t.name: t.admitted(self.of) for t in LAYER} | {"schedule": (plan.schedule or "",)}
         for technique in ALL:
@@ -84,25 +83,25 @@ class ParallelPins:
                         f"{technique.name}={value} does not go with {conflict.other}={others[0]}, to which {layer} is pinned",
                         f"leave one of the two out: {conflict.why}",
                     )
-        check_whole(plan, layer, self.zero or 0, self.replicate or 1)
+        check_sharding(plan, layer, self.zero or 0, self.replicate or 1)
 
     def __str__(self) -> str:
         return ", ".join(f"{f.name} {value}" for f in fields(self) if (value := self.of(f.name)) is not None)
 
 
-def check_whole(plan: PlanPins, layer: str, zero: int, copies: int) -> None:
+def check_sharding(plan: PlanPins, layer: str, zero: int, copies: int) -> None:
     """Raise ``UsageError`` if the ZeRO stage or HSDP degree of ``layer`` contradicts a technique of the plan."""
     sharding = f"ZeRO {zero}" if zero else f"hybrid sharding (replicate={copies})" if copies > 1 else ""
     for technique in PLAN:
         value = plan.of(technique.name) or technique.default
-        if sharding and technique.way(value).most_zero == 0:
+        if sharding and technique.mode(value).max_zero == 0:
             raise UsageError(
                 f"{technique.name}={value} needs whole parameters and gradients on every replica, and {layer} has {sharding}",
                 f"leave zero and replicate out, or leave {technique.name} out",
             )
 
 
-def _said(technique: Technique, pins: ParallelPins) -> list[str]:
+def _texts(technique: Technique, pins: ParallelPins) -> list[str]:
     """Return the pins of a technique as key=value."""
     names = (technique.name, *(pin.name for pin in technique.former_pins))
     return [f"{name}={value}" for name in names if (value := pins.of(name)) is not None]
@@ -112,23 +111,23 @@ _PINS = {pin.name: pin for technique in ALL for pin in (technique.pin, *techniqu
 """The pins of techniques, including former ones, by name."""
 
 OWNERS = {pin.name: technique for technique in ALL for pin in (technique.pin, *technique.former_pins)}
-"""Pin name -> the technique that it determines (partly)."""
+"""The technique that a pin determines, alone or with others, by the pin's name."""
 
 
 def _with_techniques(name: str, base: type, of_layer: bool) -> type:
     """Return a dataclass with the fields of ``base`` and one for each pin of a technique."""
     names = [pin.name for pin in _PINS.values() if pin.of_layer == of_layer]
-    added = [(each, Value | None, field(default=None)) for each in names]
-    made = make_dataclass(name, added, bases=(base,), namespace={"__doc__": base.__doc__}, frozen=True, slots=True)
-    made.__module__ = __name__
-    return made
+    added = [(pin, Value | None, field(default=None)) for pin in names]
+    cls = make_dataclass(name, added, bases=(base,), namespace={"__doc__": base.__doc__}, frozen=True, slots=True)
+    cls.__module__ = __name__
+    return cls
 
 
 if TYPE_CHECKING:
 
     @dataclass(frozen=True, slots=True)
     class LayerPins(ParallelPins):
-        """The pins of one layer: ``ParallelPins``, and those of techniques, by their names."""
+        """The pins of one layer: ``ParallelPins``, and one for each pin of a technique."""
 
 else:
     LayerPins = _with_techniques("LayerPins", ParallelPins, of_layer=True)
@@ -136,7 +135,7 @@ else:
 
 @dataclass(frozen=True, slots=True)
 class PipelinePins(LayerPins):
-    """The pins of the whole plan besides those of techniques, and those of every layer."""
+    """The pins of the plan that aren't a technique's, and those of all layers."""
 
     pipeline: int | None = _pin("the pipeline-parallel degree", "pipeline=4")
     chunks: int | None = _pin("the number of pipeline stages on each device (virtual stages)", "chunks=2")
@@ -151,7 +150,7 @@ if TYPE_CHECKING:
 
     @dataclass(frozen=True, slots=True)
     class PlanPins(PipelinePins):
-        """The pins of the whole plan, and those of every layer."""
+        """The pins of the plan, and those of all layers."""
 
 else:
     PlanPins = _with_techniques("PlanPins", PipelinePins, of_layer=False)
@@ -170,28 +169,28 @@ def checked(key: str, value: Value) -> Value:
     if name in PINS and (PINS[name].of_layer or not selector):
         return PINS[name].checked(key, value)
     if name in OF_PLAN:
-        raise UsageError(f"{name} is of the whole plan, not of {selector}", f"pin {name} alone")
+        raise UsageError(f"{name} is a pin of the whole plan, not of {selector}", f"write {name} without {selector}")
     names = OF_LAYER if selector else tuple(PINS)
-    near = difflib.get_close_matches(name, names, n=1)
+    closest = difflib.get_close_matches(name, names, n=1)
     raise UsageError(
         f"there is no pin {key!r}",
-        f"the pins are {', '.join(names)}" + (f"; did you mean {near[0]}?" if near else f"; {FORM}"),
+        f"the pins are {', '.join(names)}" + (f"; did you mean {closest[0]}?" if closest else f"; {FORM}"),
     )
 
 
 def read_pin(text: str) -> tuple[str, Value]:
     """Parse ``"layers.0-7.tensor=8"`` to key and value. Raises ``UsageError`` for other forms."""
-    key, equals, written = (part.strip() for part in text.partition("="))
-    if not (key and equals and written):
+    key, equals, value = (part.strip() for part in text.partition("="))
+    if not (key and equals and value):
         raise UsageError(f"{text!r} is not a pin", FORM)
-    if re.fullmatch(r"[+-]?\d+", written):
-        return key, int(written)
+    if re.fullmatch(r"[+-]?\d+", value):
+        return key, int(value)
     words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-    return key, words.get(written.lower(), written)
+    return key, words.get(value.lower(), value)
 
 
 def read_pins(texts: Sequence[str]) -> dict[str, Value]:
-    """Parse pins by key. Raises ``UsageError`` for an invalid pin, or a key with two values."""
+    """Parse pins; return their values by key. Raises ``UsageError`` for an invalid pin, or a key with two values."""
     pins: dict[str, Value] = {}
     for key, value in map(read_pin, texts):
         if pins.setdefault(key, value) != value:

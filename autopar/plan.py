@@ -73,7 +73,7 @@ ALLOWED = {
     NARROW_MOMENTS: "Adam's moments of 16-bit parameters are in 16 bits",
     FP8: "products with weights multiply 8-bit floating-point numbers, in models in bfloat16",
     TF32: "matrix products of float32 round their operands to 10 bits of mantissa",
-} | {way.gives_up: way.inexact for technique in (*LAYER, *PLAN) for way in technique.ways if way.gives_up}
+} | {mode.gives_up: mode.inexact for technique in (*LAYER, *PLAN) for mode in technique.modes if mode.gives_up}
 """The kinds of exactness that a user may allow a plan to give up, and what is not exact then."""
 
 DEGREES = {
@@ -92,8 +92,8 @@ SEQUENCES = tuple(role for role in Role if role.shards_sequence)
 
 def given_up(sync: str, strategies: Iterable[Strategy]) -> tuple[str, ...]:
     """The exactness (of ``ALLOWED``) that a synchronisation and the layers' strategies give up."""
-    given = {technique.way(value).gives_up for s in strategies for technique, value in s.options.chosen}
-    given.add(SYNC.way(sync).gives_up)
+    given = {technique.mode(value).gives_up for s in strategies for technique, value in s.options.chosen}
+    given.add(SYNC.mode(sync).gives_up)
     return tuple(name for name in GIVEN_UP if name in given)
 
 
@@ -126,7 +126,7 @@ class Strategy:
         options = options.but(**chosen) if chosen else options
         assert zero in (0, 1, 2, 3), zero
         assert replicate == 1 or zero, (zero, replicate)
-        assert zero >= options.zero, (zero, options)
+        assert zero >= options.min_zero, (zero, options)
         for name, value in (("roles", roles), ("zero", zero), ("replicate", replicate), ("options", options)):
             object.__setattr__(self, name, value)
 
@@ -137,12 +137,12 @@ class Strategy:
     @property
     def uninterrupted(self) -> bool:
         """Whether nothing is done before and after the layer as a whole, by ZeRO or by a technique."""
-        return self.zero < 2 and not self.options.around
+        return self.zero < 2 and not self.options.wraps_layer
 
     @property
-    def whole(self) -> Strategy:
-        """The same strategy with whole microbatches."""
-        return dataclasses.replace(self, options=self.options.whole)
+    def unsplit(self) -> Strategy:
+        """The same strategy, with microbatches that are not computed in parts."""
+        return dataclasses.replace(self, options=self.options.unsplit)
 
     def under(self, schedule: Schedule) -> Strategy:
         """The same strategy for a pipeline of this schedule: a schedule that splits the backward pass computes the weights' gradients in a
@@ -187,7 +187,7 @@ class Strategy:
 
 def effective_sync(sync: str, mesh: tuple[Axis, ...], strategies: Iterable[Strategy]) -> str:
     """``sync``, or the default if every layer has one replica alone: there is nothing to synchronise."""
-    roles = (Role.DATA,) if SYNC.way(sync).gives_up else REPLICATING
+    roles = (Role.DATA,) if SYNC.mode(sync).gives_up else REPLICATING
     return sync if any(s.degree(mesh, *roles) > 1 for s in strategies) else SYNC.default
 
 
@@ -307,7 +307,7 @@ class Plan:
         assert self.stages[0].start == 0 and self.stages[-1].stop == len(self.layers)
         assert all(a.stop == b.start for a, b in zip(self.stages, self.stages[1:], strict=False))
         assert all(len(layer.strategy.roles) == len(self.mesh) for layer in self.layers)
-        assert all(layer.strategy.zero <= SYNC.way(self.sync).most_zero for layer in self.layers), self.sync
+        assert all(layer.strategy.zero <= SYNC.mode(self.sync).max_zero for layer in self.layers), self.sync
 
     def __str__(self) -> str:
         """The plan in a sentence; ``autopar price`` prints all of it."""

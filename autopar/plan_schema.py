@@ -296,7 +296,7 @@ def check_plan(data: Any) -> None:
         _check_layer(f"layers[{i}]", layer, data["mesh"])
     for technique in PLAN:
         value = technique.read(data)
-        most = technique.way(value).most_zero
+        most = technique.mode(value).max_zero
         sharded = next((layer for layer in data["layers"] if layer["zero"] > most), None)
         if sharded is not None:
             raise MalformedFileError(
@@ -411,7 +411,7 @@ def _check_layer(where: str, layer: Mapping[str, Any], mesh: Sequence[Mapping[st
     for technique in LAYER:
         value = options[technique.name]
         found = conflict(technique, value, options)
-        wrong[f"{technique.name} {value} under ZeRO {zero}"] = technique.way(value).zero > zero
+        wrong[f"{technique.name} {value} under ZeRO {zero}"] = technique.mode(value).min_zero > zero
         wrong[f"{technique.name} {value} and {found and f'{found.other} {options[found.other]}'}"] = found is not None
     for what, is_so in wrong.items():
         if is_so:

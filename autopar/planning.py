@@ -30,11 +30,11 @@ from autopar.search import (
     search,
     search_again,
 )
-from autopar.search.concessions import Concession, best_plan, concessions
-from autopar.search.notes import odd_experts, whole_layers
+from autopar.search.notes import odd_experts, unsplit_layers
+from autopar.search.numerics import Numerics, allowed_numerics, best_plan
 from autopar.search.options import SequencePin
 from autopar.search.problem import LONG_SEQUENCE, MOST_NODES, SEQUENCE_ROLES, divisors
-from autopar.workload import Recapture, Workload, sequence_length, with_concession
+from autopar.workload import Recapture, Workload, sequence_length, with_numerics
 
 
 def plan_model(
@@ -91,7 +91,7 @@ def plan_graph(
         )
 
     chosen = plan or ranks.plan_of_rank_0(find)
-    of_plan = with_concession(graph, again, Concession.of(chosen))
+    of_plan = with_numerics(graph, again, Numerics.of(chosen))
     if plan is not None:
         check_model(plan, of_plan)
         check_devices(plan, cluster, may_be_idle=True)
@@ -159,12 +159,14 @@ def search_model(
     Raises ``InfeasibleError`` with changes that would make the request feasible.
     """
 
-    def find(concession: Concession, shared: SearchOptions) -> Plan:
-        again = with_concession(graph, recapture, concession)
+    def find(numerics: Numerics, shared: SearchOptions) -> Plan:
+        again = with_numerics(graph, recapture, numerics)
         return find_plan(again, cluster, shared, progress=progress, may_be_idle=True)
 
     try:
-        return best_plan(concessions(graph, options), options, find, lambda text: report(progress, "capture", text))
+        return best_plan(
+            allowed_numerics(graph, options), options, find, lambda text: report(progress, "capture", text)
+        )
     except InfeasibleError as error:
         study = Study(graph, cluster, options, recapture=recapture, seq=sequence_length(graph))
         raise suggest(study, error, lambda text: report(progress, "search", text)) from None
@@ -199,7 +201,7 @@ def find_plan(
     notes += (
         *_not_searched(graph, cluster, options),
         *_eager_layers(graph, found),
-        *whole_layers(found, pricer.on(cluster)),
+        *unsplit_layers(found, pricer.on(cluster)),
         *odd_experts(found, pricer.on(cluster)),
     )
     wall_time_s = time.perf_counter() - start_s

@@ -1,9 +1,9 @@
 """Groups layers into segments that are recomputed together.
 
 A run consists of consecutive layers of one class in a stage, with equal strategies, each of which passes its only value to the next. If
-their strategy combines N layers (``Options.together``), a run is cut into segments of N layers; the last may be shorter. A segment saves
-its first layer's input, and its backward recomputes the segment, so that the activations of all its layers are in memory at once: for n
-layers, segments of about sqrt(n) need least memory (Chen et al., "Training deep nets with sublinear memory cost", arXiv:1604.06174).
+their strategy combines N layers (``Options.segment_layers``), a run is cut into segments of N layers; the last may be shorter. A segment
+saves its first layer's input, and its backward recomputes the segment, so that the activations of all its layers are in memory at once: for
+n layers, segments of about sqrt(n) need least memory (Chen et al., "Training deep nets with sublinear memory cost", arXiv:1604.06174).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def segments(graph: Graph, strategies: Sequence[Strategy], bounds: Sequence[int]
     """Return all layers as one range per segment. ``bounds`` are (0, first layer of stage 1, ..., number of layers)."""
     found = []
     for run in _runs(graph, strategies, bounds):
-        segment = strategies[run[0]].options.together
+        segment = strategies[run[0]].options.segment_layers
         found += [run[at : at + segment] for at in range(0, len(run), segment)]
     return found
 
@@ -41,7 +41,7 @@ def _runs(graph: Graph, strategies: Sequence[Strategy], bounds: Sequence[int]) -
         first = start
         for i in range(start + 1, stop + 1):
             cls, strategy = graph.layers[first].cls, strategies[first]
-            several = strategy.options.together > 1 and graph.chains[cls] > 1
+            several = strategy.options.segment_layers > 1 and graph.chains[cls] > 1
             if i < stop and several and graph.layers[i].cls == cls and strategies[i] == strategy:
                 continue
             yield range(first, i)

@@ -110,8 +110,8 @@ def conversion(source: SpmdType, target: SpmdType) -> tuple[Collective, Collecti
     return _CONVERSIONS.get(source.kind + target.kind)
 
 
-def legal_in_time(source: SpmdType, target: SpmdType, gradient: bool) -> bool:
-    """Return whether a conversion is possible when the "ranks" are sequential microbatches, without communication.
+def legal_over_microbatches(source: SpmdType, target: SpmdType, gradient: bool) -> bool:
+    """Return whether a conversion is possible on the axis of microbatches, which run one after the other: without communication.
 
     For a value without ``gradient``, I and R are the same. A value that is equal in every microbatch (a weight penalty) becomes a partial
     sum when it is divided by the number of microbatches, if its type is R; if it is I, its gradient would not be divided.

@@ -19,7 +19,7 @@ from autopar.errors import AutoparError, BatchError, ModelError, UsageError
 from autopar.graph import Graph
 from autopar.plan import FP8
 from autopar.precision import normalise
-from autopar.search.concessions import Concession
+from autopar.search.numerics import Numerics
 from autopar.shard import annotate
 from autopar.techniques import OF_LAYERS
 
@@ -106,13 +106,13 @@ class Recapture(Protocol):
         ...
 
 
-def with_concession(graph: Graph, recapture: Recapture, concession: Concession) -> Graph:
-    """Return the graph for plans with the concession: of one microbatch if microbatches count as separate batches, and with FP8 products
+def with_numerics(graph: Graph, recapture: Recapture, numerics: Numerics) -> Graph:
+    """Return the graph for plans with the numerics: of one microbatch if microbatches count as separate batches, and with FP8 products
     if allowed."""
-    part = separate_microbatches(graph, lambda rows: recapture(global_batch=rows), concession.microbatches)
-    narrow = tuple(name for name in concession.narrow if name not in (FP8, *OF_LAYERS))
+    part = separate_microbatches(graph, lambda rows: recapture(global_batch=rows), numerics.microbatches)
+    narrow = tuple(name for name in numerics.narrow if name not in (FP8, *OF_LAYERS))
     part = part if part.narrow == narrow else dataclasses.replace(part, narrow=narrow)
-    return in_float8(part) if FP8 in concession.narrow else part
+    return in_float8(part) if FP8 in numerics.narrow else part
 
 
 def sequence_length(graph: Graph) -> int | None:

@@ -1,4 +1,4 @@
-"""Selects the products that run in 8 bits where ``fp8`` is allowed."""
+"""Runs the matrix products with weights in FP8, if the user allows ``fp8``, but not routers and the head."""
 
 from __future__ import annotations
 
@@ -17,49 +17,48 @@ _LINEAR = torch.ops.aten.linear.default
 
 
 def float8_pass(
-    gm: fx.GraphModule, parameters: Container[fx.Node], last: bool, decisive: Container[int] = ()
+    gm: fx.GraphModule, parameters: Container[fx.Node], has_head: bool, choice_outputs: Container[int] = ()
 ) -> fx.GraphModule:
-    """``linear(x, weight)`` becomes ``kernels_fp8.linear(x, weight)`` if ``weight`` is one of ``parameters``, the placeholders of the
-    layer's parameters, in bfloat16 and of two dims that are both multiples of 16.
+    """``linear(x, weight)`` becomes ``kernels_fp8.linear(x, weight)`` if ``weight`` is in ``parameters`` (the placeholders of the layer's
+    parameters), a bfloat16 matrix, and both its dims are multiples of 16.
 
-    Routers stay as they are: products on which a mixture's choice of experts or the experts' weights depend, but not the experts' tokens;
-    and the last products before any other choice (``choices``), which may be in another layer that reads the results ``decisive``. If
-    ``gm`` has the ``last`` products of the model, those that no other product reads stay, too: the head. Embeddings, attention and experts
-    are other ops.
+    These products stay in bfloat16: routers, on which the experts that a mixture chooses or their weights depend, but not its tokens; the
+    last products before any other choice (``nodes_before_choices``), here or in another layer, which reads the results ``choice_outputs``;
+    and if ``has_head``, the products that no other product reads. Embeddings, attention and experts are other ops.
     """
-    kept = {node for node in gm.graph.nodes if _feeds_a_router(node)} | choices(gm, decisive)
-    if last:
-        kept |= _last_products(gm.graph.nodes)
+    excluded = {node for node in gm.graph.nodes if _is_router(node)} | nodes_before_choices(gm, choice_outputs)
+    if has_head:
+        excluded |= _last_products(gm.graph.nodes)
     for node in gm.graph.nodes:
-        if node.target is _LINEAR and node not in kept and _fits(node, parameters):
+        if node.target is _LINEAR and node not in excluded and _runs_in_fp8(node, parameters):
             node.target = kernels_fp8.linear
     gm.graph.lint()
     return gm
 
 
-def choices(gm: fx.GraphModule, decisive: Container[int] = ()) -> set[fx.Node]:
+def nodes_before_choices(gm: fx.GraphModule, choice_outputs: Container[int] = ()) -> set[fx.Node]:
     """The nodes on which a choice depends, back to and including the nearest products.
 
-    A choice turns floating numbers into integers or booleans (``topk``, ``argmax``, a comparison), which rounding may change completely.
-    The results of the graph at the indices ``decisive`` take part in choices of other layers.
+    A choice turns floating-point numbers into integers or booleans (``topk``, ``argmax``, a comparison): rounding may change it
+    completely. Choices in other layers depend on the graph's results at the indices ``choice_outputs``.
     """
     results = list(next(node for node in gm.graph.nodes if node.op == "output").all_input_nodes)
-    waiting = [node for index, node in enumerate(results) if index in decisive]
+    pending = [node for index, node in enumerate(results) if index in choice_outputs]
     for node in gm.graph.nodes:
         if node.op == "call_function" and any(map(_is_discrete, _tensors(node))):
-            waiting += [each for each in node.all_input_nodes if not all(map(_is_discrete, _tensors(each)))]
+            pending += [operand for operand in node.all_input_nodes if not all(map(_is_discrete, _tensors(operand)))]
     found: set[fx.Node] = set()
-    while waiting:
-        node = waiting.pop()
+    while pending:
+        node = pending.pop()
         if node not in found:
             found.add(node)
-            waiting += [] if node.op == "call_function" and facts(node).is_expensive else node.all_input_nodes
+            pending += [] if node.op == "call_function" and facts(node).is_expensive else node.all_input_nodes
     return found
 
 
 def _tensors(node: fx.Node) -> list[Tensor]:
     value = meta(node).get("val")
-    return [each for each in (value if isinstance(value, list | tuple) else [value]) if isinstance(each, Tensor)]
+    return [x for x in (value if isinstance(value, list | tuple) else [value]) if isinstance(x, Tensor)]
 
 
 def _is_discrete(value: Tensor) -> bool:
@@ -71,39 +70,39 @@ def has_products(gm: fx.GraphModule) -> bool:
     return any(node.target is _LINEAR for node in gm.graph.nodes)
 
 
-def _fits(node: fx.Node, parameters: Container[fx.Node]) -> bool:
+def _runs_in_fp8(node: fx.Node, parameters: Container[fx.Node]) -> bool:
     weight = operands(node)[1]
-    sizes, alike = shape_of(weight), meta(weight)["val"].dtype == meta(node)["val"].dtype == torch.bfloat16
-    whole = all(size % kernels_fp8.MULTIPLE == 0 for size in sizes)
-    return weight in parameters and len(operands(node)) == 2 and len(sizes) == 2 and alike and whole
+    sizes, is_bfloat16 = shape_of(weight), meta(weight)["val"].dtype == meta(node)["val"].dtype == torch.bfloat16
+    is_aligned = all(size % kernels_fp8.MULTIPLE == 0 for size in sizes)
+    return weight in parameters and len(operands(node)) == 2 and len(sizes) == 2 and is_bfloat16 and is_aligned
 
 
-def _feeds_a_router(node: fx.Node) -> bool:
-    """Whether a mixture's choice of experts or their weights depend on ``node``, but its tokens do not."""
+def _is_router(node: fx.Node) -> bool:
+    """Whether the experts that a mixture chooses, or their weights, depend on a product, but the mixture's tokens do not."""
     if node.target is not _LINEAR:
         return False
-    reached = {node, *_readers(node)}
-    for mixture in reached:
+    dependents = {node, *_dependents(node)}
+    for mixture in dependents:
         if isinstance(mixture.target, Experts):
-            tokens, *choice = operands(mixture)[:3]
-            if tokens not in reached and any(value in reached for value in choice):
+            tokens, *routing = operands(mixture)[:3]
+            if tokens not in dependents and any(value in dependents for value in routing):
                 return True
     return False
 
 
 def _last_products(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """The products whose results reach no other product and no attention."""
-    found = [node for node in nodes if node.target is _LINEAR]
-    return {node for node in found if not any(facts(reader).is_expensive for reader in _readers(node))}
+    products = [node for node in nodes if node.target is _LINEAR]
+    return {node for node in products if not any(facts(user).is_expensive for user in _dependents(node))}
 
 
-def _readers(node: fx.Node) -> set[fx.Node]:
-    """The nodes that depend on ``node``."""
+def _dependents(node: fx.Node) -> set[fx.Node]:
+    """The nodes that depend on ``node``, directly or not."""
     found: set[fx.Node] = set()
-    waiting = list(node.users)
-    while waiting:
-        reader = waiting.pop()
-        if reader not in found:
-            found.add(reader)
-            waiting += reader.users
+    pending = list(node.users)
+    while pending:
+        user = pending.pop()
+        if user not in found:
+            found.add(user)
+            pending += user.users
     return found

@@ -51,7 +51,7 @@ def kernel_call(node: fx.Node, sharding: Sharding) -> KernelCall | None:
     }
     if named.get(MICROBATCH, "local_batch_norm") not in OF_MICROBATCHES:
         raise ProgramError(
-            f"{node.name} would need the kernel {named[MICROBATCH]} over the microbatches, which are not on different devices",
+            f"{node.name} would need the kernel {named[MICROBATCH]} over the microbatches, which run one by one",
             hint="plan with one microbatch",
         )
     named.pop(MICROBATCH, None)

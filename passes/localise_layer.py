@@ -15,7 +15,7 @@ from autopar.ops.operands import operands, shape_of
 from autopar.sharding import Sharding, local_shape
 from passes.collectives import convert, share
 from passes.kernel_calls import kernel_call, partition
-from passes.localise import localised, verify
+from passes.localise import local_call, verify
 
 
 def scale(x: Tensor, factor: float) -> Tensor:
@@ -66,7 +66,7 @@ def _call(
             made[kwargs["seed"]] = kwargs["seed"]
         return graph.call_function(target, fx.map_arg(args, made.__getitem__), fx.map_arg(kwargs, made.__getitem__))
     shapes = [local_shape(shape_of(o), sharding.axes, meta(o)["types"]) for o in operands(node)]
-    call = localised(node, shapes, shape, partition(node, sharding))
+    call = local_call(node, shapes, shape, partition(node, sharding))
     verify(node, call, shapes, shape)
     target, args, kwargs, factor = call
     new = graph.call_function(target, fx.map_arg(args, made.__getitem__), fx.map_arg(kwargs, made.__getitem__))

@@ -62,10 +62,10 @@ def products_of(
     a product of the group stays alone: its result, and later its gradient, would be live while that op runs.
     """
     groups: dict[tuple[str, Types], list[fx.Node]] = {}
-    for node, way in _on_parameters(cls.graph, _trainable(cls)):
+    for node, reads in _on_parameters(cls.graph, _trainable(cls)):
         value = operands(node)[0].name
         source, needed = tuple(t.produced[value] for t in types), tuple(t.needed[node.name][0] for t in types)
-        if source == needed or not gradient[value] or not all(_is_silent(read, types) for read in way):
+        if source == needed or not gradient[value] or not all(_is_silent(read, types) for read in reads):
             continue
         last = conversion_steps(source, needed)[-1]
         if last.target == R and last.source.kind in ("I", "S") and 0 not in last.axes:  # 0 is the microbatch axis
@@ -93,11 +93,11 @@ def _on_parameters(graph: fx.GraphModule, trainable: frozenset[str]) -> tuple[tu
     for node in graph.graph.nodes:
         if op_name(node) != "aten.linear" or len(operands(node)) != 2 or 1 in shape_of(operands(node)[0])[:-1]:
             continue
-        way = [(node, 1, operands(node)[1])]
-        while facts(way[-1][2]).is_view and len(operands(way[-1][2])) == 1:
-            way.append((way[-1][2], 0, operands(way[-1][2])[0]))
-        if way[-1][2].name in trainable:
-            found.append((node, tuple((reader.name, i, read.name) for reader, i, read in way)))
+        reads = [(node, 1, operands(node)[1])]
+        while facts(reads[-1][2]).is_view and len(operands(reads[-1][2])) == 1:
+            reads.append((reads[-1][2], 0, operands(reads[-1][2])[0]))
+        if reads[-1][2].name in trainable:
+            found.append((node, tuple((reader.name, i, read.name) for reader, i, read in reads)))
     return tuple(found)
 
 
@@ -207,7 +207,9 @@ def _common_meta(products: Sequence[fx.Node]) -> dict[str, Any]:
 
 # -- halves: which layers ---------------------------------------------------------------------------------------------
 
-_APART = frozenset(("PI", "PR", "IR", "SR", "SI", "PS", "SS"))  # the conversions that program.halves runs as async ops
+_ASYNC_CONVERSIONS = frozenset(
+    ("PI", "PR", "IR", "SR", "SI", "PS", "SS")
+)  # the conversions that program.halves runs as async ops
 
 
 ODD = "has an odd number of rows on each device in a microbatch"
@@ -234,7 +236,7 @@ def refusal(cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str, 
         return f"has {len(cls.outputs)} results, and halves of one are joined"
     time = types[0]
     nodes = [node for node in cls.graph.graph.nodes if node.op != "output"]
-    if mixed := next((node for node in nodes if not _apart(node, time, gradient)), None):
+    if mixed := next((node for node in nodes if not _rows_are_independent(node, time, gradient)), None):
         return f"computes {mixed.name} from several rows of the batch"
     if drawn := next((node for node in nodes if node.op == "call_function" and is_random(node)), None):
         return f"draws random numbers ({drawn.name}), of which each row would need its own"
@@ -245,12 +247,12 @@ def refusal(cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str, 
     if not any(_is_long(node) for node in nodes):
         return "has no products to hide collectives under"
     turns = turns_of(cls, types, gradient)
-    if not (set(turns.flights) - turns.once or turns.inner):
+    if not (set(turns.flights) - turns.shared or turns.experts):
         return "has no collective to hide"
     return ""
 
 
-def _apart(node: fx.Node, time: AxisTypes, gradient: Mapping[str, bool]) -> bool:
+def _rows_are_independent(node: fx.Node, time: AxisTypes, gradient: Mapping[str, bool]) -> bool:
     """Whether the rows of the node's value, and of what it reads, are independent between microbatches."""
     if node.name in time.kernel or time.produced[node.name].kind == "P":
         return False
@@ -274,13 +276,13 @@ def part_of(cls: LayerClass, sharding: Sharding) -> Sharding | None:
     half = Sharding((Axis(MICROBATCH, 2 * time.size, 0), *mesh), sharding.types)
     for value, types in typed_values(cls.graph, half):
         dim = types[0].dim
-        ways = math.prod(axis.size for axis, t in zip(half.axes, types, strict=True) if t.dim == dim)
-        if dim is not None and shape_of(value)[dim] % ways:
+        parts = math.prod(axis.size for axis, t in zip(half.axes, types, strict=True) if t.dim == dim)
+        if dim is not None and shape_of(value)[dim] % parts:
             return None
     return half
 
 
-def why_whole(cls: LayerClass, sharding: Sharding) -> str:
+def not_splittable_reason(cls: LayerClass, sharding: Sharding) -> str:
     """Return why the microbatches of a layer of these shapes can't be halved, or an empty string."""
     reason = refusal(cls, sharding.types, gradient_flow(cls))
     return reason or ("" if part_of(cls, sharding) is not None else ODD)
@@ -290,7 +292,7 @@ def why_whole(cls: LayerClass, sharding: Sharding) -> str:
 
 
 def turns_of(cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str, bool]) -> Turns:
-    """Where the halves take turns.
+    """Return where the halves take turns.
 
     There is a turn before the first reader of each conversion that runs a collective, forward or backward, unless there is one between the
     value and the reader already; conversions of parameters make no turn. A piece between two turns with several products is cut once more,
@@ -301,31 +303,32 @@ def turns_of(cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str,
     first: dict[Read, int] = {}
     for one in conversions(cls.graph, types, gradient):
         rows = types[0].produced[one.value].sharded
-        if (rows or one.value not in position) and _travels(one):
+        if (rows or one.value not in position) and _is_async(one):
             first[one.value, one.target] = position.get(one.readers[0][0], len(nodes))
-    made = {read: position.get(read[0], -1) for read in first}
-    inner = tuple(i for i, node in enumerate(nodes) if any(t.kernel.get(node.name) == "expert_exchange" for t in types))
-    once = frozenset(read for read in first if not types[0].produced[read[0]].sharded)
+    producers = {read: position.get(read[0], -1) for read in first}
+    experts = tuple(i for i, n in enumerate(nodes) if any(t.kernel.get(n.name) == "expert_exchange" for t in types))
+    shared = frozenset(read for read in first if not types[0].produced[read[0]].sharded)
     turns: set[int] = set()
     for read, at in sorted(first.items(), key=lambda item: item[1]):
-        between = any(made[read] < turn <= at for turn in turns) or any(made[read] < place < at for place in inner)
-        if read not in once and not between:
+        producer = producers[read]
+        between = any(producer < turn <= at for turn in turns) or any(producer < expert < at for expert in experts)
+        if read not in shared and not between:
             turns.add(at)
-    bounds = sorted({0, *turns, *inner, *(place + 1 for place in inner), len(nodes)})
-    if turns or inner:
+    bounds = sorted({0, *turns, *experts, *(expert + 1 for expert in experts), len(nodes)})
+    if turns or experts:
         turns |= {cut for a, b in itertools.pairwise(bounds) if (cut := _middle(nodes, a, b)) is not None}
     flights: dict[Read, tuple[int, int | None]] = {}
     for read, at in first.items():
         last = max((turn for turn in turns if turn <= at), default=-1)
-        early = any(made[read] < turn < last for turn in (*turns, *inner))
+        early = any(producers[read] < turn < last for turn in (*turns, *experts))
         flights[read] = at, last if early else None
-    return Turns(tuple(node.name for node in nodes), tuple(sorted(turns)), flights, made, inner, once, ODD)
+    return Turns(tuple(node.name for node in nodes), tuple(sorted(turns)), flights, producers, experts, shared, ODD)
 
 
-def _travels(conversion: Conversion) -> bool:
-    """Whether the last step of a conversion runs a collective that can be an async op."""
+def _is_async(conversion: Conversion) -> bool:
+    """Return whether the last step of a conversion runs a collective that can be an async op."""
     last = conversion.steps[-1] if conversion.steps else None
-    return last is not None and last.source.kind + last.target.kind in _APART and last.sends
+    return last is not None and last.source.kind + last.target.kind in _ASYNC_CONVERSIONS and last.sends
 
 
 def _is_long(node: fx.Node) -> bool:
@@ -347,11 +350,11 @@ def _middle(nodes: Sequence[fx.Node], start: int, stop: int) -> int | None:
 
 
 def _mark_turns(gm: fx.GraphModule, cls: LayerClass, sharding: Sharding) -> fx.GraphModule:
-    """Marks the turns in the local graph of ``cls`` of one half (``part_of``).
+    """Mark the turns in the local graph of ``cls`` of one half (``part_of``).
 
-    ``meta["turn"]``: the halves take turns before the node. ``meta["flies"]`` of a ``convert``: the function that issues it asynchronously.
-    ``meta["sends"]``: the conversions that are issued right after the node. ``meta["across"]``: there is a turn between the node and a
-    reader.
+    ``meta["turn"]``: the halves take turns before the node. ``meta["async_op"]`` of a ``convert``: the function that issues it
+    asynchronously. ``meta["sends"]``: the conversions that are issued right after the node. ``meta["across"]``: there is a turn between the
+    node and a reader.
     """
     graph = gm.graph
     gradient = {node.name: bool(meta(node).get("gradient")) for node in cls.graph.graph.nodes}
@@ -361,21 +364,21 @@ def _mark_turns(gm: fx.GraphModule, cls: LayerClass, sharding: Sharding) -> fx.G
     output = graph.output_node()
     arriving = {read: _conversion_of(local[read[0]], read[1], gradient[read[0]]) for read in turns.flights}
     starts: dict[int, fx.Node] = {}
-    for at in turns.at:
+    for at in turns.starts:
         op = next((local[name] for name in turns.ops[at:] if name in local), output)
         own = [arriving[read] for read, (reader, _) in turns.flights.items() if reader == at]
         starts[at] = min((*own, op), key=lambda node: where[node])
         meta(starts[at])["turn"] = True
-    for place in turns.inner:
-        meta(local[turns.ops[place]])["inner"] = "halves.send"
+    for expert in turns.experts:
+        meta(local[turns.ops[expert]])["inner"] = "halves.send"
     for read, (_, before) in turns.flights.items():
         node = arriving[read]
         value = node.args[0]
         assert isinstance(value, fx.Node)
-        anchor = _gathered_up(graph, local[read[0]], value)
+        anchor = _moved_to_producer(graph, local[read[0]], value)
         if before is not None:
             anchor = starts[before].prev
-        meta(node)["flies"], meta(node)["once"] = "halves.start", read in turns.once and value.op == "placeholder"
+        meta(node)["async_op"], meta(node)["once"] = "halves.start", read in turns.shared and value.op == "placeholder"
         meta(anchor).setdefault("sends", []).append(node)
     _mark_across(graph)
     graph.lint()
@@ -406,8 +409,8 @@ def _conversion_of(value: fx.Node, needed: Types, gradient: bool) -> fx.Node:
     raise AssertionError((value.name, needed))
 
 
-def _gathered_up(graph: fx.Graph, value: fx.Node, last: fx.Node) -> fx.Node:
-    """Move the conversions between ``value`` and ``last`` right behind ``value``; returns the last."""
+def _moved_to_producer(graph: fx.Graph, value: fx.Node, last: fx.Node) -> fx.Node:
+    """Move the conversions between ``value`` and ``last`` right behind the op that produces ``value``; return the last."""
     chain = []
     while last is not value:
         chain.append(last)

@@ -20,22 +20,20 @@ from autopar.ops.operands import arguments, operands, shape_of
 from autopar.ops.own import own_op
 from autopar.rules.padding import padding
 from autopar.sharding import Sharding
-from passes.localise import with_sizes
-
-_TO_THE_END = 2**63 - 1
+from passes.localise import SLICE_END, reshape_op
 
 
 def pad_class(cls: LayerClass, sharding: Sharding) -> LayerClass:
     """``cls`` at padded shapes; ``cls`` itself if the axes divide everything that they shard."""
     found = padding(cls)
     multiples = found.multiples(sharding.axes, sharding.types)
-    if not found.grows(multiples):
+    if not found.is_needed(multiples):
         return cls
     shapes: dict[str, tuple[int, ...]] = {}
 
-    def grown(node: fx.Node, value: Any) -> Any:
+    def padded(node: fx.Node, value: Any) -> Any:
         if isinstance(value, tuple | list):
-            return type(value)(grown(node, part) for part in value)
+            return type(value)(padded(node, part) for part in value)
         if not isinstance(value, torch.Tensor):
             return value
         return torch.empty(found.shape(node.name, value.shape, multiples), dtype=value.dtype, device="meta")
@@ -47,9 +45,9 @@ def pad_class(cls: LayerClass, sharding: Sharding) -> LayerClass:
         new.meta = dict(node.meta)
         if node.op == "output":
             continue
-        meta(new)["val"] = grown(node, meta(node).get("val"))
+        meta(new)["val"] = padded(node, meta(node).get("val"))
         if node.op == "call_function":
-            _reword(new, node)
+            _resize(new, node)
         elif meta(new)["val"] is not None:
             shapes[node.name] = tuple(meta(new)["val"].shape)
     module = fx.GraphModule(cls.graph, graph)
@@ -61,7 +59,7 @@ def pad_class(cls: LayerClass, sharding: Sharding) -> LayerClass:
     return dataclasses.replace(cls, graph=module, parameters=parameters)
 
 
-def _reword(new: fx.Node, old: fx.Node) -> None:
+def _resize(new: fx.Node, old: fx.Node) -> None:
     """Update the arguments that name sizes: a view gets the new sizes, a slice of a whole dim takes the whole new dim, a loss gets the
     true vocabulary size."""
     name, kind = op_name(old), facts(old).kind
@@ -70,12 +68,12 @@ def _reword(new: fx.Node, old: fx.Node) -> None:
         if shape_of(operands(new)[0])[-1] != classes:
             new.kwargs = {**new.kwargs, "vocabulary": classes}
     elif (own := own_op(old)) is not None:
-        own.reword(new, old)
+        own.resize(new, old)
     elif isinstance(meta(new)["val"], torch.Tensor) and shape_of(new) != shape_of(old):
         if kind in (OpKind.RESHAPE, OpKind.EXPANSION):
-            target = with_sizes(name) if kind is OpKind.RESHAPE else torch.ops.aten.expand.default
+            target = reshape_op(name) if kind is OpKind.RESHAPE else torch.ops.aten.expand.default
             new.target, new.args, new.kwargs = target, (new.args[0], list(shape_of(new))), {}
         elif name == "aten.slice":
             dim = int(arguments(old)["dim"]) % len(shape_of(old))
             if shape_of(new)[dim] != shape_of(old)[dim]:
-                new.target, new.args, new.kwargs = torch.ops.aten.slice.Tensor, (new.args[0], dim, 0, _TO_THE_END), {}
+                new.target, new.args, new.kwargs = torch.ops.aten.slice.Tensor, (new.args[0], dim, 0, SLICE_END), {}

@@ -66,7 +66,7 @@ def computed(cls: LayerClass, sharding: Sharding, options: Options) -> Sharding:
     """The sharding of what a local graph computes: of a microbatch, or of a part of one."""
     if options.parts == 1:
         return sharding
-    part = _module(options.parting).part_of(cls, sharding)
+    part = _module(options.splitting).part_of(cls, sharding)
     assert part is not None, cls.name
     return part
 
@@ -74,7 +74,7 @@ def computed(cls: LayerClass, sharding: Sharding, options: Options) -> Sharding:
 def turns_of(cls: LayerClass, types: Sequence[AxisTypes], options: Options) -> Turns | str:
     """Return where the parts of a layer's microbatches take turns; or why there can be no parts, whatever the shapes. ``types`` are those
     of the microbatch axis, then of the mesh's axes (or runs of axes with equal types)."""
-    found: Turns | str = _module(options.parting).turns_or_reason(cls, types)
+    found: Turns | str = _module(options.splitting).turns_or_reason(cls, types)
     return found
 
 
@@ -85,19 +85,19 @@ def products_of(
     read; ``types`` as in ``turns_of``, ``gradient`` says which values a gradient flows back through."""
     found: dict[Read, tuple[fx.Node, ...]] = {}
     for technique in LAYER:
-        if any(way.early for way in technique.ways):
+        if any(mode.early_collectives for mode in technique.modes):
             found |= _module(technique).products_of(cls, types, gradient)
     return found
 
 
-def why_whole(cls: LayerClass, sharding: Sharding, options: Options) -> str:
+def not_splittable_reason(cls: LayerClass, sharding: Sharding, options: Options) -> str:
     """Return why the microbatches of a layer can't be computed in parts, or an empty string."""
-    return _module(options.parting).why_whole(cls, sharding) if options.parts > 1 else ""
+    return _module(options.splitting).not_splittable_reason(cls, sharding) if options.parts > 1 else ""
 
 
 def _module(technique: Technique) -> Any:
     """The module that rewrites local graphs for a technique. It has ``rewrite_local``; for values with several parts ``part_of``,
-    ``turns_or_reason`` and ``why_whole``; for values that start collectives early ``products_of``."""
+    ``turns_or_reason`` and ``not_splittable_reason``; for values that start collectives early ``products_of``."""
     return importlib.import_module(f"passes.{technique.rewrite_local}")
 
 

@@ -25,7 +25,7 @@ def rewrite_local(gm: fx.GraphModule, cls: LayerClass, sharding: Sharding, value
 
     Runs on a local graph, in which conversions are nodes.
     """
-    if ACTIVATIONS.way(value).again != "part":
+    if ACTIVATIONS.mode(value).recomputes != "part":
         return gm
     axes = [axis.name for axis in sharding.axes]
     for node in run_again(list(gm.graph.nodes), lambda node: bool(meta(node).get("gradient"))):

@@ -207,7 +207,7 @@ def _flops(node: fx.Node) -> float:
     return 2.0 * val(rows).numel() * shape_of(weight)[0]
 
 
-def _reword(new: fx.Node, old: fx.Node) -> None:
+def _resize(new: fx.Node, old: fx.Node) -> None:
     classes = shape_of(operands(old)[1])[0]
     if shape_of(operands(new)[1])[0] != classes:
         new.kwargs = {**new.kwargs, "vocabulary": classes}
@@ -235,8 +235,8 @@ register(
         flops=_flops,
         slices=_slices,
         passes=_passes,
-        beyond=lambda zeros: True if zeros[0] is None and zeros[2] is None else None,  # of the vocabulary
-        reword=_reword,
+        padding_after=lambda zero: True if zero[0] is None and zero[2] is None else None,  # of the vocabulary
+        resize=_resize,
         call=_call,
         samples=_samples,
     )

@@ -14,11 +14,11 @@ from autopar.graph import Graph, GraphLayer, LayerClass, Value
 from autopar.plan import Plan, Strategy
 from autopar.segments import segments, shortened
 from autopar.sharding import Sharding, local_shape
-from autopar.techniques import nowhere
+from autopar.techniques import not_splittable_error
 from autopar.types import I, R, S, SpmdType
 from passes.conversions import ConversionStep, conversion_steps
 from passes.layer import LocalLayer, local_layer, mesh_types
-from passes.rewrite import rewritten_graph, why_whole
+from passes.rewrite import not_splittable_reason, rewritten_graph
 
 Types = tuple[SpmdType, ...]
 
@@ -33,8 +33,8 @@ class Border:
 
 
 @dataclass(frozen=True)
-class Crossing:
-    """A value that a layer reads in types other than those in which it was produced: the conversions between layers, on the mesh's axes.
+class Resharding:
+    """A value that a layer reads in types other than those in which it was produced: its conversions, on the mesh's axes.
 
     ``key`` is the value's name in the stage (``argument_keys``). A later layer that reads it in the same types reuses the converted
     value.
@@ -65,7 +65,7 @@ class Stage:
     constants: tuple[str, ...]
     owned: dict[str, int]
     random: bool
-    crossings: tuple[Crossing, ...]
+    reshardings: tuple[Resharding, ...]
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class LocalProgram:
         names = [axis.name for axis in self.plan.mesh]
         found = {axes for layer in {id(layer): layer for layer in self.layers}.values() for axes in layer.flattened}
         for stage in self.stages:
-            steps = [step for crossing in stage.crossings for step in crossing.steps]
+            steps = [step for resharding in stage.reshardings for step in resharding.steps]
             found |= {tuple(names[axis] for axis in step.axes) for step in steps if len(step.axes) > 1}
         return tuple(sorted(found))
 
@@ -112,7 +112,7 @@ def cut_stages(graph: Graph, plan: Plan, shardings: tuple[Sharding, ...]) -> Loc
 
 def admitted(cls: LayerClass, sharding: Sharding, strategy: Strategy) -> Strategy:
     """The strategy, without parts if the layer's microbatches can't be computed in parts."""
-    return strategy.whole if why_whole(cls, sharding, strategy.options) else strategy
+    return strategy.unsplit if not_splittable_reason(cls, sharding, strategy.options) else strategy
 
 
 def check_parts(graph: Graph, plan: Plan, shardings: tuple[Sharding, ...]) -> None:
@@ -121,11 +121,11 @@ def check_parts(graph: Graph, plan: Plan, shardings: tuple[Sharding, ...]) -> No
         i: planned.strategy.options for i, planned in enumerate(plan.layers) if planned.strategy.options.parts > 1
     }
     reasons = {
-        graph.layers[i].name: why_whole(graph.classes[graph.layers[i].cls], shardings[i], options)
+        graph.layers[i].name: not_splittable_reason(graph.classes[graph.layers[i].cls], shardings[i], options)
         for i, options in wanted.items()
     }
     if wanted and all(reasons.values()):
-        raise nowhere(next(iter(wanted.values())), reasons)
+        raise not_splittable_error(next(iter(wanted.values())), reasons)
 
 
 def _deferred(graph: Graph, plan: Plan, layer: int) -> frozenset[int]:
@@ -167,13 +167,13 @@ def _stage(graph: Graph, plan: Plan, layers: tuple[LocalLayer, ...], index: int)
         users = [i for i in own if name in graph.layers[i].parameters]
         if len(users) > 1:
             owned[name] = users[0]
-    receives = _crossing(graph, plan, layers, span.start)
+    receives = _border_values(graph, plan, layers, span.start)
     inputs = _inputs(graph, layers, own, len(plan.mesh))
     return Stage(
         index=index,
         layers=tuple(own),
         receives=receives,
-        sends=() if last else _crossing(graph, plan, layers, span.stop),
+        sends=() if last else _border_values(graph, plan, layers, span.stop),
         inputs=inputs,
         scalars=tuple(dict.fromkeys(name for i in own for name in graph.layers[i].scalars)),
         constants=tuple(
@@ -181,7 +181,7 @@ def _stage(graph: Graph, plan: Plan, layers: tuple[LocalLayer, ...], index: int)
         ),
         owned=owned,
         random=any(layers[i].random for i in own),
-        crossings=tuple(_crossings(graph, layers, own, receives, inputs)),
+        reshardings=tuple(_reshardings(graph, layers, own, receives, inputs)),
     )
 
 
@@ -198,9 +198,9 @@ def argument_keys(layer: GraphLayer) -> list[tuple[int, str]]:
     return [(place, key) for place, key in enumerate(keys) if key not in own]
 
 
-def _crossings(
+def _reshardings(
     graph: Graph, layers: tuple[LocalLayer, ...], own: range, receives: tuple[Border, ...], inputs: dict[str, Types]
-) -> Iterator[Crossing]:
+) -> Iterator[Resharding]:
     made = {border.value.name: border.types for border in receives}
     made |= {f"input {name}": types for name, types in inputs.items()}
     converted: set[tuple[str, Types]] = set()
@@ -212,11 +212,11 @@ def _crossings(
             steps = conversion_steps(source, needed, value is not None and value.requires_grad)
             if steps and (key, needed) not in converted:
                 converted.add((key, needed))
-                yield Crossing(i, key, value, source, needed, steps)
+                yield Resharding(i, key, value, source, needed, steps)
         made |= {name: layers[i].output(position) for position, name in enumerate(graph.layers[i].outputs)}
 
 
-def _crossing(graph: Graph, plan: Plan, layers: tuple[LocalLayer, ...], cut: int) -> tuple[Border, ...]:
+def _border_values(graph: Graph, plan: Plan, layers: tuple[LocalLayer, ...], cut: int) -> tuple[Border, ...]:
     """The values that are produced before layer ``cut`` and read at or after it."""
     if cut == 0:
         return ()

@@ -1,6 +1,6 @@
-"""Where the parts of a microbatch take turns in a layer, and what overlaps then: a dataclass that passes make and prices read.
+"""Where the halves of a microbatch take turns in a layer, and which collectives overlap: a dataclass that passes make and prices read.
 
-A layer is cut into pieces. Two halves run them in the order A1, A2, B1, A3, B2, ...: the second is one piece behind the first.
+Turns cut a layer into pieces. The halves A and B run the pieces in the order A1, A2, B1, A3, B2, ...
 """
 
 from __future__ import annotations
@@ -15,49 +15,49 @@ Read = tuple[str, Types]
 """A value's name and the types in which it is read."""
 
 
-def beside(issued: int, awaited: int) -> tuple[range, range]:
-    """Return the other half's pieces that overlap a collective which is issued at the end of one piece and awaited before another: for a
-    collective of the first half, and for one of the second."""
+def overlapped_pieces(issued: int, awaited: int) -> tuple[range, range]:
+    """Return the other half's pieces that overlap a collective of A, and those that overlap one of B. The collective is issued at the end
+    of piece ``issued`` and awaited before piece ``awaited``."""
     return range(issued - 1, awaited - 1), range(issued + 2, awaited + 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Where the halves of a layer take turns: before the ops at the positions ``at`` among ``ops`` (their number: at the layer's end).
+    """Where the halves of a layer take turns. All positions are those of ``ops``; ``len(ops)`` is the layer's end.
 
-    ``flights`` are the conversions in flight across a turn: the position of the first reader, and that of the turn before which the
-    collective is issued (``None``: it is issued where the value is computed). ``made`` are the positions of their values (-1: an argument).
-    ``inner`` are the positions of mixtures of experts whose tokens are exchanged: their kernels take a turn before the experts' arithmetic,
-    and one after it. The flights in ``once``, conversions of parameters, run once for both halves. ``uneven`` is the refusal reason of a
-    layer whose rows on a device can't be divided.
+    ``starts``: the positions of the ops before which there is a turn. ``flights``: the conversions in flight across a turn, with the
+    position of the first reader, and the turn before which the collective is issued (``None``: after the value is computed). ``producers``:
+    the positions of the ops that compute the converted values (-1: an argument). ``experts``: the positions of mixtures of experts with
+    all-to-alls, whose kernels take a turn before the experts' arithmetic and one after it. ``shared``: the conversions of parameters, which
+    run once for both halves. ``uneven_reason``: the refusal reason if a device's rows can't be halved.
     """
 
     ops: tuple[str, ...]
-    at: tuple[int, ...]
+    starts: tuple[int, ...]
     flights: dict[Read, tuple[int, int | None]]
-    made: dict[Read, int]
-    inner: tuple[int, ...]
-    once: frozenset[Read]
-    uneven: str
+    producers: dict[Read, int]
+    experts: tuple[int, ...]
+    shared: frozenset[Read]
+    uneven_reason: str
 
     @property
     def count(self) -> int:
         """The number of turns."""
-        return len(self.at) + 2 * len(self.inner)
+        return len(self.starts) + 2 * len(self.experts)
 
     def piece(self, position: int) -> int:
-        """The number of the piece between two turns that an op belongs to."""
-        passed = sum((place < position) + (place <= position) for place in self.inner)
-        return sum(turn <= position for turn in self.at) + passed
+        """Return the index of the piece that an op belongs to."""
+        in_kernels = sum((expert < position) + (expert <= position) for expert in self.experts)
+        return sum(start <= position for start in self.starts) + in_kernels
 
     def span(self, read: Read) -> tuple[int, int]:
-        """The piece in which a conversion is issued, and the one that begins with its result."""
-        arrives, before = self.flights[read]
-        made = self.made[read]
-        issued = self.piece(max(made, 0)) + (made in self.inner) if before is None else self.piece(before) - 1
-        return issued, self.piece(arrives)
+        """Return the piece in which a conversion is issued, and the piece that awaits it."""
+        reader, turn = self.flights[read]
+        producer = self.producers[read]
+        issued = self.piece(max(producer, 0)) + (producer in self.experts) if turn is None else self.piece(turn) - 1
+        return issued, self.piece(reader)
 
     def exchanges(self, op: str) -> tuple[tuple[int, int], ...]:
-        """The spans of a mixture's two all-to-alls, to the experts' devices and back; none for other ops."""
-        middle = next((self.piece(place) for place in self.inner if self.ops[place] == op), None)
+        """Return the spans of a mixture's two all-to-alls, to the experts' devices and back; none for other ops."""
+        middle = next((self.piece(expert) for expert in self.experts if self.ops[expert] == op), None)
         return () if middle is None else ((middle - 1, middle), (middle, middle + 1))

@@ -75,7 +75,7 @@ def test_losses_are_those_of_one_device(name: str, capfd: pytest.CaptureFixture[
         strategies = {layer.name: layer.strategy for layer in plan.layers}
         assert (plan.pipeline, plan.schedule, plan.microbatches) == (2, "1f1b", 4)
         assert strategies.pop("lm_head").zero == 3
-        assert all(s.options.again == "all" for n, s in strategies.items() if ".layers." in n)
+        assert all(s.options.recomputes == "all" for n, s in strategies.items() if ".layers." in n)
 
 
 @pytest.mark.slow

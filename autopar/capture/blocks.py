@@ -13,11 +13,11 @@ from torch import fx
 from autopar.ops.meta import meta
 
 Block = tuple[str, str]
-"""A module's path in the user's model and the number of its call; two empty strings outside of blocks."""
+"""A module's path in the user's model and the number of its call; two empty strings for a node outside blocks."""
 
 
 def stack(node: fx.Node) -> list[tuple[str, str, str]]:
-    """Return (path in the user's model, call, class name) of the modules around the node, outermost first, without the model."""
+    """Return (path in the user's model, call, class name) of the submodules that contain the node, outermost first."""
     modules = []
     for key, (path, cls) in (meta(node).get("nn_module_stack") or {}).items():
         if path.startswith("module."):
@@ -33,7 +33,7 @@ def parent(path: str) -> str:
 
 
 def is_leaf(path: str, classes: dict[str, str]) -> bool:
-    """Whether the module has no submodules. ``classes`` maps module paths to class names."""
+    """Return whether the module has no submodules. ``classes`` maps module paths to class names."""
     return not any(other.startswith(path + ".") for other in classes)
 
 
@@ -43,35 +43,35 @@ def blocks(main: list[fx.Node], classes: dict[str, str]) -> list[Block]:
     members: dict[Block, list[int]] = {}
     for index, block in enumerate(found):
         members.setdefault(block, []).append(index)
-    waiting = [block for block in members if block[0]]
-    while waiting:
-        block = waiting.pop()
+    pending = [block for block in members if block[0]]
+    while pending:
+        block = pending.pop()
         inner = [_outermost(main[i], classes, below=block[0]) for i in members[block]]
         if not _is_chain([main[i] for i in members[block]], inner, classes):
             continue
         for index, smaller in zip(members[block], inner, strict=True):
             found[index] = smaller
             members.setdefault(smaller, []).append(index)
-        waiting += dict.fromkeys(smaller for smaller in inner if smaller[0])
+        pending += dict.fromkeys(smaller for smaller in inner if smaller[0])
     return found
 
 
 def _outermost(node: fx.Node, classes: dict[str, str], below: str = "") -> Block:
-    """Return the outermost block around the node, among those inside the block ``below`` if there is one."""
+    """Return the outermost block that contains the node, or the outermost one inside the block ``below``."""
     calls_above = ""
     for path, call, _ in stack(node):
         calls_above += f"@{call}" if call else ""
         parts = path.split(".")
         for k, part in enumerate(parts):
-            prefix, holder = ".".join(parts[: k + 1]), ".".join(parts[:k])
-            member = part.isdigit() or classes.get(holder) == "Sequential"
+            prefix, container = ".".join(parts[: k + 1]), ".".join(parts[:k])
+            member = part.isdigit() or classes.get(container) == "Sequential"
             if member and classes.get(prefix) != "Sequential" and (not below or prefix.startswith(below + ".")):
                 return prefix, calls_above
     return "", ""
 
 
 def _is_chain(nodes: list[fx.Node], inner: list[Block], classes: dict[str, str]) -> bool:
-    """Whether the nodes are a chain of the blocks ``inner``, of which at least two have the same class.
+    """Return whether the nodes are a chain of the blocks ``inner``, of which at least two have the same class.
 
     Each block reads the results of the block before it, or of code after that block; that code doesn't read older values, as a residual
     around the blocks would. The blocks themselves may read older values, such as a time embedding.
@@ -81,13 +81,13 @@ def _is_chain(nodes: list[fx.Node], inner: list[Block], classes: dict[str, str])
     if max(kinds.values(), default=0) < 2:
         return False
     step = {block: index for index, block in enumerate(chain)}
-    made: dict[fx.Node, int] = {}  # the step of the chain in which each node is computed
+    steps: dict[fx.Node, int] = {}  # the step of the chain in which each node is computed
     linked = {0}
     current = -1
     for node, block in zip(nodes, inner, strict=True):
         current = step.get(block, current)
-        made[node] = current
-        operands = [made.get(n, -1) for n in node.all_input_nodes if meta(n)["fed"] or n.op != "placeholder"]
+        steps[node] = current
+        operands = [steps.get(n, -1) for n in node.all_input_nodes if meta(n)["needs_input"] or n.op != "placeholder"]
         if block[0] and current - 1 in operands:
             linked.add(current)
         if not block[0] and current >= 0 and any(step_of < current for step_of in operands):

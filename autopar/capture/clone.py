@@ -17,9 +17,9 @@ from autopar.capture.storage import computed, tied_first
 from autopar.errors import CaptureError
 from autopar.torch_private import fake_tensors
 
-_RUNNING = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _LOSS_KEY = "loss_fn"
-_EXPERTS = "grouped_mm"  # among transformers' implementations, the one that passes.clean.experts knows
+_EXPERTS = "grouped_mm"  # the implementation in transformers that passes.clean.experts recognizes
 
 
 LOSS = "<loss_fn>"
@@ -30,8 +30,8 @@ LOSS = "<loss_fn>"
 class FakeModel:
     """Fake-tensor copies of a model and its loss function.
 
-    ``buffers`` are the real tensors behind their buffers, by every name (none for a model on meta), ``mode`` is their fake-tensor mode,
-    ``surroundings`` the external state that their code shares with the originals.
+    ``buffers``: the real tensors of their buffers, by all names of each (none for a model on meta). ``mode``: the fake-tensor mode.
+    ``surroundings``: the external state that their code shares with the originals.
     """
 
     module: nn.Module
@@ -55,15 +55,15 @@ def fake_model(
 
     Modules keep their mode (``train`` or ``eval``). The fake tensors claim to be on the CPU, so that a forward can mix them with tensors
     of the default device; with ``meta`` they are on meta, which is several times faster. Tensors in plain attributes become buffers, so
-    that export sees them. ``dtype`` casts floating tensors, but never running statistics to a narrower dtype, because they change by a
-    small fraction of themselves. The parameters in ``without`` become ``None``. transformers' key/value cache is switched off unless
-    ``cache`` is set, and its mixtures of experts use their grouped implementation: the others have data-dependent shapes, or copy the
-    experts' matrices for every token.
+    that export sees them. ``dtype`` casts floating tensors, but never running statistics to a narrower dtype, in which their small updates
+    would be rounded off. The parameters in ``without`` become ``None``. transformers' key/value cache is switched off unless ``cache`` is
+    set, and its mixtures of experts use their grouped implementation: the others have data-dependent shapes, or copy the experts'
+    matrices for every token.
     """
     mode = contextlib.nullcontext() if meta else fake_tensors()
     device = "meta" if meta else "cpu"
     memo: dict[int, Any] = {}
-    running = {id(b) for m in model.modules() if isinstance(m, _RUNNING) for b in m.buffers(recurse=False)}
+    running = {id(b) for m in model.modules() if isinstance(m, _BATCH_NORMS) for b in m.buffers(recurse=False)}
 
     def cast(tensor: torch.Tensor) -> torch.dtype:
         if dtype is None or not tensor.is_floating_point():
@@ -76,38 +76,38 @@ def fake_model(
 
     first = tied_first(model)
     for name, parameter in model.named_parameters():
-        made = None if name in without else nn.Parameter(fake(parameter), requires_grad=parameter.requires_grad)
-        memo[id(parameter)] = memo.get(id(first[id(parameter)]), made)
-    # forward replaces these before reading them; otherwise it reads a tensor that nothing trains, and is refused
+        copied = None if name in without else nn.Parameter(fake(parameter), requires_grad=parameter.requires_grad)
+        memo[id(parameter)] = memo.get(id(first[id(parameter)]), copied)
+    # tensors with a grad_fn: forward computes them anew before reading them, or capture refuses the model
     memo |= {id(tensor): fake(tensor).requires_grad_() for tensor in computed(model).values()}
-    whole = nn.ModuleDict({"model": model})
+    both = nn.ModuleDict({"model": model})
     if isinstance(loss_fn, nn.Module):
-        whole[_LOSS_KEY] = loss_fn
-    plain: dict[tuple[int, str], str] = {}  # the path by module and name: once for a module with several paths
+        both[_LOSS_KEY] = loss_fn
+    attributes: dict[tuple[int, str], str] = {}  # one path by module and attribute, also of a module with several paths
     values: dict[str, torch.Tensor] = {}
-    for path, name, tensor in stored_tensors(whole):
-        owner = whole.get_submodule(path)
+    for path, name, tensor in stored_tensors(both):
+        owner = both.get_submodule(path)
         if name in vars(owner) and not isinstance(tensor, nn.Parameter) and tensor.grad_fn is None:
-            plain.setdefault((id(owner), name), path)
+            attributes.setdefault((id(owner), name), path)
         if id(tensor) not in memo:
             memo[id(tensor)] = fake(tensor)
         if tensor.device.type != "meta":
             values[_name(f"{path}.{name}")] = tensor.detach().to("cpu", cast(tensor))
     try:
-        copied = copy.deepcopy(whole, memo)
+        copies = copy.deepcopy(both, memo)
     except Exception as error:
         raise CaptureError(
             f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and capture works on a copy",
             hint="keep open files, locks and generators out of the module's attributes",
         ) from error
-    for (_, name), path in plain.items():
-        owner = copied.get_submodule(path)
+    for (_, name), path in attributes.items():
+        owner = copies.get_submodule(path)
         tensor = getattr(owner, name)
         delattr(owner, name)
         owner.register_buffer(name, tensor, persistent=False)
-    module = copied["model"]
+    module = copies["model"]
     _configure(module, cache)
-    loss_fn = copied[_LOSS_KEY] if isinstance(loss_fn, nn.Module) else loss_fn
+    loss_fn = copies[_LOSS_KEY] if isinstance(loss_fn, nn.Module) else loss_fn
     return FakeModel(module, loss_fn, values, mode, surroundings)
 
 
@@ -133,12 +133,12 @@ def choose_experts(module: nn.Module, implementation: str) -> None:
             config._experts_implementation = implementation
 
 
-def stored_tensors(whole: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+def stored_tensors(root: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
     """Yield module path, name and tensor of the buffers and of tensors in plain attributes.
 
     A module with several paths appears once for each: code may look up a buffer by any of its names.
     """
-    for path, module in whole.named_modules(remove_duplicate=False):
+    for path, module in root.named_modules(remove_duplicate=False):
         yield from ((path, name, tensor) for name, tensor in module.named_buffers(recurse=False))
         for name, value in vars(module).items():
             if isinstance(value, torch.Tensor):

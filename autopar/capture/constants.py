@@ -53,12 +53,12 @@ def fold_constants(gm: fx.GraphModule, evaluator: Evaluator) -> dict[str, torch.
         readers = [user for user in node.users if user not in values]
         if not readers:
             continue
-        rows = value.dim() > 0 and value.shape[0] > 1 and value.stride(0) == 0
-        placed = _place(gm, constants, node, value[:1] if rows else value)
-        if rows:
-            placed = add(_first_call(gm), aten.expand.default, (placed, list(shape_of(node))), origin=node)
+        equal_rows = value.dim() > 0 and value.shape[0] > 1 and value.stride(0) == 0
+        new = _placeholder(gm, constants, node, value[:1] if equal_rows else value)
+        if equal_rows:
+            new = add(_first_call(gm), aten.expand.default, (new, list(shape_of(node))), origin=node)
         for reader in readers:
-            reader.replace_input_with(node, placed)
+            reader.replace_input_with(node, new)
     return constants
 
 
@@ -77,8 +77,8 @@ def _foldable(evaluator: Evaluator, node: fx.Node) -> torch.Tensor | None:
     return value if stored_bytes(value) <= LIMIT_BYTES else None
 
 
-def _place(gm: fx.GraphModule, constants: dict[str, torch.Tensor], node: fx.Node, value: torch.Tensor) -> fx.Node:
-    """Return a placeholder for ``value``, an existing one if its value is equal."""
+def _placeholder(gm: fx.GraphModule, constants: dict[str, torch.Tensor], node: fx.Node, value: torch.Tensor) -> fx.Node:
+    """Return a placeholder for ``value``: an existing one with an equal value, or a new one."""
     for other in gm.graph.nodes:
         if other.op != "placeholder":
             break
@@ -100,7 +100,7 @@ def _first_call(gm: fx.GraphModule) -> fx.Node:
 
 
 def simplify_constants(gm: fx.GraphModule, constants: dict[str, torch.Tensor]) -> None:
-    """Simplify ``x & True``, ``x | False`` and ``where(True, a, b)`` for constants with equal elements."""
+    """Simplify ``x & True``, ``x | False`` and ``where(True, a, b)``, where the constant has equal elements."""
 
     def uniform(argument: Any) -> bool | None:
         while isinstance(argument, fx.Node) and argument.target is aten.expand.default:
@@ -118,23 +118,21 @@ def simplify_constants(gm: fx.GraphModule, constants: dict[str, torch.Tensor]) -
         "aten.logical_or": False,
     }
     for node in calls(gm):
-        name, kept = op_name(node), None
+        name, result = op_name(node), None
         if name in neutral and dtype_of(node) == torch.bool:
-            for mine, other in (args_of(node)[:2], args_of(node)[1::-1]):
-                if uniform(mine) is neutral[name] and isinstance(other, fx.Node):
-                    kept = other
-        elif name == "aten.where" and len(node.args) == 3 and (chosen := uniform(args_of(node)[0])) is not None:
-            kept = args_of(node)[1 if chosen else 2]
-        if isinstance(kept, fx.Node) and dtype_of(kept) == dtype_of(node):
-            replace(
-                node,
-                kept
-                if shape_of(kept) == shape_of(node)
-                else add(node, aten.expand.default, (kept, list(shape_of(node)))),
-            )
+            for constant, other in (args_of(node)[:2], args_of(node)[1::-1]):
+                if uniform(constant) is neutral[name] and isinstance(other, fx.Node):
+                    result = other
+        elif name == "aten.where" and len(node.args) == 3 and (condition := uniform(args_of(node)[0])) is not None:
+            result = args_of(node)[1 if condition else 2]
+        if isinstance(result, fx.Node) and dtype_of(result) == dtype_of(node):
+            shape = shape_of(node)
+            if shape_of(result) != shape:
+                result = add(node, aten.expand.default, (result, list(shape)))
+            replace(node, result)
 
 
-def unused_constants(gm: fx.GraphModule, constants: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the constants that placeholders of ``gm`` still read."""
-    read = {meta(n)["constant"] for n in gm.graph.nodes if n.op == "placeholder" and "constant" in meta(n)}
-    return {name: value for name, value in constants.items() if name in read}
+def used_constants(gm: fx.GraphModule, constants: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the constants that ``gm`` still has placeholders for."""
+    names = {meta(n)["constant"] for n in gm.graph.nodes if n.op == "placeholder" and "constant" in meta(n)}
+    return {name: value for name, value in constants.items() if name in names}

@@ -1,4 +1,4 @@
-"""Derivatives that a forward computes: a marker op in the exported graph, which ``passes.clean.derivatives`` expands."""
+"""Exports ``torch.autograd.grad`` in a model's forward as a marker op, which ``passes.clean.derivatives`` expands."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from passes.clean.nodes import calls
 from passes.runner import run as run_passes
 
 
-def differentiated(
+def record_derivative(
     outputs: Sequence[Tensor],
-    seeds: Sequence[Tensor | None],
+    grad_outputs: Sequence[Tensor | None],
     retain_graph: bool,
     create_graph: bool,
     inputs: Sequence[Any],
@@ -29,55 +29,55 @@ def differentiated(
     accumulate_grad: bool = False,
     **_: Any,
 ) -> tuple[Tensor | None, ...]:
-    """Replaces torch's autograd engine during export by one marker op, and returns ``None`` for inputs where torch does.
+    """Replace torch's autograd engine during export: record its call as one marker op.
 
-    Without ``create_graph`` the results are detached, as torch's are. Raises ``NotTraceableError`` if the gradients would be added to
-    parameters (``backward()``), or if the run isn't a trace.
+    Returns ``None`` for the inputs for which torch does. Without ``create_graph`` the gradients are detached, as torch's are. Raises
+    ``NotTraceableError`` if gradients would be added to parameters (``backward()``), or outside of a trace.
     """
-    given = [seed for seed in seeds if isinstance(seed, Tensor)]
+    cotangents = [tensor for tensor in grad_outputs if isinstance(tensor, Tensor)]
     if (
         accumulate_grad
         or not is_traced()
-        or len(given) != len(outputs)
+        or len(cotangents) != len(outputs)
         or not all(isinstance(x, Tensor) for x in inputs)
     ):
         refuse_backward("a backward pass")
-    reached = _reached(outputs)
-    used = [_place(tensor) in reached for tensor in inputs]
+    dependencies = _dependencies(outputs)
+    used = [_autograd_key(tensor) in dependencies for tensor in inputs]
     if not allow_unused and not all(used):
-        raise RuntimeError(f"{caller()} differentiates by a tensor that was not used, or that requires no gradient")
+        raise RuntimeError(f"{caller()} differentiates by a tensor that was not used or requires no gradient")
     wanted = [tensor for tensor, is_used in zip(inputs, used, strict=True) if is_used]
-    derivatives = iter(derivative(list(outputs), wanted, given) if wanted else ())
+    derivatives = iter(derivative(list(outputs), wanted, cotangents) if wanted else ())
     results = [next(derivatives) if is_used else None for is_used in used]
     return tuple(g if g is None or create_graph else g.detach() for g in results)
 
 
-def _place(tensor: Tensor) -> tuple[int, int]:
-    """Return a tensor's position in the autograd graph."""
+def _autograd_key(tensor: Tensor) -> tuple[int, int]:
+    """Return a key of the tensor's position in the autograd graph."""
     return (id(tensor), -1) if tensor.grad_fn is None else (id(tensor.grad_fn), tensor.output_nr)
 
 
-def _reached(outputs: Sequence[Tensor]) -> set[tuple[int, int]]:
-    """Return the positions in the autograd graph of all tensors that ``outputs`` depend on."""
-    found = {_place(tensor) for tensor in outputs if tensor.requires_grad}
+def _dependencies(outputs: Sequence[Tensor]) -> set[tuple[int, int]]:
+    """Return the autograd keys of all tensors that ``outputs`` depend on."""
+    keys = {_autograd_key(tensor) for tensor in outputs if tensor.requires_grad}
     seen: dict[int, Any] = {}  # keeps the functions alive: a new object could get the id of a freed one
-    waiting = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
-    while waiting:
-        function = waiting.pop()
+    pending = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    while pending:
+        function = pending.pop()
         if id(function) in seen:
             continue
         seen[id(function)] = function
         if (leaf := getattr(function, "variable", None)) is not None:
-            found.add((id(leaf), -1))
-        for following, number in function.next_functions:
-            if following is not None:
-                found.add((id(following), number))
-                waiting.append(following)
-    return found
+            keys.add((id(leaf), -1))
+        for operand, output_nr in function.next_functions:
+            if operand is not None:
+                keys.add((id(operand), output_nr))
+                pending.append(operand)
+    return keys
 
 
 def refuse_derivatives(gm: fx.GraphModule) -> None:
-    """Raise ``NotTraceableError`` if a derivative in the graph can't be expanded."""
+    """Raise ``NotTraceableError`` if a marker in the graph can't be expanded."""
     markers = calls(gm, torch.ops.autopar.derivative.default)
     if not markers:
         return

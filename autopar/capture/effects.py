@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from autopar.capture.backward import OP_HINT, NotTraceableError, caller, custom_gradients_refused, refuse_unregistered
 from autopar.capture.ctc import CtcLoss
-from autopar.capture.derivative import differentiated
+from autopar.capture.derivative import record_derivative
 from autopar.capture.hooks import Hook, parameter_hooks, scaled, scales
 from autopar.errors import CaptureError
 from autopar.program.opaque import tensors_in
@@ -37,7 +37,7 @@ _RANDOM_HINT = (
 def guarded(model: nn.Module, fake: nn.Module) -> Iterator[None]:
     """The context in which ``fake``, a copy of ``model``, is traced."""
     with ExitStack() as stack:
-        stack.enter_context(custom_gradients_refused(differentiated))
+        stack.enter_context(custom_gradients_refused(record_derivative))
         stack.enter_context(inference_as_no_grad())
         stack.enter_context(_python_random_refused())
         stack.enter_context(_no_op_casts())

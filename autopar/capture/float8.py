@@ -10,7 +10,7 @@ from torch import fx
 
 from autopar.graph import Graph
 from autopar.plan import FP8
-from passes.float8 import choices, float8_pass, has_products
+from passes.float8 import float8_pass, has_products, nodes_before_choices
 
 
 def in_float8(graph: Graph) -> Graph:
@@ -22,30 +22,30 @@ def in_float8(graph: Graph) -> Graph:
         return graph
     uses = [layer.cls for layer in graph.layers]
     head = next((name for name in reversed(uses) if has_products(graph.classes[name].graph)), "")
-    decisive = _decisive(graph)
+    choice_outputs = _choice_outputs(graph)
     classes = {}
     for name, cls in graph.classes.items():
         gm = copy.deepcopy(cls.graph)
         nodes = _placeholders(gm)
         parameters = nodes[len(nodes) - len(cls.parameters) :]
-        last = name == head and uses.count(name) == 1
-        classes[name] = dataclasses.replace(cls, graph=float8_pass(gm, parameters, last, decisive[name]))
+        has_head = name == head and uses.count(name) == 1
+        classes[name] = dataclasses.replace(cls, graph=float8_pass(gm, parameters, has_head, choice_outputs[name]))
     return dataclasses.replace(graph, classes=classes, narrow=(*graph.narrow, FP8))
 
 
-def _decisive(graph: Graph) -> dict[str, set[int]]:
-    """Return, by layer class, the outputs on which a discrete choice in a later layer depends without a product in between."""
-    decisive: dict[str, set[int]] = {name: set() for name in graph.classes}
+def _choice_outputs(graph: Graph) -> dict[str, set[int]]:
+    """Return, for each layer class, the outputs on which a choice in a later layer depends without a product in between."""
+    choice_outputs: dict[str, set[int]] = {name: set() for name in graph.classes}
     values: set[str] = set()
     for layer in reversed(graph.layers):
         cls = graph.classes[layer.cls]
         outputs = {index for index, name in enumerate(layer.outputs) if name in values}
-        decisive[layer.cls] |= outputs
-        before = choices(cls.graph, outputs)
+        choice_outputs[layer.cls] |= outputs
+        before = nodes_before_choices(cls.graph, outputs)
         values |= {
             name for name, node in zip(layer.activations, _placeholders(cls.graph), strict=False) if node in before
         }
-    return decisive
+    return choice_outputs
 
 
 def _placeholders(gm: fx.GraphModule) -> list[fx.Node]:

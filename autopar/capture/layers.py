@@ -43,10 +43,10 @@ class Borders:
 
 
 def borders(gm: fx.GraphModule, groups: list[NodeGroup]) -> list[Borders]:
-    """Return the borders of each group. Each body has its own copy of the input-only nodes that the group needs."""
+    """Return the borders of each group. Nodes that depend only on inputs are copied into the body of each group that needs them."""
     position = {node: index for index, node in enumerate(gm.graph.nodes)}
     owner = {node: index for index, group in enumerate(groups) for node in group.nodes}
-    found = []
+    result = []
     written = updates(gm)
     loss = loss_node(gm)
     for index, group in enumerate(groups):
@@ -75,8 +75,8 @@ def borders(gm: fx.GraphModule, groups: list[NodeGroup]) -> list[Borders]:
             names.sort(key=first_use.__getitem__)
         border.outputs = [n for n in group.nodes if n is loss or any(owner.get(user, -1) > index for user in n.users)]
         border.updates = {name: node for name, node in written.items() if owner.get(node) == index}
-        found.append(border)
-    return found
+        result.append(border)
+    return result
 
 
 def loss_node(gm: fx.GraphModule) -> Any:
@@ -88,7 +88,7 @@ def loss_node(gm: fx.GraphModule) -> Any:
 
 
 def _kind(node: fx.Node, owner: dict[fx.Node, int]) -> str | None:
-    """Return as which kind of input ``node`` enters another layer; ``None`` if that layer recomputes it."""
+    """Return the kind of input that ``node`` is for another layer; ``None`` if that layer computes it itself."""
     if node.op == "placeholder":
         return next(kind for kind in ("parameter", "input", "constant", "state") if kind in meta(node))
     if meta(node).get("scalar"):
@@ -97,29 +97,30 @@ def _kind(node: fx.Node, owner: dict[fx.Node, int]) -> str | None:
 
 
 def build_layers(
-    groups: list[NodeGroup], found: list[Borders], classes: dict[str, str], root: str
+    groups: list[NodeGroup], interfaces: list[Borders], classes: dict[str, str], root: str
 ) -> tuple[tuple[GraphLayer, ...], dict[str, LayerClass], dict[str, Value]]:
-    """Return the layers, their classes by name, and every activation by name. ``classes`` maps module paths to class names."""
+    """Return the layers, their classes by name, and the activations by name. ``classes`` maps module paths to class names, ``root`` is
+    the class name of the model."""
     names = layer_names(groups, classes)
     values: dict[fx.Node, Value] = {}
-    library: dict[Any, LayerClass] = {}
+    by_signature: dict[Any, LayerClass] = {}
     taken: set[str] = set()
     layers = []
-    for index, (border, name) in enumerate(zip(found, names, strict=True)):
-        final = index == len(found) - 1
+    for index, (border, name) in enumerate(zip(interfaces, names, strict=True)):
+        final = index == len(interfaces) - 1
         for k, node in enumerate(border.outputs):
             label = "loss" if final else name if len(border.outputs) == 1 else f"{name}:{k}"
             values[node] = Value(label, shape_of(node), dtype_of(node), meta(node)["gradient"])
         stored = [meta(n)["parameter"].name for n in border.parameter] + _buffer_names(border)
         local = _local_names(stored, name, groups[index].leaves)
         key = _signature(border, local)
-        if key not in library:
-            wanted = class_name(name, groups[index], classes, root, first=index == 0, final=final)
-            library[key] = _layer_class(unique(wanted, taken), border, local)
+        if key not in by_signature:
+            cls = class_name(name, groups[index], classes, root, first=index == 0, final=final)
+            by_signature[key] = _layer_class(unique(cls, taken), border, local)
         layers.append(
             GraphLayer(
                 name=name,
-                cls=library[key].name,
+                cls=by_signature[key].name,
                 activations=tuple(values[n].name for n in border.activation),
                 inputs=tuple(meta(n)["input"] for n in border.input),
                 constants=(
@@ -132,27 +133,27 @@ def build_layers(
                 buffers=tuple(_buffer_names(border)),
             )
         )
-    return tuple(layers), {cls.name: cls for cls in library.values()}, {value.name: value for value in values.values()}
+    return tuple(layers), {cls.name: cls for cls in by_signature.values()}, {v.name: v for v in values.values()}
 
 
 def _local_names(stored: list[str], name: str, leaves: tuple[str, ...]) -> dict[str, str]:
     """Map the names of a layer's parameters and buffers in the model to names in the layer's class.
 
-    Names inside the module ``name`` become relative to it, so that equal modules have equal names; for a chain of single modules, the
-    numbers of the ``leaves`` become relative to the first.
+    If all are in the module ``name``, names become relative to the module, so that equal modules have equal names. In a chain of modules
+    without submodules (``leaves``), the numbers of these become relative to the first.
     """
-    if all(one.startswith(name + ".") for one in stored):
-        return {one: one.removeprefix(name + ".") for one in stored}
+    if all(path.startswith(name + ".") for path in stored):
+        return {path: path.removeprefix(name + ".") for path in stored}
     first = leaves[0].rpartition(".")[2] if leaves else ""
     if not first.isdigit():
-        return {one: one for one in stored}
-    found = {}
-    for one in stored:
-        leaf = next((leaf for leaf in leaves if one.startswith(leaf + ".")), None)
+        return {path: path for path in stored}
+    local = {}
+    for path in stored:
+        leaf = next((leaf for leaf in leaves if path.startswith(leaf + ".")), None)
         if leaf is None:
-            return {each: each for each in stored}
-        found[one] = f"{int(leaf.rpartition('.')[2]) - int(first)}.{one.removeprefix(leaf + '.')}"
-    return found
+            return {path: path for path in stored}
+        local[path] = f"{int(leaf.rpartition('.')[2]) - int(first)}.{path.removeprefix(leaf + '.')}"
+    return local
 
 
 def _buffer_names(border: Borders) -> list[str]:
@@ -172,11 +173,11 @@ def layer_names(groups: list[NodeGroup], classes: dict[str, str]) -> list[str]:
         if not name:
             paths = [path for path in group.paths if path]
             common = _common(paths)
-            holders = [path for path in paths if _holds_parameters(group, path)]
+            parameterized = [path for path in paths if _has_parameters(group, path)]
             if common and common in classes and not any(b == common or b.startswith(common + ".") for b in blocks):
                 name = common
-            elif holders:
-                name = holders[0 if index == 0 else -1]
+            elif parameterized:
+                name = parameterized[0 if index == 0 else -1]
             else:
                 name = "embeddings" if index == 0 and len(groups) > 1 else "model"
         names.append(unique(name, taken, separator="@"))
@@ -194,7 +195,7 @@ def _common(paths: list[str]) -> str:
     return ".".join(common)
 
 
-def _holds_parameters(group: NodeGroup, path: str) -> bool:
+def _has_parameters(group: NodeGroup, path: str) -> bool:
     return any(
         meta(operand)["parameter"].original.startswith(path + ".")
         or any(tied.startswith(path + ".") for tied in meta(operand)["parameter"].tied)
@@ -207,12 +208,12 @@ def _holds_parameters(group: NodeGroup, path: str) -> bool:
 def class_name(name: str, group: NodeGroup, classes: dict[str, str], root: str, *, first: bool, final: bool) -> str:
     """Return the name of the layer's class: its module's class, or the model's class with the layer's role in it."""
     path = name.split("@")[0]
-    whole = path in classes and (
+    is_module = path in classes and (
         bool(group.block) or all(p == path or p.startswith(path + ".") for p in group.paths if p)
     )
     if len(group.leaves) > 1 and (path in group.leaves or classes.get(path) == "Sequential"):
         return identifier(classes[group.leaves[0]] + "Pair")
-    if whole:
+    if is_module:
         return identifier(classes[path])
     return identifier(root + ("" if first and final else "Embeddings" if first else "Head" if final else "Bridge"))
 
@@ -231,8 +232,8 @@ def _signature(border: Borders, names: dict[str, str]) -> Any:
         index[node] = len(index)
         frozen = _numbered((node.args, dict(node.kwargs)), index)
         value = meta(node)["val"]
-        described = (shape_of(node), dtype_of(node), value.stride()) if isinstance(value, torch.Tensor) else str(value)
-        key.append((node.target, frozen, described, meta(node)["gradient"]))
+        layout = (shape_of(node), dtype_of(node), value.stride()) if isinstance(value, torch.Tensor) else str(value)
+        key.append((node.target, frozen, layout, meta(node)["gradient"]))
     key.append(tuple(index[n] for n in border.outputs))
     key.append(tuple((names[name], index[n]) for name, n in border.updates.items()))
     return tuple(key)
@@ -261,16 +262,15 @@ def _layer_class(name: str, border: Borders, names: dict[str, str]) -> LayerClas
     taken: set[str] = {"self"}
     for kind in KINDS:
         for node in getattr(border, kind):
-            wanted = _placeholder_name(kind, node, names)
-            wanted = unique(identifier(wanted), taken, separator="_")
-            placeholder = graph.create_node("placeholder", wanted, name=wanted)
+            argument = unique(identifier(_placeholder_name(kind, node, names)), taken, separator="_")
+            placeholder = graph.create_node("placeholder", argument, name=argument)
             meta(placeholder).update({"val": meta(node)["val"], "gradient": meta(node)["gradient"]})
             copy_origin(node, placeholder)
             env[node] = placeholder
             label = names[_stored_name(node)] if kind in ("parameter", "state") else placeholder.name
             described[kind].append(Value(label, shape_of(node), dtype_of(node), meta(node)["gradient"]))
     for node in border.body:
-        env[node] = copy = _copied(graph, node, env)
+        env[node] = copy = _copy_node(graph, node, env)
         meta(copy).update({"val": meta(node)["val"], "gradient": meta(node)["gradient"]})
         copy_origin(node, copy)
     results = [_without_parameter(env[n], views_of(n, "parameter"), env) for n in border.outputs]
@@ -295,14 +295,14 @@ def _layer_class(name: str, border: Borders, names: dict[str, str]) -> LayerClas
 
 
 def _without_parameter(output: fx.Node, views: list[fx.Node] | None, env: dict[fx.Node, fx.Node]) -> fx.Node:
-    """Clone an ``output`` that is a view of a parameter: ZeRO-3 frees the parameter at the layer's end, when a pipeline may still send
-    the output. The smallest of the ``views`` that lead from the parameter to the output is cloned."""
+    """Return the output, cloned if it is a view of a parameter: ZeRO-3 frees the parameter at the layer's end, when a pipeline may still
+    send the output. The clone is of the smallest of ``views``, which lead from the parameter to the output."""
     if views is None:
         return output
     sizes = [math.prod(shape_of(node)) for node in views]
-    place = len(sizes) - 1 - sizes[::-1].index(min(sizes))
-    source = env[views[place]]
-    readers = [env[views[place + 1]]] if place + 1 < len(views) else []
+    smallest = len(sizes) - 1 - sizes[::-1].index(min(sizes))
+    source = env[views[smallest]]
+    readers = [env[views[smallest + 1]]] if smallest + 1 < len(views) else []
     with source.graph.inserting_after(source) if not readers else source.graph.inserting_before(readers[0]):
         clone = source.graph.call_function(torch.ops.aten.clone.default, (source,))
     meta(clone).update({"val": torch.empty_like(meta(source)["val"]), "gradient": meta(source)["gradient"]})
@@ -312,7 +312,7 @@ def _without_parameter(output: fx.Node, views: list[fx.Node] | None, env: dict[f
     return output if readers else clone
 
 
-def _copied(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
+def _copy_node(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
     """Copy ``node`` into ``graph`` and name it after its op, not after its position in the model."""
     args, kwargs = map_arg((node.args, dict(node.kwargs)), env.__getitem__)
     return graph.create_node(node.op, node.target, args, kwargs, name=op_name(node).rsplit(".", 1)[-1])
@@ -331,34 +331,34 @@ def _placeholder_name(kind: str, node: fx.Node, names: dict[str, str]) -> str:
 def build_prelude(
     gm: fx.GraphModule, inputs: tuple[Value, ...], constants: dict[str, torch.Tensor], guarded: Sequence[fx.Node] = ()
 ) -> tuple[tuple[Value, ...], fx.GraphModule | None]:
-    """Return the scalars, and the module that computes them and then the ``guarded`` nodes from the global batch; sets
-    ``meta["scalar_value"]`` on the scalars' nodes."""
-    wanted = [n for n in gm.graph.nodes if meta(n).get("scalar")]
-    if not wanted and not guarded:
+    """Return the scalars, and a module that computes the scalars and then the ``guarded`` nodes from the global batch; set
+    ``meta["scalar_value"]`` of the scalars' nodes."""
+    scalars = [n for n in gm.graph.nodes if meta(n).get("scalar")]
+    if not scalars and not guarded:
         return (), None
     taken = {value.name for value in inputs}
-    graph, holder = fx.Graph(), nn.Module()
+    graph, owner = fx.Graph(), nn.Module()
     env: dict[fx.Node, fx.Node] = {}
     by_input = {meta(n)["input"]: n for n in gm.graph.nodes if n.op == "placeholder" and "input" in meta(n)}
     for value in inputs:
         env[by_input[value.name]] = copy = graph.placeholder(value.name)
         meta(copy).update({"val": meta(by_input[value.name])["val"], "gradient": False})
-    needed = ancestors([*wanted, *guarded])
+    needed = ancestors([*scalars, *guarded])
     for node in gm.graph.nodes:
         if node not in needed or node in env:
             continue
         if node.op == "placeholder":
-            holder.register_buffer(meta(node)["constant"], constants[meta(node)["constant"]], persistent=False)
+            owner.register_buffer(meta(node)["constant"], constants[meta(node)["constant"]], persistent=False)
             env[node] = copy = graph.get_attr(meta(node)["constant"])
         else:
-            env[node] = copy = _copied(graph, node, env)
+            env[node] = copy = _copy_node(graph, node, env)
         meta(copy).update({"val": meta(node)["val"], "gradient": False})
         copy_origin(node, copy)
-    for node in wanted:
+    for node in scalars:
         name = unique(meta(node).get("scalar_name", "scalar"), taken, separator="_")
         meta(node)["scalar_value"] = Value(name, (), dtype_of(node))
-    graph.output(tuple(env[n] for n in (*wanted, *guarded)))
-    return tuple(meta(n)["scalar_value"] for n in wanted), fx.GraphModule(holder, graph, class_name="Prelude")
+    graph.output(tuple(env[n] for n in (*scalars, *guarded)))
+    return tuple(meta(n)["scalar_value"] for n in scalars), fx.GraphModule(owner, graph, class_name="Prelude")
 
 
 def unique(name: str, taken: set[str], separator: str = "") -> str:

@@ -27,29 +27,29 @@ from autopar.program.opaque import tensors_in
 from autopar.torch_private import autograd_in_op, is_fake
 
 Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
-"""The shape and dtype of every tensor of a call."""
+"""The shapes and dtypes of a call's tensors."""
 _PLAIN = (bool, int, float, str, type(None))
 _OUTPUT_HINT = "pass output, a function of the inputs that returns tensors of the result's shapes (torch.empty): opaque(module, output)"
 
 
 @dataclass(slots=True)
-class _Kept:
-    """A module behind an op; ``output`` as for ``opaque``."""
+class _Implementation:
+    """The module that an op runs; ``output`` as for ``opaque``."""
 
     module: nn.Module
     output: Callable[..., Any] | None
-    given: dict[Shapes, Any] = field(default_factory=dict)
-    """The results of observed calls on meta, by the inputs' shapes."""
+    observed: dict[Shapes, Any] = field(default_factory=dict)
+    """The results of calls with values, on meta, by the inputs' shapes."""
 
     def result(self, *inputs: Tensor) -> Any:
-        """Return the result's structure on meta by the user's ``output`` or an observed call; like the first input if all observed
-        calls were so."""
+        """Return the result on meta, from the user's ``output`` or an observed call with these shapes; otherwise it is like the first
+        input, if it was in all observed calls."""
         if self.output is not None:
             return self.output(*inputs)
         key = shapes(inputs)
-        if key in self.given:
-            return self.given[key]
-        if all(described(result) == taken[0] for taken, result in self.given.items()):
+        if key in self.observed:
+            return self.observed[key]
+        if all(described(result) == given[0] for given, result in self.observed.items()):
             return torch.empty_like(inputs[0], device="meta")
         words = ", ".join(f"{name_of(dtype)} {list(shape)}" for shape, dtype in key)
         raise CaptureError(
@@ -62,14 +62,14 @@ class _Kept:
         return functional_call(self.module, dict(zip(names, tensors, strict=True)), tuple(inputs))
 
 
-# By op name. Global, because copies of a wrapped module need their original's op, and the emitter the original. A module whose result is
-# more than one tensor has a second op, which returns a list.
-_OPS: dict[str, _Kept] = {}
+# By op name. Global, because copies of a wrapped module need the original's op, and the emitter needs the original. Each module has a
+# second op, for results that aren't a single tensor: it returns a list.
+_OPS: dict[str, _Implementation] = {}
 _SEVERAL = "_list"
 
 
 class Opaque(nn.Module):
-    """``module`` behind one op. Created by ``opaque``."""
+    """Runs ``module`` as one op. Created by ``opaque``."""
 
     def __init__(self, module: nn.Module, op: str) -> None:
         super().__init__()
@@ -81,17 +81,17 @@ class Opaque(nn.Module):
 
 
 def call(name: str, module: nn.Module, *inputs: Tensor) -> Any:
-    """Apply the op to ``inputs`` and the tensors of ``module``, which is the op's module or one that differs only in its tensors. If
-    tensors have values, the module runs and its result is observed."""
-    kept = _OPS[name]
-    # by the original's names: its copies have more buffers, for tensors in plain attributes
-    buffers = [module.get_buffer(key) for key, _ in kept.module.named_buffers()]
+    """Apply the op to ``inputs`` and the tensors of ``module``, which is the op's module or one that differs only in its tensors. If all
+    tensors have values, run the module instead, and store the shapes of its result."""
+    implementation = _OPS[name]
+    # the original's names: copies have more buffers, for tensors in plain attributes
+    buffers = [module.get_buffer(key) for key, _ in implementation.module.named_buffers()]
     operands, tensors = list(inputs), [*module.parameters(), *buffers]
     if not any(map(is_fake, (*operands, *tensors))):
-        result = kept.compute(operands, tensors)
-        kept.given[shapes(operands)] = without_values(result, type(kept.module).__name__)
+        result = implementation.compute(operands, tensors)
+        implementation.observed[shapes(operands)] = without_values(result, type(implementation.module).__name__)
         return result
-    result = kept.result(*operands)
+    result = implementation.result(*operands)
     if isinstance(result, Tensor):
         return target_of(name)(operands, tensors)
     return _rebuilt(result, iter(target_of(name, several=True)(operands, tensors)))
@@ -118,15 +118,15 @@ def opaque(module: nn.Module, output: Callable[..., Any] | None = None) -> nn.Mo
     if not isinstance(module, nn.Module):
         raise UsageError(f"opaque takes a torch.nn.Module, not {module!r}", "wrap a function in a module")
     if any(isinstance(child, Opaque) for child in module.modules()):
-        raise UsageError(f"{type(module).__name__} has an opaque module inside already", "wrap the outer one alone")
+        raise UsageError(f"{type(module).__name__} already contains an opaque module", "wrap only the outer one")
     return Opaque(module, register(module, output))
 
 
 def observe(model: nn.Module, run: Callable[[nn.Module], object]) -> None:
-    """Observe the results of opaque modules without ``output``, while ``run`` runs a copy of ``model`` on values."""
-    found = [module for module in model.modules() if isinstance(module, Opaque)]
+    """Run a copy of ``model`` on values, to store the shapes of the results of opaque modules without ``output``."""
+    wrapped = [module for module in model.modules() if isinstance(module, Opaque)]
     tensors = [*model.parameters(), *model.buffers()]
-    if all(_OPS[module.op].output is not None for module in found) or any(map(is_fake, tensors)):
+    if all(_OPS[module.op].output is not None for module in wrapped) or any(map(is_fake, tensors)):
         return
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         try:
@@ -140,56 +140,56 @@ def observe(model: nn.Module, run: Callable[[nn.Module], object]) -> None:
 def register(module: nn.Module, output: Callable[..., Any] | None) -> str:
     """Register an op that computes ``module`` and return its name; ``output`` as for ``opaque``."""
     name = f"autopar.opaque_{len(_OPS) // 2}"
-    kept = _Kept(module, output)
-    _OPS[name] = _OPS[name + _SEVERAL] = kept
+    implementation = _Implementation(module, output)
+    _OPS[name] = _OPS[name + _SEVERAL] = implementation
     return name
 
 
 @functools.cache
 def _op(name: str) -> Any:
     """Return the op of that name, whose result is a tensor or, with the suffix ``_SEVERAL``, a list."""
-    kept = _OPS[name]
+    implementation = _OPS[name]
 
     def run(inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
         with autograd_in_op():  # clone: unlike a module, an op may not return its operand
-            return [tensor.detach().clone() for tensor in tensors_in(kept.compute(inputs, tensors))]
+            return [tensor.detach().clone() for tensor in tensors_in(implementation.compute(inputs, tensors))]
 
-    def blank(inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-        made = tensors_in(kept.result(*inputs))
-        return [torch.empty(t.shape, dtype=t.dtype, device=inputs[0].device) for t in made]
+    def fake(inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+        results = tensors_in(implementation.result(*inputs))
+        return [torch.empty(t.shape, dtype=t.dtype, device=inputs[0].device) for t in results]
 
     def one(inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
         return run(inputs, tensors)[0]
 
     several = name.endswith(_SEVERAL)
     op = torch.library.custom_op(name.replace(".", "::"), run if several else one, mutates_args=())
-    op.register_fake(blank if several else lambda inputs, tensors: blank(inputs, tensors)[0])
+    op.register_fake(fake if several else lambda inputs, tensors: fake(inputs, tensors)[0])
 
-    def remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.split = len(inputs[0])
         ctx.save_for_backward(*inputs[0], *inputs[1])
 
     def backward(ctx: Any, gradient: Any) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        # some ops have no gradient for an operand that needs none, as the scale of fake quantisation
+        # only where needed: some ops have no gradient for some operands, such as the scale of fake quantisation
         needed = [*ctx.needs_input_grad[0], *ctx.needs_input_grad[1]]
         floating = [t.detach().requires_grad_(needs) for t, needs in zip(ctx.saved_tensors, needed, strict=True)]
         with torch.enable_grad():
-            results = tensors_in(kept.compute(floating[: ctx.split], floating[ctx.split :]))
-        given = gradient if several else [gradient]
-        pairs = [(r, g) for r, g in zip(results, given, strict=True) if r.requires_grad and g is not None]
-        found = iter(_gradients(pairs, [t for t in floating if t.requires_grad]))
-        gradients = [next(found) if t.requires_grad else None for t in floating]
+            results = tensors_in(implementation.compute(floating[: ctx.split], floating[ctx.split :]))
+        of_results = gradient if several else [gradient]
+        pairs = [(r, g) for r, g in zip(results, of_results, strict=True) if r.requires_grad and g is not None]
+        computed = iter(_gradients(pairs, [t for t in floating if t.requires_grad]))
+        gradients = [next(computed) if t.requires_grad else None for t in floating]
         return gradients[: ctx.split], gradients[ctx.split :]
 
-    op.register_autograd(backward, setup_context=remember)
+    op.register_autograd(backward, setup_context=setup_context)
     return getattr(torch.ops.autopar, name.removeprefix("autopar.")).default
 
 
-def _gradients(pairs: list[tuple[Tensor, Tensor]], wanted: list[Tensor]) -> Sequence[Tensor | None]:
+def _gradients(pairs: list[tuple[Tensor, Tensor]], operands: list[Tensor]) -> Sequence[Tensor | None]:
     if not pairs:
-        return [None] * len(wanted)
+        return [None] * len(operands)
     results, gradients = zip(*pairs, strict=True)
-    return torch.autograd.grad(results, wanted, gradients, allow_unused=True)
+    return torch.autograd.grad(results, operands, gradients, allow_unused=True)
 
 
 # -- results without values --------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from autopar.capture.batch import BatchStructure, describe_batch, flatten_batch
 from autopar.capture.boundary import errors_as_capture_errors
-from autopar.capture.constants import fold_constants, share_constants, simplify_constants, unused_constants
+from autopar.capture.constants import fold_constants, share_constants, simplify_constants, used_constants
 from autopar.capture.evaluate import Evaluator
 from autopar.capture.export import export
 from autopar.capture.kernels import keep_ops_without_shapes
@@ -86,7 +86,7 @@ def clean(gm: fx.GraphModule, buffers: dict[str, torch.Tensor]) -> tuple[fx.Grap
     simplify_constants(gm, constants)
     keep_ops_without_shapes(gm)
     gm = run_passes(gm, FINAL_STEPS)
-    return gm, unused_constants(gm, constants)
+    return gm, used_constants(gm, constants)
 
 
 def _assemble(

@@ -54,23 +54,23 @@ class NodeGroup:
 
 
 def mark_main(gm: fx.GraphModule) -> None:
-    """Set ``meta["main"]`` (depends on a parameter or a written buffer, is written to one, or is random), ``meta["fed"]`` (depends on
-    an input), and ``meta["scalar"]`` on 0-d values of inputs that a larger value or a main node reads."""
+    """Set ``meta["main"]``, ``meta["needs_input"]``, and ``meta["scalar"]`` (on 0-d values of inputs that a larger value or a main node
+    reads); ``ops.meta`` explains them."""
     written = set(updates(gm).values())
     for node in gm.graph.nodes:
         operands = node.all_input_nodes
         parameter = node.op == "placeholder" and ("parameter" in meta(node) or "state" in meta(node))
         random = node.op == "call_function" and is_random(node)
         meta(node)["main"] = parameter or random or node in written or any(meta(n)["main"] for n in operands)
-        meta(node)["fed"] = (node.op == "placeholder" and "input" in meta(node)) or any(
-            meta(n)["fed"] for n in operands
+        meta(node)["needs_input"] = (node.op == "placeholder" and "input" in meta(node)) or any(
+            meta(n)["needs_input"] for n in operands
         )
     for node in calls(gm):
         tensor = isinstance(meta(node)["val"], torch.Tensor)
         meta(node)["scalar"] = (
             tensor
             and shape_of(node) == ()
-            and meta(node)["fed"]
+            and meta(node)["needs_input"]
             and not meta(node)["main"]
             and any(user.op == "call_function" and (meta(user)["main"] or shape_of(user) != ()) for user in node.users)
         )

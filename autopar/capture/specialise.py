@@ -203,7 +203,7 @@ def batch_guards(gm: fx.GraphModule) -> list[tuple[Guard, fx.Node]]:
     for guard, node in zip(graph_meta(gm).get("guards", ()), _nodes(gm), strict=True):
         if meta(node)["main"]:
             raise _undecided(guard, node)
-        if meta(node)["fed"]:
+        if meta(node)["needs_input"]:
             found.append((guard, node))
     for line in dict.fromkeys(guard.line for guard, _ in found):
         values = [str(guard.value) for guard, _ in found if guard.line == line]

@@ -39,7 +39,7 @@ from passes.collectives import MICROBATCH, convert, share
 from passes.conversions import ConversionStep, Types, conversion_steps
 from passes.joined import converted_types, is_joined, passed_on, results_of, weights_of
 from passes.layer import LocalLayer
-from passes.stages import Crossing, LocalProgram
+from passes.stages import LocalProgram, Resharding
 
 _KERNELS = kernels.__name__
 
@@ -82,9 +82,9 @@ def check_collectives(program: LocalProgram) -> int:
         found += len(emitted)
         crossed.update(axis for one in emitted for axis in one.axes)
     for stage in program.stages:
-        for crossing in stage.crossings:
-            where = f"the way into {program.graph.layers[crossing.layer].name}"
-            expected, emitted = _at_border(crossing, program)
+        for resharding in stage.reshardings:
+            where = f"the way into {program.graph.layers[resharding.layer].name}"
+            expected, emitted = _at_border(resharding, program)
             _compare(Counter(expected), Counter(emitted), where)
             found += len(emitted)
             crossed.update(axis for one in emitted for axis in one.axes)
@@ -94,7 +94,7 @@ def check_collectives(program: LocalProgram) -> int:
 
 def _check_replicas(program: LocalProgram, crossed: set[str]) -> None:
     """Raise if a collective in a layer or between layers crosses local SGD replicas; ``crossed`` are the axes of all collectives."""
-    if not SYNC.apart(program.plan.sync):
+    if not SYNC.averaging_steps(program.plan.sync):
         return
     replicas = {axis.name for axis in program.layers[0].strategy.replicas(program.plan.mesh)[0]}
     if replicas & crossed:
@@ -125,7 +125,7 @@ def priced(layer: LocalLayer) -> Iterator[Exchange]:
     sizes = {n.name: sum(t.numel() * t.element_size() for t in tensors(meta(n).get("val"))) for n in nodes}
     by_name = {n.name: n for n in nodes}
     for move in layer_moves(layer.cls, layer.computed.types, sizes, gradient_flow(layer.cls)):
-        under = move.under if layer.strategy.options.early and layer.half is None else ()
+        under = move.under if layer.strategy.options.early_collectives and layer.half is None else ()
         weights = tuple(_parameter(operands(by_name[name])[1]) for name in under)
         yield from _exchanges_of(move, layer.computed.axes, weights)
 
@@ -212,22 +212,22 @@ def _kernel(node: fx.Node, original: fx.Node, axes: tuple[Axis, ...]) -> Iterato
         yield from _both(one.value.name, names, (one.forward, one.backward), round(size))
 
 
-def _at_border(crossing: Crossing, program: LocalProgram) -> tuple[list[Exchange], list[Exchange]]:
+def _at_border(resharding: Resharding, program: LocalProgram) -> tuple[list[Exchange], list[Exchange]]:
     """The collectives between two layers: those that the price counts, and those that the program runs."""
     axes = (Axis(MICROBATCH, program.graph.parts(program.plan.microbatches), 0), *program.plan.mesh)
     time, priced_steps = (
         S(0),
         tuple[ConversionStep, ...](),
     )  # reading a batch's tensor, whole or sliced, moves no data
-    value = crossing.value or next(v for v in program.graph.inputs if f"input {v.name}" == crossing.key)
-    if crossing.value is not None:
+    value = resharding.value or next(v for v in program.graph.inputs if f"input {v.name}" == resharding.key)
+    if resharding.value is not None:
         maker = next(i for i, layer in enumerate(program.graph.layers) if value.name in layer.outputs)
         source = program.layers[maker].sharding.output(program.graph.layers[maker].outputs.index(value.name))
-        index = program.graph.layers[crossing.layer].activations.index(value.name)
-        reader = program.layers[crossing.layer]
+        index = program.graph.layers[resharding.layer].activations.index(value.name)
+        reader = program.layers[resharding.layer]
         target = reader.sharding.produced(placeholders(reader.cls)[index].name)
         time, priced_steps = source[0], conversion_steps(source, target, value.requires_grad)
-    on_mesh = [replace(s, axes=tuple(i + 1 for i in s.axes), after=(time, *s.after)) for s in crossing.steps]
+    on_mesh = [replace(s, axes=tuple(i + 1 for i in s.axes), after=(time, *s.after)) for s in resharding.steps]
 
     def on_device(steps: Iterable[ConversionStep]) -> list[Exchange]:
         moves = step_moves(value.name, float(value.numel * value.dtype.itemsize), steps)

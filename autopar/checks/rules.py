@@ -19,7 +19,7 @@ from autopar.ops.facts import OpKind, facts, op_name, op_of
 from autopar.ops.meta import meta
 from autopar.rules.candidates import Candidate, candidates
 from autopar.types import SpmdType
-from passes.localise import apply, localised
+from passes.localise import apply, local_call
 
 SHARDS = (2, 3)
 TOLERANCE = 1e-10
@@ -149,7 +149,7 @@ def _on_rank(node: fx.Node, values: Sequence[Value], candidate: Candidate, n: in
     shape = list(expected.shape)
     if candidate.result.dim is not None:
         shape[candidate.result.dim] //= n
-    call = localised(node, [tuple(_tensors(value)[0].shape) for value in values], tuple(shape))
+    call = local_call(node, [tuple(_tensors(value)[0].shape) for value in values], tuple(shape))
     try:
         result = _tensors(apply(call, node, values))
     except RuntimeError as error:

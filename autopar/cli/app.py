@@ -42,7 +42,8 @@ from autopar.cli.options import (
 def cli() -> None:
     """Turns a single-device PyTorch model into the distributed training program an expert would have written for it.
 
-    Start with `autopar plan llama3-70b --devices 128x8xH100-80GB`, or with the page of `autopar ui`. `autopar doctor` checks this machine.
+    Start with `autopar plan llama3-70b --devices 128x8xH100-80GB`, or with the web page of `autopar ui`. `autopar doctor` checks this
+    machine.
     """
 
 
@@ -74,8 +75,8 @@ def command(
 
     epilog = "\b\nExamples:\n" + "\n".join(f"  autopar {line}" for line in examples)
     short = help.partition("\n")[0]
-    every = joined(*options, *([switch("--json as_json", json)] if json else []))
-    group.command(name, PinnedCommand, short_help=short, help=help, epilog=epilog)(every(run))
+    decorate = joined(*options, *([switch("--json as_json", json)] if json else []))
+    group.command(name, PinnedCommand, short_help=short, help=help, epilog=epilog)(decorate(run))
 
 
 command(
@@ -97,9 +98,9 @@ command(
     "explain",
     """Explain why a plan was chosen.
 
-    The plan is in the file PLAN (of `autopar plan -o FILE`), or the best one for MODEL. The explanation lists what limits the plan, what
-    more memory, bandwidth or batch would save, the best plan of other kinds, and the ten best alternatives. Options that you leave out have
-    the values that the plan was made with."""
+    The plan is in the file PLAN (written by `autopar plan -o FILE`), or the best one for MODEL. The explanation lists what limits the plan,
+    what more memory, bandwidth or batch would save, the best plan of other kinds, and the ten best alternatives. Options that you leave out
+    have the values that the plan was made with."""
     + MODEL_HELP,
     ("explain plan.json", "explain llama3-8b --devices 8xH100-80GB --global-batch 64"),
     click.argument("target", metavar="PLAN|MODEL"),
@@ -217,8 +218,8 @@ command(
     switch(
         "--collectives",
         "Check what NCCL would do instead: record every rank without communication, and look for ranks that issue different "
-        "collectives, deadlocks, results that are read too early, and buffers that are written while they are sent. Of a large plan the "
-        "distinct ranks are recorded at the plan's own sizes.",
+        "collectives, deadlocks, results that are read too early, and buffers that are written while they are sent. For a large plan, one "
+        "rank of each kind is recorded at the plan's sizes.",
     ),
     allow_option,
 )
@@ -227,9 +228,9 @@ command(
     "report",
     """Write a plan as a page, a figure or a trace.
 
-    The page of the plan in the file PLAN (of `autopar plan -o FILE`), or of two plans side by side, is one self-contained HTML file:
-    timeline, memory through the step, layers, communication, and the source of every figure. The details need the model: the plan names it,
-    or --model does.""",
+    PLAN is a file of `autopar plan -o FILE`; with OTHER, the page shows two plans side by side. It is one self-contained HTML file:
+    timeline, memory through the step, layers, communication, and the sources of figures. The details need the model: the plan names it, or
+    --model does.""",
     (
         "report plan.json -o report.html",
         "report plan.json other.json -o both.html --explain",
@@ -262,8 +263,8 @@ command(
     "sweep",
     """Plan a model over a range of devices, lengths, batches and GPUs.
 
-    Each combination has its time, tokens/s, MFU and (with --gpu-hour) the cost of a billion tokens. A range is one number (8), a list
-    (8,16,24), or 8..1024, which doubles from 8 to 1024."""
+    The table has the step time, tokens/s, MFU and (with --gpu-hour) the cost of a billion tokens of each combination. A range is one
+    number (8), a list (8,16,24), or 8..1024, which doubles from 8 to 1024."""
     + MODEL_HELP,
     (
         "sweep llama3-8b --devices 8..512 --gpu-hour 2.5",
@@ -292,7 +293,7 @@ command(
     In under two minutes: matrix products, attention, memory bandwidth, launch time of an op, the optimizer, and collectives of several
     sizes, with 2 and with 4 processes. The command writes a calibration file, from which plans for this machine's devices are priced.""",
     ("profile", "profile --processes 1 --device cuda -o h100.json"),
-    option("--processes", "N,...", "Numbers of local processes to measure with.", default="2,4"),
+    option("--processes", "N,...", "Numbers of local processes for the measurements.", default="2,4"),
     click.option(
         "--device",
         type=click.Choice(["cpu", "cuda"]),

@@ -26,9 +26,9 @@ from autopar.program.state import INITIAL
 from autopar.run.folder import folder_for_program
 from autopar.run.initialise import is_path, with_buffer_values, write_initial_values
 from autopar.search import SearchOptions
-from autopar.search.concessions import Concession
+from autopar.search.numerics import Numerics
 from autopar.units import parse_size
-from autopar.workload import Recapture, Workload, with_concession
+from autopar.workload import Recapture, Workload, with_numerics
 
 VALUES_LIMIT_BYTES = 4 * 10**9
 """Zoo and configuration models of up to this size are emitted with random initial values."""
@@ -185,14 +185,14 @@ def captured(
 ) -> tuple[Graph, Recapture]:
     """Return the graph of a request, and a function that captures it again with other sizes; both with the deviations from exactness
     that the plan ``written`` has."""
-    concession = Concession() if written is None else Concession.of(written)
+    numerics = Numerics() if written is None else Numerics.of(written)
     exact = recapture(request, cluster)
 
     def again(**sizes: Any) -> Graph:
-        return with_concession(exact(**sizes), lambda **rows: exact(**sizes | rows), concession)
+        return with_numerics(exact(**sizes), lambda **rows: exact(**sizes | rows), numerics)
 
     try:
-        if concession != Concession():
+        if numerics != Numerics():
             return again(), again
         return capture_model(load(request, cluster, messages), messages), again
     except BatchError:

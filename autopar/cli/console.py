@@ -19,13 +19,13 @@ from autopar.errors import UsageError
 
 
 def console(width: int = 120) -> Console:
-    """Return the console of stdout; ``width`` applies if stdout is a file or a pipe and ``COLUMNS`` isn't set."""
+    """Return a console for stdout; ``width`` applies if stdout is a file or a pipe and ``COLUMNS`` isn't set."""
     out = Console(highlight=False)
     return out if out.is_terminal or "COLUMNS" in os.environ else Console(highlight=False, width=width)
 
 
 class PlainTable(Table):
-    """A table without lines that never truncates numbers: if it is too wide, it is printed in parts, each with the first column.
+    """A table without lines that never truncates numbers: one that is too wide is split into several, each with the first column.
 
     Numbers (``justify="right"``) stay on one line; other columns may wrap.
     """
@@ -35,8 +35,8 @@ class PlainTable(Table):
         super().add_column(header, *args, **options)
 
     def __rich_console__(self, out: Console, options: ConsoleOptions) -> RenderResult:
-        widths = [self._needs(out, column) for column in self.columns]
-        for number, part in enumerate(_in_parts(widths, options.max_width, self.padding[1])):
+        widths = [self._min_width(out, column) for column in self.columns]
+        for number, part in enumerate(_split_columns(widths, options.max_width, self.padding[1])):
             if number:
                 yield ""
             if len(part) == len(widths):
@@ -45,25 +45,24 @@ class PlainTable(Table):
             table = Table(title=None if number else self.title, **_PLAIN, show_header=self.show_header)
             for index in part:
                 column = self.columns[index]
-                kept = column.no_wrap and index > 0
-                table.add_column(
-                    column.header, justify=column.justify, no_wrap=kept, overflow=column.overflow if kept else "fold"
-                )
+                no_wrap = column.no_wrap and index > 0
+                overflow = column.overflow if no_wrap else "fold"
+                table.add_column(column.header, justify=column.justify, no_wrap=no_wrap, overflow=overflow)
             rows = zip(*(self.columns[index].cells for index in part), strict=True)
             for row in rows:
                 table.add_row(*row)
             yield from table.__rich_console__(out, options)
 
     @staticmethod
-    def _needs(out: Console, column: Column) -> int:
-        """Return the minimum width of a column: all of a number, some words of a text."""
-        wide = out.options.update(max_width=10_000)
+    def _min_width(out: Console, column: Column) -> int:
+        """Return the width of a column's widest cell, or at most ``_WRAPPED_WIDTH`` if the column wraps."""
+        unlimited = out.options.update(max_width=10_000)
         cells = [column.header, *column.cells]
-        most = max(Measurement.get(out, wide, cell).maximum for cell in cells)
-        return most if column.no_wrap else min(most, _TEXT)
+        widest = max(Measurement.get(out, unlimited, cell).maximum for cell in cells)
+        return widest if column.no_wrap else min(widest, _WRAPPED_WIDTH)
 
 
-_TEXT = 16  # minimum width of a text that wraps
+_WRAPPED_WIDTH = 16
 _PLAIN: dict[str, Any] = {
     "title_justify": "left",
     "title_style": "bold",
@@ -73,11 +72,11 @@ _PLAIN: dict[str, Any] = {
 }
 
 
-def _in_parts(widths: list[int], most: int, gap: int) -> Iterator[list[int]]:
-    """Yield the indices of columns in as few parts of width ``most`` as possible, each with column 0."""
+def _split_columns(widths: list[int], max_width: int, gap: int) -> Iterator[list[int]]:
+    """Yield the indices of the columns of each part: as few parts as fit into ``max_width``, each with column 0."""
     part, used = [0], widths[0] if widths else 0
     for index in range(1, len(widths)):
-        if used + gap + widths[index] > most and len(part) > 1:
+        if used + gap + widths[index] > max_width and len(part) > 1:
             yield part
             part, used = [0], widths[0]
         part.append(index)
@@ -95,7 +94,7 @@ def plain_table(
 ) -> PlainTable:
     """Return a table without lines, two spaces between its columns; ``options`` are those of ``rich.table.Table``.
 
-    Its columns, by header: ``words`` and ``numbers``, which don't wrap, and ``texts``, which do.
+    ``words``, ``numbers`` and ``texts`` are the headers of its columns, in this order. Only ``texts`` wrap.
     """
     table = PlainTable(title=title, **_PLAIN, **options)
     for name in words:
@@ -109,28 +108,28 @@ def plain_table(
 
 @contextmanager
 def progress_bar(name: str, total: int | None = None, lines: bool = False) -> Iterator[Callable[[str, int, int], None]]:
-    """Show a progress bar on stderr; the block calls the result with (name of the current item, items done, total).
+    """Show a progress bar on stderr; yield a function that updates the bar: (name of the current item, items done, total).
 
-    If stderr isn't a terminal, ``lines`` prints a line for each item.
+    With ``lines`` the function prints a line per item instead, if stderr isn't a terminal.
     """
-    to = Console(stderr=True)
+    stderr = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=to, transient=True, disable=lines and not to.is_terminal) as bar:
+    with Progress(*columns, console=stderr, transient=True, disable=lines and not stderr.is_terminal) as bar:
         task = bar.add_task(name, total=total)
 
-        def show(what: str, done: int, total: int) -> None:
-            bar.update(task, description=f"{name}: {what}", completed=done, total=total)
-            if what and lines and not to.is_terminal:
-                to.print(f"{what} ...", highlight=False, markup=False)
+        def update(item: str, done: int, total: int) -> None:
+            bar.update(task, description=f"{name}: {item}", completed=done, total=total)
+            if item and lines and not stderr.is_terminal:
+                stderr.print(f"{item} ...", highlight=False, markup=False)
 
-        yield show
+        yield update
 
 
 class Messages:
-    """A context in which calling the object with (stage, text) reports progress, on one moving line if stderr is a terminal.
+    """A context that reports progress on stderr: a call with (stage, text) updates the status line of a terminal.
 
-    Otherwise (a log file, a pipe) each stage prints a line when it begins. The output of the model's code goes to stderr: stdout is only
-    for the result.
+    In a log file or a pipe each stage prints a line when it begins. What the model's code prints goes to stderr: stdout is only for
+    the result.
     """
 
     def __init__(self) -> None:
@@ -158,24 +157,24 @@ class Messages:
         self._stage = stage
 
     def say(self, text: str) -> None:
-        """Print a line without wrapping, so that it can be copied."""
+        """Print a message without wrapping, so that commands in it can be copied."""
         self.console.print(text, highlight=False, soft_wrap=True)
 
 
-_PICTURES = (".png", ".svg", ".pdf")
+_PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def output_file(name: str | Path, option: str, picture: bool = False) -> Path:
-    """Return the path ``name`` of ``option``, checked before the work begins.
+    """Return the path ``name``, which the user gave with ``option``; call this before the work begins.
 
-    Raises ``UsageError`` if it can't be written, or with ``picture`` if its suffix isn't a picture format.
+    Raises ``UsageError`` if the file can't be written, or with ``picture`` if its suffix isn't that of a picture format.
     """
     path = Path(name)
     if path.is_dir():
-        raise UsageError(f"{option} {path} is a folder, and the result is a file", f"give {option} the name of a file")
-    if picture and path.suffix.lower() not in _PICTURES:
+        raise UsageError(f"{option} {path} is a folder, not a file", f"give {option} the name of a file")
+    if picture and path.suffix.lower() not in _PICTURE_SUFFIXES:
         raise UsageError(
-            f"{option} {path} is not the name of a picture", f"give a name that ends in one of {', '.join(_PICTURES)}"
+            f"{option} {path} has no suffix of a picture format", f"use one of {', '.join(_PICTURE_SUFFIXES)}"
         )
     if not path.parent.is_dir():
         raise UsageError(

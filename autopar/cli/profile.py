@@ -13,7 +13,7 @@ from autopar.profile import profile
 from autopar.run.processes import check_count
 
 _ARITHMETIC_S = 5e-3
-"""Compute time for which waiting is shown; it grows with the square root of the time since the last synchronisation."""
+"""The table shows waits after this compute time. Waits grow with the square root of the time since the last synchronisation."""
 
 
 def profile_command(processes: str, device: str | None, output: str | None, as_json: bool) -> None:
@@ -21,18 +21,18 @@ def profile_command(processes: str, device: str | None, output: str | None, as_j
     counts = _counts(processes)
     path = output_file(output, "-o") if output else default_path()
     if path is None:
-        raise UsageError("AUTOPAR_CALIBRATION is empty, so there is no place for the file", "name a file with -o FILE")
+        raise UsageError("AUTOPAR_CALIBRATION is empty, so the file has no path", "name a file with -o FILE")
     with progress_bar("profile") as progress:
-        found = profile(counts, device, progress)
+        calibration = profile(counts, device, progress)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(found.dumps())
+        path.write_text(calibration.dumps())
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}", "name a file with -o FILE") from error
     if as_json:
-        print(found.dumps(), end="")
+        print(calibration.dumps(), end="")
     else:
-        show(False, None, _table(found), str(path))
+        show(False, None, _table(calibration), str(path))
 
 
 def _counts(text: str) -> list[int]:
@@ -46,43 +46,43 @@ def _counts(text: str) -> list[int]:
     return counts
 
 
-def _table(found: Calibration) -> Table:
-    """Return the main figures, one column for each number of processes."""
-    keys = dict.fromkeys((f.device, f.processes) for f in found.figures)
-    table = plain_table(None, ("median, all processes at work",), [f"{count} x {device}" for device, count in keys])
+def _table(calibration: Calibration) -> Table:
+    """Return the main figures, one column per device and number of processes."""
+    columns = dict.fromkeys((f.device, f.processes) for f in calibration.figures)
+    table = plain_table(None, ("median, all processes at work",), [f"{n} x {device}" for device, n in columns])
     rows: dict[str, dict[tuple[str, int], str]] = {}
-    for f in found.figures:
-        shown = None
-        way = "backward" if f.backward else "forward"
+    for f in calibration.figures:
+        row = None
+        side = "backward" if f.backward else "forward"
         if f.name == "launch":
-            shown = f"start of an op, {way}", f"{f.median * 1e6:.1f} us"
+            row = f"start of an op, {side}", f"{f.median * 1e6:.1f} us"
         elif f.name == "product":
             shape = "x".join(str(int(f.size[key])) for key in ("rows", "inner", "columns"))
-            shown = f"product {shape} {f.variant}, {way}", f"{f.size['flops'] / f.median / 1e9:.1f} GFLOP/s"
+            row = f"product {shape} {f.variant}, {side}", f"{f.size['flops'] / f.median / 1e9:.1f} GFLOP/s"
         elif f.name == "attention":
-            shown = (
-                f"attention, length {int(f.size['length'])}, {way}",
+            row = (
+                f"attention, length {int(f.size['length'])}, {side}",
                 f"{f.size['flops'] / f.median / 1e9:.1f} GFLOP/s",
             )
         elif f.name == "move":
-            shown = f"{f.variant} of {int(f.size['elements'])}, {way}", f"{f.size['bytes'] / f.median / 1e9:.2f} GB/s"
+            row = f"{f.variant} of {int(f.size['elements'])}, {side}", f"{f.size['bytes'] / f.median / 1e9:.2f} GB/s"
         elif f.name == "update":
-            shown = f"AdamW of {int(f.size['elements'])}", f"{f.median * 1e6:,.0f} us"
+            row = f"AdamW of {int(f.size['elements'])}", f"{f.median * 1e6:,.0f} us"
         elif f.name == "wire":
             name = f"{f.variant} of {f.size['bytes'] / 1024:,.0f} KiB in groups of {int(f.size['members'])}"
-            shown = name, f"{f.median * 1e6:,.0f} us"
+            row = name, f"{f.median * 1e6:,.0f} us"
         elif f.name == "call":
-            shown = "a collective's call", f"{f.median * 1e6:.0f} us"
+            row = "a collective's call", f"{f.median * 1e6:.0f} us"
         elif f.name == "wait":
             wait_s = f.median * math.sqrt(_ARITHMETIC_S / f.size["seconds"])
-            shown = (
+            row = (
                 f"waiting for the slowest of {int(f.size['members'])}, {_ARITHMETIC_S * 1e3:.0f} ms after synchronisation",
                 f"{wait_s * 1e6:,.0f} us",
             )
         elif f.name == "overlap":
-            shown = "hidden communication costs", f"{f.median:.0%} of it"
-        if shown:
-            rows.setdefault(shown[0], {})[f.device, f.processes] = shown[1]
+            row = "hidden communication costs", f"{f.median:.0%} of it"
+        if row:
+            rows.setdefault(row[0], {})[f.device, f.processes] = row[1]
     for name, values in rows.items():
-        table.add_row(name, *(values.get(key, "") for key in keys))
+        table.add_row(name, *(values.get(column, "") for column in columns))
     return table

@@ -1,4 +1,4 @@
-"""Show a plan as tables: mesh, stages, runs of layers, where time and memory go, and how good the choice is."""
+"""Tables of a plan for the terminal: mesh, layers, stages, time, memory, bound and gap."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from autopar.techniques.sync import SYNC
 from autopar.units import seconds, size
 
 _BAR = 20  # characters of a full bar
-_PARTS = ("parameters", "gradients", "optimizer", "activations", "transients")
-_OUTSIDE = {"in the host": "host_bytes", "on NVMe": "nvme_bytes"}
+_MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "transients")
+_OFFLOADED = {"in the host": "host_bytes", "on NVMe": "nvme_bytes"}  # fields of a stage, by the column's header
 
 
 def plan_tables(plan: Plan, hint: str = "") -> Group:
-    """Return every table of ``plan``, the most important one first, and a hint at the end."""
+    """Return all tables of ``plan``, its notes, and ``hint``."""
     return Group(*_sections(plan, hint))
 
 
@@ -61,7 +61,7 @@ def _overview(plan: Plan) -> RenderableType:
     table.add_row("mesh", f"{axes}{spread}" + (" (last axis innermost)" if len(plan.mesh) > 1 else ""))
     batch = f"{plan.global_batch:,} in {_plural(plan.microbatches, 'microbatch', 'microbatches')}"
     table.add_row("batch", batch if plan.schedule == "none" else f"{batch}, schedule {plan.schedule}")
-    if words := SYNC.said(plan.sync):
+    if words := SYNC.phrase(plan.sync):
         table.add_row(SYNC.subject, words)
     table.add_row("precision", plan.precision)
     return table
@@ -86,21 +86,21 @@ class LayerRun:
 
 def runs(plan: Plan) -> list[LayerRun]:
     """Return the plan's layers, grouped into runs of consecutive layers with the same strategy."""
-    found, start = [], 0
+    grouped, start = [], 0
     for _, group in itertools.groupby(plan.layers, key=lambda layer: layer.strategy):
         layers = tuple(group)
-        found.append(LayerRun(start, layers))
+        grouped.append(LayerRun(start, layers))
         start += len(layers)
-    return found
+    return grouped
 
 
 def _layers(plan: Plan) -> RenderableType:
     table = plain_table("layers", ("layers",), ("count", "data", "tensor", "sequence", "ZeRO"))
-    hybrid = any(layer.strategy.replicate > 1 for layer in plan.layers)
-    if hybrid:
+    hsdp = any(layer.strategy.replicate > 1 for layer in plan.layers)
+    if hsdp:
         table.add_column("copies", justify="right")
-    used = [t for t in LAYER if t.shown or any(t.said(layer.strategy.options[t]) for layer in plan.layers)]
-    for technique in used:
+    techniques = [t for t in LAYER if t.shown or any(t.phrase(layer.strategy.options[t]) for layer in plan.layers)]
+    for technique in techniques:
         table.add_column(technique.name)
     for run in runs(plan):
         s, degrees = run.strategy, run.strategy.degrees(plan.mesh)
@@ -109,34 +109,34 @@ def _layers(plan: Plan) -> RenderableType:
             str(len(run.layers)),
             *(_degree(degrees[name]) for name in ("data", "tensor", "sequence")),
             str(s.zero) if degrees["data"] > 1 else "-",
-            *([_degree(s.replicate)] if hybrid else []),
-            *(technique.cell(s.options[technique]) for technique in used),
+            *([_degree(s.replicate)] if hsdp else []),
+            *(technique.cell(s.options[technique]) for technique in techniques),
         )
     return table
 
 
 def _stages(plan: Plan) -> RenderableType:
-    table = plain_table("memory of one device", ("stage",), ("layers", *_PARTS, "total", "limit"))
-    places = [name for name in _OUTSIDE if any(getattr(stage, _OUTSIDE[name]) for stage in plan.stages)]
-    for name in places:
-        table.add_column(name, justify="right")
+    table = plain_table("memory of one device", ("stage",), ("layers", *_MEMORY_PARTS, "total", "limit"))
+    offloaded = {header: f for header, f in _OFFLOADED.items() if any(getattr(stage, f) for stage in plan.stages)}
+    for header in offloaded:
+        table.add_column(header, justify="right")
     table.add_column("", no_wrap=True)
-    for first, last, stage in _alike(plan.stages):
+    for first, last, stage in _equal_stages(plan.stages):
         memory, limit = stage.memory, stage.memory_limit_bytes
         table.add_row(
             str(first) if first == last else f"{first} ... {last}",
             str(stage.stop - stage.start),
-            *(size(getattr(memory, part)) for part in _PARTS),
+            *(size(getattr(memory, part)) for part in _MEMORY_PARTS),
             size(memory.total),
             size(limit),
-            *(size(getattr(stage, _OUTSIDE[name])) for name in places),
+            *(size(getattr(stage, field)) for field in offloaded.values()),
             _bar(memory.total / limit if limit else 0.0),
         )
     return table
 
 
-def _alike(stages: tuple[StagePlan, ...]) -> Iterable[tuple[int, int, StagePlan]]:
-    """Yield stages as (first, last, example); consecutive stages with equal numbers of layers and equal memory are one row."""
+def _equal_stages(stages: tuple[StagePlan, ...]) -> Iterable[tuple[int, int, StagePlan]]:
+    """Group consecutive stages with equal numbers of layers and equal memory; yield (first index, last index, first stage)."""
 
     def key(item: tuple[int, StagePlan]) -> tuple[int, Memory, int, int]:
         stage = item[1]
@@ -157,9 +157,9 @@ def _time(plan: Plan) -> RenderableType:
         "bubble": p.bubble_s,
         "optimizer": p.optimizer_s,
     }
-    for name, took in parts.items():
-        share = took / p.step_time_s if p.step_time_s else 0.0
-        table.add_row(name, seconds(took), f"{_bar(share)} {share:5.1%}")
+    for name, part_s in parts.items():
+        share = part_s / p.step_time_s if p.step_time_s else 0.0
+        table.add_row(name, seconds(part_s), f"{_bar(share)} {share:5.1%}")
     return table
 
 
@@ -169,7 +169,7 @@ def _quality(plan: Plan) -> RenderableType:
     table.add_row("speed", f"{p.tokens_per_s_per_device:,.0f} tokens/s per device, MFU {p.mfu:.1%}")
     if plan.solver == GIVEN:
         return table
-    table.add_row("bound", f"no plan of those searched takes less than {seconds(plan.bound_s)}: gap {plan.gap:.2%}")
+    table.add_row("bound", f"no searched plan takes less than {seconds(plan.bound_s)}: gap {plan.gap:.2%}")
     if plan.solver:
         table.add_row("solver", plan.solver)
     table.add_row("planned in", f"{seconds(plan.wall_time_s)}, {size(plan.planning_memory_bytes)} of memory")
@@ -177,12 +177,12 @@ def _quality(plan: Plan) -> RenderableType:
 
 
 def _pins(plan: Plan) -> RenderableType:
-    """Return what each pin costs: the time that the best plan found without it saves, and the most that any plan without it can save."""
+    """Return the cost of each pin: the time that the best plan without it saves, and a bound of what any plan without it saves."""
     table = plain_table("the price of each pin", ("pin",), ("best step without it", "saves", "at most"))
     for pin in plan.pins:
-        saves, most = pin.gain(plan.prediction.step_time_s)
+        saved, bound = pin.gain(plan.prediction.step_time_s)
         value = str(pin.value).lower()
-        table.add_row(f"{pin.pin}={value}", seconds(pin.step_time_without_s), f"{saves:.1%}", f"{most:.1%}")
+        table.add_row(f"{pin.pin}={value}", seconds(pin.step_time_without_s), f"{saved:.1%}", f"{bound:.1%}")
     return table
 
 

@@ -22,12 +22,12 @@ from autopar.measure import EXACT
 from autopar.plan import Plan
 from autopar.plan_files import check_model, read_plan
 from autopar.run.processes import check_count
-from autopar.search.concessions import Concession
+from autopar.search.numerics import Numerics
 from autopar.units import parse_size
 from autopar.verify import Report, shrink_config
 from autopar.verify.collectives import CollectivesReport, verify_collectives, verify_plan_collectives
 from autopar.verify.run import verify_workload
-from autopar.workload import Workload, with_concession
+from autopar.workload import Workload, with_numerics
 from autopar.zoo import find
 from autopar.zoo.hf import build_config
 
@@ -93,7 +93,7 @@ def _real(model: str, plan: Plan, seq: int | None) -> Graph:
         loaded = load_model(model, GivenSizes(seq, global_batch, plan.precision), device="meta")
         return dataclasses.replace(loaded, precision=plan.precision).capture()
 
-    return with_concession(again(global_batch=plan.global_batch), again, Concession.of(plan))
+    return with_numerics(again(global_batch=plan.global_batch), again, Numerics.of(plan))
 
 
 def _shown(report: Report | CollectivesReport, notes: list[str]) -> Iterator[RenderableType]:

@@ -109,12 +109,12 @@ class Wires:
         curve = self.curves.get((name, members))
         return None if curve is None else curve.beyond(size)
 
-    def wait_s(self, meetings: Sequence[int], compute_s: float) -> float:
+    def wait_s(self, group_sizes: Sequence[int], compute_s: float) -> float:
         """Return the seconds that groups of these sizes wait for their slowest ranks, if their collectives divide ``compute_s`` equally.
 
         Delays are independent, so the spread of a part's time, and the delay of its slowest rank against the mean (order statistics of
         the normal distribution), grow with the square root of its length.
         """
-        if not meetings:
+        if not group_sizes:
             return 0.0
-        return sum(self.waits.get(n, 0.0) for n in meetings) * math.sqrt(compute_s / len(meetings))
+        return sum(self.waits.get(n, 0.0) for n in group_sizes) * math.sqrt(compute_s / len(group_sizes))

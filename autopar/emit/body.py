@@ -32,11 +32,11 @@ def statements(
     watched: list[str] = []
     named: list[str] = []
     ends: list[int] = []  # the lines where a submodule ends
-    flights: dict[fx.Node, str] = {}  # async conversions -> variables of their handles
+    handles: dict[fx.Node, str] = {}  # async conversions -> variables of their handles
     scope = None
     for node in nodes:
         if node.op == "placeholder" or node in texts:
-            lines += sent_lines(node, texts, names, flights)
+            lines += sent_lines(node, texts, names, handles)
             continue
         if meta(node).get("turn") and not compiled:
             lines.append("        yield  # the other half's turn")
@@ -48,7 +48,7 @@ def statements(
             if not watch and not compiled:
                 lines = _with_deletions(lines, named, ends)
             break
-        text = Text(f"{flights[node]}.wait()") if node in flights else expression(node, texts)
+        text = Text(f"{handles[node]}.wait()") if node in handles else expression(node, texts)
         if _inline(node, text) and not watch:
             texts[node] = text
             continue
@@ -65,21 +65,21 @@ def statements(
         watched += [f'"{result.name}": {name}' for result, name in zip(made, own, strict=True)]
         named += own
         if not compiled:
-            lines += sent_lines(node, texts, names, flights)
+            lines += sent_lines(node, texts, names, handles)
     return lines
 
 
-def sent_lines(node: fx.Node, texts: dict[fx.Node, Text], names: Names, flights: dict[fx.Node, str]) -> list[str]:
-    """Return the lines that issue the async conversions of the node's value, and note their variables in ``flights``."""
+def sent_lines(node: fx.Node, texts: dict[fx.Node, Text], names: Names, handles: dict[fx.Node, str]) -> list[str]:
+    """Return the lines that issue the async conversions of the node's value, and note their variables in ``handles``."""
     lines = []
     for conversion in meta(node).get("sends", ()):
         value, axes, source, target = conversion.args
         assert isinstance(value, fx.Node) and isinstance(axes, tuple)
-        flights[conversion] = names.fresh(f"{value_name(value)}_sent")
+        handles[conversion] = names.fresh(f"{value_name(value)}_sent")
         over = literal(axes[0] if len(axes) == 1 else axes, {})
         given = f"{texts[value].text}, {over}, src=spmd.{source}, dst=spmd.{target}"
         given += ", once=True" if meta(conversion).get("once") else ""
-        lines.append(f"        {flights[conversion]} = {meta(conversion)['flies']}({given})")
+        lines.append(f"        {handles[conversion]} = {meta(conversion)['async_op']}({given})")
     return lines
 
 
@@ -139,7 +139,7 @@ def _inline(node: fx.Node, text: Text) -> bool:
     if len(places) != 1 or is_joined(user) and user.args[0] is node:
         return False
     if user.op == "output":
-        return not meta(node).get("flies") and len(text.text) <= WIDTH
+        return not meta(node).get("async_op") and len(text.text) <= WIDTH
     most = WIDTH * 4 // 5 if meta(user).get("module") else SHORT if is_bound(node) else WIDTH * 2 // 3
     return node.target is not convert and len(text.text) <= most
 

@@ -150,7 +150,7 @@ def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], w
     body += [line for op, name in bodies.items() for line in body_method(op, name)]
     outer = _outer(layer, arguments, resident, seeds, rows)
     body += pieces
-    computes = returns if layer.half is None else layer.strategy.options.parting.computes
+    computes = returns if layer.half is None else layer.strategy.options.splitting.compute_type
     if not outer:
         return [*decorators, f"    def forward({signature}) -> {computes}:", *body]
     return [
@@ -194,7 +194,7 @@ def _outer(
         compiled=is_compiled(layer),
         gives_loss=layer.cls.gives_loss,
     )
-    changed = layer.strategy.options.called(call)
+    changed = layer.strategy.options.wrap_call(call)
     if changed == call and not seeds:
         return first
     return [*first, *(f"        {line}" for line in changed.lines("return "))]

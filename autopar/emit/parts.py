@@ -30,8 +30,8 @@ def runtime_parts(program: LocalProgram, layouts: list[dict[str, Any]]) -> dict[
         "buffers": (any(local.cls.buffers for local in program.layers), "buffers.StageBuffers"),
     }
     found = {name: text for name, (needed, text) in wanted.items() if needed}
-    of_layers = (local.strategy.options.parts_of_runtime.items() for local in program.layers)
-    return {**found, **dict(itertools.chain(*of_layers)), **SYNC.parts(program.plan.sync)}
+    of_layers = (local.strategy.options.runtime_parts.items() for local in program.layers)
+    return {**found, **dict(itertools.chain(*of_layers)), **SYNC.runtime_parts(program.plan.sync)}
 
 
 def _schedule(program: LocalProgram) -> str:

@@ -21,23 +21,23 @@ def compiled_pieces(nodes: list[fx.Node], texts: dict[fx.Node, Text], names: Nam
             pieces.append([])
         pieces[-1].append(node)
     place = {node: k for k, piece in enumerate(pieces) for node in piece}
-    flights: dict[fx.Node, str] = {}
+    handles: dict[fx.Node, str] = {}
     lines: list[str] = []
     methods: list[str] = []
     for k, piece in enumerate(pieces):
         lines += ["        yield  # the other half's turn"] if any(meta(node).get("turn") for node in piece) else []
         given = [node for node in piece if node.op == "placeholder"]
         for node in given:
-            lines += sent_lines(node, texts, names, flights)
-        for node in (node for node in piece if meta(node).get("flies")):
+            lines += sent_lines(node, texts, names, handles)
+        for node in (node for node in piece if meta(node).get("async_op")):
             texts[node] = Text(names.fresh(value_name(node)))
-            lines.append(f"        {texts[node].text} = {flights[node]}.wait()")
+            lines.append(f"        {texts[node].text} = {handles[node]}.wait()")
         if meta(piece[-1]).get("inner"):  # its kernel is a generator, too
             lines += statements(piece[-1:], texts, names, compiled=True)
-        ops = [n for n in piece if n.op == "call_function" and not (meta(n).get("flies") or meta(n).get("inner"))]
+        ops = [n for n in piece if n.op == "call_function" and not (meta(n).get("async_op") or meta(n).get("inner"))]
         lines += _piece(k, ops, texts, names, methods)
         for node in piece[len(given) :]:
-            lines += sent_lines(node, texts, names, flights)
+            lines += sent_lines(node, texts, names, handles)
         dead = [node for node in texts if _last(node, place) == k and texts[node].text.isidentifier()]
         if dead and k + 1 < len(pieces):
             lines.append(f"        del {', '.join(texts[node].text for node in dead)}")

@@ -35,7 +35,7 @@ from autopar.program.type_check import write_digests
 from autopar.program.weights import write_file
 from autopar.schedules.orders import device_order
 from autopar.shard import plan_shardings
-from autopar.techniques import SYNC, said
+from autopar.techniques import SYNC, phrases
 from passes.stages import LocalProgram, cut_stages
 
 _HEADER = '''"""{model} on {devices}: {summary}.
@@ -293,7 +293,7 @@ def _uses(program: LocalProgram, layers: Sequence[int]) -> str:
             f"{role.value} on {a.name}" for a, role in zip(program.plan.mesh, strategy.roles, strict=True)
         )
         copies = f" in {strategy.replicate} copies" if strategy.replicate > 1 else ""
-        found.setdefault(roles, {})[", ".join([f"ZeRO {strategy.zero}{copies}", *said(strategy.options)])] = None
+        found.setdefault(roles, {})[", ".join([f"ZeRO {strategy.zero}{copies}", *phrases(strategy.options)])] = None
     parts = "; or ".join(f"{roles}; {' or '.join(found[roles])}" for roles in found)
     return f"{which}: {parts}."
 

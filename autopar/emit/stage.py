@@ -163,7 +163,7 @@ def _spec_of(program: LocalProgram, layer: int, users: Sequence[int], updates: t
         zero=strategy.zero,
         data_axes=copies + shards,
         replicate_axes=copies,
-        segment=strategy.options.together,
+        segment=strategy.options.segment_layers,
         backward=any(value.requires_grad for value in local.cls.outputs),
         opaque=any(_is_opaque(program.layers[user].graph) for user in users),
         updates=updates,
@@ -263,7 +263,7 @@ class _Forward:
         self.mesh: tuple[Axis, ...] = program.plan.mesh
         self.names = Names()
         self.values: dict[str, _Variable] = {}
-        self.crossings = {(crossing.layer, crossing.key): crossing for crossing in stage.crossings}
+        self.reshardings = {(resharding.layer, resharding.key): resharding for resharding in stage.reshardings}
         self.converted: dict[tuple[str, Types], str] = {}
         self.body: list[str] = []
         self.places, self.constants = _held(program, stage)
@@ -335,7 +335,7 @@ class _Forward:
 
     def _together(self, layer: int) -> int:
         """Return how many layers a technique calls together with this one; 1 if each is called separately."""
-        return self.program.layers[layer].strategy.options.together
+        return self.program.layers[layer].strategy.options.segment_layers
 
     def _readers(self, value: str) -> int:
         return sum(value in layer.activations for layer in self.program.graph.layers)
@@ -402,7 +402,7 @@ class _Forward:
             members = self._members(range(at, min(at + number, layer + run)))
             call = Call((members, value, *arguments[1:]), rows=tuple(dims), joined=joined, layers=True)
             value = "hidden" if at + number < layer + run else result
-            changed = local.strategy.options.called(call)
+            changed = local.strategy.options.wrap_call(call)
             lines = changed.lines(f"{value} = ")
             self.body += [f"        {line}" for line in lines if line != f"# {remark}"]
             remark = changed.remark
@@ -410,10 +410,10 @@ class _Forward:
     def _read(self, layer: int, key: str, needed: Types) -> str:
         """Emit the conversions of a value to the types that a layer takes, and return its text."""
         variable = self.values[key]
-        crossing = self.crossings.get((layer, key))
-        if crossing is not None:
+        resharding = self.reshardings.get((layer, key))
+        if resharding is not None:
             text = variable.text
-            for step in crossing.steps:
+            for step in resharding.steps:
                 axes = tuple(self.mesh[axis].name for axis in step.axes)
                 call = conversion_text(text, axes, str(step.source), str(step.target), variable.dtype)
                 # "hidden" has one reader, which reads the converted value

@@ -15,7 +15,7 @@ from autopar.errors import InfeasibleError
 from autopar.explain.describe import describe, memory_bytes
 from autopar.explain.study import Study
 from autopar.plan import Plan
-from autopar.search.bounds.cheap import fewest_seconds
+from autopar.search.bounds.cheap import cheap_bound
 from autopar.search.prices import Prices
 from autopar.search.problem import choices
 
@@ -92,5 +92,5 @@ def _by_bound(study: Study, deadline: float) -> list[tuple[float, Outer]]:
         outer = (schedule.pipeline, schedule.microbatches, schedule.name, schedule.chunks)
         instance = prices.instance(choice) if time.monotonic() < deadline else None
         if instance is not None:
-            least[outer] = min(fewest_seconds(instance), least.get(outer, float("inf")))
+            least[outer] = min(cheap_bound(instance), least.get(outer, float("inf")))
     return sorted((bound, outer) for outer, bound in least.items())

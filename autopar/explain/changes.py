@@ -126,14 +126,14 @@ def _offload(study: Study, deadline: float) -> Iterator[Change]:
         return
     parts: list[tuple[str, dict[str, Any]]] = []
     for technique in LAYER:
-        for _, title, pins, needs in technique.families():
+        for _, title, pins, needs in technique.alternatives():
             if needs != "host":
                 continue
             names = (technique.name, *(pin.name for pin in technique.former_pins))
             if any(study.options.of(name) is not None for name in names):
                 return
             free = technique.candidates(Context(nvme=study.cluster.has_nvme))
-            if not any(technique.way(value).elsewhere for value in free):
+            if not any(technique.mode(value).offload_tier for value in free):
                 parts.append((title, dict(pins)))
     if not parts:
         return

@@ -38,7 +38,7 @@ def describe(plan: Plan) -> str:
         parts.append(f"ZeRO {zeros[0]}" if len(zeros) == 1 else f"ZeRO {zeros[0]} to {zeros[-1]}")
         if (copies := max(layer.strategy.replicate for layer in plan.layers)) > 1:
             parts[-1] += f" in {copies} copies"
-    if words := SYNC.said(plan.sync):
+    if words := SYNC.phrase(plan.sync):
         parts.append(f"{SYNC.subject} {words}")
     parts.append(f"{plan.microbatches} microbatches" if plan.microbatches > 1 else "1 microbatch")
     if MICROBATCH_STATISTICS in plan.allow:
@@ -53,7 +53,7 @@ def _techniques(plan: Plan) -> list[str]:
     found = []
     for technique in LAYER:
         for value, count in Counter(layer.strategy.options[technique] for layer in plan.layers).most_common():
-            all_of_them, words = technique.of_one or count == len(plan.layers), technique.said(value)
+            all_of_them, words = technique.of_one or count == len(plan.layers), technique.phrase(value)
             share = f"{count} of {len(plan.layers)} layers"
             if words and technique.subject == "layers":
                 found.append(f"{'all layers' if all_of_them else share} {words}")

@@ -59,7 +59,7 @@ def definitions(gpus_per_node: int, count: int, hosts: bool, nvme: bool) -> list
         ("one_microbatch", "one microbatch", {"microbatches": 1}),
     ]
     known = {"": True, "host": hosts, "nvme": nvme}
-    found += [(name, title, pins) for t in LAYER for name, title, pins, needs in t.families() if known[needs]]
+    found += [(name, title, pins) for t in LAYER for name, title, pins, needs in t.alternatives() if known[needs]]
     node = min(gpus_per_node, count)
     if node > 1:
         found.append(("node_tensor", f"tensor parallelism over a node ({node})", {"tensor": node}))

@@ -25,10 +25,10 @@ class NodeMeta(TypedDict, total=False):
     stack_trace: str | None
     """The lines of the user's code that created the node."""
 
-    # of placeholders, from capture (export, constants) and cleaning (linear, functional): one of the first four
+    # of placeholders, written by capture (export, constants) and cleaning (linear, functional): each has one of the first four
     parameter: Parameter
     input: str
-    """The name of a tensor of the batch."""
+    """The name of a tensor in the batch."""
     buffer: str
     """The name of a buffer, or of a tensor that export lifted out of the code (``lifted``)."""
     constant: str
@@ -37,7 +37,7 @@ class NodeMeta(TypedDict, total=False):
     shares: str
     """The name of another parameter or buffer that shares the node's memory."""
     state: bool
-    """Present for buffers whose new values the graph returns."""
+    """Present if the model writes the buffer, so that the graph returns its new value."""
 
     # of all nodes of a captured graph
     gradient: bool
@@ -45,12 +45,12 @@ class NodeMeta(TypedDict, total=False):
     no_grad: bool
     """Present for calls under ``torch.no_grad``. Written and read by cleaning."""
     main: bool
-    """Whether the node depends on a parameter or a written buffer, is written to one, or draws random numbers. ``capture.segment`` writes
-    this key and the next two."""
-    fed: bool
+    """Whether the node belongs to a layer: it depends on a parameter or a written buffer, is a buffer's new value, or draws random numbers.
+    ``capture.segment`` writes this key and the next two."""
+    needs_input: bool
     """Whether the node depends on an input."""
     scalar: bool
-    """Whether the node is a 0-d value of inputs that layers read: it is computed once, before the first layer."""
+    """Whether the node is a 0-d value that depends only on inputs, and that layers read: it is computed once, before the first layer."""
     scalar_name: str
     """The name of a scalar. Written by the cleaning of losses."""
     scalar_value: Value
@@ -60,30 +60,30 @@ class NodeMeta(TypedDict, total=False):
     types: tuple[SpmdType, ...]
     """The type on each axis. Written by ``passes.collectives``."""
     global_shape: tuple[int, ...]
-    """The global shape, which ``passes.localise_layer`` replaced by one rank's."""
+    """The shape on all ranks together; the shape of ``val`` is one rank's. Written by ``passes.localise_layer``."""
     product: str
-    """The name of the product that a bias was joined to. Written by ``passes.fuse_bias``, read by ``passes`` and ``emit``."""
+    """The name of the product into which a bias was fused. Written by ``passes.fuse_bias``, read by ``passes`` and ``emit``."""
     caller: str
-    """The runtime function that makes the node's call. Written by the passes of techniques, read by ``emit``."""
+    """The runtime function that wraps the node's call. Written by the passes of techniques, read by ``emit``."""
     joined: bool
-    """Whether a call converts its input itself (``passes.joined``)."""
+    """Whether the node is a collective and products in one call (``passes.joined``)."""
     turn: bool
-    """Whether the other half of the microbatch takes its turn before the node. Written by the passes of techniques, read by ``emit``, like
-    the next five."""
+    """Whether the other half of the microbatch runs before the node. Written by the passes of techniques, read by ``emit``, like the next
+    five."""
     inner: str
-    """If the other half computes during the async communication of the node's kernel: the function that issues it."""
+    """The function that issues the async communication of the node's kernel, during which the other half runs."""
     across: bool
-    """Whether the other half computes between the node and a reader."""
-    flies: str
-    """For an async conversion: the function that issues it."""
+    """Whether the other half runs between the node and a reader."""
+    async_op: str
+    """The function that issues an async conversion."""
     once: bool
     """Whether one async conversion serves both halves."""
     sends: list[fx.Node]
     """The async conversions that are issued right after the node."""
     module: str
-    """The path of the layer's torch module that computes the node. Written and read by ``emit``."""
+    """The path in the layer of the torch module that computes the node. Written and read by ``emit``."""
     body: str
-    """The method that computes the body of a mixture of experts. Written and read by ``emit``."""
+    """The layer's method that computes the experts of a mixture. Written and read by ``emit``."""
 
 
 class GraphMeta(TypedDict, total=False):
@@ -92,17 +92,17 @@ class GraphMeta(TypedDict, total=False):
     notes: list[str]
     """Notes for the user."""
     unmicrobatchable: str
-    """The reason why the batch cannot be split in time."""
+    """The reason why the batch cannot be split into microbatches."""
     local_batch_norm: bool
-    """Whether every part of the batch is normalised by its own statistics. Set by the user."""
+    """Whether batch norm uses the statistics of each part of the batch. Set by the user."""
     updates: tuple[str, ...]
     """The names of the buffers whose new values follow the loss in the output. Written by ``functionalise_pass``."""
     valueless: dict[str, None]
-    """The buffers whose values are needed but unavailable (the model is on meta)."""
+    """The buffers whose values are needed but unavailable, because the model is on the meta device."""
     assumed: tuple[tuple[str, str], ...]
     """Assumptions that only a comparison with the model can confirm, each with a hint."""
     guards: tuple[Guard, ...]
-    """Values that forward read, for which the graph is specialised."""
+    """Values that forward read from the example batch, for which the graph is specialised."""
 
 
 def meta(node: fx.Node) -> NodeMeta:

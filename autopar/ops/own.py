@@ -33,9 +33,9 @@ class OwnOp:
     """A fused op, computed by a runtime function.
 
     ``name`` is that of ``ops.facts``. ``flops`` are those of its forward products, which backward recomputes (``slices`` kernels in each
-    direction); ``passes`` is the rest. ``beyond`` is ``rules.padding.carried`` of the op; ``reword`` gives the call of a padded graph its
-    true sizes. ``call`` makes a rank's call (``passes.kernel_calls``). ``samples`` makes arguments for checking the rule, from functions
-    that draw normal floats of a shape, and integers below a limit.
+    direction); ``passes`` is the rest. ``padding_after`` is that of ``rules.padding`` for the op; ``resize`` gives the call of a padded
+    graph its true sizes. ``call`` makes a rank's call (``passes.kernel_calls``). ``samples`` makes arguments for checking the rule, from
+    functions that draw normal floats of a shape, and integers below a limit.
     """
 
     name: str
@@ -43,8 +43,8 @@ class OwnOp:
     flops: Callable[[fx.Node], float]
     slices: Callable[[fx.Node], float]
     passes: Callable[[fx.Node, Size], Passes]
-    beyond: Callable[[Sequence[bool | None]], bool | None]
-    reword: Callable[[fx.Node, fx.Node], None]
+    padding_after: Callable[[Sequence[bool | None]], bool | None]
+    resize: Callable[[fx.Node, fx.Node], None]
     call: Callable[[Any], tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]
     samples: Callable[[Callable[..., Any], Callable[..., Any]], Sequence[tuple[tuple[Any, ...], dict[str, Any]]]]
 

@@ -14,60 +14,60 @@ import math
 from autopar.devices import Cluster
 from autopar.layer_price import LayerPrice
 from autopar.plan import Strategy
-from autopar.price.host import StateBytes, waited_s
-from autopar.price.live_memory import LayerMemory, Neighbours
-from autopar.price.microbatch import Core, Kept, Pass
-from autopar.price.replicas import Spread, runs
+from autopar.price.host import StateBytes, exposed_copy_s
+from autopar.price.live_memory import LayerMemory, PrefetchContext
+from autopar.price.microbatch import Kept, Microbatch, Pass
+from autopar.price.replicas import ReplicaCosts, runs
 from autopar.price.state import Precision, padded, state_bytes
 from autopar.price.trainer import TrainerModel
 
 
 def assemble(
-    core: Core,
-    spread: Spread,
+    microbatch: Microbatch,
+    replicas: ReplicaCosts,
     strategy: Strategy,
     cluster: Cluster,
     numbers: Precision,
     trainer: TrainerModel,
-    neighbours: Neighbours,
+    context: PrefetchContext,
 ) -> LayerPrice:
     """Add ZeRO over the data axes, the optimizer and offloading. ``neighbours`` are assumed to have the same strategy."""
-    c, kept, forward, backward = core.sized, core.kept, core.forward, core.backward
-    data, zero = spread.size, strategy.zero if spread.size > 1 else 0
+    c, kept, forward, backward = microbatch.sized, microbatch.kept, microbatch.forward, microbatch.backward
+    data, zero = replicas.size, strategy.zero if replicas.size > 1 else 0
     trainable, states = c.counts.trainable, StateBytes.of(strategy, cluster, numbers)
-    parts = spread.seconds[min(zero, 2)]
+    parts = replicas.seconds[min(zero, 2)]
     in_forward, in_backward, _ = runs(zero, strategy.options.whole_gradients, gathers(kept))
     exposed = functools.partial(trainer.exposed_sharded_s, slowdown=cluster.overlap_slowdown)
     each_time = in_backward.reduce > 0  # gradients are reduced in every microbatch
-    copies_s = _copies_s(spread, strategy, kept, zero)
+    copies_s = _copies_s(replicas, strategy, kept, zero)
     forward_wire_s = _exposed_s(forward, trainer)
-    backward_wire_s = _exposed_s(backward, trainer) + _exposed_s(kept.again, trainer)
+    backward_wire_s = _exposed_s(backward, trainer) + _exposed_s(kept.recomputed, trainer)
     forward_compute_s = max(forward.compute_s + copies_s[0], forward.host_s - forward_wire_s)
-    accumulate_s = _accumulate_s(spread, trainable / (data if each_time else 1), numbers, cluster)
-    device_s = backward.compute_s + accumulate_s + copies_s[1] + kept.again.compute_s
-    backward_compute_s = max(device_s, backward.host_s + kept.again.host_s - backward_wire_s)
-    waits_s = _waits_s(core, strategy, data if zero >= 2 else 1, cluster, forward_compute_s, backward_compute_s)
+    accumulate_s = _accumulate_s(replicas, trainable / (data if each_time else 1), numbers, cluster)
+    device_s = backward.compute_s + accumulate_s + copies_s[1] + kept.recomputed.compute_s
+    backward_compute_s = max(device_s, backward.host_s + kept.recomputed.host_s - backward_wire_s)
+    waits_s = _waits_s(microbatch, strategy, data if zero >= 2 else 1, cluster, forward_compute_s, backward_compute_s)
     forward_wire_s, backward_wire_s = forward_wire_s + waits_s[0], backward_wire_s + waits_s[1]
     forward_exposed = exposed(in_forward.gather * parts.gather, forward_compute_s)
     back_s = in_backward.reduce * parts.reduce + in_backward.gather * parts.gather
     backward_exposed = exposed(back_s, backward_compute_s)
     if kept.copied_bytes:
-        forward_exposed += waited_s(kept.copied_bytes, forward_compute_s, cluster)
-        backward_exposed += waited_s(kept.copied_bytes, backward_compute_s, cluster)
+        forward_exposed += exposed_copy_s(kept.copied_bytes, forward_compute_s, cluster)
+        backward_exposed += exposed_copy_s(kept.copied_bytes, backward_compute_s, cluster)
     updated = trainable / (data if zero else 1)
     step_s = states.update_s(updated, c.counts.count, zero, numbers, cluster)
     if zero < 2:
-        step_s += spread.once_s(zero, forward_compute_s, backward_compute_s, trainer, cluster.overlap_slowdown)
-        if spread.late:  # gradients are copied into a buffer to be summed, and the sums copied back
+        step_s += replicas.step_s(zero, forward_compute_s, backward_compute_s, trainer, cluster.overlap_slowdown)
+        if replicas.staleness:  # gradients are copied into a buffer to be summed, and the sums copied back
             step_s += 4 * trainable * numbers.averaged / cluster.gpu.bytes_per_s
     elif not each_time:  # the last backward is longer by the copies
         last_s = exposed(back_s + parts.reduce, backward_compute_s + copies_s[2])
         step_s += copies_s[2] + last_s - exposed(back_s, backward_compute_s) + waits_s[2]
     step_s += parts.mirror
     parameters, gradients, optimizer, saved, transient = _bytes(
-        core, spread, strategy, zero, numbers, trainer, states, neighbours
+        microbatch, replicas, strategy, zero, numbers, trainer, states, context
     )
-    weight_s = core.passes.weight_s + accumulate_s
+    weight_s = microbatch.passes.weight_s + accumulate_s
     return LayerPrice(
         forward_s=forward_compute_s + forward_wire_s + forward_exposed,
         backward_s=backward_compute_s + backward_wire_s + backward_exposed,
@@ -78,7 +78,7 @@ def assemble(
         optimizer_bytes=optimizer,
         saved_bytes=saved,
         transient_bytes=transient,
-        flops=spread.flops,
+        flops=replicas.flops,
         fresh_bytes=trainable * numbers.fresh,
         border_bytes=math.ceil(trainer.border_bytes(c.input_bytes or c.output_bytes)),
         # if launches take longer than the device's work, their time is divided in the same proportion
@@ -92,10 +92,10 @@ def assemble(
     )
 
 
-def least_time_s(core: Core, trainer: TrainerModel) -> float:
+def least_time_s(microbatch: Microbatch, trainer: TrainerModel) -> float:
     """A lower bound of the seconds of one microbatch, forward plus backward, under any ZeRO stage and data-parallel groups, which only add
     work and exposed communication; recomputation, too, only adds."""
-    forward, backward = core.forward, core.backward
+    forward, backward = microbatch.forward, microbatch.backward
     return sum(max(p.compute_s + _exposed_s(p, trainer), p.host_s) for p in (forward, backward))
 
 
@@ -104,16 +104,16 @@ def _exposed_s(part: Pass, trainer: TrainerModel) -> float:
     return trainer.exposed_tensor_s(part.wire_s) + part.exposed_s
 
 
-def _accumulate_s(spread: Spread, elements: float, numbers: Precision, cluster: Cluster) -> float:
+def _accumulate_s(replicas: ReplicaCosts, elements: float, numbers: Precision, cluster: Cluster) -> float:
     """Seconds in which a microbatch adds ``elements`` to the gradients; the first microbatch of a step overwrites them."""
-    return (1 - 1 / spread.microbatches) * elements * numbers.accumulated / cluster.gpu.bytes_per_s
+    return (1 - 1 / replicas.microbatches) * elements * numbers.accumulated / cluster.gpu.bytes_per_s
 
 
-def _copies_s(spread: Spread, strategy: Strategy, kept: Kept, zero: int) -> tuple[float, float, float]:
+def _copies_s(replicas: ReplicaCosts, strategy: Strategy, kept: Kept, zero: int) -> tuple[float, float, float]:
     """Seconds of the copies of ZeRO 2 and 3: in a forward, in a backward, and once a step."""
     if zero < 2:
         return 0.0, 0.0, 0.0
-    gather_s, reduce_s = spread.copies_s
+    gather_s, reduce_s = replicas.copies_s
     back_s = gathers(kept) * gather_s if zero == 3 else 0.0
     return (gather_s, back_s, reduce_s) if strategy.options.whole_gradients else (gather_s, back_s + reduce_s, 0.0)
 
@@ -125,7 +125,7 @@ def gathers(kept: Kept) -> float:
 
 
 def _waits_s(
-    core: Core, strategy: Strategy, shards: int, cluster: Cluster, forward_s: float, backward_s: float
+    microbatch: Microbatch, strategy: Strategy, shards: int, cluster: Cluster, forward_s: float, backward_s: float
 ) -> tuple[float, float, float]:
     """Seconds that collectives wait for the slowest member of their group (stragglers), forward and backward, if such waits were measured;
     and what the last microbatch's backward adds if gradients are reduced once a step.
@@ -135,10 +135,11 @@ def _waits_s(
     if cluster.wires is None:
         return 0.0, 0.0, 0.0
     gathers = (shards,) if shards > 1 else ()
-    again = core.kept.layers > 1  # one gather more, except for the last of these layers
-    back = core.backward.meetings + gathers * (1 + again if strategy.zero == 3 else 0) + core.kept.again.meetings
+    again = microbatch.kept.layers > 1  # one gather more, except for the last of these layers
+    gathered = gathers * (1 + again if strategy.zero == 3 else 0)
+    back = microbatch.backward.group_sizes + gathered + microbatch.kept.recomputed.group_sizes
     wait_s = cluster.wires.wait_s
-    forward_wait_s = wait_s(core.forward.meetings + gathers, forward_s)
+    forward_wait_s = wait_s(microbatch.forward.group_sizes + gathers, forward_s)
     reduced_s = wait_s(back + gathers, backward_s)
     if not strategy.options.whole_gradients:
         return forward_wait_s, reduced_s, 0.0
@@ -147,17 +148,17 @@ def _waits_s(
 
 
 def _bytes(
-    core: Core,
-    spread: Spread,
+    microbatch: Microbatch,
+    replicas: ReplicaCosts,
     strategy: Strategy,
     zero: int,
     numbers: Precision,
     trainer: TrainerModel,
     states: StateBytes,
-    neighbours: Neighbours,
+    context: PrefetchContext,
 ) -> tuple[int, int, int, int, int]:
     """Bytes of parameters, gradients, optimizer state, saved activations of one microbatch, and transients."""
-    c, kept, data = core.sized, core.kept, spread.size
+    c, kept, data = microbatch.sized, microbatch.kept, replicas.size
     parameters, trainable = c.counts.parameters, c.counts.trainable
     flat = zero < 2 and (data > 1 or numbers.master or states.device is not None)
     elements = parameters, trainable
@@ -166,10 +167,10 @@ def _bytes(
     stored, gradients, optimizer = state_bytes(
         *elements, data, zero, numbers, states.device, strategy.options.whole_gradients
     )
-    if spread.late:  # besides this step's gradients: the sums in flight, this step's among them
-        gradients *= 2 + spread.late
+    if replicas.staleness:  # besides this step's gradients: the sums in flight, this step's among them
+        gradients *= 2 + replicas.staleness
     share = LayerMemory(
-        core.passes.alive, kept, c.plain_bytes, parameters, trainable, c.largest, spread.microbatches, neighbours
+        microbatch.passes.peaks, kept, c.plain_bytes, parameters, trainable, c.largest, replicas.microbatches, context
     )
     live, transient = trainer.live_bytes(share, gradients, data, zero, strategy.options.whole_gradients, numbers)
     saved = math.ceil(kept.saved_bytes) if kept.layers == 1 else int(kept.saved_bytes)

@@ -10,8 +10,8 @@ from autopar.devices import Cluster
 from autopar.plan import Axis, Strategy
 from autopar.price.assemble import gathers
 from autopar.price.collectives import RankGroup, group, group_time_s
-from autopar.price.layer import Runs, way_over
-from autopar.price.microbatch import Core, Kept
+from autopar.price.layer import Runs, move_sizes
+from autopar.price.microbatch import Kept, Microbatch
 from autopar.price.moves import Move
 from autopar.price.replicas import Replicas, runs
 from autopar.types import Collective
@@ -49,10 +49,10 @@ class CollectiveCost:
         return self.bytes * share.get(self.collective, (n - 1) / n)
 
 
-def layer_collectives(core: Core, runs: Runs, cluster: Cluster, microbatches: int) -> Iterator[CollectiveCost]:
+def layer_collectives(layer: Microbatch, runs: Runs, cluster: Cluster, microbatches: int) -> Iterator[CollectiveCost]:
     """The collectives inside a layer; a forward collective that is recomputed counts again."""
-    again = set(core.kept.moves)
-    for move in core.sized.bound.moves:
+    again = set(layer.kept.moves)
+    for move in layer.sized.bound.moves:
         forwards = (1 + (move in again)) * microbatches
         yield from move_collectives(move, runs, cluster, "activations", forwards, microbatches)
 
@@ -61,13 +61,13 @@ def move_collectives(
     move: Move, runs: Runs, cluster: Cluster, purpose: str, forwards: int, backwards: int
 ) -> Iterator[CollectiveCost]:
     """The collectives of a move: the forward one runs ``forwards`` times a step, the backward one ``backwards`` times."""
-    way = way_over((move.axes, move.sharded), runs, cluster)
+    sizes = move_sizes((move.axes, move.sharded), runs, cluster)
     axes = tuple(axis for i in move.axes for axis in runs[i] if axis.stride)
-    size = move.bytes / way.parts * (way.members.size if move.per_rank else 1)
+    size = move.bytes / sizes.parts * (sizes.members.size if move.per_rank else 1)
     for collective, count in ((move.forward, forwards), (move.backward, backwards)):
-        if collective.sends and way.members.size > 1:
-            seconds = group_time_s(collective, size, way.members, cluster)
-            yield CollectiveCost(purpose, collective, axes, way.members, size, seconds, count)
+        if collective.sends and sizes.members.size > 1:
+            seconds = group_time_s(collective, size, sizes.members, cluster)
+            yield CollectiveCost(purpose, collective, axes, sizes.members, size, seconds, count)
 
 
 def replica_costs(replicas: Replicas, microbatches: int, strategy: Strategy, kept: Kept) -> Iterator[CollectiveCost]:

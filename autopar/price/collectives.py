@@ -1,11 +1,10 @@
 r"""Seconds of a collective: latency per hop plus bytes over bandwidth, per link level.
 
-A group has *n* members on *N* nodes, *k* of them on the node that has the fewest. The *B* bytes of a collective are those of the full
-tensor (not sharded over the axis): all-gather's result, reduce-scatter's input, the tensor of an all-reduce or of an all-to-all (each
-rank has *B / n* of it).
+A group has *n* members on *N* nodes, and at least *k* on each of these. *B* is the bytes of the full tensor (not sharded over the axis):
+the result of an all-gather, the input of a reduce-scatter, the tensor of an all-reduce or of an all-to-all (each rank has *B / n* of it).
 
-* A ring passes *B (n-1)/n* over every link, at the speed of the slowest. A link between nodes carries all *k* members'
-  shares of the network, because the other members of the node run the same collective in their own groups::
+* A ring passes *B (n-1)/n* over every link, at the speed of the slowest. Each GPU has a share of its node's network bandwidth, because
+  all groups of the node run the same collective at once; a group's ring between nodes has the shares of its *k* members::
 
       ring bandwidth  beta = intra                     if N = 1
                              min(intra, k * share)     otherwise
@@ -13,17 +12,16 @@ rank has *B / n* of it).
       all-reduce                   twice the hops and the bytes, or a double binary tree, whichever is faster:
                                    t = c + 2 ((n/N - 1) a_intra + ceil(log2 N) a_inter) + 2 B / beta
 
-* A reduction to one rank and a broadcast from one pass all *B* along a chain of the ranks, in pieces one after the other, as NCCL's do::
+* A reduction to one rank and a broadcast from one pass all *B* along a chain of the ranks, pipelined in pieces, as NCCL's do::
 
       reduce, broadcast            t = c + (n - N) a_intra + N a_inter + B / beta
 
-* A rotation passes every rank's slice on *n - 1* times, as a ring all-gather does, and costs the same. A shift is one such
-  hop: *B / n* from every rank to another rank, at the speed of the slowest link.
-* An all-to-all sends *B (n-1)/n^2* from every rank, *(n-k)/n* of its *B / n* over its own share of the network, both levels
-  at once.
+* A rotation (ring attention's) passes every rank's slice on *n - 1* times, as a ring all-gather does, and costs the same. A shift is
+  one such hop: *B / n* from every rank to another rank, at the speed of the slowest link.
+* In an all-to-all every rank sends *(n-k)/n* of its *B / n* over its share of the network and *(k-1)/n* inside its node, at once.
 
-This is the textbook model that NCCL's own tuner uses (``src/graph/tuning.cc``), without its tables for message sizes, NVLink
-SHARP and PAT; measurements calibrate it.
+This is the textbook model of NCCL's tuner (``src/graph/tuning.cc``), without the tuner's tables for message sizes, NVLink SHARP and
+PAT; measurements calibrate it.
 """
 
 from __future__ import annotations
@@ -39,16 +37,16 @@ from autopar.devices.cluster import Link
 from autopar.plan import Axis
 from autopar.types import Collective
 
-FLAT, SHARDED = "flat", "sharded"  # callers whose collectives are measured separately, see ``Wires``
+FLAT, SHARDED = "flat", "sharded"  # ZeRO 1's and FSDP's collectives, measured separately: see ``Wires``
 
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """The ranks that run a collective together: their number ``size``, the members ``per_node`` on one node (or in one NVLink domain) that
-    holds any, the number of ``nodes`` that hold members, and the members ``per_part`` of the cluster (0: the cluster has no parts).
+    """The ranks that run a collective together: their number ``size``, the number of ``nodes`` (or NVLink domains) with members, and the
+    members on each of these (``per_node``) and in each part of the cluster with members (``per_part``; 0: the cluster has no parts).
 
     The groups of a mesh axis may be placed differently on the nodes: of groups of 3 on nodes of 8, one spans two nodes. The slowest
-    group sets the pace, so ``per_node`` and ``per_part`` are the fewest of all groups and ``nodes`` the most.
+    group determines the time, so ``per_node`` and ``per_part`` are the minimum over all groups and ``nodes`` the maximum.
     """
 
     size: int
@@ -58,41 +56,41 @@ class RankGroup:
 
 
 def group(axes: tuple[Axis, ...], cluster: Cluster) -> RankGroup:
-    """The ranks that differ only in their coordinates on ``axes``. An axis of stride 0 (the microbatch) has no ranks."""
+    """Return the group of ranks that differ only in their coordinates on ``axes``. An axis of stride 0 (the microbatch) has no ranks."""
     sizes = tuple((axis.size, axis.stride) for axis in axes if axis.stride > 0 and axis.size > 1)
     if not sizes:
         return RankGroup(1, 1, 1, 1 if cluster.parts else 0)
     if not cluster.parts:
-        return _spread(sizes, ((cluster.count, cluster.linked_gpus),), cluster.first, False)
-    return _spread(sizes, tuple((part.count, part.linked_gpus) for part in cluster.parts), cluster.first, True)
+        return _rank_group(sizes, ((cluster.count, cluster.linked_gpus),), cluster.first, False)
+    return _rank_group(sizes, tuple((part.count, part.linked_gpus) for part in cluster.parts), cluster.first, True)
 
 
 @lru_cache(maxsize=1 << 14)
-def _spread(
+def _rank_group(
     axes: tuple[tuple[int, int], ...], parts: tuple[tuple[int, int], ...], first: int, by_part: bool
 ) -> RankGroup:
-    """Count the members of every group over ``axes`` (size, stride) on each node, or with ``by_part`` in each part; ``parts`` are the
-    devices of the cluster and of a node, ``first`` is the place of rank 0 on its node."""
+    """Count the members of every group over ``axes`` (size, stride) on each node, and with ``by_part`` in each part. ``parts`` has the
+    number of a part's devices and of its devices per node; ``first`` is the index of rank 0's device on its node."""
     size = math.prod(size for size, _ in axes)
     count = sum(count for count, _ in parts) - first
     if len(parts) == 1:  # the pattern repeats where a group and a node begin together
         count = min(count, math.lcm(parts[0][1], max(size * stride for size, stride in axes)))
     ranks = np.arange(count)
-    of_group = ranks - sum(ranks // stride % size * stride for size, stride in axes)
+    groups = ranks - sum(ranks // stride % size * stride for size, stride in axes)
     ends = np.cumsum([count for count, _ in parts])
     part = np.searchsorted(ends, ranks + first, side="right")
-    starts, near = ends - [count for count, _ in parts], np.array([near for _, near in parts])
-    node = (ranks + first - starts[part]) // near[part] + count * part
-    complete = np.bincount(of_group)[of_group] == size
+    starts, per_node = ends - [count for count, _ in parts], np.array([per_node for _, per_node in parts])
+    node = (ranks + first - starts[part]) // per_node[part] + count * part
+    complete = np.bincount(groups)[groups] == size
     assert complete.any(), f"axes {axes} on {parts} devices"
-    per_node, nodes = _fewest_and_most(of_group[complete], node[complete])
-    return RankGroup(size, per_node, nodes, _fewest_and_most(of_group[complete], part[complete])[0] if by_part else 0)
+    fewest, nodes = _fewest_and_most(groups[complete], node[complete])
+    return RankGroup(size, fewest, nodes, _fewest_and_most(groups[complete], part[complete])[0] if by_part else 0)
 
 
-def _fewest_and_most(groups: np.ndarray, places: np.ndarray) -> tuple[int, int]:
-    """The fewest members that a group has at a place where it has any, and the most places of a group."""
-    width = int(places.max()) + 1
-    pairs, members = np.unique(groups * width + places, return_counts=True)
+def _fewest_and_most(groups: np.ndarray, nodes: np.ndarray) -> tuple[int, int]:
+    """Return the minimum number of members that a group has on a node where it has any, and the maximum number of nodes of a group."""
+    width = int(nodes.max()) + 1
+    pairs, members = np.unique(groups * width + nodes, return_counts=True)
     return int(members.min()), int(np.bincount(pairs // width).max())
 
 
@@ -104,18 +102,18 @@ def group_time_s(
     batched: bool = False,
     caller: str = "",
 ) -> float:
-    """Seconds of ``collective`` on ``bytes_total`` over ``members``; zero for a group of one.
+    """Return the seconds of ``collective`` on ``bytes_total`` over ``members``; zero for a group of one.
 
-    A ``batched`` collective is one of many in sequence, such as the buckets of gradients, and the others hide its latency. ``caller``
+    A ``batched`` collective is one of many in sequence, such as the buckets of gradients, which hide each other's latency. ``caller``
     selects the measurements: ``SHARDED`` for FSDP's collectives, including the copies around them, ``FLAT`` for those of ZeRO 1.
     """
     n = members.size
     if n == 1 or not collective.sends:
         return 0.0
-    if (seen := _measured(collective, bytes_total, n, cluster, caller)) is not None:
-        return cluster.collective_s + seen
+    if (measured_s := _measured(collective, bytes_total, n, cluster, caller)) is not None:
+        return cluster.collective_s + measured_s
     if 0 < members.per_part < n and cluster.between is not None:
-        # the ring crosses parts over the link between them, if that is the slower link; the members of a part share it
+        # the link between parts replaces the network if it is slower; every member in a part has a share of it
         share = 1 if collective is Collective.ALL_TO_ALL else members.per_part / members.per_node
         slow = Link(
             max(cluster.inter.latency_s, cluster.between.latency_s),
@@ -126,15 +124,15 @@ def group_time_s(
     nodes, k = members.nodes, members.per_node
     network = cluster.network
     if collective is Collective.ALL_TO_ALL:
-        mine = bytes_total / n
-        inside = mine * (k - 1) / n / cluster.intra.bytes_per_s
-        outside = mine * (n - k) / n / cluster.inter.bytes_per_s
+        rank_bytes = bytes_total / n
+        intra_s = rank_bytes * (k - 1) / n / cluster.intra.bytes_per_s
+        inter_s = rank_bytes * (n - k) / n / cluster.inter.bytes_per_s
         hop_s = cluster.inter.latency_s if nodes > 1 else cluster.intra.latency_s
-        return cluster.collective_s + hop_s + max(inside, outside)
+        return cluster.collective_s + hop_s + max(intra_s, inter_s)
     if network is not None and cluster.gpus_per_node > 1:
         # bandwidth falls with the number of ranks in a ring, and the groups of the node's other GPUs share the node's bandwidth
-        whole = network.bus(max(1.0, n / network.per_node), collective is Collective.ALL_REDUCE)
-        beta = whole * (1.0 if nodes == 1 else k / network.per_node)
+        bus = network.bus(max(1.0, n / network.per_node), collective is Collective.ALL_REDUCE)
+        beta = bus * (1.0 if nodes == 1 else k / network.per_node)
         hop_s = cluster.intra.latency_s if nodes == 1 else network.hop_s
         hops_s = (n - 1) * (network.pipelined_hop_s if cluster.pipelined else hop_s)
     elif nodes == 1:
@@ -147,13 +145,13 @@ def group_time_s(
         return (
             cluster.collective_s + hop_s + bytes_total / n / (cluster.inter if nodes > 1 else cluster.intra).bytes_per_s
         )
-    whole = collective in (Collective.REDUCE, Collective.BROADCAST)  # every link of the chain passes all of it
-    share = 1.0 if whole else (n - 1) / n  # a ring's reduce-scatter or all-gather; an all-reduce is both
-    moving = share * bytes_total / beta
+    chain = collective in (Collective.REDUCE, Collective.BROADCAST)  # every link passes the full tensor
+    share = 1.0 if chain else (n - 1) / n  # a ring's reduce-scatter or all-gather; an all-reduce is both
+    transfer_s = share * bytes_total / beta
     if network is not None:  # measured: latency and transfer overlap
-        moving = max(0.0 if batched else hops_s, moving)
-        return cluster.collective_s + (2 if collective is Collective.ALL_REDUCE else 1) * moving
-    round_s = hops_s * (not batched) + moving
+        transfer_s = max(0.0 if batched else hops_s, transfer_s)
+        return cluster.collective_s + (2 if collective is Collective.ALL_REDUCE else 1) * transfer_s
+    round_s = hops_s * (not batched) + transfer_s
     if collective is not Collective.ALL_REDUCE:
         return cluster.collective_s + round_s
     tree_hops_s = (math.ceil(n / nodes) - 1) * cluster.intra.latency_s + math.ceil(
@@ -163,26 +161,26 @@ def group_time_s(
 
 
 def _measured(collective: Collective, size: float, n: int, cluster: Cluster, caller: str) -> float | None:
-    """Seconds that ``autopar profile`` measured; ``None`` if it measured none."""
+    """Return the seconds that ``autopar profile`` measured, or ``None``."""
     if cluster.wires is None:
         return None
     if collective in (Collective.SHIFT, Collective.ROTATE):
         hop_s = cluster.wires.seconds("p2p", 2, size / n)
         return None if hop_s is None else hop_s * (n - 1 if collective is Collective.ROTATE else 1)
     names = (f"{caller} {collective.value}", collective.value) if caller else (collective.value,)
-    found = (cluster.wires.seconds(name, n, size) for name in names)
-    return next((seconds for seconds in found if seconds is not None), None)
+    measured = (cluster.wires.seconds(name, n, size) for name in names)
+    return next((seconds for seconds in measured if seconds is not None), None)
 
 
-def beside_s(compute_s: float, wire_s: float, slowdown: float) -> float:
-    """Seconds that communication overlapped with ``compute_s`` adds: its exposed part, and the slow-down of compute by its hidden part."""
-    hidden_s = min(compute_s, wire_s)
-    return wire_s - hidden_s + slowdown * hidden_s
+def overlapped_s(compute_s: float, communication_s: float, slowdown: float) -> float:
+    """Return the seconds that overlapped communication adds to ``compute_s``: its exposed part, and the slow-down by its hidden part."""
+    hidden_s = min(compute_s, communication_s)
+    return communication_s - hidden_s + slowdown * hidden_s
 
 
 def p2p_s(bytes_sent: float, cluster: Cluster, crosses_node: bool) -> float:
-    """Seconds of sending ``bytes_sent`` to one other rank while every device of the node does the same."""
-    if cluster.wires is not None and (seen := cluster.wires.seconds("p2p", 2, bytes_sent)) is not None:
-        return seen
+    """Return the seconds of sending ``bytes_sent`` to one other rank while every device of the node does the same."""
+    if cluster.wires is not None and (measured_s := cluster.wires.seconds("p2p", 2, bytes_sent)) is not None:
+        return measured_s
     link = cluster.inter if crosses_node else cluster.intra
     return cluster.collective_s + link.latency_s + bytes_sent / link.bytes_per_s

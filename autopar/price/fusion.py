@@ -17,7 +17,7 @@ from torch import fx
 from autopar.ops import cost
 from autopar.ops.facts import OpKind, facts
 from autopar.ops.operands import operands
-from autopar.price.draft import Draft, OpSlot
+from autopar.price.op_costs import OpCosts, OpSlot
 from autopar.price.trace import INTERNAL, OUTPUT, Saved, Trace
 
 
@@ -32,7 +32,7 @@ class Fusion:
     saved: tuple[Saved, ...]
 
 
-def merge(costs: Draft) -> None:
+def merge(costs: OpCosts) -> None:
     """Charge a fused kernel for the values that it reads and writes, not for those that its ops pass to each other, and for one
     launch."""
     ops, run, slots = costs.nodes, costs.run, costs.slots

@@ -16,7 +16,7 @@ from autopar.devices.measured import Floats
 from autopar.ops import cost
 from autopar.ops.facts import facts
 from autopar.ops.operands import operands
-from autopar.price.draft import Draft
+from autopar.price.op_costs import OpCosts
 from autopar.price.trace import INTERNAL, OUTPUT
 
 POWER = 2
@@ -31,7 +31,7 @@ class _Tensor:
     holders: int = 0
 
 
-def gradient_bytes(costs: Draft) -> Floats:
+def gradient_bytes(costs: OpCosts) -> Floats:
     """By slot, the bytes of the tensor that holds the gradient of its value; 0 for parameters and values without a gradient. Tensors that
     an op allocates internally count, too."""
     run, found = costs.run, np.zeros(len(costs.slots))
@@ -43,7 +43,7 @@ def gradient_bytes(costs: Draft) -> Floats:
     return found
 
 
-def held_gradients(costs: Draft, sizes: Floats) -> Floats:
+def held_gradients(costs: OpCosts, sizes: Floats) -> Floats:
     """``[t, k]``: the number of tensors of slot ``k``'s size that are live while the backward of op ``t`` runs. ``sizes`` are
     ``gradient_bytes``."""
     ops, run, slots = costs.ops, costs.run, costs.slots
@@ -84,7 +84,7 @@ def held_gradients(costs: Draft, sizes: Floats) -> Floats:
     return live
 
 
-def _given(costs: Draft) -> dict[str, _Tensor]:
+def _given(costs: OpCosts) -> dict[str, _Tensor]:
     """By value, the gradients that exist before the layer runs backward: those of its results, which later layers computed."""
     results = {o.name for node in costs.nodes[:1] for o in node.graph.output_node().all_input_nodes}
     return {
@@ -94,14 +94,14 @@ def _given(costs: Draft) -> dict[str, _Tensor]:
     }
 
 
-def _passes_on(costs: Draft, operand: int, result: int) -> bool:
+def _passes_on(costs: OpCosts, operand: int, result: int) -> bool:
     """Whether the gradients of the operand and of the result are one tensor."""
     node = costs.ops[costs.slots[operand].op].node
     same_size = costs.slots[operand].bytes == costs.slots[result].bytes
     return same_size and (facts(node).passes_gradient_on or node.name in costs.run.views)
 
 
-def _temporaries(costs: Draft, own: list[int], result: int) -> list[tuple[int, int]]:
+def _temporaries(costs: OpCosts, own: list[int], result: int) -> list[tuple[int, int]]:
     """Slots and counts of the tensors that an op's backward makes besides the gradients of its operands. ``own`` are its slots.
 
     The gradient of an operand that is broadcast is made in the result's shape, and summed after that.

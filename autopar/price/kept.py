@@ -7,7 +7,7 @@ other layers; the device waits for copies that take longer than the layer's own 
 layer and of one layer that is being copied, assumed to be as large. If devices and host share one memory (``Cluster.host`` is ``None``),
 this saves no memory: the tensors stay, and while a layer runs, so do the copies of its tensors and of the next layer's.
 
-*Fewer bits* (``techniques.Narrow``): while the layer runs, its tensors also exist at full width: in the forward until the
+*Fewer bits* (``techniques.QuantizedStorage``): while the layer runs, its tensors also exist at full width: in the forward until the
 last op has read each (in a compiled layer until its end), in the backward from the first op that reads each. All of them are counted as
 live at once, like those of a recomputed layer.
 """
@@ -18,40 +18,40 @@ import dataclasses
 
 import numpy as np
 
-from autopar.price.layer import Bound, Sized, distinct
+from autopar.price.layer import BoundClass, SizedClass, distinct
 from autopar.price.microbatch import Kept, Pass, Passes
 from autopar.price.selective import Selected
 from autopar.techniques import Options
-from autopar.techniques.technique import Narrow
+from autopar.techniques.technique import QuantizedStorage
 
 
-def kept(sized: Sized, passes: Passes, options: Options) -> Kept:
+def kept(sized: SizedClass, passes: Passes, options: Options) -> Kept:
     """What the layer keeps under the values of its techniques."""
-    if options.again == "all":
-        found = _input_alone(sized, passes, options.together)
-    elif options.again:
+    if options.recomputes == "all":
+        found = _input_alone(sized, passes, options.segment_layers)
+    elif options.recomputes:
         found = _selection(sized)
-    elif options.narrow is not None:
-        found = _narrower(sized, passes, options.narrow)
+    elif options.quantized is not None:
+        found = _quantized(sized, passes, options.quantized)
     else:
         found = Kept(sized.plain_bytes, sized.plain_bytes, sized.plain_bytes)
     return _in_host(found, sized.cluster.host is not None) if options.saved_in else found
 
 
-def _input_alone(sized: Sized, passes: Passes, layers: int) -> Kept:
+def _input_alone(sized: SizedClass, passes: Passes, layers: int) -> Kept:
     share = sized.input_bytes / layers
     return Kept(
         saved_bytes=share,
         first_bytes=sized.input_bytes,
         working_bytes=max(sized.input_bytes, layers * sized.plain_bytes) - (sized.input_bytes - share),
-        again=passes.forward,
+        recomputed=passes.forward,
         moves=sized.bound.moves,
         layers=layers,
         recomputes=True,
     )
 
 
-def _selection(sized: Sized) -> Kept:
+def _selection(sized: SizedClass) -> Kept:
     bound, table = sized.bound, sized.bound.table
     entries, chosen = _selected(bound)
     saved_bytes, working_bytes = table.selection.memory(
@@ -62,13 +62,13 @@ def _selection(sized: Sized) -> Kept:
         saved_bytes=saved_bytes,
         first_bytes=saved_bytes,
         working_bytes=max(saved_bytes, working_bytes, sized.plain_bytes),
-        again=dataclasses.replace(again, wire_s=again.wire_s + again.exposed_s, exposed_s=0.0),
+        recomputed=dataclasses.replace(again, wire_s=again.wire_s + again.exposed_s, exposed_s=0.0),
         moves=chosen.moves,
         recomputes=True,
     )
 
 
-def _selected(bound: Bound) -> tuple[tuple[int, ...], Selected]:
+def _selected(bound: BoundClass) -> tuple[tuple[int, ...], Selected]:
     """The saved entries under selective recomputation, one per storage, and what runs again."""
     if "selected" not in bound.known:
         table = bound.table
@@ -89,16 +89,16 @@ def _in_host(found: Kept, separate: bool) -> Kept:
     )
 
 
-def _narrower(sized: Sized, passes: Passes, how: Narrow) -> Kept:
+def _quantized(sized: SizedClass, passes: Passes, how: QuantizedStorage) -> Kept:
     """Saved floating tensors that are large enough and are not the layer's arguments are narrower, except in the last layer."""
-    saved_bytes, live_bytes = _narrow(sized, how)[:2]
-    *_, storing, restoring = _narrow(passes.part, how)
+    saved_bytes, live_bytes = _quantized_bytes(sized, how)[:2]
+    *_, storing, restoring = _quantized_bytes(passes.part, how)
     working_bytes = saved_bytes + live_bytes
     times = passes.parts
     return Kept(saved_bytes, saved_bytes, working_bytes, storing=storing * times, restoring=restoring * times)
 
 
-def _narrow(sized: Sized, how: Narrow) -> tuple[float, float, Pass, Pass]:
+def _quantized_bytes(sized: SizedClass, how: QuantizedStorage) -> tuple[float, float, Pass, Pass]:
     """The bytes that are saved, the additional bytes that are live while the layer runs, and what is added to both passes."""
     table, gpu, plain = sized.bound.table, sized.cluster.gpu, list(sized.bound.plain)
     floats = np.array([entry.dtype.is_floating_point for entry in table.saved], dtype=bool)

@@ -23,8 +23,8 @@ import numpy as np
 from autopar.devices import Cluster
 from autopar.devices.measured import Floats
 from autopar.plan import Axis
-from autopar.price.collectives import RankGroup, beside_s, group, group_time_s
-from autopar.price.microbatch import Alive, Pass
+from autopar.price.collectives import RankGroup, group, group_time_s, overlapped_s
+from autopar.price.microbatch import Pass, PeakMemory
 from autopar.price.moves import Move, layer_moves
 from autopar.price.selective import Flags
 from autopar.price.state import ALIGNMENT_BYTES, ParameterCount, Precision
@@ -38,7 +38,7 @@ Runs = tuple[tuple[Axis, ...], ...]
 
 
 @dataclass(frozen=True)
-class Bound:
+class BoundClass:
     """A class table with the types of every run of axes, the microbatch run first: everything but the sizes."""
 
     table: ClassTable
@@ -47,14 +47,14 @@ class Bound:
     flags: tuple[AxisFlags, ...]  # the distinct flags
     flag: tuple[int, ...]  # by run: index in ``flags``
     moves: tuple[Move, ...]
-    ways: tuple[Over, ...]  # the distinct ones of all moves
+    move_runs: tuple[MoveRuns, ...]  # the distinct ones of all moves
     plain: tuple[int, ...]  # the saved entries, one per storage
     known: dict[str, Any] = field(
         default_factory=dict
     )  # results about the class under these types (``kept``, ``order``)
 
 
-Over = tuple[tuple[int, ...], tuple[int, ...]]
+MoveRuns = tuple[tuple[int, ...], tuple[int, ...]]
 """The runs over which a move communicates, and the other runs that divide its value."""
 
 
@@ -64,26 +64,26 @@ class MoveSizes:
     its value."""
 
     members: RankGroup
-    meeting: int
+    group_size: int
     parts: int
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes on which prices depend: parts by distinct flags, and ways by distinct runs of moves."""
+    """The sizes on which prices depend: parts by distinct flags, and those of moves by distinct runs."""
 
     parts: tuple[int, ...]
-    ways: tuple[MoveSizes, ...]
+    moves: tuple[MoveSizes, ...]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Sized:
+class SizedClass:
     """One microbatch of a bound class at given sizes, by op and by saved entry, and figures of the whole layer."""
 
-    bound: Bound
+    bound: BoundClass
     cluster: Cluster
     cuts: tuple[tuple[AxisFlags, int], ...]
-    ways: dict[Over, MoveSizes]
+    move_sizes: dict[MoveRuns, MoveSizes]
     forward_s: Floats  # of each op
     backward_s: Floats
     saved: Floats  # bytes of each saved entry
@@ -103,7 +103,7 @@ class Sized:
 
     def seconds_of(self, move: Move, side: str) -> float:
         """Seconds of a move's forward or backward collective."""
-        return _move_s(move, getattr(move, side), self.ways[move.axes, move.sharded], self.cluster)
+        return _move_s(move, getattr(move, side), self.move_sizes[move.axes, move.sharded], self.cluster)
 
     def pass_of(self, side: str, moves: Collection[Move], ops: Flags | None = None) -> Pass:
         """The part of a pass that consists of ``ops`` and the collectives of ``moves``; without ``ops`` the whole pass."""
@@ -111,42 +111,43 @@ class Sized:
         arithmetic_s = getattr(self, f"{side}_s")
         kernels = getattr(table, f"{side}_kernels")
         own = (arithmetic_s, kernels) if ops is None else (arithmetic_s[ops], kernels[ops])
+        launches = len(self.group_sizes(moves, side, True))
         return Pass(
             compute_s=float(own[0].sum()),
-            wire_s=sum(self.seconds_of(m, side) for m in moves if not m.beside),
-            exposed_s=self._left_s(moves, side, arithmetic_s),
-            host_s=float(own[1].sum()) * gpu.op_floor_s + len(self.meetings(moves, side, True)) * self.cluster.host_s,
-            meetings=self.meetings(moves, side, False),
+            wire_s=sum(self.seconds_of(m, side) for m in moves if not m.overlapped_op),
+            exposed_s=self._kernel_exposed_s(moves, side, arithmetic_s),
+            host_s=float(own[1].sum()) * gpu.op_floor_s + launches * self.cluster.host_s,
+            group_sizes=self.group_sizes(moves, side, False),
         )
 
-    def meetings(self, moves: Collection[Move], side: str, beside: bool) -> tuple[int, ...]:
-        """The group sizes of the collectives: of all if ``beside``, otherwise of those that do not overlap an op's arithmetic."""
+    def group_sizes(self, moves: Collection[Move], side: str, overlapped: bool) -> tuple[int, ...]:
+        """Return the group sizes of all collectives if ``overlapped``, otherwise of those that don't overlap an op's arithmetic."""
         groups = [
-            self.ways[move.axes, move.sharded].meeting
+            self.move_sizes[move.axes, move.sharded].group_size
             for move in moves
-            if getattr(move, side).sends and (beside or not move.beside)
+            if getattr(move, side).sends and (overlapped or not move.overlapped_op)
         ]
         return tuple(n for n in groups if n > 1)
 
-    def _left_s(self, moves: Collection[Move], side: str, arithmetic_s: Floats) -> float:
+    def _kernel_exposed_s(self, moves: Collection[Move], side: str, arithmetic_s: Floats) -> float:
         """Seconds that collectives overlapped with an op's arithmetic add to it."""
         found: dict[str, float] = {}
         for m in moves:
-            if m.beside:
-                found[m.beside] = found.get(m.beside, 0.0) + self.seconds_of(m, side)
+            if m.overlapped_op:
+                found[m.overlapped_op] = found.get(m.overlapped_op, 0.0) + self.seconds_of(m, side)
         if not found:
             return 0.0
         at = self.bound.table.index
         slowdown = self.cluster.overlap_slowdown
-        return sum(beside_s(float(arithmetic_s[at[name]]), wire_s, slowdown) for name, wire_s in found.items())
+        return sum(overlapped_s(float(arithmetic_s[at[name]]), wire_s, slowdown) for name, wire_s in found.items())
 
-    def alive(self, more: Floats | float = 0.0) -> Alive:
+    def peaks(self, more: Floats | float = 0.0) -> PeakMemory:
         """Peaks of live memory, forward and backward, above the bytes that the layer has saved at the end of its forward; ``more`` bytes
         are live while each op runs backward."""
         table, plain = self.bound.table, list(self.bound.plain)
         live, ops = table.live, len(table.ops)
         if not ops:
-            return Alive(0.0, 0.0, 0.0, 0.0)
+            return PeakMemory(0.0, 0.0, 0.0, 0.0)
         by_op = np.zeros(ops)
         np.add.at(by_op, live.saver[plain], self.saved[plain])
         later = by_op.sum() - np.cumsum(by_op)  # bytes saved by later ops
@@ -161,7 +162,7 @@ class Sized:
         trainable = table.trainable
         bytes_ = self.local(table.parameter_numel, "parameter")[trainable] * table.width
         made = np.bincount(live.reader[trainable], weights=bytes_, minlength=ops)
-        return Alive(
+        return PeakMemory(
             forward=float((forward + waiting - later).max()),
             backward=float(back.max()),
             one_gradient=float((back + made).max()),
@@ -175,15 +176,15 @@ def bind(
     types: tuple[AxisTypes, ...],
     axis_flags: tuple[AxisFlags, ...],
     trainer: TrainerModel,
-) -> Bound:
+) -> BoundClass:
     """Combine the types of all runs of axes, the microbatch run first."""
     moves = layer_moves(table.cls, types, table.value_bytes, table.value_gradient, trainer.conversions)
     different = {id(f): f for f in axis_flags}
     numbers = {key: k for k, key in enumerate(different)}
-    ways = dict.fromkeys((move.axes, move.sharded) for move in moves)
+    over = dict.fromkeys((move.axes, move.sharded) for move in moves)
     flag = tuple(numbers[id(f)] for f in axis_flags)
     plain = distinct(table, axis_flags, table.plain)
-    return Bound(table, rows, types, tuple(different.values()), flag, moves, tuple(ways), plain)
+    return BoundClass(table, rows, types, tuple(different.values()), flag, moves, tuple(over), plain)
 
 
 def distinct(table: ClassTable, flags: Collection[AxisFlags], which: Flags) -> tuple[int, ...]:
@@ -196,23 +197,23 @@ def distinct(table: ClassTable, flags: Collection[AxisFlags], which: Flags) -> t
     return tuple(seen.values())
 
 
-def measure(bound: Bound, runs: Runs, cluster: Cluster) -> Sizes:
+def sizes_on(bound: BoundClass, runs: Runs, cluster: Cluster) -> Sizes:
     """The sizes of a bound class on these axes."""
     sizes = [math.prod([axis.size for axis in run]) for run in runs]
     parts = [1] * len(bound.flags)
     for k, size in zip(bound.flag, sizes, strict=True):
         parts[k] *= size
-    return Sizes(tuple(parts), tuple(way_over(over, runs, cluster) for over in bound.ways))
+    return Sizes(tuple(parts), tuple(move_sizes(over, runs, cluster) for over in bound.move_runs))
 
 
-def way_over(over: Over, runs: Runs, cluster: Cluster) -> MoveSizes:
+def move_sizes(over: MoveRuns, runs: Runs, cluster: Cluster) -> MoveSizes:
     """The sizes of moves over these runs."""
     axes = tuple(axis for i in over[0] for axis in runs[i])
     others = math.prod([axis.size for i in over[1] for axis in runs[i]])
     return MoveSizes(group(axes, cluster), math.prod([axis.size for axis in axes]), others)
 
 
-def divisible(bound: Bound, given: Sizes) -> bool:
+def divisible(bound: BoundClass, given: Sizes) -> bool:
     """Whether every local shape is whole."""
     sizes = bound.rows.sizes
     needed = np.ones_like(sizes)
@@ -230,7 +231,7 @@ def _local(cuts: Collection[tuple[AxisFlags, int]], whole: Floats, part: str) ->
     return whole / share
 
 
-def size(bound: Bound, given: Sizes, cluster: Cluster, numbers: Precision) -> Sized:
+def size(bound: BoundClass, given: Sizes, cluster: Cluster, numbers: Precision) -> SizedClass:
     """Seconds and bytes of one microbatch on one device; the sizes must divide."""
     table, gpu = bound.table, cluster.gpu
     cuts = tuple((f, parts) for f, parts in zip(bound.flags, given.parts, strict=True) if parts > 1)
@@ -246,11 +247,11 @@ def size(bound: Bound, given: Sizes, cluster: Cluster, numbers: Precision) -> Si
     parameters = _local(cuts, table.parameter_numel, "parameter")
     trainable = float(parameters[table.trainable].sum())
     padding = -np.ceil(parameters) % (ALIGNMENT_BYTES // numbers.width)
-    return Sized(
+    return SizedClass(
         bound=bound,
         cluster=cluster,
         cuts=cuts,
-        ways=dict(zip(bound.ways, given.ways, strict=True)),
+        move_sizes=dict(zip(bound.move_runs, given.moves, strict=True)),
         forward_s=seconds(table.forward_flops, table.slot_forward, table.forward_kernels, False),
         backward_s=seconds(table.backward_flops, table.slot_backward, table.backward_kernels, True),
         saved=saved,
@@ -267,11 +268,11 @@ def size(bound: Bound, given: Sizes, cluster: Cluster, numbers: Precision) -> Si
 
 def move_s(move: Move, collective: Collective, axes: tuple[Axis, ...], cluster: Cluster) -> float:
     """Seconds of one collective at given sizes; the runs of the move are axes."""
-    return _move_s(move, collective, way_over((move.axes, move.sharded), tuple((a,) for a in axes), cluster), cluster)
+    return _move_s(move, collective, move_sizes((move.axes, move.sharded), tuple((a,) for a in axes), cluster), cluster)
 
 
-def _move_s(move: Move, collective: Collective, way: MoveSizes, cluster: Cluster) -> float:
+def _move_s(move: Move, collective: Collective, sizes: MoveSizes, cluster: Cluster) -> float:
     if not collective.sends:
         return 0.0
-    whole = move.bytes / way.parts * (way.members.size if move.per_rank else 1)
-    return group_time_s(collective, whole, way.members, cluster)
+    whole = move.bytes / sizes.parts * (sizes.members.size if move.per_rank else 1)
+    return group_time_s(collective, whole, sizes.members, cluster)

@@ -26,12 +26,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.price.microbatch import Alive, Kept
+from autopar.price.microbatch import Kept, PeakMemory
 from autopar.price.state import Precision
 
 
 @dataclass(frozen=True, slots=True)
-class Neighbours:
+class PrefetchContext:
     """What prefetching needs to know of the largest layers that may run before and after a layer, in elements on one device: the parameters
     that are prefetched during its backward (``earlier``) and its forward (``later``), and the trainable parameters of the layer directly
     after (``later_trainable``). ``later_saved`` are the least bytes that a layer directly after saves for its backward. ``earlier_ready``
@@ -49,14 +49,14 @@ class LayerMemory:
     """A layer's share on one device: ``plain_bytes``, saved if the layer keeps everything; and the elements of its parameters, of the
     trainable ones, and of the ``largest`` trainable one."""
 
-    alive: Alive
+    peaks: PeakMemory
     kept: Kept
     plain_bytes: float
     parameters: int
     trainable: int
     largest: float
     microbatches: int
-    neighbours: Neighbours = Neighbours()
+    context: PrefetchContext = PrefetchContext()
 
 
 def replicated_transient(share: LayerMemory, data: int, zero: int, numbers: Precision, cpu: bool) -> float:
@@ -67,10 +67,10 @@ def replicated_transient(share: LayerMemory, data: int, zero: int, numbers: Prec
     """
     # bytes per element of a reduction in flight: its result, the copy of its input
     kept = (1 / data + cpu) * numbers.reduced if zero else 0.0
-    later, freed = share.neighbours.later_trainable, share.neighbours.later_saved
+    later, freed = share.context.later_trainable, share.context.later_saved
     # of the two layers after (the second is taken to be no larger), whose saved activations are freed by then
     in_flight = max(0.0, later * kept - freed, (later + min(later, share.trainable)) * kept - 2 * freed)
-    running = share.kept.working_bytes + max(0.0, share.alive.forward, share.alive.one_gradient) + in_flight
+    running = share.kept.working_bytes + max(0.0, share.peaks.forward, share.peaks.one_gradient) + in_flight
     reducing = (share.trainable + later) * kept
     own = share.trainable * numbers.reduced / (data if zero else 1)
     updating = 2 * min(own, share.largest * numbers.reduced) if cpu else 0.0
@@ -85,26 +85,23 @@ def sharded_bytes(
     whole, made = share.parameters * numbers.width, share.trainable * numbers.width
     sent = share.trainable * numbers.reduced
     shard = sent / data
-    next_gathered = share.neighbours.later * numbers.width  # in the forward
-    previous_gathered = share.neighbours.earlier * numbers.width if zero == 3 else 0.0  # in the backward
-    reducing = share.neighbours.later_trainable * numbers.reduced
+    next_gathered = share.context.later * numbers.width  # in the forward
+    previous_gathered = share.context.earlier * numbers.width if zero == 3 else 0.0  # in the backward
+    reducing = share.context.later_trainable * numbers.reduced
     earlier = (sent if whole_gradients else shard) if share.microbatches > 1 else 0.0  # of earlier microbatches
     before = kept.saved_bytes + (whole if zero == 2 else 0.0)
     after = shard - earlier
     # where several layers run again as one, the parameters of all of them but the last are gathered again
     again = zero == 3 and kept.layers > 1
     phases = (
-        kept.working_bytes - share.plain_bytes + share.alive.forward + 3 * whole + reducing if again else 0.0,
-        kept.saved_bytes
-        + 2 * whole
-        + reducing
-        + (share.neighbours.earlier_ready * numbers.width if zero == 3 else 0.0),
+        kept.working_bytes - share.plain_bytes + share.peaks.forward + 3 * whole + reducing if again else 0.0,
+        kept.saved_bytes + 2 * whole + reducing + (share.context.earlier_ready * numbers.width if zero == 3 else 0.0),
         kept.working_bytes
-        + share.alive.forward
+        + share.peaks.forward
         + whole
         # a forward that runs again finds its parameters gathered
         + (previous_gathered + reducing if kept.recomputes else whole + next_gathered),
-        kept.working_bytes + max(0.0, share.alive.all_gradients) + whole + previous_gathered + reducing,
+        kept.working_bytes + max(0.0, share.peaks.all_gradients) + whole + previous_gathered + reducing,
         made + sent + previous_gathered,
         sent * (2 if cpu else 1) + shard + previous_gathered,
     )

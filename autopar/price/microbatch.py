@@ -1,7 +1,7 @@
 """One microbatch of a layer on one device, before ZeRO: its two passes, and what stays in memory between them.
 
-``order`` makes the passes: which collectives overlap which arithmetic. ``kept`` decides what stays in memory, and where: everything, or a
-part from which the backward recomputes the rest. ``assemble`` adds ZeRO, and knows nothing of either.
+``order`` computes the passes, with the collectives that overlap arithmetic. ``kept`` computes what stays in memory, and where:
+everything, or a part from which the backward recomputes the rest. ``assemble`` adds ZeRO.
 """
 
 from __future__ import annotations
@@ -12,37 +12,37 @@ from typing import TYPE_CHECKING
 from autopar.price.moves import Move
 
 if TYPE_CHECKING:
-    from autopar.price.layer import Sized
+    from autopar.price.layer import SizedClass
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
     """A forward or a backward pass, or a part of one.
 
-    =============  =====================================================================================================
-    ``compute_s``  arithmetic on the device
-    ``wire_s``     collectives that the device waits for
-    ``exposed_s``  the exposed part of overlapped collectives
-    ``host_s``     the host's time to launch kernels and collectives: a lower bound of the pass, whatever the device's speed
-    ``meetings``   the group sizes of the collectives in ``wire_s``
-    =============  =====================================================================================================
+    ===============  ===================================================================================================
+    ``compute_s``    arithmetic on the device
+    ``wire_s``       collectives that the device waits for
+    ``exposed_s``    the exposed part of overlapped collectives
+    ``host_s``       the host's time to launch kernels and collectives: a lower bound of the pass, however fast the device is
+    ``group_sizes``  the group sizes of the collectives in ``wire_s``
+    ===============  ===================================================================================================
     """
 
     compute_s: float = 0.0
     wire_s: float = 0.0
     exposed_s: float = 0.0
     host_s: float = 0.0
-    meetings: tuple[int, ...] = ()
+    group_sizes: tuple[int, ...] = ()
 
     def __add__(self, other: Pass) -> Pass:
-        if other is NOTHING:
+        if other is NO_WORK:
             return self
         return Pass(
             self.compute_s + other.compute_s,
             self.wire_s + other.wire_s,
             self.exposed_s + other.exposed_s,
             self.host_s + other.host_s,
-            self.meetings + other.meetings,
+            self.group_sizes + other.group_sizes,
         )
 
     def __mul__(self, times: int) -> Pass:
@@ -51,20 +51,20 @@ class Pass:
             times * self.wire_s,
             times * self.exposed_s,
             times * self.host_s,
-            times * self.meetings,
+            times * self.group_sizes,
         )
 
 
-NOTHING = Pass()
+NO_WORK = Pass()
 
 
 @dataclass(frozen=True, slots=True)
-class Alive:
-    """Peaks of live memory relative to the bytes that the layer saves for its backward; negative if it peaks before all are saved, or after
+class PeakMemory:
+    """Peaks of live memory, minus the bytes that the layer saves for its backward; negative if the peak is before all are saved, or after
     some are freed.
 
-    ``forward``: in the forward pass. In the backward pass: ``backward`` without gradients of parameters, ``one_gradient`` with those of
-    the running op, ``all_gradients`` with those of all ops that have run.
+    ``forward`` is the peak of the forward pass; the others are those of the backward pass: ``backward`` without gradients of parameters,
+    ``one_gradient`` with those of the running op, ``all_gradients`` with those of all ops that have run.
     """
 
     forward: float
@@ -74,48 +74,49 @@ class Alive:
 
     @property
     def activations(self) -> float:
-        """The peak of both passes without gradients of parameters."""
+        """The peak in either pass without gradients of parameters."""
         return max(0.0, self.forward, self.backward)
 
 
 @dataclass(frozen=True, slots=True)
 class Passes:
     """The two passes of a microbatch. ``weight_s`` is the part of the backward's arithmetic that computes gradients of parameters only,
-    ``parts`` the number of equal parts that the microbatch is computed in, and ``part`` one of them."""
+    ``parts`` the number of equal parts into which the microbatch is split, and ``part`` one of them."""
 
     forward: Pass
     backward: Pass
     weight_s: float
-    alive: Alive
-    part: Sized
+    peaks: PeakMemory
+    part: SizedClass
     parts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What stays in memory from a layer's forward pass to its backward pass, and the work that this saves or costs.
+    """What stays in memory from a layer's forward pass to its backward pass, and the recomputation and copies that this takes.
+
+    A segment is the layers that are recomputed as one; other layers are segments of one layer.
 
     ===================  ===============================================================================================
     ``saved_bytes``      one layer's share of the bytes in device memory, per microbatch in flight
-    ``first_bytes``      the bytes that the first layer keeps of those that are recomputed as one; of a single layer all that it keeps
-    ``working_bytes``    all activations in device memory while the layer's backward runs; of several layers that are recomputed as one,
-                         once all of them have run again
-    ``again``            what the backward computes again before it begins, and ``moves`` its collectives
-    ``storing``          what is added to the forward to store what is kept, and ``restoring`` to the backward to read it
-    ``layers``           the number of layers that are recomputed as one
-    ``recomputes``       whether anything is computed again
-    ``copied_bytes``     copied to the host's memory in the forward, and back in the backward
-    ``host_bytes``       in the host's memory, if that is not the device's
+    ``first_bytes``      the bytes that a segment's first layer keeps
+    ``working_bytes``    all activations in device memory while the layer's backward runs, after the segment is recomputed
+    ``recomputed``       the recomputation before the backward, and ``moves`` its collectives
+    ``storing``          the time that the forward takes to store what is kept, and ``restoring`` the backward to read it
+    ``layers``           the number of layers of the segment
+    ``recomputes``       whether anything is recomputed
+    ``copied_bytes``     copied to host memory in the forward, and back in the backward
+    ``host_bytes``       in host memory, if the device has its own
     ===================  ===============================================================================================
     """
 
     saved_bytes: float
     first_bytes: float
     working_bytes: float
-    again: Pass = NOTHING
+    recomputed: Pass = NO_WORK
     moves: tuple[Move, ...] = ()
-    storing: Pass = NOTHING
-    restoring: Pass = NOTHING
+    storing: Pass = NO_WORK
+    restoring: Pass = NO_WORK
     layers: int = 1
     recomputes: bool = False
     copied_bytes: float = 0.0
@@ -123,10 +124,10 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class Core:
+class Microbatch:
     """One microbatch of a layer under the techniques of its strategy, before ZeRO."""
 
-    sized: Sized
+    sized: SizedClass
     passes: Passes
     kept: Kept
 
@@ -136,5 +137,5 @@ class Core:
 
     @property
     def backward(self) -> Pass:
-        """The backward pass without what is computed again."""
+        """The backward pass without recomputation."""
         return self.passes.backward + self.kept.restoring

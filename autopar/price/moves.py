@@ -19,11 +19,11 @@ from passes.rewrite import products_of
 class Move:
     """One collective over ``axes`` on a value of ``bytes`` globally; ``sharded`` are the other axes that shard the value.
 
-    With ``per_rank`` the bytes are those that each rank contributes to a gather. ``value`` is the value's name. ``beside`` is the op
+    With ``per_rank`` the bytes are those that each rank contributes to a gather. ``value`` is the value's name. ``overlapped_op`` is the op
     whose arithmetic overlaps the collective, as with a ring's rotations; empty if the layer waits for it. ``op`` is the op whose kernel
     runs the collective; empty for a conversion between ops. ``under`` are the products whose weights' gradients are computed while the
-    backward collective runs, if the strategy overlaps it; empty for others. ``target`` are the types in which the value
-    is read, if this is the last collective on the way there.
+    backward collective runs, if the strategy overlaps it; empty for others. ``target`` are the types in which the value is read, if this is
+    the last collective on the way there.
     """
 
     value: str
@@ -33,7 +33,7 @@ class Move:
     forward: Collective
     backward: Collective
     per_rank: bool = False
-    beside: str = ""
+    overlapped_op: str = ""
     op: str = ""
     under: tuple[str, ...] = ()
     target: tuple[SpmdType, ...] = ()
@@ -76,7 +76,7 @@ def layer_moves(
                 forward=wire.forward,
                 backward=wire.backward,
                 per_rank=wire.per_rank,
-                beside=exchange.op if wire.overlapped else "",
+                overlapped_op=exchange.op if wire.overlapped else "",
                 op=exchange.op,
             )
         )

@@ -31,59 +31,59 @@ import numpy as np
 
 from autopar.devices.measured import Floats
 from autopar.plan import Strategy
-from autopar.price.layer import Bound, Sized
-from autopar.price.microbatch import Alive, Pass, Passes
+from autopar.price.layer import BoundClass, SizedClass
+from autopar.price.microbatch import Pass, Passes, PeakMemory
 from autopar.price.moves import Move
 from autopar.price.trace import OUTPUT
 from autopar.price.trainer import TrainerModel
 from autopar.techniques import Options
 from autopar.types import Collective
 from passes.rewrite import turns_of
-from passes.turns import Turns, beside
+from passes.turns import Turns, overlapped_pieces
 
 Span = tuple[int, int, float]
 """A collective: the piece in which it is issued, the one before which it is awaited, and its seconds."""
 
-Part = Callable[[], Sized | None]
+Part = Callable[[], SizedClass | None]
 """Returns a part of a microbatch; ``None`` if its shapes are not whole."""
 
 
-def passes(sized: Sized, strategy: Strategy, part: Part, trainer: TrainerModel) -> Passes:
+def passes(sized: SizedClass, strategy: Strategy, part: Part, trainer: TrainerModel) -> Passes:
     """Return the passes of a microbatch in the order of ``strategy``, or in that of early collectives where there are no parts."""
     if (parts := strategy.options.parts) > 1:
         found = _part_and_turns(sized.bound, part, strategy.options)
         if not isinstance(found, str):
             return _in_turn(plain(sized), parts, *found, strategy.uninterrupted, trainer)
-    return _early(sized, trainer) if trainer.starts_early and strategy.options.early else plain(sized)
+    return _early(sized, trainer) if trainer.starts_early and strategy.options.early_collectives else plain(sized)
 
 
-def why_whole(bound: Bound, part: Part, options: Options) -> str:
+def not_splittable_reason(bound: BoundClass, part: Part, options: Options) -> str:
     """Return why the microbatches of a layer can't be computed in parts, or an empty string."""
     found = _part_and_turns(bound, part, options)
     return found if isinstance(found, str) else ""
 
 
-def plain(sized: Sized) -> Passes:
+def plain(sized: SizedClass) -> Passes:
     """The passes of a layer that waits for all collectives but those that kernels overlap with their own arithmetic."""
     if "plain" not in sized.known:
         bound = sized.bound
         weight_s = float(sized.backward_s @ bound.table.weight_share)
         both = sized.pass_of("forward", bound.moves), sized.pass_of("backward", bound.moves)
-        sized.known["plain"] = Passes(*both, weight_s, sized.alive(), sized)
+        sized.known["plain"] = Passes(*both, weight_s, sized.peaks(), sized)
     return sized.known["plain"]
 
 
 # -- early collectives -------------------------------------------------------------------------------------------------
 
 
-def _early(sized: Sized, trainer: TrainerModel) -> Passes:
+def _early(sized: SizedClass, trainer: TrainerModel) -> Passes:
     """The passes in which some backward collectives overlap the gradients of weights."""
     if "early" not in sized.known:
         sized.known["early"] = _with_early(sized, trainer)
     return sized.known["early"]
 
 
-def _with_early(sized: Sized, trainer: TrainerModel) -> Passes:
+def _with_early(sized: SizedClass, trainer: TrainerModel) -> Passes:
     found, table = plain(sized), sized.bound.table
     moves = [move for move in sized.bound.moves if move.under]
     if not moves:
@@ -96,15 +96,15 @@ def _with_early(sized: Sized, trainer: TrainerModel) -> Passes:
         exposed_s=found.backward.exposed_s
         + sum(trainer.exposed_early_s(wire_s, float(under_s), sized.cluster) for under_s, wire_s in spans),
     )
-    return dataclasses.replace(found, backward=backward, alive=_alive_early(sized, found.alive))
+    return dataclasses.replace(found, backward=backward, peaks=_early_peaks(sized, found.peaks))
 
 
-def _alive_early(sized: Sized, alive: Alive) -> Alive:
+def _early_peaks(sized: SizedClass, peaks: PeakMemory) -> PeakMemory:
     """Peaks of live memory where joined products wait for the first of them: the gradients of the others' results are live until then.
     There is one gradient of their input, to which each adds its term."""
     table, moves = sized.bound.table, [move for move in sized.bound.moves if len(move.under) > 1]
     if not moves or not table.ops:
-        return alive
+        return peaks
     gradients = sized.local(table.live.gradient, "slot")
 
     def of_ops(operand: int) -> Floats:
@@ -118,13 +118,13 @@ def _alive_early(sized: Sized, alive: Alive) -> Alive:
         for i in others:
             live[first:i] += of_results[i]
         live[first : max(others) + 1] -= of_inputs[first]
-    return sized.alive(live)
+    return sized.peaks(live)
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
 
 
-def _part_and_turns(bound: Bound, part: Part, options: Options) -> tuple[Sized, Turns] | str:
+def _part_and_turns(bound: BoundClass, part: Part, options: Options) -> tuple[SizedClass, Turns] | str:
     """Return a part of a microbatch and where the parts take turns; or why there are no parts."""
     if "turns" not in bound.known:
         bound.known["turns"] = turns_of(bound.table.cls, bound.types, options)
@@ -132,21 +132,21 @@ def _part_and_turns(bound: Bound, part: Part, options: Options) -> tuple[Sized, 
     if isinstance(turns, str):
         return turns
     found = part()
-    return turns.uneven if found is None else (found, turns)
+    return turns.uneven_reason if found is None else (found, turns)
 
 
-def _in_turn(whole: Passes, parts: int, part: Sized, turns: Turns, chained: bool, trainer: TrainerModel) -> Passes:
+def _in_turn(whole: Passes, parts: int, part: SizedClass, turns: Turns, chained: bool, trainer: TrainerModel) -> Passes:
     """Return the passes of ``parts`` that take turns; with ``chained`` they continue into the next layer without a wait."""
     bound, gpu, own = part.bound, part.cluster.gpu, plain(part)
     exposed = []
     for side, arithmetic_s in (("forward", part.forward_s), ("backward", part.backward_s)):
         spans = [(*span, part.seconds_of(move, side)) for move, span in _spans(bound, turns)]
         pieces = _pieces(turns, [node.name for node in bound.table.ops], arithmetic_s, chained)
-        left_s = exposed_s(pieces, spans, chained, lambda w, u: trainer.exposed_early_s(w, u, part.cluster))
-        shared = [move for move in bound.moves if (move.value, move.target) in turns.once]
+        added_s = exposed_s(pieces, spans, chained, lambda w, u: trainer.exposed_early_s(w, u, part.cluster))
+        shared = [move for move in bound.moves if (move.value, move.target) in turns.shared]
         awaited_s = parts * sum(wire_s for _, _, wire_s in spans)
         repeated_s = (parts - 1) * sum(part.seconds_of(move, side) for move in shared)
-        exposed.append(left_s - awaited_s - repeated_s)
+        exposed.append(added_s - awaited_s - repeated_s)
     gradient_bytes = (parts - 1) * part.trainable * bound.table.width
     copied = 0.0 if chained else 2.0 / gpu.bytes_per_s
     more = (
@@ -158,18 +158,18 @@ def _in_turn(whole: Passes, parts: int, part: Sized, turns: Turns, chained: bool
         forward=own.forward * parts + more[0],
         backward=own.backward * parts + more[1],
         weight_s=parts * own.weight_s,
-        alive=dataclasses.replace(whole.alive, **{name: getattr(whole.alive, name) + gradient_bytes for name in back}),
+        peaks=dataclasses.replace(whole.peaks, **{name: getattr(whole.peaks, name) + gradient_bytes for name in back}),
         part=part,
         parts=parts,
     )
 
 
-def _spans(bound: Bound, turns: Turns) -> Iterator[tuple[Move, tuple[int, int]]]:
+def _spans(bound: BoundClass, turns: Turns) -> Iterator[tuple[Move, tuple[int, int]]]:
     """The collectives in flight across a turn, each with the piece in which it is issued and the piece that awaits it."""
     exchanges: dict[str, Iterator[tuple[int, int]]] = {}
     for move in bound.moves:
         read = move.value, move.target
-        if read in turns.flights and read not in turns.once:
+        if read in turns.flights and read not in turns.shared:
             yield move, turns.span(read)
         elif move.op and move.backward is not Collective.NONE and (both := turns.exchanges(move.op)):
             yield move, next(exchanges.setdefault(move.op, iter(both)))
@@ -187,15 +187,15 @@ def _pieces(turns: Turns, names: Sequence[str], seconds: Floats, chained: bool) 
 
 
 def exposed_s(
-    pieces: Sequence[float], spans: Iterable[Span], cyclic: bool, left_s: Callable[[float, float], float]
+    pieces: Sequence[float], spans: Iterable[Span], cyclic: bool, added_s: Callable[[float, float], float]
 ) -> float:
-    """Return the seconds that the collectives of all parts add. ``left_s(w, u)`` is what a collective of ``w`` seconds adds when it
+    """Return the seconds that the collectives of all parts add. ``added_s(w, u)`` is what a collective of ``w`` seconds adds when it
     overlaps ``u`` seconds of arithmetic."""
     found = [
         (wire_s, [(part, k % len(pieces)) for k in run if cyclic or 0 <= k < len(pieces)])
         for issued, awaited, wire_s in spans
         if wire_s
-        for part, run in enumerate(beside(issued, awaited))
+        for part, run in enumerate(overlapped_pieces(issued, awaited))
     ]
     sharing = Counter(place for _, places in found for place in places)
-    return sum(left_s(wire_s, sum(pieces[k] / sharing[part, k] for part, k in places)) for wire_s, places in found)
+    return sum(added_s(wire_s, sum(pieces[k] / sharing[part, k] for part, k in places)) for wire_s, places in found)

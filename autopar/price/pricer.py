@@ -22,14 +22,14 @@ from autopar.price.collectives import p2p_s
 from autopar.price.experts import odd_widths
 from autopar.price.host import StateBytes
 from autopar.price.kept import kept
-from autopar.price.layer import Bound, Runs, Sized, Sizes, bind, divisible, measure, move_s, size
-from autopar.price.live_memory import Neighbours
-from autopar.price.microbatch import Core
+from autopar.price.layer import BoundClass, Runs, SizedClass, Sizes, bind, divisible, move_s, size, sizes_on
+from autopar.price.live_memory import PrefetchContext
+from autopar.price.microbatch import Microbatch
 from autopar.price.moves import Move, step_moves
-from autopar.price.replicas import Replicas, Spread
+from autopar.price.replicas import ReplicaCosts, Replicas
 from autopar.price.state import state_bytes
 from autopar.price.trainer import EMITTED, TrainerModel
-from autopar.rules.padding import padded, padding
+from autopar.rules.padding import padding, round_up
 from autopar.shard.plan import MICROBATCH, LayerTypes, Solve
 from autopar.sharding import AxisTypes, Sharding
 from autopar.techniques import Options
@@ -40,8 +40,8 @@ from passes.pad import pad_class
 from passes.rewrite import rewritten_class
 
 Mesh = tuple[Axis, ...]
-Around = tuple[list[tuple[list[Sized], list[Sized]]], dict[tuple[Options, bool], Neighbours]]
-"""The layers before and after a layer, by distance; and cached ``Neighbours``, by techniques and whether ZeRO gathers parameters."""
+Adjacent = tuple[list[tuple[list[SizedClass], list[SizedClass]]], dict[tuple[Options, bool], PrefetchContext]]
+"""The layers before and after a layer, by distance; and cached ``PrefetchContext``, by techniques and whether ZeRO gathers parameters."""
 
 Place = tuple[str, int, tuple[Role, ...], int]
 """A class, the number of a mesh, the roles of its axes, and the microbatches of a step."""
@@ -49,7 +49,7 @@ Place = tuple[str, int, tuple[Role, ...], int]
 _ALIKE = (Role.DATA, Role.IDLE)
 """Roles whose axes change a layer's sizes by the number of samples alone, or not at all."""
 
-ALONE = Neighbours()
+NO_PREFETCH = PrefetchContext()
 
 
 class Pricer:
@@ -77,13 +77,13 @@ class Pricer:
         self._tables: dict[tuple[str, tuple[int, ...]], tuple[tables.ClassTable, tables.ShapeRows]] = {}
         self._sharded: dict[tuple[str, int], frozenset[int]] = {}
         self._flags: dict[tuple[str, int], tables.AxisFlags] = {}
-        self._bound: dict[tuple[str, tuple[int, ...], tuple[int, ...]], Bound] = {}
-        self._sized: dict[tuple[int, Sizes, bool], Sized | None] = {}
-        self._alike: dict[tuple[object, ...], Sized | None] = {}
-        self._placed: dict[Place, tuple[Sized, Cluster] | None] = {}
-        self._cores: dict[tuple[Place | int, Options, bool], Core] = {}
-        self._spread: dict[tuple[str, int, tuple[Role, ...], int, int], Spread] = {}
-        self._beside: dict[tuple[str, int, tuple[Role, ...], int], Around] = {}
+        self._bound: dict[tuple[str, tuple[int, ...], tuple[int, ...]], BoundClass] = {}
+        self._sized: dict[tuple[int, Sizes, bool], SizedClass | None] = {}
+        self._alike: dict[tuple[object, ...], SizedClass | None] = {}
+        self._placed: dict[Place, tuple[SizedClass, Cluster] | None] = {}
+        self._microbatches: dict[tuple[Place | int, Options, bool], Microbatch] = {}
+        self._replica_costs: dict[tuple[str, int, tuple[Role, ...], int, int], ReplicaCosts] = {}
+        self._contexts: dict[tuple[str, int, tuple[Role, ...], int], Adjacent] = {}
         self._layers: dict[tuple[str, int, Strategy, int], LayerPrice | None] = {}
         self._meshes: dict[Mesh, int] = {}  # a number per mesh: hashing a mesh takes longer than the rest of a look-up
         self._latest: tuple[Mesh, int] = ((), -1)
@@ -91,7 +91,7 @@ class Pricer:
         self._p2p: dict[tuple[int, Mesh, tuple[Role, ...], int], float] = {}
         self._elsewhere: dict[Cluster, Pricer] = {}
         self._programs: dict[tuple[int, str], Pricer] = {}
-        self._mirrored: dict[int, Pricer] = {}
+        self._with_copies: dict[int, Pricer] = {}
         self._kernels: dict[tuple[tuple[str, ...], bool], Pricer] = {}
         self._compiles = False
         self._makers = {name: (i, k) for i, layer in enumerate(graph.layers) for k, name in enumerate(layer.outputs)}
@@ -106,8 +106,8 @@ class Pricer:
         if _nameless(cluster) not in self._elsewhere:
             other = self._variant()
             other.cluster, other._pipelined = cluster, dataclasses.replace(cluster, pipelined=True)
-            other._sized, other._alike, other._cores, other._placed, other._spread = {}, {}, {}, {}, {}
-            other._beside, other._edges, other._p2p = {}, {}, {}
+            other._sized, other._alike, other._microbatches, other._placed, other._replica_costs = {}, {}, {}, {}, {}
+            other._contexts, other._edges, other._p2p = {}, {}, {}
             self._elsewhere[_nameless(cluster)] = other
         return self._elsewhere[_nameless(cluster)]
 
@@ -122,12 +122,12 @@ class Pricer:
             return self
         if (prefetch, sync) not in self._programs:
             other = self._variant()
-            other.prefetch, other.sync, other._beside, other._spread = prefetch, sync, {}, {}
+            other.prefetch, other.sync, other._contexts, other._replica_costs = prefetch, sync, {}, {}
             other._adjacent = [self._find_adjacent(distance) for distance in range(1, prefetch + 1)]
             self._programs[prefetch, sync] = other
         return self._programs[prefetch, sync]
 
-    def mirrored(self, copies: int) -> Pricer:
+    def with_copies(self, copies: int) -> Pricer:
         """The pricer of a program with ``copies`` copies of each stage, on pipeline ranks that mirror each other (``Schedule.copies``): the
         copies' gradients are summed, and each copy runs an equal share of the microbatches.
 
@@ -135,16 +135,16 @@ class Pricer:
         """
         if copies == self.copies:
             return self
-        if copies not in self._mirrored:
+        if copies not in self._with_copies:
             other = self._variant()
-            other.copies, other._spread = copies, {}
-            self._mirrored[copies] = other
-        return self._mirrored[copies]
+            other.copies, other._replica_costs = copies, {}
+            self._with_copies[copies] = other
+        return self._with_copies[copies]
 
     def _variant(self) -> Pricer:
         """A copy of this pricer without prices of layers, and without variants of its own."""
         other = copy.copy(self)
-        other._layers, other._elsewhere, other._programs, other._mirrored, other._kernels = {}, {}, {}, {}, {}
+        other._layers, other._elsewhere, other._programs, other._with_copies, other._kernels = {}, {}, {}, {}, {}
         return other
 
     def layer(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> LayerPrice | None:
@@ -169,7 +169,7 @@ class Pricer:
         least = math.inf
         for strategy in tried.quickest:
             pricer = self._variant_for(strategy)
-            found = pricer._core(cls_name, mesh, strategy, microbatches)
+            found = pricer._microbatch(cls_name, mesh, strategy, microbatches)
             if found is not None:
                 least = min(least, least_time_s(found[0], pricer.trainer))
         return least
@@ -186,8 +186,8 @@ class Pricer:
     def _of_kernels(self, options: Options) -> Pricer:
         """The pricer of a program whose layers are all rewritten and compiled as ``options`` say, if their classes admit it."""
         other = self._variant()
-        other._tables, other._flags, other._bound, other._sized, other._alike, other._cores = {}, {}, {}, {}, {}, {}
-        other._placed, other._spread, other._beside, other._kernels = {}, {}, {}, {}
+        other._tables, other._flags, other._bound, other._sized, other._alike = {}, {}, {}, {}, {}
+        other._microbatches, other._placed, other._replica_costs, other._contexts, other._kernels = {}, {}, {}, {}, {}
         other._kernels[options.rewrites, options.compiled] = other
         other.trainer = dataclasses.replace(self.trainer, fused=self.trainer.fused or options.compiled)
         other._compiles = options.compiled
@@ -199,15 +199,17 @@ class Pricer:
 
     def _price(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> LayerPrice | None:
         """``layer``, computed."""
-        found = self._core(cls_name, mesh, strategy, microbatches)
+        found = self._microbatch(cls_name, mesh, strategy, microbatches)
         if found is None:
             return None
-        core, cluster = found
-        around = self._neighbours(cls_name, mesh, strategy, microbatches)
-        copies = self._copies(cls_name, mesh, strategy, microbatches, core.sized, cluster)
-        return assemble(core, copies, strategy, cluster, self.numbers, self.trainer, around)
+        microbatch, cluster = found
+        context = self._prefetch_context(cls_name, mesh, strategy, microbatches)
+        replicas = self._costs(cls_name, mesh, strategy, microbatches, microbatch.sized, cluster)
+        return assemble(microbatch, replicas, strategy, cluster, self.numbers, self.trainer, context)
 
-    def _core(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> tuple[Core, Cluster] | None:
+    def _microbatch(
+        self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int
+    ) -> tuple[Microbatch, Cluster] | None:
         """A price before ZeRO, and the cluster as the mesh sees it; ``None`` if there is no price."""
         found = self._place(cls_name, mesh, strategy.roles, microbatches)
         if found is None:
@@ -217,22 +219,24 @@ class Pricer:
         # a part of a microbatch may be padded differently
         where = place if strategy.options.parts > 1 else id(sized)
         key = where, strategy.options, strategy.zero >= 2
-        if key not in self._cores:
+        if key not in self._microbatches:
             part = functools.partial(self._part, cls_name, mesh, strategy, microbatches)
-            self._cores[key] = self._core_of(sized, strategy, part)
-        return self._cores[key], cluster
+            self._microbatches[key] = self._microbatch_of(sized, strategy, part)
+        return self._microbatches[key], cluster
 
-    def _core_of(self, sized: Sized, strategy: Strategy, part: order.Part) -> Core:
+    def _microbatch_of(self, sized: SizedClass, strategy: Strategy, part: order.Part) -> Microbatch:
         passes = order.passes(sized, strategy, part, self.trainer)
-        return Core(sized, passes, kept(sized, passes, strategy.options))
+        return Microbatch(sized, passes, kept(sized, passes, strategy.options))
 
-    def why_whole(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> str:
+    def not_splittable_reason(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> str:
         """Return why the microbatches of a layer class can't be computed in parts, or an empty string."""
         part = functools.partial(self._part, cls_name, mesh, strategy, microbatches)
         number = strategy.options.parts * self.graph.parts(microbatches)
         runs = self._with_microbatches(mesh, strategy.roles, number)
         bound = self._bind(cls_name, runs, mesh, strategy.roles)
-        return "does not admit its role" if bound is None else order.why_whole(bound, part, strategy.options)
+        return (
+            "does not admit its role" if bound is None else order.not_splittable_reason(bound, part, strategy.options)
+        )
 
     def odd_experts(self, cls_name: str, mesh: Mesh, strategy: Strategy) -> tuple[int, int] | None:
         """The widths of a product of a layer class's experts that its program computes expert by expert (``ops.experts.odd_products``)."""
@@ -245,13 +249,14 @@ class Pricer:
     ) -> tuple[CollectiveCost, ...]:
         """The collectives of a layer class in one step on one device; none if the layer has no price."""
         pricer = self._variant_for(strategy)
-        found = pricer._core(cls_name, mesh, strategy, microbatches)
+        found = pricer._microbatch(cls_name, mesh, strategy, microbatches)
         if found is None:
             return ()
-        (core, cluster), mine = found, microbatches // self.copies
+        (microbatch, cluster), mine = found, microbatches // self.copies
         runs = self._with_microbatches(mesh, strategy.roles, self.graph.parts(microbatches))
-        own = replica_costs(pricer._replicas(mesh, strategy, core.sized, cluster), mine, strategy, core.kept)
-        return (*layer_collectives(core, runs, cluster, mine), *own)
+        replicas = pricer._replicas(mesh, strategy, microbatch.sized, cluster)
+        own = replica_costs(replicas, mine, strategy, microbatch.kept)
+        return (*layer_collectives(microbatch, runs, cluster, mine), *own)
 
     def edge(self, layer_index: int, mesh: Mesh, left: Strategy, right: Strategy, microbatches: int) -> float:
         """Seconds of resharding between layer ``layer_index`` and the next: forward plus backward, one microbatch.
@@ -334,7 +339,7 @@ class Pricer:
 
     def _place(
         self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...], microbatches: int
-    ) -> tuple[Sized, Cluster] | None:
+    ) -> tuple[SizedClass, Cluster] | None:
         """A class at its sizes on the mesh, and the cluster as the mesh sees it; ``None`` if a local shape is not whole."""
         key = (cls_name, self._number(mesh), roles, microbatches)
         if key not in self._placed:
@@ -342,11 +347,11 @@ class Pricer:
             self._placed[key] = None if sized is None else (sized, cluster)
         return self._placed[key]
 
-    def _part(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> Sized | None:
+    def _part(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> SizedClass | None:
         """Return a part of a microbatch; ``None`` if its shapes are not whole."""
         return self._at(cls_name, mesh, strategy.roles, strategy.options.parts * self.graph.parts(microbatches))
 
-    def _at(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...], parts: int) -> Sized | None:
+    def _at(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...], parts: int) -> SizedClass | None:
         """A class at the sizes of a batch that is cut into ``parts``. Many meshes share a sized class: pipelines of any length, with
         microbatches and data parallelism in any proportion."""
         runs, cluster = self._runs(mesh, roles), self._seen_by(mesh)
@@ -357,87 +362,88 @@ class Pricer:
             shape.append((role, () if role in _ALIKE else tuple([(axis.size, axis.stride) for axis in axes])))
         alike = cls_name, samples, tuple(shape), cluster is self.cluster
         if alike not in self._alike:
-            found, alone = self._measured(cls_name, mesh, roles, parts)
+            found, alone = self._size(cls_name, mesh, roles, parts)
             if alone:
                 return found
             self._alike[alike] = found
         return self._alike[alike]
 
-    def _measured(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...], parts: int) -> tuple[Sized | None, bool]:
+    def _size(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...], parts: int) -> tuple[SizedClass | None, bool]:
         """``_at``, and whether the class has collectives over data-parallel or idle axes, so that the number of samples does not say
         enough."""
         runs, cluster = self._with_microbatches(mesh, roles, parts), self._seen_by(mesh)
         bound = self._bind(cls_name, runs, mesh, roles)
         if bound is None:
             return None, False
-        given = measure(bound, runs, cluster)
+        given = sizes_on(bound, runs, cluster)
         key = (id(bound), given, cluster is self.cluster)  # self._bound keeps them alive, so that ids stay unique
         if key not in self._sized:
             self._sized[key] = size(bound, given, cluster, self.numbers) if divisible(bound, given) else None
         alike = [True, *(role in _ALIKE for role, _ in self._runs(mesh, roles))]
-        return self._sized[key], any(alike[i] for over, _ in bound.ways for i in over)
+        return self._sized[key], any(alike[i] for over, _ in bound.move_runs for i in over)
 
-    def _copies(
-        self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int, c: Sized, cluster: Cluster
-    ) -> Spread:
+    def _costs(
+        self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int, c: SizedClass, cluster: Cluster
+    ) -> ReplicaCosts:
         """The layer's data-parallel groups."""
         key = (cls_name, self._number(mesh), strategy.roles, microbatches, strategy.replicate)
-        if key not in self._spread:
+        if key not in self._replica_costs:
             # if each microbatch is treated as a whole batch, the graph's flops are those of one microbatch
             flops = self._table(cls_name)[0].model_flops / self.graph.parts(microbatches)
             replicas = self._replicas(mesh, strategy, c, cluster)
-            self._spread[key] = replicas.spread(microbatches // self.copies, flops)
-        return self._spread[key]
+            self._replica_costs[key] = replicas.costs(microbatches // self.copies, flops)
+        return self._replica_costs[key]
 
-    def _replicas(self, mesh: Mesh, strategy: Strategy, c: Sized, cluster: Cluster) -> Replicas:
+    def _replicas(self, mesh: Mesh, strategy: Strategy, c: SizedClass, cluster: Cluster) -> Replicas:
         """The devices with the same parameters of a layer."""
-        axes: tuple[Mesh, ...] = strategy.replicas(mesh) if SYNC.apart(self.sync) else strategy.data_axes(mesh)
+        averaged = SYNC.averaging_steps(self.sync)
+        axes: tuple[Mesh, ...] = strategy.replicas(mesh) if averaged else strategy.data_axes(mesh)
         if self.copies > 1:
             far = max(math.prod(axis.size for axis in mesh), self.cluster.count // 2)
             axes = (*axes, (Axis("mirror", self.copies, far),))
         return Replicas(c.counts, axes, cluster, self.numbers, self.trainer, self.sync)
 
-    def _neighbours(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> Neighbours:
+    def _prefetch_context(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> PrefetchContext:
         """The parameters of the layers that may run directly before and after a layer of the class in the same roles, and of those that are
         prefetched meanwhile."""
         if strategy.zero == 0:
-            return ALONE
-        around, known = self._around(cls_name, mesh, strategy, microbatches)
+            return NO_PREFETCH
+        adjacent, known = self._adjacent_layers(cls_name, mesh, strategy, microbatches)
         how = strategy.options, strategy.zero >= 2
         if how not in known:
-            if strategy.options.together > 1:
-                around = around[:1]  # programs gather one layer ahead where several are recomputed as one
-            later = around[0][1]
-            known[how] = Neighbours(
-                sum(_largest(earlier) for earlier, _ in around),
-                sum(_largest(after) for _, after in around),
+            if strategy.options.segment_layers > 1:
+                adjacent = adjacent[:1]  # programs gather one layer ahead where several are recomputed as one
+            later = adjacent[0][1]
+            known[how] = PrefetchContext(
+                sum(_largest(earlier) for earlier, _ in adjacent),
+                sum(_largest(after) for _, after in adjacent),
                 max((c.counts.trainable for c in later), default=0),
                 min((self._saved_bytes(c, strategy) for c in later), default=0.0),
-                sum(_largest(earlier) for earlier, _ in around[:-1]),
+                sum(_largest(earlier) for earlier, _ in adjacent[:-1]),
             )
         return known[how]
 
-    def _saved_bytes(self, sized: Sized, strategy: Strategy) -> float:
+    def _saved_bytes(self, sized: SizedClass, strategy: Strategy) -> float:
         """Bytes on the device that a layer saves for the backward of one microbatch."""
         found = kept(sized, order.plain(sized), strategy.options)
         return 0.0 if found.copied_bytes else found.saved_bytes
 
-    def _around(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> Around:
+    def _adjacent_layers(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> Adjacent:
         """The layers that may run before and after a layer of the class in the strategy's roles, by distance."""
         key = (cls_name, self._number(mesh), strategy.roles, microbatches)
-        if key not in self._beside:
+        if key not in self._contexts:
             # a neighbour without experts has data parallelism on their axes
-            ways = (strategy.roles, strategy.dense.roles)
+            either = (strategy.roles, strategy.dense.roles)
 
-            def sized(names: set[str]) -> list[Sized]:
-                placed = [[self._place(name, mesh, roles, microbatches) for roles in ways] for name in sorted(names)]
+            def sized(names: set[str]) -> list[SizedClass]:
+                placed = [[self._place(name, mesh, roles, microbatches) for roles in either] for name in sorted(names)]
                 return [next(iter(found))[0] for each in placed if (found := [p for p in each if p is not None])]
 
             found = [tuple(map(sized, adjacent[cls_name])) for adjacent in self._adjacent]
-            self._beside[key] = [(earlier, later) for earlier, later in found], {}
-        return self._beside[key]
+            self._contexts[key] = [(earlier, later) for earlier, later in found], {}
+        return self._contexts[key]
 
-    def _bind(self, cls_name: str, runs: Runs, mesh: Mesh, roles: tuple[Role, ...]) -> Bound | None:
+    def _bind(self, cls_name: str, runs: Runs, mesh: Mesh, roles: tuple[Role, ...]) -> BoundClass | None:
         by_role = self._types.by_role(cls_name, mesh, roles)
         if by_role is None:
             return None
@@ -462,7 +468,7 @@ class Pricer:
                 self._sharded[cls_name, id(t)] = found.sharded(t)
             for index in self._sharded[cls_name, id(t)]:
                 multiples[index] *= math.prod(axis.size for axis in run)
-        counts = tuple(padded(count, multiple) for count, multiple in zip(found.counts, multiples, strict=True))
+        counts = tuple(round_up(count, multiple) for count, multiple in zip(found.counts, multiples, strict=True))
         return () if counts == found.counts else counts
 
     def _table(self, cls_name: str) -> tuple[tables.ClassTable, tables.ShapeRows]:
@@ -555,6 +561,6 @@ def _both_s(move: Move, axes: Mesh, cluster: Cluster) -> float:
     return move_s(move, move.forward, axes, cluster) + move_s(move, move.backward, axes, cluster)
 
 
-def _largest(layers: list[Sized]) -> int:
+def _largest(layers: list[SizedClass]) -> int:
     """The parameters of the largest layer; 0 if there is none."""
     return max((c.counts.parameters for c in layers), default=0)

@@ -1,4 +1,4 @@
-"""Data parallelism between the devices with the same parameters: its collectives, listed once, and their seconds and copies."""
+"""Data parallelism of a layer: the collectives between its replicas, and their seconds and copies."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from autopar.types import Collective
 class ReplicaCollective:
     """A collective of ``members``, the ranks along ``axes``, on ``bytes`` of a layer's parameters or gradients.
 
-    ``part`` is a field of ``Parts``. The collective runs ``times`` for each run of its part: less than 1 if it skips steps.
-    ``around_layer``: in the passes of the layer, not once a step.
+    ``part`` is a field of ``Parts``. ``times``: the collective's runs per run of its part, less than 1 if it skips steps.
+    ``around_layer``: it runs in the passes of the layer, not once a step.
     """
 
     part: str
@@ -33,7 +33,7 @@ class ReplicaCollective:
 
     @property
     def purpose(self) -> str:
-        """What is sent: ``"parameters"`` or ``"gradients"``."""
+        """Return what the collective sends: ``"parameters"`` or ``"gradients"``."""
         return "parameters" if self.part in ("gather", "mean") else "gradients"
 
 
@@ -41,8 +41,8 @@ class ReplicaCollective:
 class Parts:
     """A number for each part of the collectives between replicas.
 
-    ``gather``: of parameters, by ZeRO's shards or from a parameter server. ``reduce``: of gradients. ``mean``: of the parameters of local
-    SGD's replicas. ``mirror``: of the gradients of a stage's copies on other pipeline ranks, where ``reduce`` does not include it.
+    ``gather``: parameters, from ZeRO's shards or a parameter server. ``reduce``: gradients. ``mean``: the parameters of local SGD's
+    replicas. ``mirror``: the gradients of a stage's copies on other pipeline ranks, if ``reduce`` does not include these.
     """
 
     gather: float = 0.0
@@ -57,12 +57,12 @@ Along = tuple[Axis, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
-    """The devices with the same parameters over which ZeRO shards them, with seconds of collectives over them.
+class ReplicaCosts:
+    """The seconds of the collectives between the ``size`` devices over which ZeRO shards the layer's parameters, and their replicas.
 
-    ``seconds`` are those of each part without ZeRO, under stage 1, and under stages 2 and 3. ``copies_s`` are those of ZeRO 2 and 3,
-    between flat buffers and parameters: around a gather, and around a reduction. ``late``: the number of steps after which a reduction
-    without ZeRO is awaited. ``mirrored``: a stage has copies on other pipeline ranks. ``flops``: of one microbatch, see ``LayerPrice``.
+    ``seconds``: of each part without ZeRO, under stage 1, and under stages 2 and 3. ``copies_s``: under stages 2 and 3, of copies between
+    flat buffers and parameters, around a gather and around a reduction. ``late``: the number of steps after which a reduction without
+    ZeRO is awaited. ``has_copies``: a stage has copies on other pipeline ranks. ``flops``: of one microbatch, see ``LayerPrice``.
     """
 
     size: int
@@ -70,16 +70,16 @@ class Spread:
     flops: float
     seconds: tuple[Parts, ...]
     copies_s: tuple[float, float]
-    late: int = 0
-    mirrored: bool = False
+    staleness: int = 0
+    has_copies: bool = False
 
-    def once_s(self, zero: int, forward_s: float, backward_s: float, trainer: TrainerModel, slowdown: float) -> float:
-        """The seconds that once-per-step collectives add to a step under ZeRO 0 and 1, if the layer's forward and backward take these."""
+    def step_s(self, zero: int, forward_s: float, backward_s: float, trainer: TrainerModel, slowdown: float) -> float:
+        """Return the seconds that collectives add to a step under ZeRO 0 and 1, with these seconds of the layer's forward and backward."""
         parts = self.seconds[zero]
-        under_s = 0.0 if self.mirrored else backward_s
-        if self.late:  # whatever the lateness: each step hides one reduction under its arithmetic
-            under_s = self.microbatches * (forward_s + backward_s)
-        reduced_s = trainer.exposed_reduction_s(parts.reduce, under_s, slowdown)
+        hiding_s = 0.0 if self.has_copies else backward_s
+        if self.staleness:  # however late: each step's arithmetic hides one reduction
+            hiding_s = self.microbatches * (forward_s + backward_s)
+        reduced_s = trainer.exposed_reduction_s(parts.reduce, hiding_s, slowdown)
         return reduced_s + trainer.exposed_gather_s(parts.gather, forward_s, slowdown) + parts.mean
 
 
@@ -87,8 +87,8 @@ class Spread:
 class Replicas:
     """The devices that have the same parameters of a layer, synchronised by ``sync`` (``techniques.sync``).
 
-    ``axes`` are ``Strategy.data_axes``, or for local SGD ``Strategy.replicas``; and, if stages have copies on other pipeline ranks, a
-    third tuple with the axis of these.
+    ``axes`` are ``Strategy.data_axes``, or for local SGD ``Strategy.replicas``. If stages have copies on other pipeline ranks, a third
+    tuple has the axis of the copies.
     """
 
     tensors: ParameterCount
@@ -100,33 +100,33 @@ class Replicas:
 
     @functools.cached_property
     def collectives(self) -> tuple[tuple[ReplicaCollective, ...], ...]:
-        """The collectives without ZeRO, under stage 1, and under stages 2 and 3."""
+        """Return the collectives without ZeRO, under stage 1, and under stages 2 and 3."""
         (inside, shards), (mirror, *_) = self.axes[:2], (*self.axes[2:], ())
         copies, ranks = (*mirror, *inside), group(shards, self.cluster)
-        everyone = shards if SYNC.apart(self.sync) else (*copies, *shards)
-        found = (
+        everyone = shards if SYNC.averaging_steps(self.sync) else (*copies, *shards)
+        by_stage = (
             self._replicated(everyone, ranks if everyone == shards else group(everyone, self.cluster), copies),
             self._sharded(shards, ranks, copies, (), False),
             self._sharded(shards, ranks, inside, mirror, True),
         )
-        return tuple(tuple([one for one in each if one.bytes and one.members.size > 1]) for each in found)
+        return tuple(tuple([one for one in each if one.bytes and one.members.size > 1]) for each in by_stage)
 
     def _replicated(self, axes: Along, ranks: RankGroup, copies: Along) -> Iterator[ReplicaCollective]:
-        """Without ZeRO: gradients are summed along ``axes``, and the parameters of local SGD's replicas are averaged along ``copies``."""
-        numbers, trainable, served = self.numbers, self.tensors.trainable, SYNC.way(self.sync).served
-        average = Collective.REDUCE if served else Collective.ALL_REDUCE
-        yield ReplicaCollective("reduce", average, trainable * numbers.averaged, axes, ranks)
+        """Yield the collectives without ZeRO: sums of gradients along ``axes``, and local SGD's averages of parameters along ``copies``."""
+        numbers, trainable, served = self.numbers, self.tensors.trainable, SYNC.mode(self.sync).has_server
+        reduction = Collective.REDUCE if served else Collective.ALL_REDUCE
+        yield ReplicaCollective("reduce", reduction, trainable * numbers.averaged, axes, ranks)
         if served:
             yield ReplicaCollective("gather", Collective.BROADCAST, trainable * numbers.width, axes, ranks)
-        if steps := SYNC.apart(self.sync):
+        if steps := SYNC.averaging_steps(self.sync):
             masters, members = trainable * (numbers.at_rest or numbers.width), group(copies, self.cluster)
             yield ReplicaCollective("mean", Collective.ALL_REDUCE, masters, copies, members, times=1 / steps)
 
     def _sharded(
         self, axes: Along, ranks: RankGroup, copies: Along, mirror: Along, around: bool
     ) -> Iterator[ReplicaCollective]:
-        """ZeRO along ``axes``: each reduction of gradients includes the sum along ``copies``; that along ``mirror`` starts after a stage's
-        last backward."""
+        """Yield the collectives of ZeRO along ``axes``. A reduction of gradients is followed by their sum along ``copies``; their sum along
+        ``mirror`` starts after a stage's last backward."""
         numbers, trainable = self.numbers, self.tensors.trainable
         parameters, shard = self.tensors.parameters * numbers.width, -(-trainable // ranks.size) * numbers.averaged
         yield ReplicaCollective("gather", Collective.ALL_GATHER, parameters, axes, ranks, around)
@@ -138,43 +138,39 @@ class Replicas:
             yield ReplicaCollective("mirror", Collective.ALL_REDUCE, shard, mirror, group(mirror, self.cluster))
 
     def seconds_of(self, one: ReplicaCollective) -> float:
-        """Seconds of one of the collectives, if nothing hides it."""
+        """Return the seconds of a collective, hidden or not."""
         count, around = self.tensors.count, one.around_layer
         return self.trainer.data_collective_s(one.collective, one.bytes, count, one.members, self.cluster, around)
 
-    def spread(self, microbatches: int, flops: float) -> Spread:
-        """The seconds of all collectives, for ``microbatches`` per step of ``flops`` each."""
+    def costs(self, microbatches: int, flops: float) -> ReplicaCosts:
+        """Return the seconds of all collectives, for ``microbatches`` per step of ``flops`` each."""
 
         def seconds(collectives: tuple[ReplicaCollective, ...]) -> Parts:
-            found: dict[str, float] = {}
+            by_part: dict[str, float] = {}
             for one in collectives:
-                found[one.part] = found.get(one.part, 0.0) + one.times * self.seconds_of(one)
-            return Parts(**found) if found else NONE
+                by_part[one.part] = by_part.get(one.part, 0.0) + one.times * self.seconds_of(one)
+            return Parts(**by_part) if by_part else NONE
 
         numbers, trainable = self.numbers, self.tensors.trainable
-        gathered, made, reduced = (
-            self.tensors.parameters * numbers.width,
-            trainable * numbers.width,
-            trainable * numbers.reduced,
-        )
-        return Spread(
+        gathered, computed = self.tensors.parameters * numbers.width, trainable * numbers.width
+        return ReplicaCosts(
             size=group(self.axes[1], self.cluster).size,
             microbatches=microbatches,
             flops=flops,
             seconds=tuple(map(seconds, self.collectives)),
-            copies_s=self.trainer.sharded_copies_s(gathered, made, reduced, self.cluster),
-            late=SYNC.late(self.sync) if self.collectives[0] else 0,
-            mirrored=len(self.axes) > 2,
+            copies_s=self.trainer.sharded_copies_s(gathered, computed, trainable * numbers.reduced, self.cluster),
+            staleness=SYNC.staleness(self.sync) if self.collectives[0] else 0,
+            has_copies=len(self.axes) > 2,
         )
 
 
 @functools.lru_cache(maxsize=256)
-def runs(zero: int, whole_gradients: bool, again: float) -> tuple[Parts, Parts, Parts]:
-    """How often each part runs in a layer's forward, in its backward, and once per step. ZeRO 3 gathers parameters ``again`` times in
-    a backward; ``whole_gradients``: gradients are reduced once a step."""
+def runs(zero: int, whole_gradients: bool, backward_gathers: float) -> tuple[Parts, Parts, Parts]:
+    """Return how often each part runs in a layer's forward, in its backward, and once per step. ZeRO 3 gathers parameters
+    ``backward_gathers`` times in a backward. ``whole_gradients``: gradients are reduced once a step."""
     each_time = zero >= 2 and not whole_gradients
     return (
         Parts(gather=zero >= 2),
-        Parts(gather=again * (zero == 3), reduce=each_time),
+        Parts(gather=backward_gathers * (zero == 3), reduce=each_time),
         Parts(gather=zero < 2, reduce=not each_time, mean=1, mirror=1),
     )

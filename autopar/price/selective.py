@@ -70,9 +70,8 @@ class Selection:
         for k in np.flatnonzero(self.maker >= 0):
             i, entry = int(self.maker[k]), saved[int(k)]
             stays[k] = partial[i] == self.summed[k] and not rotates[i]
-            if (
-                stays[k] and self.summed[k]
-            ):  # an op that reads the partial sum itself, such as an addition of partial sums, does not need the full sum
+            # an op that reads the partial sum itself, such as an addition of partial sums, does not need the full sum
+            if stays[k] and self.summed[k]:
                 stays[k] = all(t.needed[entry.node][entry.operand].kind != "P" for t in types[1:])
         again = self.again.copy()
         for i in self.costly:

@@ -18,15 +18,15 @@ class Precision:
     """Bytes of one element at a precision.
 
     ===============  =================================================================================================
-    ``width``        an activation's element, and a parameter's in computations
-    ``gradient``     a gradient's, all copies that persist from microbatch to microbatch
+    ``width``        an activation, and a parameter in computations
+    ``gradient``     a gradient, in all copies that persist between microbatches
     ``optimizer``    Adam's two moments, and a float32 master copy if ``master``
-    ``shard``        the stored parameter under ZeRO-3 if its shard is no master copy
-    ``at_rest``      the master copy if it is the shard under ZeRO-3; else 0
+    ``shard``        a stored parameter under ZeRO-3, if the shard isn't the master copy
+    ``at_rest``      the master copy, if it is the shard under ZeRO-3; otherwise 0
     ``accumulated``  memory traffic of adding one microbatch's gradient to those of earlier microbatches
-    ``averaged``     a gradient's in a reduction without ZeRO
-    ``fresh``        the gradient from one backward pass, until it is added to the others
-    ``unscaled``     memory traffic of looking for an overflow in a gradient, and of dividing it by the loss scale
+    ``averaged``     a gradient in a reduction without ZeRO
+    ``fresh``        a gradient of one backward pass, until it is added to the others
+    ``unscaled``     memory traffic of checking a gradient for overflow, and of dividing it by the loss scale
     ===============  =================================================================================================
     """
 
@@ -49,11 +49,11 @@ class Precision:
 
 
 def precision(name: str, allow: Collection[str] = ()) -> Precision:
-    """The precision called ``name`` in an emitted program.
+    """Return the precision ``name`` of emitted programs.
 
     Parameters of 16 bits have a float32 sum of gradients, a float32 master copy and float32 moments, except for those that ``allow``
-    (some of ``plan.NARROW``) makes narrow. ``float8`` computes matrix products in 8 bits and stores everything as ``bfloat16`` does;
-    ``tf32``, which ``float32`` becomes where ``allow`` has it, computes them faster and stores everything as ``float32`` does.
+    (some of ``plan.NARROW``) makes narrow. ``float8`` computes matrix products in 8 bits, and stores everything as ``bfloat16`` does.
+    ``tf32`` computes them faster, and stores everything as ``float32`` does; it replaces ``float32`` if ``allow`` has it.
 
     Raises:
         UsageError: no such precision.
@@ -91,38 +91,38 @@ def state_bytes(
     offloaded: int | None = None,
     whole_gradients: bool = False,
 ) -> tuple[int, int, int]:
-    """Bytes of parameters, gradients and optimizer state on one device, at the peak of the step.
+    """Return the bytes of parameters, gradients and optimizer state on one device, at the peak of the step.
 
     Args:
         parameters, trainable: elements on one device before ZeRO.
         data: the number of data-parallel devices that share them.
         zero: 0 replicates; 1 shards the optimizer; 2 also the gradients; 3 also the parameters. Under stage 2 the parameters are whole
             from forward to backward, and, if the optimizer has no master copy, there is also a shard of them.
-        offloaded: bytes in device memory of an element's states if these are offloaded (0, unless devices and host share one memory);
-            ``None`` if they are not. FSDP's shards, under stages 2 and 3, then exist besides the master copies, and are as wide.
+        offloaded: bytes in device memory of an element's offloaded states (0, unless devices and host share one memory); ``None`` without
+            offloading. With it, FSDP's shards under stages 2 and 3 exist in addition to the master copies, and are as wide.
         whole_gradients: gradients are unsharded until the last microbatch, also under stages 2 and 3.
     """
     state = -(-trainable // data) if zero >= 1 else trainable
     gradients = -(-trainable // data) if zero >= 2 and not whole_gradients else trainable
     stored = -(-parameters // data) if zero == 3 else parameters
     optimizer = state * (numbers.optimizer if offloaded is None else offloaded)
-    wide = numbers.at_rest or numbers.shard
+    master = numbers.at_rest or numbers.shard
     if zero == 3:
         return (
-            stored * wide,
+            stored * master,
             gradients * numbers.gradient,
             optimizer - (state * numbers.at_rest if offloaded is None else 0),
         )
     has_shard = (
         zero == 2 and data > 1 and (not numbers.master or numbers.shard > numbers.width or offloaded is not None)
     )
-    shard = -(-parameters // data) * (numbers.shard if offloaded is None else wide) if has_shard else 0
+    shard = -(-parameters // data) * (numbers.shard if offloaded is None else master) if has_shard else 0
     return stored * numbers.width + shard, gradients * numbers.gradient, optimizer
 
 
 def padded(elements: tuple[int, int], between: tuple[int, int], pieces: int, width: int) -> tuple[int, int]:
-    """Elements of all parameters and of the trainable ones in flat buffers, padding included: that ``between`` parameters, and that which
-    cuts the trainable ones into equal ``pieces``, each of which begins at a multiple of ``ALIGNMENT_BYTES``."""
+    """Return the elements of all parameters and of the trainable ones in flat buffers, with the padding ``between`` parameters, and the
+    padding that makes trainable ones divisible into equal ``pieces`` that begin at multiples of ``ALIGNMENT_BYTES``."""
     everything, trainable = elements[0] + between[0], elements[1] + between[1]
     unit = pieces * (ALIGNMENT_BYTES // width)
     added = -trainable % unit

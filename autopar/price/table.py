@@ -21,8 +21,8 @@ from autopar.ops import cost
 from autopar.ops.facts import facts
 from autopar.ops.operands import operands
 from autopar.precision import FLOAT8
-from autopar.price.draft import Draft, draft
 from autopar.price.gradients import gradient_bytes, held_gradients
+from autopar.price.op_costs import OpCosts, op_costs
 from autopar.price.selective import Flags, Selection
 from autopar.price.split import product_shares, waiting, weight_shares
 from autopar.price.state import Precision
@@ -124,7 +124,7 @@ def build(cls: LayerClass, numbers: Precision, trainer: TrainerModel = EMITTED) 
     values = {n.name: cost.tensors(n.meta.get("val")) for n in nodes}
     names = [n.name for n in nodes if n.op == "placeholder"]
     parameters, activations = tuple(node.name for node in parameter_nodes(cls)), tuple(names[: len(cls.activations)])
-    costs = draft(called, run, size, numbers.name == FLOAT8)
+    costs = op_costs(called, run, size, numbers.name == FLOAT8)
     trainer.adapt(costs)
     ops, slots = costs.nodes, costs.slots
     weight_share = weight_shares(ops, run, parameters)
@@ -194,7 +194,7 @@ class Live:
     reader: NDArray[np.intp]
 
 
-def live_ranges(costs: Draft, parameters: tuple[str, ...]) -> Live:
+def live_ranges(costs: OpCosts, parameters: tuple[str, ...]) -> Live:
     """The lifetime of every value, from the op that computes it to the last that reads it; its gradient lives as long, backwards."""
     ops, run, slots = costs.nodes, costs.run, costs.slots
     saved = {entry.storage for entry in costs.saved}

@@ -10,11 +10,11 @@ from torch import fx
 
 from autopar.devices import Cluster
 from autopar.graph import LayerClass
-from autopar.price.collectives import FLAT, SHARDED, RankGroup, beside_s, group_time_s
-from autopar.price.draft import Draft
+from autopar.price.collectives import FLAT, SHARDED, RankGroup, group_time_s, overlapped_s
 from autopar.price.fusion import merge
 from autopar.price.live_memory import LayerMemory, replicated_transient, sharded_bytes
 from autopar.price.moves import Move
+from autopar.price.op_costs import OpCosts
 from autopar.price.selective import Selection, select_emitted
 from autopar.price.state import Precision, precision
 from autopar.price.trace import INTERNAL, OUTPUT, Saved, Trace, trace
@@ -46,7 +46,7 @@ class TrainerModel:
         """The tensors of the layer that autograd saves."""
         return trace(cls, self.cpu)
 
-    def adapt(self, costs: Draft) -> None:
+    def adapt(self, costs: OpCosts) -> None:
         """Change the costs of eager PyTorch ops if the trainer runs other kernels."""
         if self.fused:
             merge(costs)
@@ -81,7 +81,7 @@ class TrainerModel:
     def exposed_sharded_s(self, communication_s: float, compute_s: float, slowdown: float) -> float:
         """The seconds that FSDP's gathers and reductions (ZeRO 2 and 3) add to a layer's pass that computes for ``compute_s``. On CPUs
         FSDP2 has no streams, and waits for its collectives."""
-        return communication_s if self.cpu else beside_s(compute_s, communication_s, slowdown)
+        return communication_s if self.cpu else overlapped_s(compute_s, communication_s, slowdown)
 
     def sharded_copies_s(
         self, gathered_bytes: float, gradient_bytes: float, reduced_bytes: float, cluster: Cluster
@@ -103,17 +103,17 @@ class TrainerModel:
         """
         if self.cpu and cluster.wires is None:
             return communication_s
-        return beside_s(arithmetic_s, communication_s, cluster.overlap_slowdown)
+        return overlapped_s(arithmetic_s, communication_s, cluster.overlap_slowdown)
 
     def exposed_reduction_s(self, communication_s: float, backward_s: float, slowdown: float) -> float:
         """The seconds that the reduction of a layer's gradients adds to the step under ZeRO 0 and 1, if one microbatch's backward of the
         layer computes for ``backward_s``. Emitted programs reduce during the backward of the last microbatch."""
-        return beside_s(backward_s, communication_s, slowdown)
+        return overlapped_s(backward_s, communication_s, slowdown)
 
     def exposed_gather_s(self, communication_s: float, forward_s: float, slowdown: float) -> float:
         """The seconds that sending updated parameters (ZeRO 1's gather, a server's broadcast) adds to the step, if one microbatch's
         forward of the layer computes for ``forward_s``. Emitted programs send them during the next step's first forward."""
-        return beside_s(forward_s, communication_s, slowdown)
+        return overlapped_s(forward_s, communication_s, slowdown)
 
     def border_bytes(self, size: float) -> float:
         """Bytes that a pipeline stage allocates to receive or send one activation of ``size`` bytes."""

@@ -1,9 +1,8 @@
 """Regroups ZeRO's small ranges of elements into large boxes before a checkpoint is written.
 
-Under ZeRO each rank has a small range of each of many parameters, so all ranks together have millions of boxes: more than a checkpoint's
-metadata can list. Before a checkpoint is written, the ranks of a ZeRO group exchange their ranges in rounds of bounded
-memory: each rank receives complete rows of a few tensors, up to ``boxes.LARGEST`` bytes at a time, about as many bytes as it sends.
-If several ZeRO groups have the same values, each exchanges only its share of the tensors.
+Under ZeRO each rank has a small range of every parameter's elements: millions of boxes on all ranks, more than a checkpoint's metadata can
+list. So the ranks of a ZeRO group exchange their ranges in rounds of bounded memory: each rank receives complete rows of a few tensors,
+up to ``boxes.LARGEST`` bytes in a round, about as many as it sends. Groups with equal values exchange a part of the tensors each.
 """
 
 from __future__ import annotations
@@ -25,10 +24,13 @@ from .collectives import exchange
 from .parameters import Master
 from .world import LoadedProgram, World
 
+Axes = tuple[str, ...]
+TensorKinds = tuple[tuple[tuple[str, ...], str], ...]  # the tensors of a parameter: paths without its name, and dtypes
+
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """Elements of a tensor that has a parameter's shape: those of ``master``."""
+class MasterValues:
+    """This rank's values of a tensor that is sharded like ``master``: the parameter itself, or a tensor of its optimizer state."""
 
     path: tuple[str, ...]
     master: Master
@@ -43,23 +45,23 @@ class UnequalStatesError(ValueError):
     """The ranks of a ZeRO group, or the parts of a parameter, have different kinds of optimizer state."""
 
 
-def gathered(held: Sequence[Held], program: LoadedProgram, world: World) -> Iterator[Piece]:
+def regrouped(tensors: Sequence[MasterValues], program: LoadedProgram, world: World) -> Iterator[Piece]:
     """Yield the pieces that this rank writes, so that every element is written once; all ranks call this, and consume the iterator.
 
     Raises ``UnequalStatesError`` at the end if ranks of a ZeRO group have different tensors of a parameter.
     """
-    by_group: dict[tuple[str, ...], list[Held]] = {axes: [] for axes in _zero_axes(program, world)}
-    for each in held:
-        axes = program.placement(each.master.layout).shards
-        if axes in by_group and not set(axes) <= set(each.master.alike):
-            by_group[axes].append(each)
+    by_group: dict[Axes, list[MasterValues]] = {axes: [] for axes in _zero_axes(program, world)}
+    for tensor in tensors:
+        axes = program.placement(tensor.master.layout).shards
+        if axes in by_group and not set(axes) <= set(tensor.master.alike):
+            by_group[axes].append(tensor)
             continue
-        for piece in each.pieces(world):
-            yield from (part for part in divided(piece) if writes(part, each.master.alike, program, world))
+        for piece in tensor.pieces(world):
+            yield from (part for part in divided(piece) if writes(part, tensor.master.alike, program, world))
     problems = []
-    for axes, mine in sorted(by_group.items()):
+    for axes, sharded in sorted(by_group.items()):
         try:
-            yield from _exchanged(mine, axes, program, world)
+            yield from _exchange(sharded, axes, program, world)
         except UnequalStatesError as error:  # other ranks wait for this one in the next group
             problems.append(error)
     if problems:
@@ -67,29 +69,29 @@ def gathered(held: Sequence[Held], program: LoadedProgram, world: World) -> Iter
 
 
 def writes(piece: Piece, alike: Sequence[str], program: LoadedProgram, world: World) -> bool:
-    """Return whether this rank writes a piece of which all ranks along the axes ``alike`` have a copy."""
-    index, count = copy_of(alike, program, world)
+    """Return whether this rank writes a piece that all ranks along the axes ``alike`` have."""
+    index, count = copy_index(alike, program, world)
     # with a parameter server, only the server has masters; otherwise the copies share the work
     return index == (0 if program.has_servers else zlib.crc32(repr((piece.path, piece.box.offsets)).encode()) % count)
 
 
-def copy_of(alike: Sequence[str], program: LoadedProgram, world: World) -> tuple[int, int]:
-    """Return this rank's index among the ranks with the same values, and their number. Local SGD replicas have different values."""
+def copy_index(alike: Sequence[str], program: LoadedProgram, world: World) -> tuple[int, int]:
+    """Return this rank's index among the ranks along ``alike`` with the same values (one local SGD replica), and their number."""
     return world.place_on(program.parted(list(alike))[0])
 
 
-def _zero_axes(program: LoadedProgram, world: World) -> set[tuple[str, ...]]:
-    """The axes of the ZeRO groups of this rank's stages; the same for every rank of the stages. Local SGD replicas have none."""
+def _zero_axes(program: LoadedProgram, world: World) -> set[Axes]:
+    """Return the axes of the ZeRO groups of this rank's stages, the same on all ranks of the stages; none with local SGD."""
     if program.local_steps:
         return set()
-    own = {
+    shards = {
         placement.shards
         for layout in program.layouts
         if layout.stage in world.stages
         and (placement := program.placement(layout)).zero
         and placement.shards in program.reduced_over(layout)
     }
-    return {axes for axes in own if math.prod(world.coordinates[axis][1] for axis in axes) > 1}
+    return {axes for axes in shards if math.prod(world.coordinates[axis][1] for axis in axes) > 1}
 
 
 # -- which rank writes what -------------------------------------------------------------------------------------------
@@ -97,9 +99,9 @@ def _zero_axes(program: LoadedProgram, world: World) -> set[tuple[str, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class GroupTensors:
-    """The tensors of one parameter's shape in a ZeRO group: their paths and dtypes, the elements of the group's slice and of one row of
-    it, and of each rank of the group that has some the first element and their number. ``copy`` is the group's place among ``copies``
-    groups with the same values."""
+    """The tensors of one parameter (``layout`` is its index) in a ZeRO group: their paths and dtypes, and the elements of the group's slice
+    and of one row of the slice. ``ranges`` has the first element and the number of elements of each rank that has any. ``copy`` is the
+    group's index among the ``copies`` groups with the same values."""
 
     layout: int
     paths: tuple[tuple[tuple[str, ...], torch.dtype], ...]
@@ -112,7 +114,7 @@ class GroupTensors:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Complete rows of a tensor, elements ``low`` to ``high`` of the slice, that the rank ``member`` of the group writes."""
+    """Complete rows of a tensor that rank ``member`` of the group writes: elements ``low`` to ``high`` of the slice."""
 
     tensors: GroupTensors
     path: tuple[str, ...]
@@ -122,122 +124,120 @@ class Chunk:
     member: int
 
     def overlap(self, rank: int) -> tuple[int, int]:
-        """Return the elements that a rank of the group has; empty where the ends are equal."""
+        """Return the range of the chunk's elements that a rank of the group has; an empty range has equal ends."""
         first, count = self.tensors.ranges.get(rank, (0, 0))
         low = max(self.low, first)
         return low, max(low, min(self.high, first + count))
 
 
-def rounds(every: Sequence[GroupTensors], members: int) -> Iterator[list[Chunk]]:
-    """Yield the chunks of each round: each goes to the rank with the fewest bytes so far, which gets up to ``boxes.LARGEST`` bytes
-    in a round, or one chunk. The same on every rank of the group."""
+def rounds(parameters: Sequence[GroupTensors], members: int) -> Iterator[list[Chunk]]:
+    """Yield the chunks of each round, the same on all ranks of the group. The rank with the fewest bytes so far gets the next chunk; in a
+    round, a rank gets one chunk, or up to ``boxes.LARGEST`` bytes."""
     loads = [(0, member) for member in range(members)]
     received = [0] * members
-    found: list[Chunk] = []
-    number = 0
-    for tensors in every:
+    chunks: list[Chunk] = []
+    index = 0
+    for tensors in parameters:
         for path, dtype in tensors.paths:
             step = max(boxes.LARGEST // (tensors.row * dtype.itemsize), 1) * tensors.row
             for low in range(0, tensors.elements, step):
-                high, number = min(low + step, tensors.elements), number + 1
-                if number % tensors.copies != tensors.copy:
+                high, index = min(low + step, tensors.elements), index + 1
+                if index % tensors.copies != tensors.copy:
                     continue
                 load, member = loads[0]
                 size = (high - low) * dtype.itemsize
                 if received[member] and received[member] + size > boxes.LARGEST:
-                    yield found
-                    found, received = [], [0] * members
+                    yield chunks
+                    chunks, received = [], [0] * members
                 heapq.heapreplace(loads, (load + size, member))
                 received[member] += size
-                found.append(Chunk(tensors, path, dtype, low, high, member))
-    if found:
-        yield found
+                chunks.append(Chunk(tensors, path, dtype, low, high, member))
+    if chunks:
+        yield chunks
 
 
 # -- the exchange -----------------------------------------------------------------------------------------------------
 
 
-def _exchanged(held: Sequence[Held], axes: tuple[str, ...], program: LoadedProgram, world: World) -> Iterator[Piece]:
-    """Yield the pieces that this rank gets in the exchange with its ZeRO group over ``axes``."""
+def _exchange(tensors: Sequence[MasterValues], axes: Axes, program: LoadedProgram, world: World) -> Iterator[Piece]:
+    """Yield the pieces that this rank receives from its ZeRO group over ``axes``."""
     group = world.group(axes)
-    every = _tensors(held, axes, program, world, group)
-    numbers = {layout: number for number, layout in enumerate(program.layouts)}
-    values: dict[tuple[int, tuple[str, ...]], list[Held]] = {}  # parts of a fused parameter have one path
-    for each in sorted(held, key=lambda each: each.master.first):
-        values.setdefault((numbers[each.master.layout], each.path), []).append(each)
-    for chunks in rounds(every, dist.get_world_size(group)):
-        for chunk, received in _round(chunks, values, group, world.device):
+    parameters = _group_tensors(tensors, axes, program, world)
+    indices = {layout: index for index, layout in enumerate(program.layouts)}
+    values: dict[tuple[int, tuple[str, ...]], list[MasterValues]] = {}  # parts of a fused parameter have one path
+    for tensor in sorted(tensors, key=lambda tensor: tensor.master.first):
+        values.setdefault((indices[tensor.master.layout], tensor.path), []).append(tensor)
+    for chunks in rounds(parameters, dist.get_world_size(group)):
+        for chunk, received in _exchange_round(chunks, values, group, world.device):
             layout = program.layouts[chunk.tensors.layout]
             window = layout.window(world.coordinates)
             yield from pieces(chunk.path, layout, window, received.view(chunk.dtype), chunk.low)
 
 
-def _round(
+def _exchange_round(
     chunks: Sequence[Chunk],
-    values: Mapping[tuple[int, tuple[str, ...]], Sequence[Held]],
+    values: Mapping[tuple[int, tuple[str, ...]], Sequence[MasterValues]],
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> list[tuple[Chunk, Tensor]]:
-    """Exchange these chunks; return those of this rank with their bytes."""
+    """Exchange the chunks of a round; return the chunks that this rank writes, with their bytes."""
     members, me = range(dist.get_world_size(group)), dist.get_rank(group)
-    sent = [(chunk.member, part) for chunk in chunks for part in _sent(chunk, values)]
-    mine = [
+    sent = [(chunk.member, part) for chunk in chunks for part in _sent_bytes(chunk, values)]
+    written = [
         (c, torch.empty((c.high - c.low) * c.dtype.itemsize, dtype=torch.uint8, device=device))
         for c in chunks
         if c.member == me
     ]
-    received = [(rank, _bytes(chunk, rank, into)) for chunk, into in mine for rank in members]
+    received = [(sender, _received_bytes(chunk, sender, buffer)) for chunk, buffer in written for sender in members]
     exchange(sent, received, torch.uint8, device, group)
-    return mine
+    return written
 
 
-def _bytes(chunk: Chunk, rank: int, received: Tensor) -> Tensor:
-    """Return the bytes of a chunk that a rank of the group has: a view of them."""
-    low, high = ((element - chunk.low) * chunk.dtype.itemsize for element in chunk.overlap(rank))
-    return received[low:high]
+def _received_bytes(chunk: Chunk, sender: int, buffer: Tensor) -> Tensor:
+    """Return the part of a chunk's buffer that a rank of the group sends: a view."""
+    low, high = ((element - chunk.low) * chunk.dtype.itemsize for element in chunk.overlap(sender))
+    return buffer[low:high]
 
 
-def _sent(chunk: Chunk, values: Mapping[tuple[int, tuple[str, ...]], Sequence[Held]]) -> list[Tensor]:
+def _sent_bytes(chunk: Chunk, values: Mapping[tuple[int, tuple[str, ...]], Sequence[MasterValues]]) -> list[Tensor]:
     """Return this rank's bytes of a chunk, in order."""
-    found = []
-    for held in values.get((chunk.tensors.layout, chunk.path), ()):
-        first = held.master.first
-        low, high = max(chunk.low, first), min(chunk.high, first + held.values.numel())
+    parts = []
+    for tensor in values.get((chunk.tensors.layout, chunk.path), ()):
+        first = tensor.master.first
+        low, high = max(chunk.low, first), min(chunk.high, first + tensor.values.numel())
         if low < high:
-            found.append(held.values.view(-1)[low - first : high - first].view(torch.uint8))
-    return found
+            parts.append(tensor.values.view(-1)[low - first : high - first].view(torch.uint8))
+    return parts
 
 
-def _tensors(
-    held: Sequence[Held], axes: tuple[str, ...], program: LoadedProgram, world: World, group: dist.ProcessGroup
+def _group_tensors(
+    tensors: Sequence[MasterValues], axes: Axes, program: LoadedProgram, world: World
 ) -> list[GroupTensors]:
-    """Return what the ranks of a ZeRO group have of each parameter, in one order."""
-    kinds: dict[
-        tuple[tuple[tuple[str, ...], str], ...], int
-    ] = {}  # the tensors of a parameter, mostly those of all others
-    mine = {number: (*whole, kinds.setdefault(kind, len(kinds))) for number, whole, kind in _ranges(held, program)}
-    every: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(every, (list(kinds), mine), group=group)
+    """Return the tensors that a ZeRO group has of each parameter, in the same order on all ranks."""
+    group = world.group(axes)
+    kinds: dict[TensorKinds, int] = {}  # equal for most parameters, so each is sent once
+    local = {index: (*part, kinds.setdefault(kind, len(kinds))) for index, part, kind in _ranges(tensors, program)}
+    ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(ranks, (list(kinds), local), group=group)
     found = []
-    for number in sorted({number for _, theirs in every for number in theirs}):
-        layout = program.layouts[number]
+    for index in sorted({index for _, parts in ranks for index in parts}):
+        layout = program.layouts[index]
         window = layout.window(world.coordinates)
-        there = {rank: (theirs[number], names) for rank, (names, theirs) in enumerate(every) if number in theirs}
-        if len({names[kind] for (_, _, kind), names in there.values()}) != 1:
+        states = {theirs[parts[index][2]] for theirs, parts in ranks if index in parts}
+        if len(states) != 1:
             raise UnequalStatesError(f"ranks have different states of {layout.original}")
-        ranges = {rank: (first, count) for rank, ((first, count, _), _) in there.items()}
+        ranges = {rank: parts[index][:2] for rank, (_, parts) in enumerate(ranks) if index in parts}
         elements = math.prod(extent for _, extent in window)
-        if _ends(ranges.values()) != elements:
-            raise UnequalStatesError(f"ranks have no consecutive parts of {layout.original}")
-        (_, _, kind), names = next(iter(there.values()))
-        paths = tuple(((what, layout.original, *key), getattr(torch, dtype)) for (what, *key), dtype in names[kind])
-        same = [axis for axis in world.coordinates if axis not in axes and axis not in dict(layout.sharded)]
+        if _end_of_consecutive(ranges.values()) != elements:
+            raise UnequalStatesError(f"the ranks' parts of {layout.original} are not consecutive")
+        paths = tuple(((what, layout.original, *key), getattr(torch, dtype)) for (what, *key), dtype in states.pop())
+        alike = [axis for axis in world.coordinates if axis not in axes and axis not in dict(layout.sharded)]
         row = math.prod(extent for _, extent in window[1:])
-        found.append(GroupTensors(number, paths, elements, row, ranges, *copy_of(same, program, world)))
+        found.append(GroupTensors(index, paths, elements, row, ranges, *copy_index(alike, program, world)))
     return found
 
 
-def _ends(ranges: Iterable[tuple[int, int]]) -> int | None:
+def _end_of_consecutive(ranges: Iterable[tuple[int, int]]) -> int | None:
     """Return the end of ranges that are consecutive from 0 on; ``None`` if they aren't."""
     end = 0
     for first, count in sorted(ranges):
@@ -248,19 +248,19 @@ def _ends(ranges: Iterable[tuple[int, int]]) -> int | None:
 
 
 def _ranges(
-    held: Sequence[Held], program: LoadedProgram
-) -> Iterator[tuple[int, tuple[int, int], tuple[tuple[tuple[str, ...], str], ...]]]:
-    """Of each parameter that this rank has elements of: its number, the first element and their number, and its tensors with dtypes."""
-    numbers = {layout: number for number, layout in enumerate(program.layouts)}
+    tensors: Sequence[MasterValues], program: LoadedProgram
+) -> Iterator[tuple[int, tuple[int, int], TensorKinds]]:
+    """Yield for each parameter of which this rank has elements: its index, the first element and their number, and its tensors."""
+    indices = {layout: index for index, layout in enumerate(program.layouts)}
     found: dict[int, dict[tuple[tuple[str, ...], str], tuple[int, int]]] = {}
-    for each in sorted(held, key=lambda each: each.master.first):
-        if each.values.numel():
-            kind = (each.path[0], *each.path[2:]), str(each.values.dtype).removeprefix("torch.")
-            own = found.setdefault(numbers[each.master.layout], {})
-            first, count = own.get(kind, (each.master.first, 0))
-            assert first + count == each.master.first, each.path  # the parts of an offloaded master follow each other
-            own[kind] = first, count + each.values.numel()
-    for number, own in found.items():
-        if len(set(own.values())) != 1:
-            raise UnequalStatesError(f"parts of {program.layouts[number].original} have different states")
-        yield number, next(iter(own.values())), tuple(sorted(own))
+    for tensor in sorted(tensors, key=lambda tensor: tensor.master.first):
+        if tensor.values.numel():
+            kind = (tensor.path[0], *tensor.path[2:]), str(tensor.values.dtype).removeprefix("torch.")
+            ranges = found.setdefault(indices[tensor.master.layout], {})
+            first, count = ranges.get(kind, (tensor.master.first, 0))
+            assert first + count == tensor.master.first, tensor.path  # the parts of an offloaded master are consecutive
+            ranges[kind] = first, count + tensor.values.numel()
+    for index, ranges in found.items():
+        if len(set(ranges.values())) != 1:
+            raise UnequalStatesError(f"parts of {program.layouts[index].original} have different states")
+        yield index, next(iter(ranges.values())), tuple(sorted(ranges))

@@ -1,9 +1,9 @@
-"""The file of one rank in a checkpoint: boxes, then a table of them with checksums.
+"""The format of a rank's file in a checkpoint: boxes (rectangular parts of tensors), then a table of them with checksums.
 
-A box is stored as ``torch.save`` writes it, which is what ``torch.distributed.checkpoint`` reads at the box's place; it ignores the table
-at the file's end. The table names the save and the file, and for each box the tensor, its place, and a CRC-32 of every ``BLOCK`` bytes. A
-part of a box is read by the blocks that it is in, each compared with its checksum, so a reader under another plan reads and verifies what
-it needs. The file ends with a footer: the place, the length and the CRC-32 of the table.
+``torch.save`` writes each box, and ``torch.distributed.checkpoint`` can read it at its offset: torch ignores the table at the file's end.
+The table has the id of the save, the file's name, and for each box its tensor, its offset and a CRC-32 of every ``BLOCK`` bytes. A rank
+under another plan reads and verifies only the blocks that overlap its own boxes. The file ends with a footer: the offset, the length and
+the CRC-32 of the table.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ from .boxes import Box, Piece, divided
 from .weights import bytes_of
 
 BLOCK = 2**20
-"""Bytes that have one checksum, counted from the beginning of a box's region."""
+"""Bytes per checksum; blocks are counted from the beginning of a box's region."""
 _MAGIC = b"autopar\x02"
-_FOOTER = struct.Struct("<8sQQI")  # magic, the table's first byte and length, its CRC-32
+_FOOTER = struct.Struct("<8sQQI")  # magic, the table's offset and length, its CRC-32
 
 
-_THREADS = 16  # that read tables: a shared file system serves many at a time
+_READER_THREADS = 16  # a shared file system serves many reads at a time
 
 
 class DamageError(ValueError):
     """A damaged file; the message begins with the file's name."""
 
-    def __init__(self, file: str, what: str) -> None:
-        super().__init__(f"{file} {what}")
+    def __init__(self, file: str, problem: str) -> None:
+        super().__init__(f"{file} {problem}")
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The bytes of a box in a file: the first byte and the length, where in them the values begin, and the blocks' checksums."""
+    """The bytes of a box in a file: their offset and number, the offset of the values from ``begin``, and the blocks' checksums."""
 
     begin: int
     length: int
-    data: int
-    sums: tuple[int, ...]
+    values_offset: int
+    checksums: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A box in a file: a part of the tensor ``path`` of ``shape``."""
+    """A box in a file: a part of a tensor of ``shape``, which has the keys ``path`` in the nested state dict."""
 
     path: tuple[str, ...]
     dtype: torch.dtype
@@ -67,8 +67,8 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class FileHeader:
-    """What a file says of itself: the save that it belongs to, its name, its boxes, and facts of the rank that wrote it."""
+class BoxTable:
+    """The table at a file's end: the id of the save, the file's name, its boxes, and facts about the rank that wrote it."""
 
     save: str
     file: str
@@ -82,7 +82,7 @@ class FileHeader:
             "save": self.save,
             "file": self.file,
             "facts": self.facts,
-            "regions": [[r.begin, r.length, r.data, r.sums] for r in regions],
+            "regions": [[r.begin, r.length, r.values_offset, r.checksums] for r in regions],
             "boxes": [
                 [e.path, str(e.dtype).removeprefix("torch."), e.shape, e.box.offsets, e.box.sizes, index[e.region]]
                 for e in self.entries
@@ -91,18 +91,18 @@ class FileHeader:
         return json.dumps(content, separators=(",", ":")).encode()
 
     @staticmethod
-    def decoded(text: bytes) -> FileHeader:
+    def decoded(text: bytes) -> BoxTable:
         content = json.loads(text)
-        regions = [Region(begin, length, data, tuple(sums)) for begin, length, data, sums in content["regions"]]
+        regions = [Region(begin, length, values, tuple(sums)) for begin, length, values, sums in content["regions"]]
         entries = [
             Entry(tuple(path), getattr(torch, dtype), tuple(shape), Box(tuple(offsets), tuple(sizes)), regions[index])
             for path, dtype, shape, offsets, sizes, index in content["boxes"]
         ]
-        return FileHeader(content["save"], content["file"], content["facts"], tuple(entries))
+        return BoxTable(content["save"], content["file"], content["facts"], tuple(entries))
 
 
 def file_of(rank: int) -> str:
-    """Return the name of a rank's file, as ``torch.distributed.checkpoint`` has it."""
+    """Return the name of a rank's file: ``torch.distributed.checkpoint`` names it so, too."""
     return f"__{rank}_0.distcp"
 
 
@@ -112,7 +112,7 @@ def file_of(rank: int) -> str:
 def write(pieces: Iterable[Piece], folder: Path, rank: int, save: str, facts: Mapping[str, Any]) -> None:
     """Write a rank's file, and wait until it is on the disk.
 
-    All of ``pieces`` are taken, even after an error, which is raised at the end: making them may involve other ranks.
+    All of ``pieces`` are consumed, even after an error, which is raised at the end: producing them may involve other ranks.
     """
     problem: Exception | None = None
     with (folder / file_of(rank)).open("x+b") as file:
@@ -125,7 +125,7 @@ def write(pieces: Iterable[Piece], folder: Path, rank: int, save: str, facts: Ma
                 problem = error
         if problem is not None:
             raise problem
-        table = FileHeader(save, file_of(rank), facts, tuple(writer.entries)).encoded()
+        table = BoxTable(save, file_of(rank), facts, tuple(writer.entries)).encoded()
         begin = file.seek(0, os.SEEK_END)
         file.write(table)
         file.write(_FOOTER.pack(_MAGIC, begin, len(table), zlib.crc32(table)))
@@ -139,48 +139,49 @@ class _BoxWriter:
     def __init__(self, file: IO[bytes]) -> None:
         self.entries: list[Entry] = []
         self._file = file
-        self._copy = torch.empty(0, dtype=torch.uint8)
-        self._numbers: dict[tuple[torch.dtype, bytes], Region] = {}
+        self._staging = torch.empty(0, dtype=torch.uint8)
+        self._scalars: dict[tuple[torch.dtype, bytes], Region] = {}
 
     def add(self, piece: Piece) -> None:
-        values = self._on_the_host(piece.values)
+        values = self._on_cpu(piece.values)
         region = None
-        number = values.dtype, bytes(bytes_of(values)) if not piece.shape else b""
-        if not piece.shape:  # the optimizer's number of steps is the same for most parameters, and is in the file once
-            region = self._numbers.get(number)
+        scalar = values.dtype, bytes(bytes_of(values)) if not piece.shape else b""
+        if not piece.shape:  # the optimizer's number of steps is the same for most parameters, and is written once
+            region = self._scalars.get(scalar)
         if region is None:
-            region = self._written(values)
+            region = self._append(values)
         if not piece.shape:
-            self._numbers[number] = region
+            self._scalars[scalar] = region
         self.entries.append(Entry(piece.path, values.dtype, piece.shape, piece.box, region))
 
-    def _on_the_host(self, values: Tensor) -> Tensor:
-        """Contiguous values whose storage is no larger than they are: ``torch.save`` writes storages. What has to be copied is overwritten
-        by the next copy, when this box is in the file."""
+    def _on_cpu(self, values: Tensor) -> Tensor:
+        """Return the values on the CPU, contiguous, in a storage of exactly their size, because ``torch.save`` writes storages.
+
+        The result may be in the staging buffer: the next call overwrites it."""
         if values.device.type == "cpu" and values.is_contiguous():
             first = values.storage_offset() * values.element_size()
             storage = values.untyped_storage()[first : first + values.nbytes]
             return values.new_empty(0).set_(storage).view(values.shape)
-        if self._copy.nbytes < values.nbytes:
-            self._copy = torch.empty(values.nbytes, dtype=torch.uint8)
-        copied = self._copy.untyped_storage()[: values.nbytes]
-        return torch.empty(0, dtype=values.dtype).set_(copied).view(values.shape).copy_(values)
+        if self._staging.nbytes < values.nbytes:
+            self._staging = torch.empty(values.nbytes, dtype=torch.uint8)
+        storage = self._staging.untyped_storage()[: values.nbytes]
+        return torch.empty(0, dtype=values.dtype).set_(storage).view(values.shape).copy_(values)
 
-    def _written(self, values: Tensor) -> Region:
+    def _append(self, values: Tensor) -> Region:
         begin = self._file.seek(0, os.SEEK_END)
-        stream = _Summed(self._file)
-        torch.save(values, cast(IO[bytes], stream))  # all that it needs is to write
-        data = _place_of_values(self._file, values.nbytes) - begin
-        assert data % 64 == 0 or not values.nbytes, data
-        return Region(begin, stream.length, data, stream.sums())
+        stream = _ChecksumStream(self._file)
+        torch.save(values, cast(IO[bytes], stream))  # calls only write and flush
+        values_offset = _values_begin(self._file, values.nbytes) - begin
+        assert values_offset % 64 == 0 or not values.nbytes, values_offset
+        return Region(begin, stream.length, values_offset, tuple(stream.checksums))
 
 
-class _Summed:
-    """A stream into a file that computes the CRC-32 of every block on the way."""
+class _ChecksumStream:
+    """Writes to a file, and computes the CRC-32 of every block."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self.length = file, 0
-        self._sums: list[int] = []
+        self.checksums: list[int] = []
 
     def write(self, data: Any) -> int:
         rest = memoryview(data).cast("B")
@@ -188,10 +189,10 @@ class _Summed:
         while rest:
             filled = self.length % BLOCK
             if not filled:
-                self._sums.append(0)
+                self.checksums.append(0)
             part = rest[: BLOCK - filled]
             self._file.write(part)
-            self._sums[-1] = zlib.crc32(part, self._sums[-1])
+            self.checksums[-1] = zlib.crc32(part, self.checksums[-1])
             self.length += len(part)
             rest = rest[len(part) :]
         return size
@@ -199,12 +200,9 @@ class _Summed:
     def flush(self) -> None:
         self._file.flush()
 
-    def sums(self) -> tuple[int, ...]:
-        return tuple(self._sums)
 
-
-def _place_of_values(file: IO[bytes], size: int) -> int:
-    """Return the first byte of the values in the archive of ``torch.save`` that the file ends with: its records are stored as they are."""
+def _values_begin(file: IO[bytes], size: int) -> int:
+    """Return the offset of the values in a file that ends with an archive of ``torch.save``, which is not compressed."""
     with zipfile.ZipFile(file) as archive:
         (record,) = (info for info in archive.infolist() if info.filename.endswith("/data/0"))
     assert record.compress_type == zipfile.ZIP_STORED and record.file_size == size
@@ -217,22 +215,22 @@ def _place_of_values(file: IO[bytes], size: int) -> int:
 
 
 def has_table(path: Path) -> bool:
-    """Return whether a file ends as the files do that have a table."""
+    """Return whether a file ends with a footer, and so has a table."""
     with path.open("rb", buffering=0) as file:
         file.seek(max(file.seek(0, os.SEEK_END) - _FOOTER.size, 0))
         return file.read(len(_MAGIC)) == _MAGIC
 
 
-def tables_of(folder: Path, names: Sequence[str], save: str) -> list[FileHeader]:
-    """Return the tables of files of one save, in order. Raises as ``read_table`` does."""
+def tables_of(folder: Path, names: Sequence[str], save: str) -> list[BoxTable]:
+    """Return the tables of the files ``names`` of one save, in order. Raises ``DamageError``, as ``read_table`` does."""
     if not names:
         return []
-    with ThreadPoolExecutor(min(_THREADS, len(names)), "tables") as pool:
+    with ThreadPoolExecutor(min(_READER_THREADS, len(names)), "tables") as pool:
         return list(pool.map(lambda name: read_table(folder / name, save), names))
 
 
-def read_table(path: Path, save: str) -> FileHeader:
-    """Return a file's table. Raises ``DamageError`` if it is missing or not as it was written, or is of another save than ``save``."""
+def read_table(path: Path, save: str) -> BoxTable:
+    """Return a file's table. Raises ``DamageError`` if the file is missing, damaged, renamed, or from another save than ``save``."""
     name = path.name
     try:
         file = path.open("rb", buffering=0)
@@ -247,33 +245,33 @@ def read_table(path: Path, save: str) -> FileHeader:
         text = bytearray(length)
         _fill(file, memoryview(text), begin, name)
     if zlib.crc32(text) != checksum:
-        raise DamageError(name, "has a table that does not have its checksum")
-    table = FileHeader.decoded(bytes(text))
+        raise DamageError(name, "has a table that does not match its checksum")
+    table = BoxTable.decoded(bytes(text))
     if table.save != save:
-        raise DamageError(name, "is of another save than the rest of the checkpoint")
+        raise DamageError(name, "is from another save than the rest of the checkpoint")
     if table.file != name:
         raise DamageError(name, f"was written as {table.file}")
     return table
 
 
 def read(file: IO[bytes], entry: Entry, part: Box, into: Tensor) -> None:
-    """Copy a part of a box (``part`` counts from the box's first element) into a tensor of the part's sizes, of any dtype and device.
+    """Copy a part of a box into a tensor of the part's sizes, of any dtype and device; ``part.offsets`` count from the box's first element.
 
-    Raises ``DamageError`` if a block that the part is in does not have its checksum.
+    Raises ``DamageError`` if a block with elements of the part does not match its checksum.
     """
     strides = _strides(entry.box.sizes)
     first = sum(offset * stride for offset, stride in zip(part.offsets, strides, strict=True))
     last = first + sum((size - 1) * stride for size, stride in zip(part.sizes, strides, strict=True))
     region, width, name = entry.region, entry.dtype.itemsize, Path(file.name).name
-    low, high = region.data + first * width, region.data + (last + 1) * width
+    low, high = region.values_offset + first * width, region.values_offset + (last + 1) * width
     begin, end = low // BLOCK * BLOCK, min(-(-high // BLOCK) * BLOCK, region.length)
     buffer = torch.empty(end - begin, dtype=torch.uint8)
     content = bytes_of(buffer)
     _fill(file, content, region.begin + begin, name)
     for at in range(begin, end, BLOCK):
-        if zlib.crc32(content[at - begin : at - begin + BLOCK]) != region.sums[at // BLOCK]:
+        if zlib.crc32(content[at - begin : at - begin + BLOCK]) != region.checksums[at // BLOCK]:
             raise DamageError(
-                name, f"has bytes of {entry.name} that do not have their checksum, at {region.begin + at}"
+                name, f"has bytes of {entry.name} that do not match their checksum, at {region.begin + at}"
             )
     into.copy_(buffer[low - begin : high - begin].view(entry.dtype).as_strided(part.sizes, strides))
 

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from . import box_files, weights
 from .agree import digest, same_values
-from .box_exchange import Held, gathered, writes
+from .box_exchange import MasterValues, regrouped, writes
 from .boxes import Piece
 from .checkpoint_files import (
     FORMAT,
@@ -153,7 +153,7 @@ class _Job:
 
     partial: Path
     save: str
-    held: Sequence[Held]
+    held: Sequence[MasterValues]
     whole: Sequence[Piece]
     keys: Mapping[str, str]
     facts: Mapping[str, Any]
@@ -200,7 +200,7 @@ def _prepared(
 ) -> _Job:
     """Make the folder, and collect what this rank has."""
     partial, updates = partial_of(Path(folder), counters["steps"]), training.updates
-    states, claims = list[tuple[list[Held], list[Piece], dict[str, str]]](), list[Claim | None]()
+    states, claims = list[tuple[list[MasterValues], list[Piece], dict[str, str]]](), list[Claim | None]()
     assert updates is not None
 
     def prepare() -> str:
@@ -245,7 +245,7 @@ def gathered_pieces(training: TrainingTensors, job: _Job) -> Iterator[Piece]:
     """Yield the pieces that this rank writes; all ranks call this, and consume the iterator."""
     prefix = _prefix(training)
     yield from _under(prefix, job.whole)
-    yield from _under(prefix, gathered(job.held, training.program, training.world))
+    yield from _under(prefix, regrouped(job.held, training.program, training.world))
 
 
 def load(training: TrainingTensors, folder: str | os.PathLike[str]) -> Mapping[str, Any]:

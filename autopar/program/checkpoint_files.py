@@ -196,7 +196,7 @@ def opened_or_why(path: Path, files: bool = True) -> StoredCheckpoint | str:
         if form not in (FORMAT, _WITHOUT_CHECKSUMS):
             return f"its format is {form}, and this program reads {FORMAT}"
         if form == FORMAT and facts["checksum"] != _checksum(facts):
-            return f"its {FACTS} does not have its checksum"
+            return f"its {FACTS} does not match its checksum"
         if form == FORMAT and facts["metadata"] != _described(content):
             return f"its {METADATA} does not have the checksum in {FACTS}"
         metadata = _Unpickler(BytesIO(content)).load()

@@ -27,14 +27,14 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from . import box_files
-from .box_files import DamageError, Entry, FileHeader
+from .box_files import BoxTable, DamageError, Entry
 from .boxes import Box, Piece
 from .checkpoint_files import METADATA, CheckpointError, StoredCheckpoint
 
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def metadata_of(tables: Sequence[FileHeader]) -> Metadata:
+def metadata_of(tables: Sequence[BoxTable]) -> Metadata:
     """Return the metadata of the tables' boxes. Raises ``CheckpointError`` if the boxes of a tensor do not fill it, each element once."""
     tensors: dict[str, TensorStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
@@ -113,7 +113,7 @@ Reads = Mapping[str, Sequence[Read]]
 def planned(own: Sequence[Piece], found: StoredCheckpoint) -> Reads:
     """Return what this rank reads to fill its pieces. The tables of the files are read and compared with the metadata, no values.
 
-    Raises ``CheckpointError`` if the checkpoint lacks parts of a piece, or a file is damaged or of another save.
+    Raises ``CheckpointError`` if the checkpoint lacks parts of a piece, or a file is damaged or from another save.
     """
     reads: dict[str, list[Read]] = {}
     for piece in own:

@@ -1,16 +1,15 @@
-"""The last product of a model and its cross entropy in slices of the vocabulary: memory never holds more than one slice of the logits.
+"""A language model's head and cross entropy in slices of the vocabulary: memory never holds more than one slice of the logits.
 
-The logits of a language model have a row for each token and a column for each word: in float32 they are often the largest tensor of a step,
-and their gradient is as large. Here the forward pass computes a slice of their columns at a time, and keeps two numbers of each token: the
+The logits have a row for each token and a column for each word of the vocabulary: in float32 they are often the largest tensor of a step,
+and their gradient is as large. Here the forward pass computes one slice of columns at a time, and keeps two numbers for each token: the
 largest logit so far, and the sum of exponentials relative to it (Milakov and Gimelshein, "Online normalizer calculation for softmax",
-arXiv:1805.02867). The backward pass computes each slice again, and from it the rows of the weight's gradient and the slice's part of the
-input's gradient, which accumulates in float32 or wider. The cost is one more product.
+arXiv:1805.02867). The backward pass recomputes each slice. From it follow the slice's rows of the weight gradient, and its term of the
+input gradient, which accumulates in float32 or wider. The cost is one more matrix product.
 
-Slices of tokens would work too, but each would add to the gradient of the whole weight, which is rounded each time in 16 bits; a slice of
-the vocabulary gives complete rows of it. ``torch.nn.functional.linear_cross_entropy`` has slices of tokens, from torch 2.13
-on, and does not support a sharded vocabulary.
+Each slice of tokens would add to all rows of the weight gradient, rounding in 16 bits; a slice of the vocabulary gives complete rows.
+``torch.nn.functional.linear_cross_entropy`` (torch 2.13 and later) slices tokens, and does not support a sharded vocabulary.
 
-This file is copied into programs with such losses; it needs torch and spmd-types alone.
+This file is copied into programs with such losses; it imports only torch and spmd-types.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ STEPS: dict[str, Callable[..., Tensor]] = {
     "tanh": torch.tanh,
     "wide": lambda z: z.to(torch.promote_types(z.dtype, torch.float32)),
 }
-"""What a model may do with each logit between the product and the loss, such as a soft cap, by the names of ``after``."""
+"""Pointwise ops that may follow the product (``after``), such as a soft cap of the logits."""
 
 
 def loss_in_slices(
@@ -56,38 +55,38 @@ def loss_in_slices(
     """``cross_entropy_sum(after(F.linear(x, weight, bias)), labels)`` for ``x [..., k]``, ``weight [v, k]`` and ``labels [...]``, in
     ``slices`` of the vocabulary.
 
-    ``after`` are steps on each logit, in the dtype of ``x``. With ``axis`` (or axes, outermost first) the rows of ``weight`` and ``bias``
-    are sharded over it, where ``x`` and ``labels`` (global ids) are R and the result is I; two small collectives join the ranks' sums.
-    On ``partial_axes``, which shard the leading dims, the result is a term of the sum (P). If padding makes the shards equal,
-    ``vocabulary`` is the true size. Accumulates in float32 or wider, and returns that dtype.
+    ``after`` is applied to each logit, in the dtype of ``x``. The rows of ``weight`` and ``bias`` are sharded over ``axis`` (or axes,
+    outermost first), where ``x`` and ``labels`` (global ids) are R and the result is I; two small collectives join the ranks' sums. On
+    ``partial_axes``, which shard the leading dims, the result is a term of the sum (P). If the vocabulary is padded, ``vocabulary`` is its
+    size without padding. Accumulates in float32 or wider, and returns that dtype.
     """
     axes = _split(axis)
     with spmd.local():
         labels = labels.reshape(-1)
         width = weight.shape[0]
-        whole = width * prod(_size(one) for one in axes)
+        padded = width * prod(_size(one) for one in axes)
         start = _start(axes, width, labels.device)
-        columns = None if vocabulary in (None, whole) else vocabulary - start
-        target, off = labels - start, label_smoothing / (vocabulary or whole)
-        how = _How(slices, tuple(after), 1.0 - label_smoothing, off)
-        sums = _sums(x.reshape(-1, x.shape[-1]), weight, bias, target, columns, how)
-        shift, total, picked = sums.unbind(0)
-        most = shift = shift.detach()
+        unpadded = None if vocabulary in (None, padded) else vocabulary - start
+        target, off = labels - start, label_smoothing / (vocabulary or padded)
+        options = _Options(slices, tuple(after), 1.0 - label_smoothing, off)
+        sums = _sums(x.reshape(-1, x.shape[-1]), weight, bias, target, unpadded, options)
+        maximum, exp_sum, weighted = sums.unbind(0)
+        shift = maximum = maximum.detach()
         if axes:
-            most = flattened.all_gather(shift.unsqueeze(1), axes, src=S(1), dst=R).amax(1)
-        mass = how.on * ((target >= 0) & (target < width)).to(shift.dtype)
+            shift = flattened.all_gather(maximum.unsqueeze(1), axes, src=S(1), dst=R).amax(1)
+        weights = options.on * ((target >= 0) & (target < width)).to(shift.dtype)
         if off:
-            mass = mass + off * (width if columns is None else columns.clamp(0, width).to(shift.dtype))
-        terms = torch.stack((total * (shift - most).exp(), picked - most * mass))
+            weights = weights + off * (width if unpadded is None else unpadded.clamp(0, width).to(shift.dtype))
+        terms = torch.stack((exp_sum * (maximum - shift).exp(), weighted - shift * weights))
         if axes:
             terms = flattened.all_reduce(_terms(terms, axes), axes, src=P, dst=I)
-        total, picked = terms.unbind(0)
-        loss = (total.log() - picked).masked_fill(labels == ignore_index, 0.0).sum()
+        exp_sum, weighted = terms.unbind(0)
+        loss = (exp_sum.log() - weighted).masked_fill(labels == ignore_index, 0.0).sum()
         return _terms(loss, partial_axes)
 
 
-class _How(NamedTuple):
-    """``on`` is the weight of a label's own class, ``off`` that of every class."""
+class _Options(NamedTuple):
+    """``off`` is the weight of every class in the loss, to which the target's class adds ``on``."""
 
     slices: int
     after: tuple[Step, ...]
@@ -95,71 +94,72 @@ class _How(NamedTuple):
     off: float
 
 
-@torch.compiler.disable  # a loop of products, and one more backward pass inside of the backward
-def _sums(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, columns: Tensor | None, how: _How) -> Tensor:
-    sums: Tensor = _Sums.apply(x, weight, bias, target, columns, how)
-    return sums
+@torch.compiler.disable  # a loop of products, with another backward pass inside its backward
+def _sums(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, unpadded: Tensor | None, options: _Options
+) -> Tensor:
+    return _Sums.apply(x, weight, bias, target, unpadded, options)
 
 
 class _Sums(torch.autograd.Function):
-    """Three numbers of each row of ``x``, over the logits ``z`` of the rows of ``weight``, as ``[3, rows]``: the largest one, ``sum exp(z -
-    largest)``, and ``on * z[target] + off * sum z``, whose first term is 0 if ``target`` is none of these rows.
+    """Three numbers for each row of ``x``, as ``[3, rows]``: over its logits ``z``, one for each row of ``weight``, the maximum, ``sum
+    exp(z - maximum)``, and ``on * z[target] + off * sum z`` (without the first term if another rank has the target's row).
 
-    ``columns`` (or ``None``) is the number of rows of ``weight`` before padding. The largest logit has no gradient.
+    ``unpadded`` (or ``None``) is the number of rows of ``weight`` before padding. The maximum has no gradient.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, target, columns, how):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, weight, bias, target, unpadded, options):  # type: ignore[no-untyped-def]
         wide = torch.promote_types(x.dtype, torch.float32)
-        shift = torch.full_like(target, torch.finfo(wide).min, dtype=wide)
-        total, own, every = torch.zeros((3, *target.shape), dtype=wide, device=x.device).unbind(0)
-        for some in _slices(weight.shape[0], how.slices):
-            z = _after(_logits(x, weight, bias, some), how.after).to(wide)
-            here, local = _places(target, some)
-            own = torch.where(here, z.gather(1, local).squeeze(1), own)
-            padding = _padding(columns, some, x.device)
-            if how.off:
-                every = every + (z if padding is None else z.masked_fill(padding, 0)).sum(1)
+        maximum = torch.full_like(target, torch.finfo(wide).min, dtype=wide)
+        exp_sum, target_logit, logit_sum = torch.zeros((3, *target.shape), dtype=wide, device=x.device).unbind(0)
+        for columns in _slices(weight.shape[0], options.slices):
+            z = _apply_steps(_logits(x, weight, bias, columns), options.after).to(wide)
+            has_target, index = _target_column(target, columns)
+            target_logit = torch.where(has_target, z.gather(1, index).squeeze(1), target_logit)
+            padding = _padding(unpadded, columns, x.device)
+            if options.off:
+                logit_sum = logit_sum + (z if padding is None else z.masked_fill(padding, 0)).sum(1)
             if padding is not None:
                 z = z.masked_fill(padding, -torch.inf)
-            most = torch.maximum(shift, z.amax(1))
-            total = total * (shift - most).exp() + z.sub_(most.unsqueeze(1)).exp_().sum(1)
-            shift = most
+            shift = torch.maximum(maximum, z.amax(1))
+            exp_sum = exp_sum * (maximum - shift).exp() + z.sub_(shift.unsqueeze(1)).exp_().sum(1)
+            maximum = shift
             del z  # before the next slice takes memory
-        ctx.save_for_backward(x, weight, bias, target, shift)
-        ctx.columns, ctx.how = columns, how  # a number, no mask: padded and unpadded layers save the same tensors
-        return torch.stack((shift, total, how.on * own + how.off * every))
+        ctx.save_for_backward(x, weight, bias, target, maximum)
+        ctx.unpadded, ctx.options = unpadded, options  # a number: padded and unpadded layers save the same tensors
+        return torch.stack((maximum, exp_sum, options.on * target_logit + options.off * logit_sum))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        x, weight, bias, target, shift = ctx.saved_tensors
-        columns, how, (of_x, of_weight, of_bias) = ctx.columns, ctx.how, ctx.needs_input_grad[:3]
-        x_gradient = torch.zeros_like(x, dtype=shift.dtype) if of_x else None
-        weight_gradient = torch.empty_like(weight) if of_weight else None
-        bias_gradient = torch.empty_like(bias) if of_bias else None
-        for some in _slices(weight.shape[0], how.slices):
+        x, weight, bias, target, maximum = ctx.saved_tensors
+        unpadded, options, (needs_x, needs_weight, needs_bias) = ctx.unpadded, ctx.options, ctx.needs_input_grad[:3]
+        x_gradient = torch.zeros_like(x, dtype=maximum.dtype) if needs_x else None
+        weight_gradient = torch.empty_like(weight) if needs_weight else None
+        bias_gradient = torch.empty_like(bias) if needs_bias else None
+        for columns in _slices(weight.shape[0], options.slices):
             with torch.enable_grad():
-                raw = _logits(x, weight, bias, some).detach().requires_grad_()
-                z = _after(raw, how.after).to(shift.dtype)
-            own = (z.detach() - shift.unsqueeze(1)).exp_().mul_(gradient[1].unsqueeze(1))
-            if how.off:
-                own.add_(gradient[2].unsqueeze(1), alpha=how.off)
-            if (padding := _padding(columns, some, x.device)) is not None:
-                own.masked_fill_(padding, 0)
-            here, local = _places(target, some)
-            own.scatter_add_(1, local, (gradient[2] * how.on * here).unsqueeze(1))
-            own = own if z is raw else torch.autograd.grad(z, raw, own)[0]
+                raw = _logits(x, weight, bias, columns).detach().requires_grad_()
+                z = _apply_steps(raw, options.after).to(maximum.dtype)
+            z_gradient = (z.detach() - maximum.unsqueeze(1)).exp_().mul_(gradient[1].unsqueeze(1))
+            if options.off:
+                z_gradient.add_(gradient[2].unsqueeze(1), alpha=options.off)
+            if (padding := _padding(unpadded, columns, x.device)) is not None:
+                z_gradient.masked_fill_(padding, 0)
+            has_target, index = _target_column(target, columns)
+            z_gradient.scatter_add_(1, index, (gradient[2] * options.on * has_target).unsqueeze(1))
+            z_gradient = z_gradient if z is raw else torch.autograd.grad(z, raw, z_gradient)[0]
             del raw, z  # before the products take memory
             if x_gradient is not None:
-                _add_product(x_gradient, own, weight[some])
+                _add_product(x_gradient, z_gradient, weight[columns])
             if weight_gradient is not None:
-                torch.mm(own.t(), x, out=weight_gradient[some])
+                torch.mm(z_gradient.t(), x, out=weight_gradient[columns])
             if bias_gradient is not None:
-                bias_gradient[some] = own.sum(0)
-            del own
-        of_x = None if x_gradient is None else x_gradient.to(x.dtype)
-        return of_x, weight_gradient, bias_gradient, None, None, None
+                bias_gradient[columns] = z_gradient.sum(0)
+            del z_gradient
+        x_gradient = None if x_gradient is None else x_gradient.to(x.dtype)
+        return x_gradient, weight_gradient, bias_gradient, None, None, None
 
 
 spmd.register_local_autograd_function(_Sums)
@@ -170,31 +170,31 @@ def _slices(width: int, count: int) -> Iterator[slice]:
     return (slice(begin, min(begin + step, width)) for begin in range(0, width, step))
 
 
-def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, some: slice) -> Tensor:
-    return F.linear(x, weight[some], None if bias is None else bias[some])
+def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, columns: slice) -> Tensor:
+    return F.linear(x, weight[columns], None if bias is None else bias[columns])
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add ``a @ b`` to ``total`` without rounding it to 16 bits. The slices' parts cancel: a part is often larger than the sum of all, and
-    its rounding error, too."""
+    """Add ``a @ b`` to ``total`` without rounding it to 16 bits. The slices' terms cancel: a term is often larger than their sum, and so
+    is its rounding error."""
     if total.dtype != a.dtype and a.is_cuda:
         total += torch.mm(a, b, out_dtype=total.dtype)
-    else:  # CPUs have no such product
+    else:  # on CPUs, mm has no out_dtype
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
-def _after(z: Tensor, steps: Sequence[Step]) -> Tensor:
+def _apply_steps(z: Tensor, steps: Sequence[Step]) -> Tensor:
     for name, *number in steps:
         z = STEPS[name](z, *number)
     return z
 
 
-def _places(target: Tensor, some: slice) -> tuple[Tensor, Tensor]:
-    """The rows whose target is in the slice, and its column there (any column in other rows) as ``[rows, 1]``."""
-    local = target - some.start
-    inside = local.clamp(0, some.stop - some.start - 1)
+def _target_column(target: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    """Whether each row's target is in the slice, and its column there (any column if it isn't) as ``[rows, 1]``."""
+    local = target - columns.start
+    inside = local.clamp(0, columns.stop - columns.start - 1)
     return local == inside, inside.unsqueeze(1)
 
 
-def _padding(columns: Tensor | None, some: slice, device: torch.device) -> Tensor | None:
-    return None if columns is None else torch.arange(some.start, some.stop, device=device) >= columns
+def _padding(unpadded: Tensor | None, columns: slice, device: torch.device) -> Tensor | None:
+    return None if unpadded is None else torch.arange(columns.start, columns.stop, device=device) >= unpadded

@@ -23,13 +23,12 @@ from .tracing import action
 from .world import MIRROR, LoadedProgram, World
 
 
-class Microbatch(nn.Module):
-    """A stage as the schedule calls it: it adds the scalars of the step (or of the microbatch, which are among its inputs), and makes its
-    outputs sendable.
+class ScheduledStage(nn.Module):
+    """Wraps a stage for the schedule, which calls it with a microbatch: passes the batch's scalars on, and makes outputs contiguous.
 
-    A schedule gives every stage the inputs of all stages of the rank: a stage's own inputs are prefixed with its number.
-    The stage may be an FSDP module, but this wrapper isn't one: for an FSDP module the schedule would keep gathered parameters and
-    unsharded gradients in memory until the last microbatch.
+    A schedule gives each stage the inputs of all stages of the rank: the names of a stage's inputs begin with its number. If the model's
+    statistics are per microbatch, scalars are among the inputs; otherwise ``scalars`` has them. The stage may be an FSDP module, but this
+    wrapper isn't: torch's schedule would keep gathered parameters and unsharded gradients in memory until the last microbatch.
     """
 
     def __init__(self, index: int, stage: nn.Module, world: World, reductions: Reductions) -> None:
@@ -39,12 +38,12 @@ class Microbatch(nn.Module):
         self.scalars: dict[str, Tensor] = {}
 
     def forward(self, *activations: Tensor, **inputs: Tensor) -> Any:
-        own = {name.removeprefix(self.prefix): x for name, x in inputs.items() if name.startswith(self.prefix)}
+        named = {name.removeprefix(self.prefix): x for name, x in inputs.items() if name.startswith(self.prefix)}
         spec: StageSpec = self.stage.SPEC  # type: ignore[assignment]
-        own.update({name: own[name].squeeze(0) for name in spec.scalars if name in own})
-        key = {"key": int(own.pop("key"))} if "key" in own else {}
+        named.update({name: named[name].squeeze(0) for name in spec.scalars if name in named})
+        key = {"key": int(named.pop("key"))} if "key" in named else {}
         with self.world.in_mesh():
-            out = self.stage(*activations, **own, **key, **self.scalars)
+            out = self.stage(*activations, **named, **key, **self.scalars)
         out = out if isinstance(out, Tensor) else tuple(tensor.contiguous() for tensor in out)
         self._watch((out,) if isinstance(out, Tensor) else out)
         return out
@@ -60,41 +59,41 @@ class Microbatches:
         stages: Mapping[int, nn.Module],
         groups: Mapping[int, Sequence[ParameterGroup]],
         reductions: Reductions,
-        scaled: Callable[[Tensor], Tensor] | None = None,
+        scale: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.program, self.world, self.stages, self._groups = program, world, stages, groups
-        self._reductions, self._scaled = reductions, scaled  # the loss scale, where there is one
-        self._losses: list[Tensor] = []  # this rank's terms of the step's loss, without the scale
+        self._reductions, self._scale = reductions, scale  # multiplies by the loss scale
+        self._losses: list[Tensor] = []  # this rank's terms of the step's loss, not scaled
         self.share = Share(program, world)
-        self.microbatches, self._apart = self.share.microbatches, self.share.apart
-        self._modules = {index: Microbatch(index, stage, world, reductions) for index, stage in stages.items()}
+        self.microbatches, self._per_microbatch = self.share.microbatches, self.share.per_microbatch
+        self._modules = {index: ScheduledStage(index, stage, world, reductions) for index, stage in stages.items()}
         self._specs: list[StageSpec] = [stage.SPEC for stage in program.spec.stages]
         self.last = len(self._specs) - 1
         self._prepare()
 
     def _prepare(self) -> None:
-        """Create the schedule; without a pipeline there is none."""
+        """Create the schedule. Programs without a pipeline have none."""
 
     def receives(self, stage: int) -> tuple[Tensor, ...]:
-        """Return meta tensors like those that a stage receives from the previous stage."""
+        """Return the tensors that a stage receives from the previous stage, on the meta device."""
         return self.sends(stage - 1) if stage else ()
 
     def sends(self, stage: int) -> tuple[Tensor, ...]:
-        """Return meta tensors like those that a stage sends to the next stage."""
+        """Return the tensors that a stage sends to the next stage, on the meta device."""
         return tuple(tensor.on_meta() for tensor in self._specs[stage].sends.values())
 
     def _inputs(self, batch: Batch, key: int) -> dict[str, Tensor]:
-        """The inputs of this rank's stages, by stage and name, all microbatches along dim 0. The stages get the step's scalars at once."""
+        """Return the inputs of this rank's stages, by stage and name, all microbatches along dim 0; set the stages' scalars."""
         device = self.world.device
         scalars = self.share.scalars(batch)
         inputs: dict[str, Tensor] = {}
         for index, module in self._modules.items():
             spec = self._specs[index]
-            own = {name: on_device(scalars[name], device) for name in spec.scalars}
-            if self._apart:
-                inputs.update({module.prefix + name: values for name, values in own.items()})
+            used = {name: on_device(scalars[name], device) for name in spec.scalars}
+            if self._per_microbatch:
+                inputs.update({module.prefix + name: values for name, values in used.items()})
             else:
-                module.scalars = own
+                module.scalars = used
             for name, tensor in spec.inputs.items():
                 inputs[module.prefix + name] = on_device(self.share.local(batch, name, tensor.sharded), device)
             if spec.random:
@@ -102,20 +101,20 @@ class Microbatches:
         return inputs
 
     def run(self, batch: Batch, key: int) -> list[Tensor]:
-        """Run forward and backward of all microbatches; returns this rank's terms of the loss.
+        """Run forward and backward of all microbatches; return this rank's terms of the loss.
 
-        Microbatch ``i`` draws its random numbers from ``key + i``.
+        ``key + i`` is the seed of microbatch ``i``'s random numbers.
         """
         inputs = self._inputs(batch, key)
         self._losses = []
-        # The current mesh belongs to this thread. The backward must run here too, not in a thread of the device: it recomputes layers,
-        # whose collectives name axes of that mesh.
+        # The current mesh is thread-local. The backward must run in this thread, not in autograd's thread of the device: it recomputes
+        # layers, whose collectives name axes of that mesh.
         with self.world.in_mesh(), torch.autograd.set_multithreading_enabled(False):
             self.step(inputs)
         return self._losses
 
     def step(self, inputs: dict[str, Tensor]) -> None:
-        """Run all microbatches; ``inputs`` have them along dim 0."""
+        """Run all microbatches, which ``inputs`` has along dim 0."""
         ((stage, module),) = self._modules.items()
         for i, parts in enumerate(self.chunks(inputs)):
             with action("F", stage, i):
@@ -129,44 +128,44 @@ class Microbatches:
         return [{name: parts[i] for name, parts in chunks.items()} for i in range(self.microbatches)]
 
     def _term(self, loss: Tensor) -> Tensor:
-        """Record a microbatch's term of the step's loss; return the scalar whose backward pass gives the gradients."""
-        term = loss / self.microbatches if self._apart else loss
+        """Record a microbatch's term of the step's loss; return the (scaled) term for the backward pass."""
+        term = loss / self.microbatches if self._per_microbatch else loss
         self._losses.append(term.detach())
-        return term if self._scaled is None else self._scaled(term)
+        return term if self._scale is None else self._scale(term)
 
     def forward(self, batch: Batch, key: int) -> list[Tensor]:
         """Run only the forward passes, one microbatch after the other; return this rank's terms of the loss."""
-        inputs, placed, place = self._inputs(batch, key), self.world.placed, self.world.mesh.get_local_rank("pipeline")
+        inputs, rank_of, rank = self._inputs(batch, key), self.world.placed, self.world.mesh.get_local_rank("pipeline")
         self._losses = []
         with self.world.in_mesh(), torch.no_grad():
             for parts in self.chunks(inputs):
                 values: tuple[Tensor, ...] = ()
-                for index in (index for index in self._modules if placed[index] == place):
-                    if index and placed[index - 1] != place:
+                for index in (index for index in self._modules if rank_of[index] == rank):
+                    if index and rank_of[index - 1] != rank:
                         values = tuple(
                             torch.empty_like(meta, device=self.world.device, requires_grad=False)
                             for meta in self.receives(index)
                         )
-                        self._transfer(dist.irecv, values, placed[index - 1])
+                        self._transfer(dist.irecv, values, rank_of[index - 1])
                     out = self._modules[index](*values, **parts)
                     values = (out,) if isinstance(out, Tensor) else out
                     if index == self.last:
                         self._term(*values)
-                    elif placed[index + 1] != place:
-                        self._transfer(dist.isend, values, placed[index + 1])
+                    elif rank_of[index + 1] != rank:
+                        self._transfer(dist.isend, values, rank_of[index + 1])
         for group in (group for groups in self._groups.values() for group in groups):
             group.free()
         return self._losses
 
-    def _transfer(self, way: Callable[..., Any], values: Sequence[Tensor], place: int) -> None:
-        """Send values to a pipeline rank, or receive them, and wait."""
+    def _transfer(self, op: Callable[..., Any], values: Sequence[Tensor], pipeline_rank: int) -> None:
+        """Send values to a pipeline rank, or receive them (``op``), and wait."""
         group = self.world.mesh.get_group("pipeline")
-        peer = dist.get_global_rank(group, place)
-        for work in dist.batch_isend_irecv([dist.P2POp(way, value, peer, group) for value in values]) if values else ():
+        peer = dist.get_global_rank(group, pipeline_rank)
+        for work in dist.batch_isend_irecv([dist.P2POp(op, value, peer, group) for value in values]) if values else ():
             work.wait()
 
     def sum(self, losses: list[Tensor]) -> Tensor:
-        """Return the global batch's loss on every rank, from the terms that ``run`` returned: all ranks call this."""
+        """Return the global batch's loss on every rank, from the terms that ``run`` or ``forward`` returned. All ranks call this."""
         return self.reduced(self.own_sum(losses))
 
     def own_sum(self, losses: list[Tensor]) -> Tensor:
@@ -177,7 +176,7 @@ class Microbatches:
         return total
 
     def reduced(self, total: Tensor) -> Tensor:
-        """Return the sums over all ranks, on every rank, of sums of own terms; ``total`` may be overwritten."""
+        """Sum ``total``, which may be overwritten, over all ranks: the result is the same on every rank."""
         if self.last in self._modules:
             for axis, type_ in self._specs[-1].loss.items():
                 if type_ == spmd.P and self.world.coordinates[axis][1] > 1:

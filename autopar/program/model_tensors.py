@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .box_exchange import Held
+from .box_exchange import MasterValues
 from .boxes import Box, Piece, divided, part_of, whole
 from .collectives import exchange
 from .optimizers import Updates
@@ -48,13 +48,13 @@ class TrainingTensors:
     buffers: SavedBuffers | None
     updates: Updates | None  # not yet there when weights are loaded at the start
 
-    def held(self, of: Callable[[Master], Tensor | None] = _value) -> Iterator[Held]:
+    def held(self, of: Callable[[Master], Tensor | None] = _value) -> Iterator[MasterValues]:
         """Yield what ``of`` returns for each of this rank's masters, those of frozen parameters included."""
         for group in self.groups:
             for master in (*group.masters, *group.frozen):
                 values = of(master)
                 if values is not None:
-                    yield Held(("model", master.layout.original), master, values)
+                    yield MasterValues(("model", master.layout.original), master, values)
 
     def parameters(
         self, *, once: bool = False, of: Callable[[Master], Tensor | None] = _value

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim.lr_scheduler import LRScheduler
 
-from .box_exchange import Held, copy_of, writes
+from .box_exchange import MasterValues, copy_index, writes
 from .boxes import Piece, whole
 from .checkpoint_files import CheckpointError
 from .optimizers import class_name
@@ -65,10 +65,10 @@ def merged(optimizer: Mapping[str, Any], parts: Iterable[Mapping[str, str]]) -> 
 
 def saved(
     optimizer: torch.optim.Optimizer, masters: Sequence[Master], program: LoadedProgram, world: World
-) -> tuple[list[Held], list[Piece], dict[str, str]]:
+) -> tuple[list[MasterValues], list[Piece], dict[str, str]]:
     """Return this rank's part of the optimizer's state: tensors of the parameters' shapes, all others that it writes, and the kind of each
     key."""
-    held: list[Held] = []
+    held: list[MasterValues] = []
     others: list[Piece] = []
     kinds: dict[str, str] = {}
     for master in masters:
@@ -76,7 +76,7 @@ def saved(
             kind = _kind(master, key, value)
             kinds[key] = kind if kinds.get(key, TENSOR) == TENSOR else kinds[key]
             if _is_like(master, value):
-                held.append(Held(_path(master, key), master, value.detach().contiguous()))
+                held.append(MasterValues(_path(master, key), master, value.detach().contiguous()))
                 continue
             piece = _whole(master, key, value)
             if writes(piece, master.alike, program, world) if piece.shape else _has_first(master, program, world):
@@ -92,7 +92,7 @@ def _has_first(master: Master, program: LoadedProgram, world: World) -> bool:
     """Return whether this rank is the one with the parameter's first element: of all ranks that have parts of it, it writes the numbers."""
     layout = master.layout
     begins = [master.first, *(start for start, _ in layout.window(world.coordinates)), (layout.part or (0, 0))[1]]
-    return not any(begins) and copy_of(master.alike, program, world)[0] == 0
+    return not any(begins) and copy_index(master.alike, program, world)[0] == 0
 
 
 def _kind(master: Master, key: Any, value: Any) -> str:
@@ -184,7 +184,7 @@ class Restored:
                 else:
                     state[key] = torch.zeros(shape, dtype=dtype, device=device)
                 if _is_like(master, state[key]):
-                    self.pieces += Held(_path(master, key), master, state[key]).pieces(world)
+                    self.pieces += MasterValues(_path(master, key), master, state[key]).pieces(world)
                 else:
                     self.pieces.append(_whole(master, key, state[key]))
 

@@ -53,7 +53,7 @@ class Share:
     def __init__(self, program: LoadedProgram, world: World) -> None:
         self.program, self.world = program, world
         self.batch, self.microbatches = int(program.plan["global_batch"]), int(program.plan["microbatches"])
-        self.apart = "microbatch_statistics" in program.plan.get("allow", ())
+        self.per_microbatch = "microbatch_statistics" in program.plan.get("allow", ())
         stages: list[StageSpec] = [stage.SPEC for stage in program.spec.stages]
         self._prelude = program.spec.prelude
         self.needs_scalars = self._prelude is not None and any(
@@ -119,7 +119,7 @@ class Share:
             return {}
         read: Mapping[str, Tensor] = batch if not isinstance(batch, Rows) else self._for_scalars(batch)
         total = self._total if isinstance(batch, Rows) and prelude.by_rows else _whole
-        if not self.apart:
+        if not self.per_microbatch:
             return prelude.compute(read, self.program.constants, total)
         chunks = {name: tensor.chunk(self.microbatches) for name, tensor in read.items()}
         parts = [

@@ -133,7 +133,7 @@ class Trainer:
         spec = program.spec
         self.loss_scale = spec.loss_scale and spec.loss_scale(world.device)
         scaled = self.loss_scale and self.loss_scale.scaled
-        self._schedule = spec.schedule(program, world, self.stages, self._by_stage, self._reductions, scaled=scaled)
+        self._schedule = spec.schedule(program, world, self.stages, self._by_stage, self._reductions, scale=scaled)
         masters = [master for group in self._groups for master in group.masters]
         optimizer = optimizer or (lambda params: adamw(params, 3e-4, world))
         self._updates = optimizers.make(optimizer, program, world, masters, scheduler)

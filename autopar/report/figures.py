@@ -1,7 +1,7 @@
-"""The figures of a plan as the JSON object that the page's script draws.
+"""The figures of a plan, as a JSON object that the page's script draws.
 
-From the plan's file: totals, stages, strategies, peak memory. From a ``PredictedStep``: every action, memory through the step, costs of
-layers, traffic. From an explanation: what limits the plan, the value of more resources, alternatives.
+The plan's file gives totals, stages, strategies and peak memory; a ``PredictedStep`` gives the actions, memory through the step, costs of
+layers and traffic; an explanation gives what limits the plan, the value of more resources, and alternatives.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KINDS = ("F", "B", "I", "W", ONCE)
 
 @dataclass(frozen=True)
 class PlanFigures:
-    """A plan and everything known about it. ``missing`` are sentences on parts of the page without figures; ``provenance`` has rows of
+    """A plan and what the page shows of it. ``missing``: sentences about parts of the page without figures. ``provenance``: rows of
     ``devices.figures``."""
 
     name: str
@@ -101,19 +101,19 @@ _PRICED = (
 
 def _strategy(plan: Plan, layer: LayerPlan) -> dict[str, Any]:
     s = layer.strategy
-    found: dict[str, Any] = {name: degree for name, degree in s.degrees(plan.mesh).items() if degree > 1}
+    result: dict[str, Any] = {name: degree for name, degree in s.degrees(plan.mesh).items() if degree > 1}
     if s.data_axes(plan.mesh)[1]:
-        found["ZeRO"] = s.zero
+        result["ZeRO"] = s.zero
     if s.replicate > 1:
-        found["copies"] = s.replicate
-    found |= {technique.name: technique.said(value) or value for technique, value in s.options.chosen}
-    found["roles"] = ", ".join(f"{a.name}: {role.value}" for a, role in zip(plan.mesh, s.roles, strict=True))
-    return found
+        result["copies"] = s.replicate
+    result |= {technique.name: technique.phrase(value) or value for technique, value in s.options.chosen}
+    result["roles"] = ", ".join(f"{a.name}: {role.value}" for a, role in zip(plan.mesh, s.roles, strict=True))
+    return result
 
 
 def _stage(plan: Plan, s: int, step: PredictedStep | None) -> dict[str, Any]:
     stage = plan.stages[s]
-    found = {
+    result = {
         "layers": [stage.start, stage.stop],
         "rank": plan.sized_schedule.device[s],
         "devices": list(stage.devices),
@@ -125,27 +125,26 @@ def _stage(plan: Plan, s: int, step: PredictedStep | None) -> dict[str, Any]:
     }
     if step is not None:
         cost = step.cost
-        found["forward_s"], found["backward_s"] = cost.forward_s[s], cost.backward_s[s]
-        found["communication_s"], found["per_step_s"] = cost.communication_s[s], cost.per_step_s[s]
-        found["host_limit_bytes"], found["nvme_limit_bytes"] = step.outside_limits_bytes[plan.sized_schedule.device[s]]
-    return found
+        result["forward_s"], result["backward_s"] = cost.forward_s[s], cost.backward_s[s]
+        result["communication_s"], result["per_step_s"] = cost.communication_s[s], cost.per_step_s[s]
+        result["host_limit_bytes"], result["nvme_limit_bytes"] = step.outside_limits_bytes[
+            plan.sized_schedule.device[s]
+        ]
+    return result
 
 
 def _step(step: PredictedStep, most_actions: int) -> dict[str, Any]:
-    count, line = sum(map(len, step.actions)), len(step.actions)
+    count, ranks = sum(map(len, step.actions)), len(step.actions)
     longest = max(map(len, step.actions))
-    ranks = range(line)
-    said = ""
+    ranks_shown, left_out = list(range(ranks)), ""
     if count > most_actions:
-        shown = max(2, min(line, most_actions // longest))
-        ranks_shown = sorted({round(k * (line - 1) / (shown - 1)) for k in range(shown)}) if line > 1 else [0]
+        shown = max(2, min(ranks, most_actions // longest))
+        ranks_shown = sorted({round(k * (ranks - 1) / (shown - 1)) for k in range(shown)}) if ranks > 1 else [0]
         longest = min(longest, most_actions // len(ranks_shown))
-        said = f"{len(ranks_shown)} of {line} pipeline ranks are drawn"
+        left_out = f"{len(ranks_shown)} of {ranks} pipeline ranks are drawn"
         if longest < max(map(len, step.actions)):
-            said += f", the first {longest:,} of {max(map(len, step.actions)):,} actions of each"
-        said += f": the step has {count:,} actions. `autopar report --trace FILE` writes all of them."
-    else:
-        ranks_shown = list(ranks)
+            left_out += f", the first {longest:,} of {max(map(len, step.actions)):,} actions of each"
+        left_out += f": the step has {count:,} actions. `autopar report --trace FILE` writes all of them."
     sends: dict[str, list[float]] = {}
     durations: dict[str, float] = {}
     for actions in step.actions:
@@ -161,19 +160,19 @@ def _step(step: PredictedStep, most_actions: int) -> dict[str, Any]:
         "sends": sends,
         "durations": durations,
         "ranks": [_rank(step, rank, longest) for rank in ranks_shown],
-        "time": [_time(step, rank) for rank in ranks],
+        "time": [_time(step, rank) for rank in range(ranks)],
         "traffic": [asdict(one) for one in step.traffic],
         "actions": count,
-        "left_out": said,
+        "left_out": left_out,
     }
 
 
-def _rank(step: PredictedStep, rank: int, most: int) -> dict[str, Any]:
+def _rank(step: PredictedStep, rank: int, most_actions: int) -> dict[str, Any]:
     """Return the actions of a pipeline rank: (kind, stage, microbatch) and start in microseconds of each, and its memory as an index into
     ``levels`` of five parts."""
-    actions: Sequence[Action] = step.actions[rank][:most]
+    actions: Sequence[Action] = step.actions[rank][:most_actions]
     levels: dict[tuple[int, ...], int] = {}
-    at = [levels.setdefault(tuple(asdict(a.memory).values()), len(levels)) for a in actions]
+    memory = [levels.setdefault(tuple(asdict(a.memory).values()), len(levels)) for a in actions]
     return {
         "rank": rank,
         "devices": list(step.devices[rank]),
@@ -182,22 +181,21 @@ def _rank(step: PredictedStep, rank: int, most: int) -> dict[str, Any]:
         "starts_us": [round(a.start_s * 1e6, 1) for a in actions],
         "once_s": sum(a.stop_s - a.start_s for a in actions if a.kind == ONCE),
         "levels": [list(level) for level in levels],
-        "memory": at,
+        "memory": memory,
     }
 
 
 def _time(step: PredictedStep, rank: int) -> dict[str, float]:
     """Return the seconds of a step on one device of a pipeline rank, by use; they sum to the step time."""
     cost, m = step.cost, step.schedule.microbatches // step.schedule.copies
-    own = step.schedule.own(rank)
-    busy = sum(a.stop_s - a.start_s for a in step.actions[rank] if a.kind != ONCE)
-    once = sum(a.stop_s - a.start_s for a in step.actions[rank] if a.kind == ONCE)
-    sent = sum(a.send.seconds for a in step.actions[rank] if a.send is not None)
-    moved = m * sum(cost.communication_s[s] for s in own)
+    busy_s = sum(a.stop_s - a.start_s for a in step.actions[rank] if a.kind != ONCE)
+    once_s = sum(a.stop_s - a.start_s for a in step.actions[rank] if a.kind == ONCE)
+    sends_s = sum(a.send.seconds for a in step.actions[rank] if a.send is not None)
+    communication_s = m * sum(cost.communication_s[s] for s in step.schedule.own(rank))
     return {
-        "computation": busy - moved,
-        "exposed communication": moved - sent,
-        "sends between stages": sent,
-        "once a step": once,
-        "bubble": max(0.0, step.step_time_s - busy - once),
+        "computation": busy_s - communication_s,
+        "exposed communication": communication_s - sends_s,
+        "sends between stages": sends_s,
+        "once a step": once_s,
+        "bubble": max(0.0, step.step_time_s - busy_s - once_s),
     }

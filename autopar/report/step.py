@@ -85,7 +85,7 @@ class PredictedStep:
 def predict_step(graph: Graph, cluster: Cluster, pricer: Pricer, plan: Plan) -> PredictedStep:
     """Predict the step of ``plan``. Raises ``InfeasibleError`` if a layer can't be priced."""
     schedule = plan.sized_schedule
-    priced = pricer.of_program(plan.prefetch, plan.sync).mirrored(schedule.copies)
+    priced = pricer.of_program(plan.prefetch, plan.sync).with_copies(schedule.copies)
     bounds = [stage.start for stage in plan.stages] + [len(plan.layers)]
     strategies = [layer.strategy for layer in plan.layers]
     choice = Choice(plan.mesh, schedule)

@@ -76,7 +76,7 @@ TABLE: dict[str, Entry] = {
     **dict.fromkeys(aten_names("rnn_tanh_cell rnn_relu_cell gru_cell lstm_cell"), v.cell),
     **dict.fromkeys(_ALONG_DIM, v.same_but("dim")),
     "aten.diff": v.diff,
-    "aten.glu": v.halved,
+    "aten.glu": v.glu,
     # views
     **dict.fromkeys(OpKind.EXPANSION.value, v.expand),
     "aten.permute": v.permute,
@@ -98,8 +98,8 @@ TABLE: dict[str, Entry] = {
     "aten.repeat_interleave": v.repeat_interleave,
     "aten.view_as_complex": "* p! -> *",
     "aten.view_as_real": "* -> * p!",
-    "aten.tril": v.whole,
-    "aten.triu": v.whole,
+    "aten.tril": v.never_sharded,
+    "aten.triu": v.never_sharded,
     # reductions
     **dict.fromkeys(aten_names("sum mean"), v.reduction(linear=True)),
     **dict.fromkeys(_REDUCTIONS, v.reduction(linear=False)),
@@ -130,7 +130,7 @@ TABLE: dict[str, Entry] = {
     "kernels_experts.of_rows": v.of_rows,
     # created without operands: the same on every rank
     **dict.fromkeys(_FACTORIES, "-> *"),
-    **dict.fromkeys(aten_names("new_zeros new_ones new_full new_empty"), v.made_anew),
+    **dict.fromkeys(aten_names("new_zeros new_ones new_full new_empty"), v.new_tensor),
 }
 """By op name: the op's line, or the function that writes it."""
 

@@ -554,8 +554,8 @@ def sum_of_losses(node: fx.Node) -> str:
     return "* v, * -> ; v = vocab_parallel_cross_entropy_sum -> I"
 
 
-def made_anew(node: fx.Node) -> str:
-    """new_zeros, new_ones, ...: the operand gives only its dtype; the result is whole."""
+def new_tensor(node: fx.Node) -> str:
+    """new_zeros, new_ones, ...: the operand gives only its dtype; the result is not sharded."""
     return line([["1"] * len(source(node))], ["1"] * len(shape_of(node)))
 
 
@@ -567,7 +567,7 @@ def addmm(node: fx.Node) -> str:
     return f"+{' '.join(added)}, {' '.join([*batch, 'm', 'k'])}, {' '.join([*batch, 'k', 'n'])} -> {' '.join(given)}"
 
 
-def halved(node: fx.Node) -> str:
+def glu(node: fx.Node) -> str:
     """glu: the dim that is halved may not be sharded."""
     words = names(len(source(node)))
     dim = dims_of(arguments(node)["dim"], len(words))[0]
@@ -584,7 +584,7 @@ def movedim(node: fx.Node) -> str:
     return line([words], [words[moved[i]] if i in moved else words[next(rest)] for i in range(len(words))])
 
 
-def whole(node: fx.Node) -> str:
-    """Ops that run on whole tensors alone, although their leading dims could be sharded: the type checker does not know these ops."""
+def never_sharded(node: fx.Node) -> str:
+    """Ops that are never sharded, although their leading dims could be: the type checker does not know these ops."""
     words = ["1"] * len(source(node))
     return line([words], words)

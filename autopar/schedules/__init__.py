@@ -77,8 +77,8 @@ class Schedule:
         return self.name in SEVERAL_STAGES
 
     @property
-    def many_moments(self) -> bool:
-        """Whether a device's memory may be fullest at any moment, and not only when it first runs backward."""
+    def peak_varies(self) -> bool:
+        """Whether a device's memory may peak at any action, rather than at its first backward."""
         return self.split or self.copies > 1
 
     @property

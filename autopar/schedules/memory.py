@@ -1,12 +1,11 @@
-"""Microbatches in flight, tensors between stages, and the live memory of a device through a step.
+"""Microbatches in flight, pipeline buffers, and the live memory of a device through a step.
 
-A forward saves its microbatch's activations; the backward of the same stage and microbatch frees them at its end. If a backward is in
-two parts, the first part frees them, and leaves the bytes that *wait* for the second part, which frees those. While an action runs, its
-stage's transients are live too.
+A forward saves its microbatch's activations; the backward of the same stage and microbatch frees them when it ends. Zero-bubble schedules
+split a backward into input gradients (action ``I``) and weight gradients (``W``): ``I`` frees the activations except the *waiting* bytes,
+which ``W`` reads and frees. A running action also needs its stage's transient memory.
 
-A schedule of whole backwards has most live memory when its device first runs backward: the microbatches of all earlier forwards are in
-flight. If backwards are in two parts, or microbatches go in both directions, each moment of the order may be the fullest, depending on the
-bytes that the stages save.
+If backwards are not split, a device's memory peaks at its first backward: the microbatches of all earlier forwards are in flight. If they
+are split, or microbatches go in both directions, it may peak at any action, depending on the bytes that the stages save.
 """
 
 from __future__ import annotations
@@ -26,93 +25,93 @@ Indices = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Fullest:
-    """The moment at which each device has most microbatches: per stage those in flight, and those between the two parts of their backward;
-    per device the running stage."""
+class PeakCounts:
+    """Microbatches at the moment when each device has most in flight: for each stage those in flight and those between ``I`` and ``W``,
+    and for each device the running stage."""
 
     in_flight: tuple[int, ...]
     waiting: tuple[int, ...]
-    at_work: tuple[int, ...]
+    running: tuple[int, ...]
 
 
 @functools.lru_cache(maxsize=512)
-def fullest(schedule: Schedule) -> Fullest:
-    in_flight, waiting, at_work = [0] * schedule.stages, [0] * schedule.stages, []
+def peak_counts(schedule: Schedule) -> PeakCounts:
+    in_flight, waiting, running = [0] * schedule.stages, [0] * schedule.stages, []
     for d in range(schedule.pipeline):
-        own = schedule.own(d)
-        if schedule.many_moments:
-            counts, work = moments(schedule, d)
+        stages = schedule.own(d)
+        if schedule.peak_varies:
+            counts, running_index = peak_moments(schedule, d)
             moment = int(counts.sum(axis=1).argmax())
-            for stage, n, q in zip(own, *by_kind(schedule, d, counts[moment]), strict=True):
-                in_flight[stage], waiting[stage] = n, q
-            at_work.append(own[int(work[moment])])
+            for stage, pair in zip(stages, counts_by_stage(schedule, d, counts[moment]), strict=True):
+                in_flight[stage], waiting[stage] = pair
+            running.append(stages[int(running_index[moment])])
         else:
-            stage = own[0]
+            stage = stages[0]
             for _, stage, _ in itertools.takewhile(lambda action: action[0] == "F", device_order(schedule, d)):
                 in_flight[stage] += 1
-            at_work.append(stage)
-    return Fullest(tuple(in_flight), tuple(waiting), tuple(at_work))
+            running.append(stage)
+    return PeakCounts(tuple(in_flight), tuple(waiting), tuple(running))
 
 
 @functools.lru_cache(maxsize=512)
-def moments(schedule: Schedule, device: int) -> tuple[Indices, Indices]:
-    """The moments at which a device's memory may peak: the microbatches in flight of each of its stages ``[moment, stage]``, and the
-    index of the running stage ``[moment]``. If backwards are in two parts, further columns after those of the stages count the
-    microbatches between the two parts. Dominated moments are left out."""
-    own = schedule.own(device)
-    chunks = len(own)
-    place = {stage: k for k, stage in enumerate(own)}
+def peak_moments(schedule: Schedule, device: int) -> tuple[Indices, Indices]:
+    """The moments at which a device's memory may peak: the microbatches in flight in each of its stages ``[moment, stage]``, and the
+    index of the running stage ``[moment]``. If backwards are split, as many columns follow for the microbatches between ``I`` and ``W``.
+    Moments with no larger count than another moment of the same running stage are left out."""
+    stages = schedule.own(device)
+    chunks = len(stages)
+    index = {stage: k for k, stage in enumerate(stages)}
     order = list(device_order(schedule, device))
     kind = np.array([kind for kind, _, _ in order])
-    chunk = np.array([place[stage] for _, stage, _ in order])
+    chunk = np.array([index[stage] for _, stage, _ in order])
     change = np.zeros((len(order), 2 * chunks), dtype=np.int64)
-    number = np.arange(len(order))
-    change[number, chunk] = (kind == "F") * 1 - np.isin(kind, ("B", "I"))
-    change[number, chunks + chunk] = (kind == "I") * 1 - (kind == "W")
+    action = np.arange(len(order))
+    change[action, chunk] = (kind == "F") * 1 - np.isin(kind, ("B", "I"))
+    change[action, chunks + chunk] = (kind == "I") * 1 - (kind == "W")
     if not schedule.split:
         change = change[:, :chunks]
     after = np.cumsum(change, axis=0)
-    # a running backward's bytes are still live; those that wait replace the saved ones step by step, so that one of the two ends counts
-    begun = after - np.where((kind == "I")[:, None], change, np.minimum(change, 0))
-    first_parts = kind == "I"
-    rows = np.unique(np.vstack([np.column_stack([chunk, begun]), np.column_stack([chunk, after])[first_parts]]), axis=0)
+    # what a backward frees is live while it runs; during I, waiting bytes replace saved ones step by step: the peak is its start or its end
+    during = after - np.where((kind == "I")[:, None], change, np.minimum(change, 0))
+    split = kind == "I"
+    rows = np.unique(np.vstack([np.column_stack([chunk, during]), np.column_stack([chunk, after])[split]]), axis=0)
     keep = np.ones(len(rows), dtype=bool)
     for i, row in enumerate(rows):
-        more = (rows[:, 0] == row[0]) & (rows[:, 1:] >= row[1:]).all(axis=1)
-        more[i] = False
-        keep[i] = not more.any()
+        dominates = (rows[:, 0] == row[0]) & (rows[:, 1:] >= row[1:]).all(axis=1)
+        dominates[i] = False
+        keep[i] = not dominates.any()
     return rows[keep, 1:], rows[keep, 0]
 
 
-def by_kind(schedule: Schedule, device: int, counts: Indices) -> tuple[list[int], list[int]]:
-    """One row of ``moments``: the microbatches in flight of each stage of the device, and those between the two parts."""
-    own, row = len(schedule.own(device)), counts.tolist()
-    return row[:own], row[own:] or [0] * own
+def counts_by_stage(schedule: Schedule, device: int, counts: Indices) -> tuple[tuple[int, int], ...]:
+    """One row of ``peak_moments`` as a pair for each stage: the microbatches in flight, and those between ``I`` and ``W``."""
+    stages, row = len(schedule.own(device)), counts.tolist()
+    return tuple(zip(row[:stages], row[stages:] or [0] * stages, strict=True))
 
 
-def most_in_flight(schedule: Schedule, device: int) -> int:
+def max_in_flight(schedule: Schedule, device: int) -> int:
     """The largest number of microbatches that are ever in flight in all stages of a device together."""
-    if schedule.many_moments:
-        counts, _ = moments(schedule, device)
+    if schedule.peak_varies:
+        counts, _ = peak_moments(schedule, device)
         return int(counts[:, : len(schedule.own(device))].sum(axis=1).max())
-    return sum(fullest(schedule).in_flight[s] for s in schedule.own(device))
+    return sum(peak_counts(schedule).in_flight[s] for s in schedule.own(device))
 
 
-def _most_of_each(schedule: Schedule) -> tuple[int, ...]:
+def _max_in_flight_per_stage(schedule: Schedule) -> tuple[int, ...]:
     """The largest number of microbatches that are ever in flight in each stage."""
-    if not schedule.many_moments:
-        return fullest(schedule).in_flight
-    counts = {d: moments(schedule, d)[0].max(axis=0) for d in range(schedule.pipeline)}
+    if not schedule.peak_varies:
+        return peak_counts(schedule).in_flight
+    counts = {d: peak_moments(schedule, d)[0].max(axis=0) for d in range(schedule.pipeline)}
     return tuple(int(counts[d][schedule.own(d).index(s)]) for s, d in enumerate(schedule.device))
 
 
 @functools.lru_cache(maxsize=512)
-def passing(schedule: Schedule) -> tuple[int, ...]:
-    """Pipeline buffers of each stage, in tensors of a border's size, besides the layers' saved activations: outputs until their backward,
-    receive buffers for gradients and later inputs (see ``program.pipeline`` for 1F1B), the last gradient that was sent. Between two
-    stages of one device nothing is sent or received."""
-    m, found, links = schedule.microbatches, [], (None, *schedule.links, None)
-    for s, n in enumerate(_most_of_each(schedule)):
+def pipeline_buffers(schedule: Schedule) -> tuple[int, ...]:
+    """The number of pipeline buffers of each stage: tensors as large as one stage sends to the next, besides saved activations. They hold
+    outputs until their backward, received gradients, inputs received early (see ``program.pipeline`` for 1F1B), and the last gradient
+    sent. Two stages on one device need none between them."""
+    m, buffers, links = schedule.microbatches, [], (None, *schedule.links, None)
+    for s, n in enumerate(_max_in_flight_per_stage(schedule)):
         if schedule.name == NO_PIPELINE:
             outputs, gradients, inputs, sent = 0, 0, 0, 0
         elif schedule.name == ONE_F_ONE_B:
@@ -121,42 +120,41 @@ def passing(schedule: Schedule) -> tuple[int, ...]:
             outputs, gradients, inputs, sent = n, 1, 2, 1
         else:
             outputs, gradients, inputs, sent = n, m, m - n, int(schedule.name != GPIPE)
-        found.append((outputs + gradients) * (links[s + 1] is not None) + (inputs + sent) * (links[s] is not None))
-    return tuple(found)
+        buffers.append((outputs + gradients) * (links[s + 1] is not None) + (inputs + sent) * (links[s] is not None))
+    return tuple(buffers)
 
 
-def passing_by(schedule: Schedule, device: int) -> int:
-    """The sum of ``passing`` over the stages of a device: these tensors are live whichever stage runs."""
-    return sum(passing(schedule)[s] for s in schedule.own(device))
+def device_buffers(schedule: Schedule, device: int) -> int:
+    """The number of pipeline buffers of all stages of a device: they are live whichever stage runs."""
+    return sum(pipeline_buffers(schedule)[s] for s in schedule.own(device))
 
 
 @dataclass(frozen=True, slots=True)
 class StageBytes:
-    """The bytes of the stages of one device, stage by stage: bytes that a microbatch saves, bytes that wait between the two parts of its
-    backward, and transients of one action."""
+    """For each stage of one device: the bytes that a microbatch saves, the bytes of it that are waiting between ``I`` and ``W``, and the
+    transient bytes of an action."""
 
     saved: tuple[int, ...]
     waiting: tuple[int, ...]
     transients: tuple[int, ...]
 
 
-def levels(order: Sequence[Action], own: Sequence[int], stages: StageBytes) -> tuple[Indices, Indices]:
-    """Bytes of activations and of transients while each action of a device runs: the activations that a forward saves and those that a
-    backward frees count as live. ``own`` are the stages of the device."""
-    at = np.array([own.index(stage) for _, stage, _ in order], dtype=np.intp)
-    saved, transients = np.array(stages.saved, dtype=np.int64), np.array(stages.transients, dtype=np.int64)
-    kind, waits = np.array([kind for kind, _, _ in order]), np.array(stages.waiting, dtype=np.int64)[at]
-    change = np.select([kind == "F", kind == "B", kind == "I"], [saved[at], -saved[at], waits - saved[at]], -waits)
+def live_bytes(order: Sequence[Action], stages: Sequence[int], sizes: StageBytes) -> tuple[Indices, Indices]:
+    """Activation bytes and transient bytes while each action of a device runs. ``stages`` are the stages of the device; activations that
+    a forward saves or a backward frees are live while it runs."""
+    at = np.array([stages.index(stage) for _, stage, _ in order], dtype=np.intp)
+    saved, transients = np.array(sizes.saved, dtype=np.int64), np.array(sizes.transients, dtype=np.int64)
+    kind, waiting = np.array([kind for kind, _, _ in order]), np.array(sizes.waiting, dtype=np.int64)[at]
+    change = np.select([kind == "F", kind == "B", kind == "I"], [saved[at], -saved[at], waiting - saved[at]], -waiting)
     return np.cumsum(change) - np.minimum(change, 0), transients[at]
 
 
-def peak(schedule: Schedule, device: int, stages: StageBytes) -> tuple[int, int, int]:
-    """Bytes of activations and of transients at a device's fullest moment, and that moment's index in ``moments``."""
-    if not schedule.interleaved:  # one stage, one moment
-        return fullest(schedule).in_flight[device] * stages.saved[0], stages.transients[0], 0
-    counts, at_work = moments(schedule, device)
-    each = np.array([*stages.saved, *stages.waiting], dtype=np.int64)[: counts.shape[1]]
-    activations = counts @ each
-    transients = np.array(stages.transients, dtype=np.int64)[at_work]
-    most = int(np.argmax(activations + transients))
-    return int(activations[most]), int(transients[most]), most
+def peak(schedule: Schedule, device: int, sizes: StageBytes) -> tuple[int, int, int]:
+    """Activation bytes and transient bytes when a device's memory peaks, and that moment's index in ``peak_moments``."""
+    if not schedule.interleaved:  # one stage, whose memory peaks at the first backward
+        return peak_counts(schedule).in_flight[device] * sizes.saved[0], sizes.transients[0], 0
+    counts, running = peak_moments(schedule, device)
+    activations = counts @ np.array([*sizes.saved, *sizes.waiting], dtype=np.int64)[: counts.shape[1]]
+    transients = np.array(sizes.transients, dtype=np.int64)[running]
+    moment = int(np.argmax(activations + transients))
+    return int(activations[moment]), int(transients[moment]), moment

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.schedules import GPIPE, ONE_F_ONE_B, Schedule
-from autopar.schedules.memory import fullest
+from autopar.schedules.memory import peak_counts
 from autopar.schedules.orders import device_groups, device_order, warm_forwards
 
 Array = NDArray[np.float64]
@@ -184,12 +184,12 @@ def simulate(
 def warm_up(schedule: Schedule) -> tuple[int, ...]:
     """Per stage: the number of forwards before its first backward; the path ``round`` of ``textbook_paths`` counts one of them. GPipe
     hides none: its forwards and its backwards are two pipelines, one after the other."""
-    return (1,) * schedule.stages if schedule.name == GPIPE else fullest(schedule).in_flight
+    return (1,) * schedule.stages if schedule.name == GPIPE else peak_counts(schedule).in_flight
 
 
 def repeats(schedule: Schedule) -> tuple[int, ...]:
     """Per stage: how many extra times the path ``twice`` of ``textbook_paths`` contains its time; 0 if there is no such path."""
-    m, own = schedule.microbatches, fullest(schedule).in_flight
+    m, own = schedule.microbatches, peak_counts(schedule).in_flight
     return tuple(max(m - n, 0) if schedule.name == ONE_F_ONE_B else 0 for n in own)
 
 
@@ -237,7 +237,7 @@ def textbook_paths(schedule: Schedule) -> Array:
     if schedule.split:
         return _split_paths(schedule)
     stages, m, line = schedule.stages, schedule.microbatches, schedule.pipeline
-    before = np.array(fullest(schedule).in_flight)
+    before = np.array(peak_counts(schedule).in_flight)
     late = [d for d, more in enumerate(repeats(schedule)) if more]
     forwards, backwards = np.zeros((2, 2 * line + len(late), stages))
     for d in range(line):

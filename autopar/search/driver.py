@@ -1,7 +1,7 @@
 """Best-first search over the configurations: prices and a cluster in, a plan with its proved bound out.
 
 Every configuration (``Choice``) starts with a bound from the layers' own work (``Prices.least_time_s``), which needs no prices. The choice
-with the lowest bound takes its next step: first prices and a cheap bound (``fewest_seconds``), then the steps of ``steps``: a more
+with the lowest bound takes its next step: first prices and a cheap bound (``cheap_bound``), then the steps of ``steps``: a more
 expensive bound, a solution, a proof. After each step the choice waits until its bound is the lowest again, so that no time is spent on a
 choice while another looks better. The search ends when no choice, open or closed, has a bound further than the target gap below the
 incumbent, or when the time limit is reached. The reported bound is the smallest of the open choices' bounds, the closed choices' bounds,
@@ -13,7 +13,7 @@ bounds. For such choices, pinned or not, the next number of chunks is priced onl
 bound rises with the number of chunks.
 
 Then every configuration is tried with sequence parallelism in all layers, too (``SearchOptions.sequences``). These are too many to open:
-each waits, with the bound of its arithmetic, until an estimate of its first bound is lower than all bounds (``State.later``).
+each waits, with the bound of its arithmetic, until an estimate of its first bound is lower than all bounds (``State.defer``).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from autopar.graph import Graph
 from autopar.plan import FP8, PinPrice, Plan
 from autopar.precision import FLOAT8, TF32
 from autopar.schedules import copies_of
-from autopar.search.bounds.cheap import fewest_seconds
+from autopar.search.bounds.cheap import cheap_bound
 from autopar.search.construct.drafts import construct
-from autopar.search.evaluation import Proof, Solution, in_segments, make_plan, tidy
-from autopar.search.minimum_memory import explain, explain_outside, least_memory, least_share, something_fits
+from autopar.search.evaluation import Proof, Solution, make_plan, simplified, with_actual_segments
+from autopar.search.minimum_memory import explain, explain_offload, is_feasible, least_memory, least_share
 from autopar.search.options import SearchOptions, SequencePin
 from autopar.search.pareto import Array
 from autopar.search.prices import Prices, Shared
@@ -42,15 +42,15 @@ from autopar.search.problem import (
     Choice,
     Devices,
     PriceSource,
+    admits_copies,
     choices,
     context_of,
     may_split,
-    mirrors,
-    no_mirror,
-    waiting_less,
+    no_copies_error,
+    with_smaller_bubbles,
 )
 from autopar.search.state import State
-from autopar.search.steps import advance, decided, may_segment, nothing_fits, segmented
+from autopar.search.steps import advance, decided, may_segment, proved_infeasible, segmented
 from autopar.search.tables import Instance
 from autopar.techniques.sync import SYNC
 from autopar.techniques.technique import ANY
@@ -59,9 +59,9 @@ from autopar.units import gigabytes
 Group = tuple[Choice, ...]
 """Configurations that differ in their numbers of chunks alone, fewest first."""
 
-OTHERS, MANY, REST = 0.4, 0.75, 0.25
-"""The shares of the time that are left when other schedules than 1F1B and GPipe are opened with even stages (``MANY``: if sequence
-parallelism in all layers follows), and when sequence parallelism and uneven stages are, if not earlier (``Further``)."""
+SCHEDULES_SHARE, SCHEDULES_BEFORE_SEQUENCES_SHARE, REST_SHARE = 0.4, 0.75, 0.25
+"""The shares of the time that are left when schedules besides 1F1B and GPipe are opened with even stages (the second: if sequence parallelism
+in all layers follows), and when sequence parallelism and uneven stages are, if not earlier (``Further``)."""
 
 SMALL_LAYERS = 16
 """The largest number of compiled layers for which schedules with two-part backwards are tried, which leave layers eager."""
@@ -88,8 +88,8 @@ def search(
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
-    """A further search: the plan, or ``None`` if none faster than the known one was found; seconds of the faster of the two plans; the
+class SearchResult:
+    """The result of a search below a known step time: the plan, or ``None`` if none is faster; seconds of the faster of the two plans; the
     bound."""
 
     plan: Plan | None
@@ -104,7 +104,7 @@ def search_again(
     options: SearchOptions,
     known_s: float,
     shared: Shared | None = None,
-) -> Again | None:
+) -> SearchResult | None:
     """Search once more, with one thing changed, for a plan whose step takes less than ``known_s`` (infinite: any plan); ``None`` if the
     request is refused or nothing fits. ``shared`` as in ``search``."""
     started = time.monotonic()
@@ -113,13 +113,13 @@ def search_again(
     except (UsageError, InfeasibleError):
         return None
     plan = None if state.best is None else _record(graph, cluster, state, started)
-    return Again(plan, state.step_s, min(state.bound_s, state.step_s))
+    return SearchResult(plan, state.step_s, min(state.bound_s, state.step_s))
 
 
-def _asked(cluster: Devices, pricer: PriceSource, options: SearchOptions) -> tuple[PriceSource, SearchOptions]:
+def _resolved(cluster: Devices, pricer: PriceSource, options: SearchOptions) -> tuple[PriceSource, SearchOptions]:
     """The pricer for the program that ``options`` describe, and the options completed with facts of the cluster and the pricer."""
     sync = options.of(SYNC.name) or SYNC.default
-    pricer = pricer.of_program(options.prefetch or 1, sync).mirrored(copies_of(options.schedule))
+    pricer = pricer.of_program(options.prefetch or 1, sync).with_copies(copies_of(options.schedule))
     return pricer, replace(options, compiled=pricer.compiled, nvme=cluster.has_nvme)
 
 
@@ -164,7 +164,7 @@ def explore(
     if cluster.count < 1:
         raise UsageError(f"a plan needs at least one device, not {cluster.count}")
     deadline = time.monotonic() + options.time_limit_s
-    pricer, options = _asked(cluster, pricer, options)
+    pricer, options = _resolved(cluster, pricer, options)
     state = State(options, Prices(graph, cluster, pricer, options, shared), pricer, deadline, step_s=known_s)
     opened = _open_all(graph, cluster, state)
     if not opened and not _sequences(state):
@@ -175,7 +175,7 @@ def explore(
             waiting.pop(0).open()
         if (node := state.pop()) is not None:
             advance(state, node)
-        elif _in_segments(state) or _where_nothing_fits(state):
+        elif _try_segments(state) or _try_segments_where_infeasible(state):
             continue
         elif waiting:
             waiting.pop(0).open()
@@ -190,7 +190,7 @@ def explore(
         state.unpriced += sum(len(some.choices) for some in state.to_price)
         if not state.priced:
             raise _no_price(graph, state)
-        _last_resort(graph, state, state.priced)
+        _take_least_memory(graph, state, state.priced)
     return state
 
 
@@ -211,10 +211,11 @@ class Further:
 def _further(graph: Graph, cluster: Devices, state: State, opened: list[Group]) -> list[Further]:
     """What pins leave to open after the configurations under 1F1B and GPipe, in this order."""
     schedules, sequences = _leaves_schedules(state.options), bool(_sequences(state))
+    first = SCHEDULES_BEFORE_SEQUENCES_SHARE if sequences else SCHEDULES_SHARE
     found = [
-        Further(MANY if sequences else OTHERS, sequences, False, lambda: _open_schedules(state, opened, even=True)),
-        Further(REST, True, True, lambda: _open_sequences(graph, cluster, state, opened)),
-        Further(REST, False, False, lambda: _open_schedules(state, opened, even=False)),
+        Further(first, sequences, False, lambda: _open_schedules(state, opened, even=True)),
+        Further(REST_SHARE, True, True, lambda: _open_sequences(graph, cluster, state, opened)),
+        Further(REST_SHARE, False, False, lambda: _open_schedules(state, opened, even=False)),
     ]
     return [more for more in found if (sequences if more.bounded else schedules)]
 
@@ -235,7 +236,7 @@ def _open_all(graph: Graph, cluster: Devices, state: State) -> list[Group]:
     found = choices(graph, cluster.count, state.options, state.prices.pins)
     todo = _by_mesh(cluster, found)
     if not todo:
-        raise no_mirror(found[0].schedule.name)
+        raise no_copies_error(found[0].schedule.name)
     for number, group in enumerate(todo):
         if opened and state.left_s() < state.options.time_limit_s / 3:
             state.unpriced = sum(map(len, todo[number:]))
@@ -248,7 +249,7 @@ def _open_all(graph: Graph, cluster: Devices, state: State) -> list[Group]:
 
 
 def _open_sequences(graph: Graph, cluster: Devices, state: State, opened: list[Group]) -> None:
-    """Open the configurations with each kind and degree of sequence parallelism later, under every schedule."""
+    """Defer the configurations with each kind and degree of sequence parallelism, under every schedule."""
     state.arithmetic = _arithmetic(graph, cluster, state, opened)
     groups = _by_mesh(cluster, choices(graph, cluster.count, state.options, state.prices.pins))
     for pin in state.options.sequences:
@@ -258,13 +259,13 @@ def _open_sequences(graph: Graph, cluster: Devices, state: State, opened: list[G
             continue
         for group in groups:
             others = (some for even in (True, False) for some in _with_other_schedules(state, group[0], even))
-            state.later((group, *others), pin)
+            state.defer((group, *others), pin)
 
 
 def _late_sequences(state: State) -> str:
     """Name the sequence parallelism that may be faster and was not opened in every configuration when time ran out."""
     options = state.options
-    late = {some.sequence for some in state.unopened if some.bound_s < state.enough_s}
+    late = {some.sequence for some in state.deferred if some.bound_s < state.cutoff_s}
     if state.unpriced and not options.decides_sequences:
         late |= set(options.sequences)
     return ", ".join(f"{kind}={degree}" for kind, degree in options.sequences if (kind, degree) in late)
@@ -287,7 +288,7 @@ def _by_mesh(cluster: Devices, found: list[Choice]) -> list[Group]:
     """The choices that the cluster admits; those that differ in their numbers of chunks alone are a group."""
     groups: dict[Choice, list[Choice]] = {}
     for choice in found:
-        if mirrors(cluster, choice.schedule):
+        if admits_copies(cluster, choice.schedule):
             groups.setdefault(replace(choice, schedule=replace(choice.schedule, chunks=0)), []).append(choice)
     return [tuple(group) for group in groups.values()]
 
@@ -303,7 +304,7 @@ def _no_price(graph: Graph, state: State) -> InfeasibleError:
     )
 
 
-def _spares(state: State, instance: Instance, solution: Solution, stage: int) -> bool:
+def _segments_would_save_memory(state: State, instance: Instance, solution: Solution, stage: int) -> bool:
     """Whether pairs of the layers that a stage fully recomputes would keep less memory: each pair saves one input, but two layers' saved
     values, instead of one layer's, are live at once; the layer's transient stands for a layer's saved values. Longer segments pay if
     pairs do."""
@@ -311,50 +312,50 @@ def _spares(state: State, instance: Instance, solution: Solution, stage: int) ->
     spared, more = 0.0, np.inf
     for i in range(*solution.bounds[stage : stage + 2]):
         table, k = instance.table(i, place), solution.pick[i]
-        if table.strategies[k].options.again == "all" and state.prices.chain(i) > 1:
+        if table.strategies[k].options.recomputes == "all" and state.prices.chain(i) > 1:
             spared += n * float(table.saved[k]) / 2
             more = min(more, float(table.transient[k]))
     return spared > more
 
 
-def _in_segments(state: State) -> bool:
+def _try_segments(state: State) -> bool:
     """At the end of the search, try segments if the best plan fully recomputes many layers, which shows that it is short of memory; return
     whether to go on."""
     if state.best is None or state.widened == state.best[0].choice or not may_segment(state.best[0]):
         return False
     chosen, solution = state.best
     state.widened = chosen.choice
-    if not any(_spares(state, chosen, solution, stage) for stage in range(chosen.schedule.stages)):
+    if not any(_segments_would_save_memory(state, chosen, solution, stage) for stage in range(chosen.schedule.stages)):
         return False
     instance = segmented(state, chosen)
     if instance is None:
         return False
-    state.push(instance, fewest_seconds(instance))
-    return state.heap[0].bound_s < state.enough_s
+    state.push(instance, cheap_bound(instance))
+    return state.heap[0].bound_s < state.cutoff_s
 
 
-def _where_nothing_fits(state: State) -> bool:
+def _try_segments_where_infeasible(state: State) -> bool:
     """At the end of the search, try segments in choices for which nothing fits without them; return whether to go on. With segments such
     a choice may be faster than its bound, which counts the recomputation or the copies that would make room."""
     for node in list(state.heap):
         plain = node.instance
         if not may_segment(plain) or plain.choice.segments or plain.choice in state.tried:
             continue
-        if fewest_seconds(plain) >= state.enough_s:
+        if cheap_bound(plain) >= state.cutoff_s:
             continue
         state.tried.add(plain.choice)
-        if not plain.outside and something_fits(plain):
+        if not plain.offload_tiers and is_feasible(plain):
             continue
         instance = segmented(state, plain)
-        if instance is None or (bound := fewest_seconds(instance)) >= state.enough_s:
+        if instance is None or (bound := cheap_bound(instance)) >= state.cutoff_s:
             continue
-        if nothing_fits(plain, state.deadline):
+        if proved_infeasible(plain, state.deadline):
             state.push(instance, bound)
-    return bool(state.heap) and state.heap[0].bound_s < state.enough_s
+    return bool(state.heap) and state.heap[0].bound_s < state.cutoff_s
 
 
 def _open_schedules(state: State, opened: list[Group], even: bool) -> None:
-    """Open every pipeline with the schedules that have smaller bubbles, with ``even`` stages or others (see ``waiting_less``).
+    """Open every pipeline with the schedules that have smaller bubbles, with ``even`` stages or others (see ``with_smaller_bubbles``).
 
     Schedules that split backward passes don't compile layers: they are tried where layers are eager in any case, and in models of at most
     ``SMALL_LAYERS``, if activations stay on the device.
@@ -367,16 +368,16 @@ def _open_schedules(state: State, opened: list[Group], even: bool) -> None:
 
 
 def _with_other_schedules(state: State, choice: Choice, even: bool) -> list[Group]:
-    """The choice with the schedules that have smaller bubbles (``waiting_less``), unless a pin decides."""
+    """``with_smaller_bubbles``, unless a pin decides the schedule or the chunks."""
     pins = state.prices.pins
     if not _leaves_schedules(state.options):
         return []
     split = all(may_split(some, context_of(state.options), len(pins) <= SMALL_LAYERS) for some in pins)
-    return [tuple(group) for group in waiting_less(choice, len(pins), split, even)]
+    return [tuple(group) for group in with_smaller_bubbles(choice, len(pins), split, even)]
 
 
 @dataclass(order=True)
-class _Resort:
+class _MemoryNode:
     """A choice, or with ``segments`` the same one with segments of several layers; ``need`` is a lower bound of the share of its memory
     limit that the choice needs, and the share itself where there is a ``solution`` that needs no more."""
 
@@ -387,13 +388,14 @@ class _Resort:
     segments: bool = field(default=False, compare=False)
 
 
-def _last_resort(graph: Graph, state: State, instances: list[Instance]) -> None:
+def _take_least_memory(graph: Graph, state: State, instances: list[Instance]) -> None:
     """No incumbent: take the choice that needs the least memory, or explain why even that does not fit. The least memory of a choice is
     computed where no other choice's lower bound is below it."""
-    heap: list[_Resort] = []
+    heap: list[_MemoryNode] = []
 
     def push(instance: Instance, segments: bool = False) -> None:
-        heapq.heappush(heap, _Resort(least_share(instance, segments), next(state.counter), instance, segments=segments))
+        node = _MemoryNode(least_share(instance, segments), next(state.counter), instance, segments=segments)
+        heapq.heappush(heap, node)
 
     instances = [i for i in instances if may_segment(i)] or instances
     for instance in instances:
@@ -436,15 +438,15 @@ def _last_resort(graph: Graph, state: State, instances: list[Instance]) -> None:
     found = construct(best.instance)
     state.offer(best.instance, best.solution if found is None else found[1])
     if state.best is None:
-        raise explain_outside(best.instance, best.solution)
+        raise explain_offload(best.instance, best.solution)
 
 
 def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Plan:
     assert state.best is not None
     instance, solution = state.best
-    priced = tidy(instance, solution)
+    priced = simplified(instance, solution)
     if instance.segmented:
-        priced = in_segments(graph, instance, solution, priced)
+        priced = with_actual_segments(graph, instance, solution, priced)
     state.step_s = priced.cost.step_time_s
     bound = min(state.bound_s, state.step_s)
     notes = []

@@ -27,10 +27,10 @@ from autopar.plan import (
 )
 from autopar.precision import TF32
 from autopar.schedules import Schedule
-from autopar.schedules.memory import most_in_flight
+from autopar.schedules.memory import max_in_flight
 from autopar.schedules.step_time import lower_bound, simulate
-from autopar.search.notes import notes_of, odd_experts, outside_notes, sync_notes, whole_layers
-from autopar.search.problem import Choice, Devices, Mesh, PriceSource, mirrors, no_mirror
+from autopar.search.notes import notes_of, odd_experts, offload_notes, sync_notes, unsplit_layers
+from autopar.search.problem import Choice, Devices, Mesh, PriceSource, admits_copies, no_copies_error
 from autopar.search.tables import Instance
 from autopar.search.timeline import Counts, Device, Moment
 from autopar.segments import shortened
@@ -98,7 +98,7 @@ def step_cost(
 def cost(instance: Instance, solution: Solution, below_s: float = np.inf) -> Cost:
     """The exact cost of a solution, without memory. ``below_s`` as in ``step_cost``."""
     return step_cost(
-        solution.bounds, prices_of(instance, solution), *ways(instance, solution), instance.schedule, below_s
+        solution.bounds, prices_of(instance, solution), *transfers(instance, solution), instance.schedule, below_s
     )
 
 
@@ -108,7 +108,7 @@ def prices_of(instance: Instance, solution: Solution) -> list[LayerPrice]:
     return [instance.table(i, place).prices[solution.pick[i]] for i, place in enumerate(places)]
 
 
-def ways(instance: Instance, solution: Solution) -> tuple[list[float], list[float]]:
+def transfers(instance: Instance, solution: Solution) -> tuple[list[float], list[float]]:
     """Seconds of resharding after each layer but the last, and of the send after each layer that ends a stage."""
     pick, place = solution.pick, instance.layout.place
     edges: list[float] = []
@@ -137,8 +137,8 @@ def stage_bytes(instance: Instance, first: int, stage: int, pick: Sequence[int])
     return float(Device(instance.schedule, stage, [prices]).most().total)
 
 
-def in_turn(instance: Instance, first: int, pick: Sequence[int]) -> tuple[int, ...]:
-    """The candidates of a stage's layers from ``first`` on, reordered so that equal ones are adjacent and segments of several layers are
+def regrouped(instance: Instance, first: int, pick: Sequence[int]) -> tuple[int, ...]:
+    """The candidates of a stage's layers from ``first`` on, regrouped so that equal ones are adjacent and segments of several layers are
     not cut short.
 
     Only layers of one kind and layout exchange candidates, which changes nothing else in time or memory.
@@ -154,11 +154,11 @@ def in_turn(instance: Instance, first: int, pick: Sequence[int]) -> tuple[int, .
     return tuple(found)
 
 
-def all_in_turn(instance: Instance, solution: Solution) -> Solution:
-    """``in_turn`` for every stage, if any candidate recomputes several layers as one."""
+def all_regrouped(instance: Instance, solution: Solution) -> Solution:
+    """``regrouped`` for every stage, if any candidate recomputes several layers as one."""
     if not instance.segmented:
         return solution
-    runs = (in_turn(instance, i, solution.pick[i:j]) for i, j in pairwise(solution.bounds))
+    runs = (regrouped(instance, i, solution.pick[i:j]) for i, j in pairwise(solution.bounds))
     return replace(solution, pick=tuple(itertools.chain.from_iterable(runs)))
 
 
@@ -171,24 +171,24 @@ def _fit(instance: Instance, bounds: Sequence[int], prices: Sequence[LayerPrice]
     memory = device_memories(instance.schedule, stages)
     if not all(m.total <= limit for m, limit in zip(memory, layout.limit, strict=False)):
         return False
-    if not instance.outside:
+    if not instance.offload_tiers:
         return True
-    rooms = (layout.outside[place] for place in layout.place)
+    rooms = (layout.tier_limits[place] for place in layout.place)
     return all(
         size <= limit
-        for sizes, room in zip(outside_bytes(instance.schedule, stages), rooms, strict=False)
+        for sizes, room in zip(offloaded_bytes(instance.schedule, stages), rooms, strict=False)
         for size, limit in zip(sizes, room, strict=True)
     )
 
 
-def outside_bytes(schedule: Schedule, stages: Sequence[Sequence[LayerPrice]]) -> list[tuple[int, int]]:
+def offloaded_bytes(schedule: Schedule, stages: Sequence[Sequence[LayerPrice]]) -> list[tuple[int, int]]:
     """Host memory and NVMe of each pipeline rank, in bytes; with several chunks, every microbatch in flight counts as one of the chunk that
     saves most."""
     found = []
     for d in range(schedule.pipeline):
         mine = [stages[s] for s in schedule.own(d)]
         most = max(sum(int(p.host_saved_bytes) for p in stage) for stage in mine)
-        host = sum(int(p.host_bytes) for stage in mine for p in stage) + most_in_flight(schedule, d) * most
+        host = sum(int(p.host_bytes) for stage in mine for p in stage) + max_in_flight(schedule, d) * most
         found.append((host, sum(int(p.nvme_bytes) for stage in mine for p in stage)))
     return found
 
@@ -235,7 +235,7 @@ class Proof:
 
 
 @dataclass(frozen=True, slots=True)
-class Priced:
+class PricedPlan:
     """A configuration with its stage bounds, the strategy and the price of each layer, and the cost of a step."""
 
     choice: Choice
@@ -249,7 +249,7 @@ def make_plan(
     graph: Graph,
     cluster: Devices,
     pricer: PriceSource,
-    priced: Priced,
+    priced: PricedPlan,
     *,
     precision: str,
     limits: Sequence[float],
@@ -261,8 +261,8 @@ def make_plan(
     size = int(np.prod([axis.size for axis in mesh]))
     runs = by_stage(priced.prices, priced.bounds)
     twice = counted_twice(graph, pricer, choice, priced.bounds, priced.strategies)
-    memory = [less(m, state) for m, state in zip(device_memories(choice.schedule, runs), twice, strict=True)]
-    outside = outside_bytes(choice.schedule, runs)
+    memory = [without_state(m, state) for m, state in zip(device_memories(choice.schedule, runs), twice, strict=True)]
+    offloaded = offloaded_bytes(choice.schedule, runs)
     stages = tuple(
         StagePlan(
             i,
@@ -271,7 +271,7 @@ def make_plan(
             memory[device],
             int(limits[device]),
             found.forward_s[s] + found.backward_s[s],
-            *outside[device],
+            *offloaded[device],
             found.per_step_s[s],
         )
         for s, ((i, j), device) in enumerate(zip(pairwise(priced.bounds), choice.schedule.device, strict=True))
@@ -299,7 +299,7 @@ def make_plan(
             *proof.notes,
             *notes_of(graph, choice, strategies, mesh),
             *sync_notes(sync),
-            *outside_notes(outside, cluster.stages(choice.schedule.pipeline)),
+            *offload_notes(offloaded, cluster.stages(choice.schedule.pipeline)),
         ),
         wall_time_s=proof.wall_time_s,
         planning_memory_bytes=proof.planning_memory_bytes,
@@ -345,13 +345,13 @@ def devices(schedule: Schedule, stages: Sequence[Sequence[LayerPrice]]) -> Itera
     return (Device(schedule, d, [stages[s] for s in schedule.own(d)]) for d in range(schedule.pipeline))
 
 
-def fullest_moments(instance: Instance, solution: Solution) -> list[Counts]:
+def counts_at_peaks(instance: Instance, solution: Solution) -> list[Counts]:
     """For each device, the microbatches in flight when its memory peaks."""
     stages = by_stage(prices_of(instance, solution), solution.bounds)
-    return [device.fullest_moment() for device in devices(instance.schedule, stages)]
+    return [device.counts_at_peak() for device in devices(instance.schedule, stages)]
 
 
-def less(live: Memory, state: State) -> Memory:
+def without_state(live: Memory, state: State) -> Memory:
     """``live`` without ``state``: parameters, gradients, optimizer."""
     p, g, o = state
     return replace(live, parameters=live.parameters - p, gradients=live.gradients - g, optimizer=live.optimizer - o)
@@ -364,18 +364,18 @@ def memory_timeline(graph: Graph, cluster: Devices, pricer: PriceSource, plan: P
         InfeasibleError: a layer has no price.
     """
     choice = Choice(plan.mesh, plan.sized_schedule)
-    pricer = pricer.of_program(plan.prefetch, plan.sync).mirrored(choice.schedule.copies)
+    pricer = pricer.of_program(plan.prefetch, plan.sync).with_copies(choice.schedule.copies)
     strategies = [layer.strategy for layer in plan.layers]
     bounds = [stage.start for stage in plan.stages] + [len(plan.layers)]
     stages = by_stage(layer_prices(graph, cluster, pricer, choice, bounds, strategies)[0], bounds)
     twice = counted_twice(graph, pricer, choice, bounds, strategies)
     return tuple(
-        tuple(replace(moment, memory=less(moment.memory, state)) for moment in device.timeline())
+        tuple(replace(moment, memory=without_state(moment.memory, state)) for moment in device.timeline())
         for device, state in zip(devices(choice.schedule, stages), twice, strict=True)
     )
 
 
-def _prediction(graph: Graph, cluster: Devices, priced: Priced, peak: float) -> Prediction:
+def _prediction(graph: Graph, cluster: Devices, priced: PricedPlan, peak: float) -> Prediction:
     schedule, found = priced.choice.schedule, priced.cost
     m, of_device = schedule.microbatches // schedule.copies, schedule.by_device
 
@@ -418,9 +418,9 @@ def evaluate(
         UsageError: a schedule with copies of each stage on unequal devices; ``overlap=halves`` where no layer can be halved.
     """
     strategies = shortened(graph, [strategy.under(schedule) for strategy in strategies], stage_bounds)
-    if not mirrors(cluster, schedule):
-        raise no_mirror(schedule.name)
-    pricer = pricer.mirrored(schedule.copies)
+    if not admits_copies(cluster, schedule):
+        raise no_copies_error(schedule.name)
+    pricer = pricer.with_copies(schedule.copies)
     choice, stages = Choice(mesh, schedule), cluster.stages(schedule.pipeline)
     prices, edges, sends = layer_prices(graph, cluster, pricer, choice, stage_bounds, strategies)
     found = step_cost(stage_bounds, prices, edges, sends, schedule)
@@ -428,7 +428,7 @@ def evaluate(
         graph,
         cluster,
         pricer,
-        Priced(choice, stage_bounds, strategies, prices, found),
+        PricedPlan(choice, stage_bounds, strategies, prices, found),
         precision=precision,
         limits=[stage.memory_limit_bytes for stage in stages],
         proof=Proof(0.0, 1.0, GIVEN),
@@ -439,7 +439,7 @@ def evaluate(
     ]
     notes = (
         *plan.notes,
-        *whole_layers(plan, pricer),
+        *unsplit_layers(plan, pricer),
         *odd_experts(plan, pricer),
         *([f"the plan does not fit: {', '.join(over)}"] if over else []),
     )
@@ -513,7 +513,7 @@ def _effort(strategy: Strategy) -> tuple[int, ...]:
     return *before, strategy.zero, strategy.replicate, *after
 
 
-def tidy(instance: Instance, solution: Solution) -> Priced:
+def simplified(instance: Instance, solution: Solution) -> PricedPlan:
     """Simplify a plan without making it slower: no recomputation and no higher ZeRO stage than needed.
 
     Optima are rarely unique; a strategy that gains nothing confuses readers. All layers of a kind that have the same
@@ -523,7 +523,7 @@ def tidy(instance: Instance, solution: Solution) -> Priced:
     strategies = [instance.table(i).strategies[k] for i, k in enumerate(pick)]
     places = [instance.layout.place[s] for s, (i, j) in enumerate(pairwise(solution.bounds)) for _ in range(i, j)]
     prices = prices_of(instance, solution)
-    edges, sends = ways(instance, solution)
+    edges, sends = transfers(instance, solution)
 
     def step(trial: list[LayerPrice]) -> Cost:
         return step_cost(solution.bounds, trial, edges, sends, instance.schedule)
@@ -550,10 +550,10 @@ def tidy(instance: Instance, solution: Solution) -> Priced:
                 prices, best = trial, found
                 strategies = [strategy if c else s for c, s in zip(change, strategies, strict=True)]
                 break
-    return Priced(instance.choice, solution.bounds, strategies, prices, best)
+    return PricedPlan(instance.choice, solution.bounds, strategies, prices, best)
 
 
-def in_segments(graph: Graph, instance: Instance, solution: Solution, plain: Priced) -> Priced:
+def with_actual_segments(graph: Graph, instance: Instance, solution: Solution, plain: PricedPlan) -> PricedPlan:
     """The same plan, in which a segment that the end of its stage cuts short has its actual number of layers."""
     choice = instance.choice
     told, prices = shortened(graph, plain.strategies, solution.bounds), list(plain.prices)
@@ -562,5 +562,5 @@ def in_segments(graph: Graph, instance: Instance, solution: Solution, plain: Pri
         for i in range(start, stop):
             if told[i] != plain.strategies[i]:
                 prices[i] = _price(graph, pricer, i, choice.mesh, told[i], choice.schedule.microbatches)
-    found = step_cost(solution.bounds, prices, *ways(instance, solution), instance.schedule)
+    found = step_cost(solution.bounds, prices, *transfers(instance, solution), instance.schedule)
     return replace(plain, strategies=told, prices=prices, cost=found)

@@ -1,12 +1,11 @@
-"""Stages of whole layers: the exact least cost of a stage, without the resharding inside it.
+"""The exact least cost of a pipeline stage, without the resharding inside it.
 
-Layers of one kind have one table, so a stage is a number of layers of each kind, and its cost depends on how many of them take each
-candidate: a knapsack. Of the ways to run k layers of a kind only those matter that no other beats in both cost and live memory, and
-the ways for k layers are made from those for k - 1. The transients of a stage count once, by the largest: for each level that they may
-reach, the candidates below it are combined within the rest of the memory.
+Layers of one kind have one table of candidates, so a stage is a number of layers of each kind, and its cost depends on how many of them
+take each candidate: a knapsack. For k layers of a kind only the Pareto front of live memory and cost matters, and the front of k layers
+combines those of k - 1 layers and of one. The memory holds the largest transient of a stage once: for each level of transients, the
+candidates up to it are combined within the rest of the memory.
 
-The relaxations of ``bounds`` let a fraction of a layer recompute, which makes a stage of four layers up to a tenth cheaper
-than it can be.
+The relaxations in ``bounds`` let a fraction of a layer recompute, which makes a stage of four layers up to a tenth cheaper than it can be.
 """
 
 from __future__ import annotations
@@ -20,92 +19,91 @@ import numpy as np
 from autopar.search.pareto import Array, Indices, falling
 from autopar.search.tables import Instance, Regime, Roles, Table
 
-WAYS = 400
+MAX_POINTS = 400
 """Maximum number of Pareto points kept; a larger front is thinned out."""
 
-TABLES = 3
-"""The largest number of different layers of a stage for which the least cost is computed: more layers have too many combinations, and
-rounding a fraction of one layer among many matters little."""
+MAX_TABLES = 3
+"""Callers compute the least cost of stages with up to this number of kinds of layers: more kinds have too many combinations, and a
+fraction of one layer among many matters little."""
 
 
 @dataclass(frozen=True)
 class Front:
-    """The Pareto front of the ways to run some layers: live bytes, rising, and cost, falling. A way is one candidate of one layer, or
-    combines a way of each of two parts."""
+    """The Pareto front of the candidates of some layers: live bytes, rising, and cost, falling. A point is a candidate of one layer, or
+    combines a point of each of two other fronts (``parts``)."""
 
     live: Array
     cost: Array
-    made: Indices  # two parts: (way of the first) * (number of ways of the second) + way of the second; else the candidate
+    origin: Indices  # with parts: (the first's point) * len(second) + (the second's point); otherwise the candidate
     parts: tuple[Front, Front] | None = None
-    table: int = 0  # the candidate's table; 0 if there is no layer
+    table: int = 0  # the id of the candidate's table; 0 if there is no layer
 
     def __len__(self) -> int:
         return len(self.live)
 
     def within(self, live: float, cost: float) -> Front:
-        """The ways with at most these live bytes and this cost, without how they are made."""
+        """Return the points with at most these live bytes and this cost; their candidates can't be looked up (``picks``)."""
         keep = slice(int((self.cost > cost).sum()), int(np.searchsorted(self.live, live, side="right")))
-        return Front(self.live[keep], self.cost[keep], self.made[keep])
+        return Front(self.live[keep], self.cost[keep], self.origin[keep])
 
-    def picks(self, way: int) -> list[tuple[int, int]]:
-        """The table and the candidate of each layer of a way."""
-        found: list[tuple[int, int]] = []
-        waiting = [(self, way)]  # a stack: a stage may have more layers than Python has frames
-        while waiting:
-            of, here = waiting.pop()
-            made = int(of.made[here])
-            if of.parts is not None:
-                first, second = of.parts
-                waiting += [(second, made % len(second)), (first, made // len(second))]
-            elif of.table:
-                found.append((of.table, made))
-        return found
+    def picks(self, point: int) -> list[tuple[int, int]]:
+        """Return the table and the candidate of each layer of a point."""
+        picks: list[tuple[int, int]] = []
+        stack = [(self, point)]  # a stage may have more layers than Python allows recursive calls
+        while stack:
+            front, point = stack.pop()
+            origin = int(front.origin[point])
+            if front.parts is not None:
+                first, second = front.parts
+                stack += [(second, origin % len(second)), (first, origin // len(second))]
+            elif front.table:
+                picks.append((front.table, origin))
+        return picks
 
 
-def front(live: Array, cost: Array, candidates: Indices, table: int) -> Front:
-    """The ways to run one layer that no other way beats, among candidates with these live bytes and costs."""
+def layer_front(live: Array, cost: Array, candidates: Indices, table: int) -> Front:
+    """Return the Pareto front of one layer's candidates, which have these live bytes and costs."""
     best = falling(live, cost)
     return Front(live[best], cost[best], candidates[best], table=table)
 
 
-NOTHING = Front(np.zeros(1), np.zeros(1), np.zeros(1, dtype=np.int64))
+NO_LAYERS = Front(np.zeros(1), np.zeros(1), np.zeros(1, dtype=np.int64))
 
 
-def merged(a: Front, b: Front, limit: float, bound: bool, dearest: float = np.inf) -> Front:
-    """The ways to run the layers of both within a limit, at a cost of at most ``dearest``. Above ``WAYS`` some are left out, or
-    (``bound``) neighbours are merged into one that is as cheap as the cheaper and has as few live bytes as the smaller."""
+def combined(a: Front, b: Front, limit: float, bound: bool, max_cost: float = np.inf) -> Front:
+    """Return the front of the layers of both, up to ``limit`` live bytes and ``max_cost``. Above ``MAX_POINTS`` some points are left out,
+    or with ``bound`` neighbours are merged into a point with the lower cost and the fewer live bytes."""
     live, cost = np.add.outer(a.live, b.live).ravel(), np.add.outer(a.cost, b.cost).ravel()
     keep = falling(live, cost)
-    keep = keep[int((cost[keep] > dearest).sum()) : int(np.searchsorted(live[keep], limit, side="right"))]
-    first = last = np.arange(0, len(keep), -(-len(keep) // WAYS) or 1)
+    keep = keep[int((cost[keep] > max_cost).sum()) : int(np.searchsorted(live[keep], limit, side="right"))]
+    first = last = np.arange(0, len(keep), -(-len(keep) // MAX_POINTS) or 1)
     if bound and len(first):
         last = np.append(first[1:], len(keep)) - 1
     return Front(live[keep[first]], cost[keep[last]], keep[first], (a, b))
 
 
-def only(table: Table, roles: Roles) -> Indices:
-    """The table's candidates of one layout; all candidates, if it has none of that layout."""
-    here = np.array([i for i, s in enumerate(table.strategies) if s.roles == roles], dtype=np.int64)
-    return here if len(here) else np.arange(len(table))
+def with_roles(table: Table, roles: Roles) -> Indices:
+    """Return the table's candidates with these roles; all candidates, if none has them."""
+    found = np.array([i for i, s in enumerate(table.strategies) if s.roles == roles], dtype=np.int64)
+    return found if len(found) else np.arange(len(table))
 
 
 Weights = tuple[float, float, float]
-"""The costs of one second of a microbatch's time, of its forward, and of once-per-step work."""
+"""What counts in a stage's cost: the weight of a microbatch's seconds, of its forward's, and of once-per-step seconds."""
 
 Layers = Sequence[tuple[Table, int]]
-"""The layers of a stage: tables and the number of layers of each."""
+"""The layers of a stage: for each table, the number of its layers."""
 
 Part = tuple[int, int, int]
-"""A table, a level of its transients, and a number of layers."""
+"""Layers of one table: the table's id, the index of a level of its transients, and the number of layers."""
 
 
 @dataclass
 class Knapsacks:
-    """The stages of one regime under one cost, computed on demand.
+    """The least costs of stages under one regime and one cost, computed on demand.
 
-    ``bound``: if there are too many ways, neighbours are merged into one that is as cheap as the cheaper and keeps as little live as the
-    smaller, so that every answer is a lower bound; otherwise some are left out, so that every answer is a real stage. ``roles``: the one
-    layout that may be used, for the layers that have it.
+    If a front has too many points, costs are lower bounds with ``bound``, and those of real stages without it (see ``combined``).
+    With ``roles`` a layer has these roles, if any of its candidates has.
     """
 
     regime: Regime
@@ -116,93 +114,94 @@ class Knapsacks:
     _fronts: dict[tuple[Part, ...], Front] = field(default_factory=dict)
     _tables: list[Table] = field(default_factory=list)  # kept alive, so that their ids stay unique
 
-    def _single(self, table: Table) -> list[tuple[float, Front]]:
-        """One layer's ways, by the level of the transients."""
+    def _layer_fronts(self, table: Table) -> list[tuple[float, Front]]:
+        """Return one layer's fronts, by the level of the transients."""
         if id(table) not in self._levels:
             self._tables.append(table)
-            n, passing, place, _ = self.regime
+            n, buffers, place, _ = self.regime
             here = table.at(place)
-            keep = np.arange(len(table)) if self.roles is None else only(table, self.roles)
+            keep = np.arange(len(table)) if self.roles is None else with_roles(table, self.roles)
             time, forward, step = self.weights
             cost = (time * here.time + forward * here.forward + step * here.step)[keep]
-            live, transient = (here.weights + n * here.saved)[keep], here.at_work(passing)[keep]
+            live, transient = (here.weights + n * here.saved)[keep], here.transient_bytes(buffers)[keep]
             levels: list[tuple[float, Front]] = []
             for level in np.unique(transient).tolist():
-                some = np.flatnonzero(transient <= level)
-                ways = front(live[some], cost[some], keep[some], id(table))
-                if not levels or not np.array_equal(ways.made, levels[-1][1].made):
-                    levels.append((level, ways))
+                below = np.flatnonzero(transient <= level)
+                front = layer_front(live[below], cost[below], keep[below], id(table))
+                if not levels or not np.array_equal(front.origin, levels[-1][1].origin):
+                    levels.append((level, front))
             self._levels[id(table)] = levels
         return self._levels[id(table)]
 
-    def _of(self, parts: tuple[Part, ...]) -> Front:
-        """The ways to run the layers of some parts."""
+    def _front(self, parts: tuple[Part, ...]) -> Front:
+        """Return the front of all layers of some parts."""
         if not parts:
-            return NOTHING
+            return NO_LAYERS
         if parts not in self._fronts:
             *before, last = parts
             if before:
-                made = merged(self._of(parts[-1:]), self._of(tuple(before)), self.regime[3], self.bound)
+                front = combined(self._front(parts[-1:]), self._front(tuple(before)), self.regime[3], self.bound)
             else:
-                made = self._alike(*last)
-            self._fronts[parts] = made
+                front = self._front_of_one(*last)
+            self._fronts[parts] = front
         return self._fronts[parts]
 
-    def _alike(self, table: int, level: int, number: int) -> Front:
-        """The ways to run ``number`` layers of one table: those of one layer less, and one more."""
+    def _front_of_one(self, table: int, level: int, number: int) -> Front:
+        """Return the front of ``number`` layers of one table, built from those of fewer layers."""
         single = self._levels[table][level][1]
         known = next((n for n in range(number - 1, 1, -1) if ((table, level, n),) in self._fronts), 1)
-        made = single if known == 1 else self._fronts[((table, level, known),)]
+        front = single if known == 1 else self._fronts[((table, level, known),)]
         for n in range(known + 1, number + 1):
-            made = self._fronts[((table, level, n),)] = merged(single, made, self.regime[3], self.bound)
-        return made
+            front = self._fronts[((table, level, n),)] = combined(single, front, self.regime[3], self.bound)
+        return front
 
-    def _levelled(self, layers: Layers) -> list[tuple[float, float, list[Part]]]:
-        """For each level that the transients of such a stage may reach: a lower bound of its cost, the remaining memory, and the parts
-        whose transients stay below it. The lowest bound comes first."""
-        some = [(id(table), number, [level for level, _ in self._single(table)]) for table, number in layers]
-        floor = max(levels[0] for _, _, levels in some)
+    def _by_level(self, layers: Layers) -> list[tuple[float, float, list[Part]]]:
+        """Return for each level of the stage's transients a lower bound of the cost, the memory left, and the parts whose transients are
+        up to the level; the lowest bound first."""
+        tables = [(id(table), number, [level for level, _ in self._layer_fronts(table)]) for table, number in layers]
+        floor = max(levels[0] for _, _, levels in tables)
         found = []
-        for level in sorted({floor, *(level for _, _, levels in some for level in levels if level > floor)}):
-            below = [(table, bisect_right(levels, level) - 1, number) for table, number, levels in some]
+        for level in sorted({floor, *(level for _, _, levels in tables for level in levels if level > floor)}):
+            parts = [(table, bisect_right(levels, level) - 1, number) for table, number, levels in tables]
             room = self.regime[3] - level
-            found.append((self._mixed(below, room), room, sorted(below, key=lambda part: -part[2])))
+            found.append((self._relaxed_cost(parts, room), room, sorted(parts, key=lambda part: -part[2])))
         return sorted(found, key=lambda each: each[0])
 
-    def _mixed(self, parts: Sequence[Part], room: float) -> float:
-        """The least cost of the parts within the room if fractions of a layer may take different candidates: its dual is largest without a
-        price of memory, or at a slope of the ways of one layer."""
+    def _relaxed_cost(self, parts: Sequence[Part], room: float) -> float:
+        """Return the least cost of the parts in ``room`` bytes if fractions of a layer may take different candidates: the maximum of the
+        Lagrangian dual, which is at a multiplier of memory of zero, or at a slope of a layer's front."""
         singles = [(self._levels[table][level][1], number) for table, level, number in parts]
-        prices = [np.zeros(1)]
-        for ways, _ in singles:
-            more = np.flatnonzero(np.diff(ways.live) > 0)
-            prices.append(-np.diff(ways.cost)[more] / np.diff(ways.live)[more])
-        price = np.concatenate(prices)
-        priced = [n * (ways.cost + price[:, None] * ways.live).min(axis=1) for ways, n in singles]
-        memory = np.multiply(price, room, out=np.zeros(len(price)), where=price > 0)  # the room may be infinite
-        return float((np.array(priced).sum(axis=0) - memory).max())
+        slopes = [np.zeros(1)]
+        for front, _ in singles:
+            steps = np.flatnonzero(np.diff(front.live) > 0)
+            slopes.append(-np.diff(front.cost)[steps] / np.diff(front.live)[steps])
+        multiplier = np.concatenate(slopes)
+        costs = [n * (front.cost + multiplier[:, None] * front.live).min(axis=1) for front, n in singles]
+        memory = np.multiply(multiplier, room, out=np.zeros(len(multiplier)), where=multiplier > 0)  # infinite rooms
+        return float((np.array(costs).sum(axis=0) - memory).max())
 
     def _best(self, layers: Layers) -> tuple[float, tuple[Front, int, Front, int] | None]:
+        """Return the least cost, and the fronts and points of two parts of the layers that have it."""
         best: tuple[float, tuple[Front, int, Front, int] | None] = np.inf, None
-        for least, room, parts in self._levelled(layers):
+        for least, room, parts in self._by_level(layers):
             if least >= best[0]:
                 break
-            a, b = self._of(tuple(parts[:-1])), self._of(tuple(parts[-1:]))
-            if not len(a) or not len(b) or a.cost[-1] + b.cost[-1] >= best[0]:  # the cheapest ways of both
+            a, b = self._front(tuple(parts[:-1])), self._front(tuple(parts[-1:]))
+            if not len(a) or not len(b) or a.cost[-1] + b.cost[-1] >= best[0]:  # the lowest costs of both
                 continue
             at = np.searchsorted(a.live, room - b.live, side="right") - 1
             cost = np.where(at >= 0, b.cost + a.cost[at], np.inf)
-            way = int(cost.argmin())
-            if cost[way] < best[0]:
-                best = float(cost[way]), (a, int(at[way]), b, way)
+            point = int(cost.argmin())
+            if cost[point] < best[0]:
+                best = float(cost[point]), (a, int(at[point]), b, point)
         return best
 
     def least(self, layers: Layers) -> float:
-        """The least cost of a stage with these layers that fits; ``inf`` if none does."""
+        """Return the least cost of a stage with these layers that fits; ``inf`` if none does."""
         return self._best(layers)[0]
 
     def picks(self, layers: Layers) -> list[list[int]] | None:
-        """Per table, the candidates of that stage's layers; ``None`` if no stage fits."""
+        """Return for each table the candidates of its layers in the stage of least cost; ``None`` if no stage fits."""
         found = self._best(layers)[1]
         if found is None:
             return None
@@ -216,7 +215,7 @@ class Knapsacks:
 def knapsacks(
     instance: Instance, regime: Regime, weights: Weights, *, bound: bool, roles: Roles | None = None
 ) -> Knapsacks:
-    """The knapsacks that the instance's search has used before, or new ones."""
+    """Return the ``Knapsacks`` of these arguments, cached in the instance."""
     key = regime, weights, bound, roles
     if key not in instance.known:
         instance.known[key] = Knapsacks(regime, weights, bound, roles)

@@ -14,7 +14,7 @@ from typing import Any
 
 from autopar.errors import BatchError, UsageError
 from autopar.graph import Graph
-from autopar.pins import PINS, PlanPins, check_whole, checked
+from autopar.pins import PINS, PlanPins, check_sharding, checked
 from autopar.plan import (
     BATCHES,
     REPLICATING,
@@ -204,7 +204,7 @@ def _given_up(given: PlanPins, strategies: Collection[Strategy]) -> dict[str, st
     """The kinds of exactness that techniques give up, each with the responsible value."""
     chosen = [(technique, value) for s in strategies for technique, value in s.options.chosen]
     chosen += [(technique, given.of(technique.name) or technique.default) for technique in PLAN]
-    return {name: f"{t.name}={value}" for t, value in chosen if (name := t.way(value).gives_up)}
+    return {name: f"{t.name}={value}" for t, value in chosen if (name := t.mode(value).gives_up)}
 
 
 def _common(mesh: tuple[Axis, ...], roles: tuple[Role, ...], given: PlanPins, compiled: bool) -> Strategy:
@@ -218,9 +218,9 @@ def _common(mesh: tuple[Axis, ...], roles: tuple[Role, ...], given: PlanPins, co
     given.check("every layer", given)
     zero = (given.zero or 0) if Strategy(roles).degree(mesh, *REPLICATING) > 1 else 0
     context = replace(PERMISSIVE, several=(given.microbatches or 1) > 1, compiled=compiled)
-    least = {technique.name: technique.least(given.of, context) for technique in LAYER}
+    least = {technique.name: technique.simplest(given.of, context) for technique in LAYER}
     for technique in LAYER:
-        if technique.way(least[technique.name]).zero > zero:
+        if technique.mode(least[technique.name]).min_zero > zero:
             least[technique.name] = technique.default
     return Strategy(roles, zero, (given.replicate or 1) if zero else 1, Options(**least))
 
@@ -272,7 +272,7 @@ def _bounds(count: int, stages: int, cuts: tuple[int, ...] | None) -> tuple[int,
 
 def _check_strategy(graph: Graph, mesh: tuple[Axis, ...], given: PlanPins, index: int, strategy: Strategy) -> None:
     """Raise if a layer's strategy does not fit the mesh or the pins of the plan, or if its data axes do not divide the batch."""
-    check_whole(given, graph.layers[index].name, strategy.zero, strategy.replicate)
+    check_sharding(given, graph.layers[index].name, strategy.zero, strategy.replicate)
     if len(strategy.roles) != len(mesh):
         raise UsageError(
             f"the strategy of layer {index} has {len(strategy.roles)} roles for a mesh of {len(mesh)} axes"

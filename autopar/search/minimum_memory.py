@@ -1,4 +1,4 @@
-"""The least memory that a choice needs: decides feasibility exactly, and explains why a choice does not fit."""
+"""The least memory of a configuration: decides whether anything fits, and explains why nothing does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autopar.errors import InfeasibleError
 from autopar.graph import Graph
 from autopar.plan import Memory
 from autopar.search.cuts import balanced_cuts
-from autopar.search.evaluation import Solution, fullest_moments, memories, outside_bytes, prices_of
+from autopar.search.evaluation import Solution, counts_at_peaks, memories, offloaded_bytes, prices_of
 from autopar.search.pareto import Array, Indices
 from autopar.search.runs import compositions
 from autopar.search.tables import Instance, Regime
@@ -22,95 +22,94 @@ from autopar.search.timeline import Counts
 from autopar.techniques import LAYER
 from autopar.units import gigabytes
 
-NOTHING = 1e300
-"""Bytes of a layer that has no candidate: larger than any sum, and finite, so that zero times it is zero."""
+_NO_CANDIDATE = 1e300  # bytes: larger than any sum, and finite, so that zero times it is zero
 _ROUNDING = 1e-9  # relative: sums of the same bytes in another order
 
 
 def least_memory(instance: Instance) -> tuple[float, Solution]:
-    """The largest share of a device's memory limit that the choice needs, and a solution that needs no more. With one stage on each
-    device the share is the least possible; with several stages it is good, but not proved the least."""
+    """Return a solution of little memory, and the largest share of a device's memory limit that it needs. With one stage on each device
+    the share is the minimum; with several stages it is an upper bound of the minimum."""
     solution = _balanced(instance) if instance.schedule.interleaved else _one_stage(instance)
     return max(shares_of_limits(instance, solution)), solution
 
 
-def something_fits(instance: Instance) -> bool:
-    """Whether ``least_memory`` is within the limits. A solution that fills all devices equally, which takes less time, mostly shows it."""
+def is_feasible(instance: Instance) -> bool:
+    """Return whether ``least_memory`` is within the limits. The balanced solution is tried first: it takes less time, and mostly fits."""
     return max(shares_of_limits(instance, _balanced(instance))) <= 1 or least_memory(instance)[0] <= 1
 
 
 def least_share(instance: Instance, weights_only: bool = False) -> float:
-    """A cheap lower bound of the share of ``least_memory``: all layers divided over all devices, and one layer's transients. With
-    ``weights_only`` it also holds if segments of several layers are among the candidates."""
+    """Return a cheap lower bound of the share of ``least_memory``: all layers divided over all devices, and one layer's transients. With
+    ``weights_only`` it also holds if candidates recompute several layers as one segment."""
     exact = not (weights_only or instance.schedule.interleaved)
     layers = np.full(len(instance.kinds), np.inf)
     working = np.full(len(instance.kinds), np.inf if exact else 0.0)
-    for n, passing, place, _ in instance.regimes:
+    for n, buffers, place, _ in instance.regimes:
         for k, table in enumerate(instance.at(place)):
             kept = n * table.kept / table.segment if exact else 0.0
             layers[k] = min(layers[k], float((table.weights + kept).min()))
             if exact:
-                working[k] = min(working[k], float(table.at_work(passing).min()))
+                working[k] = min(working[k], float(table.transient_bytes(buffers).min()))
     total = float(layers[instance.kind].sum()) + float(working.max())
     return (1 - _ROUNDING) * total / sum(instance.layout.limit)
 
 
 def shares_of_limits(instance: Instance, solution: Solution) -> list[float]:
-    """The share of its memory limit that each device needs."""
+    """Return the share of its memory limit that each device needs."""
     return [m.total / limit for m, limit in zip(memories(instance, solution), instance.layout.limit, strict=False)]
 
 
 def first_moments(instance: Instance) -> list[Counts]:
-    """The microbatches that each device has in flight when it has most of them."""
+    """Return the microbatches that each device has in flight when it has most of them, by stage."""
     saved, waiting = instance.in_flight.tolist(), instance.waiting.tolist()
     return [tuple((saved[s], waiting[s]) for s in instance.schedule.own(d)) for d in range(instance.schedule.pipeline)]
 
 
 def _balanced(instance: Instance) -> Solution:
-    """The best of a few solutions that fill all devices equally: first for the moment with the most microbatches in flight, then for the
-    moment with the most memory."""
-    found = [_least_at(instance, first_moments(instance))]
-    if not instance.schedule.many_moments:
-        return found[0]
+    """Return the best of a few solutions that fill all devices equally: first at the moment with the most microbatches in flight, then at
+    the moments with the most memory."""
+    solutions = [_balanced_at(instance, first_moments(instance))]
+    if not instance.schedule.peak_varies:
+        return solutions[0]
     for _ in range(2):
-        found.append(_least_at(instance, fullest_moments(instance, found[-1])))
-    return min(found, key=lambda solution: max(shares_of_limits(instance, solution)))
+        solutions.append(_balanced_at(instance, counts_at_peaks(instance, solutions[-1])))
+    return min(solutions, key=lambda solution: max(shares_of_limits(instance, solution)))
 
 
-def _least_at(instance: Instance, moments: Sequence[Counts]) -> Solution:
-    """The candidates with the least memory of every device at a moment, and cuts that fill all devices equally."""
+def _balanced_at(instance: Instance, moments: Sequence[Counts]) -> Solution:
+    """Return the candidates with the least memory on each device at its moment, and cuts that fill all devices equally."""
     picks, shares = [], []
     for d, moment in enumerate(moments):
         tables = instance.at(instance.layout.place[d])
         n, q = np.mean(moment, axis=0).tolist()
         live = [t.live(n, q) + t.transient / instance.layers for t in tables]
-        picks.append(np.array([int(h.argmin()) for h in live]))
-        each = np.array([float(h.min()) for h in live])[instance.kind]
-        shares.append(np.concatenate([[0.0], np.cumsum(each)]) / instance.layout.limit[d])
+        picks.append(np.array([int(kind.argmin()) for kind in live]))
+        by_layer = np.array([float(kind.min()) for kind in live])[instance.kind]
+        shares.append(np.concatenate([[0.0], np.cumsum(by_layer)]) / instance.layout.limit[d])
     bounds = balanced_cuts(shares, instance.schedule.device)
     device = np.repeat(instance.device, np.diff(bounds))
     return Solution(bounds, tuple(int(picks[d][k]) for d, k in zip(device, instance.kind, strict=True)))
 
 
 def _one_stage(instance: Instance) -> Solution:
-    """The smallest possible maximum of the stages' memory, as a multiple of their limits.
+    """Return the solution that minimizes the largest share of a memory limit, with one stage on each device.
 
-    For each level that the transients may reach, every layer takes its least ``weights + n saved`` among the candidates below that
-    level (if several layers are recomputed as one, every run takes the least of its segments); a stage takes the best level, and dynamic
-    programming cuts the layers. While tied layers are undecided this is a relaxation.
+    For each level of the transients, every layer takes its least ``weights + n saved`` among the candidates up to the level (if several
+    layers are recomputed as one, every run takes its least segments); a stage takes the best level, and dynamic programming cuts the
+    layers. This is a relaxation while candidates of tied layers aren't fixed.
     """
     count, stages = instance.layers, instance.schedule.pipeline
     spans = {regime: _least_memory(instance, regime) for regime in instance.regimes}
     shares = {regime: spans[regime][0] / regime[-1] for regime in spans}
     best = np.where(np.arange(count + 1) == 0, 0.0, np.inf)
-    came: list[Indices] = []
+    begins: list[Indices] = []  # by stage: the best first layer, by end
     for s in range(stages):
-        through = np.maximum(best[:, None], shares[instance.regime(s)])
-        came.append(through.argmin(axis=0))
-        best = through.min(axis=0)
+        largest = np.maximum(best[:, None], shares[instance.regime(s)])
+        begins.append(largest.argmin(axis=0))
+        best = largest.min(axis=0)
     bounds = [count]
     for s in range(stages - 1, -1, -1):
-        bounds.append(int(came[s][bounds[-1]]))
+        bounds.append(int(begins[s][bounds[-1]]))
     bounds.reverse()
     pick: list[int] = []
     for s, (i, j) in enumerate(pairwise(bounds)):
@@ -120,62 +119,61 @@ def _one_stage(instance: Instance) -> Solution:
 
 
 def _least_memory(instance: Instance, regime: Regime) -> tuple[Array, Array]:
-    """``[i, j]``: the least bytes of a stage of layers i..j-1, and the level of the transients with which it has them."""
+    """Return ``[i, j]``: the least bytes of a stage of layers i..j-1, and the level of the transients that gives them."""
     return _by_segment(instance, regime) if instance.segmented else _by_layer(instance, regime)
 
 
 def _by_layer(instance: Instance, regime: Regime) -> tuple[Array, Array]:
-    """``_least_memory`` where every layer is recomputed by itself: a stage's memory depends on its composition alone."""
-    n, passing, place, _ = regime
+    """Return ``_least_memory`` if no layers are recomputed as one: a stage's memory depends only on its composition."""
+    n, buffers, place, _ = regime
     runs, tables = compositions(instance), instance.at(place)
-    working = [table.at_work(passing) for table in tables]
+    working = [table.transient_bytes(buffers) for table in tables]
     levels = np.unique(np.concatenate(working))
-    live = np.full((len(tables), len(levels)), NOTHING)
-    for own, table, each in zip(live, tables, working, strict=True):
-        order = each.argsort()
-        some = np.searchsorted(each[order], levels, "right")  # how many candidates are below each level
-        own[some > 0] = np.minimum.accumulate(table.live(n)[order])[some[some > 0] - 1]
-    needs = runs.counts @ live + levels
-    best = needs.min(axis=1)
-    return runs.spread(np.where(best < NOTHING, best, np.inf)), runs.spread(levels[needs.argmin(axis=1)])
+    live = np.full((len(tables), len(levels)), _NO_CANDIDATE)
+    for least, table, transients in zip(live, tables, working, strict=True):
+        order = transients.argsort()
+        count = np.searchsorted(transients[order], levels, "right")  # of candidates up to each level
+        least[count > 0] = np.minimum.accumulate(table.live(n)[order])[count[count > 0] - 1]
+    total = runs.counts @ live + levels
+    best = total.min(axis=1)
+    return runs.spread(np.where(best < _NO_CANDIDATE, best, np.inf)), runs.spread(levels[total.argmin(axis=1)])
 
 
 def _by_segment(instance: Instance, regime: Regime) -> tuple[Array, Array]:
-    """``_least_memory`` where several layers may be recomputed as one: the order of a stage's layers counts, too."""
-    _, passing, place, _ = regime
-    levels = np.unique(np.concatenate([table.at_work(passing) for table in instance.at(place)]))
+    """Return ``_least_memory`` if several layers may be recomputed as one: the order of a stage's layers matters, too."""
+    _, buffers, place, _ = regime
+    levels = np.unique(np.concatenate([table.transient_bytes(buffers) for table in instance.at(place)]))
     best = np.full((instance.layers + 1,) * 2, np.inf)
     level = np.zeros_like(best)
-    last: _LeastMemory | None = None
-    for height in levels.tolist():
-        here = _LeastMemory(instance, regime, height)
-        if last is not None and here.same(last):
+    previous: _LeastMemory | None = None
+    for transients in levels.tolist():
+        current = _LeastMemory(instance, regime, transients)
+        if previous is not None and current.same(previous):
             continue
-        needs = here.live + height
-        level[needs < best] = height
-        best = np.minimum(best, needs)
-        last = here
+        total = current.live + transients
+        level[total < best] = transients
+        best = np.minimum(best, total)
+        previous = current
     return best, level
 
 
 class _LeastMemory:
-    """The least memory of runs of layers, transients excluded, with the candidates of every kind whose transients are at most ``level``.
+    """The least memory of runs of layers, transients excluded, with the candidates whose transients are at most ``level``.
 
-    A segment of s layers has the layers' weights and keeps the bytes of its first layer; dynamic programming cuts a chain into such
-    segments. Consecutive layers belong to one chain if they have a candidate of several layers in common, such as differently pinned
-    layers of one class.
+    A segment of s layers has the layers' weights and keeps the bytes of its first layer; dynamic programming cuts a chain into segments.
+    Consecutive layers are a chain if they have a candidate of several layers in common, such as differently pinned layers of one class.
     """
 
     def __init__(self, instance: Instance, regime: Regime, level: float) -> None:
-        self.n, passing, place, _ = regime
+        self.n, buffers, place, _ = regime
         self.instance, self.tables = instance, instance.at(place)
-        self.allowed: list[NDArray[np.bool_]] = [table.at_work(passing) <= level for table in self.tables]
-        self.costs: list[Array] = []  # per kind: bytes of a segment of s + 1 layers
-        self.which: list[Indices] = []  # and that segment's candidate
-        for table, some in zip(self.tables, self.allowed, strict=True):
+        self.allowed: list[NDArray[np.bool_]] = [table.transient_bytes(buffers) <= level for table in self.tables]
+        self.costs: list[Array] = []  # by kind: the least bytes of a segment of s + 1 layers
+        self.candidates: list[Indices] = []  # by kind: the candidate of that segment
+        for table, allowed in zip(self.tables, self.allowed, strict=True):
             sizes = np.arange(1, int(table.segment.max()) + 1)[:, None]
-            live = np.where(some & (sizes <= table.segment), sizes * table.weights + self.n * table.kept, np.inf)
-            self.which.append(live.argmin(axis=1))
+            live = np.where(allowed & (sizes <= table.segment), sizes * table.weights + self.n * table.kept, np.inf)
+            self.candidates.append(live.argmin(axis=1))
             self.costs.append(live.min(axis=1))
         self._mixed: dict[tuple[frozenset[int], int], tuple[float, dict[int, int]]] = {}
 
@@ -186,27 +184,27 @@ class _LeastMemory:
 
     @cached_property
     def live(self) -> Array:
-        """``[i, j]``: bytes of layers i..j-1; ``inf`` if a layer has no candidate, and for empty runs."""
+        """Return ``[i, j]``: bytes of layers i..j-1; ``inf`` if a layer has no candidate, and for empty runs."""
         instance, counts = self.instance, np.arange(self.instance.layers + 1)
         i, j = counts[:, None], counts[None, :]
-        alone = np.array([cost[0] if len(cost) == 1 else 0.0 for cost in self.costs])
+        single = np.array([cost[0] if len(cost) == 1 else 0.0 for cost in self.costs])
         runs = compositions(instance)
-        found = runs.spread(runs.counts @ np.where(np.isfinite(alone), alone, 0.0))
-        found = found + runs.spread(runs.most(np.where(np.isfinite(alone), 0.0, 1.0)) * NOTHING)
+        live = runs.spread(runs.counts @ np.where(np.isfinite(single), single, 0.0))
+        live = live + runs.spread(runs.most(np.where(np.isfinite(single), 0.0, 1.0)) * _NO_CANDIDATE)
         for first, kinds in self._chains:
             start, stop = (i - first).clip(0, len(kinds)), (j - first).clip(0, len(kinds))
             if len(set(kinds)) == 1:
-                found = found + self._cut(kinds)[0][(stop - start).clip(0)]
+                live = live + self._cut(kinds)[0][(stop - start).clip(0)]
             else:
                 least = np.zeros((len(kinds) + 1,) * 2)
                 for a in range(len(kinds)):
                     least[a, a:] = self._cut(kinds[a:])[0]
-                found = found + least[start, np.maximum(start, stop)]
-        return np.where(found < NOTHING, found, np.inf)
+                live = live + least[start, np.maximum(start, stop)]
+        return np.where(live < _NO_CANDIDATE, live, np.inf)
 
     @cached_property
     def _chains(self) -> list[tuple[int, tuple[int, ...]]]:
-        """The first layer and the kinds of the layers of each chain that may have segments of several."""
+        """Return the first layer and the layers' kinds of each chain in which segments may have several layers."""
         found: list[tuple[int, tuple[int, ...]]] = []
         for kind, first, number in self.instance.runs:
             if len(self.costs[kind]) == 1:
@@ -220,7 +218,7 @@ class _LeastMemory:
         return found
 
     def _common(self, kinds: Collection[int]) -> list[dict[int, int]]:
-        """The several-layer candidates that all of these kinds have: for each candidate, its index by kind."""
+        """Return the candidates of several layers that all of these kinds have: for each candidate, its index by kind."""
         by_price = [
             {id(price): k for k, price in enumerate(self.tables[kind].prices) if price.segment > 1} for kind in kinds
         ]
@@ -229,13 +227,13 @@ class _LeastMemory:
         return sorted(numbers, key=lambda each: sorted(each.items()))
 
     def _segment(self, kinds: tuple[int, ...]) -> tuple[float, dict[int, int]]:
-        """The least bytes of one segment of layers of these kinds, and its candidate's index by kind."""
+        """Return the least bytes of one segment of layers of these kinds, and its candidate's index by kind."""
         size, different = len(kinds), frozenset(kinds)
         if len(different) == 1:
             kind = kinds[0]
             if size > len(self.costs[kind]):
                 return np.inf, {}
-            return float(self.costs[kind][size - 1]), {kind: int(self.which[kind][size - 1])}
+            return float(self.costs[kind][size - 1]), {kind: int(self.candidates[kind][size - 1])}
         key = different, size
         if key not in self._mixed:
             best: tuple[float, dict[int, int]] = np.inf, {}
@@ -253,7 +251,7 @@ class _LeastMemory:
         return self._mixed[key]
 
     def _cut(self, kinds: tuple[int, ...]) -> tuple[Array, list[int]]:
-        """The least bytes of the first 0, 1, ... layers of these kinds, and the number of layers of the last segment of each."""
+        """Return the least bytes of the first 0, 1, ... layers of these kinds, and the length of the last segment of each."""
         different = set(kinds)
         longest = max(len(self.costs[kind]) for kind in different)
         least, last = np.zeros(len(kinds) + 1), [0]
@@ -262,33 +260,33 @@ class _LeastMemory:
                 cost = self.costs[kinds[0]][:r]
             else:
                 cost = np.array([self._segment(kinds[r - size : r])[0] for size in range(1, min(r, longest) + 1)])
-            through = least[r - 1 :: -1][: len(cost)] + cost
-            last.append(int(through.argmin()) + 1)
-            least[r] = through[last[-1] - 1]
+            total = least[r - 1 :: -1][: len(cost)] + cost
+            last.append(int(total.argmin()) + 1)
+            least[r] = total[last[-1] - 1]
         return least, last
 
     def pick(self, i: int, j: int) -> list[int]:
-        """The candidates of layers i..j-1; in a chain of one kind, equal candidates are next to each other."""
-        found = [int(self.which[kind][0]) for kind in self.instance.kind[i:j].tolist()]
+        """Return the candidates of layers i..j-1; in a chain of one kind, equal candidates are next to each other."""
+        picks = [int(self.candidates[kind][0]) for kind in self.instance.kind[i:j].tolist()]
         for first, kinds in self._chains:
             start = max(i, first)
-            mine = kinds[start - first : max(j - first, 0)]
-            left, last = len(mine), self._cut(mine)[1] if mine else []
+            inside = kinds[start - first : max(j - first, 0)]
+            left, last = len(inside), self._cut(inside)[1] if inside else []
             while left > 0:
                 size = last[left]
-                numbers = self._segment(mine[left - size : left])[1]
+                numbers = self._segment(inside[left - size : left])[1]
                 for at in range(left - size, left):
-                    found[start - i + at] = numbers[mine[at]]
+                    picks[start - i + at] = numbers[inside[at]]
                 left -= size
-            if len(set(mine)) == 1:
-                found[start - i : start - i + len(mine)] = sorted(found[start - i : start - i + len(mine)])
-        return found
+            if len(set(inside)) == 1:
+                picks[start - i : start - i + len(inside)] = sorted(picks[start - i : start - i + len(inside)])
+        return picks
 
 
 def explain(graph: Graph, instance: Instance, solution: Solution, unpriced: int) -> InfeasibleError:
-    """The error for a search that ended without a plan: ``solution`` needs the least memory of all choices that were priced.
+    """Return the error for a search without a plan: ``solution`` needs the least memory of all configurations that were priced.
 
-    Nothing is proved about the ``unpriced`` choices.
+    ``unpriced`` configurations may still fit.
     """
     by_stage = memories(instance, solution)
     limits = instance.layout.limit
@@ -326,17 +324,17 @@ def explain(graph: Graph, instance: Instance, solution: Solution, unpriced: int)
     )
 
 
-def explain_outside(instance: Instance, solution: Solution) -> InfeasibleError:
-    """The error for a search in which every plan that fits the devices exceeds another memory; ``solution`` needs the least device
-    memory."""
+def explain_offload(instance: Instance, solution: Solution) -> InfeasibleError:
+    """Return the error for a search in which every plan that fits the devices exceeds host memory or NVMe; ``solution`` needs the least
+    device memory."""
     spans = [prices_of(instance, solution)[i:j] for i, j in pairwise(solution.bounds)]
-    outside, places = outside_bytes(instance.schedule, spans), instance.layout.place
-    rooms = [instance.layout.outside[places[d]] for d in range(len(outside))]
+    offloaded, places = offloaded_bytes(instance.schedule, spans), instance.layout.place
+    rooms = [instance.layout.tier_limits[places[d]] for d in range(len(offloaded))]
     worst, i = max(
-        itertools.product(range(len(outside)), range(2)), key=lambda at: outside[at[0]][at[1]] - rooms[at[0]][at[1]]
+        itertools.product(range(len(offloaded)), range(2)), key=lambda at: offloaded[at[0]][at[1]] - rooms[at[0]][at[1]]
     )
-    names = [t.name for t in LAYER if any(way.elsewhere for way in t.ways)]
-    size, limit, what = outside[worst][i], rooms[worst][i], ("host memory", "NVMe")[i]
+    names = [t.name for t in LAYER if any(mode.offload_tier for mode in t.modes)]
+    size, limit, what = offloaded[worst][i], rooms[worst][i], ("host memory", "NVMe")[i]
     return InfeasibleError(
         f"no plan was found that fits {gigabytes(instance.layout.limit[worst])} per device and {gigabytes(limit)} of {what}: the plan "
         f"that needs the least device memory ({instance.choice}) needs {gigabytes(size)} of {what}",

@@ -8,7 +8,7 @@ from autopar.graph import Graph
 from autopar.plan import FP8, NARROW_GRADIENTS, NARROW_MOMENTS, Plan, Role, Strategy
 from autopar.precision import TF32
 from autopar.search.problem import Choice, Devices, Mesh, PriceSource
-from autopar.techniques import LAYER, in_parts, nowhere
+from autopar.techniques import LAYER, not_splittable_error, parts_phrase
 from autopar.techniques.sync import SYNC
 from autopar.units import size
 
@@ -63,11 +63,11 @@ def sync_notes(sync: str) -> tuple[str, ...]:
     return (found,) if found else ()
 
 
-def outside_notes(outside: Sequence[tuple[int, int]], stages: Sequence[Devices]) -> tuple[str, ...]:
+def offload_notes(offloaded: Sequence[tuple[int, int]], stages: Sequence[Devices]) -> tuple[str, ...]:
     """Notes that compare the bytes per device in host memory and on NVMe with the device's share of either."""
     found = []
     for i, where in enumerate(("in the host's memory", "on NVMe")):
-        sizes = [each[i] for each in outside]
+        sizes = [each[i] for each in offloaded]
         limits = [(stage.host_limit_bytes, stage.nvme_limit_bytes)[i] for stage in stages]
         if max(sizes):
             d = max(range(len(sizes)), key=lambda d: sizes[d] / max(limits[d], 1))
@@ -77,7 +77,7 @@ def outside_notes(outside: Sequence[tuple[int, int]], stages: Sequence[Devices])
     return tuple(found)
 
 
-def whole_layers(plan: Plan, pricer: PriceSource) -> tuple[str, ...]:
+def unsplit_layers(plan: Plan, pricer: PriceSource) -> tuple[str, ...]:
     """A note on the layers that cannot be computed in parts (``overlap=halves``), in a plan that computes other layers so.
 
     Raises:
@@ -85,14 +85,15 @@ def whole_layers(plan: Plan, pricer: PriceSource) -> tuple[str, ...]:
     """
     wanted = [layer for layer in plan.layers if layer.strategy.options.parts > 1]
     reasons = {
-        layer.name: pricer.why_whole(layer.cls, plan.mesh, layer.strategy, plan.microbatches) for layer in wanted
+        layer.name: pricer.not_splittable_reason(layer.cls, plan.mesh, layer.strategy, plan.microbatches)
+        for layer in wanted
     }
     whole = {name: reason for name, reason in reasons.items() if reason}
     if wanted and len(whole) == len(wanted):
-        raise nowhere(wanted[0].strategy.options, whole)
+        raise not_splittable_error(wanted[0].strategy.options, whole)
     if not whole:
         return ()
-    name, how = next(iter(whole)), in_parts(wanted[0].strategy.options)
+    name, how = next(iter(whole)), parts_phrase(wanted[0].strategy.options)
     return (f"{len(whole)} of {len(wanted)} layers are not computed {how}: {name} {whole[name]}",)
 
 

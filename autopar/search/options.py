@@ -1,4 +1,4 @@
-"""The user's decisions: pins, limits, allowed concessions, search time. ``autopar.pins`` has the table of pins."""
+"""The user's decisions: pins, limits, allowed deviations from exact training, search time. ``autopar.pins`` has the table of pins."""
 
 from __future__ import annotations
 
@@ -83,9 +83,9 @@ class SearchOptions(PlanPins):
         found = {}
         for key, value in self.pins.items():
             if (technique := OWNERS.get(name := key.rpartition(".")[2])) is not None:
-                ways = [technique.way(v) for v in technique.admitted({name: value}.get)]
-                if ways and all(way.gives_up for way in ways):
-                    found[ways[0].gives_up] = f"{name}={value}"
+                modes = [technique.mode(v) for v in technique.admitted({name: value}.get)]
+                if modes and all(mode.gives_up for mode in modes):
+                    found[modes[0].gives_up] = f"{name}={value}"
         return found
 
     @property
@@ -124,9 +124,9 @@ def check_allowed(allow: Collection[str], given_up: Mapping[str, str] | None = N
         raise UsageError(f"allow={allow!r} is not known", f"it is a set of: {', '.join(ALLOWED)}")
     for name, pin in (given_up or {}).items():
         if name not in allow:
-            way = next(way for technique in ALL for way in technique.ways if way.gives_up == name)
+            mode = next(mode for technique in ALL for mode in technique.modes if mode.gives_up == name)
             raise UsageError(
-                f"{pin} is not exact: {way.inexact}",
+                f"{pin} is not exact: {mode.inexact}",
                 f"allow={{'{name}'}} (--allow {name.replace('_', '-')}) gives that up; or leave it out",
             )
 
@@ -179,7 +179,7 @@ def pins_by_layer(graph: Graph, options: SearchOptions) -> tuple[LayerPins, ...]
 def _check_searched(layer: str, pins: LayerPins) -> None:
     """Raise ``UsageError`` if pins leave a layer only values that no search takes."""
     for technique in LAYER:
-        reasons = [technique.way(value).unsearched for value in technique.admitted(pins.of)]
+        reasons = [technique.mode(value).unsearched for value in technique.admitted(pins.of)]
         if all(reasons):
             value = technique.admitted(pins.of)[0]
             raise UsageError(

@@ -15,11 +15,11 @@ BLOCK = 64
 """Above that, the number of rows of a group that are compared with each other at once."""
 
 
-def undominated(columns: Array, group: Indices | None = None, enough: int | None = None) -> Indices:
+def undominated(columns: Array, group: Indices | None = None, limit: int | None = None) -> Indices:
     """The rows that no other row of their group equals or beats in every column; among equal rows the first. Sorted by group, then by
     columns.
 
-    Stops early once more than ``enough`` rows are kept.
+    Stops early once more than ``limit`` rows are kept.
     """
     group = np.zeros(len(columns), dtype=np.int64) if group is None else group
     if len(columns) <= PAIRS:
@@ -30,7 +30,7 @@ def undominated(columns: Array, group: Indices | None = None, enough: int | None
     order = np.lexsort((*columns.T[::-1], group))  # only earlier rows can beat a row
     rows, groups = columns[order], group[order]
     kept: list[Indices] = []
-    number = start = 0
+    total = start = 0
     for end in [*(np.flatnonzero(np.diff(groups)) + 1).tolist(), len(rows)]:
         front = rows[:0]
         for at in range(start, end, BLOCK):
@@ -39,8 +39,8 @@ def undominated(columns: Array, group: Indices | None = None, enough: int | None
             left = left[~np.triu(_no_worse(block[left], block[left]), 1).any(axis=0)]
             front = np.concatenate([front, block[left]])
             kept.append(order[at + left])
-            number += len(left)
-            if enough is not None and number > enough:
+            total += len(left)
+            if limit is not None and total > limit:
                 return np.concatenate(kept)
         start = end
     return np.concatenate(kept)
@@ -55,7 +55,7 @@ def _no_worse(some: Array, others: Array) -> NDArray[np.bool_]:
 
 
 def falling(live: Array, cost: Array) -> Indices:
-    """The ways that no other way beats in both live bytes and cost, sorted by bytes."""
+    """The Pareto points of live bytes and cost, sorted by bytes."""
     order = np.argsort(live, kind="stable")
     cost = cost[order]
     keep = np.ones(len(order), dtype=bool)

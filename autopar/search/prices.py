@@ -24,7 +24,7 @@ from autopar.search.problem import (
     for_sequence,
     tied_groups,
 )
-from autopar.search.tables import Instance, Roles, StagePlaces, Table, Ways, make_table
+from autopar.search.tables import Instance, Roles, StagePlaces, Table, TransferTimes, make_table
 from autopar.techniques import LAYER
 from autopar.techniques.technique import Technique
 
@@ -73,7 +73,7 @@ class Prices:
         self._shared = Shared() if shared is None else shared
         self._options = for_sequence(options, graph.tokens // graph.batch_size)
         self._border = _borders(graph)
-        self._ways: dict[Devices, Ways] = {}
+        self._transfers: dict[Devices, TransferTimes] = {}
         self._lines: dict[int, StagePlaces] = {}
         self._interleaved: dict[tuple[int, tuple[int, ...]], StagePlaces] = {}
         self._latest: tuple[tuple[object, ...], tuple[Table, ...], Indices, dict[tuple[object, ...], Array]] | None = (
@@ -107,7 +107,7 @@ class Prices:
             self._interleaved[key] = replace(
                 line,
                 place=tuple(line.place[d] for d in schedule.device),
-                way=tuple(None if link is None else line.way[link] for link in schedule.links),
+                link=tuple(None if link is None else line.link[link] for link in schedule.links),
                 limit=tuple(line.limit[d] for d in schedule.device),
             )
         return self._interleaved[key]
@@ -116,19 +116,19 @@ class Prices:
         """The devices of a pipeline, and the links between them."""
         if pipeline not in self._lines:
             stages, borders = self._cluster.stages(pipeline), self._cluster.borders(pipeline)
-            places, ways = list(dict.fromkeys(stages)), list(dict.fromkeys(borders))
-            for view in {*places, *ways}:
-                if view not in self._ways:
-                    self._ways[view] = Ways(self._border, self._pricer.on(view))
+            places, links = list(dict.fromkeys(stages)), list(dict.fromkeys(borders))
+            for view in {*places, *links}:
+                if view not in self._transfers:
+                    self._transfers[view] = TransferTimes(self._border, self._pricer.on(view))
             given = self._options.memory_limit_bytes
             self._lines[pipeline] = StagePlaces(
                 tuple(places.index(view) for view in stages),
-                tuple(ways.index(view) for view in borders),
+                tuple(links.index(view) for view in borders),
                 tuple(float(given or view.memory_limit_bytes) for view in stages),
                 tuple((float(view.host_limit_bytes), float(view.nvme_limit_bytes)) for view in places),
                 tuple(self._pricer.on(view) for view in places),
-                tuple(self._ways[view] for view in places),
-                tuple(self._ways[view] for view in ways),
+                tuple(self._transfers[view] for view in places),
+                tuple(self._transfers[view] for view in links),
             )
             self._shared.pricers.extend(self._lines[pipeline].pricers)
         return self._lines[pipeline]
@@ -200,17 +200,7 @@ class Prices:
         # the pricers and the candidates live as long as the tables, so ids are unique; pins with equal candidates share one table
         refused, limit = self._refused(cls), max(self._line(choice.schedule.pipeline).limit)
         least = {t: t.share * limit for t in LAYER if t.share and pins.of(t.name) is None and not refused[t.name]}
-        key = (
-            cls,
-            id(every),
-            choice.mesh,
-            m,
-            tied,
-            copies,
-            choice.schedule.split,
-            *least.values(),
-            *map(id, pricers),
-        )
+        key = (cls, id(every), choice.mesh, m, tied, copies, choice.schedule.split, *least.values(), *map(id, pricers))
         tables = self._shared.tables
         if key not in tables:
             kept, prices = [], []

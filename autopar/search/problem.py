@@ -15,14 +15,14 @@ The problem, for one configuration (mesh of a stage, pipeline degree ``P``, micr
       tied[p]     layers that share parameter p: equal roles, equal ZeRO stage
 
 If stages run on different devices, every price and the limit also depend on ``s``; the candidates do not.
-``b_s`` (the factor of ``border``) counts the tensors that the pipeline itself keeps (``schedules.memory.passing``), and
+``b_s`` (the factor of ``border``) counts the tensors that the pipeline itself keeps (``schedules.memory.pipeline_buffers``), and
 ``n_s`` is the number of microbatches in flight: ``m`` under GPipe, ``min(m, P - s)`` under 1F1B, 1 without a pipeline.
 ``schedule(f, b, m)`` is the longest path through the schedule's actions (``schedules.step_time``), which never falls when an ``f_s`` or a
 ``b_s`` rises. ``bounds`` has lower bounds, among them the linear relaxation; ``exact`` solves.
 
 Under interleaved 1F1B each of ``P`` devices has ``v`` chunks: stage ``s`` of ``P v`` is on device ``s mod P`` (``Schedule.device``). The
 device pays the sum of its stages' ``g`` and keeps the weights of all of them; its live activations are the most that its actions ever
-need at once (``schedules.memory.moments``). Such choices have separate bounds and a separate constructor (``steps`` selects them).
+need at once (``schedules.memory.peak_moments``). Such choices have separate bounds and a separate constructor (``steps`` selects them).
 
 The same holds for schedules with two-part backwards (``schedules.SPLIT``), even with one chunk: ``b_s`` is then two prices, the second
 one is the sum of ``weight(i, k(i))``, and a microbatch between the two parts keeps ``waiting`` live besides ``saved``.
@@ -92,7 +92,7 @@ class PriceSource(Protocol):
     sync: str
     compiled: bool
 
-    def why_whole(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> str:
+    def not_splittable_reason(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> str:
         """Return why the microbatches of a layer class can't be computed in halves, or an empty string."""
         ...
 
@@ -108,7 +108,7 @@ class PriceSource(Protocol):
         """The prices of a program with this ``prefetch`` and ``sync``."""
         ...
 
-    def mirrored(self, copies: int) -> PriceSource:
+    def with_copies(self, copies: int) -> PriceSource:
         """The prices of a program with ``copies`` copies of each stage (``Schedule.copies``)."""
         ...
 
@@ -236,28 +236,28 @@ def _distinct_orders(factors: list[int]) -> list[tuple[int, ...]]:
 @dataclass(frozen=True, eq=False)
 class Candidates:
     """The strategies to try for a layer, listed when they are asked for. ``roles`` has the roles of the mesh's axes in every way to assign
-    them, ``ways`` the options under each ZeRO stage."""
+    them, ``options`` those of techniques under each ZeRO stage."""
 
     mesh: Mesh
     gpus_per_node: int
     pins: LayerPins
     roles: tuple[tuple[Role, ...], ...]
-    ways: tuple[tuple[Options, ...], ...]
+    options: tuple[tuple[Options, ...], ...]
 
     def under(self, schedule: Schedule) -> Candidates:
         """The same candidates for a pipeline of this schedule (``Strategy.under``)."""
         if not schedule.split:
             return self
-        return replace(self, ways=tuple(tuple(way.but(**UNDER_SPLIT) for way in ways) for ways in self.ways))
+        return replace(self, options=tuple(tuple(each.but(**UNDER_SPLIT) for each in under) for under in self.options))
 
     @cached_property
     def every(self) -> tuple[Strategy, ...]:
         """All of them."""
         return tuple(
-            Strategy(roles, zero, copies, way)
+            Strategy(roles, zero, copies, options)
             for roles in self.roles
             for zero, copies in _zeros(self.mesh, roles, self.gpus_per_node, self.pins)
-            for way in self.ways[zero]
+            for options in self.options[zero]
         )
 
     @cached_property
@@ -266,14 +266,14 @@ class Candidates:
         candidates. They are few."""
         stages = (0, 1, 2, 3) if self.pins.zero is None else (self.pins.zero,)
         whole, cut = (
-            dict.fromkeys(w.quickest for z in stages for w in self.ways[z] if (z >= 2) == late)
+            dict.fromkeys(w.quickest for z in stages for w in self.options[z] if (z >= 2) == late)
             for late in (False, True)
         )
         return tuple(
-            Strategy(roles, zero, 1, way)
+            Strategy(roles, zero, 1, options)
             for roles in self.roles
-            for zero, ways in ((1, whole), (3, cut))
-            for way in ways
+            for zero, under in ((1, whole), (3, cut))
+            for options in under
         )
 
 
@@ -294,18 +294,18 @@ def candidates(
     contiguous. A layer with ``experts`` may distribute them over a degree that divides their number, directly inside the data axes.
     """
     pins = options.common if pins is None else pins
-    if any(t.way(options.of(t.name) or t.default).most_zero == 0 for t in PLAN):
+    if any(t.mode(options.of(t.name) or t.default).max_zero == 0 for t in PLAN):
         pins = replace(pins, zero=0)
     sizes = [axis.size for axis in mesh]
     context = context_of(options) if context is None else context
     found: list[tuple[Role, ...]] = []
     for suffix in _suffixes(mesh, gpus_per_node, options.roles or TENSOR_ROLES, pins, experts):
         outer = len(sizes) - len(suffix)
-        ways = [_product(sizes[:j]) for j in range(outer + 1)]
-        prefixes = [j for j, n in enumerate(ways) if batch % n == 0 and pins.data in (None, n)]
+        degrees = [_product(sizes[:j]) for j in range(outer + 1)]
+        prefixes = [j for j, n in enumerate(degrees) if batch % n == 0 and pins.data in (None, n)]
         if owning := suffix.count(Role.EXPERT):  # ranks of the expert axes take different samples, too
             owners = _product(sizes[outer : outer + owning])
-            prefixes = [j for j in prefixes if j == outer and batch % (ways[j] * owners) == 0]
+            prefixes = [j for j in prefixes if j == outer and batch % (degrees[j] * owners) == 0]
         if prefixes:
             prefix = prefixes[-1]
             found.append((Role.DATA,) * prefix + (Role.IDLE,) * (outer - prefix) + suffix)
@@ -326,7 +326,7 @@ def may_split(pins: LayerPins, context: Context, small: bool) -> bool:
     allowed = {technique: technique.allowed(pins.of, context) for technique in LAYER}
     for technique, values in allowed.items():
         wanted = not small and technique.outweighs_split and technique.under_split not in values
-        if wanted or any(technique.way(value).elsewhere for value in values):
+        if wanted or any(technique.mode(value).offload_tier for value in values):
             return False
     return all(pins.of(name) in (None, value) for name, value in UNDER_SPLIT.items())
 
@@ -337,13 +337,13 @@ def _options(pins: LayerPins, context: Context, zero: int) -> tuple[Options, ...
     allowed: list[tuple[str, ...]] = []
     for technique in LAYER:
         values = technique.allowed(pins.of, context)
-        allowed.append(tuple(v for v in values if technique.way(v).zero <= zero) or (technique.default,))
+        allowed.append(tuple(v for v in values if technique.mode(v).min_zero <= zero) or (technique.default,))
     names = [technique.name for technique in LAYER]
     every = [dict(zip(names, values, strict=True)) for values in itertools.product(*allowed)]
-    found = [Options(**way) for way in every if not any(conflict(t, way[t.name], way) for t in LAYER)]
+    found = [Options(**each) for each in every if not any(conflict(t, each[t.name], each) for t in LAYER)]
     for technique in LAYER:
         if pins.of(technique.name) is None:
-            pays = [options for options in found if technique.pays_beside(options[technique], options)]
+            pays = [options for options in found if technique.is_tried_with(options[technique], options)]
             said = {options[technique] for options in pays}
             found = [options for options in found if options in pays or options[technique] not in said]
     return tuple(found)
@@ -489,7 +489,7 @@ def schedules(layers: int, pipeline: int, microbatches: int, name: str | None, c
     return [schedule for schedule in found if schedule.stages <= layers and refusal(schedule) is None]
 
 
-def mirrors(cluster: Devices, schedule: Schedule) -> bool:
+def admits_copies(cluster: Devices, schedule: Schedule) -> bool:
     """Whether both copies of every stage have equal devices and links: one price stands for both."""
     if schedule.copies == 1:
         return True
@@ -497,15 +497,15 @@ def mirrors(cluster: Devices, schedule: Schedule) -> bool:
     return stages == stages[::-1] and borders == borders[::-1]
 
 
-def no_mirror(schedule: str) -> UsageError:
-    """The error for devices with which no pipeline ``mirrors``."""
+def no_copies_error(schedule: str) -> UsageError:
+    """The error for devices that do not mirror each other (``admits_copies``)."""
     return UsageError(
         f"{schedule} has copies of each stage on devices that mirror each other, and these have other devices or links",
         "use devices of one kind, full nodes, or 1f1b",
     )
 
 
-def waiting_less(choice: Choice, layers: int, split: bool, even: bool) -> list[list[Choice]]:
+def with_smaller_bubbles(choice: Choice, layers: int, split: bool, even: bool) -> list[list[Choice]]:
     """The choice with schedules that have smaller bubbles: a list for each schedule, the fewest stages on each device first. Pins of
     schedule and chunks are not checked; ``split``: whether a backward pass may run in two parts.
 

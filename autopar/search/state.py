@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from autopar.search.bounds.cheap import fewest_seconds, least_pipelined_s
-from autopar.search.evaluation import Solution, all_in_turn, cost, fits
+from autopar.search.bounds.cheap import cheap_bound, least_pipelined_s
+from autopar.search.evaluation import Solution, all_regrouped, cost, fits
 from autopar.search.minimum_memory import least_share
 from autopar.search.options import SearchOptions
 from autopar.search.pareto import Array
@@ -34,9 +34,9 @@ class SearchNode:
 
 
 @dataclass(order=True)
-class Unpriced:
-    """Configurations without prices so far: the first of them, and those that differ from it only in having more chunks, whose bounds are
-    no lower."""
+class UnpricedNode:
+    """A node without prices so far: a configuration, and those that differ from it only in having more chunks, whose bounds are no
+    lower."""
 
     bound_s: float
     number: int
@@ -44,8 +44,8 @@ class Unpriced:
 
 
 @dataclass(order=True)
-class Unopened:
-    """Configurations without a first bound, which differ in their schedules alone, and those of a group in their chunks alone, fewest
+class DeferredNode:
+    """A node without a first bound: configurations that differ in their schedules alone, and those of a group in their chunks alone, fewest
     first. ``bound_s`` counts the arithmetic alone; they are opened in the order of ``estimate_s``, an estimate of their first bound."""
 
     estimate_s: float
@@ -64,11 +64,11 @@ class State:
     pricer: PriceSource
     deadline: float
     heap: list[SearchNode] = field(default_factory=list)
-    to_price: list[Unpriced] = field(default_factory=list)  # a heap, too
+    to_price: list[UnpricedNode] = field(default_factory=list)  # a heap, too
     least: dict[tuple[int, int], dict[int, Array]] = field(default_factory=dict)
     """Of opened choices that leave sequence parallelism to the layers, see ``Prices.least_time_s``: for pipeline degree and chunks of a
     device, for the number of microbatches."""
-    unopened: list[Unopened] = field(default_factory=list)  # a heap, too
+    deferred: list[DeferredNode] = field(default_factory=list)  # a heap, too
     closed_s: float = np.inf
     step_s: float = np.inf
     best: tuple[Instance, Solution] | None = None
@@ -77,11 +77,11 @@ class State:
     solvers: set[str] = field(default_factory=set)
     unpriced: int = 0  # choices that were not priced when time ran out
     priced: list[Instance] = field(default_factory=list)
-    tried: set[Choice] = field(default_factory=set)  # choices that ``_where_nothing_fits`` has checked
+    tried: set[Choice] = field(default_factory=set)  # choices that ``_try_segments_where_infeasible`` has checked
     widened: Choice | None = None  # the latest best choice in which segments were tried
     schedules: dict[str, None] | None = None  # those besides 1F1B and GPipe that were opened; ``None``: not yet
     uneven: bool = False  # whether they were opened with uneven stages, too
-    missed_s: float = 0.0  # seconds of early solutions that were no better, since the latest that was better
+    wasted_s: float = 0.0  # seconds of early solutions that were no better, since the latest that was better
     too_large: int = 0  # choices with several stages on each device that were too large for the label method
     arithmetic: Array = field(default_factory=lambda: np.zeros(1))
     """Seconds of a step's arithmetic in each layer, on all devices at the fastest rate in a price: the bound of choices without a price."""
@@ -89,11 +89,11 @@ class State:
     @property
     def bound_s(self) -> float:
         unpriced = float(self.arithmetic.sum()) if self.unpriced else np.inf
-        unopened = min((some.bound_s for some in self.unopened), default=np.inf)
-        return min(self.closed_s, self.step_s, self._lowest_s(), self._unpriced_s(), unpriced, unopened)
+        deferred = min((some.bound_s for some in self.deferred), default=np.inf)
+        return min(self.closed_s, self.step_s, self._lowest_s(), self._unpriced_s(), unpriced, deferred)
 
     @property
-    def enough_s(self) -> float:
+    def cutoff_s(self) -> float:
         """A choice whose bound is at least this cannot improve the incumbent by more than the target."""
         rounded = 1 + 1e-12  # so that the gap to such a bound is at most the target
         return self.step_s * (1 - max(self.options.target_gap, 1e-9)) * rounded
@@ -115,12 +115,12 @@ class State:
         if choice.sequence is None:
             self.least.setdefault((schedule.pipeline, schedule.chunks), {})[schedule.microbatches] = least
         bound_s = first_bound_s(choice, least)
-        heapq.heappush(self.to_price, Unpriced(bound_s, next(self.counter), (choice, *more)))
+        heapq.heappush(self.to_price, UnpricedNode(bound_s, next(self.counter), (choice, *more)))
         return True
 
-    def later(self, groups: tuple[tuple[Choice, ...], ...], sequence: SequencePin) -> None:
-        """Open configurations with this sequence parallelism later. A degree of ``n`` shards a microbatch as a batch of ``n`` times as many
-        rows would be sharded, so the estimate is that of ``n`` times fewer microbatches, of which each takes ``n`` times as long."""
+    def defer(self, groups: tuple[tuple[Choice, ...], ...], sequence: SequencePin) -> None:
+        """Defer configurations with this sequence parallelism. A degree of ``n`` shards a microbatch as a batch of ``n`` times as many rows
+        would be sharded, so the estimate is that of ``n`` times fewer microbatches, of which each takes ``n`` times as long."""
         schedule, n = groups[0][0].schedule, sequence[1]
         m = schedule.microbatches
         likely = on_stage = self.arithmetic * schedule.pipeline / m
@@ -128,13 +128,13 @@ class State:
             fewer = max((other for other in larger if other * n <= m), default=min(larger))
             likely = larger[fewer] * min(1 / n, fewer / m)
         estimate_s, bound_s = (min(first_bound_s(group[-1], each) for group in groups) for each in (likely, on_stage))
-        following = Unopened(max(estimate_s, bound_s), next(self.counter), bound_s, groups, sequence)
-        heapq.heappush(self.unopened, following)
+        following = DeferredNode(max(estimate_s, bound_s), next(self.counter), bound_s, groups, sequence)
+        heapq.heappush(self.deferred, following)
 
     def _open_next(self) -> None:
         """Open the configurations with the lowest estimate."""
-        following = heapq.heappop(self.unopened)
-        if following.bound_s >= self.enough_s:
+        following = heapq.heappop(self.deferred)
+        if following.bound_s >= self.cutoff_s:
             return
         for group in following.groups:
             if not self.open(*(replace(choice, sequence=following.sequence) for choice in group)):
@@ -148,24 +148,24 @@ class State:
         if instance is None:  # a layer has no candidate, whatever the number of chunks
             return
         self.priced.append(instance)
-        bound_s = max(following.bound_s, fewest_seconds(instance))
+        bound_s = max(following.bound_s, cheap_bound(instance))
         if least_share(instance, weights_only=True) <= 1:  # otherwise nothing fits, whatever is recomputed
             self.push(instance, bound_s)
         if more:
-            heapq.heappush(self.to_price, Unpriced(bound_s, next(self.counter), tuple(more)))
+            heapq.heappush(self.to_price, UnpricedNode(bound_s, next(self.counter), tuple(more)))
 
     def pop(self) -> SearchNode | None:
         """The choice with the lowest bound; ``None`` if no bound is low enough to continue, or time is out."""
         while self.left_s() > 0:
-            worth_s = min(self.enough_s, self._lowest_s(), self._unpriced_s())
-            late = worth_s == self.enough_s or self.left_s() < TO_OPEN * self.options.time_limit_s
-            if self.unopened and (late or self.unopened[0].estimate_s < worth_s):
+            worth_s = min(self.cutoff_s, self._lowest_s(), self._unpriced_s())
+            late = worth_s == self.cutoff_s or self.left_s() < TO_OPEN * self.options.time_limit_s
+            if self.deferred and (late or self.deferred[0].estimate_s < worth_s):
                 self._open_next()
-            elif self._unpriced_s() < min(self.enough_s, self._lowest_s()):
+            elif self._unpriced_s() < min(self.cutoff_s, self._lowest_s()):
                 self.price()
             else:
                 break
-        return heapq.heappop(self.heap) if self._lowest_s() < self.enough_s else None
+        return heapq.heappop(self.heap) if self._lowest_s() < self.cutoff_s else None
 
     def _unpriced_s(self) -> float:
         return self.to_price[0].bound_s if self.to_price else np.inf
@@ -175,7 +175,7 @@ class State:
 
     def offer(self, instance: Instance, solution: Solution) -> None:
         """Take a solution as incumbent, if it fits and its true cost is the best so far."""
-        solution = all_in_turn(instance, solution)
+        solution = all_regrouped(instance, solution)
         step = cost(instance, solution).step_time_s
         if step < self.step_s and fits(instance, solution):
             self.step_s, self.best = step, (instance, solution)

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from autopar.search.bounds.bottleneck import bottleneck_bound, whole_bound
-from autopar.search.bounds.cheap import fewest_seconds
+from autopar.search.bounds.cheap import cheap_bound
 from autopar.search.bounds.linear import device_bound, first_bound, linear_bound
 from autopar.search.construct.candidates import tied_cost
 from autopar.search.construct.drafts import construct
@@ -30,10 +30,10 @@ LABELS_S = 3.0
 MARGIN = 0.15
 """How far above a choice's bound a plan is searched for while none is known, or when an early solution is tried (``_first``)."""
 
-MISSED = 0.1
+WASTED = 0.1
 """After solutions that were no better than the incumbent took this share of the time limit, better bounds come first."""
 
-PRICES = (0.0, 0.03, 0.3)
+TIE_MULTIPLIERS = (0.0, 0.03, 0.3)
 """Lagrange multipliers of memory for deciding tied layers, in units of a stage's least time per device memory."""
 
 Step = Callable[[State, SearchNode], None]
@@ -55,7 +55,7 @@ def advance(state: State, node: SearchNode) -> None:
 def _steps_of(instance: Instance) -> tuple[Step, ...]:
     schedule = instance.schedule
     if schedule.copies > 1:
-        return BOTH_WAYS
+        return BIDIRECTIONAL
     if schedule.interleaved:
         return SEVERAL_STAGES
     return ONE_STAGE if schedule.stages > 1 else NO_PIPELINE
@@ -64,29 +64,29 @@ def _steps_of(instance: Instance) -> tuple[Step, ...]:
 def _raise_bound(state: State, node: SearchNode, bound_s: float) -> None:
     """Raise a choice's bound; an infinite one proves that no plan of the choice fits."""
     if not np.isfinite(bound_s):
-        not_possible(state, node)
+        retry_in_segments(state, node)
     else:
         state.push(node.instance, bound_s, node.done + 1)
 
 
 def _bounding(bound: Bound) -> Step:
     """The step that computes a bound."""
-    return lambda state, node: _raise_bound(state, node, bound(node.instance, node.bound_s, state.enough_s))
+    return lambda state, node: _raise_bound(state, node, bound(node.instance, node.bound_s, state.cutoff_s))
 
 
-def not_possible(state: State, node: SearchNode) -> None:
+def retry_in_segments(state: State, node: SearchNode) -> None:
     """No plan of a choice fits: go on with segments of several layers, which need less memory and are never faster, except in place of
     offloading."""
     instance = segmented(state, node.instance)
     if instance is not None:
-        state.push(instance, fewest_seconds(instance) if instance.outside else node.bound_s)
+        state.push(instance, cheap_bound(instance) if instance.offload_tiers else node.bound_s)
 
 
-def nothing_fits(instance: Instance, deadline: float) -> bool:
+def proved_infeasible(instance: Instance, deadline: float) -> bool:
     """Whether it is proved that no plan of a choice fits in device memory and in the other memories that it uses."""
     if least_memory(instance)[0] > 1:
         return True
-    if not instance.outside or instance.layers > LABEL_LAYERS:
+    if not instance.offload_tiers or instance.layers > LABEL_LAYERS:
         return False
     try:
         return solve_labels(instance, np.inf, deadline)[1] is None
@@ -118,38 +118,38 @@ def _coarse(state: State, node: SearchNode) -> None:
         _raise_bound(state, node, bound)
 
 
-def _whole(instance: Instance, at_least_s: float, enough_s: float) -> float:
-    return whole_bound(instance, at_least_s, enough_s if np.isfinite(enough_s) else (1 + MARGIN) * at_least_s)
+def _whole(instance: Instance, at_least_s: float, cutoff_s: float) -> float:
+    return whole_bound(instance, at_least_s, cutoff_s if np.isfinite(cutoff_s) else (1 + MARGIN) * at_least_s)
 
 
 def _linear(state: State, node: SearchNode) -> None:
     """``linear_bound``: all devices together."""
     state.solvers.add("GLOP")
-    _raise_bound(state, node, linear_bound(node.instance, node.bound_s, state.enough_s))
+    _raise_bound(state, node, linear_bound(node.instance, node.bound_s, state.cutoff_s))
 
 
 def _first(state: State, node: SearchNode) -> None:
     """A coarse bound for several stages on each device. If it is far below the incumbent, a solution is tried at once: a better incumbent
     discards other choices, and is worth more than a better bound; not so once too many such solutions were no better."""
-    bound_s, known_s = first_bound(node.instance, node.bound_s, state.enough_s), state.step_s
+    bound_s, known_s = first_bound(node.instance, node.bound_s, state.cutoff_s), state.step_s
     far = np.isfinite(bound_s) and bound_s < (1 - MARGIN) * known_s
-    if far and state.missed_s < MISSED * state.options.time_limit_s:
+    if far and state.wasted_s < WASTED * state.options.time_limit_s:
         started = time.monotonic()
-        _look(state, node.instance)
-        state.missed_s = 0.0 if state.step_s < known_s else state.missed_s + time.monotonic() - started
+        _find_solution(state, node.instance)
+        state.wasted_s = 0.0 if state.step_s < known_s else state.wasted_s + time.monotonic() - started
     _raise_bound(state, node, bound_s)
 
 
 def _construct(state: State, node: SearchNode) -> None:
     """Search for a solution of a choice."""
     instance = node.instance
-    wanted = node.bound_s < state.enough_s
-    if wanted and not _look(state, instance) and may_segment(instance) and least_memory(instance)[0] > 1:
-        return not_possible(state, node)
+    wanted = node.bound_s < state.cutoff_s
+    if wanted and not _find_solution(state, instance) and may_segment(instance) and least_memory(instance)[0] > 1:
+        return retry_in_segments(state, node)
     state.push(instance, node.bound_s, node.done + 1)
 
 
-def _look(state: State, instance: Instance) -> bool:
+def _find_solution(state: State, instance: Instance) -> bool:
     """Search for a solution of the choice; return whether one was found."""
     state.opened += 1
     decided = _dive(state, instance)
@@ -171,9 +171,9 @@ def _dive(state: State, instance: Instance) -> Instance | None:
         if not children:
             return None
         layers = state.prices.groups[group]
-        likely = [min(children, key=lambda child, p=price: tied_cost(child, layers, p)) for price in PRICES]  # type: ignore[misc]
+        likely = [min(children, key=lambda child, p=price: tied_cost(child, layers, p)) for price in TIE_MULTIPLIERS]  # type: ignore[misc]
         kept = {id(child): child for child in likely}.values()
-        estimate = fewest_seconds if instance.schedule.interleaved else bottleneck_bound
+        estimate = cheap_bound if instance.schedule.interleaved else bottleneck_bound
         instance = min(kept, key=estimate) if len(kept) > 1 else likely[0]
     return instance
 
@@ -192,7 +192,7 @@ def _close(state: State, node: SearchNode) -> None:
     group = state.undecided(instance.choice)
     if group is not None and (not instance.schedule.interleaved or instance.layers <= LABEL_LAYERS):
         for child in decided(state, instance, group):
-            state.push(child, max(node.bound_s, fewest_seconds(child)), 1)
+            state.push(child, max(node.bound_s, cheap_bound(child)), 1)
         return
     if instance.layers <= LABEL_LAYERS and _labels(state, node):
         return
@@ -211,8 +211,8 @@ def _labels(state: State, node: SearchNode) -> bool:
     state.solvers.add("labels")
     if solution is not None:
         state.offer(instance, solution)
-    elif may_segment(instance) and nothing_fits(instance, deadline):
-        not_possible(state, node)
+    elif may_segment(instance) and proved_infeasible(instance, deadline):
+        retry_in_segments(state, node)
     state.closed_s = min(state.closed_s, value)
     return True
 
@@ -224,5 +224,5 @@ ONE_STAGE = (_coarse, _bounding(_whole), _linear, _construct, _close)
 SEVERAL_STAGES = (_first, _linear, _construct, _bounding(device_bound), _close)
 """Whole layers are bounded last: it takes long, and counts only with an incumbent."""
 
-BOTH_WAYS = (_construct, _close)
+BIDIRECTIONAL = (_construct, _close)
 """Schedules that have copies of each stage have the cheap bound alone, and, in small models, the exact method."""

@@ -17,17 +17,13 @@ import numpy as np
 from autopar.layer_price import LayerPrice
 from autopar.plan import Role, Strategy
 from autopar.schedules import Schedule
-from autopar.schedules.memory import fullest, passing
+from autopar.schedules.memory import peak_counts, pipeline_buffers
 from autopar.search.pareto import Array, Indices, undominated
-from autopar.search.problem import (
-    Choice,
-    Mesh,
-    PriceSource,
-)
+from autopar.search.problem import Choice, Mesh, PriceSource
 
 Roles = tuple[Role, ...]
 
-OUTSIDE = ("host", "nvme")
+OFFLOAD_TIERS = ("host", "nvme")
 """The offload tiers, each with a limit: host memory and NVMe."""
 
 
@@ -111,14 +107,14 @@ class Table:
         index = {roles: i for i, roles in enumerate(self.layouts)}
         return np.array([index[s.roles] for s in self.strategies], dtype=np.int64)
 
-    def outside(self, in_flight: float) -> tuple[Array, Array]:
-        """Bytes in host memory and on NVMe (the order of ``StagePlaces.outside``), with ``in_flight`` microbatches in flight."""
+    def offloaded_bytes(self, in_flight: float) -> tuple[Array, Array]:
+        """Bytes in host memory and on NVMe (the order of ``StagePlaces.tier_limits``), with ``in_flight`` microbatches in flight."""
         return self.host + in_flight * self.host_saved, self.nvme
 
     @cached_property
     def uses(self) -> frozenset[int]:
-        """The offload tiers (indices of ``OUTSIDE``) that some candidate uses."""
-        return frozenset(i for t in self.places for i, size in enumerate(t.outside(1.0)) if size.any())
+        """The offload tiers (indices of ``OFFLOAD_TIERS``) that some candidate uses."""
+        return frozenset(i for t in self.places for i, size in enumerate(t.offloaded_bytes(1.0)) if size.any())
 
     @cached_property
     def columns(self) -> Array:
@@ -130,9 +126,9 @@ class Table:
             found += [c for t in self.places for c in (t.host, t.host_saved, t.nvme)]
         return np.stack(found, axis=1)
 
-    def at_work(self, passing: int) -> Array:
-        """The transient bytes of a running layer, ``passing`` pipeline buffers of the border's size included."""
-        return self.transient + passing * self.border
+    def transient_bytes(self, buffers: int) -> Array:
+        """The transient bytes of a running layer, with so many pipeline buffers of the size of its border."""
+        return self.transient + buffers * self.border
 
     @cached_property
     def bounding(self) -> Indices:
@@ -158,7 +154,7 @@ def _one_place(candidates: list[Strategy], prices: list[LayerPrice], split: bool
         return list(np.array(list(zip(*map(attrgetter(*names), prices), strict=True)), dtype=np.float64))
 
     nothing = np.zeros(len(prices))
-    elsewhere = any(s.options.elsewhere for s in candidates)
+    elsewhere = any(s.options.offload_tier for s in candidates)
     forward, backward, step = columns("forward_s", "backward_s", "step_s")
     parameters, gradients, optimizer = columns("parameters_bytes", "gradients_bytes", "optimizer_bytes")
     saved, transient, border = columns("saved_bytes", "transient_bytes", "border_bytes")
@@ -189,17 +185,17 @@ def _one_place(candidates: list[Strategy], prices: list[LayerPrice], split: bool
 class StagePlaces:
     """Where the stages of a pipeline run: the place of each stage, the link over which each but the last sends, and its memory limit.
 
-    Places and links (``way``) are numbers of distinct devices and links; a send to a stage on the same device has no link. ``outside`` is
-    a device's share of its node's offload tiers (``OUTSIDE``), by place.
+    Places and links (``link``) are numbers of distinct devices and links; a send to a stage on the same device has no link. ``tier_limits``
+    is a device's share of its node's offload tiers (``OFFLOAD_TIERS``), by place.
     """
 
     place: tuple[int, ...]
-    way: tuple[int | None, ...]
+    link: tuple[int | None, ...]
     limit: tuple[float, ...]
-    outside: tuple[tuple[float, ...], ...]
+    tier_limits: tuple[tuple[float, ...], ...]
     pricers: tuple[PriceSource, ...] = field(compare=False)
-    inside: tuple[Ways, ...] = field(compare=False)  # resharding, by place
-    across: tuple[Ways, ...] = field(compare=False)  # sends, by way
+    resharding: tuple[TransferTimes, ...] = field(compare=False)  # resharding, by place
+    sends: tuple[TransferTimes, ...] = field(compare=False)  # sends, by link
 
 
 Regime = tuple[int, int, int, float]
@@ -234,8 +230,8 @@ class Instance:
         return max(self.layout.limit)
 
     @cached_property
-    def outside(self) -> tuple[int, ...]:
-        """The offload tiers that some candidate uses, so that their limits matter (indices of ``OUTSIDE``)."""
+    def offload_tiers(self) -> tuple[int, ...]:
+        """The offload tiers that some candidate uses, so that their limits matter (indices of ``OFFLOAD_TIERS``)."""
         return tuple(sorted(frozenset().union(*(table.uses for table in self.kinds))))
 
     @cached_property
@@ -245,11 +241,11 @@ class Instance:
 
     @cached_property
     def in_flight(self) -> Indices:
-        return np.array(fullest(self.schedule).in_flight, dtype=np.int64)
+        return np.array(peak_counts(self.schedule).in_flight, dtype=np.int64)
 
     @cached_property
     def waiting(self) -> Indices:
-        return np.array(fullest(self.schedule).waiting, dtype=np.int64)
+        return np.array(peak_counts(self.schedule).waiting, dtype=np.int64)
 
     @cached_property
     def device(self) -> Indices:
@@ -267,7 +263,7 @@ class Instance:
 
     @cached_property
     def _by_stage(self) -> tuple[Regime, ...]:
-        live = self.in_flight.tolist(), passing(self.schedule)
+        live = self.in_flight.tolist(), pipeline_buffers(self.schedule)
         return tuple(zip(*live, self.layout.place, self.layout.limit, strict=False))  # for each device, its first stage
 
     @cached_property
@@ -288,11 +284,11 @@ class Instance:
 
     def resharding(self, layer: int, place: int) -> Array:
         """Seconds of resharding after ``layer``, indexed by its table's layouts and by those of the next layer's, which is at ``place``."""
-        ways = self.layout.inside[place]
-        key = (place, ways.border[layer], int(self.kind[layer]), int(self.kind[layer + 1]))
+        times = self.layout.resharding[place]
+        key = (place, times.border[layer], int(self.kind[layer]), int(self.kind[layer + 1]))
         if key not in self.matrices:
             left, right = self.table(layer), self.table(layer + 1)
-            self.matrices[key] = ways.edge(layer, self.choice, left.layouts, right.layouts)
+            self.matrices[key] = times.edge(layer, self.choice, left.layouts, right.layouts)
         return self.matrices[key]
 
     def edge(self, layer: int, place: int, before: Indices | int, after: Indices | int) -> Array:
@@ -304,14 +300,14 @@ class Instance:
 
     def p2p(self, layer: int, stage: int) -> Array:
         """Seconds of sending ``layer``'s outputs from ``stage`` to the next stage, indexed by its candidates."""
-        way = self.layout.way[stage]
-        if way is None:
+        link = self.layout.link[stage]
+        if link is None:
             return np.zeros(len(self.table(layer)))
-        ways = self.layout.across[way]
-        key = ("send", way, ways.border[layer], int(self.kind[layer]))
+        times = self.layout.sends[link]
+        key = ("send", link, times.border[layer], int(self.kind[layer]))
         if key not in self.matrices:
             table = self.table(layer)
-            self.matrices[key] = ways.p2p(layer, self.choice, table.layouts)[table.layout]
+            self.matrices[key] = times.p2p(layer, self.choice, table.layouts)[table.layout]
         return self.matrices[key]
 
     @cached_property
@@ -326,7 +322,7 @@ class Instance:
         return tuple(found)
 
 
-class Ways:
+class TransferTimes:
     """Seconds between layers; the pricer computes them once per border and pair of layouts."""
 
     def __init__(self, border: list[int], pricer: PriceSource) -> None:

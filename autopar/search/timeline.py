@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from autopar.layer_price import LayerPrice
 from autopar.plan import Memory
 from autopar.schedules import Schedule
-from autopar.schedules.memory import StageBytes, by_kind, levels, moments, passing_by, peak
+from autopar.schedules.memory import StageBytes, counts_by_stage, device_buffers, live_bytes, peak, peak_moments
 from autopar.schedules.orders import device_order
 
 Counts = tuple[tuple[float, float], ...]
@@ -36,11 +36,11 @@ class Device:
 
     def __init__(self, schedule: Schedule, device: int, layers: Sequence[Sequence[LayerPrice]]) -> None:
         self.schedule, self.device = schedule, device
-        passing, every = passing_by(schedule, device), [price for prices in layers for price in prices]
+        buffers, every = device_buffers(schedule, device), [price for prices in layers for price in prices]
         self.stages = StageBytes(
             tuple(sum(kept(prices)) for prices in layers),
             tuple(sum(int(p.waiting_bytes) for p in prices) for prices in layers),
-            tuple(transients(prices, passing) for prices in layers),
+            tuple(transients(prices, buffers) for prices in layers),
         )
         self.state = (
             sum(int(p.parameters_bytes) for p in every),
@@ -49,22 +49,22 @@ class Device:
         )
 
     def most(self) -> Memory:
-        """The memory at the fullest moment."""
+        """The memory when it peaks."""
         return Memory(*self.state, *peak(self.schedule, self.device, self.stages)[:2])
 
-    def fullest_moment(self) -> Counts:
-        """The microbatches in flight at the fullest moment."""
+    def counts_at_peak(self) -> Counts:
+        """When memory peaks: the microbatches in flight, and those between ``I`` and ``W``, of each stage of the device."""
         number = peak(self.schedule, self.device, self.stages)[2]
-        counts = moments(self.schedule, self.device)[0][number]
-        return tuple(zip(*by_kind(self.schedule, self.device, counts), strict=True))
+        counts = peak_moments(self.schedule, self.device)[0][number]
+        return counts_by_stage(self.schedule, self.device, counts)
 
     def timeline(self) -> tuple[Moment, ...]:
         """Every action in the order in which the device runs them, with the live memory."""
         order = list(device_order(self.schedule, self.device))
-        activations, at_work = levels(order, self.schedule.own(self.device), self.stages)
+        activations, transient = live_bytes(order, self.schedule.own(self.device), self.stages)
         return tuple(
             Moment(kind, stage, microbatch, Memory(*self.state, int(a), int(t)))
-            for (kind, stage, microbatch), a, t in zip(order, activations, at_work, strict=True)
+            for (kind, stage, microbatch), a, t in zip(order, activations, transient, strict=True)
         )
 
 
@@ -81,15 +81,15 @@ def kept(prices: Sequence[LayerPrice]) -> list[int]:
     return found
 
 
-def transients(prices: Sequence[LayerPrice], passing: int = 0) -> int:
-    """The most bytes that are live while an action of these layers runs, besides those that its microbatch saves; tensors between stages
-    are included.
+def transients(prices: Sequence[LayerPrice], buffers: int = 0) -> int:
+    """The most bytes that are live while an action of these layers runs, besides those that its microbatch saves, ``buffers`` pipeline
+    buffers included.
 
     While the backward of a layer runs, the activations of later layers are freed, and their fresh gradients are live in their place.
     """
     most = after = 0
     for price, saved in zip(reversed(prices), reversed(kept(prices)), strict=True):
-        here = int(price.transient_bytes) + passing * int(price.border_bytes)
+        here = int(price.transient_bytes) + buffers * int(price.border_bytes)
         most = max(most, here, here + after)
         after += int(price.fresh_bytes) - saved
     return max(most, after)

@@ -17,7 +17,7 @@ from autopar.rules.traffic import OF_MICROBATCHES
 from autopar.shard.plan import role_types
 from autopar.techniques import LAYER
 from autopar.torch_private import without_function_modes
-from autopar.types import legal_in_time
+from autopar.types import legal_over_microbatches
 from passes.clean.nodes import module_path
 from passes.communication import conversions
 from passes.rewrite import rewrite_of
@@ -68,7 +68,7 @@ def _couples_batch(graph: Graph, index: int, cls: LayerClass) -> str:
             return f"{name} needs the whole batch for {_described(nodes[value])}"
     flow = gradient_flow(cls)
     for one in conversions(cls.graph, (types,), flow):
-        if not legal_in_time(one.source[0], one.target[0], flow[one.value]):
+        if not legal_over_microbatches(one.source[0], one.target[0], flow[one.value]):
             reader = nodes[one.readers[0][0]]
             return (
                 f"{name} needs the whole batch for {_described(nodes[one.value] if reader.op == 'output' else reader)}"

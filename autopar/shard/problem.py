@@ -34,10 +34,10 @@ from autopar.ops.meta import meta
 from autopar.ops.operands import operands, shape_of
 from autopar.plan import Role
 from autopar.rules import Candidate, candidates
-from autopar.rules.padding import padded, padding
+from autopar.rules.padding import padding, round_up
 from autopar.rules.traffic import kernel_traffic
 from autopar.shard.grid import admits, converts, gathers, stored
-from autopar.types import Collective, I, P, R, S, SpmdType, conversion, legal_in_time
+from autopar.types import Collective, I, P, R, S, SpmdType, conversion, legal_over_microbatches
 
 REFERENCE_FLOPS_PER_S = 4e14  # roughly a matmul's rate on one H100 in bfloat16
 REFERENCE_BYTES_PER_S = 2e12  # device memory of the same GPU
@@ -102,7 +102,7 @@ def update_type(role: Role) -> SpmdType:
 class Problem:
     """Options, costs and readers of every node. ``feasible`` is false if some node has no option.
 
-    With ``in_time`` only options for sequential microbatches are legal: no kernels or collectives.
+    With ``over_microbatches`` only options for sequential microbatches are legal: no kernels or collectives.
     """
 
     def __init__(
@@ -113,10 +113,10 @@ class Problem:
         fixed: dict[str, SpmdType],
         batched: Mapping[str, SpmdType] | None = None,
         *,
-        in_time: bool = False,
+        over_microbatches: bool = False,
     ) -> None:
         """``batched`` are the types under data parallelism, for roles that don't shard the batch."""
-        self.cls, self.role, self.size, self.fixed, self.in_time = cls, role, size, fixed, in_time
+        self.cls, self.role, self.size, self.fixed, self.over_microbatches = cls, role, size, fixed, over_microbatches
         self._batched = batched or {}
         self._op_costs: dict[str, tuple[float, float]] = {}
         self._conversion_costs: dict[tuple[str, SpmdType, SpmdType], float] = {}
@@ -177,7 +177,7 @@ class Problem:
     def _conversion_cost(self, name: str, source: SpmdType, target: SpmdType) -> float:
         value = meta(self.nodes[name])["val"]
         pair = conversion(source, target)
-        if self.in_time and not legal_in_time(source, target, self._flow[name]):
+        if self.over_microbatches and not legal_over_microbatches(source, target, self._flow[name]):
             return math.inf
         if pair is None or not hasattr(value, "shape"):
             return math.inf
@@ -214,7 +214,7 @@ class Problem:
         found = candidates(node)
         if self.role is Role.IDLE:
             return [option for option in found if not option.operands or set(option.operands) == {I}]
-        if self.in_time:
+        if self.over_microbatches:
             found = tuple(option for option in found if option.kernel is None)
         weights = tuple(operand.name in self._weights for operand in operands(node))
         found = tuple(option for option in found if admits(self.role, option, weights))
@@ -261,11 +261,11 @@ class Problem:
 
     def _growth(self, name: str, option: Candidate) -> float:
         """Return the factor by which padding enlarges the sharded dims."""
-        for value, t in zip((*self._padding.reads[name], name), (*option.operands, option.result), strict=True):
+        for value, t in zip((*self._padding.operands[name], name), (*option.operands, option.result), strict=True):
             group = None if t.dim is None else self._padding.groups.get((value, t.dim))
             if group is not None:
                 count = self._padding.counts[group]
-                return padded(count, self.size) / count
+                return round_up(count, self.size) / count
         return 1.0
 
     def _placeholder_types(self, node: fx.Node) -> list[SpmdType]:

@@ -7,7 +7,7 @@ from autopar.graph import LayerClass, cached_for_graphs
 from autopar.ops.operands import is_tensor, shape_of
 from autopar.plan import Role
 from autopar.rules import candidates
-from autopar.rules.padding import padded, padding
+from autopar.rules.padding import padding, round_up
 from autopar.rules.table import TABLE
 from autopar.shard.eliminate import TableTooLargeError, eliminate
 from autopar.shard.milp import solve_milp
@@ -37,7 +37,7 @@ def _shares(cls: LayerClass, size: int, rules: int) -> tuple[float, ...]:
     Sizes with equal results have the same solution, because costs are compared at a reference size.
     """
     groups = padding(cls).counts
-    return (*(extent % size == 0 for extent in _extents(cls, rules)), *(padded(n, size) / n for n in groups))
+    return (*(extent % size == 0 for extent in _extents(cls, rules)), *(round_up(n, size) / n for n in groups))
 
 
 @cached_for_graphs(maxsize=1024)
@@ -55,7 +55,7 @@ def _solve(
 ) -> AxisTypes | None:
     """Solve; ``rules`` is a hash of the table, so that the cache notices rules that are registered later."""
     if role is Role.DATA:  # also the microbatches' types: prefer options that are legal for them
-        found = _optimum(Problem(cls, role, size, dict(fixed), in_time=True))
+        found = _optimum(Problem(cls, role, size, dict(fixed), over_microbatches=True))
         if found is not None:
             return found
     data = solve(cls, Role.DATA, 1) if role in (Role.ULYSSES, Role.RING) else None

@@ -31,10 +31,10 @@ PLAN: tuple[Technique, ...] = (SYNC,)
 ALL = (*PLAN, *LAYER)
 BY_NAME = {technique.name: technique for technique in LAYER}
 
-OF_LAYERS = tuple(way.gives_up for technique in LAYER for way in technique.ways if way.gives_up)
+OF_LAYERS = tuple(mode.gives_up for technique in LAYER for mode in technique.modes if mode.gives_up)
 """The kinds of exactness that techniques of layers give up: a search decides which layers do."""
 
-GIVEN_UP = (*OF_LAYERS, *(way.gives_up for technique in PLAN for way in technique.ways if way.gives_up))
+GIVEN_UP = (*OF_LAYERS, *(mode.gives_up for technique in PLAN for mode in technique.modes if mode.gives_up))
 """The kinds of exactness that techniques give up."""
 
 _made: dict[tuple[str, ...], Options] = {}
@@ -53,9 +53,9 @@ class Options(Facts):
             new = object.__new__(cls)
             object.__setattr__(new, "values", values)
             assert not new.problem, new.problem
-            ways = [technique.way(value) for technique, value in zip(LAYER, values, strict=True)]
+            modes = [technique.mode(value) for technique, value in zip(LAYER, values, strict=True)]
             for fact in fields(Facts):
-                found = [known for way in ways if (known := getattr(way, fact.name)) is not None]
+                found = [known for mode in modes if (known := getattr(mode, fact.name)) is not None]
                 object.__setattr__(new, fact.name, max(found, default=None))
             _made[values] = new
         return _made[values]
@@ -93,7 +93,7 @@ class Options(Facts):
         return "nvme" in (self.saved_in, self.states_in)
 
     @cached_property
-    def together(self) -> int:
+    def segment_layers(self) -> int:
         """The number of consecutive layers that are treated as one."""
         return max((technique.split(value)[1] for technique, value in self.chosen), default=1)
 
@@ -108,15 +108,15 @@ class Options(Facts):
         return self.but(**limited) if limited else self
 
     @property
-    def parting(self) -> Technique:
+    def splitting(self) -> Technique:
         """The technique that computes microbatches in parts; only if ``parts`` is above 1."""
-        return next(technique for technique, value in self.chosen if technique.way(value).parts > 1)
+        return next(technique for technique, value in self.chosen if technique.mode(value).parts > 1)
 
     @cached_property
-    def whole(self) -> Options:
+    def unsplit(self) -> Options:
         """The same values, with microbatches that are not computed in parts."""
-        ways = {technique.name: technique.way(value) for technique, value in self.chosen}
-        return self.but(**{name: way.fallback for name, way in ways.items() if way.parts > 1})
+        modes = {technique.name: technique.mode(value) for technique, value in self.chosen}
+        return self.but(**{name: mode.fallback for name, mode in modes.items() if mode.parts > 1})
 
     @cached_property
     def rewrites(self) -> tuple[str, ...]:
@@ -129,14 +129,14 @@ class Options(Facts):
         return {technique.name: value for technique, value in self.chosen if technique.specified}
 
     @cached_property
-    def parts_of_runtime(self) -> dict[str, str]:
-        """The runtime modules that a program with such layers needs (``Technique.parts``)."""
-        return {name: part for technique, value in self.chosen for name, part in technique.parts(value).items()}
+    def runtime_parts(self) -> dict[str, str]:
+        """The runtime modules that a program with such layers needs (``Technique.runtime_parts``)."""
+        return {name: part for technique, value in self.chosen for name, part in technique.runtime_parts(value).items()}
 
-    def called(self, call: Call) -> Call:
+    def wrap_call(self, call: Call) -> Call:
         """The call of a layer, or of several, in the text of a program; each technique wraps the call of those after it."""
         for technique, value in reversed([*self.chosen]):
-            call = technique.called(value, call)
+            call = technique.wrap_call(value, call)
         return call
 
     @cached_property
@@ -166,9 +166,9 @@ def _restored(values: tuple[str, ...]) -> Options:
 def conflicts_of(technique: Technique) -> tuple[Conflict, ...]:
     """A technique's conflicts: those that it lists, and those between values that compute microbatches in parts and values that need whole
     ones."""
-    in_parts = tuple(way.name for way in technique.ways if way.parts > 1)
-    whole = ((other.name, way) for other in LAYER for way in other.ways if way.uncut) if in_parts else ()
-    return (*technique.conflicts, *(Conflict(in_parts, name, (way.name,), way.uncut) for name, way in whole))
+    in_parts = tuple(mode.name for mode in technique.modes if mode.parts > 1)
+    whole = ((other.name, mode) for other in LAYER for mode in other.modes if mode.unsplittable) if in_parts else ()
+    return (*technique.conflicts, *(Conflict(in_parts, name, (mode.name,), mode.unsplittable) for name, mode in whole))
 
 
 def conflict(technique: Technique, value: str, others: Mapping[str, str]) -> Conflict | None:
@@ -191,33 +191,33 @@ def read_options(layer: Mapping[str, Any]) -> Options:
     return Options(**{technique.name: technique.read(layer) for technique in LAYER})
 
 
-def in_parts(options: Options) -> str:
+def parts_phrase(options: Options) -> str:
     """How microbatches are computed in parts, in words: ``"in two halves that take turns"``."""
-    return options.parting.said(options[options.parting])
+    return options.splitting.phrase(options[options.splitting])
 
 
 def cases_of(technique: Technique, devices: int) -> Iterator[Case]:
     """The plans with a technique that ``verify`` runs (``Technique.cases``); their names also state the other techniques."""
     for name, pins in technique.cases(devices):
         beside = (other for other in ALL if other is not technique and other.name in pins)
-        words = (other.in_case(pins[other.name]) for other in beside)
+        words = (other.case_phrase(pins[other.name]) for other in beside)
         yield name.format("".join(f", {word}" for word in words if word)), pins
 
 
-def nowhere(options: Options, reasons: Mapping[str, str]) -> UsageError:
+def not_splittable_error(options: Options, reasons: Mapping[str, str]) -> UsageError:
     """The error where no layer's microbatches can be computed in parts; ``reasons`` are the layers' refusal reasons, by name."""
-    technique, value = options.parting, options[options.parting]
+    technique, value = options.splitting, options[options.splitting]
     reason = Counter(reasons.values()).most_common(1)[0][0]
     layer = next(name for name, why in reasons.items() if why == reason)
     return UsageError(
-        f"{technique.name}={value}: no layer's microbatches can be computed {in_parts(options)}: {layer} {reason}",
+        f"{technique.name}={value}: no layer's microbatches can be computed {parts_phrase(options)}: {layer} {reason}",
         technique.advice,
     )
 
 
-def said(options: Options) -> list[str]:
+def phrases(options: Options) -> list[str]:
     """What a layer's techniques do, in words: ``["recomputed", "gradients reduced once a step"]``."""
-    words = [(technique, technique.said(value)) for technique, value in options.chosen]
+    words = [(technique, technique.phrase(value)) for technique, value in options.chosen]
     return [
         text if technique.subject == "layers" else f"{technique.subject} {text}" for technique, text in words if text
     ]

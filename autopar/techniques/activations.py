@@ -15,7 +15,7 @@ from typing import Any
 
 from autopar.errors import UsageError
 from autopar.schedules import CHIMERA, DUALPIPE_V, INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE
-from autopar.techniques.technique import ANY, Call, Case, Context, Narrow, Pin, Pinned, Technique, Value, Way
+from autopar.techniques.technique import ANY, Call, Case, Context, Mode, Pin, Pinned, QuantizedStorage, Technique, Value
 from autopar.units import Constant
 
 KEEP, SELECTIVE, FULL, HOST, INT8 = "keep", "selective", "full", "host", "int8"
@@ -46,7 +46,7 @@ INT8_KERNELS = Constant(
     "quotient, its rounding and limit, codes, two copies",
 )
 
-_IN_8_BITS = Narrow(
+_IN_8_BITS = QuantizedStorage(
     block=64,
     least=1024,
     chunk=2**22,
@@ -58,46 +58,46 @@ _IN_8_BITS = Narrow(
 )
 """As ``program.activation_storage`` stores them."""
 
-_UNCUT = "microbatches in parts go with full recomputation"
+_UNSPLIT = "microbatches in parts go with full recomputation"
 
-_AGAIN = ("", "part", "all")
-"""What is computed again, from least to most, and the words of ``recompute`` for it."""
+_RECOMPUTED = ("", "part", "all")
+"""``Facts.recomputes`` from least to most; ``_RECOMPUTE_PIN`` has the values of the pin ``recompute`` in the same order."""
 
-_RECOMPUTE = ("none", "selective", "full")
+_RECOMPUTE_PIN = ("none", "selective", "full")
 
 
 class Activations(Technique):
     name = "activations"
-    ways = (
-        Way(KEEP),
-        Way(SELECTIVE, "recomputed in part", "in part", again="part", around=True, uncut=_UNCUT),
-        Way(FULL, "recomputed", "recomputed", counted=2, again="all", around=True),
-        Way(HOST, "with activations in the host's memory", "in the host", saved_in="host", around=True),
-        Way(
+    modes = (
+        Mode(KEEP),
+        Mode(SELECTIVE, "recomputed in part", "in part", recomputes="part", wraps_layer=True, unsplittable=_UNSPLIT),
+        Mode(FULL, "recomputed", "recomputed", counted=2, recomputes="all", wraps_layer=True),
+        Mode(HOST, "with activations in the host's memory", "in the host", saved_in="host", wraps_layer=True),
+        Mode(
             FULL_HOST,
             "recomputed, with inputs in the host's memory",
             "recomputed, input in the host",
-            again="all",
+            recomputes="all",
             saved_in="host",
-            around=True,
+            wraps_layer=True,
         ),
-        Way(
+        Mode(
             INT8,
             "with activations in 8 bits",
             "in 8 bits",
             gives_up=INT8_ACTIVATIONS,
             inexact="gradients are computed from activations that were rounded to 8 bits",
-            narrow=_IN_8_BITS,
-            around=True,
+            quantized=_IN_8_BITS,
+            wraps_layer=True,
         ),
-        Way(
+        Mode(
             SELECTIVE_HOST,
             "recomputed in part, with inputs in the host's memory",
             "in part, input in the host",
-            again="part",
+            recomputes="part",
             saved_in="host",
-            around=True,
-            uncut=_UNCUT,
+            wraps_layer=True,
+            unsplittable=_UNSPLIT,
             unsearched="what selective recomputation keeps stays on the device",
         ),
     )
@@ -160,51 +160,51 @@ class Activations(Technique):
     modules = ("recomputing", "activation_storage")
     former_modules = ("int8", "offload", "saved_views", "segments", "selective")
 
-    def said(self, value: str) -> str:
+    def phrase(self, value: str) -> str:
         name, layers = self.split(value)
-        return f"{self.way(name).said} in segments of {layers} layers" if layers > 1 else self.way(name).said
+        return f"{self.mode(name).phrase} in segments of {layers} layers" if layers > 1 else self.mode(name).phrase
 
     def cell(self, value: str) -> str:
         name, layers = self.split(value)
-        return f"{layers} as one" if layers > 1 else self.way(name).cell
+        return f"{layers} as one" if layers > 1 else self.mode(name).cell
 
     def effort(self, value: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         name, layers = self.split(value)
-        way = self.way(name)
-        return (int(name == INT8), int(bool(way.saved_in))), (_AGAIN.index(way.again), layers)
+        mode = self.mode(name)
+        return (int(name == INT8), int(bool(mode.saved_in))), (_RECOMPUTED.index(mode.recomputes), layers)
 
     def allowed(self, pinned: Pinned, context: Context) -> tuple[str, ...]:
         own, segment = pinned(self.name), pinned("segment")
         numbers = [1, *(_tried(context.chain) if context.segments else ())]
         if (wanted := int(segment or self.split(str(own))[1])) > 1 or segment is not None:
             numbers = [wanted]
-        whole = [full(min(n, context.chain)) for n in numbers if n > 1]
-        tried = [*((KEEP, INT8, HOST, SELECTIVE, FULL, FULL_HOST, SELECTIVE_HOST) if 1 in numbers else ()), *whole]
+        segments = [full(min(n, context.chain)) for n in numbers if n > 1]
+        tried = [*((KEEP, INT8, HOST, SELECTIVE, FULL, FULL_HOST, SELECTIVE_HOST) if 1 in numbers else ()), *segments]
         to_host = own is not None or pinned("offload") is not None
         wants_8_bits = own == INT8 or pinned("saved") is not None
         return tuple(
             value
             for value in dict.fromkeys(tried)
-            if self._says(value, pinned)
-            and (to_host or not self.way(value).saved_in)
+            if self._satisfies(value, pinned)
+            and (to_host or not self.mode(value).saved_in)
             and (value != SELECTIVE_HOST or ANY not in (own, pinned("offload")))
             and (wants_8_bits or value != INT8 or INT8_ACTIVATIONS in context.allow)
         )
 
     def admits(self, value: str, pinned: Pinned) -> bool:
         segment, (_, wanted), (_, layers) = pinned("segment"), self.split(str(pinned(self.name))), self.split(value)
-        return self._says(value, pinned) and segment in (None, layers) and wanted in (1, layers)
+        return self._satisfies(value, pinned) and segment in (None, layers) and wanted in (1, layers)
 
-    def _says(self, value: str, pinned: Pinned) -> bool:
+    def _satisfies(self, value: str, pinned: Pinned) -> bool:
         """Whether a value satisfies every pin, except for the number of layers."""
         name, own = self.split(value)[0], pinned(self.name)
-        said = {
-            "recompute": _RECOMPUTE[_AGAIN.index(self.way(name).again)],
-            "offload": "activations" if self.way(name).saved_in else "none",
+        by_pin = {
+            "recompute": _RECOMPUTE_PIN[_RECOMPUTED.index(self.mode(name).recomputes)],
+            "offload": "activations" if self.mode(name).saved_in else "none",
             "saved": "int8" if name == INT8 else "exact",
         }
         fits = own in (None, ANY) or self.split(str(own))[0] == name
-        return fits and all(pinned(pin) in (None, ANY, value) for pin, value in said.items())
+        return fits and all(pinned(pin) in (None, ANY, value) for pin, value in by_pin.items())
 
     def unreadable(self, layer: Mapping[str, Any]) -> str:
         if self.name in layer:
@@ -255,18 +255,18 @@ class Activations(Technique):
         saved = "Some layers store what they save for the backward pass in 8 bits"
         return f"{saved}, as {INT8_ACTIVATIONS} allows: their gradients are rounded."
 
-    def called(self, value: str, call: Call) -> Call:
-        (name, layers), way = self.split(value), self.way(value)
+    def wrap_call(self, value: str, call: Call) -> Call:
+        (name, layers), mode = self.split(value), self.mode(value)
         recomputed = "Recomputed in the backward pass: only the arguments are kept."
-        if way.again == "all" and call.layers:
+        if mode.recomputes == "all" and call.layers:
             return call.by("recomputing.as_one", remark=recomputed) if layers > 1 else call
-        if way.again == "all" and layers == 1:
+        if mode.recomputes == "all" and layers == 1:
             options = ("use_reentrant=False", "preserve_rng_state=False")
             call = call.by("checkpoint", call.function, *call.arguments, *options, remark=recomputed)
-        elif way.again == "part":
+        elif mode.recomputes == "part":
             remark = "Recomputed in the backward pass, but for what is kept."
             call = call.by("recomputing.selectively", call.function, *call.arguments, remark=remark)
-        if way.saved_in:
+        if mode.saved_in:
             stays = ", ".join(("self", *call.resident))
             return call.inside(
                 f"activation_storage.in_host({stays})", "What the backward pass needs waits in the host's memory."
@@ -310,8 +310,8 @@ class Activations(Technique):
         yield f"pipeline 2, Chimera x data {half}, zero 3, recompute", sharded | both | full
         yield f"pipeline 2, Chimera x tensor+sequence {half}, recompute in part", sequence | both | part
 
-    def in_case(self, value: str) -> str:
-        return {"part": "recompute in part", "all": "recompute"}.get(self.way(value).again, "")
+    def case_phrase(self, value: str) -> str:
+        return {"part": "recompute in part", "all": "recompute"}.get(self.mode(value).recomputes, "")
 
     def of_run(self, run: Mapping[str, Any]) -> str:
         text = str(run.get("recompute") or "none").lower()
@@ -330,16 +330,16 @@ class Activations(Technique):
             raise UsageError(
                 f"{self.flags[3]}: {layers!r} is not a whole number", "degrees and sizes are whole numbers"
             )
-        said = mode or kind
-        value = {"off": KEEP, "none": KEEP}.get(said, said) if said else None
+        flag = mode or kind
+        value = {"off": KEEP, "none": KEEP}.get(flag, flag) if flag else None
         if int(layers or 1) > 1 and value in (None, FULL):  # other recomputation has no use for it
             return full(int(layers or 1))
         return value
 
-    def drawn(self, number: float, zero: int) -> str:
+    def random_value(self, number: float, zero: int) -> str:
         return FULL if number < 0.3 else SELECTIVE if number < 0.5 else KEEP
 
-    def families(self) -> Iterator[tuple[str, str, dict[str, Value], str]]:
+    def alternatives(self) -> Iterator[tuple[str, str, dict[str, Value], str]]:
         yield "no_recomputation", "no recomputation", {"recompute": "none"}, ""
         yield "selective_recomputation", "every layer recomputed in part (selective)", {self.name: SELECTIVE}, ""
         yield "full_recomputation", "every layer recomputed", {self.name: FULL}, ""

@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from autopar.techniques.technique import Context, Technique, Way
+from autopar.techniques.technique import Context, Mode, Technique
 
 NONE, LAYERS = "none", "layers"
 
 
 class Compilation(Technique):
     name = "compile"
-    ways = (Way(NONE), Way(LAYERS, cell="compiled", compiled=True))
+    modes = (Mode(NONE), Mode(LAYERS, cell="compiled", compiled=True))
     subject = "layers"
     meaning = "what torch.compile compiles: nothing, or each layer's arithmetic; layers on GPUs and nothing on CPUs where none is pinned"
     example = "compile=none"

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from autopar.techniques.activations import ACTIVATIONS
-from autopar.techniques.technique import Case, Context, Pinned, Technique, Way
+from autopar.techniques.technique import Case, Context, Mode, Pinned, Technique
 
 WHOLE, SLICED = "whole", "sliced"
 
 
 class Logits(Technique):
     name = "logits"
-    ways = (Way(WHOLE, cell=WHOLE), Way(SLICED, "in slices of the vocabulary", SLICED))
+    modes = (Mode(WHOLE, cell=WHOLE), Mode(SLICED, "in slices of the vocabulary", SLICED))
     subject = "logits"
     of_one = True
     meaning = (
@@ -37,12 +37,12 @@ class Logits(Technique):
     def candidates(self, context: Context) -> tuple[str, ...]:
         return self.values
 
-    def least(self, pinned: Pinned, context: Context) -> str:
+    def simplest(self, pinned: Pinned, context: Context) -> str:
         return str(pinned(self.name) or WHOLE)
 
-    def pays_beside(self, value: str, options: Any) -> bool:
+    def is_tried_with(self, value: str, options: Any) -> bool:
         """With slices, recomputing or offloading the layer's activations saves little."""
-        return value == WHOLE or not (options.again or options.saved_in)
+        return value == WHOLE or not (options.recomputes or options.saved_in)
 
     def note(self, names: Sequence[str], total: int, value: str) -> str:
         if value == WHOLE:
@@ -62,7 +62,7 @@ class Logits(Technique):
         yield f"logits in slices, pipeline {n}", {"pipeline": n, "microbatches": 4 if n <= 4 else n, self.name: SLICED}
         yield (
             f"logits in slices, data {n}, zero 3{{}}",
-            {"data": n, "zero": 3, ACTIVATIONS.name: ACTIVATIONS.having(again="all"), self.name: SLICED},
+            {"data": n, "zero": 3, ACTIVATIONS.name: ACTIVATIONS.value_with(recomputes="all"), self.name: SLICED},
         )
 
 

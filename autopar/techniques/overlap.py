@@ -11,31 +11,31 @@ from collections.abc import Iterator
 
 from autopar.schedules import SPLIT
 from autopar.techniques.activations import ACTIVATIONS
-from autopar.techniques.technique import Call, Case, Conflict, Technique, Value, Way
+from autopar.techniques.technique import Call, Case, Conflict, Mode, Technique, Value
 
 TENSOR, NONE, HALVES = "tensor", "none", "halves"
 
 
 class Overlap(Technique):
     name = "overlap"
-    ways = (
-        Way(TENSOR, cell=TENSOR, early=True),
-        Way(NONE, cell=NONE),
-        Way(HALVES, "in two halves that take turns", HALVES, early=True, parts=2, fallback=TENSOR),
+    modes = (
+        Mode(TENSOR, cell=TENSOR, early_collectives=True),
+        Mode(NONE, cell=NONE),
+        Mode(HALVES, "in two halves that take turns", HALVES, early_collectives=True, parts=2, fallback=TENSOR),
     )
     subject = "microbatches"
     meaning = "which collectives run under the layer's own arithmetic; tensor where none is pinned"
     example = "overlap=none"
-    missing = NONE
+    if_missing = NONE
     under_split = NONE
     conflicts = (Conflict((HALVES,), "schedule", tuple(SPLIT), "halves go with schedules of whole backward passes"),)
     modules = ("halves", "kernels_overlap")
     former_modules = ("halves_experts",)
-    computes = "halves.Half"
+    compute_type = "halves.Half"
     rewrite_local = "overlap"
     advice = "use an even number of rows on each device in a microbatch, and layers with tensor or expert parallelism; or leave overlap out"
 
-    def called(self, value: str, call: Call) -> Call:
+    def wrap_call(self, value: str, call: Call) -> Call:
         if value != HALVES:
             return call
         remark, function = "", call.function
@@ -56,12 +56,12 @@ class Overlap(Technique):
         yield f"expert {n}, in halves", {"expert": n} | halves
         if n % 2 == 0 and n >= 4:
             half = n // 2
-            full = {"data": 2, "tensor": half, "zero": 3, ACTIVATIONS.name: ACTIVATIONS.having(again="all")}
+            full = {"data": 2, "tensor": half, "zero": 3, ACTIVATIONS.name: ACTIVATIONS.value_with(recomputes="all")}
             yield f"data 2 x tensor {half}, zero 3{{}}, in halves", full | halves
             pipeline = {"tensor": half, "sequence": True, "pipeline": 2, "microbatches": 2, "schedule": "1f1b"}
             yield f"pipeline 2 x tensor+sequence {half}, in halves", pipeline | halves
 
-    def families(self) -> Iterator[tuple[str, str, dict[str, Value], str]]:
+    def alternatives(self) -> Iterator[tuple[str, str, dict[str, Value], str]]:
         yield "halves", "microbatches in two halves that take turns", {self.name: HALVES}, ""
 
 

@@ -9,14 +9,17 @@ from collections.abc import Iterator
 
 from autopar.schedules import CHIMERA, DUALPIPE_V, GPIPE, INTERLEAVED, ONE_F_ONE_B
 from autopar.techniques.activations import ACTIVATIONS
-from autopar.techniques.technique import Case, Context, Pinned, Technique, Way
+from autopar.techniques.technique import Case, Context, Mode, Pinned, Technique
 
 MICROBATCH, STEP = "microbatch", "step"
 
 
 class Reduce(Technique):
     name = "reduce"
-    ways = (Way(MICROBATCH, cell=MICROBATCH), Way(STEP, "reduced once a step", STEP, zero=2, whole_gradients=True))
+    modes = (
+        Mode(MICROBATCH, cell=MICROBATCH),
+        Mode(STEP, "reduced once a step", STEP, min_zero=2, whole_gradients=True),
+    )
     subject = "gradients"
     meaning = "how often gradients are reduced under ZeRO 2 and 3: in every microbatch, or once a step"
     example = "reduce=step"
@@ -27,9 +30,8 @@ class Reduce(Technique):
         return (), (self.values.index(value),)
 
     def allowed(self, pinned: Pinned, context: Context) -> tuple[str, ...]:
-        return (
-            super().allowed(pinned, context) if context.several else (MICROBATCH,)
-        )  # with one microbatch both are the same
+        # with one microbatch both are the same
+        return super().allowed(pinned, context) if context.several else (MICROBATCH,)
 
     def candidates(self, context: Context) -> tuple[str, ...]:
         return self.values
@@ -47,13 +49,10 @@ class Reduce(Technique):
         copies = {"mesh": (("replicas", 2), ("data", half)), "replicate": 2, "zero": 3, self.name: STEP}
         one, gpipe = ({"pipeline": 2, "microbatches": 2, "schedule": name} for name in (ONE_F_ONE_B, GPIPE))
         chunks = {"pipeline": 2, "chunks": 2, "microbatches": 4}
-        full, part = ({ACTIVATIONS.name: ACTIVATIONS.having(again=again)} for again in ("all", "part"))
+        full, part = ({ACTIVATIONS.name: ACTIVATIONS.value_with(recomputes=again)} for again in ("all", "part"))
         yield f"data {half} in 2 copies, zero 3, reduced once a step", copies | {"microbatches": 2}
         yield f"pipeline 2 x data {half}, zero 2, reduced once a step", two | one
-        yield (
-            f"pipeline 2, gpipe x data {half}, zero 3{{}}, reduced once a step",
-            three | gpipe | part,
-        )
+        yield f"pipeline 2, gpipe x data {half}, zero 3{{}}, reduced once a step", three | gpipe | part
         yield (
             f"pipeline 2 of 2 chunks x data {half}, zero 3{{}}, reduced once a step",
             three | chunks | {"schedule": INTERLEAVED} | full,
@@ -63,7 +62,7 @@ class Reduce(Technique):
         chimera = two | {"pipeline": 2, "microbatches": 4, "schedule": CHIMERA}
         yield f"pipeline 2, Chimera x data {half}, zero 2, reduced once a step", chimera
 
-    def drawn(self, number: float, zero: int) -> str:
+    def random_value(self, number: float, zero: int) -> str:
         return STEP if zero >= 2 and int(number * 100) % 2 else MICROBATCH
 
 

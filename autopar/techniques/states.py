@@ -6,17 +6,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from autopar.techniques.technique import Context, Technique, Value, Way
+from autopar.techniques.technique import Context, Mode, Technique, Value
 
 DEVICE, HOST, NVME = "device", "host", "nvme"
 
 
 class States(Technique):
     name = "states"
-    ways = (
-        Way(DEVICE, cell=DEVICE),
-        Way(HOST, "in the host's memory", HOST, states_in=HOST),
-        Way(NVME, "on NVMe", NVME, states_in=NVME),
+    modes = (
+        Mode(DEVICE, cell=DEVICE),
+        Mode(HOST, "in the host's memory", HOST, states_in=HOST),
+        Mode(NVME, "on NVMe", NVME, states_in=NVME),
     )
     subject = "optimizer states"
     meaning = "where optimizer states and master copies are: on the device, in the host's memory, or on the node's NVMe"
@@ -38,10 +38,10 @@ class States(Technique):
         before = HOST if layer.get("offload") in ("optimizer", "both") else DEVICE
         return str(layer.get(self.name, before))
 
-    def parts(self, value: str) -> Mapping[str, str]:
+    def runtime_parts(self, value: str) -> Mapping[str, str]:
         return {} if value == DEVICE else {"places": "state_places.StateStorage"}
 
-    def families(self) -> Iterator[tuple[str, str, dict[str, Value], str]]:
+    def alternatives(self) -> Iterator[tuple[str, str, dict[str, Value], str]]:
         yield "host_optimizer", "optimizer states in the host's memory", {self.name: HOST}, "host"
         yield "nvme_optimizer", "optimizer states on NVMe", {self.name: NVME}, "nvme"
 

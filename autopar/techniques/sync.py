@@ -15,11 +15,11 @@ from typing import Any
 
 from autopar.schedules import CHIMERA
 from autopar.techniques.activations import ACTIVATIONS
-from autopar.techniques.technique import PLAN, Case, Conflict, Technique, Way
+from autopar.techniques.technique import PLAN, Case, Conflict, Mode, Technique
 
 ALL_REDUCE, PARAMETER_SERVER, LOCAL_STEPS, STALE = "all-reduce", "parameter-server", "local-steps", "stale"
 
-APART = "local_steps"
+LOCAL_SGD = "local_steps"
 """The exactness that ``local-steps`` gives up."""
 
 STALE_GRADIENTS = "stale_gradients"
@@ -29,28 +29,28 @@ STALE_GRADIENTS = "stale_gradients"
 class Sync(Technique):
     scope = PLAN
     name = "sync"
-    ways = (
-        Way(ALL_REDUCE, cell=ALL_REDUCE),
-        Way(PARAMETER_SERVER, "synchronized by a parameter server", PARAMETER_SERVER, most_zero=0, served=True),
-        Way(
+    modes = (
+        Mode(ALL_REDUCE, cell=ALL_REDUCE),
+        Mode(PARAMETER_SERVER, "synchronized by a parameter server", PARAMETER_SERVER, max_zero=0, has_server=True),
+        Mode(
             LOCAL_STEPS,
             "averaged every {} steps",
             LOCAL_STEPS,
-            gives_up=APART,
+            gives_up=LOCAL_SGD,
             inexact="between two averages every replica trains by itself, which one device does not",
-            most_zero=0,
+            max_zero=0,
             counted=1,
-            apart=True,
+            local_sgd=True,
         ),
-        Way(
+        Mode(
             STALE,
             "updated by gradients {} steps old",
             STALE,
             gives_up=STALE_GRADIENTS,
             inexact="an update uses the gradients of an earlier step, taken at parameters that have changed since",
-            most_zero=0,
+            max_zero=0,
             counted=1,
-            late=True,
+            stale=True,
         ),
     )
     subject = "replicas"
@@ -67,64 +67,64 @@ class Sync(Technique):
     advice = f"leave sync out: {ALL_REDUCE} computes what one device computes"
 
     def refusal_of_plan(self, graph: Any, value: str, data: Sequence[int | None]) -> str:
-        way = self.way(value)
-        if not way.gives_up:
+        mode = self.mode(value)
+        if not mode.gives_up:
             return ""
-        if way.late and str(graph.dtype) == "torch.float16":
+        if mode.stale and str(graph.dtype) == "torch.float16":
             return "the loss of a program in float16 is scaled anew in every step, and late gradients have the scale of an earlier one"
-        if graph.unmicrobatchable and not way.late:
+        if graph.unmicrobatchable and not mode.stale:
             return f"replicas cannot train apart: {graph.unmicrobatchable}"
-        if graph.buffers and not way.late:
+        if graph.buffers and not mode.stale:
             return f"replicas cannot train apart: the model writes {next(iter(graph.buffers))}"
         if len(set(data)) > 1 or None in data:
             found = ", ".join("any" if n is None else str(n) for n in dict.fromkeys(data))
-            decides = "whose gradients are late" if way.late else "what is computed"
+            decides = "whose gradients are late" if mode.stale else "what is computed"
             return (
                 f"the number of replicas decides {decides}: it must be pinned, for every layer alike and without expert parallelism, and "
                 f"the layers' data degrees are {found}"
             )
         return ""
 
-    def said(self, value: str) -> str:
-        return self.way(value).said.format(self.split(value)[1])
+    def phrase(self, value: str) -> str:
+        return self.mode(value).phrase.format(self.split(value)[1])
 
     def note(self, names: Sequence[str], total: int, value: str) -> str:
-        if late := self.late(value):
+        if late := self.staleness(value):
             return (
                 f"not exact, as {STALE_GRADIENTS} allows: every update uses the gradients of {late} step{'s' * (late > 1)} before (the "
                 "first ones zeros), whose sum runs under the steps in between; the device has these gradients, too"
             )
-        if not (steps := self.apart(value)):
+        if not (steps := self.averaging_steps(value)):
             return ""
         every = "in every step" if steps == 1 else f"every {steps} steps"
         return (
-            f"not exact, as {APART} allows: each replica updates with the gradients of its own samples, and parameters are averaged "
+            f"not exact, as {LOCAL_SGD} allows: each replica updates with the gradients of its own samples, and parameters are averaged "
             f"{every}; optimizer states are not"
         )
 
     def compared(self, value: str) -> str:
-        if late := self.late(value):
+        if late := self.staleness(value):
             return (
                 f"the first step of one device (its loss, gradients and update by plain SGD), which is applied {late} updates late; later "
                 "steps are not those of one device"
             )
-        if not self.apart(value):
+        if not self.averaging_steps(value):
             return ""
         return (
             "the first step of one device (the mean of the replicas' losses, gradients and updates by plain SGD); later steps, in which "
             "replicas train apart, are not those of one device"
         )
 
-    def parts(self, value: str) -> Mapping[str, str]:
-        return {"reductions": "late_gradients.LateReductions"} if self.late(value) else {}
+    def runtime_parts(self, value: str) -> Mapping[str, str]:
+        return {"reductions": "late_gradients.LateReductions"} if self.staleness(value) else {}
 
     def header(self, value: str, gives_loss: bool = False) -> str:
-        if late := self.late(value):
+        if late := self.staleness(value):
             return f"Every update uses the gradients of {late} step(s) before, as {STALE_GRADIENTS} allows."
-        if not (steps := self.apart(value)):
+        if not (steps := self.averaging_steps(value)):
             return ""
         return (
-            f"Replicas train apart, as {APART} allows: each updates by the gradients of its own samples, and parameters are\n"
+            f"Replicas train apart, as {LOCAL_SGD} allows: each updates by the gradients of its own samples, and parameters are\n"
             f"averaged every {steps} step(s)."
         )
 
@@ -142,7 +142,7 @@ class Sync(Technique):
         )
         yield f"ring 2 x ulysses {half}, parameter server", {"ring": 2, "ulysses": half} | server
         pipelined = {"data": half, "pipeline": 2, "microbatches": 4} | server
-        recomputed = {"schedule": "1f1b", ACTIVATIONS.name: ACTIVATIONS.having(again="all")}
+        recomputed = {"schedule": "1f1b", ACTIVATIONS.name: ACTIVATIONS.value_with(recomputes="all")}
         yield f"pipeline 2 x data {half}, parameter server{{}}", pipelined | recomputed
         yield f"pipeline 2, zero bubble x data {half}, parameter server", pipelined | {"schedule": "zero-bubble"}
 

@@ -77,7 +77,7 @@ class Pin:
 
 
 @dataclass(frozen=True, slots=True)
-class Narrow:
+class QuantizedStorage:
     """How saved tensors are stored in fewer bits: a byte for each number, and a scale of ``scale_bytes`` for each ``block`` of them, of
     tensors of at least ``least`` numbers.
 
@@ -100,21 +100,21 @@ class Facts:
     """The facts on which prices, passes and programs depend, of one value of a technique or of all values of a layer together
     (``Options``)."""
 
-    zero: int = 0
+    min_zero: int = 0
     """The least ZeRO stage under which layers may have it."""
-    again: str = ""
+    recomputes: str = ""
     """What the backward pass computes again: nothing (empty), a ``part`` of the layer, or ``all`` of it."""
     saved_in: str = ""
     """Where saved activations are offloaded: ``host``, or empty."""
     states_in: str = ""
     """Where optimizer states are offloaded: ``host`` or ``nvme``, or empty."""
-    narrow: Narrow | None = None
+    quantized: QuantizedStorage | None = None
     """How saved tensors are stored in fewer bits, if they are."""
-    around: bool = False
+    wraps_layer: bool = False
     """Whether something is done before and after the layer as a whole."""
     whole_gradients: bool = False
     """Whether gradients accumulate unsharded over a step's microbatches, and are reduced once a step, also under ZeRO 2 and 3."""
-    early: bool = False
+    early_collectives: bool = False
     """Whether collectives of the backward pass start before the gradients of weights are computed."""
     compiled: bool = False
     """Whether ``torch.compile`` compiles the layer's arithmetic, if its class admits it."""
@@ -122,37 +122,37 @@ class Facts:
     """The number of parts in which microbatches are computed, if the layer admits them."""
 
     @property
-    def elsewhere(self) -> str:
+    def offload_tier(self) -> str:
         """The offload tier that is needed: ``host`` or ``nvme``, or empty."""
         return max(self.saved_in, self.states_in)
 
 
 @dataclass(frozen=True, slots=True)
-class Way(Facts):
-    """One value of a technique.
+class Mode(Facts):
+    """A mode of a technique; its ``name`` is the value in pins and plans.
 
-    ``said`` describes it, as in "30 of 34 layers **recomputed**", or is empty; ``cell`` stands for it in a table. ``gives_up`` names the
-    exactness that a user must allow (of ``plan.ALLOWED``), and ``inexact`` says what is not exact. ``most_zero`` is the last ZeRO stage
+    ``phrase`` describes it, as in "30 of 34 layers **recomputed**", or is empty; ``cell`` stands for it in a table. ``gives_up`` names the
+    exactness that a user must allow (of ``plan.ALLOWED``), and ``inexact`` says what is not exact. ``max_zero`` is the last ZeRO stage
     under which layers may have it. ``unsearched``: why its memory can't be priced; a plan may have such a value, but no search takes it.
     ``counted``: it is written with a colon and a number, at least this one (``full:4``); if this is 2, the value without a number means 1.
-    A layer that can't be computed in ``parts`` has the value ``fallback``; ``uncut`` is the reason why microbatches can't be computed in
-    parts with this value. ``late``: the number is by how many updates gradients are late. ``apart``: the number is local SGD's steps
-    between two averages of the parameters. ``served``: one replica has the optimizer states, updates, and sends the parameters.
+    A layer that can't be computed in ``parts`` has the value ``fallback``; ``unsplittable`` is the reason why microbatches can't be
+    computed in parts with this value. ``stale``: the number is by how many updates gradients are late. ``local_sgd``: the number is local
+    SGD's steps between two averages of the parameters. ``has_server``: one replica has the optimizer states and updates.
     """
 
     name: str
-    said: str = ""
+    phrase: str = ""
     cell: str = "-"
     gives_up: str = ""
     inexact: str = ""
-    most_zero: int = 3
+    max_zero: int = 3
     unsearched: str = ""
     counted: int = 0
     fallback: str = ""
-    uncut: str = ""
-    late: bool = False
-    apart: bool = False
-    served: bool = False
+    unsplittable: str = ""
+    stale: bool = False
+    local_sgd: bool = False
+    has_server: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,10 +236,10 @@ class Technique:
     scope: ClassVar[str] = LAYER
     """Whether each layer has a value, or the whole plan."""
     name: ClassVar[str]
-    ways: ClassVar[tuple[Way, ...]]
-    """The values; the first is the default."""
+    modes: ClassVar[tuple[Mode, ...]]
+    """The modes; the first is the default."""
     subject: ClassVar[str]
-    """The subject of ``Way.said``: "layers", or something that layers have."""
+    """The subject of ``Mode.phrase``: "layers", or something that layers have."""
     meaning: ClassVar[str]
     """What a pin of the technique decides, for help and tables."""
     example: ClassVar[str]
@@ -250,7 +250,7 @@ class Technique:
     switch: ClassVar[bool] = False
     optional: ClassVar[bool] = False
     """Whether a pin has the value ``any``, for values that a search would not try by itself."""
-    missing: ClassVar[str] = ""
+    if_missing: ClassVar[str] = ""
     """The value for plan files that are older than the technique; the default if empty."""
     under_split: ClassVar[str] = ""
     """The value that schedules that split the backward pass force, if any."""
@@ -271,7 +271,7 @@ class Technique:
     """The modules of the runtime that ``model.py`` calls for it."""
     specified: ClassVar[bool] = False
     """Whether the runtime reads a layer's value in ``LayerSpec.options``."""
-    computes: ClassVar[str] = ""
+    compute_type: ClassVar[str] = ""
     """The return type of a layer's ``compute`` if it computes a part of a microbatch."""
     rewrite: ClassVar[str] = ""
     """The module of ``passes`` whose function ``rewrite`` changes a layer class for every value but the default (``passes.rewrite``)."""
@@ -286,67 +286,67 @@ class Technique:
 
     @property
     def values(self) -> tuple[str, ...]:
-        """The names of the ways."""
-        return tuple(way.name for way in self.ways)
+        """The names of the modes."""
+        return tuple(mode.name for mode in self.modes)
 
     @property
     def default(self) -> str:
-        return self.ways[0].name
+        return self.modes[0].name
 
-    def having(self, **facts: Any) -> str:
-        """The first value that has these facts (of ``Way``)."""
-        return next(way.name for way in self.ways if all(getattr(way, name) == fact for name, fact in facts.items()))
+    def value_with(self, **facts: Any) -> str:
+        """The first value whose mode has these facts."""
+        return next(mode.name for mode in self.modes if all(getattr(mode, key) == fact for key, fact in facts.items()))
 
     def split(self, value: str) -> tuple[str, int]:
         """``"full:4"`` as ``("full", 4)``; the number is 1 where there is none."""
         name, _, number = value.partition(":")
         return name, int(number) if number else 1
 
-    def way(self, value: str) -> Way:
-        """The record of a value."""
+    def mode(self, value: str) -> Mode:
+        """The mode of a value."""
         name, _ = self.split(value)
-        return next(way for way in self.ways if way.name == name)
+        return next(mode for mode in self.modes if mode.name == name)
 
     def known(self, value: object) -> bool:
         """Whether ``value`` is a value in its standard spelling."""
         if not isinstance(value, str):
             return False
         name, colon, number = value.partition(":")
-        way = next((way for way in self.ways if way.name == name), None)
-        if way is None or not colon:
-            return way is not None and way.counted != 1
+        mode = next((mode for mode in self.modes if mode.name == name), None)
+        if mode is None or not colon:
+            return mode is not None and mode.counted != 1
         return (
-            bool(way.counted)
+            bool(mode.counted)
             and re.fullmatch(r"[1-9]\d{0,8}", number, re.ASCII) is not None
-            and int(number) >= way.counted
+            and int(number) >= mode.counted
         )
 
     @property
     def names(self) -> tuple[str, ...]:
         """The values in their spelling."""
-        plain = (way.name for way in self.ways if way.counted != 1)
-        return (*plain, *(f"{way.name}:K" for way in self.ways if way.counted))
+        plain = (mode.name for mode in self.modes if mode.counted != 1)
+        return (*plain, *(f"{mode.name}:K" for mode in self.modes if mode.counted))
 
     @property
     def pin(self) -> Pin:
         """The row of the table of pins."""
         values = (*self.values, ANY) if self.optional else self.values
-        counted = [way for way in self.ways if way.counted]
+        counted = [mode for mode in self.modes if mode.counted]
         plain = tuple(value for value in values if self.known(value) or value == ANY)
-        form = {"counted": tuple(way.name for way in counted), "least": counted[0].counted} if counted else {}
+        form = {"counted": tuple(mode.name for mode in counted), "least": counted[0].counted} if counted else {}
         return Pin(self.name, self.scope == LAYER, self.meaning, self.example, plain, switch=self.switch, **form)  # type: ignore[arg-type]
 
-    def said(self, value: str) -> str:
-        """What the value does to the subject (``Way.said``), or an empty string."""
-        return self.way(value).said
+    def phrase(self, value: str) -> str:
+        """What the value does to the subject (``Mode.phrase``), or an empty string."""
+        return self.mode(value).phrase
 
-    def in_case(self, value: str) -> str:
+    def case_phrase(self, value: str) -> str:
         """The words for the value in the names of other techniques' cases."""
-        return self.said(value)
+        return self.phrase(value)
 
     def cell(self, value: str) -> str:
         """The value in a table of layers."""
-        return self.way(value).cell
+        return self.mode(value).cell
 
     def effort(self, value: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The parts of a strategy's sort key before and after ZeRO's: among equally fast strategies a plan takes the lowest."""
@@ -365,13 +365,13 @@ class Technique:
 
     def within(self, values: Sequence[str], context: Context) -> tuple[str, ...]:
         """The values that are exact, or whose deviation is allowed."""
-        return tuple(v for v in values if not (name := self.way(v).gives_up) or name in context.allow)
+        return tuple(v for v in values if not (name := self.mode(v).gives_up) or name in context.allow)
 
     def candidates(self, context: Context) -> tuple[str, ...]:
         """The values that a search tries without a pin."""
         return (self.default,)
 
-    def least(self, pinned: Pinned, context: Context) -> str:
+    def simplest(self, pinned: Pinned, context: Context) -> str:
         """The value of a plan that is not searched: the simplest that the pins allow."""
         return self.allowed(pinned, context)[0]
 
@@ -392,7 +392,7 @@ class Technique:
         """Return why a layer with these roles can't have a value ("has no ..."), or an empty string."""
         return ""
 
-    def pays_beside(self, value: str, options: Any) -> bool:
+    def is_tried_with(self, value: str, options: Any) -> bool:
         """Whether an unpinned value is tried together with ``options``, the values of the other techniques (``Options``)."""
         return True
 
@@ -402,7 +402,7 @@ class Technique:
 
     def read(self, layer: Mapping[str, Any]) -> str:
         """The value of a layer in a plan file."""
-        return str(layer.get(self.name, self.missing or self.default))
+        return str(layer.get(self.name, self.if_missing or self.default))
 
     def note(self, names: Sequence[str], total: int, value: str) -> str:
         """A sentence for a plan's notes on the layers ``names``, of ``total``, that have the value, or an empty string."""
@@ -413,7 +413,7 @@ class Technique:
         the layer that has the value computes the loss."""
         return ""
 
-    def called(self, value: str, call: Call) -> Call:
+    def wrap_call(self, value: str, call: Call) -> Call:
         """Return the call of a layer, or of several, wrapped as the value requires."""
         return call
 
@@ -422,13 +422,13 @@ class Technique:
         and pins. ``mesh`` among the pins has the names and sizes of a mesh's axes."""
         yield from ()
 
-    def late(self, value: str) -> int:
-        """By how many updates gradients are applied late."""
-        return self.split(value)[1] if self.way(value).late else 0
+    def staleness(self, value: str) -> int:
+        """By how many updates gradients are late (stale)."""
+        return self.split(value)[1] if self.mode(value).stale else 0
 
-    def apart(self, value: str) -> int:
+    def averaging_steps(self, value: str) -> int:
         """The number of local SGD's steps between two averages; 0 if replicas are synchronised in every step."""
-        return self.split(value)[1] if self.way(value).apart else 0
+        return self.split(value)[1] if self.mode(value).local_sgd else 0
 
     def compared(self, value: str) -> str:
         """What ``verify`` compares a plan with, in words, if not with training on one device."""
@@ -436,10 +436,11 @@ class Technique:
 
     def spec(self, value: str) -> Mapping[str, Any]:
         """The fields of ``ProgramSpec`` that tell a program of the value."""
-        known = {"late": self.late(value), "apart": self.apart(value), "served": self.way(value).served}
+        known = {"late": self.staleness(value), "apart": self.averaging_steps(value)}
+        known["served"] = self.mode(value).has_server
         return {name: fact for name, fact in known.items() if fact}
 
-    def parts(self, value: str) -> Mapping[str, str]:
+    def runtime_parts(self, value: str) -> Mapping[str, str]:
         """The fields of ``ProgramSpec`` that name parts of the runtime for the value, each with its module and class."""
         return {}
 
@@ -452,10 +453,10 @@ class Technique:
         Raises ``UsageError`` if they make no sense."""
         return None
 
-    def drawn(self, number: float, zero: int) -> str:
+    def random_value(self, number: float, zero: int) -> str:
         """The value in a randomly drawn plan, for a layer under ZeRO stage ``zero``; ``number`` is drawn between 0 and 1."""
         return self.default
 
-    def families(self) -> Iterator[tuple[str, str, dict[str, Value], str]]:
+    def alternatives(self) -> Iterator[tuple[str, str, dict[str, Value], str]]:
         """Alternatives that ``explain`` compares: a name, a title, pins, and what the cluster must describe ("host", "nvme" or "")."""
         yield from ()

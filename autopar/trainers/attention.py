@@ -10,7 +10,7 @@ from torch import fx
 
 from autopar.devices.measured import PRODUCT
 from autopar.ops import cost
-from autopar.price.draft import Draft, OpSlot
+from autopar.price.op_costs import OpCosts, OpSlot
 from autopar.price.trace import INTERNAL, OUTPUT, Saved, Trace
 
 
@@ -29,7 +29,7 @@ def with_scores(run: Trace, nodes: Sequence[fx.Node]) -> Trace:
     return dataclasses.replace(run, saved=tuple(saved))
 
 
-def unfuse_attention(costs: Draft) -> None:
+def unfuse_attention(costs: OpCosts) -> None:
     """Cost attention as products over the full score matrix, and passes over it in memory."""
     for i, node in enumerate(costs.nodes):
         if cost.is_attention(node):
@@ -40,7 +40,7 @@ def unfuse_attention(costs: Draft) -> None:
             costs.slots.append(_slot(costs, i, node, differentiable))
 
 
-def _slot(costs: Draft, index: int, node: fx.Node, differentiable: bool) -> OpSlot:
+def _slot(costs: OpCosts, index: int, node: fx.Node, differentiable: bool) -> OpSlot:
     """Return the cost of reading and writing the scores.
 
     Forward: a product writes them, softmax reads and writes, a product reads; dropout reads, writes, and writes a byte mask.

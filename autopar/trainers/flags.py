@@ -10,7 +10,7 @@ from autopar.pins import PINS
 from autopar.techniques import LAYER
 
 MICROBATCH, SEQUENCE = "microbatch", "sequence"
-"""Names of values other than pins and batch sizes: sequences per microbatch, Megatron-LM's sequence parallelism."""
+"""Names of two values that aren't pins: sequences per microbatch, and whether Megatron-LM's sequence parallelism is used."""
 
 
 def _whole(text: str) -> int:
@@ -19,13 +19,13 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-def _sharded(text: str) -> int:
-    """torchtitan shards parameters, gradients and optimizer states over this degree."""
+def _zero_stage(text: str) -> int:
+    """Return the ZeRO stage for torchtitan's shard degree: it shards parameters, gradients and optimizer states."""
     return 3 if _whole(text) > 1 else 0
 
 
-# flag -> what it decides, and its value: a function of the flag's text, or a constant for flags without one; techniques read the texts of
-# their flags together
+# by flag: the name of a pin or another value, and the value: a function of the flag's text, or a constant if the flag has none. A technique
+# reads the texts of all its flags together
 FLAGS: dict[str, tuple[str, Callable[[str], Any] | int | str | bool]] = {
     "--tensor-model-parallel-size": ("tensor", _whole),
     "--pipeline-model-parallel-size": ("pipeline", _whole),
@@ -43,7 +43,7 @@ FLAGS: dict[str, tuple[str, Callable[[str], Any] | int | str | bool]] = {
     "--parallelism.pipeline_parallel_degree": ("pipeline", _whole),
     "--parallelism.context_parallel_degree": ("ring", _whole),
     "--parallelism.expert_parallel_degree": ("expert", _whole),
-    "--parallelism.data_parallel_shard_degree": ("zero", _sharded),
+    "--parallelism.data_parallel_shard_degree": ("zero", _zero_stage),
     "--parallelism.data_parallel_replicate_degree": ("replicate", _whole),
     "--training.local_batch_size": (MICROBATCH, _whole),
     "--training.global_batch_size": ("global_batch", _whole),
@@ -73,6 +73,6 @@ def read_flags(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
                 raise UsageError(f"{flag}: {error.message}", error.hint) from None
         values |= {name: value} if name else {}
     for technique in LAYER:
-        said = technique.of_flags({flag: values.pop(flag) for flag in technique.flags if flag in values})
-        values |= {} if said is None else {technique.name: said}
+        chosen = technique.of_flags({flag: values.pop(flag) for flag in technique.flags if flag in values})
+        values |= {} if chosen is None else {technique.name: chosen}
     return [f"{name}={values.pop(name)}" for name in PINS if name in values], values

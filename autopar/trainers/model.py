@@ -1,4 +1,4 @@
-"""A configurable cost model of other trainers: kernels, gradient copies, overlap."""
+"""A configurable cost model of other trainers (Megatron-LM, DeepSpeed, FSDP): kernels, gradient copies, overlap."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from autopar.ops import cost
 from autopar.ops.facts import facts
 from autopar.ops.operands import operands
 from autopar.plan import NARROW_GRADIENTS
-from autopar.price.collectives import FLAT, SHARDED, RankGroup, beside_s, group_time_s
-from autopar.price.draft import Draft, OpSlot
+from autopar.price.collectives import FLAT, SHARDED, RankGroup, group_time_s, overlapped_s
 from autopar.price.live_memory import LayerMemory
 from autopar.price.moves import Move
+from autopar.price.op_costs import OpCosts, OpSlot
 from autopar.price.selective import Selection
 from autopar.price.state import Precision
 from autopar.price.trace import INTERNAL, Saved, Trace
@@ -32,26 +32,25 @@ from autopar.types import Collective
 class OtherTrainer(TrainerModel):
     """A trainer, described by its kernels, gradient copies and overlap.
 
-    All of them pipeline data-parallel collectives (hiding latency), allocate nothing at stage borders, replace PyTorch's cross entropy, and
-    prefetch the next layer's parameters under ZeRO 2 and 3.
+    All trainers pipeline data-parallel collectives (which hides latency), allocate nothing at stage borders, replace PyTorch's cross
+    entropy, and prefetch the next layer's parameters under ZeRO 2 and 3.
 
-    ==================  ==============================================================================================
-    ``flash``           flash attention, which saves no scores
-    ``gradient_bytes``  bytes of a 16-bit parameter's gradient, all copies that persist from microbatch to microbatch: 2 for a single
-    copy,
-                        4 for a float32 sum, 6 with DDP's buckets, 10 with another flat float32 copy
-    ``fresh_bytes``     bytes of the gradient from one backward, until it is added to those: it exists while activations do not
-    ``fsdp``            under ZeRO-3 the stored shard is the float32 parameter itself, and there is no other master copy
-    ``loss_copies``     tensors as large as the logits that the loss's backward makes in addition to its result: 1 in PyTorch's cross
-                        entropy (the gradient of the log-probabilities), 2 in its loss parallel, 0 where probabilities turn into
-                        the gradient in place
-    ``products_add``    a product adds to its parameter's gradient itself, so no extra pass over memory is needed
-    ``regather``        a sharded value that a product reads gathered is saved sharded, and gathered again in the backward
-    ``by_parameter``    ZeRO gathers parameters one by one, not a layer at a time
-    ``overlap_data``    the number of microbatches that hide collectives of data parallelism: a layer's gradients are reduced during
-                        their backward, its parameters gathered during their forward
-    ``overlap_tensor``  the fraction of tensor-parallel communication that is hidden under matrix products
-    ==================  ==============================================================================================
+    ========================  =========================================================================================
+    ``flash``                 flash attention, which saves no scores
+    ``gradient_bytes``        bytes per gradient of a 16-bit parameter, in all copies that persist between microbatches: 2 for a
+                              single copy, 4 for a float32 sum, 6 with DDP's buckets, 10 with another flat float32 copy
+    ``fresh_bytes``           bytes per gradient of one backward pass, added to the others when activations are freed
+    ``fsdp``                  under ZeRO-3 the stored shard is the float32 parameter itself, and there is no other master copy
+    ``loss_copies``           tensors of the logits' size that the loss's backward allocates besides its result: 1 in PyTorch's
+                              cross entropy (the gradient of the log-probabilities), 2 in PyTorch's loss parallel, 0 if the
+                              gradient overwrites the probabilities
+    ``accumulation_fusion``   the weight-gradient product adds to the gradient itself, without another pass over memory
+    ``regather``              a sharded value that a product reads gathered is saved sharded, and gathered again in the backward
+    ``gathers_by_parameter``  ZeRO gathers parameters one by one, not a layer at a time
+    ``overlap_data``          the number of microbatches that hide collectives of data parallelism: a layer's gradients are
+                              reduced during the backwards of these, its parameters gathered during their forwards
+    ``overlap_tensor``        the fraction of tensor-parallel communication that is hidden under matrix products
+    ========================  =========================================================================================
     """
 
     flash: bool = True
@@ -59,37 +58,37 @@ class OtherTrainer(TrainerModel):
     fresh_bytes: int = 0
     fsdp: bool = False
     loss_copies: int = 0
-    products_add: bool = False
+    accumulation_fusion: bool = False
     regather: bool = False
-    by_parameter: bool = False
+    gathers_by_parameter: bool = False
     overlap_data: int = 0
     overlap_tensor: float = 0.0
-    starts_early: bool = False  # part of ``overlap_tensor``
-    compiles: bool = False  # the kernels of other trainers are described by ``fused``
+    starts_early: bool = False  # ``overlap_tensor`` includes it
+    compiles: bool = False  # ``fused`` describes the kernels instead
 
     def precision(self, name: str, allow: Collection[str] = ()) -> Precision:
-        own = TrainerModel.precision(self, name, allow)
-        if not own.master:
-            return own
+        emitted = TrainerModel.precision(self, name, allow)
+        if not emitted.master:
+            return emitted
         if self.fsdp:  # the master copy is the shard
-            own = dataclasses.replace(own, shard=4, optimizer=own.optimizer - 4)
+            emitted = dataclasses.replace(emitted, shard=4, optimizer=emitted.optimizer - 4)
         narrow = NARROW_GRADIENTS in allow
-        gradient, fresh = (own.width, 0) if narrow else (self.gradient_bytes, self.fresh_bytes)
+        gradient, fresh = (emitted.width, 0) if narrow else (self.gradient_bytes, self.fresh_bytes)
         reduced = min(gradient, 4)
         copies = fresh > 0 or gradient > reduced  # gradients both in 16 bits and as a wide sum
-        if self.products_add:
+        if self.accumulation_fusion:
             accumulated = 0
-        elif copies:  # the sum is read and written, the backward's own result written and read
-            accumulated = 2 * reduced + 2 * own.width
-        else:  # the product itself adds to a single wide sum, hidden under its arithmetic
-            accumulated = 0 if reduced > own.width else 3 * reduced
+        elif copies:  # the sum is read and written, the backward's result written and read
+            accumulated = 2 * reduced + 2 * emitted.width
+        else:  # the product adds to a single wide sum, hidden under the product's arithmetic
+            accumulated = 0 if reduced > emitted.width else 3 * reduced
         return dataclasses.replace(
-            own,
+            emitted,
             gradient=gradient,
             fresh=fresh,
             at_rest=0,
             accumulated=accumulated,
-            averaged=own.width if copies else reduced,  # DDP reduces the 16-bit copy
+            averaged=emitted.width if copies else reduced,  # DDP reduces the 16-bit copy
             unscaled=0,  # their optimizers divide by the loss scale as they read the gradient
         )
 
@@ -97,7 +96,7 @@ class OtherTrainer(TrainerModel):
         run = TrainerModel.trace(self, cls)
         return run if self.flash else with_scores(run, tuple(cls.graph.graph.nodes))
 
-    def adapt(self, costs: Draft) -> None:
+    def adapt(self, costs: OpCosts) -> None:
         costs.torch_loss = False
         if not self.flash:
             unfuse_attention(costs)
@@ -105,12 +104,12 @@ class OtherTrainer(TrainerModel):
             self._add_loss_copies(costs)
         TrainerModel.adapt(self, costs)
 
-    def _add_loss_copies(self, costs: Draft) -> None:
+    def _add_loss_copies(self, costs: OpCosts) -> None:
         for i, node in enumerate(costs.nodes):
             if facts(node).is_cross_entropy and costs.run.requires_grad[node.name]:
                 logits = operands(node)[0]
-                made = self.loss_copies * float(sum(costs.size(t) for t in cost.tensors(logits.meta["val"])))
-                costs.slots.append(OpSlot(i, INTERNAL, node.name, 0.0, 0.0, made, made))
+                size = self.loss_copies * float(sum(costs.size(t) for t in cost.tensors(logits.meta["val"])))
+                costs.slots.append(OpSlot(i, INTERNAL, node.name, 0.0, 0.0, size, size))
 
     def selection(
         self, cls: LayerClass, ops: Sequence[fx.Node], run: Trace, saved: Sequence[Saved]
@@ -126,13 +125,13 @@ class OtherTrainer(TrainerModel):
         if not (self.regather and gradient):
             return moves
         gathers = [move for move in moves if move.forward is Collective.ALL_GATHER]
-        again = [dataclasses.replace(m, forward=Collective.NONE, backward=Collective.ALL_GATHER) for m in gathers]
-        return moves + again
+        regathers = [dataclasses.replace(m, forward=Collective.NONE, backward=Collective.ALL_GATHER) for m in gathers]
+        return moves + regathers
 
     def data_collective_s(
         self, collective: Collective, size: int, tensors: int, members: RankGroup, cluster: Cluster, around_layer: bool
     ) -> float:
-        calls = tensors if self.by_parameter and collective is Collective.ALL_GATHER else 1
+        calls = tensors if self.gathers_by_parameter and collective is Collective.ALL_GATHER else 1
         return calls * group_time_s(
             collective, size / calls, members, cluster, not around_layer, SHARDED if around_layer else FLAT
         )
@@ -140,17 +139,17 @@ class OtherTrainer(TrainerModel):
     def sharded_copies_s(
         self, gathered_bytes: float, gradient_bytes: float, reduced_bytes: float, cluster: Cluster
     ) -> tuple[float, float]:
-        """Return zeros: the constants of published runs were fitted without them."""
+        """Return zeros: the constants were fitted to published runs by a model without such copies."""
         return 0.0, 0.0
 
     def exposed_tensor_s(self, communication_s: float) -> float:
         return (1.0 - self.overlap_tensor) * communication_s
 
     def exposed_reduction_s(self, communication_s: float, backward_s: float, slowdown: float) -> float:
-        return beside_s(self.overlap_data * backward_s, communication_s, slowdown)
+        return overlapped_s(self.overlap_data * backward_s, communication_s, slowdown)
 
     def exposed_gather_s(self, communication_s: float, forward_s: float, slowdown: float) -> float:
-        return beside_s(self.overlap_data * forward_s, communication_s, slowdown)
+        return overlapped_s(self.overlap_data * forward_s, communication_s, slowdown)
 
     def border_bytes(self, size: float) -> float:
         return 0.0
@@ -158,8 +157,10 @@ class OtherTrainer(TrainerModel):
     def live_bytes(
         self, share: LayerMemory, gradients: int, data: int, zero: int, whole_gradients: bool, numbers: Precision
     ) -> tuple[float, float]:
-        transient = share.kept.working_bytes - share.kept.saved_bytes + share.alive.activations
-        if zero >= 2:  # one gradient filled and the last one reduced; parameters of this layer and the next
+        transient = share.kept.working_bytes - share.kept.saved_bytes + share.peaks.activations
+        if (
+            zero >= 2
+        ):  # gradients of this layer, and of the last one in reduction; parameters of this layer and the next
             gathered = share.parameters * numbers.width if zero == 3 else 0
             transient += 2 * share.trainable * numbers.gradient + 2 * gathered
         return gradients, transient

@@ -90,7 +90,7 @@ def _without_splits(plan: Plan) -> Plan:
     """Return the plan without layers that are computed in parts, since a part's values aren't those of the graph."""
     if all(layer.strategy.options.parts == 1 for layer in plan.layers):
         return plan
-    return replace(plan, layers=tuple(replace(layer, strategy=layer.strategy.whole) for layer in plan.layers))
+    return replace(plan, layers=tuple(replace(layer, strategy=layer.strategy.unsplit) for layer in plan.layers))
 
 
 class _Search:

@@ -16,7 +16,7 @@ from autopar.plan import Axis, Plan, Role, Strategy
 from autopar.schedules import CHIMERA, GPIPE, SPLIT, Schedule, default_schedule, refusal
 from autopar.search.manual import make_mesh, manual_plan
 from autopar.shard.plan import LayerTypes, layer_sharding, plan_shardings
-from autopar.techniques import LAYER, Options, said
+from autopar.techniques import LAYER, Options, phrases
 from autopar.techniques.sync import SYNC
 
 _TRIES = 200  # most draws are valid for a model of ordinary sizes; if none of 200 is, hardly any plan is
@@ -54,7 +54,7 @@ def _runs(plan: Plan) -> list[tuple[str, int]]:
         text = "/".join(role.value for role in s.roles)
         text += f" zero {s.zero}" if s.zero else ""
         text += f" in {s.replicate} copies" if s.replicate > 1 else ""
-        text += "".join(f" {words}" for words in said(s.options))
+        text += "".join(f" {words}" for words in phrases(s.options))
         if runs and runs[-1][0] == text:
             runs[-1] = (text, runs[-1][1] + 1)
         else:
@@ -119,7 +119,7 @@ def _strategy(mesh: tuple[Axis, ...], rng: random.Random) -> Strategy:
     replicated = math.prod(a.size for a, r in zip(mesh, roles, strict=True) if r.replicates_parameters) > 1
     zero, drawn = rng.randrange(4) if replicated else 0, rng.random()
     # one draw for all techniques, so that a new technique doesn't change the plans of a seed
-    options = Options(**{technique.name: technique.drawn(drawn, zero) for technique in LAYER})
+    options = Options(**{technique.name: technique.random_value(drawn, zero) for technique in LAYER})
     strategy = Strategy(roles, zero, options=options)
     outermost, *others = strategy.data_axes(mesh)[1] or (None,)
     if zero and drawn > 0.7 and outermost is not None and any(axis.size > 1 for axis in others):

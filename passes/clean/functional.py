@@ -30,7 +30,7 @@ from autopar.ops.source import source_line
 from autopar.torch_private import functional_twin, overload_schema, written_arguments
 from passes.clean.nodes import add, ancestors, aten, calls, has_gradient, returned
 from passes.clean.randomness import drawn
-from passes.clean.views import View, counted, origins, replay, scatter
+from passes.clean.views import View, origins, positions, replay, scatter
 
 _INSTEAD = (
     "make a new tensor instead of writing into one: y = torch.where(mask, new, y), y = torch.cat(...); or keep that module whole "
@@ -290,7 +290,7 @@ class _Functionaliser:
         twin = functional_twin(node.target)
         view = add(node, twin, node.args, dict(node.kwargs)) if twin is not None else None
         found = origins(view) if view is not None else []
-        if view is None or not found or found[0] is None or found[0][1] is not None and found[0][1].place != 0:
+        if view is None or not found or found[0] is None or found[0][1] is not None and found[0][1].operand_index != 0:
             raise _refused(node, "gives a tensor another size or other memory", "make a new tensor: y = new")
         chain = (*alias.chain, View(view, 0))
         self.aliases[node] = _Alias(alias.base, chain, view, self._version(alias.base), alias.lost)
@@ -379,8 +379,8 @@ def _diagonal_filled(node: fx.Node) -> fx.Node | None:
     rank = len(sizes)
     if argument(node, 2, "wrap", False) and (rank > 2 or sizes[0] > sizes[1]):
         return None
-    first = counted(sizes[0], 0, rank, node)
-    equal = [add(node, aten.eq.Tensor, (first, counted(sizes[d], d, rank, node))) for d in range(1, rank)]
+    first = positions(sizes[0], 0, rank, node)
+    equal = [add(node, aten.eq.Tensor, (first, positions(sizes[d], d, rank, node))) for d in range(1, rank)]
     on = functools.reduce(lambda a, b: add(node, aten.bitwise_and.Tensor, (a, b)), equal)
     filled = add(node, aten.full.default, ([1] * rank, fill), {"dtype": dtype_of(x)})
     return add(node, aten.where.self, (on, filled, x))

@@ -10,7 +10,7 @@ from torch import fx
 from autopar.ops.facts import OpKind, facts, op_name
 from autopar.ops.operands import args_of, argument, shape_of
 from passes.clean.nodes import add, aten, calls, replace
-from passes.clean.views import pieces
+from passes.clean.views import split_ranges
 
 
 def reshapes_pass(gm: fx.GraphModule) -> fx.GraphModule:
@@ -83,7 +83,7 @@ def _slice_args(source: Any, dim: int, start: int | None, end: int | None) -> tu
 
 def _unpack(node: fx.Node) -> None:
     """Replace each ``getitem`` of a node with several outputs by a slice or select of its operand."""
-    source, parts = args_of(node)[0], pieces(node)
+    source, parts = args_of(node)[0], split_ranges(node)
     assert isinstance(source, fx.Node) and parts is not None
     for user in list(node.users):
         assert user.target is operator.getitem, user

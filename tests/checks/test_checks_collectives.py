@@ -219,9 +219,9 @@ def test_a_dropped_conversion_between_layers_is_named() -> None:
     plan = next(kind for kind in KINDS if kind.name == "mixed: tensor 1, 2 and 4").plan(graph)
     given = cut_stages(graph, plan, plan_shardings(graph, plan))
     (stage,) = given.stages
-    assert stage.crossings
-    shortened = replace(stage.crossings[0], steps=())
-    changed = replace(given, stages=(replace(stage, crossings=(shortened, *stage.crossings[1:])),))
+    assert stage.reshardings
+    shortened = replace(stage.reshardings[0], steps=())
+    changed = replace(given, stages=(replace(stage, reshardings=(shortened, *stage.reshardings[1:])),))
     with pytest.raises(ProgramError, match=r"the way into layers[.\d]+: .*priced, but not in the program"):
         check_collectives(changed)
 

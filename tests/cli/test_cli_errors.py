@@ -66,7 +66,7 @@ PLAN = ("plan", "gpt2", "--global-batch", "8")
         (("run", "gpt2", "--devices", "4", "--resume"), "add --checkpoint DIR"),
         (("emit", "gpt2", "--devices", "4", "-o", f"{__file__}/program"), "is a file"),
         (("sweep", "gpt2", "--devices", "8", "--plot", "/nowhere/at/all.png"), "no folder /nowhere/at"),
-        (("sweep", "gpt2", "--devices", "8", "--plot", "all.txt"), "is not the name of a picture"),
+        (("sweep", "gpt2", "--devices", "8", "--plot", "all.txt"), "has no suffix of a picture format"),
         (("sweep", "gpt2", "--devices", "8..4"), "'8..4' is not a range"),
         (("sweep", "gpt22", "--devices", "8"), "no model called 'gpt22'"),
         (("sweep", "gpt2", "--devices", "8", "--seq", "4096"), "1024 learned positions"),

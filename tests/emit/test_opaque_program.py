@@ -221,7 +221,7 @@ def test_refused_with_a_hint(case: str, tmp_path: Path) -> None:
 
 
 def test_a_module_is_wrapped_once() -> None:
-    with pytest.raises(UsageError, match="Sequential has an opaque module inside already"):
+    with pytest.raises(UsageError, match="Sequential already contains an opaque module"):
         opaque(nn.Sequential(opaque(nn.Linear(8, 8))))
 
 

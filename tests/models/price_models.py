@@ -19,9 +19,9 @@ from autopar.price import order
 from autopar.price.assemble import assemble
 from autopar.price.collectives import group, group_time_s
 from autopar.price.kept import kept
-from autopar.price.layer import bind, divisible, measure, size
-from autopar.price.live_memory import Neighbours
-from autopar.price.microbatch import Core
+from autopar.price.layer import bind, divisible, size, sizes_on
+from autopar.price.live_memory import PrefetchContext
+from autopar.price.microbatch import Microbatch
 from autopar.price.replicas import Replicas
 from autopar.price.table import build, flags
 from autopar.price.trainer import EMITTED, TrainerModel
@@ -80,7 +80,7 @@ def mlp(b: int, s: int, h: int, f: int, dtype: torch.dtype = torch.bfloat16) -> 
     return g.done("mlp", g.call(aten.linear.default, hidden, down))
 
 
-ALONE = Neighbours()
+NO_PREFETCH = PrefetchContext()
 _MLP = ("x", "up", "down", "linear_default", "gelu_default", "linear_default_1")
 
 
@@ -230,7 +230,7 @@ def price_layer(
     cluster: Cluster,
     precision_name: str,
     trainer: TrainerModel = EMITTED,
-    neighbours: Neighbours = ALONE,
+    context: PrefetchContext = NO_PREFETCH,
 ) -> LayerPrice | None:
     """The price of ``cls`` when ``sharding`` binds its types to the mesh's axes and to the microbatch axis.
 
@@ -246,15 +246,15 @@ def price_layer(
     table = replace(table, model_flops=whole)  # padding is no work of the model's
     found = tuple(flags(table, rows, t, trainer) for t in types)
     bound = bind(table, rows, types, found, trainer)
-    given = measure(bound, tuple((axis,) for axis in axes), cluster)
+    given = sizes_on(bound, tuple((axis,) for axis in axes), cluster)
     if not divisible(bound, given):
         return None
     mesh = tuple(axis for axis in axes if axis.name != MICROBATCH)
     microbatches = math.prod(axis.size for axis in axes if axis.stride == 0)
     c = size(bound, given, cluster, numbers)
     passes = order.passes(c, strategy, lambda: None, trainer)
-    core = Core(c, passes, kept(c, passes, strategy.options))
+    microbatch = Microbatch(c, passes, kept(c, passes, strategy.options))
     flops = table.model_flops / microbatches
     replicas = Replicas(c.counts, strategy.data_axes(mesh), cluster, numbers, trainer, ALL_REDUCE)
-    around = replicas.spread(microbatches, flops)
-    return assemble(core, around, strategy, cluster, numbers, trainer, neighbours)
+    around = replicas.costs(microbatches, flops)
+    return assemble(microbatch, around, strategy, cluster, numbers, trainer, context)

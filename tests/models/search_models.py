@@ -16,7 +16,7 @@ from autopar.graph import Graph, GraphLayer, LayerClass, Value
 from autopar.layer_price import LayerPrice, Tried
 from autopar.plan import Axis, Role, Strategy
 from autopar.schedules import SPLIT, Schedule
-from autopar.schedules.memory import fullest
+from autopar.schedules.memory import peak_counts
 from autopar.schedules.orders import device_order
 from autopar.schedules.step_time import simulate
 from autopar.search.driver import SMALL_LAYERS
@@ -113,8 +113,8 @@ def _drawn(key: object) -> str:
     states = key.options.states_in or "device"
     name = names.get((moved, states))
     offload = f", offload={name!r}" if name else f", {moved} {states}" if states == "nvme" else ""
-    full, part = key.options.again == "all", key.options.again == "part"
-    offload += ", saved='int8'" if key.options.narrow else ""
+    full, part = key.options.recomputes == "all", key.options.recomputes == "part"
+    offload += ", saved='int8'" if key.options.quantized else ""
     offload += ", logits='sliced'" if key.options[LOGITS] == SLICED else ""
     return f"Strategy(roles={key.roles!r}, zero={key.zero}, recompute={full}, selective={part}{offload})"
 
@@ -132,7 +132,7 @@ class RandomPricer:
     def of_program(self, prefetch: int, sync: str) -> RandomPricer:
         return self
 
-    def mirrored(self, copies: int) -> RandomPricer:
+    def with_copies(self, copies: int) -> RandomPricer:
         return self
 
     def odd_experts(self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy) -> None:
@@ -175,7 +175,7 @@ class RandomPricer:
             found = replace(found, saved_bytes=0, host_saved_bytes=int(rng.randint(1, 40) / microbatches))
         weight_s = found.backward_s * rng.choice([0.0, 0.5, rng.random()])
         found = replace(found, weight_s=weight_s, waiting_bytes=int(rng.randint(0, 40) / microbatches))
-        segment = strategy.options.together
+        segment = strategy.options.segment_layers
         if segment == 1:
             return found
         more = (segment - 1) * rng.randint(1, 10)
@@ -283,7 +283,9 @@ def pairs_spare(
     for s, (i, j) in enumerate(itertools.pairwise(bounds)):
         at = pricer.on(cluster.stages(choice.schedule.pipeline)[s % choice.schedule.pipeline])
         again = [
-            a for a in range(i, j) if ways[a].options.again == "all" and longest_run(graph, graph.layers[a].cls) > 1
+            a
+            for a in range(i, j)
+            if ways[a].options.recomputes == "all" and longest_run(graph, graph.layers[a].cls) > 1
         ]
         prices = [at.layer(graph.layers[a].cls, choice.mesh, ways[a], choice.schedule.microbatches) for a in again]
         inputs = sum(p.saved_bytes for p in prices if p is not None)
@@ -291,7 +293,7 @@ def pairs_spare(
         if (
             again
             and choice.schedule.name in ("none", "gpipe", "1f1b")
-            and fullest(choice.schedule).in_flight[s] * inputs / 2 > least
+            and peak_counts(choice.schedule).in_flight[s] * inputs / 2 > least
         ):
             return True
     return False
@@ -398,7 +400,7 @@ def candidates(
         return found
     if "logits" in pins:
         return [s.but(logits=str(pins["logits"])) for s in found]
-    plain = [s for s in found if not s.options.again and not s.options.saved_in] or found
+    plain = [s for s in found if not s.options.recomputes and not s.options.saved_in] or found
     return found + [s.but(logits="sliced") for s in plain]
 
 
@@ -524,7 +526,7 @@ class TransformerPricer:
     def of_program(self, prefetch: int, sync: str) -> TransformerPricer:
         return self
 
-    def mirrored(self, copies: int) -> TransformerPricer:
+    def with_copies(self, copies: int) -> TransformerPricer:
         return self
 
     def odd_experts(self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy) -> None:
@@ -544,7 +546,7 @@ class TransformerPricer:
         ways = 0.0 if tensor == 1 else 8 * tokens * self.hidden / (fast if tensor <= 8 else slow) + 2e-5
         gather = 2 * p / tensor / slow if zero == 3 else 0.0
         scatter = 2 * p / tensor / slow if zero >= 2 else 0.0
-        full = strategy.options.again == "all"
+        full = strategy.options.recomputes == "all"
         again = compute + ways / 2 if full else 0.0
         step = (4 * p / tensor / slow if zero < 2 else 0.0) + p / tensor * 14 / 3e12 / (data if zero else 1)
         held = tokens * self.hidden * (34 / tensor if sequence or tensor == 1 else 10 + 24 / tensor)

@@ -15,7 +15,7 @@ from autopar.errors import UsageError
 from autopar.layer_price import LayerPrice
 from autopar.ops.cost import executed_flops, model_flops, op_cost
 from autopar.plan import NARROW_GRADIENTS, Axis, Role, Strategy
-from autopar.price.live_memory import Neighbours
+from autopar.price.live_memory import PrefetchContext
 from autopar.price.state import Precision, precision, state_bytes
 from autopar.price.table import ClassTable, build
 from autopar.price.trace import trace
@@ -293,7 +293,7 @@ def test_neighbours_under_fsdp_are_gathered_ahead_and_reduced_late(zero):
     def peak(**around: int) -> int:
         strategy, cpus = Strategy((DATA,), zero), parse(["cpu"] * 8)
         found = must(
-            price_layer(cls, sharding, strategy, cpus, "float32", TrainerModel(cpu=True), Neighbours(**around))
+            price_layer(cls, sharding, strategy, cpus, "float32", TrainerModel(cpu=True), PrefetchContext(**around))
         )
         return found.gradients_bytes + found.saved_bytes + found.transient_bytes
 
@@ -454,15 +454,15 @@ def test_gradients_that_are_reduced_once_a_step_overlap_the_last_backward_and_st
     gather_copies_s, reduce_copies_s = EMITTED.sharded_copies_s(2 * parameters, 2 * parameters, 4 * parameters, H100)
     backward_s = alone.backward_s + gather_copies_s * (zero == 3)
 
-    def beside_s(wire_s: float, arithmetic_s: float) -> float:
+    def overlapped_s(wire_s: float, arithmetic_s: float) -> float:
         return max(0.0, wire_s - arithmetic_s) + slowed * min(wire_s, arithmetic_s)
 
     reduce_s = time_s(Collective.REDUCE_SCATTER, 4 * parameters, parts, 1, H100)
     gather_s = time_s(Collective.ALL_GATHER, 2 * parameters, parts, 1, H100) if zero == 3 else 0.0
     assert once.forward_s == each.forward_s
-    hidden_s = beside_s(gather_s, backward_s)
+    hidden_s = overlapped_s(gather_s, backward_s)
     assert once.backward_s == pytest.approx(backward_s + hidden_s)
-    last_s = reduce_copies_s + beside_s(gather_s + reduce_s, backward_s + reduce_copies_s)
+    last_s = reduce_copies_s + overlapped_s(gather_s + reduce_s, backward_s + reduce_copies_s)
     assert once.step_s == pytest.approx(update_s + last_s - hidden_s)
     assert each.step_s == pytest.approx(update_s)
     assert (each.gradients_bytes, once.gradients_bytes) == (4 * parameters // parts, 4 * parameters)

@@ -11,7 +11,7 @@ from autopar.devices import Cluster, parse
 from autopar.layer_price import LayerPrice
 from autopar.plan import Axis, Role, Strategy
 from autopar.price import Pricer
-from autopar.price.collectives import beside_s
+from autopar.price.collectives import overlapped_s
 from autopar.price.trainer import EMITTED, TrainerModel
 from autopar.trainers.model import OtherTrainer
 from autopar.types import Collective
@@ -51,7 +51,7 @@ def test_a_reduction_is_exposed_where_it_is_longer_than_the_gradients_of_weights
     hidden = 0.0
     for outputs in (WIDTH + WIDTH, 2 * INNER):  # query has 8 heads, key and value 4 each
         least_s = 2 * rows * WIDTH * outputs / 4 / flops_s  # the products at peak
-        hidden += reduce_s - beside_s(least_s, reduce_s, cluster.overlap_slowdown)
+        hidden += reduce_s - overlapped_s(least_s, reduce_s, cluster.overlap_slowdown)
     gained = waiting.backward_s - early.backward_s
     assert gained == pytest.approx(waiting.communication_s - early.communication_s)
     assert waiting.forward_s == early.forward_s and waiting.weight_s == pytest.approx(early.weight_s)

@@ -16,7 +16,7 @@ from autopar.plan import Axis, Role, Strategy
 from autopar.price import Pricer, trace
 from autopar.price.collectives import p2p_s
 from autopar.price.layer import move_s
-from autopar.price.live_memory import Neighbours
+from autopar.price.live_memory import PrefetchContext
 from autopar.price.moves import step_moves
 from autopar.schedules import Schedule
 from autopar.search import SearchOptions, evaluate, search
@@ -44,9 +44,11 @@ def test_a_pricers_layer_is_price_layers(pricer):
         for zero, again in ((0, "keep"), (3, "full")):
             strategy = Strategy(roles, zero, activations=again)
             sharding = Sharding((*MESH, Axis("microbatch", 2, 0)), (*map(mlp_types, roles), mlp_types(DATA)))
-            beside = _numel(cls) // math.prod(a.size for a, r in zip(MESH, roles, strict=True) if r.shards_parameters)
-            around = Neighbours(beside, beside, beside) if zero else Neighbours()  # all layers are of one class
-            found = price_layer(cls, sharding, strategy, CLUSTER, "bfloat16", neighbours=around)
+            elements = _numel(cls) // math.prod(a.size for a, r in zip(MESH, roles, strict=True) if r.shards_parameters)
+            around = (
+                PrefetchContext(elements, elements, elements) if zero else PrefetchContext()
+            )  # all layers are of one class
+            found = price_layer(cls, sharding, strategy, CLUSTER, "bfloat16", context=around)
             assert pricer.layer("mlp", MESH, strategy, 2) == found
 
 

@@ -13,7 +13,7 @@ from autopar.explain.describe import describe
 from autopar.layer_price import LayerPrice
 from autopar.plan import Axis, Role, Strategy
 from autopar.price import Pricer
-from autopar.price.collectives import beside_s
+from autopar.price.collectives import overlapped_s
 from autopar.search import SearchOptions, price_pins, reprice, search
 from autopar.techniques.sync import ALL_REDUCE, PARAMETER_SERVER
 from autopar.types import Collective
@@ -50,7 +50,7 @@ def test_late_gradients_hide_under_whole_steps_and_take_memory() -> None:
     copies_s = 4 * ELEMENTS * averaged / CLUSTER.gpu.bytes_per_s
     found = {late: layer(f"stale:{late}") for late in (1, 2, 5)}
     hidden, plain = (
-        beside_s(under_s, reduce_s, CLUSTER.overlap_slowdown)
+        overlapped_s(under_s, reduce_s, CLUSTER.overlap_slowdown)
         for under_s in (whole.forward_s + whole.backward_s, whole.backward_s)
     )
     for late, price in found.items():
@@ -65,7 +65,7 @@ def test_a_server_costs_a_reduction_under_the_backward_and_a_broadcast_under_the
     averaged = Pricer(GRAPH, CLUSTER, "bfloat16", solve_mlp).numbers.averaged
 
     def hidden(collective: Collective, compute_s: float, width: int) -> float:
-        return beside_s(compute_s, time_s(collective, ELEMENTS * width, 16, 1, CLUSTER), CLUSTER.overlap_slowdown)
+        return overlapped_s(compute_s, time_s(collective, ELEMENTS * width, 16, 1, CLUSTER), CLUSTER.overlap_slowdown)
 
     broadcast_s = hidden(Collective.BROADCAST, whole.forward_s, 2)
     reduce_s, all_reduce_s = (hidden(c, whole.backward_s, averaged) for c in (Collective.REDUCE, Collective.ALL_REDUCE))
@@ -79,7 +79,7 @@ def test_an_average_costs_its_share_of_an_all_reduce_of_masters(steps: int) -> N
     whole, apart = layer(ALL_REDUCE), layer(f"local-steps:{steps}")
     averaged = Pricer(GRAPH, CLUSTER, "bfloat16", solve_mlp).numbers.averaged
     reduced_s = time_s(Collective.ALL_REDUCE, ELEMENTS * averaged, 16, 1, CLUSTER)
-    hidden_s = beside_s(whole.backward_s, reduced_s, CLUSTER.overlap_slowdown)
+    hidden_s = overlapped_s(whole.backward_s, reduced_s, CLUSTER.overlap_slowdown)
     average_s = time_s(Collective.ALL_REDUCE, ELEMENTS * 4, 16, 1, CLUSTER) / steps
     assert apart.step_s - whole.step_s == pytest.approx(average_s - hidden_s, rel=1e-9)
     assert dataclasses.replace(apart, step_s=whole.step_s) == whole

@@ -11,7 +11,7 @@ from workers import WorkerPool
 
 from autopar.program import boxes
 from autopar.program.box_exchange import GroupTensors, rounds
-from autopar.program.box_files import Entry, FileHeader, Region
+from autopar.program.box_files import BoxTable, Entry, Region
 from autopar.program.boxes import Box
 from autopar.program.checkpoint_files import CheckpointError
 from autopar.program.checkpoint_metadata import metadata_of
@@ -73,12 +73,12 @@ def test_the_ranks_of_a_zero_group_have_all_rows() -> None:
             assert elements == math.prod(extent for _, extent in layout.window({"tensor": (tensor, TENSOR)}))
 
 
-def _table(rank: int, *parts: tuple[tuple[int, ...], tuple[int, ...]], shape: tuple[int, ...] = (4, 6)) -> FileHeader:
+def _table(rank: int, *parts: tuple[tuple[int, ...], tuple[int, ...]], shape: tuple[int, ...] = (4, 6)) -> BoxTable:
     entries = [
         Entry(("model", "w"), torch.float32, shape, Box(*part), Region(100 * i, 100, 64, (1,)))
         for i, part in enumerate(parts)
     ]
-    return FileHeader(SAVE, f"__{rank}_0.distcp", {}, tuple(entries))
+    return BoxTable(SAVE, f"__{rank}_0.distcp", {}, tuple(entries))
 
 
 def test_boxes_that_do_not_fill_a_tensor_are_refused() -> None:

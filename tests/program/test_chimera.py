@@ -19,7 +19,7 @@ from workers import WorkerPool
 from autopar.program.chimera import REDUCE, RankStep, with_transfers
 from autopar.run.folder import import_runtime, program_modules
 from autopar.schedules import Schedule
-from autopar.schedules.memory import passing
+from autopar.schedules.memory import pipeline_buffers
 from autopar.schedules.orders import device_order
 from autopar.search.manual import manual_plan
 from autopar.verify.case import check_plan
@@ -181,7 +181,13 @@ def test_buffers_are_as_many_as_the_price_says(line: int, microbatches: int) -> 
                 elif here and step.kind == "B":
                     gradients, outputs = gradients - (stage < line - 1), outputs - (stage < line - 1)
                 most = max(most, inputs + gradients + outputs)
-            assert most <= passing(schedule)[stage] <= most + 3, (schedule, rank, stage, most, passing(schedule))
+            assert most <= pipeline_buffers(schedule)[stage] <= most + 3, (
+                schedule,
+                rank,
+                stage,
+                most,
+                pipeline_buffers(schedule),
+            )
 
 
 @pytest.mark.parametrize("line", [2, 4, 8])

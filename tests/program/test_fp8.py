@@ -173,8 +173,8 @@ def test_routers_are_not_in_8_bits() -> None:
     index = value(graph.call_function(torch.ops.aten.argmax.default, (scores, -1)), 8, 1, dtype=torch.int64)
     mixture = value(graph.call_function(Experts(body, 32), (hidden, index, scores)), 8, 32)
     graph.output((value(graph.call_function(LINEAR, (mixture, weights[3])), 8, 32),))
-    assert products_of(graph, weights, last=True) == [True, False, False, False]
-    assert products_of(graph, weights, last=False) == [True, False, False, True]
+    assert products_of(graph, weights, has_head=True) == [True, False, False, False]
+    assert products_of(graph, weights, has_head=False) == [True, False, False, True]
 
 
 @pytest.mark.parametrize("where", ["here", "in a later layer", "nowhere"])
@@ -192,7 +192,7 @@ def test_the_last_product_before_any_choice_is_not_in_8_bits(where: str) -> None
     if where != "here":
         for node in (rows, index):
             graph.erase_node(node)
-    found = products_of(graph, weights, last=False, decisive={1} if where == "in a later layer" else ())
+    found = products_of(graph, weights, has_head=False, choice_outputs={1} if where == "in a later layer" else ())
     assert found == [True, where == "nowhere"]
 
 
@@ -202,7 +202,7 @@ def test_a_product_of_two_activations_is_not_in_8_bits() -> None:
     weight = value(graph.placeholder("weight"), 32, 32)
     hidden = value(graph.call_function(LINEAR, (x, weight)), 32, 32)
     graph.output((value(graph.call_function(LINEAR, (hidden, y)), 32, 32),))
-    assert products_of(graph, [weight], last=False) == [True, False]
+    assert products_of(graph, [weight], has_head=False) == [True, False]
 
 
 class Picks(nn.Module):

@@ -44,7 +44,7 @@ from autopar.techniques.activations import INT8_ACTIVATIONS as INT8
 from autopar.verify import verify
 from autopar.workload import Workload
 
-NARROW = ACTIVATIONS.way("int8").narrow
+NARROW = ACTIVATIONS.mode("int8").quantized
 assert NARROW is not None
 
 # -- rounding --------------------------------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ def test_passes_are_priced_at_the_rate_of_the_devices_memory() -> None:
             saved_numel=numel, fused=fused, cls=SimpleNamespace(gives_loss=False),
         )  # fmt: skip
         bound = SimpleNamespace(table=table, plain=(0, 1, 2))
-        return priced._narrow(
+        return priced._quantized_bytes(
             SimpleNamespace(bound=bound, cluster=cluster, saved=whole, local=lambda numbers, _: numbers), NARROW
         )  # type: ignore[arg-type]
 
@@ -328,12 +328,12 @@ def test_passes_are_priced_at_the_rate_of_the_devices_memory() -> None:
 def test_it_is_a_value_of_a_layer_that_only_an_allowance_gives() -> None:
     options = SearchOptions(allow={INT8})
     mesh = make_mesh(("data", 2))
-    assert not any(s.options.narrow for s in candidates(mesh, 8, 8, SearchOptions()).every)
+    assert not any(s.options.quantized for s in candidates(mesh, 8, 8, SearchOptions()).every)
     tried = candidates(mesh, 8, 8, replace(options, offload="any")).every
-    narrow = [s for s in tried if s.options.narrow]
-    assert narrow and all(not s.options.again and not s.options.saved_in for s in narrow)
+    narrow = [s for s in tried if s.options.quantized]
+    assert narrow and all(not s.options.recomputes and not s.options.saved_in for s in narrow)
     plain = candidates(mesh, 8, 8, SearchOptions(offload="any")).every
-    assert tuple(s for s in tried if not s.options.narrow) == plain
+    assert tuple(s for s in tried if not s.options.quantized) == plain
     for pins in ({"saved": "int8"}, {"pin": {"layers.0.saved": "int8"}}):
         with pytest.raises(UsageError, match="saved=int8 is not exact"):
             SearchOptions(**pins)  # type: ignore[arg-type]
@@ -357,12 +357,12 @@ def planned(allow: set[str], memory: int | None = None, **pins: Any) -> Plan:
 def test_the_search_takes_it_where_memory_is_short_and_the_plan_says_so() -> None:
     only: dict[str, Any] = {"microbatches": 1, "recompute": "none"}
     free = planned({INT8}, **only)
-    assert free.allow == () and not any(layer.strategy.options.narrow for layer in free.layers)
+    assert free.allow == () and not any(layer.strategy.options.quantized for layer in free.layers)
     most = max(stage.memory.total for stage in free.stages)
     least = max(stage.memory.total for stage in planned({INT8}, saved="int8", **only).stages)
     assert least < most
     plan = planned({INT8}, memory=(least + most) // 2, **only)
-    count = sum(layer.strategy.options.narrow is not None for layer in plan.layers)
+    count = sum(layer.strategy.options.quantized is not None for layer in plan.layers)
     assert plan.allow == (INT8,) and count > 0 and plan.bound_s <= plan.prediction.step_time_s
     assert any(f"not exact, as {INT8} allows: {count} of {len(plan.layers)} layers" in note for note in plan.notes)
     assert "int8 activations (not exact)" in describe(plan)
@@ -371,7 +371,7 @@ def test_the_search_takes_it_where_memory_is_short_and_the_plan_says_so() -> Non
     for layer in older["layers"]:
         del layer["activations"]
         layer["recomputation"] = {"kind": "none", "layers": 1}
-    assert not any(layer.strategy.options.narrow for layer in Plan.from_json(older).layers)
+    assert not any(layer.strategy.options.quantized for layer in Plan.from_json(older).layers)
     with pytest.raises(InfeasibleError):
         planned(set(), memory=(least + most) // 2, **only)
 

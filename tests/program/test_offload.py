@@ -182,7 +182,7 @@ def test_host_memory_is_kept_to_without_the_exact_method(monkeypatch: pytest.Mon
         assert best is not None, seed
         assert plan.bound_s <= best * (1 + 1e-6) and best <= plan.prediction.step_time_s * (1 + 1e-9), seed
         assert all(stage.host_bytes <= cluster.host_limit_bytes for stage in plan.stages)
-        there = any(layer.strategy.options.elsewhere for layer in plan.layers)
+        there = any(layer.strategy.options.offload_tier for layer in plan.layers)
         outcomes.append("there" if there else "here")
     assert all(outcomes.count(outcome) >= 2 for outcome in ("host", "device", "here", "there")), outcomes
 

@@ -58,7 +58,7 @@ class TestWhichLayers:
 
     def test_a_segment_is_no_longer_than_its_run(self) -> None:
         told = shortened(GRAPH, [recomputed(4)] * LAYERS, (0, 3, LAYERS))
-        assert [way.options.together for way in told] == [3] * 3 + [4] * 7
+        assert [way.options.segment_layers for way in told] == [3] * 3 + [4] * 7
 
     def test_embeddings_and_heads_are_alone(self) -> None:
         graph = subject("llama").graph
@@ -192,8 +192,8 @@ class KeepingPricer(RandomPricer):
         drawn = super().layer(cls, mesh, strategy, microbatches)
         if drawn is None:
             return None
-        rng, segment = self._rng("kept", cls, mesh, strategy, microbatches), strategy.options.together
-        saved = rng.randint(20, 50) if strategy.options.again == "all" else rng.randint(50, 120)
+        rng, segment = self._rng("kept", cls, mesh, strategy, microbatches), strategy.options.segment_layers
+        saved = rng.randint(20, 50) if strategy.options.recomputes == "all" else rng.randint(50, 120)
         return replace(
             drawn, parameters_bytes=drawn.parameters_bytes // 4, gradients_bytes=drawn.gradients_bytes // 4,
             optimizer_bytes=drawn.optimizer_bytes // 8, saved_bytes=saved // segment, kept_bytes=saved * (segment > 1),
@@ -241,7 +241,7 @@ def test_same_optimum_and_same_infeasible_set_as_brute_force() -> None:
             continue
         assert best is not None and plan.prediction.step_time_s == pytest.approx(best, rel=1e-9), seed
         assert plan.gap <= 1e-6, seed
-        if any(layer.strategy.options.together > 1 for layer in plan.layers):
+        if any(layer.strategy.options.segment_layers > 1 for layer in plan.layers):
             pinned += "segment" in str(options.pins)
             found += "segment" not in str(options.pins)
     assert pinned > 3 and found > 3 and nothing > 3
@@ -255,6 +255,8 @@ def test_what_fits_in_segments_alone_is_found() -> None:
     need = int(re.search(r"\((\d+) bytes\)", error.value.hint or "")[1])  # type: ignore[index]
     found = search(GRAPH, CLUSTER, PRICER, replace(options, memory_limit_bytes=need - 1))
     assert all(stage.memory.total < need for stage in found.stages)
-    assert any(layer.strategy.options.together > 1 for layer in found.layers)
+    assert any(layer.strategy.options.segment_layers > 1 for layer in found.layers)
     enough = search(GRAPH, CLUSTER, PRICER, replace(options, memory_limit_bytes=need))
-    assert not any(layer.strategy.options.together > 1 for layer in enough.layers)  # what fits without does without
+    assert not any(
+        layer.strategy.options.segment_layers > 1 for layer in enough.layers
+    )  # what fits without does without

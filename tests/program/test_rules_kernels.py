@@ -25,7 +25,7 @@ from autopar.ops.operands import operands, shape_of
 from autopar.program import kernels, kernels_logits, kernels_vocab
 from autopar.program.mesh_axes import on_mesh
 from autopar.rules import candidates
-from passes.localise import apply, localised
+from passes.localise import apply, local_call
 
 # spmd-types calls names of collectives that torch 2.13 deprecates, and runs dropout on CPU DTensors to follow its dims
 pytestmark = [
@@ -316,7 +316,7 @@ UNWRITTEN = {*DRAWING, "kernels_experts.grouped_linear", "kernels_experts.of_row
 
 
 def test_checker_accepts_every_candidate(mesh, tmp_path):
-    """Each candidate's localised call, in the text that is emitted for it, types under ``local=False`` as the rule says, and
+    """Each candidate's local call, in the text that is emitted for it, types under ``local=False`` as the rule says, and
     computes what the graph's op does."""
     cases, lines = (
         {},
@@ -366,7 +366,7 @@ def _emitted(name: str, node, candidate) -> list[str]:
     shapes = [_local(shape_of(o), t) for o, t in zip(operands(node), candidate.operands, strict=True)]
     result = _local(shape_of(node), candidate.result)
     partition = tuple("t" if i == candidate.result.dim else None for i in range(len(result)))
-    target, args, kwargs, factor = localised(node, shapes, result, partition)
+    target, args, kwargs, factor = local_call(node, shapes, result, partition)
     graph = fx.Graph()
     places = {o: graph.placeholder(o.name) for o in operands(node)}
     for o, shape in zip(operands(node), shapes, strict=True):

@@ -40,7 +40,7 @@ from workers import WorkerPool
 
 from autopar.program import box_files
 from autopar.program.box_exchange import GroupTensors, rounds
-from autopar.program.box_files import Entry, FileHeader, Region
+from autopar.program.box_files import BoxTable, Entry, Region
 from autopar.program.boxes import Box, Piece, divided, pieces, whole
 from autopar.program.checkpoint import Background
 from autopar.program.checkpoint_metadata import metadata_of
@@ -117,7 +117,7 @@ def plan_before(
     return SavePlan(items, planner_data=paths)
 
 
-def tables_after(data: int = DATA, tensors: int = TENSOR, layers: int = LAYERS) -> Iterator[FileHeader]:
+def tables_after(data: int = DATA, tensors: int = TENSOR, layers: int = LAYERS) -> Iterator[BoxTable]:
     """The tables of all ranks' files, rank by rank."""
     rank = 0
     for stage in range(STAGES):
@@ -160,14 +160,14 @@ def _boxes_of(own: list[Layout], tensor: int, data: int, tensors: int) -> list[l
     return found
 
 
-def _table(rank: int, found: list[Piece]) -> FileHeader:
+def _table(rank: int, found: list[Piece]) -> BoxTable:
     entries, begin = [], 0
     for piece in found:
         length = piece.values.nbytes + 1200
         sums = (2**31,) * -(-length // box_files.BLOCK)
         entries.append(Entry(piece.path, piece.values.dtype, piece.shape, piece.box, Region(begin, length, 640, sums)))
         begin += length
-    return FileHeader(
+    return BoxTable(
         "0" * 32, box_files.file_of(rank), {"keys": dict.fromkeys((*_KEYS, "step"), "tensor")}, tuple(entries)
     )
 
@@ -195,7 +195,7 @@ def measure_plans(data: int = DATA, tensors: int = TENSOR, layers: int = LAYERS,
     encoded = [table.encoded() for table in tables_after(data, tensors, layers)]
     planning_s = time.process_time() - began
     began = time.process_time()
-    metadata = metadata_of([FileHeader.decoded(text) for text in encoded])
+    metadata = metadata_of([BoxTable.decoded(text) for text in encoded])
     content = pickle.dumps(metadata)
     seconds = time.process_time() - began
     began = time.process_time()

@@ -32,7 +32,7 @@ from autopar.price.collectives import group, group_time_s
 from autopar.price.state import Precision, precision
 from autopar.report import predict_step
 from autopar.schedules import Schedule
-from autopar.schedules.memory import most_in_flight
+from autopar.schedules.memory import max_in_flight
 from autopar.schedules.step_time import Span, timeline
 from autopar.search import SearchOptions, make_mesh, manual_plan
 from autopar.shard import plan_shardings
@@ -340,7 +340,7 @@ def pipeline() -> Page:
         spans = spans_of(schedule)
         end = max(span.stop_s for span in spans)
         busy = sum(span.stop_s - span.start_s for span in spans) / schedule.pipeline
-        flight = max(most_in_flight(schedule, d) for d in range(schedule.pipeline)) / schedule.chunks
+        flight = max(max_in_flight(schedule, d) for d in range(schedule.pipeline)) / schedule.chunks
         lines.append(
             f"`{schedule.name}` | {len(schedule.own(0))} | {end:g} | {1 - busy / end:.0%} | {flight:g} "
             f"| {'in two parts' if schedule.split else 'whole'}"

@@ -16,7 +16,7 @@ from autopar.rules.notation import Atom, parse
 from autopar.rules.table import TABLE
 from autopar.rules.views import factors
 from autopar.types import I, P, R, S
-from passes.localise import localised, verify
+from passes.localise import local_call, verify
 
 aten = torch.ops.aten
 SAMPLES = samples()
@@ -61,7 +61,7 @@ def test_localised_shapes_on_the_meta_device(name):
                 continue
             shapes = [_local(shape_of(o), t, 2) for o, t in zip(operands(node), candidate.operands, strict=True)]
             result = _local(shape_of(node), candidate.result, 2)
-            verify(node, localised(node, shapes, result), shapes, result)
+            verify(node, local_call(node, shapes, result), shapes, result)
 
 
 def _local(shape, t, n):
@@ -165,14 +165,14 @@ def test_op_without_a_line_is_replicated():
 
 def test_mean_over_a_sharded_dim_becomes_a_scaled_sum():
     node, _ = build(sample(aten.mean.dim, x(4, 6), [-1], True))
-    target, _, _, factor = localised(node, [(4, 3)], (4, 1))
+    target, _, _, factor = local_call(node, [(4, 3)], (4, 1))
     assert target is aten.sum.dim_IntList and factor == 1 / 6
-    assert localised(node, [(2, 6)], (2, 1))[0] is aten.mean.dim
+    assert local_call(node, [(2, 6)], (2, 1))[0] is aten.mean.dim
 
 
 def test_verify_refuses_a_silent_broadcast():
     node, _ = build(sample(aten.expand.default, x(4, 1, 6), [4, 2, 6]))
-    verify(node, localised(node, [(2, 1, 6)], (2, 2, 6)), [(2, 1, 6)], (2, 2, 6))
+    verify(node, local_call(node, [(2, 1, 6)], (2, 2, 6)), [(2, 1, 6)], (2, 2, 6))
     with pytest.raises(AssertionError, match="local shapes"):
         verify(node, (aten.expand.default, (node.args[0], [4, 2, 6]), {}, None), [(1, 1, 6)], (2, 2, 6))
 

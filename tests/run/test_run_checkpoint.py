@@ -98,7 +98,7 @@ def test_train_refuses_a_damaged_checkpoint_by_a_sentence(workers1: WorkerPool, 
     program, saved = write_mlp(tmp_path / "one", Shape()), tmp_path / "saved"
     options = ("--draw-init", "--checkpoint", str(saved), "--resume", "--keep", "1")
     assert list(workers1.run("programs:ran", str(program), "--steps", "1", *options)[0][0]) == [1]
-    for kind, why in (("a bit of values", "do not have their checksum"), ("truncated", "has no complete checkpoint")):
+    for kind, why in (("a bit of values", "do not match their checksum"), ("truncated", "has no complete checkpoint")):
         damaged(saved / "step-1", saved / "step-1", kind, 0)
         losses, talk = workers1.run("programs:ran", str(program), "--steps", "2", *options)[0]
         assert not losses and why in talk and "Traceback" not in talk, talk

@@ -9,7 +9,7 @@ import pytest
 
 from autopar.errors import UsageError
 from autopar.schedules import CHIMERA, ONE_F_ONE_B, Schedule, check_schedule, refusal
-from autopar.schedules.memory import StageBytes, levels, most_in_flight
+from autopar.schedules.memory import StageBytes, live_bytes, max_in_flight
 from autopar.schedules.orders import device_order
 from autopar.schedules.step_time import longest_paths, parts_of, simulate, textbook_paths, timeline
 
@@ -53,7 +53,7 @@ def test_lists_are_whole_and_symmetric(schedule: Schedule) -> None:
         )
         assert all(schedule.rank(stage, i) == rank for _, stage, i in order)
         assert orders[line - 1 - rank] == [(kind, stage, (i + half) % (2 * half)) for kind, stage, i in order]
-        live, _ = levels(order, schedule.own(rank), StageBytes((3, 3), (0, 0), (0, 0)))
+        live, _ = live_bytes(order, schedule.own(rank), StageBytes((3, 3), (0, 0), (0, 0)))
         assert live[-1] == 3  # the last microbatch's, until the end of its backward
 
 
@@ -69,7 +69,7 @@ def test_the_papers_time_and_memory(line: int, more: int, forward: int, backward
     assert seconds(schedule, forward, backward) < seconds(
         Schedule(ONE_F_ONE_B, line, schedule.microbatches), forward, backward
     )
-    live = [most_in_flight(schedule, rank) for rank in range(line)]
+    live = [max_in_flight(schedule, rank) for rank in range(line)]
     assert max(live) == line and min(live) >= line // 2 + 1
     assert more or live[0] == line // 2 + 1
 

@@ -10,7 +10,7 @@ from exactness import subject
 from autopar.errors import UsageError
 from autopar.plan import Plan
 from autopar.schedules import Schedule, refusal
-from autopar.schedules.memory import fullest, most_in_flight
+from autopar.schedules.memory import max_in_flight, peak_counts
 from autopar.schedules.orders import device_groups, device_order
 from autopar.search.manual import manual_plan
 from autopar.torch_private import pipeline_order
@@ -89,8 +89,8 @@ def test_microbatches_in_flight_are_those_of_the_order(name: str) -> None:
                 live += kind == "F"
                 most = max(most, live)
                 live -= kind in "BI"
-            assert most == most_in_flight(schedule, rank), schedule
-            assert schedule.split or most == sum(fullest(schedule).in_flight[s] for s in schedule.own(rank))
+            assert most == max_in_flight(schedule, rank), schedule
+            assert schedule.split or most == sum(peak_counts(schedule).in_flight[s] for s in schedule.own(rank))
 
 
 @pytest.mark.parametrize(

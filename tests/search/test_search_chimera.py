@@ -17,7 +17,7 @@ from autopar.plan import Axis, Plan, Role, Strategy
 from autopar.price import Pricer
 from autopar.schedules import Schedule
 from autopar.search import SearchOptions, evaluate, search
-from autopar.search.bounds.cheap import fewest_seconds
+from autopar.search.bounds.cheap import cheap_bound
 from autopar.search.construct.drafts import construct
 from autopar.search.evaluation import Solution, cost, fits
 from autopar.search.exact import solve_labels
@@ -81,14 +81,14 @@ def test_the_sum_over_both_copies_has_a_price(zero: int) -> None:
     mesh, strategy = (Axis("data", 2, 1),), Strategy((Role.DATA,), zero=zero)
     prices = pricer("4xH100-80GB")
     cls = GRAPH.layers[0].cls
-    one, both = prices.layer(cls, mesh, strategy, 4), prices.mirrored(2).layer(cls, mesh, strategy, 8)
+    one, both = prices.layer(cls, mesh, strategy, 4), prices.with_copies(2).layer(cls, mesh, strategy, 8)
     small = prices.layer(cls, mesh, strategy, 8)
     assert one is not None and both is not None and small is not None
     assert both.step_s > small.step_s and both.backward_s <= small.backward_s
     assert replace(both, step_s=0, backward_s=0, communication_s=0, weight_s=0) == replace(
         small, step_s=0, backward_s=0, communication_s=0, weight_s=0
     )
-    assert prices.mirrored(2) is prices.mirrored(2) and prices.mirrored(1) is prices
+    assert prices.with_copies(2) is prices.with_copies(2) and prices.with_copies(1) is prices
 
 
 def test_unequal_devices_are_refused(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_bounds_and_solutions_against_every_plan() -> None:
         except UsageError:  # a batch that does not divide
             continue
         for choice in found:
-            instance = Prices(graph, cluster, prices.mirrored(2), options).instance(choice)
+            instance = Prices(graph, cluster, prices.with_copies(2), options).instance(choice)
             if instance is None or instance.layers < 4:
                 continue
             numbers = [range(len(instance.table(i))) for i in range(instance.layers)]
@@ -132,7 +132,7 @@ def test_bounds_and_solutions_against_every_plan() -> None:
                 assert built is None
                 nothing += 1
                 continue
-            assert fewest_seconds(instance) <= best * (1 + 1e-9)
+            assert cheap_bound(instance) <= best * (1 + 1e-9)
             if built is not None:
                 assert fits(instance, built[1]) and built[0] >= best * (1 - 1e-9)
                 ratios.append(built[0] / best)

@@ -95,7 +95,7 @@ def test_the_search_tries_these_values() -> None:
     found = candidates(PLAIN.mesh, BATCH // PLAIN.microbatches, CLUSTER.gpus_per_node, SearchOptions()).every
     for written in (w for name in ("roles", "ZeRO", "recomputation") for w in DIMENSIONS[name]):
         assert written.strategy in found, written
-    assert all(not candidate.options.elsewhere and candidate.options.together == 1 for candidate in found)
+    assert all(not candidate.options.offload_tier and candidate.options.segment_layers == 1 for candidate in found)
     known = context_of(SearchOptions(), chain=GRAPH.chains[GRAPH.layers[0].cls], segments=True)
     found = candidates(
         PLAIN.mesh, BATCH // PLAIN.microbatches, CLUSTER.gpus_per_node, SearchOptions(), context=known
@@ -154,8 +154,8 @@ def test_a_long_chain_is_faster_in_segments() -> None:
     options = SearchOptions(precision="bfloat16", memory_limit_bytes=160_000_000, microbatches=2)
     alone = search(graph, CLUSTER, pricer, replace(options, segment=1))
     several = search(graph, CLUSTER, pricer, options)
-    assert all(layer.strategy.options.again == "all" for layer in alone.layers)
-    assert any(layer.strategy.options.together > 1 for layer in several.layers)
+    assert all(layer.strategy.options.recomputes == "all" for layer in alone.layers)
+    assert any(layer.strategy.options.segment_layers > 1 for layer in several.layers)
     assert several.prediction.step_time_s < 0.7 * alone.prediction.step_time_s
     assert several.bound_s <= several.prediction.step_time_s
 

@@ -17,14 +17,14 @@ from autopar.plan import Plan
 from autopar.schedules import CHIMERA, SEVERAL_STAGES
 from autopar.search import SearchOptions, search, steps
 from autopar.search.bounds.bottleneck import bottleneck_bound, whole_bound
-from autopar.search.bounds.cheap import fewest_seconds, least_pipelined_s
+from autopar.search.bounds.cheap import cheap_bound, least_pipelined_s
 from autopar.search.bounds.linear import device_bound, first_bound, linear_bound
 from autopar.search.construct.candidates import modes_of
 from autopar.search.construct.drafts import construct
 from autopar.search.construct.local import _steps, changed, improved
 from autopar.search.construct.refine import refined
 from autopar.search.cuts import moved
-from autopar.search.evaluation import Solution, cost, fits, ways
+from autopar.search.evaluation import Solution, cost, fits, transfers
 from autopar.search.exact import solve_labels
 from autopar.search.prices import Prices
 from autopar.search.problem import Choice, choices
@@ -133,7 +133,7 @@ def test_every_bound_of_every_outer_choice_holds() -> None:
             if instance is None:
                 assert best == float("inf")
                 continue
-            first, cheap = _first_bound(prices, choice), fewest_seconds(instance)
+            first, cheap = _first_bound(prices, choice), cheap_bound(instance)
             bounds = {
                 "first": first,
                 "cheap": cheap,
@@ -192,7 +192,7 @@ def test_every_bound_of_choices_with_several_stages_on_a_device_holds(schedule: 
                     continue
                 best, solution = solve_labels(instance, inf, inf)
                 assert solution is None or cost(instance, solution).step_time_s == pytest.approx(best, rel=1e-12)
-                first, cheap = _first_bound(prices, choice), fewest_seconds(instance)
+                first, cheap = _first_bound(prices, choice), cheap_bound(instance)
                 bounds = {
                     "first": first,
                     "cheap": cheap,
@@ -210,7 +210,7 @@ def test_every_bound_of_choices_with_several_stages_on_a_device_holds(schedule: 
                     tight.setdefault("constructed", []).append(found[0] / best)
                     for cuts in moved(found[1].bounds, permutations(range(choice.schedule.stages), 2)):
                         trial = Solution(cuts, found[1].pick)
-                        seconds, resharding = cost(instance, trial).step_time_s, sum(ways(instance, trial)[0])
+                        seconds, resharding = cost(instance, trial).step_time_s, sum(transfers(instance, trial)[0])
                         assert resharding or _steps(instance, found[1], [cuts])[0] == pytest.approx(seconds, rel=1e-9)
                 for name, bound in bounds.items():
                     assert bound <= best * (1 + 1e-6), (seed, choice, name)

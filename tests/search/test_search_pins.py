@@ -76,7 +76,7 @@ class TestRefused:
             ({"schedule": "dualpipev", "pipeline": 2, "microbatches": 2}, "over 4 stages needs a microbatch for each"),
             ({"schedule": "zbv", "pipeline": 4}, "5 layers cannot be cut into 8 stages"),
             ({"chunks": 3}, "5 layers cannot be cut into 6 stages"),
-            ({"layers.0.chunks": 2}, "chunks is of the whole plan"),
+            ({"layers.0.chunks": 2}, "chunks is a pin of the whole plan"),
             (
                 {"schedule": "zigzag"},
                 "schedule is 'zigzag', it must be one of none, gpipe, 1f1b, interleaved-1f1b, zero-bubble",
@@ -92,7 +92,7 @@ class TestRefused:
             ({"data": 8, "microbatches": 4}, r"2 samples do not divide by data 8\n.*1, 2"),
             ({"pipeline": 3}, r"fit are 1, 2, 4"),
             ({"schedule": "none", "pipeline": 2}, "2 stages needs a schedule"),
-            ({"layers.0.sync": "parameter-server"}, "sync is of the whole plan"),
+            ({"layers.0.sync": "parameter-server"}, "sync is a pin of the whole plan"),
             (
                 {"sync": "parameter-server", "layers.1.zero": 2},
                 "sync=parameter-server needs whole parameters and gradients on every replica, and layers.1 has ZeRO 2\n.*leave",

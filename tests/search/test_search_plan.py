@@ -205,7 +205,7 @@ class TestPlans:
         for layer in plan.layers:
             strategy = layer.strategy
             assert strategy.degree(plan.mesh, T, TS) == 2 and strategy.degree(plan.mesh, D) == 2
-            assert strategy.zero == 1 and strategy.options.again == "all"
+            assert strategy.zero == 1 and strategy.options.recomputes == "all"
 
     def test_1f1b_has_a_microbatch_for_every_stage(self) -> None:
         graph, cluster = chain(["a", "b", "b", "a"], 8), Devices(4, 10_000)
@@ -360,16 +360,16 @@ class FlatPricer(RandomPricer):
     """Recomputation and ZeRO save bytes and cost nothing: only readers can tell the optima apart."""
 
     def layer(self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int) -> LayerPrice | None:
-        saved = 5 if strategy.options.again == "all" else 10
+        saved = 5 if strategy.options.recomputes == "all" else 10
         return LayerPrice(1.0, 2.0, 0.0, 0.5, 10 - strategy.zero, 10, 20, saved, 1, 1e12)
 
 
 def test_of_equal_optima_the_simplest_is_told() -> None:
     graph = chain(["a", "b", "a"], 4)
     plan = search(graph, Devices(2, 10_000), FlatPricer(graph, 0, 1.0, 0.0))
-    assert {(layer.strategy.zero, layer.strategy.options.again) for layer in plan.layers} == {(0, "")}
+    assert {(layer.strategy.zero, layer.strategy.options.recomputes) for layer in plan.layers} == {(0, "")}
     tight = search(graph, Devices(2, 10_000), FlatPricer(graph, 0, 1.0, 0.0), SearchOptions(recompute=True, zero=3))
-    assert all(layer.strategy.options.again == "all" for layer in tight.layers)
+    assert all(layer.strategy.options.recomputes == "all" for layer in tight.layers)
 
 
 class TestMixedDevices:

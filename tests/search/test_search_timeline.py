@@ -12,7 +12,7 @@ from autopar.devices import parse
 from autopar.plan import Axis, Role, Strategy
 from autopar.price import Pricer
 from autopar.schedules import SPLIT, Schedule
-from autopar.schedules.memory import StageBytes, fullest, levels, passing
+from autopar.schedules.memory import StageBytes, live_bytes, peak_counts, pipeline_buffers
 from autopar.schedules.orders import device_order
 from autopar.search import evaluate, memory_timeline
 
@@ -24,7 +24,7 @@ def test_moments_by_hand():
     """Two stages on one device: the second's transients come when less is saved."""
     stages = StageBytes(saved=(10, 1), waiting=(0, 0), transients=(5, 100))
     order = [("F", 0, 0), ("F", 0, 1), ("F", 1, 0), ("B", 1, 0), ("B", 0, 0), ("F", 1, 1), ("B", 1, 1), ("B", 0, 1)]
-    activations, transients = levels(order, (0, 1), stages)
+    activations, transients = live_bytes(order, (0, 1), stages)
     assert activations.tolist() == [10, 20, 21, 21, 20, 11, 11, 10]
     assert transients.tolist() == [5, 5, 100, 100, 5, 100, 100, 5]
 
@@ -33,7 +33,7 @@ def test_moments_of_backwards_in_two_parts_by_hand():
     """Saved bytes are live until the gradients of the inputs exist, waiting bytes until those of the weights do."""
     stages = StageBytes(saved=(10, 1), waiting=(7, 2), transients=(5, 3))
     order = [("F", 1, 0), ("F", 2, 0), ("I", 2, 0), ("I", 1, 0), ("W", 2, 0), ("F", 1, 1), ("W", 1, 0), ("B", 1, 1)]
-    activations, transients = levels(order, (1, 2), stages)
+    activations, transients = live_bytes(order, (1, 2), stages)
     assert activations.tolist() == [10, 11, 12, 12, 9, 17, 17, 10]
     assert transients.tolist() == [5, 3, 3, 5, 3, 5, 5, 5]
 
@@ -51,7 +51,7 @@ def test_split_orders_are_whole_and_leave_nothing(name, chunks, line):
             assert (("B", stage, i) in where) != (("I", stage, i) in where and ("W", stage, i) in where)
             parts = [where[kind, stage, i] for kind in "FBIW" if (kind, stage, i) in where]
             assert parts == sorted(parts)
-        activations, _ = levels(order, own, StageBytes((5,) * chunks, (3,) * chunks, (0,) * chunks))
+        activations, _ = live_bytes(order, own, StageBytes((5,) * chunks, (3,) * chunks, (0,) * chunks))
         assert activations[-1] == {"B": 5, "W": 3}[order[-1][0]]  # the last microbatch's, until its end
 
 
@@ -66,8 +66,8 @@ def test_orders_are_whole_and_hold_what_the_search_counts(line, chunks):
         assert {stage for _, stage, _ in order} == set(own)
         where = {action: i for i, action in enumerate(order)}
         assert all(where["F", s, i] < where["B", s, i] for kind, s, i in order if kind == "B")
-        activations, _ = levels(order, own, StageBytes((1,) * chunks, (0,) * chunks, (0,) * chunks))
-        assert activations.max() == sum(fullest(schedule).in_flight[stage] for stage in own)
+        activations, _ = live_bytes(order, own, StageBytes((1,) * chunks, (0,) * chunks, (0,) * chunks))
+        assert activations.max() == sum(peak_counts(schedule).in_flight[stage] for stage in own)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_the_maximum_is_the_predicted_memory(pipeline, schedule, chunks):
     ],
 )
 def test_tensors_between_stages(pipeline, microbatches, schedule, chunks, held):
-    assert passing(Schedule(schedule, pipeline, microbatches, chunks)) == held
+    assert pipeline_buffers(Schedule(schedule, pipeline, microbatches, chunks)) == held
 
 
 def test_a_curve_keeps_its_peak():

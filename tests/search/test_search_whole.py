@@ -15,7 +15,7 @@ from autopar.schedules import Schedule
 from autopar.schedules.step_time import lower_bound, simulate
 from autopar.search import SearchOptions
 from autopar.search.knapsacks import Weights, knapsacks
-from autopar.search.minimum_memory import _by_layer, _by_segment, least_memory, least_share, something_fits
+from autopar.search.minimum_memory import _by_layer, _by_segment, is_feasible, least_memory, least_share
 from autopar.search.prices import Prices
 from autopar.search.problem import choices
 from autopar.search.runs import compositions
@@ -27,14 +27,14 @@ WEIGHTS: Weights = (2.0, -0.5, 0.3)
 
 def by_hand(layers: Sequence[tuple[Table, int]], regime: Regime) -> float:
     """The least cost of a stage, by trying everything."""
-    n, passing, place, limit = regime
+    n, buffers, place, limit = regime
     time, forward, step = WEIGHTS
     tables = [table.at(place) for table, number in layers for _ in range(number)]
     best = np.inf
     for pick in itertools.product(*(range(len(table)) for table in tables)):
         chosen = list(zip(tables, pick, strict=True))
         held = sum(float(t.weights[k] + n * t.saved[k]) for t, k in chosen)
-        if held + max(float(t.at_work(passing)[k]) for t, k in chosen) <= limit:
+        if held + max(float(t.transient_bytes(buffers)[k]) for t, k in chosen) <= limit:
             best = min(
                 best, sum(float(time * t.time[k] + forward * t.forward[k] + step * t.step[k]) for t, k in chosen)
             )
@@ -78,8 +78,12 @@ def test_the_least_cost_of_a_stage_and_the_candidates_that_have_it() -> None:
 
 def least_by_hand(layers: Sequence[tuple[Table, int]], regime: Regime) -> float:
     """The least memory of a stage, by trying everything."""
-    n, passing, place, _ = regime
-    ways = [(t.weights + n * t.saved, t.at_work(passing)) for table, some in layers for t in [table.at(place)] * some]
+    n, buffers, place, _ = regime
+    ways = [
+        (t.weights + n * t.saved, t.transient_bytes(buffers))
+        for table, some in layers
+        for t in [table.at(place)] * some
+    ]
     held = functools.reduce(np.add.outer, (each for each, _ in ways))
     return float((held + functools.reduce(np.maximum.outer, (transient for _, transient in ways))).min())
 
@@ -101,13 +105,13 @@ def test_the_least_memory_of_every_stage() -> None:
         needs = least_memory(instance)[0]
         assert 0 < least_share(instance, weights_only=True) <= least_share(instance) <= needs
         exact += least_share(instance) > 0.999 * needs
-        fits += something_fits(instance)
-        assert something_fits(instance) == (needs <= 1)
+        fits += is_feasible(instance)
+        assert is_feasible(instance) == (needs <= 1)
         tight, loose = (
             replace(instance, layout=replace(instance.layout, limit=tuple(f * n for n in instance.layout.limit)))
             for f in (needs * 0.999, needs * 1.001)
         )
-        assert not something_fits(tight) and something_fits(loose)
+        assert not is_feasible(tight) and is_feasible(loose)
     assert checked > 300 and 0 < fits < len(instances()) and exact > 0
 
 
@@ -118,7 +122,7 @@ def test_too_many_ways_make_a_lower_bound_or_a_stage(monkeypatch: pytest.MonkeyP
         layers = [(instance.kinds[0], 5)]
         exact[number] = knapsacks(instance, regime, WEIGHTS, bound=True).least(layers)
         instance.known.clear()
-    monkeypatch.setattr("autopar.search.knapsacks.WAYS", 2)
+    monkeypatch.setattr("autopar.search.knapsacks.MAX_POINTS", 2)
     worse = 0
     for number, (instance, regime) in enumerate(cases):
         layers = [(instance.kinds[0], 5)]

@@ -226,7 +226,7 @@ def test_a_value_in_no_type_that_its_readers_take_is_no_plan() -> None:
     x = draw.activation("x", 4, 3, 8)
     lost = draw.call(aten.histc.default, x, 4)
     both = draw.call(aten.add.Tensor, draw.call(aten.sum.default, lost), draw.call(aten.mean.default, lost))
-    problem = Problem(draw.layer(draw.call(aten.mul.Tensor, x, both)), Role.DATA, 2, {}, in_time=True)
+    problem = Problem(draw.layer(draw.call(aten.mul.Tensor, x, both)), Role.DATA, 2, {}, over_microbatches=True)
     assert eliminate(problem) is None
 
 

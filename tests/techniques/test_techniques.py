@@ -19,8 +19,8 @@ from autopar.plan_schema import check_plan
 from autopar.report.figures import _strategy as figures_of
 from autopar.schedules import SCHEDULES
 from autopar.search import SearchOptions, manual_plan
-from autopar.search.concessions import concessions
 from autopar.search.manual import make_mesh
+from autopar.search.numerics import allowed_numerics
 from autopar.search.problem import candidates, context_of
 from autopar.techniques import (
     ALL,
@@ -42,24 +42,24 @@ every = pytest.mark.parametrize("technique", LAYER, ids=lambda technique: techni
 
 def samples(technique: Technique) -> list[str]:
     """Every value, and one with a number."""
-    plain = [way.name for way in technique.ways if technique.known(way.name)]
-    return [*plain, *(f"{way.name}:3" for way in technique.ways if way.counted)]
+    plain = [mode.name for mode in technique.modes if technique.known(mode.name)]
+    return [*plain, *(f"{mode.name}:3" for mode in technique.modes if mode.counted)]
 
 
 def having(technique: Technique, value: str) -> Strategy:
-    return Strategy((Role.DATA,), technique.way(value).zero, options=Options(**{technique.name: value}))
+    return Strategy((Role.DATA,), technique.mode(value).min_zero, options=Options(**{technique.name: value}))
 
 
 @pytest.mark.parametrize("technique", ALL, ids=lambda technique: technique.name)
 def test_its_words_and_values_are_well_formed(technique: Technique) -> None:
     assert technique.name.isidentifier() and len(set(technique.values)) == len(technique.values) >= 2
     assert technique.subject and technique.meaning[0].islower() and not technique.meaning.endswith(".")
-    assert not technique.said(technique.default), "the default needs no words"
+    assert not technique.phrase(technique.default), "the default needs no words"
     key, _, value = technique.example.partition("=")
     assert key == technique.name and technique.known(value)
-    assert technique.missing in ("", *technique.values) and technique.under_split in ("", *technique.values)
-    for way in technique.ways:
-        assert bool(way.gives_up) == bool(way.inexact) and (not way.gives_up or way.gives_up in ALLOWED)
+    assert technique.if_missing in ("", *technique.values) and technique.under_split in ("", *technique.values)
+    for mode in technique.modes:
+        assert bool(mode.gives_up) == bool(mode.inexact) and (not mode.gives_up or mode.gives_up in ALLOWED)
     for wrong in ("", "nothing", 3, None, True, f"{technique.values[1]}:1", f"{technique.default}:2"):
         assert not technique.known(wrong)
     for conflict_ in conflicts_of(technique):
@@ -82,7 +82,7 @@ def test_a_strategy_and_a_plan_file_hold_every_value(technique: Technique) -> No
         data = json.loads(written.dumps())
         check_plan(data)
         assert Plan.from_json(data) == written and {layer[technique.name] for layer in data["layers"]} == {value}
-        words = technique.said(value)
+        words = technique.phrase(value)
         assert not words or words in describe(written)
         if value != technique.default:
             assert figures_of(written, written.layers[0])[technique.name] == (words or value)
@@ -111,9 +111,9 @@ def test_a_pin_leaves_its_value_alone(technique: Technique) -> None:
 
 @pytest.mark.parametrize("name", GIVEN_UP)
 def test_what_it_gives_up_must_be_allowed(name: str) -> None:
-    technique, way = next((t, way) for t in ALL for way in t.ways if way.gives_up == name)
-    value = f"{way.name}:{way.counted}" if way.counted else way.name
-    with pytest.raises(UsageError, match=f"{technique.name}={value} is not exact: {way.inexact}"):
+    technique, mode = next((t, mode) for t in ALL for mode in t.modes if mode.gives_up == name)
+    value = f"{mode.name}:{mode.counted}" if mode.counted else mode.name
+    with pytest.raises(UsageError, match=f"{technique.name}={value} is not exact: {mode.inexact}"):
         SearchOptions(**{technique.name: value})
     assert list(SearchOptions(**{technique.name: value}, allow={name}).given_up) == [name]
     assert value not in technique.allowed({}.get, context_of(SearchOptions()))
@@ -122,11 +122,11 @@ def test_what_it_gives_up_must_be_allowed(name: str) -> None:
 def test_only_what_layers_give_up_is_searched_with_and_without() -> None:
     """Whether replicas are averaged is the user's decision: a search without the pin has nothing to compare."""
     graph = subject("mlp").graph
-    assert [each.narrow for each in concessions(graph, SearchOptions(allow={"local_steps"}))] == [()]
+    assert [each.narrow for each in allowed_numerics(graph, SearchOptions(allow={"local_steps"}))] == [()]
     pinned = SearchOptions(sync="local-steps:2", allow={"local_steps"})
-    assert [each.narrow for each in concessions(graph, pinned)] == [()]
+    assert [each.narrow for each in allowed_numerics(graph, pinned)] == [()]
     both = SearchOptions(allow=GIVEN_UP)
-    assert {each.narrow for each in concessions(graph, both)} == {(), OF_LAYERS}
+    assert {each.narrow for each in allowed_numerics(graph, both)} == {(), OF_LAYERS}
 
 
 def test_values_that_exclude_each_other_are_never_together() -> None:

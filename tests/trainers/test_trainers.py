@@ -64,7 +64,7 @@ def test_fused_kernels_are_fewer_and_save_less():
     [
         (PLAIN, (2, 12, 2, 2, 6)),  # read and written by the product, and read
         (OtherTrainer(gradient_bytes=4), (4, 12, 4, 4, 0)),
-        (OtherTrainer(gradient_bytes=4, products_add=True), (4, 12, 4, 4, 0)),
+        (OtherTrainer(gradient_bytes=4, accumulation_fusion=True), (4, 12, 4, 4, 0)),
         (OtherTrainer(gradient_bytes=6, fresh_bytes=2), (6, 12, 4, 2, 12)),  # DDP reduces its bucket
         (OtherTrainer(gradient_bytes=4, fsdp=True), (4, 8, 4, 4, 0)),
     ],
@@ -93,7 +93,7 @@ def test_gathering_again_saves_the_shard_and_sends_more():
 
 
 def test_gathering_parameter_by_parameter_pays_every_latency():
-    assert price(OtherTrainer(by_parameter=True), zero=1).step_s > price(PLAIN, zero=1).step_s
+    assert price(OtherTrainer(gathers_by_parameter=True), zero=1).step_s > price(PLAIN, zero=1).step_s
 
 
 def test_nothing_is_allocated_at_stage_borders():

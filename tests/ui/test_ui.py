@@ -170,7 +170,7 @@ def test_what_is_wrong_is_said_with_a_hint(server: Server):
     assert "does not read files" in refused(model="gpt2", devices="/etc/passwd.toml")
     assert "no option 'calibration'" in refused(model="gpt2", options={"calibration": "/etc/passwd"})
     assert "no pin 'plan'" in refused(model="gpt2", pins={"plan": "x"})
-    assert "fields that this page does not send" in refused(model="gpt2", plan_file="/etc/passwd")
+    assert "unknown fields" in refused(model="gpt2", plan_file="/etc/passwd")
     assert "not JSON" in refused(config="{")
     assert "not a JSON object" in refused(config="[1]")
     assert "not JSON" in send(server, "POST", "api/plans", b"{")[2]["error"]

@@ -16,7 +16,7 @@ from autopar.devices import described
 from autopar.errors import UsageError
 from autopar.plan import Role
 from autopar.schedules import Schedule
-from autopar.schedules.memory import fullest
+from autopar.schedules.memory import peak_counts
 from autopar.schedules.step_time import simulate
 from autopar.validate import RowOutcome, score, scores, validate
 from autopar.validate.models import graph_of
@@ -181,7 +181,7 @@ def test_interleaving_divides_the_bubble():
 
 
 def test_interleaving_holds_more():
-    held = fullest(Schedule("interleaved-1f1b", 4, 8, 2)).in_flight
+    held = peak_counts(Schedule("interleaved-1f1b", 4, 8, 2)).in_flight
     # the first device warms up with (v - 1) p + 2 (p - 1) forwards and does one more
     assert held[0] + held[4] == 4 + 2 * 3 + 1 and held[3] + held[7] == 4 + 1
 

@@ -337,7 +337,7 @@ def test_a_plan_for_many_devices_shrinks_to_few() -> None:
     large = manual_plan(graph, pipeline=3, data=2, tensor=4, zero=3, microbatches=4, recompute=True)
     on_4 = shrink_plan(large, graph, 4)
     assert on_4.device_count == 4 and [axis.name for axis in on_4.mesh] == ["tensor"] and on_4.pipeline == 2
-    assert {layer.strategy.options.again for layer in on_4.layers} == {"all"}
+    assert {layer.strategy.options.recomputes for layer in on_4.layers} == {"all"}
     on_8 = shrink_plan(large, graph, 8)
     assert on_8.device_count == 8 and on_8.layers[0].strategy.roles == (Role.DATA, Role.TENSOR)
     assert on_8.layers[0].strategy.zero == 3

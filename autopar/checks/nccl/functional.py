@@ -1,4 +1,4 @@
-"""Functional collectives of tensors without values, for which torch only computes shapes, without calling a process group."""
+"""Records functional collectives of fake and meta tensors: for these torch computes shapes only, and calls no process group."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Functional:
         self._running: dict[int, LateWork] = {}  # by the memory of the results
 
     def run(self, op: Any, args: tuple[Any, ...], result: Any) -> Any:
-        """Issue ``op`` or its wait, and return its result; ``result`` has torch's shapes.
+        """Issue the collective ``op``, or wait for one if ``op`` is a wait; return ``result``, which torch has computed.
 
         Raises ``NotImplementedError`` for an unknown op.
         """
@@ -42,35 +42,35 @@ class Functional:
             return result
         if name == "_wrap_tensor_autograd":
             return awaited_at_first_use(args[0])
-        several = isinstance(args[0], list | tuple)
-        inputs: list[Tensor] = list(args[0]) if several else [args[0]]
-        results: list[Tensor] = list(result) if several else [result]
+        coalesced = isinstance(args[0], list | tuple)
+        inputs: list[Tensor] = list(args[0]) if coalesced else [args[0]]
+        results: list[Tensor] = list(result) if coalesced else [result]
         work = self._issue(name.removesuffix("_").removesuffix("_out"), inputs, results, args[1:])
         for tensor in results:
             self._running[memory(tensor)] = work
         return result
 
-    def _issue(self, name: str, inputs: list[Tensor], results: list[Tensor], more: Sequence[Any]) -> LateWork:
-        group = self._group(more[-1])
+    def _issue(self, name: str, inputs: list[Tensor], results: list[Tensor], rest: Sequence[Any]) -> LateWork:
+        group = self._group(rest[-1])
         if name in ("all_reduce", "all_reduce_coalesced"):
-            return group.allreduce(results, _reducing(dist.AllreduceOptions(), more[0]))
+            return group.allreduce(results, _with_reduce_op(dist.AllreduceOptions(), rest[0]))
         if name == "broadcast":
             options = dist.BroadcastOptions()
-            options.rootRank = more[0]
+            options.rootRank = rest[0]
             return group.broadcast(results, options)
         if name in ("all_gather_into_tensor", "all_gather_into_tensor_coalesced"):
             return group.all_gather_single_coalesced(results, inputs)
         if name in ("reduce_scatter_tensor", "reduce_scatter_tensor_coalesced"):
-            options = _reducing(dist.ReduceScatterOptions(), more[0])
+            options = _with_reduce_op(dist.ReduceScatterOptions(), rest[0])
             return group.reduce_scatter_single_coalesced(results, inputs, options)
         if name == "all_to_all_single":
-            return group.all_to_all_single(results[0], inputs[0], more[0], more[1])
+            return group.all_to_all_single(results[0], inputs[0], rest[0], rest[1])
         raise NotImplementedError(f"{NAMESPACE}::{name} cannot be recorded without values")
 
     def _group(self, name: str) -> RecordingGroup:
         return next(group for group in self._recorder.groups if group.communicator.name == name)
 
 
-def _reducing(options: Any, op: str) -> Any:
+def _with_reduce_op(options: Any, op: str) -> Any:
     options.reduceOp = _REDUCE_OPS[op.lower()]
     return options

@@ -1,4 +1,4 @@
-"""A process group that records its operations and computes results from this rank's operands."""
+"""A process group that records its operations, and computes their results as if every rank had this rank's operands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _reduce_op(options: Any) -> str:
 
 
 def _reduced(op: str, tensors: Sequence[Tensor]) -> Tensor:
-    """Reduce tensors by an op of ``_reduce_op``."""
+    """Reduce tensors by ``op``, a name that ``_reduce_op`` returns."""
     stacked = torch.stack(list(tensors))
     if op == "sum":
         return stacked.sum(0, dtype=stacked.dtype)
@@ -34,11 +34,11 @@ def _reduced(op: str, tensors: Sequence[Tensor]) -> Tensor:
     return stacked.amax(0) if op == "max" else stacked.amin(0)
 
 
-def _shares(a: Tensor, b: Tensor) -> bool:
+def _same_memory(a: Tensor, b: Tensor) -> bool:
     return memory(a) == memory(b)
 
 
-_Group: Any = dist.ProcessGroup  # whose methods have two signatures each, of which torch calls one
+_Group: Any = dist.ProcessGroup  # untyped: its stubs give each method two signatures, of which torch calls one
 
 
 class RecordingGroup(_Group):
@@ -47,10 +47,10 @@ class RecordingGroup(_Group):
     def __init__(self, recorder: Recorder, rank: int, communicator: Communicator) -> None:
         super().__init__(rank, len(communicator.members))
         self._recorder, self._rank, self.communicator = recorder, rank, communicator
-        self._count = len(communicator.members)
+        self._size = len(communicator.members)
 
     def size(self) -> int:
-        return self._count
+        return self._size
 
     getSize = size  # noqa: N815
 
@@ -80,8 +80,8 @@ class RecordingGroup(_Group):
     def __eq__(self, other: object) -> bool:
         return self is other
 
-    def _issue(self, kind: str, agreed: Sequence[Tensor] = (), **more: Any) -> LateWork:
-        return self._recorder.issue(self, Issue(kind, agreed, **more))
+    def _issue(self, kind: str, must_match: Sequence[Tensor] = (), **more: Any) -> LateWork:
+        return self._recorder.issue(self, Issue(kind, must_match, **more))
 
     # -- collectives ---------------------------------------------------------------------------------------------------
 
@@ -100,24 +100,24 @@ class RecordingGroup(_Group):
         def values() -> list[Tensor]:
             return [tensor.detach().clone() for tensor in tensors]
 
-        def joined(every: list[list[Tensor]]) -> list[Tensor]:
+        def combine(ranks: list[list[Tensor]]) -> list[Tensor]:
             if kind == "broadcast":
-                return every[root]
-            return [_reduced(detail, theirs) for theirs in zip(*every, strict=True)]
+                return ranks[root]
+            return [_reduced(detail, operands) for operands in zip(*ranks, strict=True)]
 
-        collected = self._exchanged(kind, tensors, joined)
-        return self._issue(kind, tensors, results=tensors, values=values, collected=collected, detail=detail, root=root)
+        exchanged = self._exchange(kind, tensors, combine)
+        return self._issue(kind, tensors, results=tensors, values=values, exchanged=exchanged, detail=detail, root=root)
 
-    def _exchanged(
-        self, kind: str, sent: Sequence[Tensor], joined: Callable[[list[list[Tensor]]], list[Tensor]]
+    def _exchange(
+        self, kind: str, sent: Sequence[Tensor], combine: Callable[[list[list[Tensor]]], list[Tensor]]
     ) -> Values | None:
-        """Return the values that ``joined`` computes from all members' integers, because they may determine what happens next, such as
-        the number of rows that a rank gets, or the owner of a parameter; ``None`` for other tensors."""
+        """Send integer tensors to the other members; return a function that combines those of all members, or ``None`` for other tensors.
+        Integers may determine what a program does next, such as how many rows a rank receives, or which rank owns a parameter."""
         exchanges = self._recorder.objects.exchanges and sent and not any(map(is_fake, sent))
         if not exchanges or any(tensor.is_floating_point() or tensor.is_complex() for tensor in sent):
             return None
         collect = self._recorder.objects.sent(self, kind, [tensor.detach().clone() for tensor in sent])
-        return lambda: joined(collect())
+        return lambda: combine(collect())
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> LateWork:
         return self.all_gather_single_coalesced([output], [input], opts)
@@ -127,31 +127,31 @@ class RecordingGroup(_Group):
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> LateWork:
         def values() -> list[Tensor]:
             return [
-                own.detach().reshape(-1).repeat(self._count).view(whole.shape)
-                for whole, own in zip(outputs, inputs, strict=True)
+                shard.detach().reshape(-1).repeat(self._size).view(output.shape)
+                for output, shard in zip(outputs, inputs, strict=True)
             ]
 
-        def joined(every: list[list[Tensor]]) -> list[Tensor]:
-            several = zip(outputs, zip(*every, strict=True), strict=True)
-            return [torch.cat([own.reshape(-1) for own in theirs]).view(whole.shape) for whole, theirs in several]
+        def combine(ranks: list[list[Tensor]]) -> list[Tensor]:
+            pairs = zip(outputs, zip(*ranks, strict=True), strict=True)
+            return [torch.cat([shard.reshape(-1) for shard in shards]).view(output.shape) for output, shards in pairs]
 
-        operands = [own for whole, own in zip(outputs, inputs, strict=True) if not _shares(whole, own)]
-        collected = self._exchanged("all_gather", inputs, joined)
-        return self._issue("all_gather", inputs, operands=operands, results=outputs, values=values, collected=collected)
+        operands = [shard for output, shard in zip(outputs, inputs, strict=True) if not _same_memory(output, shard)]
+        exchanged = self._exchange("all_gather", inputs, combine)
+        return self._issue("all_gather", inputs, operands=operands, results=outputs, values=values, exchanged=exchanged)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> LateWork:
-        results = [tensor for several in outputs for tensor in several]
+        results = [tensor for tensors in outputs for tensor in tensors]
 
         def values() -> list[Tensor]:
-            return [own.detach().clone() for several, own in zip(outputs, inputs, strict=True) for _ in several]
+            return [shard.detach().clone() for tensors, shard in zip(outputs, inputs, strict=True) for _ in tensors]
 
-        def joined(every: list[list[Tensor]]) -> list[Tensor]:
-            return [theirs[number] for number in range(len(inputs)) for theirs in every]
+        def combine(ranks: list[list[Tensor]]) -> list[Tensor]:
+            return [operands[i] for i in range(len(inputs)) for operands in ranks]
 
-        collected = self._exchanged("all_gather", inputs, joined)
-        return self._issue("all_gather", inputs, operands=inputs, results=results, values=values, collected=collected)
+        exchanged = self._exchange("all_gather", inputs, combine)
+        return self._issue("all_gather", inputs, operands=inputs, results=results, values=values, exchanged=exchanged)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> LateWork:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
@@ -163,11 +163,11 @@ class RecordingGroup(_Group):
     ) -> LateWork:
         def values() -> list[Tensor]:
             return [
-                whole.detach().reshape(self._count, -1)[self._rank].clone().view(own.shape)
-                for own, whole in zip(outputs, inputs, strict=True)
+                input.detach().reshape(self._size, -1)[self._rank].clone().view(shard.shape)
+                for shard, input in zip(outputs, inputs, strict=True)
             ]
 
-        operands = [whole for own, whole in zip(outputs, inputs, strict=True) if not _shares(whole, own)]
+        operands = [input for shard, input in zip(outputs, inputs, strict=True) if not _same_memory(input, shard)]
         detail = _reduce_op(opts)
         return self._issue("reduce_scatter", outputs, operands=operands, results=outputs, values=values, detail=detail)
 
@@ -182,20 +182,19 @@ class RecordingGroup(_Group):
         return self._issue("reduce_scatter", outputs, operands=operands, results=outputs, values=values, detail=detail)
 
     def all_to_all_single(
-        self, output: Tensor, input: Tensor, taken: Any = None, sent: Any = None, opts: Any = None
+        self, output: Tensor, input: Tensor, output_splits: Any = None, input_splits: Any = None, opts: Any = None
     ) -> LateWork:
-        splits = (tuple(sent or ()), tuple(taken or ())) if sent or taken else None
-        parts = list(input.detach().split(list(sent) if sent else len(input) // self._count))
-        collected = self._exchanged("all_to_all", parts, lambda every: [torch.cat([own[self._rank] for own in every])])
-        agreed = [input] if splits is None else []
+        splits = (tuple(input_splits or ()), tuple(output_splits or ())) if input_splits or output_splits else None
+        parts = list(input.detach().split(list(input_splits) if input_splits else len(input) // self._size))
+        exchanged = self._exchange("all_to_all", parts, lambda ranks: [torch.cat([sent[self._rank] for sent in ranks])])
         detail = "" if splits is None else f"rows of {str(input.dtype).removeprefix('torch.')}{list(input.shape[1:])}"
         return self._issue(
             "all_to_all",
-            agreed,
+            [input] if splits is None else [],
             operands=[input],
             results=[output],
-            values=lambda: [_prefix(output, input)],
-            collected=collected,
+            values=lambda: [_resized(input, output)],
+            exchanged=exchanged,
             detail=detail,
             splits=splits,
         )
@@ -204,23 +203,24 @@ class RecordingGroup(_Group):
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> LateWork:
         def values() -> list[Tensor]:
-            return [_prefix(whole, own) for whole, own in zip(outputs, inputs, strict=True)]
+            return [_resized(sent, received) for received, sent in zip(outputs, inputs, strict=True)]
 
-        sizes = tuple(own.numel() for own in inputs), tuple(whole.numel() for whole in outputs)
+        sizes = tuple(sent.numel() for sent in inputs), tuple(received.numel() for received in outputs)
         detail = f"parts of {str(inputs[0].dtype).removeprefix('torch.')}"
         return self._issue("all_to_all", operands=inputs, results=outputs, values=values, detail=detail, splits=sizes)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> LateWork:
-        results = [tensor for several in outputs for tensor in several]
+        results = [tensor for tensors in outputs for tensor in tensors]
 
         def values() -> list[Tensor]:
-            return [own.detach().clone() for several, own in zip(outputs, inputs, strict=False) for _ in several]
+            return [shard.detach().clone() for tensors, shard in zip(outputs, inputs, strict=False) for _ in tensors]
 
         return self._issue("gather", inputs, operands=inputs, results=results, values=values, root=opts.rootRank)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> LateWork:
         def values() -> list[Tensor]:
-            return [parts[self._rank].detach().clone() for parts in inputs] or [own.detach().clone() for own in outputs]
+            received = [parts[self._rank] for parts in inputs] or outputs  # only the root has inputs
+            return [tensor.detach().clone() for tensor in received]
 
         operands = [part for parts in inputs for part in parts]
         return self._issue("scatter", outputs, operands=operands, results=outputs, values=values, root=opts.rootRank)
@@ -240,8 +240,8 @@ class RecordingGroup(_Group):
         return self._issue("recv", tensors, results=tensors, values=values, root=src)
 
 
-def _prefix(output: Tensor, input: Tensor) -> Tensor:
-    """Copy this rank's elements as far as both have them, then zeros."""
+def _resized(input: Tensor, output: Tensor) -> Tensor:
+    """Copy ``input`` into a tensor like ``output``: cut off, or padded with zeros."""
     value = torch.zeros_like(output).view(-1)
     count = min(output.numel(), input.numel())
     value[:count] = input.detach().reshape(-1)[:count]

@@ -113,7 +113,7 @@ class Recorder:
                     index,
                     group.communicator,
                     asked.kind,
-                    tuple(map(operand, asked.agreed)),
+                    tuple(map(operand, asked.must_match)),
                     asked.detail,
                     asked.root,
                     asked.splits,
@@ -125,8 +125,8 @@ class Recorder:
             )
         if any(map(is_fake, (*asked.results, *asked.operands))):
             return LateWork(self, index, name, (), (), list)
-        if asked.collected is not None:
-            return LateWork(self, index, name, asked.operands, asked.results, asked.collected)
+        if asked.exchanged is not None:
+            return LateWork(self, index, name, asked.operands, asked.results, asked.exchanged)
         values = [] if asked.values is None else asked.values()
         return LateWork(self, index, name, asked.operands, asked.results, lambda: values)
 

@@ -22,15 +22,15 @@ Values = Callable[[], Sequence[Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Issue:
-    """An operation to issue: it reads ``operands`` and writes ``values`` to ``results``, computed at the issue (with ``collected``: at
-    ``wait``). ``agreed`` is what the members must agree on; the rest is as in ``Operation``."""
+    """An operation to issue: it reads ``operands`` and writes ``results``, with ``values`` computed at the issue, or with ``exchanged``
+    computed at ``wait``. All members must pass equal sizes and dtypes of ``must_match``; ``Operation`` explains the other fields."""
 
     kind: str
-    agreed: Sequence[Tensor] = ()
+    must_match: Sequence[Tensor] = ()
     operands: Sequence[Tensor] = ()
     results: Sequence[Tensor] = ()
     values: Values | None = None
-    collected: Values | None = None
+    exchanged: Values | None = None
     detail: str = ""
     root: int = -1
     splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None

@@ -28,7 +28,7 @@ import numpy as np
 
 from autopar.schedules.step_time import repeats, warm_up
 from autopar.search.bounds.cheap import TOLERANCE, cheapest_send, smallest_bottleneck
-from autopar.search.knapsacks import TABLES, Weights, knapsacks
+from autopar.search.knapsacks import MAX_TABLES, Weights, knapsacks
 from autopar.search.pareto import Array
 from autopar.search.runs import compositions
 from autopar.search.tables import Instance, Regime
@@ -51,7 +51,7 @@ def whole_bound(instance: Instance, at_least_s: float, cutoff_s: float) -> float
         for weights, sends, values in stages.costs_of(s):
             sacks = knapsacks(instance, instance.regime(s), weights, bound=True)
             for c in wanted.tolist():
-                if len(layers := stages.runs.layers(instance, c)) <= TABLES:
+                if len(layers := stages.runs.layers(instance, c)) <= MAX_TABLES:
                     values[c] = max(values[c], sacks.least(layers) + sends)
     return max(at_least_s, smallest_bottleneck(stages.spans()) * (1 - TOLERANCE))
 
@@ -115,7 +115,7 @@ class _Ladder:
     """The stages of one regime at each multiplier of memory; what does not depend on a cost is computed once."""
 
     def __init__(self, instance: Instance, regime: Regime, ladder: Array) -> None:
-        n, passing, place, limit = regime
+        n, buffers, place, limit = regime
         self.runs = compositions(instance)
         self.tables: list[tuple[Array, Array, Array, Array]] = []  # time, forward, step, priced memory
         live, transient = [], []
@@ -125,7 +125,7 @@ class _Ladder:
             priced = ladder[:, None] * memory[None, :]
             self.tables.append((table.time[keep], table.forward[keep], table.step[keep], priced))
             live.append(float(memory.min()))
-            transient.append(float(table.at_work(passing)[keep].min()))
+            transient.append(float(table.transient_bytes(buffers)[keep].min()))
         room = limit - self.runs.most(np.array(transient))
         self.fits = self.runs.counts @ np.array(live) <= room
         self.room = ladder * room[:, None]

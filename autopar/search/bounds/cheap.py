@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from autopar.schedules import GPIPE, Schedule
-from autopar.schedules.memory import passing_by
+from autopar.schedules.memory import device_buffers
 from autopar.schedules.orders import warm_forwards
 from autopar.search.pareto import Array
 from autopar.search.tables import Instance
@@ -15,7 +15,7 @@ from autopar.search.tables import Instance
 TOLERANCE = 1e-7  # the solvers' feasibility tolerance, relative: every bound is lowered by it before use
 
 
-def fewest_seconds(instance: Instance) -> float:
+def cheap_bound(instance: Instance) -> float:
     """A lower bound of the step time of any choice, in seconds."""
     schedule = instance.schedule
     if schedule.stages == 1:
@@ -24,14 +24,14 @@ def fewest_seconds(instance: Instance) -> float:
     time, once = instance.least("time"), schedule.copies * float(instance.least("step").sum()) / schedule.pipeline
     if not schedule.interleaved:
         return least_pipelined_s(schedule, time) + once
-    return least_pipelined_s(schedule, time, outside(instance), float(sends(instance).sum())) + once
+    return least_pipelined_s(schedule, time, fill_s(instance), float(sends(instance).sum())) + once
 
 
-def least_pipelined_s(schedule: Schedule, time: Array, outside: Array | None = None, sent_s: float = 0.0) -> float:
+def least_pipelined_s(schedule: Schedule, time: Array, fill_s: Array | None = None, sent_s: float = 0.0) -> float:
     """A lower bound of the seconds from the first forward to the last backward, from each layer's least seconds of one microbatch.
 
-    With several stages on each device, ``outside`` is the function of that name, by default 0, and ``sent_s`` the seconds that all stages
-    spend on sends.
+    With several stages on each device, ``fill_s`` has each layer's pipeline fill (the function of that name), by default 0, and ``sent_s``
+    the seconds that all stages spend on sends.
     """
     if not schedule.interleaved:
         return _one_stage(schedule, time)
@@ -39,12 +39,12 @@ def least_pipelined_s(schedule: Schedule, time: Array, outside: Array | None = N
     work = max((float(time.sum()) + sent_s) / line, float(time.max()) / copies)
     # a microbatch passes all layers forward, then backward; with few microbatches devices wait for it
     passed = 0.0 if schedule.split else float(time.sum())
-    if outside is None:
+    if fill_s is None:
         return max(m * work, passed)
     # a device whose first stage is s begins after at least s layers: each stage has at least one
     begins = np.array([schedule.own(d)[0] for d in range(line)])
     later = (begins[:, None] > np.arange(line - 1)).sum(axis=0)
-    return max(m * work + float((later * outside[: line - 1]).sum()) / line, passed)
+    return max(m * work + float((later * fill_s[: line - 1]).sum()) / line, passed)
 
 
 def _one_stage(schedule: Schedule, time: Array) -> float:
@@ -76,10 +76,10 @@ def cheapest_send(instance: Instance) -> float:
     if instance.schedule.pipeline == 1:
         return 0.0
     layout, kind = instance.layout, instance.kind.tolist()
-    stages = {way: s for s, way in enumerate(layout.way) if way is not None}  # one stage for each link
-    borders = {way: zip(layout.across[way].border, kind[:-1], strict=False) for way in stages}
-    layers = {way: dict(zip(some, range(len(kind) - 1), strict=True)).values() for way, some in borders.items()}
-    return min(float(instance.p2p(i, s).min()) for way, s in stages.items() for i in layers[way])
+    stages = {link: s for s, link in enumerate(layout.link) if link is not None}  # one stage for each link
+    borders = {link: zip(layout.sends[link].border, kind[:-1], strict=False) for link in stages}
+    layers = {link: dict(zip(some, range(len(kind) - 1), strict=True)).values() for link, some in borders.items()}
+    return min(float(instance.p2p(i, s).min()) for link, s in stages.items() for i in layers[link])
 
 
 def sends(instance: Instance) -> Array:
@@ -88,16 +88,16 @@ def sends(instance: Instance) -> Array:
     return np.stack([crosses[1:], crosses[:-1]])
 
 
-def passing_bytes(instance: Instance, device: int) -> float:
+def buffer_bytes(instance: Instance, device: int) -> float:
     """The least bytes of the pipeline buffers on a device."""
     if device == instance.schedule.device[-1]:  # the last layer sends nothing
         return 0.0
     kinds = np.unique(instance.kind[:-1])
     borders = min(float(table.border.min()) for k in kinds for table in instance.kinds[k].places)
-    return passing_by(instance.schedule, device) * borders
+    return device_buffers(instance.schedule, device) * borders
 
 
-def outside(instance: Instance) -> Array:
+def fill_s(instance: Instance) -> Array:
     """Per layer: the least time that it adds before a later device begins and, unless weight gradients come last, after that device
     ends."""
     return instance.least("forward" if instance.schedule.split else "time")

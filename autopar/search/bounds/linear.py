@@ -22,9 +22,9 @@ from dataclasses import dataclass
 import numpy as np
 from ortools.linear_solver import pywraplp
 
-from autopar.schedules.memory import fullest
+from autopar.schedules.memory import peak_counts
 from autopar.schedules.step_time import longest_paths, simulate_parts, textbook_paths
-from autopar.search.bounds.cheap import TOLERANCE, passing_bytes, sends
+from autopar.search.bounds.cheap import TOLERANCE, buffer_bytes, sends
 from autopar.search.bounds.whole import WholeLayers, whole_layers
 from autopar.search.cuts import balanced_cuts
 from autopar.search.pareto import Array, Indices
@@ -58,24 +58,24 @@ CUT_ACTIONS = 40_000
 """The largest number of microbatches times stages for which paths are searched: Python finds a path action by action."""
 
 
-def first_bound(instance: Instance, at_least_s: float, enough_s: float) -> float:
+def first_bound(instance: Instance, at_least_s: float, cutoff_s: float) -> float:
     """The bound with equal multipliers of all textbook paths; ``inf`` if nothing fits."""
     return max(at_least_s, _Lagrangian(instance).first())
 
 
-def linear_bound(instance: Instance, at_least_s: float, enough_s: float) -> float:
-    """The bound with the multipliers of the linear program; stops at ``enough_s``, and is never below ``at_least_s``."""
-    return max(at_least_s, _best(instance, enough_s, None))
+def linear_bound(instance: Instance, at_least_s: float, cutoff_s: float) -> float:
+    """The bound with the multipliers of the linear program; stops at ``cutoff_s``, and is never below ``at_least_s``."""
+    return max(at_least_s, _best(instance, cutoff_s, None))
 
 
-def device_bound(instance: Instance, at_least_s: float, enough_s: float) -> float:
-    """``linear_bound`` of the plans that are faster than ``enough_s``, each device of which has a whole number of layers."""
-    if not np.isfinite(enough_s):  # without an incumbent nothing is known of whole layers
+def device_bound(instance: Instance, at_least_s: float, cutoff_s: float) -> float:
+    """``linear_bound`` of the plans that are faster than ``cutoff_s``, each device of which has a whole number of layers."""
+    if not np.isfinite(cutoff_s):  # without an incumbent nothing is known of whole layers
         return at_least_s
-    whole = whole_layers(instance, enough_s)
+    whole = whole_layers(instance, cutoff_s)
     if whole is None:
-        return max(at_least_s, enough_s)
-    return max(at_least_s, min(_best(instance, enough_s, whole), enough_s))
+        return max(at_least_s, cutoff_s)
+    return max(at_least_s, min(_best(instance, cutoff_s, whole), cutoff_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class _Lagrangian:
         self.room = np.array([space(instance, d) for d in range(self.line)])
         # for the stage that runs when a device's live memory is largest: its largest transient is at least the mean of its layers'
         self.transient = np.zeros(self.stages)
-        self.transient[list(fullest(schedule).at_work)] = 1 / (instance.layers - self.stages + 1)
+        self.transient[list(peak_counts(schedule).running)] = 1 / (instance.layers - self.stages + 1)
         self.send = np.zeros((len(self.paths), self.stages))
         self.send[:2] = sends(instance)
         self.place = np.searchsorted(sorted(set(instance.layout.place)), instance.layout.place)  # of each stage
@@ -203,11 +203,11 @@ class _Lagrangian:
                 yield s, kind, count
 
 
-def _best(instance: Instance, enough_s: float, whole: WholeLayers | None) -> float:
+def _best(instance: Instance, cutoff_s: float, whole: WholeLayers | None) -> float:
     """The bound of the linear program, ``whole`` its rows of whole layers; the program's mean cuts become those of the instance."""
     lagrangian = _Lagrangian(instance)
     best = lagrangian.first()
-    if not best < enough_s or len(instance.runs) * lagrangian.stages > LARGEST:
+    if not best < cutoff_s or len(instance.runs) * lagrangian.stages > LARGEST:
         return best
     model, paths = _Program(lagrangian, best, whole), None
     values: list[float] = []
@@ -220,7 +220,7 @@ def _best(instance: Instance, enough_s: float, whole: WholeLayers | None) -> flo
         values.append(solved.step_s)
         rounds, rise = STALLED
         stalled = len(values) > rounds and values[-1] < values[-1 - rounds] * (1 + rise)
-        if best >= enough_s or (stalled and whole is None):
+        if best >= cutoff_s or (stalled and whole is None):
             break
         if time.monotonic() > deadline and paths is not None:  # with cuts for a solution
             break
@@ -448,7 +448,7 @@ class _Program:
 def space(instance: Instance, device: int) -> float:
     """The most bytes that a device has for weights and activations, besides the least that an action and the pipeline keep live."""
     least = float(instance.least("transient").min())
-    return instance.layout.limit[device] - least - passing_bytes(instance, device)
+    return instance.layout.limit[device] - least - buffer_bytes(instance, device)
 
 
 def _cheapest_cuts(cost: Array) -> tuple[float, Indices]:

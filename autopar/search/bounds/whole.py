@@ -16,10 +16,10 @@ from functools import cached_property
 
 import numpy as np
 
-from autopar.schedules.memory import fullest
+from autopar.schedules.memory import peak_counts
 from autopar.schedules.step_time import textbook_paths
-from autopar.search.bounds.cheap import TOLERANCE, passing_bytes, sends
-from autopar.search.knapsacks import NOTHING, Front, front, merged
+from autopar.search.bounds.cheap import TOLERANCE, buffer_bytes, sends
+from autopar.search.knapsacks import NO_LAYERS, Front, combined, layer_front
 from autopar.search.pareto import Array, Indices
 from autopar.search.tables import Instance
 
@@ -53,8 +53,8 @@ class WholeLayers:
     work: tuple[Work, ...]
 
 
-def whole_layers(instance: Instance, enough_s: float) -> WholeLayers | None:
-    """What the plans that take less than ``enough_s`` have in common; ``None`` if there are none."""
+def whole_layers(instance: Instance, cutoff_s: float) -> WholeLayers | None:
+    """What the plans that take less than ``cutoff_s`` have in common; ``None`` if there are none."""
     schedule = instance.schedule
     line, frequent = schedule.pipeline, np.bincount(instance.kind)
     count = int(frequent.max())
@@ -67,7 +67,7 @@ def whole_layers(instance: Instance, enough_s: float) -> WholeLayers | None:
     for device in devices:
         most, works = tried, []
         for path in _paths_to(paths, schedule.split, device.number, line):
-            most, work = device.least_work(path, max(average - 1, 0), most, enough_s)
+            most, work = device.least_work(path, max(average - 1, 0), most, cutoff_s)
             if most < 0:
                 return None
             works.append((path, work))
@@ -119,8 +119,8 @@ class _Device:
         ends = {0: int(kind[0]), schedule.stages - 1: int(kind[-1])}
         self.ends = {s: k for s, k in ends.items() if k != frequent}  # stages that may have their end's layer alone
         self.known = bool((kind[1:-1] == frequent).all())  # otherwise any stage may have other layers alone
-        (self.at_work,) = set(fullest(schedule).at_work) & set(self.own)
-        self.room = instance.layout.limit[number] - passing_bytes(instance, number)
+        (self.running,) = set(peak_counts(schedule).running) & set(self.own)
+        self.room = instance.layout.limit[number] - buffer_bytes(instance, number)
 
     @property
     def least_layers(self) -> int:
@@ -153,17 +153,17 @@ class _Device:
             self.instance.kinds[kind].at(self.instance.layout.place[stage]),
             self.instance.kinds[kind].bounding,
         )
-        if stage == self.at_work:
+        if stage == self.running:
             keep = keep[table.transient[keep] <= level]
         n, waiting = int(self.instance.in_flight[stage]), int(self.instance.waiting[stage])
         cost = sum(weight * part for weight, part in zip(path[:, stage], table.seconds, strict=True)) + table.step
-        return front(table.live(n, waiting)[keep], cost[keep], keep, 0)
+        return layer_front(table.live(n, waiting)[keep], cost[keep], keep, 0)
 
     @cached_property
     def _levels(self) -> list[tuple[float, float]]:
         """The least and the largest transients of groups that count as equal."""
-        place = self.instance.layout.place[self.at_work]
-        kinds = {self.frequent, *([self.ends[self.at_work]] if self.at_work in self.ends else [])}
+        place = self.instance.layout.place[self.running]
+        kinds = {self.frequent, *([self.ends[self.running]] if self.running in self.ends else [])}
         tables = [self.instance.kinds[kind] for kind in kinds]
         levels = np.unique(np.concatenate([table.at(place).transient[table.bounding] for table in tables]))
         found = []
@@ -173,40 +173,40 @@ class _Device:
             levels = levels[len(below) :]
         return found
 
-    def least_work(self, path: Array, fewest: int, most: int, enough_s: float) -> tuple[int, Array]:
-        """The largest number of layers, up to ``most``, with which the path may be shorter than ``enough_s`` (-1: none), and the least
+    def least_work(self, path: Array, fewest: int, most: int, cutoff_s: float) -> tuple[int, Array]:
+        """The largest number of layers, up to ``most``, with which the path may be shorter than ``cutoff_s`` (-1: none), and the least
         seconds of the device's part of the path by number of layers, from ``fewest`` on: smaller numbers are taken for possible."""
         elsewhere = self._seconds_elsewhere(
             path, int((self.instance.kind == self.frequent).sum()) - np.arange(most + 1)
         )
         sent = float((path[:2, list(self.own)] * self.send[:, list(self.own)]).sum())
-        dearest = enough_s - float(elsewhere.min()) - sent
+        dearest = cutoff_s - float(elsewhere.min()) - sent
         work = np.full(most + 1, np.inf)
         for least, largest in self._levels:
             self._fill(work, path, fewest, (self.room - least, largest, dearest))
         work = (work + sent) * (1 - TOLERANCE)
-        possible = np.flatnonzero(work + elsewhere < enough_s)
+        possible = np.flatnonzero(work + elsewhere < cutoff_s)
         return int(possible.max(initial=fewest - 1)), work
 
     def _fill(self, work: Array, path: Array, fewest: int, limits: tuple[float, float, float]) -> None:
         """Lower ``work`` to the least seconds within the limits of live bytes, transients and seconds."""
-        room, level, dearest = limits
-        made, layers = NOTHING, 0
+        room, level, max_cost = limits
+        front, layers = NO_LAYERS, 0
         free = [self._singles(path, s, self.frequent, level) for s in self.own]
         for s, single in zip(self.own, free, strict=True):
             if s in self.ends:
-                made = merged(self._singles(path, s, self.ends[s], level), made, room, True, dearest)
+                front = combined(self._singles(path, s, self.ends[s], level), front, room, True, max_cost)
             if self._needs(s):
-                made, layers = merged(single, made, room, True, dearest), layers + 1
+                front, layers = combined(single, front, room, True, max_cost), layers + 1
         live, cost = (np.concatenate([getattr(single, name) for single in free]) for name in ("live", "cost"))
         if not len(live):
             return
-        more = front(live, cost, np.arange(len(live)), 0)
+        any_stage = layer_front(live, cost, np.arange(len(live)), 0)
         for number in range(layers, len(work)):
             rest = max(0, fewest - number)
-            made = made.within(room - rest * more.live[0], dearest - rest * more.cost[-1])
-            if not len(made):
+            front = front.within(room - rest * any_stage.live[0], max_cost - rest * any_stage.cost[-1])
+            if not len(front):
                 return
-            work[number] = min(work[number], float(made.cost[-1]))
+            work[number] = min(work[number], float(front.cost[-1]))
             if number < len(work) - 1:
-                made = merged(more, made, room, True, dearest)
+                front = combined(any_stage, front, room, True, max_cost)

@@ -11,14 +11,14 @@ from itertools import pairwise
 
 import numpy as np
 
-from autopar.search.knapsacks import only
+from autopar.search.knapsacks import with_roles
 from autopar.search.pareto import Array, Indices
 from autopar.search.tables import Instance, Roles, Table
 
 LADDER = (0.0, *np.geomspace(1e-3, 1e3, 13).tolist(), 1e9)
 """Multipliers of memory to try, in units of a stage's time per device memory; the last one is "memory alone"."""
 
-PRESSURES = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0)
+TIER_MULTIPLIERS = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Multipliers of the offload tiers to try with each multiplier of device memory, in units of the limits: the first with which a stage fits
 is used."""
 
@@ -42,17 +42,17 @@ class CandidateMode:
     allowed: tuple[Indices, ...]  # by kind
 
 
-def every(instance: Instance) -> tuple[Indices, ...]:
+def all_candidates(instance: Instance) -> tuple[Indices, ...]:
     return tuple(np.arange(len(t)) for t in instance.kinds)
 
 
 def modes_of(instance: Instance) -> list[CandidateMode]:
     """The candidates of every kind: all, then those of one layout at a time (all candidates, for a kind that lacks that layout)."""
-    allowed = every(instance)
+    allowed = all_candidates(instance)
     layouts = dict.fromkeys(roles for t in instance.kinds for roles in t.layouts)
     modes = [CandidateMode(None, allowed)]
     for roles in layouts if len(layouts) > 1 else ():
-        modes.append(CandidateMode(roles, tuple(only(table, roles) for table in instance.kinds)))
+        modes.append(CandidateMode(roles, tuple(with_roles(table, roles) for table in instance.kinds)))
     return modes
 
 
@@ -81,7 +81,7 @@ class _Layer:
     layout: Indices
     sort: Indices
     starts: Indices
-    outside: tuple[Array, ...] = ()
+    offloaded: tuple[Array, ...] = ()
 
     def slower(self, seconds: Array) -> _Layer:
         """The layer with further seconds for each of the kept candidates."""
@@ -97,16 +97,16 @@ class _Layer:
         return int(members[cost[members].argmin()])
 
 
-def _layer(table: Table, keep: Indices, weight: Array, in_flight: tuple[float, float], passing: int) -> _Layer:
+def _layer(table: Table, keep: Indices, weight: Array, in_flight: tuple[float, float], buffers: int) -> _Layer:
     layouts, layout, counts = np.unique(table.layout[keep], return_inverse=True, return_counts=True)
-    live, transient = table.live(*in_flight)[keep], table.at_work(passing)[keep]
+    live, transient = table.live(*in_flight)[keep], table.transient_bytes(buffers)[keep]
     sort, starts = np.argsort(layout, kind="stable"), np.cumsum(counts) - counts
     return _Layer(keep, weight[keep], live, transient, layouts, layout, sort, starts)
 
 
 class LayerSelection:
-    """The layers, in order, whose candidates are chosen together under one memory limit. ``in_flight`` is how many microbatches of each
-    are live, and how many of these are between the two parts of their backward; ``passing`` as in ``schedules.memory``.
+    """The layers, in order, whose candidates are chosen together under one memory limit. ``in_flight`` is how many microbatches of each are
+    live, and how many of these are between the two parts of their backward; ``buffers`` is the number of pipeline buffers.
 
     ``rooms`` are the limits of the memories besides the device's that some candidate has bytes in.
     """
@@ -121,7 +121,7 @@ class LayerSelection:
         layers: Sequence[int],
         in_flight: Sequence[tuple[float, float]],
         place: int,
-        passing: int,
+        buffers: int,
         limit: float,
     ) -> None:
         self.limit, self.scale = limit, memory_scale(instance)
@@ -130,7 +130,7 @@ class LayerSelection:
         for kind, n in zip(instance.kind[list(layers)].tolist(), in_flight, strict=True):
             if (kind, n) not in known:
                 table = instance.kinds[kind].at(place)
-                known[kind, n] = _layer(table, allowed[kind], seconds_of(instance, table), n, passing)
+                known[kind, n] = _layer(table, allowed[kind], seconds_of(instance, table), n, buffers)
             self.layers.append(known[kind, n])
         self.edges = [
             instance.resharding(i, place)[np.ix_(a.layouts, b.layouts)]
@@ -140,7 +140,7 @@ class LayerSelection:
         ]  # by layout
 
     def solve(self) -> tuple[int, ...] | None:
-        for pressure in PRESSURES if self.rooms else (0.0,):
+        for pressure in TIER_MULTIPLIERS if self.rooms else (0.0,):
             self.pressure = pressure
             pick = self._solve()
             if pick is not None:
@@ -176,15 +176,15 @@ class LayerSelection:
             pick = self._spend(pick)
         return pick
 
-    def outside_fits(self, pick: tuple[int, ...]) -> bool:
-        """Whether what these candidates have outside of device memory fits there."""
+    def offload_fits(self, pick: tuple[int, ...]) -> bool:
+        """Whether what these candidates offload fits the offload tiers."""
         return self._room_for(self._kept(pick))
 
     def _room_for(self, pick: list[int]) -> bool:
-        return all(self._outside(i, pick) <= room for i, room in enumerate(self.rooms))
+        return all(self._offloaded_bytes(i, pick) <= room for i, room in enumerate(self.rooms))
 
-    def _outside(self, memory: int, pick: list[int]) -> float:
-        return float(sum(layer.outside[memory][k] for layer, k in zip(self.layers, pick, strict=True)))
+    def _offloaded_bytes(self, memory: int, pick: list[int]) -> float:
+        return float(sum(layer.offloaded[memory][k] for layer, k in zip(self.layers, pick, strict=True)))
 
     def improved(self, pick: tuple[int, ...]) -> tuple[int, ...]:
         """These candidates, or better ones found by changing single layers."""
@@ -224,7 +224,7 @@ class LayerSelection:
         """Seconds, and bytes at a price. A share of the transient is priced, too: only the stage's largest counts, and it is not known
         yet."""
         cost = layer.weight + price * (layer.live + layer.transient / len(self.layers))
-        for sizes, room in zip(layer.outside, self.rooms, strict=True) if self.pressure else ():
+        for sizes, room in zip(layer.offloaded, self.rooms, strict=True) if self.pressure else ():
             cost = cost + price * self.pressure * self.limit / max(room, 1.0) * sizes
         return cost
 
@@ -262,7 +262,7 @@ class LayerSelection:
         more = layer.live - layer.live[now]
         ok = (saves > 1e-15) & (live + more + np.maximum(highest, layer.transient) <= self.limit)
         for i, room in enumerate(self.rooms):
-            ok &= self._outside(i, pick) - layer.outside[i][now] + layer.outside[i] <= room
+            ok &= self._offloaded_bytes(i, pick) - layer.offloaded[i][now] + layer.offloaded[i] <= room
         if not ok.any():
             return 0.0, now
         ratio = np.where(ok, saves / np.maximum(more, 1.0), 0.0)
@@ -281,17 +281,17 @@ def stage_of(
 ) -> LayerSelection:
     """Layers i..j-1 as stage ``s``, with resharding at its entry and its sends. ``before`` is the candidate of layer ``i - 1``, ``spare``
     the memory that is left free."""
-    n, passing, place, limit = instance.regime(s)
-    found = LayerSelection(instance, allowed, range(i, j), [(n, 0.0)] * (j - i), place, passing, limit - spare)
+    n, buffers, place, limit = instance.regime(s)
+    found = LayerSelection(instance, allowed, range(i, j), [(n, 0.0)] * (j - i), place, buffers, limit - spare)
     if before is not None:
         layer, sent = found.layers[0], instance.table(i - 1).layout[before]
         found.layers[0] = layer.slower(instance.resharding(i - 1, place)[sent, layer.layouts[layer.layout]])
     if j < instance.layers:  # forwards, and backwards by the next stage
         layer = found.layers[-1]
         found.layers[-1] = layer.slower(2 * instance.p2p(j - 1, s)[layer.keep])
-    if instance.outside:
-        found.rooms = [instance.layout.outside[place][k] for k in instance.outside]
+    if instance.offload_tiers:
+        found.rooms = [instance.layout.tier_limits[place][k] for k in instance.offload_tiers]
         for a, k in enumerate(instance.kind[i:j].tolist()):
-            sizes, layer = instance.kinds[k].at(place).outside(n), found.layers[a]
-            found.layers[a] = replace(layer, outside=tuple(sizes[each][layer.keep] for each in instance.outside))
+            sizes, layer = instance.kinds[k].at(place).offloaded_bytes(n), found.layers[a]
+            found.layers[a] = replace(layer, offloaded=tuple(sizes[i][layer.keep] for i in instance.offload_tiers))
     return found

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from autopar.schedules.memory import moments
+from autopar.schedules.memory import peak_moments
 from autopar.schedules.step_time import simulate_many
 from autopar.search.bounds.cheap import sends
 from autopar.search.construct.candidates import LADDER, CandidateMode, memory_scale, modes_of, seconds_of
@@ -182,9 +182,9 @@ def _drafts(instance: Instance, picks: list[_Pick]) -> list[_Draft]:
 def _in_flight(instance: Instance, d: int) -> list[tuple[float, float]]:
     """The mean microbatches in flight of a device's stages, and between the two parts of their backward, when its memory may peak."""
     own = list(instance.schedule.own(d))
-    if not instance.schedule.many_moments:
+    if not instance.schedule.peak_varies:
         return [(float(instance.in_flight[own].mean()), 0.0)]
-    counts, _ = moments(instance.schedule, d)
+    counts, _ = peak_moments(instance.schedule, d)
     means = counts.reshape(len(counts), -1, len(own)).mean(axis=2)
     return sorted({(n, q[0] if q else 0.0) for n, *q in means.tolist()})
 
@@ -199,8 +199,8 @@ def _sums(instance: Instance, pick: list[int]) -> tuple[Array, Array]:
         chosen = list(zip(instance.at(instance.layout.place[d]), pick, strict=True))
         each = np.array([[float(part[k]) for part in t.seconds] for t, k in chosen]).T
         each[:2] += np.array([float(t.step[k]) for t, k in chosen]) / m / 2
-        ways = [np.array([float(t.live(*mean)[k]) for t, k in chosen]) for mean in _in_flight(instance, d)]
-        most = max(ways, key=lambda way: float(number @ way))  # the moment at which such layers need most
+        needs = [np.array([float(t.live(*mean)[k]) for t, k in chosen]) for mean in _in_flight(instance, d)]
+        most = max(needs, key=lambda live: float(number @ live))  # the moment at which such layers need most
         rows = np.vstack([each, most / instance.layout.limit[d]])
         sums = np.zeros((len(rows), instance.layers + 1))
         np.cumsum(rows[:, instance.kind], axis=1, out=sums[:, 1:])

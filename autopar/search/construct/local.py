@@ -184,12 +184,12 @@ def _steps(instance: Instance, solution: Solution, cuts: Sequence[tuple[int, ...
         sums[place][:, j] - sums[place][:, i] for place, (i, j) in zip(layout.place, pairwise(bounds), strict=True)
     ]
     *parts, once = np.stack(stages, axis=1)  # [stage, set] each
-    sent = {way: s for s, way in enumerate(layout.way)}
+    sent = {link: s for s, link in enumerate(layout.link)}
     links = {
-        way: np.array([instance.p2p(i, s)[pick[i]] for i in range(instance.layers - 1)]) for way, s in sent.items()
+        link: np.array([instance.p2p(i, s)[pick[i]] for i in range(instance.layers - 1)]) for link, s in sent.items()
     }
-    for s, way in enumerate(layout.way[: schedule.stages - 1]):
-        seconds = links[way][bounds[s + 1] - 1]
+    for s, link in enumerate(layout.link[: schedule.stages - 1]):
+        seconds = links[link][bounds[s + 1] - 1]
         parts[0][s] += seconds
         parts[1][s + 1] += seconds
     return np.asarray(simulate_many(schedule, np.array(parts)) + (instance.owns.T @ once).max(axis=0))

@@ -7,10 +7,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from autopar.schedules.memory import passing_by
-from autopar.search.construct.candidates import CandidateMode, LayerSelection, every, stage_of
-from autopar.search.evaluation import Solution, fits, fullest_moments, in_turn, stage_bytes
-from autopar.search.knapsacks import TABLES, knapsacks
+from autopar.schedules.memory import device_buffers
+from autopar.search.construct.candidates import CandidateMode, LayerSelection, all_candidates, stage_of
+from autopar.search.evaluation import Solution, counts_at_peaks, fits, regrouped, stage_bytes
+from autopar.search.knapsacks import MAX_TABLES, knapsacks
 from autopar.search.minimum_memory import first_moments, shares_of_limits
 from autopar.search.runs import compositions
 from autopar.search.tables import Instance, Regime
@@ -44,9 +44,9 @@ def _stages(instance: Instance, mode: CandidateMode, bounds: tuple[int, ...], ca
     for s, (i, j) in enumerate(pairwise(bounds)):
         regime = instance.regime(s)
         came = instance.table(i - 1).strategies[pick[-1]].roles if i else None
-        way = layout.way[s] if j < instance.layers else None
-        borders = tuple(layout.inside[0].border[max(i - 1, 0) : j])
-        key = mode.roles, tuple(instance.kind[i:j].tolist()), borders, regime, came, way
+        link = layout.link[s] if j < instance.layers else None
+        borders = tuple(layout.resharding[0].border[max(i - 1, 0) : j])
+        key = mode.roles, tuple(instance.kind[i:j].tolist()), borders, regime, came, link
         if key not in cache:
             before = pick[-1] if i else None
             cache[key] = _stage(instance, mode, i, j, s, before)
@@ -61,10 +61,10 @@ def _stage(
     instance: Instance, mode: CandidateMode, i: int, j: int, s: int, before: int | None
 ) -> tuple[int, ...] | None:
     """The candidates of a stage's layers, with room for the bytes that segments of several layers keep beyond their layers' shares."""
-    full = stage_of(instance, every(instance), i, j, s, before)
+    full = stage_of(instance, all_candidates(instance), i, j, s, before)
     chosen = (full if mode.roles is None else stage_of(instance, mode.allowed, i, j, s, before)).solve()
     whole = _whole(instance, mode, i, j, instance.regime(s))
-    found = [full.improved(start) for start in (chosen, whole) if start is not None and full.outside_fits(start)]
+    found = [full.improved(start) for start in (chosen, whole) if start is not None and full.offload_fits(start)]
     if not instance.segmented:
         return min(found, key=full.seconds) if found else None
     return _in_segments(instance, mode, full, i, s, before, found)
@@ -83,7 +83,7 @@ def _in_segments(
     fit: list[tuple[int, ...]] = []
     low, high, spare = 0.0, np.inf, 0.0
     for _ in range(ROOMS):
-        trials = [in_turn(instance, i, pick) for pick in found]
+        trials = [regrouped(instance, i, pick) for pick in found]
         over = [stage_bytes(instance, i, s, trial) - full.limit for trial in trials]
         fit += [trial for trial, more in zip(trials, over, strict=True) if more <= 0]
         if not trials or (spare == 0 and fit):
@@ -91,10 +91,10 @@ def _in_segments(
         low, high = (low, spare) if min(over) <= 0 else (spare, high)
         spare = (low + high) / 2 if np.isfinite(high) else spare + min(over)
         j = i + len(trials[0])
-        n, passing, place, limit = instance.regime(s)
+        n, buffers, place, limit = instance.regime(s)
         again = stage_of(instance, mode.allowed, i, j, s, before, spare).solve()
-        whole = _whole(instance, mode, i, j, (n, passing, place, limit - spare))
-        found = [pick for pick in (again, whole) if pick is not None and full.outside_fits(pick)]
+        whole = _whole(instance, mode, i, j, (n, buffers, place, limit - spare))
+        found = [pick for pick in (again, whole) if pick is not None and full.offload_fits(pick)]
     return min(fit, key=full.seconds) if fit else None
 
 
@@ -105,7 +105,7 @@ def _whole(instance: Instance, mode: CandidateMode, i: int, j: int, regime: Regi
     sacks = knapsacks(instance, regime, weights, bound=False, roles=mode.roles)
     composition = int(runs.at[i, j])
     layers = runs.layers(instance, composition)
-    picks = sacks.picks(layers) if len(layers) <= TABLES else None
+    picks = sacks.picks(layers) if len(layers) <= MAX_TABLES else None
     if picks is None:
         return None
     left = dict(zip(np.flatnonzero(runs.counts[composition]).tolist(), picks, strict=True))
@@ -117,7 +117,7 @@ def _whole(instance: Instance, mode: CandidateMode, i: int, j: int, regime: Regi
 def _devices(instance: Instance, mode: CandidateMode, bounds: tuple[int, ...], cache: Cache) -> Solution | None:
     """The candidates of every device's layers for these cuts; ``None`` if none that were found fit."""
     line, kind = instance.schedule.pipeline, instance.kind
-    border = instance.layout.inside[0].border
+    border = instance.layout.resharding[0].border
     rooms, moments = [1.0] * line, first_moments(instance)
     seen = [[moment] for moment in moments]
     for _ in range(TRIES):
@@ -131,10 +131,10 @@ def _devices(instance: Instance, mode: CandidateMode, bounds: tuple[int, ...], c
             live = [n for n, run in zip(moments[d], runs, strict=True) for _ in run]
             place, limit = instance.layout.place[d], instance.layout.limit[d] * rooms[d]
             borders = tuple(border[i] if j == i + 1 else -1 for i, j in pairwise(layers))
-            passing = passing_by(instance.schedule, d)
-            key = (mode.roles, tuple(kind[layers].tolist()), tuple(live), borders, place, passing, limit)
+            buffers = device_buffers(instance.schedule, d)
+            key = (mode.roles, tuple(kind[layers].tolist()), tuple(live), borders, place, buffers, limit)
             if key not in cache:
-                cache[key] = LayerSelection(instance, mode.allowed, layers, live, place, passing, limit).solve()
+                cache[key] = LayerSelection(instance, mode.allowed, layers, live, place, buffers, limit).solve()
             chosen = cache[key]
             if chosen is None:
                 return None
@@ -145,8 +145,8 @@ def _devices(instance: Instance, mode: CandidateMode, bounds: tuple[int, ...], c
             return solution
         # another moment of the schedule has more live memory than the planned one
         full = shares_of_limits(instance, solution)
-        if instance.schedule.many_moments:
-            _turn(moments, seen, rooms, full, fullest_moments(instance, solution))
+        if instance.schedule.peak_varies:
+            _turn(moments, seen, rooms, full, counts_at_peaks(instance, solution))
         else:
             rooms = [room * 0.999 / max(full) for room in rooms]
     return None
@@ -157,11 +157,11 @@ def _turn(
     seen: list[list[Counts]],
     rooms: list[float],
     full: Sequence[float],
-    fullest: Sequence[Counts],
+    peak_counts: Sequence[Counts],
 ) -> None:
     """For devices over their limit, plan for the moment at which they are; from the third try on, for the mean of all such moments with
     less room."""
-    for d, (share, moment) in enumerate(zip(full, fullest, strict=True)):
+    for d, (share, moment) in enumerate(zip(full, peak_counts, strict=True)):
         if share > 1:
             seen[d].append(moment)
             several = len(seen[d]) > 2 or moment == moments[d]

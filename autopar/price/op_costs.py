@@ -51,7 +51,7 @@ class OpSlot:
 
 
 @dataclass(slots=True)
-class Draft:
+class OpCosts:
     """The costs of one layer's ops: for each op FLOPs and kernels, forward and backward, and its kind in ``devices.measured``; for
     each slot its bytes; the entries that are saved for the backward pass.
 
@@ -78,12 +78,12 @@ class Draft:
         return tuple(op.node for op in self.ops)
 
 
-def draft(nodes: Iterable[fx.Node], run: Trace, size: Size, float8: bool) -> Draft:
+def op_costs(nodes: Iterable[fx.Node], run: Trace, size: Size, float8: bool) -> OpCosts:
     """The costs of ``nodes`` as PyTorch runs them eagerly. ``float8``: matrix products convert their operands to 8 bits first."""
     parts = ((node, own_op(node) is not None) for node in nodes)
     ops = tuple(PricedOp(node, passes) for node, own in parts for passes in ((False, True) if own else (False,)))
     work = [_work(op, run) for op in ops]
-    costs = Draft(
+    costs = OpCosts(
         ops=ops,
         run=run,
         size=size,
@@ -142,7 +142,7 @@ def _slots(index: int, op: PricedOp, run: Trace, size: Size) -> list[OpSlot]:
     return slots
 
 
-def _add_forks(costs: Draft) -> None:
+def _add_forks(costs: OpCosts) -> None:
     """Add the sums of gradients of values that several ops read: two reads and a write for each reader after the first."""
     readers: Counter[str] = Counter()
     gradient = costs.run.requires_grad
@@ -154,7 +154,7 @@ def _add_forks(costs: Draft) -> None:
             slot.backward += 3 * slot.bytes
 
 
-def _convert_operands(costs: Draft) -> None:
+def _convert_operands(costs: OpCosts) -> None:
     """Add the conversions of 8-bit products: they first scale their operands and write them again."""
     for slot in costs.slots:
         op = costs.ops[slot.op]
@@ -165,7 +165,7 @@ def _convert_operands(costs: Draft) -> None:
             slot.backward *= constants.FP8_PASSES.value
 
 
-def _round_operands(costs: Draft) -> None:
+def _round_operands(costs: OpCosts) -> None:
     """Add the rounding of the operands of ``kernels_fp8.linear``, which its backward pass repeats, and of the result's gradient.
 
     The backward pass rounds a tensor, transposes it in 8 bits, and reads it once, the gradient twice; it writes the operands' gradients.
@@ -184,7 +184,7 @@ def _round_operands(costs: Draft) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """One entry of each list of a ``Draft``: the FLOPs and kernels of an op, and its kind."""
+    """One entry of each list of ``OpCosts``: the FLOPs and kernels of an op, and its kind."""
 
     forward_flops: float
     backward_flops: float

@@ -18,7 +18,7 @@ from autopar.techniques import OF_LAYERS
 
 
 @dataclass(frozen=True, slots=True)
-class Concession:
+class Numerics:
     """The deviations from exact training that one plan may make.
 
     ``narrow`` names what is in 16 bits (some of ``NARROW``), ``FP8`` if matrix products are in 8 bits, ``TF32`` if float32 products use
@@ -30,13 +30,13 @@ class Concession:
     microbatches: int = 1
 
     @staticmethod
-    def of(plan: Plan) -> Concession:
+    def of(plan: Plan) -> Numerics:
         """The deviations of ``plan``."""
         narrow = tuple(name for name in (*NARROW, FP8, TF32, *OF_LAYERS) if name in plan.allow)
-        return Concession(narrow, plan.microbatches if MICROBATCH_STATISTICS in plan.allow else 1)
+        return Numerics(narrow, plan.microbatches if MICROBATCH_STATISTICS in plan.allow else 1)
 
 
-def concessions(graph: Graph, options: SearchOptions) -> list[Concession]:
+def allowed_numerics(graph: Graph, options: SearchOptions) -> list[Numerics]:
     """Every combination that the user allows and that may make the graph's plan faster, the most exact first.
 
     Microbatches are exact if the examples of a batch are independent. Narrow states need a model in 16 bits, products in 8 bits one in
@@ -53,19 +53,19 @@ def concessions(graph: Graph, options: SearchOptions) -> list[Concession]:
         counts = [m for m in range(1, graph.batch_size + 1) if graph.batch_size % m == 0]
         if options.microbatches is not None:
             counts = [options.microbatches]
-    return [Concession(*each) for each in itertools.product(narrow, counts)]
+    return [Numerics(*each) for each in itertools.product(narrow, counts)]
 
 
 def best_plan(
-    candidates: list[Concession],
+    candidates: list[Numerics],
     options: SearchOptions,
-    find: Callable[[Concession, SearchOptions], Plan],
+    find: Callable[[Numerics, SearchOptions], Plan],
     refused: Callable[[str], None],
 ) -> Plan:
-    """The fastest of the plans that ``find`` gives for each concession, each with a share of the time limit; the bound is the smallest
+    """The fastest of the plans that ``find`` gives for the candidates, each with a share of the time limit; the bound is the smallest
     of all.
 
-    A concession with less precision wins only by more than the gap at which a search stops. ``refused`` receives the reason why a number
+    A candidate with less precision wins only by more than the gap at which a search stops. ``refused`` receives the reason why a number
     of microbatches has no graph. With several candidates pins are not priced.
     """
     if len(candidates) == 1:
@@ -73,12 +73,12 @@ def best_plan(
     share = dataclasses.replace(options, time_limit_s=options.time_limit_s / len(candidates), pin_time_s=None)
     plans: list[Plan] = []
     why: InfeasibleError | None = None
-    for concession in candidates:
+    for numerics in candidates:
         try:
-            allow = {name for name in share.allow if name not in OF_LAYERS or name in concession.narrow}
-            plans.append(find(concession, dataclasses.replace(share, allow=allow)))
+            allow = {name for name in share.allow if name not in OF_LAYERS or name in numerics.narrow}
+            plans.append(find(numerics, dataclasses.replace(share, allow=allow)))
         except CaptureError as error:  # a batch norm cannot have one row
-            refused(f"not as {concession.microbatches} microbatches: {error.message}")
+            refused(f"not as {numerics.microbatches} microbatches: {error.message}")
         except InfeasibleError as error:
             why = error  # the last error is that of the smallest microbatches, which need the least memory
     if not plans:
@@ -86,7 +86,7 @@ def best_plan(
         raise why
     best = plans[0]
     for plan in plans[1:]:
-        more = len(Concession.of(plan).narrow) > len(Concession.of(best).narrow)
+        more = len(Numerics.of(plan).narrow) > len(Numerics.of(best).narrow)
         if plan.prediction.step_time_s < best.prediction.step_time_s * (1 - options.target_gap * more):
             best = plan
     bound_s = min(plan.bound_s for plan in plans)
