@@ -13,7 +13,7 @@ from autopar.profile import profile
 from autopar.run.processes import check_count
 
 _ARITHMETIC_S = 5e-3
-"""Compute time for which waiting is shown; it grows with the square root of the time since the last synchronisation."""
+"""The time since the last synchronisation for which the wait is shown; a wait grows with the square root of that time."""
 
 
 def profile_command(processes: str, device: str | None, output: str | None, as_json: bool) -> None:
@@ -53,26 +53,26 @@ def _table(found: Calibration) -> Table:
     rows: dict[str, dict[tuple[str, int], str]] = {}
     for f in found.figures:
         shown = None
-        way = "backward" if f.backward else "forward"
+        phase = "backward" if f.backward else "forward"
         if f.name == "launch":
-            shown = f"start of an op, {way}", f"{f.median * 1e6:.1f} us"
+            shown = f"start of an op, {phase}", f"{f.median * 1e6:.1f} us"
         elif f.name == "product":
             shape = "x".join(str(int(f.size[key])) for key in ("rows", "inner", "columns"))
-            shown = f"product {shape} {f.variant}, {way}", f"{f.size['flops'] / f.median / 1e9:.1f} GFLOP/s"
+            shown = f"product {shape} {f.variant}, {phase}", f"{f.size['flops'] / f.median / 1e9:.1f} GFLOP/s"
         elif f.name == "attention":
             shown = (
-                f"attention, length {int(f.size['length'])}, {way}",
+                f"attention, length {int(f.size['length'])}, {phase}",
                 f"{f.size['flops'] / f.median / 1e9:.1f} GFLOP/s",
             )
         elif f.name == "move":
-            shown = f"{f.variant} of {int(f.size['elements'])}, {way}", f"{f.size['bytes'] / f.median / 1e9:.2f} GB/s"
+            shown = f"{f.variant} of {int(f.size['elements'])}, {phase}", f"{f.size['bytes'] / f.median / 1e9:.2f} GB/s"
         elif f.name == "update":
             shown = f"AdamW of {int(f.size['elements'])}", f"{f.median * 1e6:,.0f} us"
         elif f.name == "wire":
             name = f"{f.variant} of {f.size['bytes'] / 1024:,.0f} KiB in groups of {int(f.size['members'])}"
             shown = name, f"{f.median * 1e6:,.0f} us"
         elif f.name == "call":
-            shown = "a collective's call", f"{f.median * 1e6:.0f} us"
+            shown = "call of a collective", f"{f.median * 1e6:.0f} us"
         elif f.name == "wait":
             wait_s = f.median * math.sqrt(_ARITHMETIC_S / f.size["seconds"])
             shown = (
