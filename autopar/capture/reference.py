@@ -29,7 +29,7 @@ def parameter_tensors(graph: Graph, originals: Mapping[str, Tensor]) -> dict[str
 Watch = Callable[[int, fx.Node, Any], None]
 
 
-class _Watched(fx.Interpreter):
+class _CallWatch(fx.Interpreter):
     def __init__(self, layer: int, gm: fx.GraphModule, watch: Watch) -> None:
         super().__init__(gm)
         self._layer, self._watch = layer, watch
@@ -63,20 +63,20 @@ def run(
         scalars = {value.name: result for value, result in zip(graph.scalars, results, strict=False)}
         for guard, result in zip(graph.guards, results[len(graph.scalars) :], strict=True):
             hold(result, guard.value, guard.line)
-    held = graph.constants | {n: b.value for n, b in graph.buffers.items() if b.value is not None} | dict(written)
+    stored = graph.constants | {n: b.value for n, b in graph.buffers.items() if b.value is not None} | dict(written)
     values: dict[str, Tensor] = {}
     for index, layer in enumerate(graph.layers):
         arguments = (
             [values[name] for name in layer.activations]
             + [batch[name] for name in layer.inputs]
-            + [held[name] for name in layer.constants]
+            + [stored[name] for name in layer.constants]
             + [scalars[name] for name in layer.scalars]
             + [tensors[name] for name in layer.parameters]
         )
         cls = graph.classes[layer.cls]
-        outputs = cls.graph(*arguments) if watch is None else _Watched(index, cls.graph, watch).run(*arguments)
-        values.update(zip(layer.outputs, outputs, strict=False))  # the new values of its buffers follow
-        own = dict(zip((buffer.name for buffer in cls.buffers), layer.buffers, strict=True))
+        outputs = cls.graph(*arguments) if watch is None else _CallWatch(index, cls.graph, watch).run(*arguments)
+        values.update(zip(layer.outputs, outputs, strict=False))  # new values of buffers follow the layer's outputs
+        names = dict(zip((buffer.name for buffer in cls.buffers), layer.buffers, strict=True))
         updates = outputs[len(layer.outputs) :]
-        written.update((own[n], value.detach()) for n, value in zip(cls.updates, updates, strict=True))
+        written.update((names[n], value.detach()) for n, value in zip(cls.updates, updates, strict=True))
     return values[graph.loss]

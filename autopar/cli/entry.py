@@ -16,22 +16,22 @@ from autopar.errors import AutoparError
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the command line ``argv``, and exit with its status."""
-    # graphs and prices live as long as the command: collecting garbage takes a tenth of the time
+    # graphs and prices live until the command ends: rare garbage collections save a tenth of the time
     gc.set_threshold(1_000_000, 20, 100)
     try:
         status = cli.main(argv, prog_name="autopar", standalone_mode=False)
         sys.stdout.flush()
     except AutoparError as error:
         status = error.exit_status
-        _complain(error.message, error.hint)
+        _print_error(error.message, error.hint)
         for change in getattr(error, "changes", ()):
             click.echo(f"{click.style('or:', fg='cyan', bold=True)} {change.text}", err=True, color=_color())
     except click.ClickException as error:
         status = error.exit_code
         path = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "autopar"
-        _complain(error.format_message(), f"`{path} --help` shows what it takes")
+        _print_error(error.format_message(), f"`{path} --help` shows what it takes")
     except (KeyboardInterrupt, click.Abort):
-        status = 130  # 128 + SIGINT, as the shell has it
+        status = 130  # 128 + SIGINT, the shells' convention
         click.echo("interrupted", err=True)
     except BrokenPipeError:
         # the reader is gone; without this, Python would report it again when it flushes stdout at exit
@@ -41,22 +41,20 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         if os.environ.get("AUTOPAR_TRACEBACK"):
             raise
         status = 1
-        _complain(
-            f"{error.filename}: {error.strerror}", "give a file or folder that can be read, and written for results"
-        )
+        _print_error(f"{error.filename}: {error.strerror}", "give a file or folder that can be read or written")
     except Exception as error:
         if os.environ.get("AUTOPAR_TRACEBACK"):
             raise
         status = 1
-        _complain(
+        _print_error(
             f"{type(error).__name__}: {error} ({_where(error)})",
             "this is a bug in autopar; AUTOPAR_TRACEBACK=1 shows the traceback",
         )
-    gc.freeze()  # skip the collection at exit, another tenth
+    gc.freeze()  # skip the collection at exit, which takes another tenth
     sys.exit(status if isinstance(status, int) else 0)
 
 
-def _complain(message: str, hint: str | None) -> None:
+def _print_error(message: str, hint: str | None) -> None:
     click.echo(f"{click.style('error:', fg='red', bold=True)} {message}", err=True, color=_color())
     if hint:
         click.echo(f"{click.style('hint:', fg='cyan', bold=True)} {hint}", err=True, color=_color())

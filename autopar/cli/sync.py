@@ -1,4 +1,4 @@
-"""``autopar dev sync`` shows the traffic and time of each way to synchronise replicas, by textbook algorithm and by the cost model."""
+"""``autopar dev sync`` compares how replicas synchronise: traffic and time by textbook algorithms, and time by the cost model."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from autopar.types import Collective
 from autopar.units import parse_count, seconds, size
 
 PRICED = "as priced"
-"""The row with the cost model's time of the collectives that emitted programs call."""
+"""The algorithm of the rows with the cost model's time of the collectives that emitted programs call."""
 
 
 @dataclass(frozen=True, slots=True)
 class SyncRow:
-    """One way to synchronise by one algorithm, per training step (averaged over the steps between synchronisations).
+    """Figures of one kind of synchronisation by one algorithm, per training step (averaged over the steps between synchronisations).
 
-    ``messages`` are sequential; ``busiest_bytes`` pass through the busiest rank, in and out; all ranks together send ``traffic_bytes``.
-    They are ``None`` if NCCL or gloo chooses the algorithm.
+    ``messages`` are sequential; the busiest rank sends and receives ``busiest_bytes``; all ranks together send ``traffic_bytes``. The three
+    are ``None`` if NCCL or gloo chooses the algorithm.
     """
 
     sync: str
@@ -41,28 +41,27 @@ def rows(elements: int, cluster: Cluster, numbers: Precision, steps: int) -> lis
     members = group((Axis("data", cluster.count, 1),), cluster)
     gradients, parameters = elements * numbers.averaged, elements * numbers.width
     masters = elements * (numbers.at_rest or numbers.width)
-    reduced, sent = (Collective.REDUCE, gradients), (Collective.BROADCAST, parameters)
     syncs: list[tuple[str, int, list[tuple[Collective, int]]]] = [
         (ALL_REDUCE, 1, [(Collective.ALL_REDUCE, gradients)]),
-        (PARAMETER_SERVER, 1, [reduced, sent]),
+        (PARAMETER_SERVER, 1, [(Collective.REDUCE, gradients), (Collective.BROADCAST, parameters)]),
         (f"{LOCAL_STEPS}:{steps}", steps, [(Collective.ALL_REDUCE, masters)]),
     ]
     found = []
-    for sync, every, parts in syncs:
+    for sync, period, collectives in syncs:
         for name in ALGORITHMS:
-            ways = [algorithm(name, collective, members.size, count) for collective, count in parts]
+            runs = [algorithm(name, collective, members.size, count) for collective, count in collectives]
             found.append(
                 SyncRow(
                     sync,
                     name,
-                    sum(way.seconds(members, cluster) for way in ways) / every,
-                    sum(way.messages for way in ways) / every,
-                    sum(way.busiest_bytes for way in ways) / every,
-                    sum(way.traffic_bytes for way in ways) / every,
+                    sum(run.seconds(members, cluster) for run in runs) / period,
+                    sum(run.messages for run in runs) / period,
+                    sum(run.busiest_bytes for run in runs) / period,
+                    sum(run.traffic_bytes for run in runs) / period,
                 )
             )
-        priced_s = sum(group_time_s(collective, count, members, cluster) for collective, count in parts)
-        found.append(SyncRow(sync, PRICED, priced_s / every))
+        priced_s = sum(group_time_s(collective, count, members, cluster) for collective, count in collectives)
+        found.append(SyncRow(sync, PRICED, priced_s / period))
     return found
 
 
@@ -79,7 +78,7 @@ def sync_command(
         ("sequential messages", "busiest rank", "all ranks", "time"),
     )
     for row in found:
-        through, sent = ("-" if n is None else size(round(n)) for n in (row.busiest_bytes, row.traffic_bytes))
+        busiest, traffic = ("-" if n is None else size(round(n)) for n in (row.busiest_bytes, row.traffic_bytes))
         messages = "-" if row.messages is None else f"{row.messages:,.4g}"
-        table.add_row(row.sync, row.algorithm, messages, through, sent, seconds(row.seconds))
+        table.add_row(row.sync, row.algorithm, messages, busiest, traffic, seconds(row.seconds))
     show(as_json, [dataclasses.asdict(row) for row in found], table)

@@ -50,7 +50,7 @@ def gpu_names() -> tuple[str, ...]:
 
 @cache
 def _aliases() -> dict[str, str]:
-    """Return GPU names by folded spelling. A shorter name means the first entry that it matches: SXM before PCIe."""
+    """Return GPU names by ``_fold`` of all their spellings. A shortened name means its first entry: SXM before PCIe."""
     aliases: dict[str, str] = {}
     for name in table():
         parts = name.split("-")
@@ -98,9 +98,9 @@ def nearest(text: str) -> str:
         if family is None:
             raise
         size = next((float(m[1]) for word in words if (m := re.fullmatch(r"([0-9.]+)GB", word))), None)
-        kin = [name for name in table() if name.split("-")[0].upper() == family]
-        forms = [name for name in kin if ("PCIE" in name) == ("PCIE" in words)] or kin
-        return forms[0] if size is None else min(forms, key=lambda name: abs(table()[name]["hbm_gb"] - size))
+        relatives = [name for name in table() if name.split("-")[0].upper() == family]
+        matches = [name for name in relatives if ("PCIE" in name) == ("PCIE" in words)] or relatives
+        return matches[0] if size is None else min(matches, key=lambda name: abs(table()[name]["hbm_gb"] - size))
 
 
 def network_entries() -> list[dict[str, Any]]:
@@ -108,9 +108,9 @@ def network_entries() -> list[dict[str, Any]]:
     return sorted(map(_read, _files("networks")), key=lambda entry: str(entry["name"]))
 
 
-def network(name: str, per_node: int, words: str) -> Network | None:
-    """Return the measured network of that kind of node, unless ``words`` describe another one."""
-    if words:
+def network(name: str, per_node: int, description: str) -> Network | None:
+    """Return the measured network of nodes with ``per_node`` GPUs ``name``; ``None`` if ``description`` names another network."""
+    if description:
         return None
     found = next((n for n in network_entries() if (n["gpu"], n["gpus_per_node"]) == (name, per_node)), None)
     if found is None:
@@ -129,14 +129,14 @@ def network(name: str, per_node: int, words: str) -> Network | None:
 _PORTS = {"XDR": 800, "NDR": 400, "HDR": 200, "EDR": 100, "FDR": 56, "OMNI-PATH": 100}  # Gb/s of one port
 
 
-def node_bytes_per_s(words: str, per_node: int) -> float | None:
+def node_bytes_per_s(description: str, per_node: int) -> float | None:
     """Return a node's network in bytes per second from a description such as ``"8x HDR InfiniBand 200Gb/s"``, ``"4x Omni-Path links"``,
     ``"RDMA 400Gb/s per GPU"``; ``None`` if it has no bandwidth."""
-    text = words.upper()
-    rate = re.search(r"([0-9.]+)\s*Gb", words)
+    text = description.upper()
+    rate = re.search(r"([0-9.]+)\s*Gb", description)
     kind = next((kind for kind in _PORTS if kind in text), None)
     gigabits = float(rate[1]) if rate else _PORTS[kind] if kind else None
-    count = re.search(r"(\d+)\s*[xX]\s*(?=[A-Za-z0-9])", words)
+    count = re.search(r"(\d+)\s*[xX]\s*(?=[A-Za-z0-9])", description)
     if gigabits is None or (count is None and "PER GPU" not in text):
         return None
     return gigabits * 1e9 / 8 * (per_node if count is None else int(count[1]))
@@ -159,8 +159,8 @@ RATES = {FLOAT8: "fp8", "float32": "fp32", TF32: "tf32"}
 def peaks(
     bf16_flops: float | None, fp16_flops: float | None = None, known: Mapping[str, float] | None = None
 ) -> dict[str, float]:
-    """Return dense FLOP/s by precision from the required figure and the ``known`` ``RATES``. By default FP8 has bfloat16's rate, and
-    TF32 that of float32."""
+    """Return dense FLOP/s by precision, from those of bfloat16 or float16 and the ``known`` ``RATES``. By default FP8 is as fast as
+    bfloat16, and TF32 as float32."""
     if bf16_flops:
         found = {
             FLOAT8: bf16_flops,
@@ -200,7 +200,7 @@ def gpu(name: str, memory_bytes: int | None = None) -> Gpu:
 
 
 def _sustained(entry: Mapping[str, Any], peak: float) -> float:
-    """Return FLOP/s of large products in training: as measured there, else from a short benchmark, reduced for power limits."""
+    """Return FLOP/s of large matrix products in training: measured in training, else in a short benchmark and reduced for power limits."""
     if seen := entry.get("sustained_matmul_bf16_tflops"):
         return float(seen) * _TERA
     best = entry.get("achievable_matmul_bf16_tflops")

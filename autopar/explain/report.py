@@ -1,4 +1,4 @@
-"""The explanation of a plan."""
+"""Explains a plan: what limits it, what more hardware is worth, and the best plans of other kinds."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def explain(study: Study, plan: Plan, best: Plan, progress: Callable[[str], None
     """Explain ``plan``; ``best`` is what the search found for its request, or ``plan``."""
     start = time.perf_counter()
     progress("what more memory, bandwidth and batch would be worth")
-    worth = prices(study, best)
+    shadow_prices = prices(study, best)
     families = []
     for name, title, pins in definitions(
         study.cluster.gpus_per_node, study.cluster.count, study.cluster.host is not None, study.cluster.has_nvme
@@ -63,5 +63,5 @@ def explain(study: Study, plan: Plan, best: Plan, progress: Callable[[str], None
         families.append(family(study, best, name, title, pins))
     progress("alternatives")
     others = alternatives(study, best, ALTERNATIVES)
-    found = bindings(study, best, worth)
-    return Explanation(plan, best, tuple(found), tuple(worth), tuple(families), others, time.perf_counter() - start)
+    binding, wall_time_s = bindings(study, best, shadow_prices), time.perf_counter() - start
+    return Explanation(plan, best, tuple(binding), tuple(shadow_prices), tuple(families), others, wall_time_s)

@@ -16,7 +16,7 @@ from .spec import layers_of
 
 
 class NonFiniteLossError(RuntimeError):
-    """A loss that is NaN or infinite; raised on every rank, before the update unless ``late``. ``hint`` says what to do."""
+    """A loss is NaN or infinite. Raised on every rank, before the update unless ``late``; ``hint`` says what to do."""
 
     def __init__(self, message: str, late: bool = False) -> None:
         self.late = late
@@ -37,9 +37,9 @@ def first_non_finite(schedule: Microbatches, groups: Iterable[ParameterGroup], b
     inputs = [f"the input {name!r} has one" for name, tensor in sorted(tensors.items()) if not _finite(tensor)]
     masters = [master for group in groups for master in group.masters]
     parameters = [f"the parameter {master.layout.original} has one" for master in masters if not _finite(master.tensor)]
-    places: list[tuple[int, int, int, str]] = []
+    non_finite: list[tuple[int, int, int, str]] = []
     hooks = [
-        child.register_forward_hook(_Watch(places, stage, order, name))
+        child.register_forward_hook(_RecordNonFinite(non_finite, stage, order, name))
         for stage, module in schedule.stages.items()
         for order, (name, child) in enumerate(layers_of(module).items())
     ]
@@ -48,41 +48,41 @@ def first_non_finite(schedule: Microbatches, groups: Iterable[ParameterGroup], b
         hook.remove()
     layers = [
         (microbatch, stage, order, f"it is a result of the layer {name} (stage {stage}, microbatch {microbatch})")
-        for microbatch, stage, order, name in places
+        for microbatch, stage, order, name in non_finite
     ]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (inputs[:1], parameters[:1], sorted(layers)[:1]))
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, (inputs[:1], parameters[:1], sorted(layers)[:1]))
     for kind in range(3):
-        said = [(what[kind][0], rank) for rank, what in enumerate(found) if what[kind]]
-        if said:
-            first, rank = min(said, key=lambda pair: pair[0][:3] if kind == 2 else ())
+        found = [(firsts[kind][0], rank) for rank, firsts in enumerate(ranks) if firsts[kind]]
+        if found:
+            first, rank = min(found, key=lambda pair: pair[0][:3] if kind == 2 else ())
             return f"{first[3] if kind == 2 else first}, on rank {rank}"
     return "no layer's result has one: the loss itself overflows in the sum over microbatches or ranks"
 
 
-class _Watch:
-    """A forward hook that notes the microbatches in which a layer's result is not finite."""
+class _RecordNonFinite:
+    """A forward hook that records the microbatches in which a layer's result is not finite."""
 
-    def __init__(self, places: list[tuple[int, int, int, str]], stage: int, order: int, name: str) -> None:
-        self._places, self._stage, self._order, self._name = places, stage, order, name
-        self._results = 0.0  # a half of a microbatch's is half of one
+    def __init__(self, non_finite: list[tuple[int, int, int, str]], stage: int, order: int, name: str) -> None:
+        self._non_finite, self._stage, self._order, self._name = non_finite, stage, order, name
+        self._microbatches = 0.0  # seen so far
 
     def __call__(self, module: nn.Module, args: Any, result: Any) -> Any:
-        if isinstance(result, Generator):  # a half of a microbatch (halves.py), whose result comes when it ends
+        if isinstance(result, Generator):  # one half of a microbatch (halves.py): the generator returns the result
             return self._of_half(result)
-        self._note(result, 1.0)
+        self._record(result, 1.0)
         return None
 
     def _of_half(self, half: Generator[None, None, Any]) -> Generator[None, None, Any]:
         result = yield from half
-        self._note(result, 0.5)
+        self._record(result, 0.5)
         return result
 
-    def _note(self, result: Any, share: float) -> None:
+    def _record(self, result: Any, microbatches: float) -> None:
         results = result if isinstance(result, tuple | list) else (result,)
-        if not all(_finite(each) for each in results if isinstance(each, Tensor)):
-            self._places.append((int(self._results), self._stage, self._order, self._name))
-        self._results += share
+        if not all(_finite(value) for value in results if isinstance(value, Tensor)):
+            self._non_finite.append((int(self._microbatches), self._stage, self._order, self._name))
+        self._microbatches += microbatches
 
 
 def _finite(tensor: Tensor) -> bool:

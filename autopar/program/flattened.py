@@ -16,37 +16,37 @@ from torch import Tensor
 from .mesh_axes import Axis, group_of
 from .spmd import spmd
 
-Axes = Sequence[Axis]  # several are names; one may be a group
+Axes = Sequence[Axis]  # names, or a single process group
 
 
 def all_reduce(x: Tensor, axes: Axes, **options: Any) -> Tensor:
     """P to I or R."""
-    return _over(spmd.all_reduce, x, axes, options)
+    return _on_flattened(spmd.all_reduce, x, axes, options)
 
 
 def all_gather(x: Tensor, axes: Axes, **options: Any) -> Tensor:
     """S(d) to I or R."""
-    return _over(spmd.all_gather, x, axes, options)
+    return _on_flattened(spmd.all_gather, x, axes, options)
 
 
 def reduce_scatter(x: Tensor, axes: Axes, **options: Any) -> Tensor:
     """P to S(d)."""
-    return _over(spmd.reduce_scatter, x, axes, options)
+    return _on_flattened(spmd.reduce_scatter, x, axes, options)
 
 
 def all_to_all(x: Tensor, axes: Axes, **options: Any) -> Tensor:
     """S(i) to S(j)."""
-    return _over(spmd.all_to_all, x, axes, options)
+    return _on_flattened(spmd.all_to_all, x, axes, options)
 
 
 def convert(x: Tensor, axes: Axes, **options: Any) -> Tensor:
-    """Return the conversions that move nothing forward, such as I to R."""
-    return _over(spmd.convert, x, axes, options)
+    """A conversion without communication in the forward pass, such as I to R."""
+    return _on_flattened(spmd.convert, x, axes, options)
 
 
 @torch.compiler.disable  # a collective, see compiled.py
-def _over(collective: Callable[..., Tensor], x: Tensor, axes: Axes, options: dict[str, Any]) -> Tensor:
-    """The collective on the flattened axis. The type checker sees a mesh in which the axes are one, and the original mesh afterwards."""
+def _on_flattened(collective: Callable[..., Tensor], x: Tensor, axes: Axes, options: dict[str, Any]) -> Tensor:
+    """The collective on the flattened axis. For the type checker, the mesh has the flattened axis during the call."""
     if len(axes) < 2:
         return collective(x, axes[0], **options) if axes else x
     flat = group_of(*axes)
@@ -54,11 +54,11 @@ def _over(collective: Callable[..., Tensor], x: Tensor, axes: Axes, options: dic
         return collective(x, flat, **options)
     names, mesh = spmd.current_mesh_names(), spmd.current_mesh()
     assert names is not None and mesh is not None
-    several = {names[axis] for axis in axes if isinstance(axis, str) and axis in names}
-    if len(several) < 2:
+    on_mesh = {names[axis] for axis in axes if isinstance(axis, str) and axis in names}
+    if len(on_mesh) < 2:
         return collective(x, flat, **options)
-    merged = frozenset((mesh - several) | {spmd.MeshAxis.of(flat)})
-    with spmd.no_typecheck():  # reinterpret_mesh checks its types itself; its alias of a P would be refused
+    merged = frozenset((mesh - on_mesh) | {spmd.MeshAxis.of(flat)})
+    with spmd.no_typecheck():  # reinterpret_mesh checks types itself; here its alias of a P would be refused
         x = spmd.reinterpret_mesh(x, merged)
     with spmd.set_current_mesh(merged):
         x = collective(x, flat, **options)

@@ -46,7 +46,7 @@ class _Normalised(torch.autograd.Function):
     def forward(ctx, x, mean, var, weight, bias, eps):  # type: ignore[no-untyped-def]
         scale = torch.rsqrt(var + eps)
         ctx.save_for_backward(x, mean, scale, weight)
-        ctx.bias = bias is not None
+        ctx.has_bias = bias is not None
         factor = scale if weight is None else scale * weight
         shift = -mean * factor if bias is None else bias - mean * factor
         return torch.addcmul(_per_channel(shift, x), x.to(mean.dtype), _per_channel(factor, x)).to(x.dtype)
@@ -58,11 +58,11 @@ class _Normalised(torch.autograd.Function):
         factor = scale if weight is None else scale * weight
         wide = grad.to(mean.dtype)
         total = wide.sum(dims)
-        along = (wide * (x.to(mean.dtype) - _per_channel(mean, x))).sum(dims) * scale
+        scaled_grad = (wide * (x.to(mean.dtype) - _per_channel(mean, x))).sum(dims) * scale
         x_grad = (wide * _per_channel(factor, x)).to(x.dtype) if ctx.needs_input_grad[0] else None
-        var_grad = along * (-0.5 * factor * scale)
-        weight_grad = None if weight is None else along.to(weight.dtype)
-        return x_grad, -factor * total, var_grad, weight_grad, total.to(grad.dtype) if ctx.bias else None, None
+        var_grad = scaled_grad * (-0.5 * factor * scale)
+        weight_grad = None if weight is None else scaled_grad.to(weight.dtype)
+        return x_grad, -factor * total, var_grad, weight_grad, total.to(grad.dtype) if ctx.has_bias else None, None
 
 
 spmd.register_local_autograd_function(_Moments)
@@ -78,8 +78,8 @@ def _per_channel(values: Tensor, x: Tensor) -> Tensor:
     return values.view(-1, *[1] * (x.ndim - 2))
 
 
-def _whole_terms(x: Tensor, name: str) -> None:
-    _require(P not in spmd.get_local_type(x).values(), f"{name}: the terms of a sum would be normalised one by one")
+def _refuse_partial(x: Tensor, name: str) -> None:
+    _require(P not in spmd.get_local_type(x).values(), f"{name}: each term of a sum would be normalised by itself")
 
 
 def batch_statistics(x: Tensor, axis: Axes = ()) -> Tensor:
@@ -92,10 +92,10 @@ def batch_statistics(x: Tensor, axis: Axes = ()) -> Tensor:
     places: list[tuple[Any, ...]] = []
     if spmd.is_type_checking():
         places = _places(x)
-        over = {one for i, entry in enumerate(places) if i != 1 for one in entry}
-        given = {one for entry in _axes([tuple(str(one) for one in axes)]) for one in entry}
-        _require(over == given, f"batch_statistics: {places} is not sharded over {axes} alone besides its channels")
-        _whole_terms(x, "batch_statistics")
+        sharding = {name for i, entry in enumerate(places) if i != 1 for name in entry}
+        named = {name for entry in _axes([tuple(str(one) for one in axes)]) for name in entry}
+        _require(sharding == named, f"batch_statistics: {places}: other dims than channels are not sharded over {axes}")
+        _refuse_partial(x, "batch_statistics")
     with spmd.local():
         mean, var = _Moments.apply(x)
         count = x.numel() // x.shape[1]
@@ -110,7 +110,7 @@ def batch_statistics(x: Tensor, axis: Axes = ()) -> Tensor:
 
 
 def step_statistics(x: Tensor, axis: Axes = ()) -> Tensor:
-    """``batch_statistics`` of one microbatch, for running statistics if every microbatch is normalised by its own statistics."""
+    """``batch_statistics`` of a microbatch, for running statistics where each microbatch is normalised separately."""
     return batch_statistics(x, axis)
 
 
@@ -130,17 +130,16 @@ def normalise(
         places = _places(x)
         for other in (mean, var, weight, bias):
             _require(other is None or _places(other) == [places[1]], "normalise: channels are sharded differently")
-        _whole_terms(x, "normalise")
+        _refuse_partial(x, "normalise")
     with spmd.local():
         out = _Normalised.apply(x, mean, var, weight, bias, eps)
     return _declare(out, _places(x)) if spmd.is_type_checking() else out
 
 
 def local_batch_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """Batch norm of ``x [n, c, ...]`` by the statistics of this rank's examples in this microbatch: the result differs from one
-    device's."""
+    """Batch norm of ``x [n, c, ...]`` by the statistics of this rank's examples in this microbatch: not what one device computes."""
     if spmd.is_type_checking():
-        _whole_terms(x, "local_batch_norm")
+        _refuse_partial(x, "local_batch_norm")
     with spmd.local():
         out = F.batch_norm(x, None, None, weight, bias, training=True, momentum=0.0, eps=eps)
     return _declare(out, _places(x)) if spmd.is_type_checking() else out

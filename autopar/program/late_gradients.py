@@ -1,9 +1,9 @@
 """Gradients that are applied late (delayed SGD, Langford et al. 2009, arXiv:0911.0491; staleness as in stale synchronous parallel training,
-Ho et al. 2013): the update of a step uses the gradients of the step ``ProgramSpec.late`` steps before, and the first ones use zeros.
+Ho et al. 2013): an update uses the gradients of ``ProgramSpec.late`` steps before, and the first updates use zeros.
 
-A step's gradients are summed over the replicas while the following steps compute: each group's gradients are copied, the sum of the copy
-starts as a reduction would, and it is awaited when an update needs it. A checkpoint has the sums that no update has used yet, as states of
-the optimizer.
+A step's gradients are summed over the replicas while the following steps compute: each group's gradients are copied, an async sum of
+the copy starts, and the update that needs the sum waits for it. A checkpoint has the sums that no update has used yet, as states of the
+optimizer.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .reductions import Reductions
 from .world import LoadedProgram
 
 _STATE = "late_"
-"""The prefix of such sums' names in a checkpoint's optimizer state; the number of updates until their use follows."""
+"""A sum's name in a checkpoint's optimizer state is this prefix and the number of updates until its use."""
 
 
 @dataclass(eq=False)
 class _Sum:
-    """A group's gradients of one step, which are summed while ``work`` runs."""
+    """A group's gradients of one step; ``work`` is the async reduction that sums them."""
 
     step: int
     gradients: Tensor
@@ -46,8 +46,8 @@ class LateReductions(Reductions):
 
     def __init__(self, program: LoadedProgram, by_stage: Mapping[int, Sequence[ParameterGroup]]) -> None:
         super().__init__(program, by_stage)
-        self._by = program.spec.late
-        self._step = 0  # the updates so far
+        self._delay = program.spec.late
+        self._step = 0  # the number of updates so far
         self._placed = False  # whether the groups have the gradients of the next update
         self._sums: dict[FlatGroup, list[_Sum]] = {
             group: [] for group in self._groups if isinstance(group, FlatGroup) and group.masters
@@ -55,16 +55,16 @@ class LateReductions(Reductions):
 
     def clear(self) -> None:
         super().clear()
-        self.leave_out()
+        self.discard()
 
-    def leave_out(self) -> None:
+    def discard(self) -> None:
         """Discard the gradients since the last update: no update follows them, or their loss is not finite."""
         for sums in self._sums.values():
             while sums and sums[-1].step == self._step:
                 sums.pop().wait()
 
     def _start(self, group: FlatGroup) -> None:
-        if group not in self._sums:  # of parameters that are not trained
+        if group not in self._sums:  # its parameters are not trained
             super()._start(group)
             return
         self._sums[group].append(_Sum(self._step, *group.start_reduction_of_copy()))
@@ -83,15 +83,14 @@ class LateReductions(Reductions):
         if self._placed:
             return
         for group, sums in self._sums.items():
-            due = [each for each in sums if each.step + self._by <= self._step]
             group.flat_gradients.zero_()
-            for each in due:
-                group.flat_gradients.add_(each.wait())
-                sums.remove(each)
+            for due in [s for s in sums if s.step + self._delay <= self._step]:
+                group.flat_gradients.add_(due.wait())
+                sums.remove(due)
         self._placed = True
 
     def advance(self) -> None:
-        """Count an update, also a skipped one."""
+        """Count an update, even if it was skipped."""
         self._step, self._placed = self._step + 1, False
 
     @contextlib.contextmanager
@@ -107,15 +106,12 @@ class LateReductions(Reductions):
                 if id(master.tensor) not in known:
                     raise CheckpointError(
                         f"the optimizer needs {master.layout.original} unsharded, and gradients are applied "
-                        f"{self._by} updates late: a checkpoint cannot have those that wait",
+                        f"{self._delay} updates late: a checkpoint cannot have those of later updates",
                         "train with an elementwise optimizer, or with another synchronization",
                     )
-                for each in sums:
-                    state = (
-                        states.setdefault(master.tensor, {}) if master.tensor not in states else states[master.tensor]
-                    )
-                    key = f"{_STATE}{each.step + self._by - self._step}"
-                    state[key] = _part(each.wait(), group, master.holder)
+                for late in sums:
+                    key = f"{_STATE}{late.step + self._delay - self._step}"
+                    states.setdefault(master.tensor, {})[key] = _part(late.wait(), group, master.holder)
                     added.append((master.tensor, key))
         try:
             yield
@@ -134,14 +130,14 @@ class LateReductions(Reductions):
             for master in group.masters:
                 state = updates.optimizer.state.get(master.tensor, {})
                 for key in [key for key in state if key.startswith(_STATE)]:
-                    step = int(key.removeprefix(_STATE)) - self._by
-                    each = found.setdefault(step, _Sum(step, torch.zeros_like(group.flat_gradients)))
-                    _part(each.gradients, group, master.holder).copy_(state.pop(key))
+                    step = int(key.removeprefix(_STATE)) - self._delay
+                    late = found.setdefault(step, _Sum(step, torch.zeros_like(group.flat_gradients)))
+                    _part(late.gradients, group, master.holder).copy_(state.pop(key))
             sums[:] = [found[step] for step in sorted(found)]
 
 
 def _part(gradients: Tensor, group: FlatGroup, holder: Tensor) -> Tensor:
-    """The elements of a group's ``gradients`` that the gradient of ``holder`` has."""
+    """The part of a group's ``gradients`` that belongs to the parameter ``holder``."""
     view = holder.grad
     assert view is not None
     start = view.storage_offset() - group.flat_gradients.storage_offset()

@@ -69,14 +69,14 @@ def call(
 def call_all(
     op: str, inputs: Sequence[Tensor], tensors: Sequence[Tensor], results: Sequence[tuple[Sequence[int], torch.dtype]]
 ) -> list[Tensor]:
-    """The tensors in the result of the op's module for ``inputs``, with ``tensors`` as its parameters and then its buffers; ``results``
-    are their shapes and dtypes.
+    """Run the op's module on ``inputs``, with ``tensors`` as its parameters and then its buffers; return the tensors of its result, which
+    must have the shapes and dtypes ``results``.
 
-    Where types are checked, nothing may be sharded or a term of a sum, and what gradients flow through must be I or R alike: so are
-    the results. On the meta device the module, whose control flow may need values, does not run.
+    The type checker refuses operands that are S or P; operands with gradients must all be I or all be R, and the results get their type.
+    On the meta device the module does not run, because its control flow may need values.
     """
     types = _common_types(op, [*inputs, *tensors]) if spmd.is_type_checking() else {}
-    wanted = [(tuple(shape), dtype) for shape, dtype in results]
+    expected = [(tuple(shape), dtype) for shape, dtype in results]
     with spmd.no_typecheck():
         if inputs[0].is_meta:
             gradient = any(t.requires_grad for t in (*inputs, *tensors))
@@ -87,43 +87,41 @@ def call_all(
                     device="meta",
                     requires_grad=gradient and (dtype.is_floating_point or dtype.is_complex),
                 )
-                for shape, dtype in wanted
+                for shape, dtype in expected
             ]
         else:
             module, names = _module(op, Path(__file__).parent.parent / OPAQUE)
-            versions, drawn = [t._version for t in tensors], _generators(inputs[0].device)
+            versions, rng_states = [t._version for t in tensors], _rng_states(inputs[0].device)
             result = functional_call(module, {name: tensors[i] for name, i in names.items()}, tuple(inputs))
             found = tensors_in(result)
-            if (gave := [(tuple(t.shape), t.dtype) for t in found]) != wanted:
-                raise ValueError(f"{op} gave {_listed(gave)}, not {_listed(wanted)}")
+            if (actual := [(tuple(t.shape), t.dtype) for t in found]) != expected:
+                raise ValueError(f"{op} returned {_text(actual)}, not {_text(expected)}")
             if versions != [t._version for t in tensors]:
-                raise ValueError(f"{op} changed a parameter or a buffer of its own, which a rerun would repeat")
-            if not all(map(torch.equal, drawn, _generators(inputs[0].device))):
-                raise ValueError(f"{op} drew random numbers, which ranks and a rerun would draw differently")
-            found = [
-                t.view_as(t) for t in found
-            ]  # types belong to the tensor object, and a module may return its operand
+                raise ValueError(f"{op} changed a parameter or a buffer of its own, which another run would repeat")
+            if not all(map(torch.equal, rng_states, _rng_states(inputs[0].device))):
+                raise ValueError(f"{op} drew random numbers, which differ between ranks and between runs")
+            found = [t.view_as(t) for t in found]  # a type belongs to a tensor object, and a result may be an operand
     if spmd.is_type_checking():
         for tensor in found:
             spmd.assert_type(tensor, types)
     return found
 
 
-def _listed(tensors: Sequence[tuple[Sequence[int], torch.dtype]]) -> str:
+def _text(tensors: Sequence[tuple[Sequence[int], torch.dtype]]) -> str:
     return ", ".join(f"{tuple(shape)} {dtype}" for shape, dtype in tensors)
 
 
-def _generators(device: torch.device) -> list[Tensor]:
-    """Return the states of the generators that a module may draw from."""
+def _rng_states(device: torch.device) -> list[Tensor]:
+    """Return the states of the random generators that a module may use."""
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
 def _common_types(op: str, tensors: Sequence[Tensor]) -> dict[Any, Any]:
-    """Return the types of the operands that gradients flow through; of all where none is."""
-    flowing = [t for t in tensors if t.requires_grad] or list(tensors)
-    found = [spmd.get_local_type(t) for t in flowing]
+    """Return the common types of the operands that require a gradient, or of all operands if none does."""
+    differentiable = [t for t in tensors if t.requires_grad] or list(tensors)
+    found = [spmd.get_local_type(t) for t in differentiable]
     for t in tensors:
-        if any(each is not I and each is not R for each in spmd.get_local_type(t).values()):
+        if any(kind is not I and kind is not R for kind in spmd.get_local_type(t).values()):
             raise SpmdTypeError(f"{op}: an operand is not whole on every rank: {spmd.get_local_type(t)}")
     if any(types != found[0] for types in found):
         raise SpmdTypeError(f"{op}: operands are neither all I nor all R on an axis: {found}")
@@ -136,13 +134,13 @@ def _module(op: str, file: Path) -> tuple[nn.Module, dict[str, int]]:
     records = json.loads(file.read_text())[op]
     modules: list[nn.Module] = []
     for record in records:
-        kind = _named(record["class"])
+        kind = _class_named(record["class"])
         module = kind.__new__(kind)
         nn.Module.__init__(module)
         module.__dict__.update({name: _value(text) for name, text in record["attributes"].items()})
         for name, tensor in record["parameters"].items():
-            held = None if tensor is None else nn.Parameter(_placeholder(tensor), requires_grad=False)
-            module.register_parameter(name, held)
+            parameter = None if tensor is None else nn.Parameter(_placeholder(tensor), requires_grad=False)
+            module.register_parameter(name, parameter)
         for name, tensor in record["buffers"].items():
             module.register_buffer(name, None if tensor is None else _placeholder(tensor), persistent=False)
         modules.append(module)
@@ -158,7 +156,7 @@ def _module(op: str, file: Path) -> tuple[nn.Module, dict[str, int]]:
     return modules[0], names
 
 
-def _named(text: str) -> Any:
+def _class_named(text: str) -> Any:
     """Return the class named by ``"package.module:Outer.Inner"``."""
     name, _, path = text.partition(":")
     if not name:  # one of this file's
@@ -190,7 +188,7 @@ def _value(text: Any) -> Any:
     if kind == "dtype":
         return getattr(torch, inner)
     if kind == "class":
-        return _named(inner)
+        return _class_named(inner)
     if kind == "dict":
         return {_value(key): _value(value) for key, value in inner}
     items = [_value(item) for item in inner]

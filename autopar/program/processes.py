@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 NVME_FOLDER = "AUTOPAR_NVME"
-"""The environment's variable with a folder on the node's NVMe."""
+"""The environment variable that names a folder on the node's NVMe."""
 
 
 class StartError(RuntimeError):
@@ -43,8 +43,8 @@ class ProcessPlace:
 
 
 def nvme_folder(named: str) -> str:
-    """Return the folder on the node's NVMe: the one that the plan or the command line has ``named``, or the environment's. Raises
-    ``StartError``."""
+    """Return the folder on the node's NVMe: the one ``named`` in the plan or on the command line, or that of the environment. Raises
+    ``StartError`` if there is none."""
     folder = named or os.environ.get(NVME_FOLDER, "")
     if not folder:
         raise StartError(
@@ -87,7 +87,7 @@ def _tasks_of_node(environment: Mapping[str, str]) -> str | None:
     return environment.get("SLURM_NTASKS_PER_NODE")
 
 
-def meet(environment: MutableMapping[str, str], place: ProcessPlace) -> None:
+def set_rendezvous(environment: MutableMapping[str, str], place: ProcessPlace) -> None:
     """Set the variables of torch's rendezvous that the launcher has not set.
 
     Raises:
@@ -96,14 +96,14 @@ def meet(environment: MutableMapping[str, str], place: ProcessPlace) -> None:
     if place.size > 1 and "MASTER_ADDR" not in environment and "RANK" not in environment:
         if environment.get("SLURM_STEP_NUM_NODES", "1") != "1":
             raise StartError(
-                f"srun has started {place.size} processes on {environment['SLURM_STEP_NUM_NODES']} nodes, and MASTER_ADDR is not set, the "
-                "address of the first one",
+                f"srun has started {place.size} processes on {environment['SLURM_STEP_NUM_NODES']} nodes, and MASTER_ADDR, the address of "
+                "the first node, is not set",
                 'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) before srun, or start torchrun on every '
                 "node (autopar dev launch writes such a file)",
             )
         environment.setdefault("MASTER_PORT", str(20000 + int(environment.get("SLURM_JOB_ID", "0")) % 20000))
-    found = {"RANK": place.rank, "WORLD_SIZE": place.size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
-    for name, value in found.items():
+    defaults = {"RANK": place.rank, "WORLD_SIZE": place.size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
+    for name, value in defaults.items():
         environment.setdefault(name, str(value))
 
 
@@ -173,8 +173,8 @@ def check_node(place: ProcessPlace, plan: Mapping[str, Any], axes: Mapping[str, 
 # -- groups -----------------------------------------------------------------------------------------------------------
 
 ONE_BY_ONE = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
-"""Whether torch's pipeline schedules issue a send or a receive by itself; before 2.13 all of them are batches. Under NCCL a single transfer
-of a group runs on a communicator of the two ranks alone, a batch on the group's communicator."""
+"""Whether torch's pipeline schedules issue each send and receive separately; before 2.13 they issue batches. NCCL runs a separate transfer
+on a communicator of the two ranks, and a batch on the group's communicator."""
 
 
 class ProcessGroups:
@@ -185,18 +185,18 @@ class ProcessGroups:
 
     def __init__(self, timeout: datetime.timedelta) -> None:
         self._timeout = timeout
-        self._own: list[dist.ProcessGroup] = []  # those that this rank is in, in the order in which they were made
+        self._groups: list[dist.ProcessGroup] = []  # of this rank, in the order in which they were made
         self._links: list[dist.ProcessGroup] = []
-        self._alone: dist.ProcessGroup | None = None
+        self._self: dist.ProcessGroup | None = None
 
     def rows(self, ranks: Tensor) -> dist.ProcessGroup | None:
         """Make a group of every row of ``ranks``; return this rank's, ``None`` if it is in no row.
 
-        A row of all ranks is the world's group. Of rows with one rank, each rank makes only its own, once.
+        A row of all ranks is the world's group. A row with one rank is made by that rank alone, once.
         """
         mine = self._rows(ranks)
         if mine is not None and dist.get_world_size(mine) > 1:
-            self._own.append(mine)
+            self._groups.append(mine)
         return mine
 
     def _rows(self, ranks: Tensor) -> dist.ProcessGroup | None:
@@ -213,11 +213,11 @@ class ProcessGroups:
 
     def _single(self) -> dist.ProcessGroup:
         """Return the group of this rank alone."""
-        if self._alone is None:
+        if self._self is None:
             ranks = [dist.get_rank()]
-            self._alone = dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=True)
-        assert self._alone is not None
-        return self._alone
+            self._self = dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=True)
+        assert self._self is not None
+        return self._self
 
     def flattened(
         self, wanted: Iterable[tuple[str, ...]], names: Sequence[str], ranks: Tensor
@@ -262,11 +262,11 @@ class ProcessGroups:
         if dist.get_backend() == "gloo":
             return
         one = torch.zeros(1, device=device)
-        for group in (dist.group.WORLD, *self._own):
+        for group in (dist.group.WORLD, *self._groups):
             dist.all_reduce(one, group=group)
         for link in self._links:
-            way, peer = (dist.isend, 1) if dist.get_rank(link) == 0 else (dist.irecv, 0)
-            for work in start_transfers([dist.P2POp(way, one, group=link, group_peer=peer)]):
+            op, peer = (dist.isend, 1) if dist.get_rank(link) == 0 else (dist.irecv, 0)
+            for work in start_transfers([dist.P2POp(op, one, group=link, group_peer=peer)]):
                 work.wait()
 
 

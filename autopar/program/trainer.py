@@ -262,7 +262,7 @@ class Trainer:
                 f"the loss of step {self.steps + 1} is {loss}; of the values that are not finite, {why}"
             )
         if self._late is not None:
-            self._late.leave_out()
+            self._late.discard()
         self._update(skipped=True)
 
     def _forget_buffers(self) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .mesh_axes import on_mesh
-from .processes import ProcessGroups, StartError, check_node, device_of, meet, place_of
+from .processes import ProcessGroups, StartError, check_node, device_of, place_of, set_rendezvous
 from .spec import LayerSpec, ProgramSpec, TensorSpec, layers_of
 from .state import read_constants
 
@@ -401,7 +401,7 @@ def start(
             check_node(place, program.plan, dict(zip(names, shape, strict=True)))
         torch.cuda.set_device(here)
     if not dist.is_initialized():
-        meet(os.environ, place)
+        set_rendezvous(os.environ, place)
         # without device_id: with it NCCL would run all transfers of a pipeline on one communicator, where they block each other
         dist.init_process_group("nccl" if here.type == "cuda" else "gloo", timeout=timeout)
     _check_world(dist.get_world_size(), axes, shape)

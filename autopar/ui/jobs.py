@@ -20,9 +20,9 @@ from typing import Any
 from autopar.errors import UsageError
 
 WAITING, RUNNING, DONE, FAILED, CANCELLED = "waiting", "running", "done", "failed", "cancelled"
-MOST_JOBS = 60
-"""Older jobs are deleted with their files."""
-MOST_WAITING = 16
+MAX_JOBS = 60
+"""The oldest jobs above this number are deleted with their files."""
+MAX_WAITING = 16
 
 
 @dataclass
@@ -76,14 +76,14 @@ class Jobs:
         return Path(tempfile.mkdtemp(dir=self.folder))
 
     def submit(self, kind: str, arguments: list[str], folder: Path) -> Job:
-        """Add a job to the queue. Raises ``UsageError`` if it has ``MOST_WAITING`` jobs."""
+        """Add a job to the queue. Raises ``UsageError`` if it has ``MAX_WAITING`` jobs."""
         job = Job(secrets.token_hex(8), kind, arguments, folder)
         with self._changed:
-            if len(self._queue) >= MOST_WAITING:
+            if len(self._queue) >= MAX_WAITING:
                 raise UsageError(f"{len(self._queue)} plans wait already", "cancel some, or wait until they are done")
             self._jobs[job.number] = job
             self._queue.append(job)
-            for old in list(self._jobs.values())[:-MOST_JOBS]:
+            for old in list(self._jobs.values())[:-MAX_JOBS]:
                 if old.state not in (WAITING, RUNNING):
                     del self._jobs[old.number]
                     if old.kind == "plan":
@@ -135,13 +135,13 @@ class Jobs:
                     return
                 job = self._queue.popleft()
                 job.state, job.begun_s = RUNNING, time.monotonic()
-            self._keep_worker()
+            self._restart_if_ended()
             self._run(job)
             job.took_s = time.monotonic() - job.begun_s
-            self._keep_worker()
+            self._restart_if_ended()
 
-    def _keep_worker(self) -> None:
-        """Restart the worker if it has ended, ready for the next job."""
+    def _restart_if_ended(self) -> None:
+        """Restart the worker if it has ended."""
         with self._changed:
             if self._worker.poll() is not None and not self._closed:
                 self._end_worker()
@@ -154,16 +154,16 @@ class Jobs:
             self._worker.stdin.write(json.dumps(call) + "\n")
             self._worker.stdin.flush()
         except OSError:
-            pass  # it died, which the end of its output shows
+            pass  # the worker has ended: so does its output, which is read next
         for line in self._worker.stdout:
-            news = json.loads(line)
+            update = json.loads(line)
             with self._changed:
                 if job.state != RUNNING:
                     continue  # cancelled; the output ends soon
-                if "stage" in news:
-                    self._stage(job, news)
+                if "stage" in update:
+                    self._stage(job, update)
                     continue
-                job.state, job.error = (FAILED if news.get("error") else DONE), news.get("error")
+                job.state, job.error = (FAILED if update.get("error") else DONE), update.get("error")
                 return
         self._worker.wait()
         with self._changed:
@@ -176,8 +176,8 @@ class Jobs:
                 }
 
     @staticmethod
-    def _stage(job: Job, news: dict[str, str]) -> None:
-        if not job.stages or job.stages[-1]["stage"] != news["stage"]:
-            job.stages.append({"stage": news["stage"], "text": news["text"]})
-        elif news["text"]:
-            job.stages[-1]["text"] = news["text"]
+    def _stage(job: Job, update: dict[str, str]) -> None:
+        if not job.stages or job.stages[-1]["stage"] != update["stage"]:
+            job.stages.append({"stage": update["stage"], "text": update["text"]})
+        elif update["text"]:
+            job.stages[-1]["text"] = update["text"]

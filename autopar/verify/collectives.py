@@ -1,7 +1,7 @@
 """``autopar verify --collectives``: whether a model's programs can hang or send wrong bytes under NCCL, without a GPU.
 
-Every rank of every kind of plan is recorded (``autopar.verify.recording``) and checked under NCCL's rules (``autopar.checks.nccl``). For
-a plan with many devices only the distinct ranks are, at the plan's sizes and without values.
+Every rank of every kind of plan is recorded (``autopar.verify.recording``) and checked under NCCL's rules (``autopar.checks.nccl``). Of a
+given plan with many devices, only the distinct ranks are recorded, at the plan's sizes and without values.
 """
 
 from __future__ import annotations
@@ -69,17 +69,17 @@ def verify_collectives(
     """Record all ranks of a plan of every kind that is valid for the model, with values in float64.
 
     Raises:
-        UsageError: no values.
+        UsageError: the model has no values.
         CaptureError: the model can't be exported.
     """
     tell = progress or (lambda what, done, total: None)
     tell("capture", 0, 1)
-    several = MICROBATCHES if "microbatch_statistics" in allow else 1
-    subject = make_subject(workload.model, workload.batch, workload.loss_fn, name=workload.name, microbatches=several)
-    plans, skipped, every = [], dict[str, str](), kinds(devices)
+    count = MICROBATCHES if "microbatch_statistics" in allow else 1
+    subject = make_subject(workload.model, workload.batch, workload.loss_fn, name=workload.name, microbatches=count)
+    plans, skipped, tried = [], dict[str, str](), kinds(devices)
     with Workers() as workers:
-        for number, kind in enumerate(every):
-            tell(kind.name, number, len(every))
+        for done, kind in enumerate(tried):
+            tell(kind.name, done, len(tried))
             start_s = time.perf_counter()
             try:
                 plan = kind.plan(subject.graph)
@@ -93,14 +93,14 @@ def verify_collectives(
                 plans.append(RecordedPlan(kind.name, describe(plan), devices, (), 0, _since(start_s), (finding,)))
                 continue
             plans.append(_recorded(kind.name, plan, recorded, recorded.findings(), recorded.notes(), start_s))
-    tell("", len(every), len(every))
+    tell("", len(tried), len(tried))
     return CollectivesReport(subject.graph.name, tuple(plans), skipped)
 
 
 def verify_plan_collectives(graph: Graph, plan: Plan, progress: Progress | None = None) -> CollectivesReport:
     """Record the distinct ranks of a plan at its own sizes (all ranks up to ``ALL_RANKS``); ``graph`` is the model that it is for.
 
-    Without values, reads of results before they arrive aren't detected: ``verify_collectives`` does that.
+    Without values, it can't detect that a result is read before it arrives; ``verify_collectives`` can.
     """
     tell = progress or (lambda what, done, total: None)
     start_s = time.perf_counter()

@@ -228,7 +228,7 @@ def test_halves_beside_whole_layers_are_exact(workers2: WorkerPool) -> None:
 
 def test_the_first_result_that_is_not_finite_is_found_in_a_half() -> None:
     places: list[tuple[int, int, int, str]] = []
-    watch = finite._Watch(places, 0, 3, "block")
+    watch = finite._RecordNonFinite(places, 0, 3, "block")
 
     def half(value: float) -> halves.Half:
         yield

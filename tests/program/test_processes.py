@@ -15,7 +15,7 @@ import torch
 from programs import Shape, write_mlp
 
 from autopar.program import processes, world
-from autopar.program.processes import ProcessPlace, StartError, check_node, device_of, meet, place_of
+from autopar.program.processes import ProcessPlace, StartError, check_node, device_of, place_of, set_rendezvous
 from autopar.program.watch import dump_collectives
 from autopar.run.folder import program_modules
 
@@ -60,18 +60,20 @@ def test_places() -> None:
 
 def test_processes_meet() -> None:
     one_node: dict[str, str] = STEP | {"SLURM_STEP_NUM_NODES": "1"}
-    meet(one_node, place_of(one_node))
+    set_rendezvous(one_node, place_of(one_node))
     assert [one_node[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")] == [
         "9",
         "11",
         "127.0.0.1",
         "30123",
     ]
-    with pytest.raises(StartError, match="11 processes on 3 nodes, and MASTER_ADDR is not set") as caught:
-        meet(dict(STEP), place_of(STEP))
+    with pytest.raises(
+        StartError, match="11 processes on 3 nodes, and MASTER_ADDR, the address of the first node, is not set"
+    ) as caught:
+        set_rendezvous(dict(STEP), place_of(STEP))
     assert "scontrol show hostnames" in caught.value.hint
     given = STEP | {"MASTER_ADDR": "node0", "MASTER_PORT": "5"}
-    meet(given, place_of(given))
+    set_rendezvous(given, place_of(given))
     assert given["MASTER_ADDR"] == "node0" and given["RANK"] == "9"
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from autopar.cli import ui
 from autopar.ui import Server
-from autopar.ui.jobs import DONE, MOST_WAITING, RUNNING
+from autopar.ui.jobs import DONE, MAX_WAITING, RUNNING
 from autopar.ui.server import MOST_CONNECTIONS, Choices, _shown
 
 SILENT = (sys.executable, "-c", "import sys; sys.stdin.read()")
@@ -134,10 +134,10 @@ def test_each_thing_has_one_spelling_and_a_report_its_sandbox(server: Server):
 
 
 def test_jobs_that_wait_are_limited(server: Server):
-    found = [plan(server, {"model": "gpt2", "devices": "8xH100-80GB"})[0] for _ in range(MOST_WAITING + 2)]
-    assert found[:MOST_WAITING] == [202] * MOST_WAITING and found[-1] == 400  # one of them runs
+    found = [plan(server, {"model": "gpt2", "devices": "8xH100-80GB"})[0] for _ in range(MAX_WAITING + 2)]
+    assert found[:MAX_WAITING] == [202] * MAX_WAITING and found[-1] == 400  # one of them runs
     status, refused = plan(server, {"model": "gpt2", "devices": "8xH100-80GB"})
-    assert status == 400 and f"{MOST_WAITING} plans wait already" in refused["error"]
+    assert status == 400 and f"{MAX_WAITING} plans wait already" in refused["error"]
 
 
 def choices_status(server: Server) -> int:
