@@ -1,4 +1,4 @@
-"""The explanation of a plan."""
+"""The explanation of a plan: what limits it, the value of more resources, and the alternatives."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class Explanation:
 def explain(study: Study, plan: Plan, best: Plan, progress: Callable[[str], None] = lambda text: None) -> Explanation:
     """Explain ``plan``; ``best`` is what the search found for its request, or ``plan``."""
     start = time.perf_counter()
-    progress("what more memory, bandwidth and batch would be worth")
-    worth = prices(study, best)
+    progress("the value of more memory, bandwidth and batch")
+    shadow_prices = prices(study, best)
     families = []
     for name, title, pins in definitions(
         study.cluster.gpus_per_node, study.cluster.count, study.cluster.host is not None, study.cluster.has_nvme
@@ -63,5 +63,6 @@ def explain(study: Study, plan: Plan, best: Plan, progress: Callable[[str], None
         families.append(family(study, best, name, title, pins))
     progress("alternatives")
     others = alternatives(study, best, ALTERNATIVES)
-    found = bindings(study, best, worth)
-    return Explanation(plan, best, tuple(found), tuple(worth), tuple(families), others, time.perf_counter() - start)
+    limits = tuple(bindings(study, best, shadow_prices))
+    wall_time_s = time.perf_counter() - start
+    return Explanation(plan, best, limits, tuple(shadow_prices), tuple(families), others, wall_time_s)
