@@ -1,4 +1,4 @@
-"""Refuses code of the model that changes gradients outside of its forward pass, such as hooks: the forward's graph would lose it."""
+"""Refuses code of the model that changes gradients outside its forward pass, such as hooks: a graph of the forward lacks such code."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ OP_HINT = (
 )
 
 TORCH = str(Path(torch.__file__).parent)
-OURS = (TORCH, str(Path(__file__).parent), gradient_hooks.__code__.co_filename)
-"""Frames of these files aren't the user's code."""
+NOT_USER_CODE = (TORCH, str(Path(__file__).parent), gradient_hooks.__code__.co_filename)
+"""Prefixes of the names of files that aren't the user's code."""
 
 
 class NotTraceableError(CaptureError):
-    """Code can't be traced, unless capture can keep a module around it as one opaque op. ``paths`` are the modules around the code,
-    outermost first; ``function`` is the refused ``autograd.Function``, if any."""
+    """Code can't be traced, but capture may make a module that contains the code one opaque op. ``paths`` are the modules that contain
+    the code, outermost first; ``function`` is the refused ``autograd.Function``, if any."""
 
     def __init__(self, message: str, hint: str, paths: tuple[str, ...] = (), function: Any = None) -> None:
         super().__init__(message, hint)
@@ -43,12 +43,12 @@ class NotTraceableError(CaptureError):
 
 @contextmanager
 def custom_gradients_refused(engine: Callable[..., Any]) -> Iterator[None]:
-    """Raise ``CaptureError`` with the calling line for custom gradients: a user's ``autograd.Function``, hooks on saved tensors.
-    ``engine`` replaces torch's autograd engine."""
+    """A context in which custom gradients (a user's ``autograd.Function``, hooks on saved tensors) raise ``CaptureError`` with the calling
+    line; ``engine`` replaces torch's autograd engine."""
     hooks = torch.autograd.graph.saved_tensors_hooks
     enter = hooks.__enter__
 
-    def saved(self: Any) -> Any:
+    def refuse_hooks(self: Any) -> Any:
         if type(self) is hooks or not type(self).__module__.startswith("torch."):
             raise CaptureError(
                 f"{caller()} changes what is saved for the backward pass: torch.export loses the hooks",
@@ -56,10 +56,10 @@ def custom_gradients_refused(engine: Callable[..., Any]) -> Iterator[None]:
             )
         return enter(self)
 
-    with ExitStack() as around:
-        around.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(_apply)))
-        around.enter_context(mock.patch.object(hooks, "__enter__", saved))
-        around.enter_context(patch_backward(refuse_backward, engine))
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(_apply)))
+        patches.enter_context(mock.patch.object(hooks, "__enter__", refuse_hooks))
+        patches.enter_context(patch_backward(refuse_backward, engine))
         yield
 
 
@@ -70,16 +70,16 @@ def refuse_unregistered_tensors(model: nn.Module) -> None:
         buffers = dict(module.named_buffers(recurse=False))
         for name, value in (buffers | vars(module)).items():
             if isinstance(value, torch.Tensor) and value.requires_grad and (value.is_leaf or name in buffers):
-                what = "a buffer" if name in buffers else "a plain attribute"
+                kind = "a buffer" if name in buffers else "a plain attribute"
                 raise CaptureError(
-                    f"{path + '.' if path else ''}{name} requires a gradient and is {what}, not a parameter",
+                    f"{path + '.' if path else ''}{name} requires a gradient and is {kind}, not a parameter",
                     hint="make it a torch.nn.Parameter if it is to be trained; if it is computed from parameters, compute it in forward",
                 )
 
 
 def refuse_scripts(model: nn.Module) -> None:
-    """Raise ``CaptureError`` for TorchScript modules with parameters or buffers: their compiled code keeps its own references. Without
-    any, TorchScript is traced like a function."""
+    """Raise ``CaptureError`` for TorchScript modules with parameters or buffers, because their compiled code has references of its own to
+    these. Without any, TorchScript is traced like a function."""
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and (held := [*module.parameters(), *module.buffers()]):
             name = getattr(module, "original_name", type(module).__name__)
@@ -94,7 +94,7 @@ def refuse_unregistered(reader: str, tensor: torch.Tensor) -> NoReturn:
     """Raise ``CaptureError`` for ``tensor``; ``reader`` names the code that reads it and begins the message."""
     raise CaptureError(
         f"{reader} {list(tensor.shape)} that requires a gradient and is no parameter of the model: it would never be trained",
-        hint="make it a parameter of the model, or call requires_grad_(False) on it where it is not to be trained",
+        hint="make it a parameter of the model, or call requires_grad_(False) on it if it is not to be trained",
     )
 
 
@@ -105,7 +105,7 @@ def refuse_nodes(gm: fx.GraphModule) -> None:
             if getattr(node.target, "__name__", "") == "wrap_with_autocast" and node.args[2] is not False:
                 raise NotTraceableError(
                     "the model switches torch.autocast on inside forward; its casts are decided while running",
-                    hint="remove the autocast block and ask for the precision instead: precision='bfloat16'",
+                    hint="remove the autocast block, and choose the precision of the plan instead: precision='bfloat16'",
                     paths=tuple(path for path, _, _ in stack(node)),
                 )
             if op_name(node) == "aten.embedding_renorm_":
@@ -114,25 +114,25 @@ def refuse_nodes(gm: fx.GraphModule) -> None:
                     hint="leave max_norm out and scale the rows that were looked up: F.normalize(embedding(ids), dim=-1) * norm",
                 )
             if facts(node).looks_up:
-                _refuse_table(node)
+                _refuse_lookup(node)
 
 
-def _refuse_table(node: fx.Node) -> None:
-    given = arguments(node)
-    if given["scale_grad_by_freq"]:
+def _refuse_lookup(node: fx.Node) -> None:
+    options = arguments(node)
+    if options["scale_grad_by_freq"]:
         raise CaptureError(
             f"an embedding with scale_grad_by_freq divides gradients by how often an id is in the whole batch\n{source_line(node)}",
             hint="leave scale_grad_by_freq out, and weight the loss by the ids' counts instead",
         )
-    if given["sparse"]:
+    if options["sparse"]:
         raise CaptureError(
             f"an embedding with sparse=True has a sparse gradient, and a program's gradients are dense\n{source_line(node)}",
-            hint="pass sparse=False: the numbers are the same, and optimizers for dense gradients take them",
+            hint="pass sparse=False: the values are the same, and dense optimizers accept them",
         )
 
 
 def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replaces ``autograd.Function.apply`` during export, which would keep a function's forward and lose its backward."""
+    """Replaces ``autograd.Function.apply`` during export, because torch.export keeps a function's forward and loses its backward."""
     if function is CheckpointFunction:  # its gradient is that of its forward; the plan decides on recomputation
         run, _, *inputs = args
         return run(*inputs)
@@ -147,17 +147,17 @@ def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
     )
 
 
-def refuse_backward(what: str) -> NoReturn:
+def refuse_backward(name: str) -> NoReturn:
     """Replaces the functions that compute gradients during export."""
     raise NotTraceableError(
-        f"{caller()} computes derivatives or transforms a function inside of forward ({what}), which cannot be traced",
+        f"{caller()} computes derivatives or transforms a function inside forward ({name}), which cannot be traced",
         hint=OPAQUE_HINT,
     )
 
 
 def caller() -> str:
     """Return the file, line and text of the innermost frame of the user's code."""
-    ours = (*OURS, "<")
+    skipped = (*NOT_USER_CODE, "<")
     frames = [f for f in traceback.extract_stack()[:-1] if not f.filename.endswith("contextlib.py")]
-    frame = next((f for f in reversed(frames) if not f.filename.startswith(ours)), frames[-1])
+    frame = next((f for f in reversed(frames) if not f.filename.startswith(skipped)), frames[-1])
     return f"{frame.filename}:{frame.lineno} `{frame.line}`"

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
-from autopar.capture.backward import OPAQUE_HINT, OURS, TORCH, NotTraceableError
+from autopar.capture.backward import NOT_USER_CODE, OPAQUE_HINT, TORCH, NotTraceableError
 
 MAX_ITERATIONS = 1000
 """How often an expression may be evaluated in one call of its function: more than layers, fewer than positions."""
@@ -57,4 +57,4 @@ def _of_user(frame: FrameType | None) -> FrameType | None:
     """Return the innermost frame from ``frame`` on that isn't torch's; ``None`` if it is autopar's."""
     while frame is not None and frame.f_code.co_filename.startswith((TORCH, "<")):
         frame = frame.f_back
-    return None if frame is None or frame.f_code.co_filename.startswith(OURS) else frame
+    return None if frame is None or frame.f_code.co_filename.startswith(NOT_USER_CODE) else frame

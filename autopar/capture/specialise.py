@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from autopar.capture.backward import OPAQUE_HINT, OURS, NotTraceableError, caller
+from autopar.capture.backward import NOT_USER_CODE, OPAQUE_HINT, NotTraceableError, caller
 from autopar.capture.blocks import stack
 from autopar.capture.storage import copied
 from autopar.errors import CaptureError
@@ -152,7 +152,7 @@ def record_answers(model: nn.Module, run: Callable[[nn.Module], object]) -> Answ
             try:
                 run(copy_of_model)
             except Exception as error:  # of any kind, as long as the model's code raises it
-                own = not traceback.extract_tb(error.__traceback__)[-1].filename.startswith(OURS)
+                own = not traceback.extract_tb(error.__traceback__)[-1].filename.startswith(NOT_USER_CODE)
                 return own and not other.decided
         return False
 

@@ -29,26 +29,26 @@ def register_rule(op: str, line: str, *arguments: Any, **keywords: Any) -> RuleR
     parsed = parse(line)
     target = _target(op)
     key = op.partition(".")[0].replace("::", ".")
-    given = Sample(target, arguments or _operands(parsed.operands), keywords)
-    before = TABLE.get(key)
+    sample = Sample(target, arguments or _operands(parsed.operands), keywords)
+    previous = TABLE.get(key)
     TABLE[key] = line
     try:
-        return check(given)
+        return check(sample)
     except RuntimeError as error:
-        _restore(key, before)
+        _restore(key, previous)
         raise RuleError(
             f"{op}: the call that checks its rule failed: {error}", hint="pass the arguments to call it with"
         ) from error
     except BaseException:
-        _restore(key, before)
+        _restore(key, previous)
         raise
 
 
-def _restore(key: str, before: Any) -> None:
-    if before is None:
+def _restore(key: str, previous: Any) -> None:
+    if previous is None:
         del TABLE[key]
     else:
-        TABLE[key] = before
+        TABLE[key] = previous
 
 
 def _target(op: str) -> Any:
@@ -61,21 +61,21 @@ def _target(op: str) -> Any:
         raise RuleError(f"torch.ops has no {op!r}", hint="import the library that defines it first") from error
 
 
-def _operands(given: tuple[Operand, ...]) -> tuple[torch.Tensor, ...]:
-    """Return normal float64 operands of the shapes in a line; ``*`` becomes one dim."""
+def _operands(operands: tuple[Operand, ...]) -> tuple[torch.Tensor, ...]:
+    """Return float64 tensors with the shapes of a line's operands, drawn from a normal distribution; ``*`` becomes one dim."""
     generator = torch.Generator().manual_seed(0)
     sizes: dict[str, int] = {"*": 6}
-    for operand in given:
+    for operand in operands:
         for dim in operand.dims:
             for atom in dim:
                 sizes.setdefault(atom.letter, atom.size or _EXTENTS[len(sizes) % len(_EXTENTS)])
-    made = []
-    for operand in given:
+    tensors = []
+    for operand in operands:
         shape = [_extent(dim, sizes) for dim in operand.dims]
         if operand.star is not None:
             shape.insert(operand.star, sizes["*"])
-        made.append(torch.randn(shape, generator=generator, dtype=torch.float64))
-    return tuple(made)
+        tensors.append(torch.randn(shape, generator=generator, dtype=torch.float64))
+    return tuple(tensors)
 
 
 def _extent(dim: tuple[Any, ...], sizes: dict[str, int]) -> int:

@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from autopar.cli.console import Messages, plain_table, show
 from autopar.validate import Score, ValidationReport, scores, validate
 
-_LISTED = 20  # rows that could not be priced, by name
+_MAX_REASONS = 20  # for which rows could not be priced
 
 
 def validate_command(file: str, as_json: bool) -> None:
@@ -20,16 +20,16 @@ def validate_command(file: str, as_json: bool) -> None:
     with Messages() as messages:
         messages("price", file)
         report = validate(file, lambda done, total: messages("price", f"{done} of {total} rows"))
-    found = scores(report)
-    show(as_json, _as_data(report, found), *_shown(report, found), width=170)
+    by_title = scores(report)
+    show(as_json, _json(report, by_title), *_tables(report, by_title), width=170)
 
 
-def _as_data(report: ValidationReport, found: dict[str, Any]) -> dict[str, Any]:
+def _json(report: ValidationReport, by_title: dict[str, Any]) -> dict[str, Any]:
     """Return what ``--json`` prints: the scores, the rows that could not be priced, and every row's prediction."""
     return {
-        "overall": dataclasses.asdict(found["overall"]),
-        "sources": {name: dataclasses.asdict(score) for name, score in found["sources"].items()},
-        "groups": {name: dataclasses.asdict(score) for name, score in found["groups"].items()},
+        "overall": dataclasses.asdict(by_title["overall"]),
+        "sources": {name: dataclasses.asdict(score) for name, score in by_title["sources"].items()},
+        "groups": {name: dataclasses.asdict(score) for name, score in by_title["groups"].items()},
         "n_unpriced": sum(not o.priced for o in report.outcomes),
         "unpriced": [{"id": o.id, "group": o.group, "reason": o.reason} for o in report.outcomes if not o.priced],
         "rows": [
@@ -49,21 +49,21 @@ def _as_data(report: ValidationReport, found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _shown(report: ValidationReport, found: dict[str, Any]) -> Iterator[RenderableType]:
-    """Return the tables of scores, and the rows that could not be priced."""
+def _tables(report: ValidationReport, by_title: dict[str, Any]) -> Iterator[RenderableType]:
+    """Yield the tables of scores, and the reasons why rows could not be priced."""
     for title in ("sources", "groups"):
         table = plain_table(title)
         table.add_column(title.removesuffix("s"), overflow="ellipsis", no_wrap=True, max_width=52)
         for name in ("rows", "priced", "Spearman", "regret", "ran", "refused", "failed", "refused", "time median",
                      "p90", "memory median", "p90"):  # fmt: skip
             table.add_column(name, justify="right", no_wrap=True)
-        rows = {**found[title], **({"all": found["overall"]} if title == "sources" else {})}
+        rows = {**by_title[title], **({"all": by_title["overall"]} if title == "sources" else {})}
         for name, score in rows.items():
             table.add_row(name, *_cells(score))
         yield from (table, "")
     unpriced = [o for o in report.outcomes if not o.priced]
     yield f"{len(unpriced)} of {len(report.outcomes)} rows could not be priced"
-    for reason, count in Counter(o.reason for o in unpriced).most_common(_LISTED):
+    for reason, count in Counter(o.reason for o in unpriced).most_common(_MAX_REASONS):
         first = next(o.id for o in unpriced if o.reason == reason)
         yield f"  {count} x {reason} ({first}{', ...' if count > 1 else ''})"
 

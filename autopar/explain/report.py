@@ -1,4 +1,4 @@
-"""Explains a plan: what limits it, what more hardware is worth, and the best plans of other kinds."""
+"""The explanation of a plan: what limits it, the value of more resources, and the alternatives."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Explanation:
 def explain(study: Study, plan: Plan, best: Plan, progress: Callable[[str], None] = lambda text: None) -> Explanation:
     """Explain ``plan``; ``best`` is what the search found for its request, or ``plan``."""
     start = time.perf_counter()
-    progress("what more memory, bandwidth and batch would be worth")
+    progress("the value of more memory, bandwidth and batch")
     shadow_prices = prices(study, best)
     families = []
     for name, title, pins in definitions(
@@ -63,5 +63,6 @@ def explain(study: Study, plan: Plan, best: Plan, progress: Callable[[str], None
         families.append(family(study, best, name, title, pins))
     progress("alternatives")
     others = alternatives(study, best, ALTERNATIVES)
-    binding, wall_time_s = bindings(study, best, shadow_prices), time.perf_counter() - start
-    return Explanation(plan, best, tuple(binding), tuple(shadow_prices), tuple(families), others, wall_time_s)
+    limits = tuple(bindings(study, best, shadow_prices))
+    wall_time_s = time.perf_counter() - start
+    return Explanation(plan, best, limits, tuple(shadow_prices), tuple(families), others, wall_time_s)

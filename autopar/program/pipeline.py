@@ -28,9 +28,9 @@ Place = tuple[nn.Module, int, int, torch.device]
 class TracedStage(PipelineStage):
     """A stage of torch's pipeline whose actions have names in a profile.
 
-    ``links`` are the groups over which it exchanges tensors with other ranks, by rank; without any, the pipeline's group is used. Torch
-    before 2.13 makes each transfer a batch, and NCCL runs the batches of a group in the order of their issue: over the pipeline's group an
-    interleaved schedule of 8 ranks took 1.5 times as long.
+    ``links`` are the process groups of transfers, by the other rank; without any, transfers use the pipeline's group. Torch before 2.13
+    makes each transfer a batch, and NCCL runs the batches of a group in the order of issue: an interleaved schedule of 8 ranks took 1.5
+    times as long over the pipeline's group.
     """
 
     def __init__(self, *place: Any, links: Mapping[int, dist.ProcessGroup], **options: Any) -> None:
@@ -38,21 +38,21 @@ class TracedStage(PipelineStage):
         self._links = links
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._linked(super().get_fwd_recv_ops(fwd_chunk_id))
+        return self._with_links(super().get_fwd_recv_ops(fwd_chunk_id))
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._linked(super().get_fwd_send_ops(fwd_chunk_id))
+        return self._with_links(super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._linked(super().get_bwd_recv_ops(bwd_chunk_id))
+        return self._with_links(super().get_bwd_recv_ops(bwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._linked(super().get_bwd_send_ops(bwd_chunk_id))
+        return self._with_links(super().get_bwd_send_ops(bwd_chunk_id))
 
-    def _linked(self, transfers: list[dist.P2POp]) -> list[dist.P2POp]:
+    def _with_links(self, transfers: list[dist.P2POp]) -> list[dist.P2POp]:
         if not self._links:
             return transfers
-        return [dist.P2POp(move.op, move.tensor, move.peer, self._links[move.peer]) for move in transfers]
+        return [dist.P2POp(each.op, each.tensor, each.peer, self._links[each.peer]) for each in transfers]
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
         with action("F", self.stage_index, fwd_chunk_id):
@@ -71,23 +71,23 @@ class TracedStage(PipelineStage):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def _copy_received_gradients(self) -> None:
-        """Copy gradients of parameters out of receive buffers: if the stage sends on a view of a parameter, autograd keeps a view of the
-        receive buffer as its gradient, and a later microbatch overwrites it."""
+        """Copy gradients of parameters out of receive buffers: if the stage sends a view of a parameter, the parameter's gradient is a view
+        of the receive buffer, which a later microbatch overwrites."""
         infos = self.grad_recv_info.get(0, ())
         buffers = [info.buffer for info in infos if isinstance(getattr(info, "buffer", None), Tensor)]
         received = {buffer.untyped_storage().data_ptr() for buffer in buffers}
         for parameter in self.submod.parameters() if received else ():
-            gradient = parameter.grad  # a shard (DTensor) is no view of a buffer: FSDP2 has reduced it
+            gradient = parameter.grad  # a DTensor isn't a view of a buffer: FSDP2 has reduced the gradient
             if gradient is None or isinstance(gradient, DTensor):
                 continue
             if gradient.untyped_storage().data_ptr() in received:
                 parameter.grad = gradient.clone()
 
 
-class _Received(dict[int, Any]):
+class _ReceiveBuffers(dict[int, Any]):
     """The receive buffers of torch's stage, for ``depth`` microbatches only: later microbatches reuse the buffers of finished ones.
 
-    torch allocates a buffer for every microbatch of the step and keeps them all.
+    torch allocates buffers for each microbatch of the step, and keeps all of them.
     """
 
     def __init__(self, depth: int) -> None:
@@ -104,7 +104,7 @@ _SEVERAL_STAGES: dict[str, Any] = {
     "zbv": ScheduleZBVZeroBubble,
     "dualpipev": ScheduleDualPipeV,
 }
-"""Torch's schedules that may give a device several stages, by their names in the plan."""
+"""Torch's schedules in which a device may have several stages, by their names in plans."""
 
 
 class Pipeline(Microbatches):
@@ -129,10 +129,10 @@ class Pipeline(Microbatches):
         schedule = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[name]
         (stage,) = stages
         if name == "1f1b":
-            # A stage runs a microbatch's backward before it receives the forward input that reuses the microbatch's buffer. A received
-            # gradient may be sent on from its buffer; that send has ended when the next gradient but one is received.
-            stage.args_recv_info = _Received(self.world.pipeline - self.world.stages[0])
-            stage.grad_recv_info = _Received(2)
+            # A stage runs a microbatch's backward before it receives the forward input that reuses the microbatch's buffer. The stage may
+            # send a gradient from its receive buffer; this send has ended when the next gradient but one is received.
+            stage.args_recv_info = _ReceiveBuffers(self.world.pipeline - self.world.stages[0])
+            stage.grad_recv_info = _ReceiveBuffers(2)
         return schedule(stage, self.microbatches, **options)
 
     def _stage(self, index: int) -> TracedStage:
@@ -147,5 +147,5 @@ class Pipeline(Microbatches):
         return self._make_stage((self._modules[index], index, self.last + 1, self.world.device), options)
 
     def _make_stage(self, place: Place, options: dict[str, Any]) -> TracedStage:
-        """Torch's stage; ``place`` is its module, its number, the number of stages and the device."""
+        """Return torch's stage; ``place`` is its module, its index, the number of stages and the device."""
         return TracedStage(*place, **options)

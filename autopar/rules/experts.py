@@ -1,4 +1,4 @@
-"""The rule of a mixture of experts, derived from the experts' body, which the model defines."""
+"""The rule of a mixture of experts, derived from the rules of the ops in the experts' body."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autopar.types import P, R, S, SpmdType
 
 
 def line(node: fx.Node) -> str:
-    """Return the rule of a mixture: tokens, experts, both together, and every letter that the body allows."""
+    """Return the rule of a mixture: an axis may shard tokens, experts, both together, or what ``slices`` finds in the body."""
     op = node.target
     assert isinstance(op, Experts)
     words = [["e", *("1" * (len(shape_of(p)) - 1))] for p in op.parameters]
@@ -28,18 +28,18 @@ def line(node: fx.Node) -> str:
                 words[i][t.dim] = f"f{number}"
             elif t == P:
                 added.add(i)
-    given = [("+" if i in added else "") + " ".join(dims) for i, dims in enumerate(words)]
+    parameters = [("+" if i in added else "") + " ".join(dims) for i, dims in enumerate(words)]
     lead = " ".join(f"t{i}" for i in range(len(shape_of(node)) - 1))
-    text = ", ".join([f"{lead} h!", f"{lead} k!", f"{lead} k!", *given])
-    joint = " ".join(f"; t{i}+e = expert_exchange" for i in range(len(shape_of(node)) - 1))
-    return f"{text} -> {lead} h! ; e = expert_share {joint}"
+    text = ", ".join([f"{lead} h!", f"{lead} k!", f"{lead} k!", *parameters])
+    exchanges = " ".join(f"; t{i}+e = expert_exchange" for i in range(len(shape_of(node)) - 1))
+    return f"{text} -> {lead} h! ; e = expert_share {exchanges}"
 
 
 def slices(op: Experts) -> list[tuple[SpmdType, ...]]:
-    """Return how experts can be sliced (expert tensor parallelism): parameter types, not sharded in dim 0, for which the body's result is
-    a partial sum over unsharded rows. Each dim is in at most one of them.
+    """Return the ways to slice experts (expert tensor parallelism): types of the parameters, not sharded in dim 0, with which the body's
+    result is a partial sum and no rows are sharded. Each dim is sharded in at most one of them.
 
-    This follows from the rules of the body's ops, without conversions in between.
+    The types follow from the rules of the body's ops, without conversions between ops.
     """
     result = op.body.graph.output_node().args[0]
     order: dict[fx.Node, None] = {}  # each operand right before its first reader, so that wrong types fail early
@@ -54,39 +54,39 @@ def slices(op: Experts) -> list[tuple[SpmdType, ...]]:
             return
         node = rest[0]
         if node in options:
-            given = tuple(types[operand] for operand in operands(node))
-            chosen = [c.result for c in options[node] if c.operands == given]
+            operand_types = tuple(types[operand] for operand in operands(node))
+            possible = [c.result for c in options[node] if c.operands == operand_types]
         else:
-            own = [*(S(d) for d in range(1, len(shape_of(node)))), P] if node in op.parameters else []
-            chosen = [*own, R]
-        for t in dict.fromkeys(chosen):
+            sliced = [*(S(d) for d in range(1, len(shape_of(node)))), P] if node in op.parameters else []
+            possible = [*sliced, R]
+        for t in dict.fromkeys(possible):
             yield from complete(rest[1:], types | {node: t})
 
     found: list[tuple[SpmdType, ...]] = []
     taken: set[tuple[int, int]] = set()
     for types in complete(list(order), {}):
-        way = tuple(types.get(parameter, R) for parameter in op.parameters)
-        dims = {(i, t.dim) for i, t in enumerate(way) if t.dim is not None}
-        terms = [i for i, t in enumerate(way) if t == P]
-        agree = not found or terms == [i for i, t in enumerate(found[0]) if t == P]
-        if types[result] == P and dims and agree and not dims & taken:
-            found.append(way)
+        parameters = tuple(types.get(parameter, R) for parameter in op.parameters)
+        dims = {(i, t.dim) for i, t in enumerate(parameters) if t.dim is not None}
+        terms = [i for i, t in enumerate(parameters) if t == P]
+        same_terms = not found or terms == [i for i, t in enumerate(found[0]) if t == P]
+        if types[result] == P and dims and same_terms and not dims & taken:
+            found.append(parameters)
             taken |= dims
     return found
 
 
 def is_row_wise(node: fx.Node, rows: set[fx.Node]) -> bool:
-    """Whether the call treats rows independently and has no argument with their number, so that it may run on a subset in any order.
-    ``rows`` are the nodes before it whose dim 0 are rows."""
+    """Return whether the call treats rows independently and has no argument with their number, so that it may run on any rows in any order.
+    ``rows`` are the earlier nodes whose dim 0 is that of the rows."""
     if node.target in (kernels_experts.grouped_linear, kernels_experts.of_rows):
         return True
-    if op_name(node) in _SIZED:
+    if op_name(node) in _WITH_SIZES:
         return False
-    wanted = tuple(S(0) if operand in rows else R for operand in operands(node))
-    return any(c.operands == wanted and c.result == S(0) and c.kernel is None for c in candidates(node))
+    by_rows = tuple(S(0) if operand in rows else R for operand in operands(node))
+    return any(c.operands == by_rows and c.result == S(0) and c.kernel is None for c in candidates(node))
 
 
-_SIZED = frozenset(
+_WITH_SIZES = frozenset(
     f"aten.{name}" for name in ("view", "reshape", "expand", "_unsafe_view", "new_zeros", "new_ones", "repeat")
 )
 

@@ -60,8 +60,8 @@ Group = tuple[Choice, ...]
 """Configurations that differ in their numbers of chunks alone, fewest first."""
 
 SCHEDULES_SHARE, SCHEDULES_BEFORE_SEQUENCES_SHARE, REST_SHARE = 0.4, 0.75, 0.25
-"""The shares of the time that are left when schedules besides 1F1B and GPipe are opened with even stages (the second: if sequence parallelism
-in all layers follows), and when sequence parallelism and uneven stages are, if not earlier (``Further``)."""
+"""The shares of the time that are left when schedules besides 1F1B and GPipe are opened with even stages (the second: if sequence
+parallelism in all layers follows), and when sequence parallelism and uneven stages are, if not earlier (``Further``)."""
 
 SMALL_LAYERS = 16
 """The largest number of compiled layers for which schedules with two-part backwards are tried, which leave layers eager."""

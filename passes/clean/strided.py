@@ -1,4 +1,4 @@
-"""``as_strided`` in terms of a value's elements, not of its memory: in a program the value may have other strides."""
+"""Makes ``as_strided`` independent of its operand's strides, which may differ in a program."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def strided_pass(gm: fx.GraphModule) -> fx.GraphModule:
         x, size, stride = (argument(node, index, name) for index, name in enumerate(("self", "size", "stride")))
         value = val(x)
         steps = value.stride()
-        order = sorted(range(value.dim()), key=lambda dim: (value.shape[dim] > 1, -steps[dim]))  # noqa: B023  at once
+        order = sorted(range(value.dim()), key=lambda dim: (value.shape[dim] > 1, -steps[dim]))  # noqa: B023  sorted at once
         dense = math.prod(value.shape)
         for dim in order:
             dense //= value.shape[dim]
@@ -43,8 +43,8 @@ def strided_pass(gm: fx.GraphModule) -> fx.GraphModule:
     return gm
 
 
-def _refused(node: fx.Node, what: str) -> CaptureError:
+def _refused(node: fx.Node, problem: str) -> CaptureError:
     return CaptureError(
-        f"as_strided {what} reads memory that a program does not have\n{source_line(node)}",
-        "call it on x.contiguous(), without a storage_offset; or take the windows by x.unfold(...)",
+        f"as_strided {problem} reads memory that a program does not have\n{source_line(node)}",
+        "call it on x.contiguous(), without a storage_offset; for windows, call x.unfold(...)",
     )

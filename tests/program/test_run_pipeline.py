@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from workers import WorkerPool
 
-from autopar.program.pipeline import _Received
+from autopar.program.pipeline import _ReceiveBuffers
 from autopar.search.manual import manual_plan
 from autopar.verify import kind
 from autopar.verify.case import check_plan
@@ -37,7 +37,7 @@ def test_more_microbatches_than_buffers(workers4: WorkerPool) -> None:
 
 
 def test_what_is_received_takes_the_place_of_a_microbatch_that_is_done() -> None:
-    received = _Received(2)
+    received = _ReceiveBuffers(2)
     for microbatch in range(5):
         received[microbatch] = f"made for {microbatch}"
     assert [received[i] for i in range(5)] == [f"made for {i % 2}" for i in range(5)]
