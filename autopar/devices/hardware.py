@@ -1,6 +1,6 @@
 """Hardware data: GPUs by name (``kinds/*.toml``), measured networks (``networks/*.toml``), and this machine.
 
-A kind is a TOML file: dense TFLOP/s, GB = 1e9 bytes, NVLink per GPU and figures per node in one direction, each with a source.
+A kind is a TOML file: dense TFLOP/s, GB/s of 1e9 bytes, ``hbm_gb`` of GiB, NVLink per GPU and nodes one-way, each with a source.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ GPUS_PER_NODE = 8  # of every SXM board; GB200's file has another number
 
 @cache
 def table() -> dict[str, Mapping[str, Any]]:
-    """Return entries by GPU name, if they have the required figures."""
+    """Return entries by GPU name."""
     entries = sorted((_read(file) for file in _files("kinds")), key=lambda entry: int(entry["order"]))
-    return {entry["name"]: entry for entry in entries if _peak(entry) and entry.get("hbm_gb_per_s")}
+    for entry in entries:
+        assert _peak(entry) and entry.get("hbm_gb_per_s"), f"{entry['name']} lacks a bandwidth or a peak"
+    return {entry["name"]: entry for entry in entries}
 
 
 def _files(folder: str) -> Iterator[Traversable]:

@@ -2,7 +2,7 @@
 
 Names are those of ``autopar.ops.facts.op_name``: an entry covers all overloads. An op without an entry is replicated, with a note in the
 plan. ``autopar.checks.samples`` has arguments for every entry, and the tests execute each entry on shards. An entry only has letters and
-linearity that the type checker can follow in the emitted program.
+linearity that spmd-types can follow in the emitted program.
 """
 
 from __future__ import annotations

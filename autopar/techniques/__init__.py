@@ -41,8 +41,8 @@ _made: dict[tuple[str, ...], Options] = {}
 
 
 class Options(Facts):
-    """A layer's value of every technique, and the combined facts of these values: of each fact the largest. Equal options are one object:
-    prices are cached by strategy, and identity is the fastest hash."""
+    """A layer's value of every technique, and the combined facts of these values: of each number the largest, while text and
+    ``quantized`` come from one value. Equal options are one object: prices are cached by strategy, and identity is the fastest hash."""
 
     values: tuple[str, ...]
 
@@ -56,7 +56,9 @@ class Options(Facts):
             modes = [technique.mode(value) for technique, value in zip(LAYER, values, strict=True)]
             for fact in fields(Facts):
                 found = [known for mode in modes if (known := getattr(mode, fact.name)) is not None]
-                object.__setattr__(new, fact.name, max(found, default=None))
+                given = [known for known in found if known]
+                assert len(given) < 2 or isinstance(given[0], int), f"several techniques give {fact.name}: {given}"
+                object.__setattr__(new, fact.name, max(given or found, default=None))
             _made[values] = new
         return _made[values]
 
