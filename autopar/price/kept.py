@@ -27,9 +27,7 @@ from autopar.techniques.technique import QuantizedStorage
 
 def kept(sized: SizedClass, passes: Passes, options: Options) -> Kept:
     """Return what the layer keeps under its options."""
-    assert not (options.recomputes and options.quantized), (
-        "fewer bits have no price where values are computed again"
-    )
+    assert not (options.recomputes and options.quantized), "fewer bits have no price where values are computed again"
     if options.recomputes == "all":
         found = _input_alone(sized, passes, options.segment_layers)
     elif options.recomputes:
