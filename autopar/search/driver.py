@@ -13,7 +13,8 @@ bounds. For such choices, pinned or not, the next number of chunks is priced onl
 bound rises with the number of chunks.
 
 Then every configuration is tried with sequence parallelism in all layers, too (``SearchOptions.sequences``). These are too many to open:
-each waits, with the bound of its arithmetic, until an estimate of its first bound is lower than all bounds (``State.defer``).
+each waits, with the bound of its arithmetic, until an estimate of its first bound is lower than all bounds (``State.defer``). The other
+schedules with uneven stages come last, as many of them have low bounds and few are fast.
 """
 
 from __future__ import annotations
@@ -196,8 +197,8 @@ def explore(
 
 @dataclass(frozen=True)
 class Further:
-    """Configurations that are opened once those that are open are closed, or, if ``early``, promise little, and when no more than ``share``
-    of the time is left. ``bounded``: whether the plan's bound holds for them, so that they are opened when time is out, too."""
+    """Configurations that are opened once the open ones are closed or, if ``early``, promise little, at the latest when less than
+    ``share`` of the time is left. ``bounded``: whether the plan's bound covers them, so that they are deferred even when time is out."""
 
     share: float
     early: bool
@@ -209,7 +210,7 @@ class Further:
 
 
 def _further(graph: Graph, cluster: Devices, state: State, opened: list[Group]) -> list[Further]:
-    """What pins leave to open after the configurations under 1F1B and GPipe, in this order."""
+    """Return what pins leave to open after the configurations under 1F1B and GPipe, in this order."""
     schedules, sequences = _leaves_schedules(state.options), bool(_sequences(state))
     first = SCHEDULES_BEFORE_SEQUENCES_SHARE if sequences else SCHEDULES_SHARE
     found = [
@@ -368,7 +369,7 @@ def _open_schedules(state: State, opened: list[Group], even: bool) -> None:
 
 
 def _with_other_schedules(state: State, choice: Choice, even: bool) -> list[Group]:
-    """``with_smaller_bubbles``, unless a pin decides the schedule or the chunks."""
+    """Return ``with_smaller_bubbles`` of a choice; nothing if a pin decides the schedule or the chunks."""
     pins = state.prices.pins
     if not _leaves_schedules(state.options):
         return []
@@ -457,12 +458,12 @@ def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Pla
     if late := _late_sequences(state):
         notes.append(f"time ran out before these were searched: {late}; pin one to search it")
     if not state.uneven and _leaves_schedules(state.options):
-        late = (
+        missing = (
             "schedules besides 1f1b and gpipe"
             if state.schedules is None
             else "numbers of chunks that do not divide the layers"
         )
-        notes.append(f"time ran out before {late} were searched; pin schedule to search one")
+        notes.append(f"time ran out before {missing} were searched; pin schedule to search one")
     if state.schedules:
         notes.append(f"{', '.join(state.schedules)}: searched besides 1f1b and gpipe; pin schedule to search others")
     gap = max(0.0, 1 - bound / state.step_s) if state.step_s > 0 else 0.0

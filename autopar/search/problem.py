@@ -510,7 +510,7 @@ def with_smaller_bubbles(choice: Choice, layers: int, split: bool, even: bool) -
     schedule and chunks are not checked; ``split``: whether a backward pass may run in two parts.
 
     ``even``: with numbers of stages that divide the layers, apart from the first and the last one (an embedding and a head are no blocks),
-    as in Megatron (arXiv:2104.04473, section 2.2), or with the others. Of the others more have a low bound than are fast: no bound shows
+    as in Megatron (arXiv:2104.04473, section 2.2), or with the others. Many of the others have low bounds and few are fast: no bound shows
     how long a microbatch waits for the longest stages.
     """
     line, m = choice.schedule.pipeline, choice.schedule.microbatches

@@ -125,7 +125,9 @@ def _sound(line: dict[str, Any]) -> bool:
 
 
 def write(path: Path, found: dict[tuple[int, int], list[dict[str, Any]]]) -> None:
-    path.write_text("".join(json.dumps(line) + "\n" for key in sorted(found) for line in found[key]))
+    """Write the lines; files of packages are named without the folder in which they are installed."""
+    text = "".join(json.dumps(line) + "\n" for key in sorted(found) for line in found[key])
+    path.write_text(re.sub(r'[^\s"]*/site-packages/', "", text))
 
 
 def summary(lines: Iterable[dict[str, Any]]) -> str:
