@@ -46,7 +46,9 @@ from autopar.search.problem import (
     admits_copies,
     choices,
     context_of,
+    in_every_order,
     may_split,
+    meshes,
     no_copies_error,
     with_smaller_bubbles,
 )
@@ -450,7 +452,29 @@ def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Pla
         priced = with_actual_segments(graph, instance, solution, priced)
     state.step_s = priced.cost.step_time_s
     bound = min(state.bound_s, state.step_s)
-    notes = []
+    gap = max(0.0, 1 - bound / state.step_s) if state.step_s > 0 else 0.0
+    proof = Proof(
+        bound,
+        gap,
+        f"{' + '.join(sorted(state.solvers)) or 'bounds alone'}, {state.opened} configuration{'s' * (state.opened != 1)} searched",
+        _left_out(cluster, state),
+        time.monotonic() - started,
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    )
+    return make_plan(
+        graph,
+        cluster,
+        state.pricer,
+        priced,
+        precision=state.options.precision,
+        limits=instance.layout.limit,
+        proof=proof,
+    )
+
+
+def _left_out(cluster: Devices, state: State) -> tuple[str, ...]:
+    """The notes on what was not searched though a pin can ask for it."""
+    notes: list[str] = []
     if state.unpriced:
         notes.append(
             f"time ran out with {state.unpriced} configurations unpriced: their bound is the model's arithmetic alone"
@@ -466,21 +490,10 @@ def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Pla
         notes.append(f"time ran out before {missing} were searched; pin schedule to search one")
     if state.schedules:
         notes.append(f"{', '.join(state.schedules)}: searched besides 1f1b and gpipe; pin schedule to search others")
-    gap = max(0.0, 1 - bound / state.step_s) if state.step_s > 0 else 0.0
-    proof = Proof(
-        bound,
-        gap,
-        f"{' + '.join(sorted(state.solvers)) or 'bounds alone'}, {state.opened} configuration{'s' * (state.opened != 1)} searched",
-        tuple(notes),
-        time.monotonic() - started,
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    )
-    return make_plan(
-        graph,
-        cluster,
-        state.pricer,
-        priced,
-        precision=state.options.precision,
-        limits=instance.layout.limit,
-        proof=proof,
-    )
+    devices = cluster.count // (state.options.pipeline or 1)
+    if not in_every_order(state.prices.pins) and len(meshes(devices, every_order=True)) > len(meshes(devices)):
+        notes.append(
+            f"of {devices} devices two orders of a mesh's axes are searched, the largest prime factors first or last; "
+            "pin a degree, such as tensor, to search every order"
+        )
+    return tuple(notes)

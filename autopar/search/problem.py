@@ -212,13 +212,18 @@ def meshes(devices: int, every_order: bool = False) -> list[Mesh]:
     """The meshes to try for one stage: its prime factors as axes, small factors innermost, and (if it differs) small factors outermost.
 
     The order decides which degrees a prefix or a suffix of the axes can have: 6 as 3x2 allows tensor degree 2, as 2x3 data degree 2.
-    ``every_order`` gives all orders, for pinned degrees that only one order may allow.
+    ``every_order`` gives all orders (``in_every_order``).
     """
     factors = prime_factors(devices) or [1]
     orders: list[tuple[int, ...]] = [tuple(factors[::-1]), tuple(factors)]
     if every_order and len(set(factors)) > 1:
         orders += _distinct_orders(factors)
     return [make_mesh(*((f"axis{i}", size) for i, size in enumerate(order))) for order in dict.fromkeys(orders)]
+
+
+def in_every_order(pinned: Sequence[LayerPins]) -> bool:
+    """Whether meshes with their axes in every order are searched: a pinned degree may need an order that is rare otherwise."""
+    return any(pins.degrees for pins in pinned)
 
 
 def _distinct_orders(factors: list[int]) -> list[tuple[int, ...]]:
@@ -466,7 +471,7 @@ def choices(
         )
     found = []
     for p in pipelines:
-        for mesh in meshes(devices // p, every_order=any(pins.degrees for pins in pinned)):
+        for mesh in meshes(devices // p, every_order=in_every_order(pinned)):
             for m in split:
                 for schedule in schedules(len(graph.layers), p, m, options.schedule, options.chunks):
                     found.append(Choice(mesh, schedule))

@@ -96,6 +96,25 @@ class TestMeshes:
     def test_six_devices_offer_both_orders(self) -> None:
         assert sorted(tuple(axis.size for axis in mesh) for mesh in meshes(6)) == [(2, 3), (3, 2)]
 
+    def test_a_plan_names_the_orders_of_axes_that_were_not_searched(self) -> None:
+        graph = chain(["block"] * 4, 24)
+        notes = {
+            (devices, tensor): [
+                note for note in self.planned(graph, devices, tensor).notes if "orders of a mesh" in note
+            ]
+            for devices, tensor in ((8, None), (6, None), (12, None), (12, 6))
+        }
+        assert [key for key, some in notes.items() if some] == [(12, None)]
+
+    @staticmethod
+    def planned(graph: Graph, devices: int, tensor: int | None) -> Plan:
+        return search(
+            graph,
+            Devices(devices, int(72e9)),
+            RandomPricer(graph, 0, 1.0, 0.0),
+            SearchOptions(tensor=tensor, pipeline=1),
+        )
+
     def test_data_is_a_prefix_and_tensor_a_suffix(self) -> None:
         (mesh,) = meshes(16)
         for strategy in candidates(mesh, 4, 8, SearchOptions()).every:
