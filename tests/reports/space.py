@@ -27,7 +27,7 @@ from results import Line, Results, options, quiet
 from rich.progress import track
 
 from autopar.cli.load import GivenSizes, load_model
-from autopar.devices import parse
+from autopar.devices import Cluster, parse
 from autopar.errors import AutoparError, InfeasibleError
 from autopar.explain.study import shared_pricers
 from autopar.planning import find_plan
@@ -90,8 +90,9 @@ def requests() -> list[Request]:
     return found
 
 
-def pins(nodes: int) -> list[dict[str, Any]]:
-    """The pins that every request is planned with."""
+def pins(cluster: Cluster) -> list[dict[str, Any]]:
+    """The pins that every request on ``cluster`` is planned with."""
+    nodes = cluster.count // cluster.gpus_per_node
     return [
         {},
         {"ring": 2},
@@ -113,8 +114,11 @@ def pins(nodes: int) -> list[dict[str, Any]]:
     ]
 
 
-def run(request: Request) -> Iterator[Line]:
-    """The lines of one request: without a pin, then with each."""
+def run(request: Request, kept: set[str]) -> Iterator[Line]:
+    """The lines of one request that ``kept`` lacks: without a pin, then with each. Nothing is captured if it lacks none."""
+    wanted = [pin for pin in pins(parse(request.devices)) if _written(pin) not in kept]
+    if not wanted:
+        return
     with tempfile.TemporaryDirectory() as folder:
         model = request.model
         if model.startswith("llama "):
@@ -126,7 +130,7 @@ def run(request: Request) -> Iterator[Line]:
         workload = load_model(model, GivenSizes(request.seq, request.batch, None))
         graph = annotate(workload.capture())
     cluster, pricer_of = parse(request.devices), shared_pricers()
-    for pin in pins(cluster.count // cluster.gpus_per_node):
+    for pin in wanted:
         line: Line = {"request": str(request), "pin": _written(pin)}
         before, start = resource.getrusage(resource.RUSAGE_SELF).ru_utime, time.perf_counter()
         try:
@@ -138,7 +142,8 @@ def run(request: Request) -> Iterator[Line]:
             line |= {"infeasible": error.message}
         except AutoparError as error:
             line |= {"refused": error.message}
-        line["user_s"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_utime - before, 2)
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        line |= {"user_s": round(used.ru_utime - before, 2), "process_bytes": used.ru_maxrss * 1024}
         yield line | {"wall_s": round(time.perf_counter() - start, 2)}
 
 
@@ -203,10 +208,9 @@ def main() -> int:
     results, every = Results(args.results, ("request", "pin"), lambda line: True), requests()
     if not args.page:
         first, _, last = (args.requests or f"0-{len(every) - 1}").partition("-")
-        kept = {request for request, _ in results.kept(args)}
-        wanted = [r for r in every[int(first) : int(last or first) + 1] if str(r) not in kept]
-        for request in track(wanted, description="requests"):
-            for line in run(request):
+        kept = results.kept(args)
+        for request in track(every[int(first) : int(last or first) + 1], description="requests"):
+            for line in run(request, {pin for name, pin in kept if name == str(request)}):
                 results.append(line)
     names = {str(request): number for number, request in enumerate(every)}
     order = sorted(results.read(), key=lambda case: names.get(case[0], len(names)))
