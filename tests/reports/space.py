@@ -99,24 +99,24 @@ def pins(cluster: Cluster) -> list[dict[str, Any]]:
         {"ring": 8},
         {"ulysses": 2},
         {"ulysses": 8},
-        {"tensor": 1},
         {"tensor": 8},
         {"pipeline": 1},
-        {"pipeline": 4},
         {"pipeline": 16},
         {"schedule": "interleaved-1f1b"},
         {"zero": 3},
         {"replicate": 2},
         {"replicate": max(nodes // 8, 4)},
-        {"microbatches": 1},
         {"activations": "full"},
+        {"tensor": 1},
+        {"pipeline": 4},
+        {"microbatches": 1},
         {"expert": 8},
     ]
 
 
-def run(request: Request, kept: set[str]) -> Iterator[Line]:
-    """The lines of one request that ``kept`` lacks: without a pin, then with each. Nothing is captured if it lacks none."""
-    wanted = [pin for pin in pins(parse(request.devices)) if _written(pin) not in kept]
+def run(request: Request, kept: set[str], most: int | None = None) -> Iterator[Line]:
+    """The lines of one request that ``kept`` lacks: without a pin, then with each of the first ``most``."""
+    wanted = [pin for pin in pins(parse(request.devices))[:most] if _written(pin) not in kept]
     if not wanted:
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -202,6 +202,7 @@ def page(lines: list[Line]) -> str:
 def main() -> int:
     parser = options(__doc__, RESULTS)
     parser.add_argument("--requests", metavar="I-J", help="these requests only, by number")
+    parser.add_argument("--first", type=int, metavar="N", help="the plan without a pin and the first N - 1 pins only")
     parser.add_argument("--page", action="store_true", help="write the page from the lines, and plan nothing")
     args = parser.parse_args()
     quiet()
@@ -210,7 +211,7 @@ def main() -> int:
         first, _, last = (args.requests or f"0-{len(every) - 1}").partition("-")
         kept = results.kept(args)
         for request in track(every[int(first) : int(last or first) + 1], description="requests"):
-            for line in run(request, {pin for name, pin in kept if name == str(request)}):
+            for line in run(request, {pin for name, pin in kept if name == str(request)}, args.first):
                 results.append(line)
     names = {str(request): number for number, request in enumerate(every)}
     order = sorted(results.read(), key=lambda case: names.get(case[0], len(names)))
