@@ -103,10 +103,11 @@ class Schedule:
     @cached_property
     def _own(self) -> tuple[tuple[int, ...], ...]:
         ends = (0, self.microbatches - 1)  # one microbatch of each copy
-        return tuple(
-            tuple(s for s in range(self.stages) if own in {self.rank(s, i) for i in ends})
-            for own in range(self.pipeline)
-        )
+        found: list[list[int]] = [[] for _ in range(self.pipeline)]
+        for s in range(self.stages):
+            for rank in {self.rank(s, i) for i in ends}:
+                found[rank].append(s)
+        return tuple(map(tuple, found))
 
     def own(self, device: int) -> tuple[int, ...]:
         """The stages of a device, in order."""

@@ -391,6 +391,25 @@ def test_of_equal_optima_the_simplest_is_told() -> None:
     assert all(layer.strategy.options.recomputes == "all" for layer in tight.layers)
 
 
+class PeakPricer(FlatPricer):
+    """Recomputation saves memory and costs a quarter of a layer's time; in the head it lowers the peak of transient memory alone."""
+
+    def layer(self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int) -> LayerPrice | None:
+        again = strategy.options.recomputes == "all"
+        transient = 100 if cls == "head" and not again else 1
+        saved = 10 if cls == "head" or not again else 5
+        return LayerPrice(1.0, 2.75 if again else 2.0, 0.0, 0.5, 10, 10, 20, saved, transient, 1e12)
+
+
+def test_a_slower_layer_that_lowers_the_peak_of_transient_memory_is_chosen() -> None:
+    kinds = ["embed", *(f"block{i}" for i in range(4)), "head"]
+    graph = chain([*kinds[:1], *(kind for kind in kinds[1:-1] for _ in range(8)), *kinds[-1:]], 1)
+    limit = 34 * 50 + 1 + 2  # every layer keeps its activations, beside the lower peak
+    plan = search(graph, Devices(1, limit), PeakPricer(graph, 0, 1.0, 0.0))
+    assert [layer.name for layer in plan.layers if layer.strategy.options.recomputes] == [graph.layers[-1].name]
+    assert plan.gap <= 0.01
+
+
 class TestMixedDevices:
     """Stages on devices of different speed and memory."""
 

@@ -18,6 +18,9 @@ from autopar.search.tables import Instance, Roles, Table
 LADDER = (0.0, *np.geomspace(1e-3, 1e3, 13).tolist(), 1e9)
 """Multipliers of memory to try, in units of a stage's time per device memory; the last one is "memory alone"."""
 
+LOWER = 0.01
+"""The smallest share of the limit by which a lower peak of transient memory is tried."""
+
 TIER_MULTIPLIERS = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Multipliers of the offload tiers to try with each multiplier of device memory, in units of the limits: the first with which a stage fits
 is used."""
@@ -36,10 +39,12 @@ def memory_scale(instance: Instance) -> float:
 
 @dataclass(frozen=True)
 class CandidateMode:
-    """The candidates that may be used: all, or those of one layout for the kinds that have that layout."""
+    """The candidates that may be used: all, or those of one layout for the kinds that have that layout. ``lower_peaks``: whether lower
+    peaks of transient memory are tried, which takes about twice as long (``LayerSelection.solve``)."""
 
     roles: Roles | None
     allowed: tuple[Indices, ...]  # by kind
+    lower_peaks: bool = False
 
 
 def all_candidates(instance: Instance) -> tuple[Indices, ...]:
@@ -87,6 +92,10 @@ class _Layer:
         """The layer with further seconds for each of the kept candidates."""
         return replace(self, weight=self.weight + seconds)
 
+    def up_to(self, transient: float) -> _Layer:
+        """The layer without the candidates of more transient bytes."""
+        return self.slower(np.where(self.transient <= transient, 0.0, np.inf))
+
     def least(self, cost: Array) -> Array:
         """The least cost of each layout."""
         return np.minimum.reduceat(cost[self.sort], self.starts)
@@ -113,6 +122,7 @@ class LayerSelection:
 
     rooms: Sequence[float] = ()
     pressure = 0.0  # the price of filling one of them, relative to filling device memory
+    multiplier = 0.0  # of memory, at which the last candidates that fit were found
 
     def __init__(
         self,
@@ -139,12 +149,14 @@ class LayerSelection:
             for (i, j), (a, b) in zip(pairwise(layers), pairwise(self.layers), strict=True)
         ]  # by layout
 
-    def solve(self) -> tuple[int, ...] | None:
+    def solve(self, lower_peaks: bool = False) -> tuple[int, ...] | None:
+        """The candidates of least seconds found that fit. A multiplier prices only a share of a layer's transient memory, but the highest
+        transient takes memory from all layers: with ``lower_peaks``, candidates with a lower one are tried, too."""
         for pressure in TIER_MULTIPLIERS if self.rooms else (0.0,):
             self.pressure = pressure
-            pick = self._solve()
+            pick = self._within_limit()
             if pick is not None:
-                return self._candidates(pick)
+                return self._candidates(self._with_lower_peak(pick) if lower_peaks else pick)
         return None
 
     def _candidates(self, pick: list[int]) -> tuple[int, ...]:
@@ -155,8 +167,29 @@ class LayerSelection:
         """The reverse of ``_candidates``."""
         return [int(np.searchsorted(layer.keep, k)) for layer, k in zip(self.layers, pick, strict=True)]
 
-    def _solve(self) -> list[int] | None:
-        pick = self._viterbi(0.0)
+    def _with_lower_peak(self, pick: list[int]) -> list[int]:
+        """The candidates ``pick``, or faster ones whose highest transient memory is lower."""
+        every, best, best_s = self.layers, pick, self._seconds(pick)
+        while self.multiplier > 0:
+            highest = max(float(layer.transient[k]) for layer, k in zip(every, pick, strict=True))
+            lower = {layer: layer.up_to(highest - LOWER * self.limit) for layer in self.layers}
+            if not all(np.isfinite(layer.weight).any() for layer in lower.values()):
+                break
+            self.layers = [lower[layer] for layer in self.layers]
+            least = self._viterbi(self.multiplier)
+            if self._seconds(least) + self.multiplier * (self._priced_bytes(least) - self.limit) >= best_s:
+                break  # by the Lagrangian bound none is faster
+            if (trial := self._within_limit()) is None:
+                break
+            pick = trial
+            if (seconds := self._seconds(pick)) < best_s:
+                best, best_s = pick, seconds
+        self.layers = every
+        return best
+
+    def _within_limit(self) -> list[int] | None:
+        """Candidates that fit, by the multiplier of memory."""
+        self.multiplier, pick = 0.0, self._viterbi(0.0)
         if not self._fits(pick):
             low, high = 0.0, 0.0
             for step in LADDER[1:]:
@@ -173,8 +206,14 @@ class LayerSelection:
                     high, pick = middle, trial
                 else:
                     low = middle
+            self.multiplier = high * self.scale
             pick = self._spend(pick)
         return pick
+
+    def _priced_bytes(self, pick: list[int]) -> float:
+        """The bytes that a multiplier prices: at most the peak memory of the layers."""
+        shares = (layer.live[k] + layer.transient[k] / len(pick) for layer, k in zip(self.layers, pick, strict=True))
+        return float(sum(shares))
 
     def offload_fits(self, pick: tuple[int, ...]) -> bool:
         """Whether what these candidates offload fits the offload tiers."""
@@ -193,7 +232,9 @@ class LayerSelection:
 
     def seconds(self, pick: tuple[int, ...]) -> float:
         """Seconds of these candidates, resharding between them included."""
-        kept = self._kept(pick)
+        return self._seconds(self._kept(pick))
+
+    def _seconds(self, kept: list[int]) -> float:
         layouts = [layer.layout[k] for layer, k in zip(self.layers, kept, strict=True)]
         own = sum(float(layer.weight[k]) for layer, k in zip(self.layers, kept, strict=True))
         return own + sum(float(edge[a, b]) for edge, (a, b) in zip(self.edges, pairwise(layouts), strict=True))

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -31,6 +31,9 @@ MIXTURES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 DRAFTS, REFINED, MODES = 6, 6, 2
 """Choices of candidates that are cut, drafts whose candidates are chosen again, and modes in which the linear program's cuts are tried."""
+
+NEAR = 0.1
+"""How far above the best plan a solution may be for lower peaks of transient memory to be tried."""
 
 CLOSE = 0.03
 """How far above the best plan a solution may be for single candidates to be changed in it."""
@@ -74,6 +77,8 @@ def construct(instance: Instance, deadline: float = np.inf, known_s: float = np.
             tries.cut(solution.bounds, modes_of(instance)[0])
     if tries.solution is None:
         return None
+    if tries.step_s < (1 + NEAR) * known_s:
+        tries.lower_peaks()
     found, step_s, chunked = tries.solution, tries.step_s, instance.schedule.chunks > 1
     if step_s < (1 + CLOSE) * known_s:
         found = changed(instance, found, deadline)
@@ -101,6 +106,13 @@ class _Tries:
     def cut(self, bounds: tuple[int, ...], mode: CandidateMode) -> None:
         if (solution := refined(self.instance, mode, bounds, self.cache)) is not None:
             self.take(solution, mode)
+
+    def lower_peaks(self) -> None:
+        """Try candidates with lower peaks of transient memory for the best cuts, and from now on."""
+        assert self.mode is not None and self.solution is not None
+        mode = replace(self.mode, lower_peaks=True)
+        self.cut(self.solution.bounds, mode)
+        self.mode = mode
 
     def refined(self, bounds: tuple[int, ...]) -> Solution | None:
         """The solution for these cuts in the mode of the best one."""

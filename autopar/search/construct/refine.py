@@ -46,7 +46,7 @@ def _stages(instance: Instance, mode: CandidateMode, bounds: tuple[int, ...], ca
         came = instance.table(i - 1).strategies[pick[-1]].roles if i else None
         link = layout.link[s] if j < instance.layers else None
         borders = tuple(layout.resharding[0].border[max(i - 1, 0) : j])
-        key = mode.roles, tuple(instance.kind[i:j].tolist()), borders, regime, came, link
+        key = mode.roles, mode.lower_peaks, tuple(instance.kind[i:j].tolist()), borders, regime, came, link
         if key not in cache:
             before = pick[-1] if i else None
             cache[key] = _stage(instance, mode, i, j, s, before)
@@ -62,7 +62,7 @@ def _stage(
 ) -> tuple[int, ...] | None:
     """The candidates of a stage's layers, with room for the bytes that segments of several layers keep beyond their layers' shares."""
     full = stage_of(instance, all_candidates(instance), i, j, s, before)
-    chosen = (full if mode.roles is None else stage_of(instance, mode.allowed, i, j, s, before)).solve()
+    chosen = (full if mode.roles is None else stage_of(instance, mode.allowed, i, j, s, before)).solve(mode.lower_peaks)
     whole = _whole(instance, mode, i, j, instance.regime(s))
     found = [full.improved(start) for start in (chosen, whole) if start is not None and full.offload_fits(start)]
     if not instance.segmented:
@@ -92,7 +92,7 @@ def _in_segments(
         spare = (low + high) / 2 if np.isfinite(high) else spare + min(over)
         j = i + len(trials[0])
         n, buffers, place, limit = instance.regime(s)
-        again = stage_of(instance, mode.allowed, i, j, s, before, spare).solve()
+        again = stage_of(instance, mode.allowed, i, j, s, before, spare).solve(mode.lower_peaks)
         whole = _whole(instance, mode, i, j, (n, buffers, place, limit - spare))
         found = [pick for pick in (again, whole) if pick is not None and full.offload_fits(pick)]
     return min(fit, key=full.seconds) if fit else None
@@ -132,9 +132,19 @@ def _devices(instance: Instance, mode: CandidateMode, bounds: tuple[int, ...], c
             place, limit = instance.layout.place[d], instance.layout.limit[d] * rooms[d]
             borders = tuple(border[i] if j == i + 1 else -1 for i, j in pairwise(layers))
             buffers = device_buffers(instance.schedule, d)
-            key = (mode.roles, tuple(kind[layers].tolist()), tuple(live), borders, place, buffers, limit)
+            key = (
+                mode.roles,
+                mode.lower_peaks,
+                tuple(kind[layers].tolist()),
+                tuple(live),
+                borders,
+                place,
+                buffers,
+                limit,
+            )
             if key not in cache:
-                cache[key] = LayerSelection(instance, mode.allowed, layers, live, place, buffers, limit).solve()
+                selection = LayerSelection(instance, mode.allowed, layers, live, place, buffers, limit)
+                cache[key] = selection.solve(mode.lower_peaks)
             chosen = cache[key]
             if chosen is None:
                 return None
