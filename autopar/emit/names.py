@@ -1,4 +1,4 @@
-"""Identifiers, string literals and comments in emitted code, made from the user's names."""
+"""Makes identifiers, string literals and comments of emitted code from the user's names."""
 
 from __future__ import annotations
 

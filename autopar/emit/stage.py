@@ -55,7 +55,7 @@ def stage_class(program: LocalProgram, stage: Stage, class_names: dict[int, str]
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a stage holds a layer: in a separate attribute, or in an ``nn.ModuleDict`` under the key ``number``."""
+    """The place of a layer in its stage: a separate attribute, or the key ``number`` of an ``nn.ModuleDict``."""
 
     attribute: str
     number: int | None = None
