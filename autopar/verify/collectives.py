@@ -33,7 +33,7 @@ ALL_RANKS = 16
 
 @dataclass(frozen=True, slots=True)
 class RecordedPlan:
-    """One plan: its recorded ranks, the number of their operations, and the findings."""
+    """One plan: its recorded ranks, the number of their operations, the wall time of the recording, and the findings."""
 
     kind: str
     plan: str

@@ -176,7 +176,7 @@ class _Search:
 
 
 def _parameter_gradient(program: LocalProgram, error: Error) -> Difference | None:
-    """Return the parameter at ``error.where``, as its first layer stores it, as the difference."""
+    """Return the gradient of the parameter at ``error.where`` as the difference, with the types in the first layer that has it."""
     axes = [axis.name for axis in program.plan.mesh]
     for layer, local in zip(program.graph.layers, program.layers, strict=True):
         for name, held in zip(layer.parameters, local.parameters, strict=True):

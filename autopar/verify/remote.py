@@ -1,4 +1,4 @@
-"""The functions that verification calls in its worker processes."""
+"""Functions that run in the worker processes of a verification."""
 
 from __future__ import annotations
 
