@@ -93,7 +93,7 @@ def check_collectives(program: LocalProgram) -> int:
 
 
 def _check_replicas(program: LocalProgram, crossed: set[str]) -> None:
-    """Raise if a collective in a layer or between layers crosses local SGD replicas; ``crossed`` are the axes of all collectives."""
+    """Raise ``ProgramError`` if a collective crosses local SGD replicas; ``crossed`` are the axes of all the program's collectives."""
     if not SYNC.averaging_steps(program.plan.sync):
         return
     replicas = {axis.name for axis in program.layers[0].strategy.replicas(program.plan.mesh)[0]}
