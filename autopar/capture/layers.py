@@ -88,7 +88,7 @@ def loss_node(gm: fx.GraphModule) -> Any:
 
 
 def _kind(node: fx.Node, owner: dict[fx.Node, int]) -> str | None:
-    """Return as which kind of input another layer reads ``node``; ``None`` if that layer computes the node itself."""
+    """Return the kind of input as which another layer reads ``node``; ``None`` if that layer computes the node itself."""
     if node.op == "placeholder":
         return next(kind for kind in ("parameter", "input", "constant", "state") if kind in meta(node))
     if meta(node).get("scalar"):

@@ -25,9 +25,7 @@ class RefuseLongLoops(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         frame = _of_user(sys._getframe(1))
-        if frame is not None and not isinstance(
-            func, MethodWrapperType
-        ):  # reads of attributes, which torch does itself, don't count
+        if frame is not None and not isinstance(func, MethodWrapperType):  # torch itself reads attributes of tensors
             self._count(frame)
         return func(*args, **(kwargs or {}))
 

@@ -149,7 +149,7 @@ class _Recorder(TorchFunctionMode):
         self.leaking: set[str] = set()
         self.read: set[str] = set()
         self.alive: list[Any] = []  # keeps objects alive, because their ids are compared
-        self.begun: dict[Any, _MemberCall] = {}  # the first call with each head and tensors
+        self.begun: dict[Any, _MemberCall] = {}  # the first call with each head and owned tensors
         self.zeros: dict[torch.dtype, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
