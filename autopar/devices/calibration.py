@@ -161,7 +161,7 @@ def _check_complete(figures: Sequence[Figure]) -> None:
 
 
 def elsewhere(found: Calibration) -> str:
-    """Return how the measured machine differs from this one, or an empty string."""
+    """Return how the measured machine differs from this one, or an empty string if it doesn't."""
     here = this_machine()
     if all(found.machine.get(key) == value for key, value in here.items()):
         return ""

@@ -209,12 +209,12 @@ class Cluster:
 
     @property
     def has_nvme(self) -> bool:
-        """Whether the cluster's NVMe is described."""
+        """Whether the cluster file describes NVMe drives."""
         return self.nvme is not None
 
     @property
     def nvme_path(self) -> str:
-        """The folder on NVMe for programs' files; empty if undescribed."""
+        """The folder on NVMe in which programs keep files; empty if the cluster file names none."""
         return self.nvme.path if self.nvme is not None else ""
 
     @property

@@ -1,4 +1,4 @@
-"""The explanation of a plan: what limits it, the value of more resources, and the alternatives."""
+"""Explains a plan: what limits it, the value of more resources, and the alternatives."""
 
 from __future__ import annotations
 

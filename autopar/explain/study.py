@@ -1,4 +1,4 @@
-"""A request that can be searched again with one thing changed: pins, memory limit, links, batch."""
+"""Searches a request again with one change, such as to pins, memory limit, links or batch."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """``actions`` are by pipeline rank, ``prices`` by layer, ``cost`` by stage."""
+    """A predicted step: ``actions`` has a tuple for each pipeline rank, ``prices`` an entry for each layer, ``cost`` one for each stage."""
 
     schedule: Schedule
     actions: tuple[tuple[Action, ...], ...]
