@@ -1,7 +1,7 @@
-"""The benchmark: automatic plans against hand-tuned ones, measured on this machine's devices.
+"""Measures automatic plans against hand-tuned programs on this machine's devices.
 
-``models`` has the models, ``baselines`` hand-written programs that only use PyTorch; ``contest`` runs all of them in the same processes,
-in turns; ``report`` makes tables, JSON lines and a plot.
+``models`` has the models, ``baselines`` the hand-written programs, which use only PyTorch. ``contest`` runs all programs in the same
+processes, in turns; ``report`` makes tables, JSON lines and a plot.
 """
 
 from autopar.bench.contest import contest

@@ -1,12 +1,12 @@
 """Hand-written training programs, as an expert builds them with PyTorch: DDP, FSDP2, tensor parallelism by ``parallelize_module``,
 pipelines with torch's schedules, and combinations of two of them.
 
-Everything here runs in the worker processes. A program is built from a ``HandTunedRecipe`` and steps on global batches.
+Everything here runs in the worker processes. A program is built from a ``HandTunedRecipe`` and trains on global batches.
 
-Torch's zero-bubble schedules (``SPLIT``) compute weight gradients separately from input gradients, by ``torch.autograd.grad``, which
-doesn't run the backward hooks of DDP and of FSDP with resharding: gradients are then silently wrong. So these schedules are refused with
-data parallelism. Without it they are exact; torch refuses them for compiled stages. DualPipeV is left out: it adds overlapped forward and
-backward passes to ZBV, which torch runs one after the other.
+Torch's zero-bubble schedules (``SPLIT``) compute weight gradients separately from input gradients, by ``torch.autograd.grad``. That
+doesn't run the backward hooks of DDP, nor those of FSDP with resharding, so gradients are silently wrong: these schedules are refused with
+data parallelism. Without it they are exact; torch refuses them for compiled stages. DualPipeV is left out, because it differs from ZBV
+only by overlapped forward and backward passes, which torch runs one after the other.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ _SCHEDULES: dict[str, Any] = {
     ZERO_BUBBLE_V: ScheduleZBVZeroBubble,
 }
 PIPELINES = ((ONE_F_ONE_B, 1), (INTERLEAVED, 2), (ZERO_BUBBLE, 1), (ZERO_BUBBLE, 2), (ZERO_BUBBLE_V, 2))
-"""What an expert tries for a pure pipeline: (schedule, stages per rank)."""
+"""The (schedule, stages per rank) that an expert tries for a pure pipeline."""
 
 
 @dataclass(frozen=True, slots=True)
 class HandTunedRecipe:
-    """A hand-tuned configuration. ``sharding`` of the data-parallel part: ``ddp``, ``fsdp`` (ZeRO-3) or ``fsdp-keep`` (ZeRO-2). DDP
-    overlaps reductions of buckets of ``bucket_mb``; FSDP prefetches one block. ``compiled``: ``torch.compile`` of the model;
-    ``autocast``: bfloat16 by ``torch.autocast``. A pipeline rank has ``chunks`` stages under torch's ``schedule``, looped or in a V
-    (``zbv``)."""
+    """A hand-tuned configuration. ``sharding`` is the kind of data parallelism: ``ddp``, ``fsdp`` (ZeRO-3) or ``fsdp-keep`` (ZeRO-2). DDP
+    reduces gradients in buckets of ``bucket_mb`` during the backward pass; FSDP prefetches one block. ``compiled``: the model runs under
+    ``torch.compile``; ``autocast``: in bfloat16 by ``torch.autocast``. A pipeline rank has ``chunks`` stages under torch's ``schedule``,
+    placed in a loop or in a V (``zbv``)."""
 
     data: int = 1
     tensor: int = 1
@@ -89,7 +89,7 @@ class HandTunedRecipe:
         return name + ", autocast" * self.autocast + ", compiled" * self.compiled
 
     def stages(self, rank: int) -> list[int]:
-        """Return a pipeline rank's stages, as torch places them."""
+        """Return the indices of a pipeline rank's stages, as torch places them."""
         return list(Schedule(self.schedule, self.pipeline, self.microbatches, self.chunks).own(rank))
 
     def to_dict(self) -> dict[str, Any]:
@@ -97,9 +97,10 @@ class HandTunedRecipe:
 
 
 def recipes(processes: int, subject: BenchModel) -> list[HandTunedRecipe]:
-    """Return what an expert would try on ``processes`` devices: each kind of parallelism, combinations of two, a few microbatch sizes.
+    """Return the recipes that an expert would try on ``processes`` devices: each kind of parallelism, combinations of two, a few numbers of
+    microbatches.
 
-    Pure pipelines are tried with every schedule (``PIPELINES``), combined ones with 1F1B. Every stage has a block.
+    A pure pipeline is tried with every schedule (``PIPELINES``), a combined one with 1F1B. Every stage gets at least one block.
     """
     found: list[HandTunedRecipe] = []
     factors = [n for n in range(1, processes + 1) if processes % n == 0]
@@ -124,7 +125,7 @@ def recipes(processes: int, subject: BenchModel) -> list[HandTunedRecipe]:
 
 
 class HandTuned:
-    """A recipe's program on this rank. ``step`` trains on a global batch and returns the loss."""
+    """The program of a recipe on this rank. ``step`` trains on a global batch and returns this rank's loss."""
 
     def __init__(self, subject: BenchModel, recipe: HandTunedRecipe, lr: float, device: str = "cpu") -> None:
         self.subject, self.recipe, self.device = subject, recipe, device
@@ -181,7 +182,7 @@ class HandTuned:
 
     @contextlib.contextmanager
     def _sync(self, last: bool) -> Iterator[None]:
-        """Reduce gradients only with the last microbatch."""
+        """A context in which the backward pass reduces gradients only if this is the ``last`` microbatch."""
         module = self.modules[0]
         if isinstance(module, DistributedDataParallel) and not last:
             with module.no_sync():
@@ -217,7 +218,7 @@ def _children(module: nn.Module) -> list[nn.Module]:
 
 
 def _shard_tensors(module: Stack, mesh: DeviceMesh) -> None:
-    """Shard as Megatron does, by columns and rows; a large vocabulary stays sharded for the loss."""
+    """Shard products as Megatron does, by columns and then by rows. The logits of a vocabulary stay sharded for the loss."""
     plan: dict[str, Any] = {}
     for name, child in module.named_modules():
         last = name.rpartition(".")[2]
@@ -230,7 +231,7 @@ def _shard_tensors(module: Stack, mesh: DeviceMesh) -> None:
 
 
 class _Stage(nn.Module):
-    """Consecutive children of a stack."""
+    """A pipeline stage: consecutive children of a ``Stack``."""
 
     def __init__(self, parts: list[tuple[str, nn.Module]]) -> None:
         super().__init__()
@@ -244,8 +245,9 @@ class _Stage(nn.Module):
 
 
 def _stage_of(module: Stack, index: int, count: int) -> _Stage:
-    """Distribute blocks evenly, with the embedding in the first stage and the head in the last. Earlier stages get the remaining blocks:
-    the head is more work than the embedding, and ranks with several stages differ by at most one block."""
+    """Return stage ``index`` of ``count``: an equal share of the blocks, with the embedding in the first stage and the head in the last.
+    Earlier stages get the remaining blocks, because the head is more work than the embedding; ranks with several stages then differ by at
+    most one block."""
     blocks = [(f"block{i}", block) for i, block in enumerate(module.blocks)]
     share, odd = divmod(len(blocks), count)
     start, end = (share * i + min(i, odd) for i in (index, index + 1))

@@ -1,8 +1,8 @@
-"""Measures the automatic program of a model and every hand-tuned one in turns.
+"""Measures the automatic program of a model and every hand-tuned program in turns.
 
-All contenders live in the same worker processes: a round visits each once, in random order, and times a few steps after an untimed one,
-so that a temporary slow-down of the machine affects all of them. A contender that fails is recorded with its error. The first losses must
-agree, so that all contenders do the same work.
+All these contenders are loaded in the same worker processes. A round visits each contender once, in random order, and times a few steps
+after an untimed one, so that a temporary slow-down of the machine affects all contenders. A hand-tuned contender that fails is recorded
+with its error. The losses of the first step must agree, which shows that all contenders do the same work.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from autopar.workload import Workload
 
 AUTOMATIC = "automatic"
 LEARNING_RATE = 1e-4
-TIMEOUT_S = 300.0  # of a call in the workers, and of a collective
+TIMEOUT_S = 300.0  # of one call of the workers, and of one collective
 LOSS_TOLERANCE = 2e-3
-"""Relative; reordered float32 sums differ by about 1e-6, losses of another computation by far more."""
+"""Relative tolerance. Float32 sums in another order differ by about 1e-6, losses of another computation by far more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A program's measurement. ``rounds_s`` are the medians of each round's timed steps, in seconds."""
+    """The measurement of one program. ``rounds_s`` has, for each round, the median seconds of its timed steps."""
 
     name: str
     recipe: dict[str, Any] | None
@@ -55,7 +55,8 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class ContestResult:
-    """A contest's outcome. ``ratio`` is automatic over best hand-tuned, with its 95 % bootstrap interval over rounds."""
+    """The result of a contest. ``ratio`` is the step time of the automatic program over that of the best hand-tuned one;
+    ``ratio_interval`` is its 95 % bootstrap interval over rounds."""
 
     name: str
     processes: int
@@ -106,13 +107,13 @@ def contest(
 ) -> ContestResult:
     """Measure ``model`` (a name of ``MODELS``) on as many processes of this machine as ``cluster`` has devices.
 
-    The plan is for ``cluster``; the hand-tuned programs are ``choices``, by default ``recipes``. ``places`` starts the processes in other
-    network namespaces. After every round, hand-tuned contenders whose median is twice that of the best are dropped; those that remain have
-    a time for every round, paired with the automatic program's. ``progress`` is called with the running contender, the number of visits
-    done, and their total number.
+    The plan is for ``cluster``; the hand-tuned programs are those of ``choices``, by default of ``recipes``. With ``places``, processes
+    run in other network namespaces. After every round, hand-tuned contenders that take more than twice as long as the best hand-tuned one
+    are dropped; those that remain have a time in every round, which is paired with the automatic program's. ``progress`` is called with the
+    running contender, the number of visits done, and their total number.
 
     Raises:
-        ProgramError: the automatic program's losses differ from the hand-tuned ones.
+        ProgramError: the first loss of the automatic program differs from that of a hand-tuned one.
         LaunchError: the automatic program fails, or all hand-tuned ones do.
     """
     subject = MODELS[model]
@@ -142,10 +143,11 @@ def contest(
 
 
 class Arena:
-    """The worker processes with all contenders: emitted programs, and hand-tuned ones by the names of their recipes.
+    """The worker processes with all contenders: emitted programs, and hand-tuned programs under the names of their recipes.
 
-    All start from the values of ``workload``'s model. ``rounds`` and ``losses`` have, by contender, the medians of each visit's timed
-    steps and the losses of all steps; ``errors`` the errors of hand-tuned contenders. Those of emitted programs are raised.
+    All contenders start from the values of ``workload``'s model. By the contender's name, ``rounds`` has the median seconds of the timed
+    steps of each visit, ``losses`` the losses of all steps, and ``errors`` the error of a hand-tuned contender that failed. The error of an
+    emitted program is raised.
     """
 
     def __init__(
@@ -179,9 +181,9 @@ class Arena:
     def open_program(
         self, name: str, graph: Graph, plan: Plan, change: Callable[[Path], None] = lambda folder: None
     ) -> None:
-        """Emit the program of a plan for ``workload``'s ``graph``, and open it; ``change`` may edit its folder first.
+        """Emit the program of ``plan`` for ``graph`` (of ``workload``), and load it in the workers; ``change`` may edit its folder first.
 
-        Raises ``LaunchError`` if it fails.
+        Raises ``LaunchError`` if the program fails.
         """
         folder, state = self.folder / name, self.folder / "state.pt"
         emit_program(graph, plan, folder)
@@ -192,27 +194,27 @@ class Arena:
         self._open(name, "open_program", str(folder), inputs, LEARNING_RATE, str(state), self.device)
 
     def open_hand_tuned(self, recipe: HandTunedRecipe) -> None:
-        """Open a hand-tuned program, or record its error in ``errors``."""
+        """Load a hand-tuned program in the workers, or record its error in ``errors``."""
         self._open(recipe.name, "open_hand_tuned", self.subject.name, recipe.to_dict(), LEARNING_RATE, self.device)
 
     def leave_out(self, slower_than: float) -> None:
-        """Drop contenders that failed, and hand-tuned ones that are ``slower_than`` times slower than the best hand-tuned one."""
+        """Drop contenders that failed, and hand-tuned ones that take more than ``slower_than`` times as long as the best hand-tuned one."""
         medians = {name: statistics.median(self.rounds[name]) for name in self.standing if name not in self.errors}
         limit_s = slower_than * min((s for name, s in medians.items() if name not in self._emitted), default=0.0)
         self.standing = [n for n, median_s in medians.items() if n in self._emitted or median_s <= limit_s]
 
     def visit(self, name: str) -> None:
-        """Run one untimed step, then ``steps`` timed ones."""
+        """Run one untimed step of a contender, then ``steps`` timed ones, and record their median and losses."""
         answers = self.call("autopar.bench.remote:steps", name, self.subject.name, 0, self.steps + 1)
         if answers is None:
             return
         self.rounds[name].append(statistics.median(answers[0]["seconds"][1:]))
         for of_ranks in zip(*(answer["losses"] for answer in answers), strict=True):
-            # each replica has its own mean loss; in a pipeline only the last stage has it
+            # each replica has the mean loss of its rows; in a pipeline only the last stage has a loss
             self.losses.setdefault(name, []).append(statistics.fmean(x for x in of_ranks if not math.isnan(x)))
 
     def check_losses(self, ours: str) -> None:
-        """Compare the losses of the first step, which has the same initial values and batch for all."""
+        """Raise ``ProgramError`` if a contender's loss in the first step, from the same values and batch, differs from that of ``ours``."""
         own = self.losses[ours][0]
         for name, (theirs, *_) in self.losses.items():
             if abs(theirs - own) > LOSS_TOLERANCE * abs(own):
@@ -222,7 +224,8 @@ class Arena:
                 )
 
     def call(self, target: str, name: str, *args: Any) -> list[Any] | None:
-        """Call ``"module:function"`` for a contender on every rank; return the results by rank, ``None`` if a hand-tuned one fails."""
+        """Call ``"module:function"`` for the contender ``name`` on every rank; return the results by rank, or ``None`` if a hand-tuned
+        contender fails."""
         try:
             return self._processes.call(target, name, *args, timeout_s=TIMEOUT_S)
         except LaunchError as error:
@@ -280,7 +283,7 @@ def _result(
 
 
 def paired_ratio(ours: tuple[float, ...], theirs: tuple[float, ...], seed: int) -> tuple[float, tuple[float, float]]:
-    """Return the median of ours/theirs over rounds, and its 95 % interval (percentile bootstrap; Efron and Tibshirani 1993, ch. 13)."""
+    """Return the median over rounds of ours / theirs, and its 95 % interval (percentile bootstrap; Efron and Tibshirani 1993, ch. 13)."""
     ratios = np.array(ours) / np.array(theirs)
     draws = np.random.default_rng(seed).choice(ratios, size=(2000, len(ratios)))
     low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])

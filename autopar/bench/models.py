@@ -1,6 +1,6 @@
-"""The benchmark's models: an embedding, blocks and a head, which are easy to cut and shard by hand.
+"""The benchmark's models: each is an embedding, blocks and a head, which are easy to cut and shard by hand.
 
-They are small enough for a laptop's CPU; one is bound by compute, one by parameters, one by activations, one by its vocabulary, one is
+They are small enough for a laptop's CPU. One is dominated by compute, one by parameters, one by activations, one by its vocabulary; one is
 deep.
 """
 
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class BenchModel:
-    """A model with its data: ``build()`` makes the module (values from torch's generator), ``batch(seed)`` a global batch (inputs,
-    targets) of ``tokens`` tokens. ``blocks`` is the number of blocks."""
+    """A model with its data: ``build()`` makes the module (with values from torch's generator), ``batch(seed)`` a global batch (inputs,
+    targets) of ``rows`` rows and ``tokens`` tokens. ``blocks`` is the number of blocks."""
 
     name: str
     build: Callable[[], Stack]
@@ -29,7 +29,7 @@ class BenchModel:
 
 
 class Stack(nn.Module):
-    """``head(blocks(embedding(x)))``."""
+    """Computes ``head(blocks(embedding(x)))``."""
 
     def __init__(self, embedding: nn.Module, blocks: list[nn.Module], head: nn.Module) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Stack(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions; the number of heads follows from the weights, so that they may be sharded."""
+    """Causal self-attention with rotary positions. The number of heads follows from the size of ``q``, so that heads may be sharded."""
 
     def __init__(self, width: int, head: int) -> None:
         super().__init__()
@@ -60,7 +60,8 @@ class Attention(nn.Module):
 
 
 def _rotate(x: Tensor) -> Tensor:
-    """Rotary positions (Su et al. 2021, eq. 34), halves paired; angles in float32, the result in the dtype of ``x``."""
+    """Return ``x`` with rotary positions (Su et al. 2021, eq. 34; dim i is paired with dim i + half). Angles are in float32, the result in
+    the dtype of ``x``."""
     half = x.shape[-1] // 2
     rates = 10000.0 ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
     angle = torch.arange(x.shape[-2], device=x.device, dtype=torch.float32).unsqueeze(1) * rates
@@ -69,7 +70,7 @@ def _rotate(x: Tensor) -> Tensor:
 
 
 class GatedMLP(nn.Module):
-    """``down(silu(gate(x)) * up(x))`` (Shazeer 2020)."""
+    """Computes ``down(silu(gate(x)) * up(x))`` (Shazeer 2020)."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -106,7 +107,7 @@ class WideBlock(nn.Module):
 
 
 class GPTBlock(nn.Module):
-    """A block of GPT-2's kind: layer norms, and biases in the wide layers."""
+    """A block as in GPT-2: layer norms, and biases in the MLP; positions are rotary."""
 
     def __init__(self, width: int, head: int, inner: int) -> None:
         super().__init__()
@@ -120,7 +121,7 @@ class GPTBlock(nn.Module):
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean cross entropy over all tokens."""
+    """Return the mean cross entropy over all tokens; ``logits`` is (b, s, vocabulary), ``labels`` (b, s)."""
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
@@ -179,5 +180,5 @@ LARGE: dict[str, BenchModel] = {
 
 
 def subject(name: str) -> BenchModel:
-    """Return a model of either table."""
+    """Return the model ``name`` of ``MODELS`` or ``LARGE``."""
     return MODELS[name] if name in MODELS else LARGE[name]

@@ -1,12 +1,13 @@
-"""The regret of the layout that the search chooses among published layouts, by their measured times.
+"""Computes the regret of the layout that the search chooses among published layouts, from their measured times.
 
-A cell is a group of rows: one model on one cluster with many layouts (degrees, ZeRO stage, microbatches), each measured or failed. Pins
-restrict the search to the layouts of the cell, with the row's recomputation and a cost model of the row's trainer; the search chooses the
-layout and the stage cuts. Layouts that exceed the memory limit with the trainer's cuts are left out, because those were measured.
-*Regret* is the measured time of the chosen layout over that of the fastest, minus one. If the chosen layout failed when it was measured,
-it counts as failed, and the regret of the fastest predicted layout that ran is reported.
+A cell is a group of rows: one model on one cluster with many layouts (degrees, ZeRO stage, microbatches), each measured or failed. For each
+layout, pins restrict the search to that layout, with the row's recomputation and a cost model of the row's trainer; the search chooses the
+stage cuts. The layout with the shortest predicted time is the automatic choice. Layouts that exceed the memory limit with the trainer's
+cuts are left out, because the measured runs used those cuts. *Regret* is the measured time of the chosen layout over that of the fastest,
+minus one. If the chosen layout failed when it was measured, the choice counts as failed, and the regret is that of the layout with the
+shortest predicted time among those that ran.
 
-Layouts whose predicted time with equal stages is more than ``HOPELESS`` times the cell's minimum aren't searched.
+Layouts whose predicted time with the trainer's cuts is more than ``HOPELESS`` times the cell's minimum aren't searched.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ HOPELESS = 1.3
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLayout:
-    """A layout with its predicted and measured step in seconds; ``measured_s`` is ``None`` if it failed."""
+    """A layout with its predicted and measured seconds per step; ``measured_s`` is ``None`` if it failed."""
 
     id: str
     predicted_s: float
@@ -38,7 +39,9 @@ class MeasuredLayout:
 
 @dataclass(frozen=True, slots=True)
 class CellResult:
-    """A cell. ``choice`` is the automatic layout, ``ran`` the fastest predicted one that ran (the same unless it failed)."""
+    """The result of one cell: it has ``layouts`` rows, of which ``measured`` ran; for ``searched`` layouts the search found a plan.
+    ``choice`` is the automatic layout, ``ran`` the one with the shortest predicted time that ran (the same unless ``choice`` failed),
+    ``best`` the one with the shortest measured time."""
 
     name: str
     devices: int
@@ -65,7 +68,8 @@ class CellResult:
 def published(
     path: str | Path, progress: Callable[[str, int, int], None] = lambda what, done, total: None
 ) -> list[CellResult]:
-    """Return the cells of the file in which at least two layouts ran. Raises ``UsageError`` if it can't be read or has none."""
+    """Return the results of the file's cells in which at least two layouts ran. Raises ``UsageError`` if the file can't be read or has no
+    such cell."""
     groups: dict[str, list[tuple[int, Mapping[str, Any]]]] = {}
     for number, row in enumerate(read_file(path), 1):
         if not isinstance(row, str):
@@ -122,7 +126,7 @@ def _cell(bench: Bench, name: str, rows: Sequence[tuple[int, Mapping[str, Any]]]
 
 
 def automatic_s(bench: Bench, row: Row) -> float | None:
-    """Return the predicted seconds of the best plan with the row's layout, or ``None``."""
+    """Return the predicted seconds per step of the best plan with the row's layout, or ``None`` if the search finds none."""
     s = row.setting
     try:
         graph, cluster, pricer = bench.prices(row)

@@ -1,4 +1,4 @@
-"""Functions that a benchmark calls in its worker processes: the compared programs are loaded once, and run their steps in turns."""
+"""Functions that a benchmark calls in its worker processes, which load every compared program once and run their steps in turns."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ _contenders: dict[str, Step] = {}
 
 
 def open_hand_tuned(name: str, model: str, recipe: dict[str, Any], lr: float, device: str) -> None:
-    """Load a hand-written program for ``model``."""
+    """Load the hand-written program of ``recipe`` for ``model`` as the contender ``name``."""
     _contenders[name] = HandTuned(subject(model), HandTunedRecipe(**recipe), lr, device).step
 
 
 def open_program(name: str, folder: str, inputs: list[str], lr: float, state: str, device: str) -> None:
-    """Load an emitted program with the values in the file ``state``; ``inputs`` are its names for the batch's two tensors."""
+    """Load an emitted program as the contender ``name``, with the values in the file ``state``; ``inputs`` has the program's names for the
+    batch's two tensors."""
     options = {"optimizer": None, "lr": lr, "seed": 0, "max_norm": None, "state": state}
     trainer = remote.open_trainer(folder, options, device=device, timeout_s=300)
     _contenders[name] = lambda *batch: float(trainer.step(dict(zip(inputs, batch, strict=True))))
 
 
 def steps(name: str, model: str, seed: int, count: int) -> dict[str, list[float]]:
-    """Run ``count`` timed steps; return the seconds from a barrier to this rank's update, and the losses."""
+    """Run ``count`` steps of a contender; return the seconds of each, from one barrier to the next, and the losses on this rank."""
     batch = subject(model).batch(seed)
     seconds, losses = [], []
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""The result of a contest as a table, JSON lines and a plot."""
+"""Presents the result of a contest as a table, as JSON lines and as a plot."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from autopar.picture import pyplot, save
 
 
 def table(result: ContestResult, make: Callable[[str], Any]) -> Any:
-    """Fill the rich table that ``make`` creates from a title: the automatic program first, then the hand-tuned ones, fastest first."""
+    """Return the table that ``make`` creates from a title, filled with the automatic program first, then the hand-tuned ones, fastest
+    first."""
     made = make(f"{result.name} on {result.processes} processes")
     made.add_column("program", no_wrap=True)
     for name in ("ms a step", "fastest to slowest round", "predicted", "tokens/s", "automatic is"):
@@ -30,7 +31,7 @@ def failures(result: ContestResult) -> list[str]:
 
 
 def verdict(result: ContestResult) -> str:
-    """Return the ratio in one sentence."""
+    """Return a sentence with the ratio of automatic to best hand-tuned."""
     low, high = result.ratio_interval
     return (
         f"automatic / best hand-tuned ({result.best}) = {result.ratio:.2f}, 95 % interval {low:.2f} to {high:.2f}, "
@@ -39,12 +40,12 @@ def verdict(result: ContestResult) -> str:
 
 
 def write_lines(results: Iterable[ContestResult], path: Path) -> None:
-    """Write one JSON object per line."""
+    """Write each result as one line of JSON."""
     path.write_text("".join(json.dumps(result.to_json()) + "\n" for result in results))
 
 
 def plot(lines: list[dict[str, Any]], path: Path) -> None:
-    """Draw the measured step times of ``ContestResult.to_json`` as bars, one panel per contest."""
+    """Draw the measured step times of contests (``ContestResult.to_json``) as bars, one panel per contest."""
     figure, panels = pyplot().subplots(len(lines), 1, figsize=(8, 3.2 * len(lines)), squeeze=False)
     for panel, line in zip(panels[:, 0], lines, strict=True):
         running = [(statistics.median(c["rounds_s"]) * 1e3, c["name"]) for c in line["contenders"] if c["rounds_s"]]

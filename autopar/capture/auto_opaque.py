@@ -1,9 +1,9 @@
-"""Makes modules opaque automatically if they can't be traced but every rank can execute them alike.
+"""Makes a module that can't be traced opaque, if every rank can execute it with the same result.
 
-Export fails inside a module: its control flow or a shape depends on the data, it computes derivatives in forward, or it calls a user's
-``autograd.Function``. If the module takes and returns tensors, of shapes that don't depend on their values, draws no random numbers and
-keeps no state, it becomes one op (``autopar.capture.opaque``), and the model is exported again. Its result's shape is observed on a copy
-of the model that runs on the batch: without values the module stays refused.
+Export fails inside a module if its control flow or a shape depends on the data, if it computes derivatives in forward, or if it calls a
+user's ``autograd.Function``. If the module takes and returns tensors whose shapes don't depend on values, draws no random numbers and keeps
+no state, it becomes one op (``autopar.capture.opaque``), and the model is exported again. A copy of the model runs on the batch to observe
+the shape of the module's result; if the batch has no values, the module stays refused.
 """
 
 from __future__ import annotations
@@ -71,8 +71,7 @@ def _tensors(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 def find(
     error: NotTraceableError, model: nn.Module, kept: dict[str, str], run: Callable[[nn.Module], object]
 ) -> tuple[dict[str, str], str]:
-    """Add the innermost module around the error that may become opaque, and all modules like it, to ``kept``; also return a note.
-
+    """Return ``kept`` with the innermost module around the error that may become opaque and all modules like it, and a note for the plan.
 
     ``run`` runs a copy of the model on values. Raises ``error`` if there is no such module.
     """
@@ -87,7 +86,7 @@ def find(
     for path in inside:
         kind = type(by_path[path])
         alike = [p for p in candidates if type(by_path[p]) is kind and p not in kept]
-        if kind.__module__.startswith("torch."):  # modules of a generic class have little in common
+        if kind.__module__.startswith("torch."):  # two modules of a generic class may have little in common
             alike = [path]
         alike = [p for p in alike if p in calls and calls[p].sound and calls[p].given]
         if path in alike:
@@ -104,7 +103,7 @@ def _note(paths: list[str], module: nn.Module, error: NotTraceableError) -> str:
 
 
 def _is_data(module: nn.Module) -> bool:
-    """Whether an equal module can be created from the class and plain attributes, and no submodule is opaque."""
+    """Return whether the class and plain attributes suffice to create an equal module, and no submodule is opaque."""
     return all(describe(each) is not None and not isinstance(each, Opaque) for each in module.modules())
 
 
@@ -135,7 +134,7 @@ def _alike(one: nn.Module, other: nn.Module) -> bool:
 
 
 def _ties(module: nn.Module) -> list[tuple[Any, ...]]:
-    """Return for every name of a tensor: its first name, shape, dtype and whether it is trained."""
+    """Return for every tensor name: the name, the tensor's first name, its shape, its dtype, and whether it is trained."""
     first: dict[Any, str] = {}
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     return [(name, first.setdefault(identity(t), name), t.shape, t.dtype, t.requires_grad) for name, t in tensors]
@@ -151,7 +150,7 @@ def _observed(model: nn.Module, paths: list[str], run: Callable[[nn.Module], obj
             vars(module)["forward"] = functools.partial(_observe, module, module.forward, calls[path])
         try:
             run(copy_of_model)
-        except Exception:  # the model fails on its own: the error of export says where
+        except Exception:  # the model itself fails, and export reports where
             return {}
     return calls
 
@@ -182,8 +181,8 @@ def _observe(module: nn.Module, forward: Callable[..., Any], calls: _Calls, *arg
 
 
 def _reaches_all(module: nn.Module, result: Any) -> bool:
-    """Whether every trainable parameter of the module gets a gradient from ``result``. An expert that no token chose gets none in eager
-    PyTorch, and the optimizer skips it; in a program, whose ranks see different tokens, it would have one."""
+    """Return whether every trainable parameter of the module gets a gradient from ``result``. An expert that no token chose gets none in
+    eager PyTorch, and the optimizer skips it; in a program, whose ranks see different tokens, it would have one."""
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not trainable or not torch.is_grad_enabled():
         return True
@@ -200,7 +199,7 @@ def paths_of(traceback: TracebackType | None, module: nn.Module) -> tuple[str, .
     by_attributes = {id(vars(each)): path for path, each in module.named_modules()}
     found: dict[str, None] = {}
     while traceback is not None:
-        caller = traceback.tb_frame.f_locals.get("self")  # or torch's proxy of a module, with the same attributes
+        caller = traceback.tb_frame.f_locals.get("self")  # a module, or torch's proxy of one with the same attributes
         path = by_attributes.get(id(vars(caller))) if isinstance(caller, nn.Module) else None
         if path:
             found[path] = None

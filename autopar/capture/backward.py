@@ -1,4 +1,4 @@
-"""Refuses code of the model that changes gradients outside its forward pass, such as hooks: a graph of the forward lacks such code."""
+"""Refuses code of the model that changes gradients outside of the forward pass, such as hooks: a graph of the forward lacks such code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OP_HINT = (
 
 TORCH = str(Path(torch.__file__).parent)
 NOT_USER_CODE = (TORCH, str(Path(__file__).parent), gradient_hooks.__code__.co_filename)
-"""Prefixes of the names of files that aren't the user's code."""
+"""Prefixes of the paths of files that aren't the user's code."""
 
 
 class NotTraceableError(CaptureError):
@@ -78,8 +78,8 @@ def refuse_unregistered_tensors(model: nn.Module) -> None:
 
 
 def refuse_scripts(model: nn.Module) -> None:
-    """Raise ``CaptureError`` for TorchScript modules with parameters or buffers, because their compiled code has references of its own to
-    these. Without any, TorchScript is traced like a function."""
+    """Raise ``CaptureError`` for TorchScript modules with parameters or buffers, because their compiled code holds other references to
+    these tensors. TorchScript without tensors is traced like a function."""
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and (held := [*module.parameters(), *module.buffers()]):
             name = getattr(module, "original_name", type(module).__name__)
@@ -133,7 +133,7 @@ def _refuse_lookup(node: fx.Node) -> None:
 
 def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Replaces ``autograd.Function.apply`` during export, because torch.export keeps a function's forward and loses its backward."""
-    if function is CheckpointFunction:  # its gradient is that of its forward; the plan decides on recomputation
+    if function is CheckpointFunction:  # the derivative of its forward is right; the plan decides on recomputation
         run, _, *inputs = args
         return run(*inputs)
     if function.__module__.partition(".")[0] == "torch":

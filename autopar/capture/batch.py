@@ -23,8 +23,8 @@ from autopar.errors import BatchError
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A tensor in a batch: its name in ``Graph.inputs``, global shape and dtype. ``shared`` is the user's shape of a tensor that is
-    expanded over the batch: no dims or one row."""
+    """A tensor in a batch: its name in ``Graph.inputs``, global shape and dtype. For a tensor that is expanded over the batch, ``shared``
+    is the shape in the user's batch: no dims, or one row."""
 
     name: str
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Static:
-    """A value that isn't a tensor."""
+    """A value in a batch that isn't a tensor."""
 
     value: Any
 
@@ -62,7 +62,7 @@ class BatchStructure:
 def describe_batch(
     model: nn.Module, batch: Any, loss_fn: Any = None, dtype: torch.dtype | None = None
 ) -> BatchStructure:
-    """Return the structure of an example batch; ``dtype`` casts its floating tensors.
+    """Return the structure of an example batch; floating tensors are described with ``dtype``, if it is given.
 
     Raises ``BatchError`` if there is no tensor, if the tensors disagree on the batch size (dim 0), or if the batch isn't the pair that
     ``loss_fn`` needs.
@@ -122,7 +122,7 @@ def check_tensors(where: str, value: Any) -> None:
 
 
 def takes_targets(loss_fn: Callable[..., Any]) -> bool:
-    """Whether ``loss_fn`` takes ``(output, targets)``; with a single required argument it takes the output alone."""
+    """Return whether ``loss_fn`` takes ``(output, targets)``; with a single required argument it takes only the output."""
     try:
         parameters = inspect.signature(loss_fn).parameters.values()
     except (TypeError, ValueError):  # a builtin without a signature
@@ -143,8 +143,8 @@ def flatten_batch(structure: BatchStructure, batch: Any) -> dict[str, torch.Tens
 
 
 def rebuild_batch(structure: BatchStructure, tensors: Sequence[torch.Tensor], *, by_rows: bool = False) -> Any:
-    """Invert ``flatten_batch``: put ``tensors``, in the order of the leaves, into the structure. With ``by_rows`` a single row that was
-    expanded over the batch stays expanded."""
+    """Invert ``flatten_batch``: put ``tensors``, in the order of the leaves, into the structure. With ``by_rows`` a single row that
+    ``flatten_batch`` expanded over the batch stays expanded."""
     return _rebuild(structure.tree, iter(tensors), by_rows)
 
 
@@ -216,7 +216,7 @@ def _checked(leaf: Leaf, tensor: Any, where: str) -> torch.Tensor:
     return tensor if leaf.shared is None else tensor.expand(leaf.shape)
 
 
-# names that a stage's forward and the schedule's step use otherwise
+# names that a stage's forward and the schedule's step use for something else
 _RESERVED = frozenset(
     ("self", "key", "hidden", "loss", "layer", "target", "losses", "return_outputs", "batch", "constants")
 ).union(("torch", "nn", "F", "spmd", "kernels", "opaque"), keyword.kwlist)

@@ -2,9 +2,9 @@
 
 A long sequence's mask has more elements than fit into memory, but two numbers decide nearly all of its blocks: where the largest key
 position is at most the smallest query position, ``key <= query`` is true throughout. ``Blocks.bounds`` computes such bounds by interval
-arithmetic (Moore, Interval Analysis, 1966): it applies the node's op, in the node's dtype, to the ends of the operands' intervals, so the
-rounding is the op's. Ops that aren't known to have their extremes at interval ends have no bounds unless their operands are single
-numbers (this includes ``exp``, whose last digit isn't monotone). ``Blocks.elements`` computes a block's elements.
+arithmetic (Moore, Interval Analysis, 1966): it applies the node's op, in the node's dtype, to the ends of the operands' intervals, so that
+bounds are rounded like elements. Ops that may have extremes inside an interval (even ``exp``, whose last digit isn't monotone) have no
+bounds unless their operands are single numbers. ``Blocks.elements`` computes a block's elements.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autopar.ops.facts import OpKind, facts, op_name
 from autopar.ops.operands import args_of, argument, shape_of, val
 
 SMALL = 2**16
-"""Nodes of up to this many elements are evaluated at once."""
+"""Nodes of up to this many elements are evaluated in full."""
 
 Block = tuple[tuple[int, int], ...]
 """(start, stop) along each dim."""
@@ -41,7 +41,7 @@ _TURNED = frozenset(("aten.transpose", "aten.t", "aten.permute"))
 class Blocks:
     """Bounds and elements of blocks of constant nodes. Results are cached until ``next``.
 
-    Raises ``TooLargeError`` for a node that can't be evaluated by blocks and is too large to be evaluated at once.
+    Raises ``TooLargeError`` for a node that can't be evaluated by blocks and is too large to be evaluated in full.
     """
 
     def __init__(self, evaluator: Evaluator) -> None:
@@ -56,7 +56,7 @@ class Blocks:
         self._elements.clear()
 
     def bounds(self, node: fx.Node, block: Block) -> tuple[Tensor, Tensor] | None:
-        """Return a lower and an upper bound of the block's elements, 0-d; ``None`` if they are unknown."""
+        """Return a lower and an upper bound of the block's elements, as 0-d tensors; ``None`` if unknown."""
         key = (node, block)
         if key not in self._bounds:
             self._bounds[key] = self._bounded(node, block)
@@ -133,7 +133,7 @@ class Blocks:
         return _extremes(torch.stack([end.to(dtype) for ends in found for end in ends]))
 
     def _compared(self, node: fx.Node, known: dict[fx.Node, tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor] | None:
-        """``eq`` and ``ne`` of operands whose bounds do not overlap."""
+        """Return the bounds of ``eq`` or ``ne`` if the operands' bounds don't overlap, else ``None``."""
         first, second = (known[a] if isinstance(a, fx.Node) else (torch.tensor(a),) * 2 for a in args_of(node)[:2])
         if not (bool(first[1] < second[0]) or bool(second[1] < first[0])):
             return None
@@ -169,7 +169,7 @@ class Blocks:
         return _call(node, found)
 
     def _is_whole(self, node: fx.Node) -> bool:
-        """Whether the node is evaluated at once: it is small, stored, or its op can't compute a single block."""
+        """Return whether the node is evaluated in full: it is small, stored, or its op can't compute a single block."""
         if node not in self._whole and (
             node.op != "call_function" or val(node).numel() <= SMALL or not _in_blocks(node)
         ):
@@ -192,7 +192,7 @@ def _behind(operand: fx.Node, block: Block) -> Block:
 
 
 def _moved(node: fx.Node, block: Block) -> tuple[fx.Node, Block] | None:
-    """For ops that only move elements, return the operand and its block that becomes ``block`` of the result."""
+    """Return the operand of an op that only moves elements, and the operand's block that becomes ``block``; ``None`` for other ops."""
     name = op_name(node)
     source = args_of(node)[0] if node.args and isinstance(args_of(node)[0], fx.Node) else None
     if source is None:
@@ -237,7 +237,7 @@ def _order(node: fx.Node) -> list[int]:
 
 
 def _turned(node: fx.Node, elements: Tensor) -> Tensor:
-    """Apply an op that moves elements to a block's elements."""
+    """Apply an op that only moves elements to the elements of a block of its operand."""
     name = op_name(node)
     if name in _TURNED:
         return elements.permute(_order(node))

@@ -1,9 +1,9 @@
 """Compares the captured graph with the model before planning, by running both on the same rows.
 
 The model runs eagerly (``eager``), the graph in the interpreter of ``reference``, both in float64. The loss, every gradient and every
-written buffer must agree over two steps, first with rows of the user's batch, then with another number of rows and with each tensor's
-values reordered. This reveals values that were baked into the graph: a counter, a Python random number, a size. The graphs of these runs
-are captured for few rows, and ``same_structure`` compares them node by node with the graph that is planned: only batch sizes may differ.
+written buffer must agree: over two steps with rows of the user's batch, then over one step with another number of rows and each tensor's
+values reordered. This reveals values that were baked into the graph: a counter, a Python random number, a size. Each comparison captures
+a graph for its few rows, and ``same_structure`` compares that graph node by node with the planned one: only batch sizes may differ.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from autopar.precision import name_of
 from autopar.torch_private import results_of_ops
 
 ROWS = 2
-"""Rows of the first comparison (batch norm needs two); the second has one more."""
+"""Number of rows of the first comparison (batch norm needs two); the second has one more."""
 DRAWN_BYTES = 2**26
 """A model on meta with up to this many bytes of parameters in float64 is compared with random values."""
 LIMIT_BYTES = 2**34
-"""A larger model (bytes in float64, with its gradients) isn't compared."""
+"""A model with more bytes of parameters and gradients in float64 isn't compared."""
 FLOOR = 1e-3
-"""Gradients below this fraction of the largest are compared relative to it: a bias before batch norm has a gradient of rounding errors,
-which two nearly equal rows amplify."""
+"""A gradient below this fraction of the largest one is compared relative to that fraction: the gradient of a bias before batch norm
+consists of rounding errors, which two nearly equal rows amplify."""
 MOST_OPERATIONS = 10**14
 """A comparison with more FLOPs (products, forward and backward) is skipped: it would take an hour."""
 MOST_ROWS = 64
-"""If the model doesn't run on fewer rows, the full batch is compared up to this many rows."""
+"""If the model doesn't run on fewer rows, a full batch of up to this many rows is compared."""
 HINT = (
     "capture must not change what a model computes: please report this model; until it is fixed, autopar.opaque(module) excludes the "
     "failing module from tracing, and --no-capture-check (capture_check=False) plans anyway"
@@ -113,7 +113,7 @@ def _without_comparison(graph: Graph, why: str) -> str:
 
 
 def _not_compared(graph: Graph, model: nn.Module, tensors: Sequence[Tensor]) -> str:
-    """Return the reason why the model can't be run, or an empty string."""
+    """Return the reason why the model can't run for a comparison, or an empty string."""
     if graph.valueless or any(buffer.is_meta for buffer in model.buffers()):
         return "buffers of the model are on meta"
     needed = 2 * 8 * sum(parameter.numel() for parameter in model.parameters())
@@ -127,8 +127,8 @@ def _not_compared(graph: Graph, model: nn.Module, tensors: Sequence[Tensor]) -> 
 
 
 def _operations(graph: Graph, rows: int) -> float:
-    """Return the FLOPs of two steps of ``rows`` rows and one of ``rows + 1``, by eager PyTorch and by the graph; backward has twice the
-    FLOPs of forward."""
+    """Return the FLOPs of two steps of ``rows`` rows and one of ``rows + 1``, each by eager PyTorch and by the graph; a backward pass has
+    twice the FLOPs of a forward pass."""
     by_class = {key: sum(map(model_flops, cls.graph.graph.nodes)) for key, cls in graph.classes.items()}
     return 3 * 2 * (3 * rows + 1) * sum(by_class[layer.cls] for layer in graph.layers) / graph.inputs[0].shape[0]
 
@@ -146,7 +146,7 @@ def _with_values(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _reordered(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Roll each tensor by one position along every dim but the batch."""
+    """Roll each tensor by one position along every dim except the batch; flip tensors that have no other dim."""
     return [
         tensor.roll([1] * (tensor.dim() - 1), list(range(1, tensor.dim()))) if tensor.dim() > 1 else tensor.flip(0)
         for tensor in tensors
@@ -157,8 +157,8 @@ class _Comparison:
     """Compares rows of a batch.
 
     ``numbers`` is the precision of the comparison: float64, or the model's if it doesn't run in float64. ``why`` is the reason why the
-    last rows weren't compared, ``difference`` where their graph differs from the planned one; ``chances`` are the dropout probabilities
-    that the model used.
+    last rows weren't compared, ``difference`` says where their graph differs from the planned one. ``chances`` are the dropout
+    probabilities that the model used.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class _Comparison:
             self.why = f"they do something else at {other}"
             return None
         given = self.eager_model()  # outside of the modes, which must not change initial values
-        with self.surroundings.restored(), self.modes():  # opaque modules run their own code
+        with self.surroundings.restored(), self.modes():  # opaque modules run the user's code
             steps_of_graph = list(graph_steps(small, given, tensors, eager))
         for number, (mine, theirs) in enumerate(zip(steps_of_graph, eager, strict=True)):
             off, where = _compared(mine, theirs, set(small.buffers))
@@ -241,7 +241,7 @@ class _Comparison:
         """Run steps of the model; if it fails, set ``why`` and return ``None``."""
         try:
             given = self.eager_model()
-        except Exception as error:  # of the user's classes
+        except Exception as error:  # raised by the user's classes
             self.why = f"the model cannot be copied ({_named(error)})"
             return None
         steps, parameters = list[EagerStep](), given.parameters
@@ -253,7 +253,7 @@ class _Comparison:
                         update(parameters, steps[-1].gradients)
                         before = {name: (p._version, p.data_ptr()) for name, p in parameters.items()}
                     steps.append(given.step(self._cast(tensors)))
-        except Exception as error:  # of the model's code
+        except Exception as error:  # raised by the model's code
             self.why = f"the model raises {_named(error)}"
             return None
         for name, p in parameters.items():
@@ -286,13 +286,13 @@ def graph_steps(
 
 
 def _named(error: Exception) -> str:
-    """Return an error in one line."""
+    """Return an error's class and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _chances(graph: Graph) -> set[float]:
-    """Return the probabilities of the dropout in a graph."""
+    """Return the nonzero dropout probabilities in a graph."""
     found = set()
     for cls in graph.classes.values():
         for node in cls.graph.graph.nodes:
@@ -313,7 +313,7 @@ def _other_branch(guards: Sequence[Guard], others: Sequence[Guard]) -> str:
 
 
 def _compared(mine: EagerStep, theirs: EagerStep, written: set[str]) -> tuple[Error, str]:
-    """Return the largest error of a step, and whether it is that of the loss, a gradient or a buffer."""
+    """Return the largest error of a step, and what has it: the loss, a gradient or a buffer."""
     error = _compare(mine.loss, mine.gradients, theirs.loss, theirs.gradients, floor=FLOOR)
     if not error.exact:
         return error, "the loss" if error.where == "loss" else "a gradient"
@@ -324,7 +324,7 @@ def _compared(mine: EagerStep, theirs: EagerStep, written: set[str]) -> tuple[Er
 
 
 def _compare(loss: float, mine: dict[str, Tensor], loss0: float, theirs: dict[str, Tensor], **how: Any) -> Error:
-    """``compare`` with equal NaNs and infinities, which a mask in a buffer may have, counted as equal."""
+    """Call ``compare`` without the positions at which both have the same infinity or NaN, as a mask in a buffer may."""
     ours, others = dict(mine), dict(theirs)
     for name in mine.keys() & theirs.keys():
         one, other = _real(mine[name]), _real(theirs[name])
@@ -345,11 +345,11 @@ def _noise(dtype: torch.dtype) -> float:
     return 1e4 * torch.finfo(dtype).eps
 
 
-# -- where it differs -------------------------------------------------------------------------------------------------
+# -- the first node that differs --------------------------------------------------------------------------------------
 
 
 def _located(comparison: _Comparison, graph: Graph, tensors: list[Tensor]) -> str:
-    """Return the first node whose value eager PyTorch never computes, with its line, or an empty string."""
+    """Describe the first node whose value eager PyTorch never computes, with its source line; return an empty string if there is none."""
     given = comparison.eager_model()
     with comparison.surroundings.restored(), comparison.modes():
         seen = _Seen()
@@ -365,7 +365,7 @@ def _located(comparison: _Comparison, graph: Graph, tensors: list[Tensor]) -> st
             reference.run(graph, given.parameters, batch, watch)
     lost: set[tuple[int, fx.Node]] = set()
     for layer, node in reversed(met):
-        # a value only in the graph (a product whose bias is added later) is fine if the model has the values computed from it
+        # the model may lack a value (a product before its bias is added) if it has the values that the graph computes from it
         ends = any(user.op == "output" or (layer, user) in lost for user in node.users)
         if ends and not met[layer, node] and node.op == "call_function":
             lost.add((layer, node))
@@ -378,7 +378,7 @@ def _located(comparison: _Comparison, graph: Graph, tensors: list[Tensor]) -> st
 
 
 class _Seen:
-    """Digests of all tensors that eager PyTorch computes: number of elements, and order-independent sums."""
+    """Digests of all tensors that eager PyTorch computes, by number of elements; a digest doesn't depend on the order of elements."""
 
     def __init__(self) -> None:
         self.digests: dict[int, list[Tensor]] = {}
@@ -398,11 +398,11 @@ def _digest(value: Tensor) -> Tensor:
     )
 
 
-# -- one graph and another --------------------------------------------------------------------------------------------
+# -- structure of two graphs ------------------------------------------------------------------------------------------
 
 
 def same_structure(graph: Graph, other: Graph) -> str:
-    """Return a difference between captures of a model for different numbers of rows, besides rows and precision, or an empty string."""
+    """Return the first difference, except in rows and precision, between captures for different numbers of rows, or an empty string."""
     rows, others = graph.inputs[0].shape[0], other.inputs[0].shape[0]
     if [layer.name for layer in graph.layers] != [layer.name for layer in other.layers]:
         return f"{len(graph.layers)} layers, not {len(other.layers)}"
@@ -421,7 +421,7 @@ def same_structure(graph: Graph, other: Graph) -> str:
 
 
 def _same_values(one: Tensor, other: Tensor) -> bool:
-    """Whether two constants are equal within the precision of the narrower dtype (rotary angles' rounding grows with the position)."""
+    """Return whether two constants agree to the narrower dtype's precision (the rounding of rotary angles grows with the position)."""
     exact = [t.dtype for t in (one, other) if t.is_floating_point() or t.is_complex()]
     tolerance = 10 * max(map(_noise, exact), default=0.0)
     mine, theirs = (_real(t).clamp(-_HUGE, _HUGE) for t in (one, other))
@@ -429,9 +429,9 @@ def _same_values(one: Tensor, other: Tensor) -> bool:
 
 
 def _skeleton(gm: fx.GraphModule) -> list[tuple[fx.Node, Any]]:
-    """Return the calls of a graph with their arguments, nodes by number.
+    """Return the calls of a graph with their arguments, in which numbers replace nodes.
 
-    Dropout, which the compared graphs lack, is skipped; so are casts between floating dtypes, because the precisions differ.
+    Dropout is skipped, because the compared graphs lack it, and so are casts between floating dtypes, because the precisions differ.
     """
     number: dict[fx.Node, int] = {}
     numbers = itertools.count()
@@ -469,7 +469,7 @@ class _Numbered(str):
 
 
 def _alike(one: Any, other: Any, rows: int, others: int) -> bool:
-    """Whether two arguments are equal, or numbers that scale with the rows."""
+    """Return whether two arguments are equal, except for numbers that scale with the rows and for floating dtypes."""
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, int | float) and isinstance(other, int | float):
@@ -478,7 +478,7 @@ def _alike(one: Any, other: Any, rows: int, others: int) -> bool:
         if isinstance(one, int) and isinstance(other, int):
             return rows != others and (one - other) % (rows - others) == 0 and (one - other) // (rows - others) > 0
         if any(one in limit and other in limit for limit in _LIMITS):
-            return True  # limits of two dtypes, as masks and norms use them
+            return True  # limits of two dtypes, which masks and norms use
         return math.isclose(one * rows, other * others, rel_tol=1e-6) or math.isclose(one, other, rel_tol=1e-6)
     if isinstance(one, tuple | list) and isinstance(other, tuple | list):
         return len(one) == len(other) and all(_alike(a, b, rows, others) for a, b in zip(one, other, strict=True))

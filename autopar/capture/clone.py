@@ -30,8 +30,8 @@ LOSS = "<loss_fn>"
 class FakeModel:
     """Fake-tensor copies of a model and its loss function.
 
-    ``buffers``: the real tensors of their buffers, by all names of each (none for a model on meta). ``mode``: the fake-tensor mode.
-    ``surroundings``: the external state that their code shares with the originals.
+    ``buffers`` has the real tensors of their buffers, under all names of each (none for a model on meta). ``mode`` is the fake-tensor mode,
+    ``surroundings`` the external state that the copies share with the originals.
     """
 
     module: nn.Module
@@ -78,12 +78,12 @@ def fake_model(
     for name, parameter in model.named_parameters():
         copied = None if name in without else nn.Parameter(fake(parameter), requires_grad=parameter.requires_grad)
         memo[id(parameter)] = memo.get(id(first[id(parameter)]), copied)
-    # tensors with a grad_fn: forward computes them anew before reading them, or capture refuses the model
+    # tensors with a grad_fn: forward must compute them again before it reads them, otherwise capture refuses the model
     memo |= {id(tensor): fake(tensor).requires_grad_() for tensor in computed(model).values()}
     both = nn.ModuleDict({"model": model})
     if isinstance(loss_fn, nn.Module):
         both[_LOSS_KEY] = loss_fn
-    attributes: dict[tuple[int, str], str] = {}  # one path by module and attribute, also of a module with several paths
+    attributes: dict[tuple[int, str], str] = {}  # one path each, even if the module has several
     values: dict[str, torch.Tensor] = {}
     for path, name, tensor in stored_tensors(both):
         owner = both.get_submodule(path)
@@ -112,7 +112,7 @@ def fake_model(
 
 
 def _configure(module: nn.Module, cache: bool) -> None:
-    """Switch a transformers model to implementations that can be captured, and replace gradient hooks."""
+    """Select implementations that can be captured in a transformers model, and replace gradient hooks."""
     for config in () if cache else configs_with_cache(module):
         config.use_cache = False
     choose_experts(module, _EXPERTS)
@@ -134,7 +134,7 @@ def choose_experts(module: nn.Module, implementation: str) -> None:
 
 
 def stored_tensors(root: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Yield module path, name and tensor of the buffers and of tensors in plain attributes.
+    """Yield the module path, name and tensor of every buffer and of every tensor in a plain attribute.
 
     A module with several paths appears once for each: code may look up a buffer by any of its names.
     """

@@ -1,7 +1,7 @@
 """Folds nodes that depend on neither inputs nor parameters: position ids, rotary tables, masks.
 
-Constants are evaluated on the CPU at full size (``evaluate``). A constant with equal rows along dim 0 is stored as one row and expanded
-again, so that the batch can still be sharded. Attention masks are recognised first (``masks``).
+Constants are evaluated on the CPU at full size (``evaluate``). A constant whose rows along dim 0 are equal is stored as one row, which an
+``expand`` repeats, so that the batch can still be sharded. Attention masks are recognised first (``masks``).
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def _freeze(value: Any) -> Any:
 
 
 def fold_constants(gm: fx.GraphModule, evaluator: Evaluator) -> dict[str, torch.Tensor]:
-    """Replace constant nodes that non-constant nodes read by placeholders with ``meta["constant"]``; return their values by name."""
+    """Replace the constant nodes that other nodes read by placeholders with ``meta["constant"]``, and return their values by name."""
     constants: dict[str, torch.Tensor] = {}
-    # compute all values before replacing any: a node that is too large to fold may be between two constants, and keeps its inputs
+    # compute all values before replacing any: a node that is too large to fold may lie between two constants, and keeps its inputs
     values = {node: value for node in gm.graph.nodes if (value := _foldable(evaluator, node)) is not None}
     for node, value in values.items():
         readers = [user for user in node.users if user not in values]
@@ -100,7 +100,7 @@ def _first_call(gm: fx.GraphModule) -> fx.Node:
 
 
 def simplify_constants(gm: fx.GraphModule, constants: dict[str, torch.Tensor]) -> None:
-    """Simplify ``x & True``, ``x | False`` and ``where(True, a, b)``, where the constant has equal elements."""
+    """Simplify ``x & True``, ``x | False`` and ``where(True, a, b)`` if the constant's elements are all equal."""
 
     def uniform(argument: Any) -> bool | None:
         while isinstance(argument, fx.Node) and argument.target is aten.expand.default:

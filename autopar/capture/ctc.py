@@ -1,8 +1,8 @@
 """Traces ``F.ctc_loss`` as one loss per example of padded labels.
 
-torch's op needs its lengths as values. Models often pass the labels as the concatenated valid elements of a padded table
-(``labels.masked_select(mask)``), whose size depends on values, too. If the lengths are ``mask.sum(-1)`` of the same mask, the table with
-each row's valid labels moved to its start is equivalent.
+torch's op needs the values of the lengths. Models often pass the labels as the concatenated valid elements of a padded table
+(``labels.masked_select(mask)``), whose size depends on values, too. If the lengths are ``mask.sum(-1)`` of the same mask, moving the valid
+labels to the start of their row gives an equivalent padded table.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class MaskedRows:
 
 
 class CtcLoss:
-    """Traces the loss; every call of a torch function in the forward goes through ``call``."""
+    """Traces the loss; every torch function that the forward calls goes through ``call``."""
 
     def __init__(self) -> None:
         self.counts: list[tuple[Tensor, Tensor, int]] = []

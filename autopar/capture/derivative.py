@@ -31,8 +31,8 @@ def record_derivative(
 ) -> tuple[Tensor | None, ...]:
     """Replace torch's autograd engine during export: record its call as one marker op.
 
-    Returns ``None`` for the inputs for which torch does. Without ``create_graph`` the gradients are detached, as torch's are. Raises
-    ``NotTraceableError`` if gradients would be added to parameters (``backward()``), or outside of a trace.
+    Like torch, it returns ``None`` for unused inputs, and detached gradients without ``create_graph``. Raises ``NotTraceableError`` if
+    gradients would be added to parameters (``backward()``), or outside of a trace.
     """
     cotangents = [tensor for tensor in grad_outputs if isinstance(tensor, Tensor)]
     if (
@@ -60,7 +60,7 @@ def _autograd_key(tensor: Tensor) -> tuple[int, int]:
 def _dependencies(outputs: Sequence[Tensor]) -> set[tuple[int, int]]:
     """Return the autograd keys of all tensors that ``outputs`` depend on."""
     keys = {_autograd_key(tensor) for tensor in outputs if tensor.requires_grad}
-    seen: dict[int, Any] = {}  # keeps the functions alive: a new object could get the id of a freed one
+    seen: dict[int, Any] = {}  # keeps the functions alive, because a new object could get the id of a freed one
     pending = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     while pending:
         function = pending.pop()

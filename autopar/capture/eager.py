@@ -27,7 +27,7 @@ _DROPOUT_ARGUMENTS = ("dropout_p", "dropout")
 class WithoutDropout(TorchFunctionMode):
     """A context in which dropout has probability 0 in every form: module, function, argument of attention.
 
-    ``seen``: whether the model used dropout; ``chances`` collects the probabilities of active dropout.
+    ``seen`` says whether the model used dropout; ``chances`` collects the probabilities of active dropout.
     """
 
     def __init__(self, chances: set[float] | None = None) -> None:
@@ -73,7 +73,7 @@ class DeterministicDraws(WithoutDropout):
         name = getattr(func, "__name__", "")
         if name not in _DRAWS:
             return super().__torch_function__(func, types, args, kwargs)
-        drawn = func(*args, **(kwargs or {}))  # for its shape, dtype and device
+        drawn = func(*args, **(kwargs or {}))  # called for the result's shape, dtype and device
         if not isinstance(drawn, Tensor):
             return drawn
         self.seen = True
@@ -117,7 +117,7 @@ class EagerStep:
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """Copies of a model and its loss function; ``dropout``: whether dropout was removed that ``WithoutDropout`` can't see."""
+    """Copies of a model and its loss function; ``dropout`` says whether dropout was removed that ``WithoutDropout`` can't see."""
 
     model: nn.Module
     loss_fn: Any
@@ -125,7 +125,7 @@ class Copied:
 
 
 def prepared(model: nn.Module, loss_fn: Any = None, dtype: torch.dtype | None = torch.float64) -> Copied:
-    """Copy ``model``, and ``loss_fn`` if it is a module, to ``dtype`` on the CPU, keeping modules' modes.
+    """Copy ``model``, and ``loss_fn`` if it is a module, to the CPU in ``dtype``, keeping the modules' modes.
 
     Parameters on meta get random values.
     """
@@ -141,12 +141,12 @@ def prepared(model: nn.Module, loss_fn: Any = None, dtype: torch.dtype | None = 
     recurrent = False
     for module in made[0].modules():
         if isinstance(module, nn.RNNBase) and module.dropout:
-            module.dropout, recurrent = 0.0, True  # passed to the kernel by position, not by name
+            module.dropout, recurrent = 0.0, True  # the kernel takes it by position, where WithoutDropout can't see it
     return Copied(made[0], made[1] if len(made) > 1 else loss_fn, recurrent)
 
 
 class EagerModel:
-    """Copies of a model and its loss function, run on batches of one ``structure``. ``written`` names frozen parameters that forward
+    """Runs copies of a model and its loss function on batches of one ``structure``. ``written`` names the frozen parameters that forward
     writes, which count as buffers."""
 
     def __init__(
@@ -179,7 +179,7 @@ class EagerModel:
         return call_model(self.model, self.structure, self.loss_fn, [tensor.clone() for tensor in tensors])
 
     def step(self, tensors: Sequence[Tensor]) -> EagerStep:
-        """Run a forward and backward pass, which changes buffers but not parameters."""
+        """Run a forward and backward pass, which changes buffers but not parameters, and return its results."""
         loss, parameters = self.loss(tensors), self.parameters
         loss.backward()  # not torch.autograd.grad, which ignores what a custom backward adds to .grad
         grads = {name: p.grad for name, p in parameters.items() if p.grad is not None}
@@ -189,7 +189,7 @@ class EagerModel:
 
 
 def update(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
-    """Step every parameter against its gradient, by ``MOVE`` of the parameter's largest element, so that tensors that share a
+    """Step every parameter against its gradient, by ``MOVE`` times the parameter's largest element, so that tensors that share the
     parameter's memory change visibly."""
     with torch.no_grad():
         for name, gradient in gradients.items():

@@ -1,7 +1,7 @@
 """Handles side effects of a traced forward that aren't calls of torch functions, or refuses them with their line.
 
-A trace runs a fake copy of the model once. Code that reaches past the copy (a loss function that holds the model), past torch (Python's
-random numbers) or past autograd (``.data``) would bake the values of this run into the graph.
+A trace runs a fake copy of the model once. Code that bypasses the copy (a loss function that holds the model), torch (Python's random
+numbers) or autograd (``.data``) would bake the values of this run into the graph.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _RANDOM_HINT = (
 
 @contextmanager
 def guarded(model: nn.Module, fake: nn.Module) -> Iterator[None]:
-    """The context in which ``fake``, a copy of ``model``, is traced."""
+    """A context for a trace of ``fake``, a fake copy of ``model``."""
     with ExitStack() as stack:
         stack.enter_context(custom_gradients_refused(record_derivative))
         stack.enter_context(inference_as_no_grad())
         stack.enter_context(_python_random_refused())
         stack.enter_context(_no_op_casts())
-        stack.enter_context(_UnifyMasks())  # outside of the next mode, which handles CTC's masked labels
+        stack.enter_context(_UnifyMasks())  # entered before the next mode, which handles CTC's masked labels
         meant = _RedirectToFakeModel(model, fake)
         stack.enter_context(
             mock.patch.object(Tensor, "register_hook", lambda tensor, hook: meant.register(tensor, hook))
@@ -52,7 +52,7 @@ def guarded(model: nn.Module, fake: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _no_op_casts() -> Iterator[None]:
-    """Make ``module.to(...)`` a no-op if all tensors already are as requested: torch would replace each, which export refuses."""
+    """Make ``module.to(...)`` a no-op if all tensors already have the device and dtype: torch would replace them, which export refuses."""
     to: Any = nn.Module.to
 
     def cast(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -69,9 +69,9 @@ def _no_op_casts() -> Iterator[None]:
 
 @contextmanager
 def assigned_buffers_written(module: nn.Module, registered: Collection[str]) -> Iterator[None]:
-    """On exit, write tensors that forward assigned to ``registered`` buffers (``self.mean = new``) into the buffers, which traces.
+    """On exit, copy the tensors that forward assigned to ``registered`` buffers (``self.mean = new``) into the buffers, as traced writes.
 
-    Export treats an assignment as Python state and restores the buffer. Assignments to other attributes are handled by ``state``.
+    Export treats an assignment as Python state and restores the buffer. ``state`` handles assignments to other attributes.
     """
     owners = {id(vars(each)): (path, each) for path, each in module.named_modules()}
     before = [(p, m, name, b) for p, m in owners.values() for name, b in m._buffers.items() if b is not None]
@@ -146,9 +146,9 @@ class _RedirectToFakeModel(TorchFunctionMode):
         super().__init__()
         self.ctc = CtcLoss()
         self.hooks = parameter_hooks(model, fake)
-        self.scaled: dict[int, tuple[Tensor, Tensor]] = {}  # tensor's id: the tensor, and it with a scaled gradient
+        self.scaled: dict[int, tuple[Tensor, Tensor]] = {}  # by id: the tensor, and its copy with a scaled gradient
         self.read: dict[int, Tensor] = {}
-        # id of the model's tensor: the fake copy's module with the corresponding tensor, and the tensor's name
+        # by the id of the model's tensor: the fake copy's module with the corresponding tensor, and the tensor's name there
         self.counterparts: dict[int, tuple[nn.Module, str]] = {}
         for path, module in model.named_modules():
             own = fake.get_submodule(path)
@@ -156,7 +156,7 @@ class _RedirectToFakeModel(TorchFunctionMode):
             self.counterparts |= {id(t): (own, name) for name, t in tensors if isinstance(t, Tensor)}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not isinstance(func, MethodWrapperType):  # reading an attribute is no computation
+        if not isinstance(func, MethodWrapperType):  # reads of attributes don't count
             self.read.update((id(tensor), tensor) for tensor in tensors_in((args, kwargs)))
         args, kwargs = self._redirected(args), self._redirected(kwargs or {})
         if func == _DATA.__set__:
@@ -170,7 +170,7 @@ class _RedirectToFakeModel(TorchFunctionMode):
         return self.ctc.call(func, args, kwargs)
 
     def register(self, tensor: Tensor, hook: Hook) -> RemovableHandle:
-        """``tensor.register_hook(hook)`` in forward."""
+        """Replace ``tensor.register_hook(hook)`` in forward: scale the gradient if that is all that the hook does, else refuse it."""
         if id(tensor) in self.read or not scales(hook):
             raise NotTraceableError(
                 f"{caller()} hooks a function into a gradient: torch.export keeps the tensor and loses the hook",
@@ -186,7 +186,7 @@ class _RedirectToFakeModel(TorchFunctionMode):
                 self.scaled[id(tensor)] = tensor, scaled(self.scaled.get(id(tensor), (tensor, tensor))[1], hook)
 
     def _with_hooks(self, tensor: Tensor) -> Tensor:
-        for owner, name, hooks in self.hooks:  # a trace replaces the fake copy's parameters
+        for owner, name, hooks in self.hooks:  # looked up each time: a trace replaces the parameters
             if getattr(owner, name) is tensor and id(tensor) not in self.scaled and is_traced():
                 self._scale(tensor, hooks)
         return self.scaled.get(id(tensor), (tensor, tensor))[1]
@@ -227,7 +227,7 @@ _REQUIRES_GRAD: Any = Tensor.requires_grad
 
 
 class _DrawnNumber:
-    """A random number between ``low`` and ``high`` that only allows comparisons with the same result for every draw, as ``draw < 0.0``."""
+    """A random number in [low, high] that only allows comparisons whose result is the same for every draw, such as ``draw < 0.0``."""
 
     def __init__(self, low: float, high: float, line: str) -> None:
         self.low, self.high, self.line = min(low, high), max(low, high), line

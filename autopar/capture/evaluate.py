@@ -1,7 +1,7 @@
 """Evaluates constant nodes, which depend on neither inputs nor parameters, on the CPU at full size.
 
-A value that is constant along a dim is stored with stride 0 there, and pointwise ops compute it once: a table that all 1,024 rows of a
-batch share costs one row. Strides and bits of the values decide this, never a size that happens to equal the batch's.
+A value that is constant along a dim has stride 0 along it, and pointwise ops compute it once: a table that 1,024 rows of a batch share
+costs as much as one row. Strides and bits of the values decide this, never a size that happens to equal the batch's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autopar.ops.operands import argument, shape_of, val
 from passes.clean.nodes import note
 
 BUDGET_BYTES = 2**28
-"""Maximum size of an op's result."""
+"""Maximum size of an op's result in bytes, with a dim of stride 0 counted as one element."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -31,7 +31,7 @@ class TooLargeError(Exception):
 class Evaluator:
     """Evaluates constant nodes of ``gm``.
 
-    ``values`` has the values of buffers by name. A buffer on meta gets distinct placeholder values, so that nothing seems uniform by
+    ``values`` has the values of buffers by name. A buffer on meta gets distinct placeholder values, so that nothing seems constant by
     accident, and is named in ``graph_meta(gm)["valueless"]``.
     """
 
@@ -65,7 +65,7 @@ class Evaluator:
         return list(ordered)
 
     def valued(self, node: fx.Node) -> bool:
-        """Whether every buffer that the constant node depends on has values."""
+        """Return whether every buffer that the constant node depends on has values."""
         seen, stack = {node}, [node]
         while stack:
             current = stack.pop()
@@ -76,7 +76,7 @@ class Evaluator:
         return True
 
     def _computed(self, node: fx.Node) -> Tensor | None:
-        """Compute the node's value; ``None`` if it or an operand is too large."""
+        """Return the node's value, or ``None`` if it or an operand is too large."""
         if node.op == "get_attr":
             return _once(getattr(self.gm, str(node.target)))
         if node.op == "placeholder":
@@ -153,11 +153,11 @@ _ALONG = {
     **dict.fromkeys(("sum", "mean", "amax", "amin", "any", "all", "argmax", "argmin", "flip"), ("dim", 1, None)),
     "diff": ("dim", 2, -1),
 }
-"""Ops along dims -> the argument with the dims, its position, and its default (``None``: all)."""
+"""Op -> the argument that has its dims, the argument's position, and its default (``None``: all dims)."""
 
 
 def by_rows(node: fx.Node) -> bool:
-    """Whether the op acts on each row along dim 0 independently."""
+    """Return whether the op acts on each row along dim 0 independently."""
     name, sizes = op_name(node).removeprefix("aten."), shape_of(node)
     shapes = [shape_of(operand) for operand in node.all_input_nodes]
     if not sizes or any(own[:1] != sizes[:1] for own in shapes):
@@ -175,7 +175,7 @@ def by_rows(node: fx.Node) -> bool:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of equal dtype and shape have equal bits: 0.0 and -0.0 differ, a NaN equals itself."""
+    """Return whether two tensors of equal dtype and shape have equal bits: 0.0 and -0.0 differ, a NaN equals itself."""
     return torch.equal(_as_integers(one), _as_integers(other))
 
 
@@ -191,7 +191,7 @@ def _as_integers(value: Tensor) -> Tensor:
 
 
 def _once(value: Tensor) -> Tensor:
-    """Return ``value`` with stride 0 along dim 0 if its rows are equal."""
+    """Return ``value``, with stride 0 along dim 0 if its rows are equal."""
     value = value.detach()
     if value.dim() == 0 or value.shape[0] < 2 or value.stride(0) == 0:
         return value
@@ -201,7 +201,7 @@ def _once(value: Tensor) -> Tensor:
 
 
 def stripped(value: Tensor | None) -> Tensor:
-    """Narrow each dim of stride 0 to one element."""
+    """Return ``value`` with each dim of stride 0 narrowed to one element."""
     assert value is not None
     for dim, (size, stride) in enumerate(zip(value.shape, value.stride(), strict=True)):
         if stride == 0 and size > 1:

@@ -106,7 +106,8 @@ def call_model(
     *,
     by_rows: bool = False,
 ) -> torch.Tensor:
-    """Return the loss of a batch whose tensors are in the order of the structure's leaves; ``by_rows`` as for ``rebuild_batch``."""
+    """Call the model on a batch and return its loss; ``tensors`` are in the order of the structure's leaves, ``by_rows`` as for
+    ``rebuild_batch``."""
     batch = rebuild_batch(structure, tensors, by_rows=by_rows)
     arguments, targets = batch if structure.paired else (batch, None)
     output = module(**arguments) if isinstance(arguments, dict) else module(*arguments)
@@ -168,8 +169,8 @@ def export(
 
     Returns the lifted graph with labelled placeholders (``passes.clean.nodes``), the values of its buffers and lifted constants by name
     (none for a model on meta), and the class name of every module by path (``""`` is the model). If ``batch`` has values, modules that
-    can't be exported become opaque ops where that is sound, and branches on the batch's values are specialised and guarded; notes on the
-    graph list both.
+    can't be exported become opaque ops if that is sound, and branches on the batch's values are specialised and guarded. The graph's notes
+    list both.
     """
     _refuse(model, loss_fn)
 
@@ -210,7 +211,7 @@ def export(
                 )
                 continue
             known = answers
-            try:  # an opaque module works for every batch, a guard only for batches with the same answers
+            try:  # an opaque module works for every batch, guards only for batches with the same values
                 kept, sentence = find_whole(error, model, kept, run)
                 notes.append(sentence)
                 answers = record_answers(model, run_kept) if known is not None else None
@@ -229,7 +230,7 @@ def export(
 
 
 def _refuse(model: nn.Module, loss_fn: Any) -> None:
-    """Raise ``CaptureError`` for what export would lose: hooks, unregistered or overlapping tensors, parameters of the loss."""
+    """Raise ``CaptureError`` for what export would lose: hooks, unregistered or overlapping tensors, parameters of ``loss_fn``."""
     refuse_hooks(model)
     refuse_unregistered_tensors(model)
     refuse_scripts(model)
@@ -251,7 +252,7 @@ def _exported(
 ) -> tuple[fx.GraphModule, dict[str, torch.Tensor]]:
     """Export once, with an opaque op for each module in ``kept`` and the recorded ``answers`` to reads of values."""
 
-    # with a key/value cache, transformers doesn't look for the documents that position_ids separate
+    # with a key/value cache, transformers doesn't use position_ids to separate documents
     cache = any(leaf.name == "position_ids" for leaf in structure.leaves) and bool(configs_with_cache(model))
 
     def fake_copy(**options: Any) -> FakeModel:
@@ -311,8 +312,8 @@ def _repeats(model: nn.Module, structure: BatchStructure, fake_copy: Callable[..
 
 @contextmanager
 def _traceable(model: nn.Module, copied: FakeModel) -> Iterator[Run]:
-    """A context in which torch's modules don't branch on values, code whose effect export would lose is refused, as are long loops; on
-    exit, tensors of the trace are removed from external state."""
+    """A context for a trace: torch's modules don't branch on values; long loops and code whose effect export would lose are refused. On
+    exit, the trace's tensors are removed from external state."""
     with copied.surroundings.restored() as run:
         with guarded(model, copied.module), masks_as_given(), plain_averages(), RefuseLongLoops():
             yield run
@@ -331,7 +332,7 @@ def _export(
     repeats: Repeats | None = None,
     answers: Answers | None = None,
 ) -> tuple[Any, Left]:
-    """Return the exported program, and the state that its forward changed."""
+    """Return the exported program, and the state that its forward left."""
     with copied.mode:
         tensors = tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") for leaf in structure.leaves)
     captured = _Captured(copied.module, copied.loss_fn, structure, _registered(model), answers)
@@ -375,7 +376,7 @@ def _complete_users(gm: fx.GraphModule) -> None:
 
 
 def _explain(error: Exception, module: nn.Module) -> CaptureError:
-    """Return a ``CaptureError`` with the user's source line and the reason."""
+    """Return a ``CaptureError`` with the user's source line and the reason why export failed."""
     kind, text = type(error).__name__, str(error).strip().split("\n")[0]
     dependent = (
         "DataDependent" in kind
@@ -435,7 +436,7 @@ def _label(
                 meta(node)["shares"] = sharing[name]
         else:
             if target in registered:
-                target = first_names[id(registered[target])]  # as for parameters
+                target = first_names[id(registered[target])]  # the first of its names, as for parameters
             meta(node)["buffer"] = target
             meta(node)["lifted"] = target not in registered
             if target in sharing:
@@ -458,7 +459,7 @@ def _label(
 
 
 def _check_constant(node: fx.Node, value: torch.Tensor) -> None:
-    """Refuse a tensor that export lifted as a constant although it isn't one."""
+    """Raise ``CaptureError`` for a tensor that export lifted as a constant although it isn't one."""
     where = source_line(next(iter(node.users))) if node.users else ""
     if value.requires_grad:
         refuse_unregistered(f"{where}\nreads a tensor", value)
@@ -470,7 +471,7 @@ def _check_constant(node: fx.Node, value: torch.Tensor) -> None:
 
 
 def _sharing(names: Collection[str], model: nn.Module) -> dict[str, str]:
-    """Map each tensor that shares another tensor's memory to the other's name."""
+    """Map the name of each tensor that shares memory with another tensor to the other's name."""
     found: dict[int, dict[int, str]] = {}
     places = {}
     for name in (*dict(model.named_parameters()), *names):
@@ -483,7 +484,7 @@ def _sharing(names: Collection[str], model: nn.Module) -> dict[str, str]:
 
 
 def _check_dtypes(gm: fx.GraphModule) -> None:
-    """Refuse products of mixed dtypes, which kernels reject but fake tensors accept."""
+    """Raise ``CaptureError`` for products of mixed dtypes, which kernels reject but fake tensors accept."""
     for node in gm.graph.nodes:
         if not facts(node).is_product:
             continue

@@ -1,12 +1,12 @@
 """Restores Python state outside of the model that its code writes: globals, attributes of classes and functions, closures, default
 arguments, caches.
 
-Capture runs copies of a model, which share such state: a trace would leave fake tensors there for the next run. So changes with tensors
-are undone after each run. A trace reports its changes, and ``state.check_again`` decides whether a later call would compute something
-else.
+Capture runs copies of a model, which share this state: a trace would leave fake tensors in it for the next run. So changes that involve
+tensors are undone after each run. A trace reports its changes, and ``state.check_again`` decides whether a later call would compute
+something else.
 
-The search starts at the model's classes and follows every class, function, container, object and Python module that the code refers to.
-Globals of an installed package are included if it defines a class of the model.
+The search starts at the model's classes and follows every class, function, container, object and Python module to which the code refers.
+It includes the globals of an installed package if the package defines a class of the model.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from autopar.capture.storage import items
 
 _MOST_ITEMS, _MOST_CONTAINERS = 10_000, 50_000
-"""Containers with more items are data and aren't followed; at most this many containers are, nearest first."""
+"""A container with more items counts as data and isn't searched; at most this many containers are searched, nearest first."""
 _NOT_THE_USERS = frozenset((*sys.stdlib_module_names, "torch", "numpy", "autopar", "passes", "pytest", "_pytest")) - {
     "__main__"
 }
@@ -56,10 +56,10 @@ class Place:
     content: Content
 
     def differs(self, content: Content) -> list[Any]:
-        """Return the keys at which ``content`` has another object."""
+        """Return the keys at which ``content`` has a different object."""
         mine = self.content
         if len(mine) == len(content) and all(map(operator.is_, mine.values(), content.values())):
-            return []  # nearly always: the same objects in the same order
+            return []  # the usual case: the same objects in the same order
         both = {**mine, **content}
         found = [key for key in both if not _same(mine.get(key, _MISSING), content.get(key, _MISSING))]
         return [key for key in found if key != _OF_PYTHON]
@@ -87,7 +87,7 @@ class StateChange:
 
 
 class Run:
-    """A run's changes, set when it has ended."""
+    """A run of the model; ``changes`` is set when it ends."""
 
     changes: tuple[StateChange, ...] = ()
 
@@ -103,8 +103,8 @@ class ExternalState:
     def restored(self) -> Iterator[Run]:
         """On exit, remove tensors that were stored since entry.
 
-        If a change has tensors, all changes are undone, since a flag may tell that a tensor is there. Otherwise they stay (counters, for
-        example), since other threads may write to the same namespaces.
+        If a change involves tensors, all changes are undone, since a flag may say that a tensor is there. Otherwise they stay (counters,
+        for example), since other threads may write to the same namespaces.
         """
         before = [Place(name, container, _content(container)) for name, container in self._containers]
         cached = [_cached_tensors(cache) for cache in self._caches]
@@ -129,18 +129,18 @@ def _changes(places: Iterable[Place]) -> Iterator[StateChange]:
     for place in places:
         now = _content(place.container)
         if keys := [key for key in place.differs(now) if key in place.content or not isinstance(now[key], _CODE)]:
-            # new functions, classes and modules were imported or defined by the run, and stay
+            # functions, classes and modules that the run imported or defined stay
             yield StateChange(place, now, tuple(keys))
 
 
-# -- what is followed --------------------------------------------------------------------------------------------------
+# -- the search for containers and caches ------------------------------------------------------------------------------
 
 
 class _Walk:
     def __init__(self, model: nn.Module, loss_fn: Any) -> None:
         self.containers: list[tuple[str, Any]] = []
         self.caches: list[Any] = []
-        self._seen: dict[int, Any] = {}  # with the objects, so that ids aren't reused
+        self._seen: dict[int, Any] = {}  # keeps the objects alive, so that ids aren't reused
         owners = [*model.modules(), *(loss_fn.modules() if isinstance(loss_fn, nn.Module) else ())]
         classes = list(dict.fromkeys(base for owner in owners for base in type(owner).__mro__))
         function = getattr(loss_fn, "__func__", getattr(loss_fn, "func", loss_fn))
@@ -176,7 +176,7 @@ class _Walk:
         elif _is_users(type(value)):
             self._waiting.append((type(value), type(value).__qualname__))
             attributes = _attributes(value)
-            if isinstance(value, nn.Module):  # besides these, torch's own tables of hooks and tensors
+            if isinstance(value, nn.Module):  # skip torch's own tables of hooks and tensors
                 self._seen |= {id(item): item for key, item in attributes.items() if key in _OF_TORCH}
             self._waiting.append((attributes, name))
             if _slots(value):
@@ -187,7 +187,7 @@ class _Walk:
             self._waiting.append((vars(sys.modules[name]), name))
 
     def _counts(self, name: str) -> bool:
-        """Whether the globals of a Python module are searched."""
+        """Return whether the globals of the Python module ``name`` are searched."""
         if _package(name) in _NOT_THE_USERS or name not in sys.modules:
             return False
         return name in self._defining or _is_not_installed(sys.modules[name])
@@ -220,7 +220,7 @@ class _Walk:
 
 
 def _is_users(kind: type) -> bool:
-    """Whether attributes of instances are followed: those of modules, and of classes outside of libraries."""
+    """Return whether the attributes of the class's instances are searched: those of modules, and of classes outside of libraries."""
     return (
         issubclass(kind, nn.Module | types.SimpleNamespace | threading.local)
         or _package(str(kind.__module__)) not in _NOT_THE_USERS
@@ -259,7 +259,7 @@ _CELL = object()
 
 def _attributes(value: Any) -> Any:
     if isinstance(value, threading.local):
-        return vars(value)  # of this thread
+        return vars(value)  # those of this thread
     try:
         return object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -268,13 +268,13 @@ def _attributes(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Slots:
-    """The slots of an object, as a container."""
+    """Represents the slots of ``owner`` as a container."""
 
     owner: Any
 
 
 def _slots(value: Any) -> dict[str, Any]:
-    """Return the descriptors of slots that Python classes define, by name; those of C classes may be computed, or read-only."""
+    """Return the descriptors of the slots that Python classes define, by name; slots of C classes may be computed or read-only."""
     found = [vars(base).items() for base in type(value).__mro__ if "__slots__" in vars(base)]
     return {name: each for items in found for name, each in items if isinstance(each, types.MemberDescriptorType)}
 

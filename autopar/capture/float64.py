@@ -1,7 +1,7 @@
-"""Float64 everywhere, to compare two programs to the last digits.
+"""Runs a model with float64 everywhere, to compare two programs to the last digits.
 
-Model code casts to float32 in places (norms, rotary tables, logits before a loss). There a "float64" model rounds to 24 bits, and a sum
-that is split over ranks differs in the eighth digit: too much to tell rounding from a wrong gradient.
+Some model code casts to float32 (norms, rotary tables, logits before a loss). There a "float64" model rounds to 24 bits, and a sum that is
+split over ranks differs in the eighth digit: too much to tell rounding from a wrong gradient.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Float64Everywhere(TorchFunctionMode):
     ) -> Any:
         if func in _CASTS:
             func = torch.Tensor.double
-        if func is torch.empty_strided:  # torch creates fake copies of tensors with it, whose dtype must stay
+        if func is torch.empty_strided:  # creates torch's fake copies of tensors, whose dtype must stay
             return func(*args, **(kwargs or {}))
         return func(*_widened(args), **_widened(kwargs or {}))
 

@@ -1,4 +1,4 @@
-"""FP8 matrix products, which a user allows with ``fp8``."""
+"""Runs a graph's matrix products in FP8, if the user allows ``fp8``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from passes.float8 import float8_pass, has_products, nodes_before_choices
 def in_float8(graph: Graph) -> Graph:
     """Return ``graph`` with FP8 products. Master weights, activations and other ops stay in bfloat16 and float32.
 
-    The head (the last layer with products, if its class occurs once) keeps its last products. Only bfloat16 graphs are changed.
+    In the head (the last layer with products, if its class occurs once) the last products stay in bfloat16. Only bfloat16 graphs change.
     """
     if graph.dtype != torch.bfloat16:
         return graph
@@ -34,7 +34,7 @@ def in_float8(graph: Graph) -> Graph:
 
 
 def _choice_outputs(graph: Graph) -> dict[str, set[int]]:
-    """Return, for each layer class, the outputs on which a choice in a later layer depends without a product in between."""
+    """Return for each layer class the outputs on which a choice (such as top-k) in a later layer depends, with no product in between."""
     choice_outputs: dict[str, set[int]] = {name: set() for name in graph.classes}
     values: set[str] = set()
     for layer in reversed(graph.layers):

@@ -1,9 +1,9 @@
-"""Opaque ops for a user's ``autograd.Function``: each distinct signature of its calls becomes one op that all ranks execute alike.
+"""Makes the calls of a user's ``autograd.Function`` opaque ops, which every rank executes: one op for each set of plain arguments.
 
 ``torch.export`` would keep the forward of such a function and lose its backward. A function becomes an op (``autopar.capture.opaque``)
-with its own backward if it takes tensors and plain data, returns tensors of shapes that don't depend on values, draws no random numbers
-and writes nothing. The shapes of its results are observed on a copy of the model. A function that takes modules (a reversible stack takes
-its blocks) is traced like plain code; the comparison with the model then shows whether its backward is the derivative of its forward.
+with the function's backward if it takes tensors and plain data, returns tensors whose shapes don't depend on values, draws no random
+numbers and writes nothing. A copy of the model runs to observe the shapes of its results. A function that takes modules (a reversible stack
+takes its blocks) is traced like plain code; the comparison with the model then shows whether its backward is the derivative of its forward.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autopar.errors import CaptureError
 from autopar.program.opaque import Applied
 
 Functions = dict[Any, "RecordedFunction | None"]
-"""Functions that become ops, by class; ``None`` for one that is traced through."""
+"""Function class -> its observed calls, which become ops; ``None`` if the function is traced like plain code."""
 _Signature = tuple[str, Shapes]
 """A call's plain arguments, and its tensors' shapes and dtypes."""
 
@@ -42,7 +42,7 @@ class RecordedFunction:
     ops: dict[str, tuple[str, nn.Module]] = field(default_factory=dict)
 
     def applied(self, *args: Any) -> Any:
-        """Call the op; ``None`` for a signature that wasn't observed."""
+        """Call the op and return its result; ``None`` for a signature that wasn't observed."""
         text, tensors = _plain(args), [arg for arg in args if isinstance(arg, Tensor)]
         if (text, shapes(tensors)) not in self.given:
             return None
@@ -56,7 +56,7 @@ class RecordedFunction:
 
 
 def observed(function: Any, model: nn.Module, run: Callable[[nn.Module], object]) -> RecordedFunction | None:
-    """Observe the calls of ``function`` while ``run`` runs a copy of ``model``; ``None`` if it may not become an op."""
+    """Return the calls of ``function`` while ``run`` runs a copy of ``model``; ``None`` if ``function`` may not become an op."""
     kept = RecordedFunction(function)
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -65,7 +65,7 @@ def observed(function: Any, model: nn.Module, run: Callable[[nn.Module], object]
     with torch.random.fork_rng(devices=[]), mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
         try:
             run(copied([model])[0])
-        except Exception:  # the model fails on its own: the error of export says where
+        except Exception:  # the model itself fails, and export reports where
             return None
     return kept if kept.sound and kept.given else None
 
@@ -114,7 +114,7 @@ OTHERS: tuple[Callable[[Tensor], Tensor], ...] = (
     _of_floats(torch.zeros_like),
     _of_floats(torch.ones_like),
 )
-"""Changes of the inputs' values; most value-dependent shapes and branches change under one of them."""
+"""Ways to change the inputs' values; most value-dependent shapes and branches change under one of them."""
 
 
 class _Always:
@@ -134,7 +134,7 @@ class _Context:
 
 
 def followed(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Trace the function's forward like plain code, with gradients enabled, so that its backward is the forward's derivative."""
+    """Call the function's forward like plain code, with gradients enabled, so that its backward is the forward's derivative."""
     context = () if function.setup_context is not torch.autograd.Function.setup_context else (_Context(),)
     with (
         mock.patch.object(torch.no_grad, "__enter__", lambda _: None),
@@ -156,7 +156,7 @@ _KEPT: list[Functions] = []
 
 @contextmanager
 def functions_kept(functions: Functions) -> Iterator[None]:
-    """Let calls of ``functions`` use their ops, or trace through them if there is no op."""
+    """A context in which calls of ``functions`` use their ops, or are traced like plain code if there is no op."""
     _KEPT.append(functions)
     try:
         yield
@@ -165,7 +165,7 @@ def functions_kept(functions: Functions) -> Iterator[None]:
 
 
 def applied(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a function by its op or trace through it; ``None`` for other functions and for signatures that weren't observed."""
+    """Call a function through its op or like plain code; return ``None`` for other functions and for signatures that weren't observed."""
     if not _KEPT or function not in _KEPT[-1]:
         return None
     kept = _KEPT[-1][function]

@@ -1,6 +1,6 @@
 """Replaces gradient hooks that multiply by constants with ops of the graph.
 
-A tensor ``y`` with a hook ``g -> g * c`` becomes ``y.detach() + (y - y.detach()) * c``, which has the same value, and a gradient that is
+A tensor ``y`` with a hook ``g -> g * c`` becomes ``y.detach() + (y - y.detach()) * c``, which has the same value, and whose gradient is
 multiplied by ``c``. A symbolic trace of the hook proves that it does nothing else. Other hooks are refused: clamping a gradient, for
 example, would be right only after the sum over all ranks and microbatches.
 """
@@ -57,7 +57,7 @@ def scales(hook: Hook) -> bool:
 
 
 def scaled(value: Tensor, hook: Hook) -> Tensor:
-    """Return ``value`` with its gradient multiplied by what ``hook`` multiplies by."""
+    """Return ``value`` with its gradient multiplied by the constants of ``hook``."""
     constant = value.detach()
     return constant + (value - constant) * hook(torch.ones_like(constant)).detach()
 
@@ -81,7 +81,7 @@ def has_hooks(model: nn.Module) -> bool:
 
 
 def _of_input(thing: Any) -> list[Hook]:
-    """Return the hooks on a parameter's gradient, or on that of a module's only input."""
+    """Return the hooks on the gradient of a parameter, or of a module's only input."""
     hooks, _ = gradient_hooks(thing) or ([], [])
     return [_of_first(hook, thing) for hook in hooks] if isinstance(thing, nn.Module) else hooks
 
@@ -122,7 +122,7 @@ def _changed(module: nn.Module, values: tuple[Any, ...], hooks: list[Hook]) -> t
 
 
 def parameter_hooks(model: nn.Module, fake: nn.Module) -> list[tuple[nn.Module, str, list[Hook]]]:
-    """Return module of the fake copy, name and hooks of every parameter that has hooks in ``model``."""
+    """Return the fake copy's module, the name and the hooks of every parameter that has hooks in ``model``."""
     found = []
     for name, parameter in model.named_parameters():
         hooks, _ = gradient_hooks(parameter) or ([], [])

@@ -1,6 +1,6 @@
 """Makes ops without a meta kernel opaque, such as ``istft`` and fake quantisation.
 
-Passes, the cost model and the type checker follow shapes on the meta device. Such an op becomes opaque like a module
+Passes, the cost model and the type checker compute shapes on the meta device. An op that can't run there becomes opaque like a module
 (``autopar.capture.opaque``), with the result shapes that ``torch.export`` determined.
 """
 
@@ -21,7 +21,7 @@ from passes.clean.nodes import add, calls, evaluate, flat, note, replace
 
 
 def keep_ops_without_shapes(gm: fx.GraphModule) -> None:
-    """Replace each op without a meta kernel by an opaque one. Raises ``CaptureError`` if it takes a list of tensors, or none."""
+    """Replace each op without a meta kernel by an opaque one. Raises ``CaptureError`` if the op takes a list of tensors, or no tensor."""
     for node in calls(gm):
         if op_name(node).startswith("aten."):
             try:

@@ -28,7 +28,7 @@ KINDS = ("activation", "input", "constant", "state", "scalar", "parameter")
 class Borders:
     """A layer's interface: the outside nodes that it reads, by kind and in order, its outputs, and the new values of buffers by name.
 
-    ``state`` are the buffers that the layer reads and the model writes.
+    ``state`` are the buffers that the layer reads and the model writes; ``body`` are the layer's nodes.
     """
 
     activation: list[fx.Node] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Borders:
 
 
 def borders(gm: fx.GraphModule, groups: list[NodeGroup]) -> list[Borders]:
-    """Return the borders of each group. Nodes that depend only on inputs are copied into the body of each group that needs them."""
+    """Return the borders of each group. A node that depends only on inputs is in the body of every group that needs it."""
     position = {node: index for index, node in enumerate(gm.graph.nodes)}
     owner = {node: index for index, group in enumerate(groups) for node in group.nodes}
     result = []
@@ -88,7 +88,7 @@ def loss_node(gm: fx.GraphModule) -> Any:
 
 
 def _kind(node: fx.Node, owner: dict[fx.Node, int]) -> str | None:
-    """Return the kind of input that ``node`` is for another layer; ``None`` if that layer computes it itself."""
+    """Return the kind of input as which another layer reads ``node``; ``None`` if that layer computes the node itself."""
     if node.op == "placeholder":
         return next(kind for kind in ("parameter", "input", "constant", "state") if kind in meta(node))
     if meta(node).get("scalar"):
@@ -99,8 +99,8 @@ def _kind(node: fx.Node, owner: dict[fx.Node, int]) -> str | None:
 def build_layers(
     groups: list[NodeGroup], interfaces: list[Borders], classes: dict[str, str], root: str
 ) -> tuple[tuple[GraphLayer, ...], dict[str, LayerClass], dict[str, Value]]:
-    """Return the layers, their classes by name, and the activations by name. ``classes`` maps module paths to class names, ``root`` is
-    the class name of the model."""
+    """Return the layers, their classes by name, and the activations by name. ``classes`` maps module paths to class names; ``root``
+    is the model's class name."""
     names = layer_names(groups, classes)
     values: dict[fx.Node, Value] = {}
     by_signature: dict[Any, LayerClass] = {}
@@ -139,8 +139,8 @@ def build_layers(
 def _local_names(stored: list[str], name: str, leaves: tuple[str, ...]) -> dict[str, str]:
     """Map the names of a layer's parameters and buffers in the model to names in the layer's class.
 
-    If all are in the module ``name``, names become relative to the module, so that equal modules have equal names. In a chain of modules
-    without submodules (``leaves``), the numbers of these become relative to the first.
+    If all of them are in the module ``name``, their names become relative to it, so that equal modules have equal names. In a chain of
+    modules without submodules (``leaves``), the modules' numbers become relative to the first.
     """
     if all(path.startswith(name + ".") for path in stored):
         return {path: path.removeprefix(name + ".") for path in stored}
@@ -157,12 +157,12 @@ def _local_names(stored: list[str], name: str, leaves: tuple[str, ...]) -> dict[
 
 
 def _buffer_names(border: Borders) -> list[str]:
-    """Return the written buffers that the layer reads or writes."""
+    """Return the names of the buffers that the model writes and the layer reads or writes."""
     return list(dict.fromkeys((*(meta(n)["buffer"] for n in border.state), *border.updates)))
 
 
 def layer_names(groups: list[NodeGroup], classes: dict[str, str]) -> list[str]:
-    """Name each group by its block; else by the module that contains all of the group and no block; else by a module with parameters:
+    """Return a name for each group: its block; else the module that contains all of the group and no block; else a module with parameters,
     the first one in the first group (the embedding), the last one in others (the head).
     """
     blocks = [group.block for group in groups if group.block]
@@ -206,7 +206,7 @@ def _has_parameters(group: NodeGroup, path: str) -> bool:
 
 
 def class_name(name: str, group: NodeGroup, classes: dict[str, str], root: str, *, first: bool, final: bool) -> str:
-    """Return the name of the layer's class: its module's class, or the model's class with the layer's role in it."""
+    """Return the name of the layer's class: its module's class, or the model's class with the layer's place (Embeddings, Head, Bridge)."""
     path = name.split("@")[0]
     is_module = path in classes and (
         bool(group.block) or all(p == path or p.startswith(path + ".") for p in group.paths if p)
@@ -219,7 +219,7 @@ def class_name(name: str, group: NodeGroup, classes: dict[str, str], root: str, 
 
 
 def _signature(border: Borders, names: dict[str, str]) -> Any:
-    """Return a key that is equal for two layers if and only if one graph can represent both."""
+    """Return a key that two layers share if and only if one graph can represent both."""
     index: dict[fx.Node, int] = {}
     key: list[Any] = []
     for kind in KINDS:
@@ -296,7 +296,7 @@ def _layer_class(name: str, border: Borders, names: dict[str, str]) -> LayerClas
 
 def _without_parameter(output: fx.Node, views: list[fx.Node] | None, env: dict[fx.Node, fx.Node]) -> fx.Node:
     """Return the output, cloned if it is a view of a parameter: ZeRO-3 frees the parameter at the layer's end, when a pipeline may still
-    send the output. The clone is of the smallest of ``views``, which lead from the parameter to the output."""
+    send the output. It clones the smallest of ``views``, the chain from the parameter to the output."""
     if views is None:
         return output
     sizes = [math.prod(shape_of(node)) for node in views]

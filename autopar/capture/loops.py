@@ -1,4 +1,4 @@
-"""Refuses long loops over data in a forward: a trace unrolls them, and a recurrence over thousands of positions becomes a graph that is
+"""Refuses long loops over data in a forward: a trace unrolls loops, and a recurrence over thousands of positions becomes a graph that is
 too large to plan."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from autopar.capture.backward import NOT_USER_CODE, OPAQUE_HINT, TORCH, NotTraceableError
 
 MAX_ITERATIONS = 1000
-"""How often an expression may be evaluated in one call of its function: more than layers, fewer than positions."""
+"""Maximum number of times that one call of a function may run an expression: more than a model has layers, fewer than positions."""
 
 
 class RefuseLongLoops(TorchFunctionMode):
@@ -54,7 +54,7 @@ class RefuseLongLoops(TorchFunctionMode):
 
 
 def _of_user(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost frame from ``frame`` on that isn't torch's; ``None`` if it is autopar's."""
+    """Return the innermost frame, from ``frame`` outwards, that isn't torch's; ``None`` if it is autopar's."""
     while frame is not None and frame.f_code.co_filename.startswith((TORCH, "<")):
         frame = frame.f_back
     return None if frame is None or frame.f_code.co_filename.startswith(NOT_USER_CODE) else frame

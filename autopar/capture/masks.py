@@ -3,7 +3,7 @@
 transformers builds an explicit mask of ``[batch, 1, sequence, sequence]`` from positions and passes it to
 ``scaled_dot_product_attention``, which then can't use its fast kernels. The mask's expression is evaluated at full size, block by block
 (``bounds``): bounds of the positions prove that blocks off the diagonal are entirely visible or hidden; blocks on the diagonal are
-computed. If the proof fails, the mask stays.
+computed. If neither a causal nor a full mask can be proved, the mask stays.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from autopar.ops.operands import args_of, shape_of, val
 from passes.clean.nodes import add, aten, calls, replace
 
 LEAF = 256
-"""Blocks of up to this many queries and keys are computed; larger ones are split into four."""
+"""Maximum numbers of queries and keys of a block that is computed; a larger block is split into four."""
 MOST_BLOCKS = 20_000
 """Maximum number of blocks to examine; a causal mask of a million positions has 16,000."""
 
 
 def recognise_masks(gm: fx.GraphModule, evaluator: Evaluator) -> None:
-    """Drop constant masks that allow everything; replace causal ones by ``is_causal=True``."""
+    """Drop constant masks that allow everything, and replace causal ones by ``is_causal=True``."""
     kinds: dict[fx.Node, str | None] = {}
     for node in calls(gm, aten.scaled_dot_product_attention.default):
         mask = args_of(node)[3] if len(node.args) > 3 else None
@@ -60,7 +60,7 @@ def classify_mask(evaluator: Evaluator, mask: fx.Node) -> str | None:
 
 
 def _proved(blocks: Blocks, mask: fx.Node, rest: Block, *, causal: bool) -> bool:
-    """Whether every query sees every key, or with ``causal`` exactly the keys up to its position."""
+    """Return whether it is proved that every query sees every key, or with ``causal`` exactly the keys up to its position."""
     queries, keys = shape_of(mask)[-2:]
     open_blocks, looked_at = [((0, queries), (0, keys))], 0
     while open_blocks:
@@ -90,7 +90,7 @@ def _halves(start: int, stop: int) -> list[tuple[int, int]]:
 
 
 def _seen(blocks: Blocks, mask: fx.Node, block: Block) -> bool | None:
-    """Whether all of the block is visible (true) or hidden (false); ``None`` if unknown."""
+    """Return true if all of the block is visible, false if all of it is hidden, and ``None`` if neither is known."""
     blocks.next()
     ends = blocks.bounds(mask, block)
     if ends is None and math.prod(stop - start for start, stop in block[-2:]) == 1:

@@ -1,12 +1,12 @@
-"""Opaque modules: one node in the graph, whose original code every rank executes alike.
+"""Opaque modules: a module becomes one node of the graph, and every rank executes its original code on the same inputs.
 
 This is for a module that ``torch.export`` refuses (data-dependent control flow, a foreign library call). The module becomes a torch
 custom op with its parameters among the operands, so that they stay parameters of the graph and get gradients. The op has no sharding
 rule: every axis replicates it. ``autopar.capture.auto_opaque`` does this automatically for modules that fail to trace.
 
-Limits: it takes tensors and returns a tensor, or tuples, lists and dicts of tensors and constant plain values; backward runs the module
-again, so it must not draw random numbers or change its buffers. An emitted program creates the module from its class's name and its
-attributes (``autopar.emit.opaque``), which must be plain data.
+Limits: the module takes tensors and returns a tensor, or tuples, lists and dicts of tensors and constant plain values. The backward pass
+runs the module again, so it must not draw random numbers or change its buffers. An emitted program creates the module from its class's
+name and its attributes (``autopar.emit.opaque``), which must be plain data.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class _Implementation:
     module: nn.Module
     output: Callable[..., Any] | None
     observed: dict[Shapes, Any] = field(default_factory=dict)
-    """The results of calls with values, on meta, by the inputs' shapes."""
+    """The results of calls with values, without their values (on meta), by the inputs' shapes."""
 
     def result(self, *inputs: Tensor) -> Any:
-        """Return the result on meta, from the user's ``output`` or an observed call with these shapes; otherwise it is like the first
-        input, if it was in all observed calls."""
+        """Return the result on meta: from the user's ``output``, else from an observed call with these shapes, else like the first input
+        if the results of all observed calls were like their first inputs. Otherwise raise ``CaptureError``."""
         if self.output is not None:
             return self.output(*inputs)
         key = shapes(inputs)
@@ -81,7 +81,7 @@ class Opaque(nn.Module):
 
 
 def call(name: str, module: nn.Module, *inputs: Tensor) -> Any:
-    """Apply the op to ``inputs`` and the tensors of ``module``, which is the op's module or one that differs only in its tensors. If all
+    """Apply the op to ``inputs`` and the tensors of ``module``, which is the op's module or differs from it only in its tensors. If all
     tensors have values, run the module instead, and store the shapes of its result."""
     implementation = _OPS[name]
     # the original's names: copies have more buffers, for tensors in plain attributes
@@ -98,7 +98,7 @@ def call(name: str, module: nn.Module, *inputs: Tensor) -> Any:
 
 
 def target_of(name: str, *, several: bool = False) -> Any:
-    """Return the operator, which takes the inputs and the module's tensors, and returns a tensor or, with ``several``, a list."""
+    """Return the operator. It takes the inputs and the module's tensors, and returns a tensor or, with ``several``, a list."""
     return _op(name + _SEVERAL if several else name)
 
 
@@ -109,11 +109,11 @@ def opaque_modules(graph: fx.Graph) -> dict[str, nn.Module]:
 
 
 def opaque(module: nn.Module, output: Callable[..., Any] | None = None) -> nn.Module:
-    """Wrap ``module`` so that capture doesn't trace into it and every rank executes it alike.
+    """Wrap ``module`` so that capture doesn't trace into it and every rank executes it on the same inputs.
 
     ``output`` is called with the inputs (without values) and returns the result's structure with tensors of its shapes and dtypes
-    (``torch.empty``). Without it, capture runs a copy of the model on the batch to find them; if the batch or the model has no values,
-    the result is assumed to be like the first input. Opaque modules can't be nested.
+    (``torch.empty``). Without ``output``, capture runs a copy of the model on the batch to find the shapes and dtypes; if the batch or the
+    model has no values, it assumes that the result is like the first input. Opaque modules can't be nested.
     """
     if not isinstance(module, nn.Module):
         raise UsageError(f"opaque takes a torch.nn.Module, not {module!r}", "wrap a function in a module")
@@ -133,7 +133,7 @@ def observe(model: nn.Module, run: Callable[[nn.Module], object]) -> None:
             run(copied([model])[0])
         except CaptureError:
             raise
-        except Exception:  # the model fails on its own: the error of export says where
+        except Exception:  # the model itself fails, and export reports where
             return
 
 
@@ -201,9 +201,9 @@ def shapes(tensors: Iterable[Tensor]) -> Shapes:
 
 
 def without_values(result: Any, name: str) -> Any:
-    """Return the result of the module ``name`` with its tensors on meta.
+    """Return ``result``, which the module ``name`` returned, with its tensors on meta.
 
-    Raises ``CaptureError`` if it has no tensor, or anything but tensors, plain values, and tuples, lists and dicts of them.
+    Raises ``CaptureError`` if it has no tensor, or has anything but tensors, plain values, and tuples, lists and dicts of these.
     """
     if not tensors_in(result):
         raise CaptureError(
@@ -229,7 +229,7 @@ def _other(result: Any) -> str | None:
 
 
 def _rebuilt(result: Any, tensors: Iterator[Tensor]) -> Any:
-    """Replace the tensors in ``result``, in order."""
+    """Return ``result`` with its tensors replaced by ``tensors``, in order."""
     if isinstance(result, Tensor):
         return next(tensors)
     if isinstance(result, dict):

@@ -1,4 +1,4 @@
-"""The stages of capture: export, clean, fold constants, segment."""
+"""``capture`` and its stages: export, clean, fold constants, segment."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def capture(
     ``(inputs, targets)`` and the loss is ``loss_fn(model(inputs), targets)``; a ``loss_fn`` of one argument gets only the output, and the
     batch is the inputs. ``precision`` (``"float64"``, ``"float32"``, ``"bfloat16"``, ``"float16"``) casts floating parameters, buffers and
     inputs. ``progress`` is called with each stage's name. With ``local_batch_norm`` batch norm uses the statistics of each rank's part of
-    each microbatch, as most trainers do; otherwise those of the global batch, as on one device.
+    each microbatch, as in most trainers; otherwise it uses those of the global batch, as on one device.
 
     Raises ``CaptureError`` (with the source line) if the model can't be exported, ``BatchError`` if the batch is invalid.
     """
@@ -66,7 +66,7 @@ def capture(
         structure = describe_batch(model, batch, loss_fn, dtype)
         report("export")
         gm, buffers, classes = export(model, structure, loss_fn, dtype, batch)
-        with without_function_modes():  # active modes are meant for the model's calls
+        with without_function_modes():  # the caller's modes are meant for the model's code, not for passes
             report("clean")
             graph_meta(gm)["local_batch_norm"] = local_batch_norm
             gm, constants = clean(gm, buffers)
@@ -168,7 +168,7 @@ def _eval_mode(model: nn.Module) -> list[str]:
 
 
 def _state(model: nn.Module) -> tuple[StateTensor, ...]:
-    """Return the model's parameters, then the buffers of its state dict, by each of their names."""
+    """Return the model's parameters, then the buffers of its state dict, with one entry for each of a tensor's names."""
     found, first = [], dict[Any, str]()
     kept = model.state_dict(keep_vars=True)
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -193,7 +193,7 @@ def _buffers(gm: fx.GraphModule, values: dict[str, torch.Tensor], model: nn.Modu
 
 
 def _dtypes(parameters: Mapping[str, Parameter]) -> list[tuple[torch.dtype, int]]:
-    """Return the parameters' floating dtypes with their numbers of elements, the most frequent first."""
+    """Return the parameters' floating dtypes with their numbers of elements, the largest number first."""
     found = Counter[torch.dtype]()
     for parameter in parameters.values():
         if parameter.dtype.is_floating_point:
@@ -202,7 +202,7 @@ def _dtypes(parameters: Mapping[str, Parameter]) -> list[tuple[torch.dtype, int]
 
 
 def _parameters(gm: fx.GraphModule, model: nn.Module) -> dict[str, Parameter]:
-    """Return the parameters that the graph reads, in the model's order; slices of a parameter in order."""
+    """Return the parameters that the graph reads, in the model's order, and slices of one parameter by their start."""
     found = [meta(n)["parameter"] for n in gm.graph.nodes if n.op == "placeholder" and "parameter" in meta(n)]
     order = {name: index for index, (name, _) in enumerate(model.named_parameters())}
     found.sort(key=lambda p: (order[p.original], p.start))

@@ -1,10 +1,10 @@
 """Finds the parameters that get a gradient: those that autograd reaches from the loss.
 
-``gradients_pass`` follows values forward, also from a parameter to an argmax, a comparison, or a ``detach``. There eager PyTorch leaves
-``grad`` at ``None``, and optimizers skip such parameters, weight decay included. A zero gradient (of ``floor``, of a dead ReLU) counts as
-a gradient.
+``gradients_pass`` marks every value that depends on a parameter, even through an argmax, a comparison or a ``detach``, which pass on no
+gradient. If the loss depends on a parameter only through such ops, eager PyTorch leaves ``grad`` at ``None``, and optimizers skip the
+parameter, weight decay included. A zero gradient (of ``floor``, of a dead ReLU) counts as a gradient.
 
-Whether an op's result has a gradient for an operand is found by running the op on meta tensors, not by a table.
+Running an op on meta tensors, not a table, tells whether a gradient flows from its result to an operand.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _LIMIT = 4096
 
 
 def freeze_unreached(gm: fx.GraphModule, loss: fx.Node) -> None:
-    """Mark parameters that get no gradient as not trainable, and update the graph's gradient marks.
+    """Mark parameters that get no gradient as not trainable, and update ``meta["gradient"]`` of all nodes.
 
-    A sliced parameter gets a gradient if any slice does.
+    A parameter that was sliced gets a gradient if one of its slices does.
     """
     reached = _reached(gm, loss)
     parameters = [node for node in gm.graph.nodes if node.op == "placeholder" and "parameter" in meta(node)]
@@ -48,7 +48,7 @@ def freeze_unreached(gm: fx.GraphModule, loss: fx.Node) -> None:
 
 def _reached(gm: fx.GraphModule, loss: fx.Node) -> set[fx.Node]:
     """Return the nodes that a gradient of the loss reaches."""
-    wanted: dict[fx.Node, set[int]] = {loss: {0}}  # node: indices of its results that have a gradient
+    wanted: dict[fx.Node, set[int]] = {loss: {0}}  # node -> indices of its results that have a gradient
     for node in reversed(gm.graph.nodes):
         if node not in wanted or node.op != "call_function":
             continue

@@ -15,7 +15,7 @@ from autopar.program.guards import hold
 def parameter_tensors(graph: Graph, originals: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the graph's parameters by name; a sliced parameter is a differentiable slice of its original.
 
-    ``originals`` has the user's parameters by any of their names.
+    ``originals`` has the user's parameters, each under any one of its names.
     """
     tensors = {}
     for name, parameter in graph.parameters.items():
@@ -27,6 +27,7 @@ def parameter_tensors(graph: Graph, originals: Mapping[str, Tensor]) -> dict[str
 
 
 Watch = Callable[[int, fx.Node, Any], None]
+"""A function that gets a layer's index, a node of the layer's class, and the node's value."""
 
 
 class _CallWatch(fx.Interpreter):
@@ -49,8 +50,8 @@ def run(
 ) -> Tensor:
     """Run the prelude and every layer's graph on a batch (by input name, see ``flatten_batch``) and return the loss.
 
-    ``parameters`` are the user's, by their names; gradients flow to them. ``watch`` is called for every node with the layer's index, the
-    node of its class's graph and its value. ``buffers`` has the buffers that earlier steps wrote, and receives those of this step.
+    ``parameters`` are the user's, by name; gradients flow to them. ``watch`` is called for every node. ``buffers`` has the buffers that
+    earlier steps wrote, and receives those of this step.
 
     Raises ``GuardError`` for a batch that violates a guard.
     """
@@ -75,7 +76,7 @@ def run(
         )
         cls = graph.classes[layer.cls]
         outputs = cls.graph(*arguments) if watch is None else _CallWatch(index, cls.graph, watch).run(*arguments)
-        values.update(zip(layer.outputs, outputs, strict=False))  # new values of buffers follow the layer's outputs
+        values.update(zip(layer.outputs, outputs, strict=False))  # new values of buffers follow the outputs
         names = dict(zip((buffer.name for buffer in cls.buffers), layer.buffers, strict=True))
         updates = outputs[len(layer.outputs) :]
         written.update((names[n], value.detach()) for n, value in zip(cls.updates, updates, strict=True))

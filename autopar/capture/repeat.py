@@ -2,13 +2,13 @@
 
 1. ``record`` runs the model once without values, outside of export. For every call of a member of a module list it records each torch
    function, its operands by their origin (the call's arguments, the member's parameters, an earlier result), every other argument by
-   value, and which of the call's tensors are identical. Calls with equal records do the same computation with their own parameters.
-2. During export the first of equal calls is traced between two markers; each of the others becomes one op (``traced_once``).
+   value, and which of the call's tensors are identical. Calls with equal records do the same computation with different parameters.
+2. During export, the first of several equal calls is traced between two markers; each of the others becomes one op (``traced_once``).
 3. ``expand`` replaces those ops in the exported graph by copies of the nodes between the markers.
 
-Missing information makes records differ, never agree: a tensor that no recorded function made, or an argument of unknown type, is
-represented by its identity. Calls whose tensors escape other than through the result (hooks that collect router logits) and modules that
-are called twice are traced in full; all calls are if a traced block writes to its arguments.
+Missing information can make equal calls look different, never the reverse: the record has the identity of a tensor that no recorded
+function made, and of an argument of unknown type. A call is traced in full if its tensors escape other than through the result (hooks that
+collect router logits) or if its module is called twice. All calls are traced in full if a traced block writes to its arguments.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from autopar.ops.meta import meta
 from autopar.torch_private import tree_flatten, tree_unflatten
 
 FEWEST = 3
-"""Minimum number of members of one type in a list for which tracing once pays."""
+"""Minimum number of members of one type in a module list for which tracing one of them pays off."""
 
 _PLAIN = (
     bool,
@@ -50,8 +50,8 @@ _PLAIN = (
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """``first`` maps the path of a repeated call to that of the first equal call, ``outputs`` to the call's result: its tree, and a
-    description (size, stride, dtype, device) of each tensor. ``read`` are members whose parameters are also read outside of the call."""
+    """``first`` maps the path of a repeated call to that of the first equal call. ``outputs`` maps it to the call's result: the
+    tree, and a description (size, stride, dtype, device) of each tensor. ``read`` are members whose parameters other code reads, too."""
 
     first: dict[str, str]
     outputs: dict[str, tuple[Any, tuple[Any, ...]]]
@@ -83,10 +83,10 @@ class _Fresh:
 
 @dataclass(slots=True)
 class _MemberCall:
-    """A member's call that is being recorded. ``seen`` maps the id of a tensor to its origin.
+    """The record of a member's call: ``lines`` has its torch functions, ``seen`` maps the id of a tensor to the tensor's origin.
 
     ``results`` has for each entry of ``lines`` a recipe for its result, or ``None`` if the function must be called. ``like`` is an earlier
-    call with the same start and all lines so far.
+    call that starts in the same way and has the same lines so far. ``made`` counts the tensors that the functions have made.
     """
 
     path: str
@@ -97,7 +97,7 @@ class _MemberCall:
     like: _MemberCall | None = None
 
     def of(self, value: Any) -> Any:
-        """Return a key of a value that equals only the key of the corresponding value of an equal call."""
+        """Return a key of a value; in an equal call, only the corresponding value has an equal key."""
         if isinstance(value, Tensor):
             return self.seen.get(id(value), ("outside", id(value)))
         if isinstance(value, tuple | list):
@@ -127,13 +127,13 @@ def _tensors(value: Any, found: list[Tensor]) -> list[Tensor]:
 class _Recorder(TorchFunctionMode):
     """Adds every torch function to the records of the open calls.
 
-    If an equal call has called the function at the same point with corresponding tensors, the result has the same shapes. On meta such
-    results are created without calling the function, which is several times faster.
+    If an equal call has called the function at the same point with corresponding tensors, the result has the same shapes. On meta, the
+    recorder then creates the result without calling the function, which is several times faster.
     """
 
     def __init__(self, module: nn.Module, members: dict[str, nn.Module]) -> None:
         super().__init__()
-        # before recording starts, which would record these accesses to tensors
+        # read before the mode is active, which would record these accesses to tensors
         self.own = {path: _named_tensors(m) for path, m in members.items()}
         names = Counter(id(tensor) for _, tensor in _named_tensors(module))
         self.owned = {path: _owned(own, names) for path, own in self.own.items()}
@@ -145,11 +145,11 @@ class _Recorder(TorchFunctionMode):
         self.closed: dict[str, tuple[Any, ...]] = {}  # path -> record
         self.outputs: dict[str, tuple[Any, tuple[Any, ...]]] = {}
         self.calls: Counter[str] = Counter()
-        self.maker: dict[int, tuple[str, ...]] = {}  # the calls that created a tensor and did not return it
+        self.maker: dict[int, tuple[str, ...]] = {}  # by id: the calls that created a tensor and did not return it
         self.leaking: set[str] = set()
         self.read: set[str] = set()
-        self.alive: list[Any] = []  # ids are compared, so nothing may be freed
-        self.begun: dict[Any, _MemberCall] = {}  # the first call with each beginning
+        self.alive: list[Any] = []  # keeps objects alive, because their ids are compared
+        self.begun: dict[Any, _MemberCall] = {}  # the first call with each head and owned tensors
         self.zeros: dict[torch.dtype, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -179,7 +179,7 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _known(self, lines: list[Any]) -> _Recipe | None:
-        """Return the recipe for the result that an equal call got at this point."""
+        """Return the recipe for the result that an equal call got at this point, or ``None``."""
         found = None
         for call, line in zip(self.open, lines, strict=True):
             if call.like is not None:
@@ -218,7 +218,7 @@ class _Recorder(TorchFunctionMode):
             if dtype not in self.zeros:
                 self.zeros[dtype] = torch.zeros((), dtype=dtype, device=device, requires_grad=True)
             with torch.enable_grad():
-                tensor.copy_(self.zeros[dtype])  # on meta several times faster than +=
+                tensor.copy_(self.zeros[dtype])  # several times faster than += on meta
         return tensor
 
     def run(self, path: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -243,7 +243,7 @@ class _Recorder(TorchFunctionMode):
             self.open.pop()
         returned, shape = tree_flatten(result)
         tensors = [leaf for leaf in returned if isinstance(leaf, Tensor)]
-        for tensor in tensors:  # returned, so it does not leak
+        for tensor in tensors:  # a returned tensor does not leak
             if path in self.maker.get(id(tensor), ()):
                 self.maker[id(tensor)] = tuple(p for p in self.maker[id(tensor)] if p != path)
         self.alive.append((args, kwargs, result))
@@ -263,8 +263,8 @@ def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 def _owned(own: list[tuple[str, Tensor]], names: Counter[int]) -> tuple[Any, ...]:
     """Return a key of a member's tensors: names, descriptions, and ties.
 
-    A tensor with several names inside of the member is represented by the first. One that also has a name outside of the member
-    (``names`` counts names in the model) is represented by its identity: only a member with the same tensor is equal.
+    A tensor with several names inside of the member has the first one in the key. A tensor that also has a name outside of the member
+    (``names`` counts all names in the model) has its identity in the key: only a member with the same tensor is equal.
     """
     inside = Counter(id(tensor) for _, tensor in own)
     first: dict[int, str] = {}
@@ -288,7 +288,7 @@ def _description(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def members(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the members of module lists and sequences with enough siblings of their type, by their first path."""
+    """Return the members of module lists and sequences that have enough siblings of their type, by the member's first path."""
     found: dict[str, nn.Module] = {}
     seen: set[int] = set()
     for path, parent in module.named_modules():
@@ -338,7 +338,7 @@ def record(module: nn.Module, run: Callable[[], Any]) -> Repeats | None:
     try:
         with recorder, _forwards(found, recorder.run):
             run()
-    except Exception:  # export raises the same error, and reports its line
+    except Exception:  # export raises the same error and reports its line
         return None
     first: dict[Any, str] = {}
     repeated = {}
@@ -374,7 +374,7 @@ def _again(tensors: Sequence[Tensor], path: str) -> list[Tensor]:
     raise AssertionError("markers are never run")
 
 
-_results: dict[str, tuple[Any, ...]] = {}  # descriptions of the results of ``autopar::again`` by path, during an export
+_results: dict[str, tuple[Any, ...]] = {}  # path -> descriptions of the results of ``autopar::again``, during an export
 
 
 @_enter.register_fake
@@ -428,10 +428,10 @@ Lifted = tuple[str, str, fx.Node]
 
 
 def expand(gm: fx.GraphModule, lifted: list[Lifted], repeats: Repeats, module: nn.Module) -> list[Lifted] | None:
-    """Replace ``autopar::again`` by copies of the traced blocks, remove the markers, and return all placeholders.
+    """Replace each ``autopar::again`` by a copy of the traced block, remove the markers, and return all placeholders.
 
-    Parameters of the model ``module`` that weren't exported get placeholders. Returns ``None``, with the graph in an unusable state, if a
-    block writes to its arguments or a parameter is missing: the caller exports again.
+    Parameters of the model ``module`` that weren't exported get placeholders. If a block writes to its arguments or a parameter is missing,
+    returns ``None`` and leaves the graph unusable: the caller must export again.
     """
     graph = gm.graph
     lifted = _with_parameters(graph, lifted, repeats, module)
@@ -505,7 +505,7 @@ def _between(entry: fx.Node, exit: fx.Node) -> list[fx.Node]:
 
 
 def _writes(body: list[fx.Node]) -> bool:
-    """Whether an op writes to a tensor, or a view of one, that the block didn't create."""
+    """Return whether an op writes to a tensor that the block didn't create, or to a view of such a tensor."""
     made = {n for n in body if not (n.target is operator.getitem and _marker(n.args[0]) == "enter")}  # type: ignore[arg-type]
     foreign = {n for n in body if n not in made}
     for node in body:
@@ -540,10 +540,10 @@ def _copy(
     env: dict[fx.Node, fx.Node] = dict(own)
     given: Any = node.args[0]
     results: Any = exit.args[0]
-    passed: dict[fx.Node, Any] = {entry: given}  # markers that the copy omits, by the values that pass through them
+    passed: dict[fx.Node, Any] = {entry: given}  # marker that the copy omits -> the values that pass through it
     with graph.inserting_before(node):
         for inner in body:
-            if _marker(inner):  # a marker of a block inside this one
+            if _marker(inner):  # a marker of a nested block
                 passed[inner] = map_arg(inner.args[0], lambda n: env.get(n, n))
                 continue
             source: Any = inner.args[0] if inner.args else None
@@ -561,7 +561,7 @@ def _copy(
 
 
 def _stack(inner: fx.Node, node: fx.Node, original: str) -> dict[str, Any]:
-    """Return the module stack of the copy of ``inner``: that of ``node``, which ends with its block, and the rest inside the block."""
+    """Return the module stack of ``inner``'s copy: that of ``node``, which ends with the block, then ``inner``'s modules in the block."""
     stack = dict(meta(node)["nn_module_stack"])
     path = str(node.args[1])
     key = next(reversed(stack))

@@ -1,8 +1,8 @@
 """Cuts the graph into layers: contiguous runs of nodes, with few activations across each cut.
 
-Cuts divide the **main** nodes, which depend on a parameter or draw random numbers. The others depend only on inputs and constants, and
-each layer recomputes those that it reads, so that only values with a gradient cross a cut. 0-d values of the inputs (the number of valid
-labels) are **scalars**: they depend on the global batch, and the prelude computes them once.
+Cuts divide the **main** nodes, which depend on a parameter or draw random numbers. The other nodes depend only on inputs and constants;
+each layer recomputes those that it reads, so that they don't cross a cut. 0-d values of the inputs (the number of valid labels) are
+**scalars**: they depend on the global batch, and the prelude computes them once.
 
 A layer is a block of the model (``model.layers.3``, ``encoder.block.0``, a child of a ``Sequential``). A chain of single modules
 (``Linear``, ``GELU``, ``Linear``) forms layers of two matrix products each, so that one can be column-parallel and the next row-parallel.
@@ -24,7 +24,7 @@ from autopar.ops.meta import graph_meta, meta
 from autopar.ops.operands import shape_of
 from passes.clean.nodes import calls, returned
 
-# a block's output and one more tensor (a position bias, a cell state); older skip tensors don't count
+# a block's output and one more tensor (a position bias, a cell state); skip tensors of earlier blocks don't count
 WIDEST_CUT = 2
 
 PRODUCTS_PER_LAYER = 2  # in a chain of single modules
@@ -32,10 +32,10 @@ PRODUCTS_PER_LAYER = 2  # in a chain of single modules
 
 @dataclass(slots=True)
 class NodeGroup:
-    """The main nodes of a layer, in order; ``block`` is their module (``""``: several modules).
+    """The main nodes of a layer, in order; ``block`` is their module (``""``: several modules), ``call`` the number of the module's call.
 
-    For a chain of single modules, ``leaves`` are the paths of those with parameters, and ``block`` is the module that contains exactly
-    these, or the first of them.
+    For a chain of single modules, ``leaves`` are the paths of the modules with parameters, and ``block`` is the module that contains
+    exactly this chain, or the first of ``leaves``.
     """
 
     nodes: list[fx.Node]
@@ -83,7 +83,7 @@ def updates(gm: fx.GraphModule) -> dict[str, fx.Node]:
 
 
 def segment(gm: fx.GraphModule, classes: dict[str, str]) -> list[NodeGroup]:
-    """Return the layers' main nodes, in order. ``classes`` maps module paths to class names; ``mark_main`` must have run."""
+    """Return the main nodes of each layer, in order. ``classes`` maps module paths to class names; ``mark_main`` must have run."""
     main = [n for n in calls(gm) if meta(n)["main"]]
     runs = _pair(_join(_runs(main, classes)), classes)
     produced = {node: index for index, run in enumerate(runs) for node in run.nodes}
@@ -98,12 +98,12 @@ def segment(gm: fx.GraphModule, classes: dict[str, str]) -> list[NodeGroup]:
 
 
 def _fresh(run: NodeGroup, index: int, produced: dict[fx.Node, int]) -> int:
-    """Return the number of values of ``run`` that later layers read."""
+    """Return the number of values of ``run`` that later runs read."""
     return sum(any(produced.get(user, index) > index for user in node.users) for node in run.nodes)
 
 
 def _runs(main: list[fx.Node], classes: dict[str, str]) -> list[NodeGroup]:
-    """Group contiguous nodes of one block; a block that is left and entered again is one run with the nodes in between."""
+    """Group contiguous nodes of one block. If the nodes leave a block and enter it again, the nodes in between belong to the same run."""
     where = blocks(main, classes)
     if not any(block for block, _ in where):
         depth = _splitting_depth(main)
@@ -126,7 +126,7 @@ def _runs(main: list[fx.Node], classes: dict[str, str]) -> list[NodeGroup]:
 
 
 def _belongs_after(node: fx.Node, block: str) -> bool:
-    """Whether the node is code of the caller that uses the result of ``block``, such as a residual in the caller's loop."""
+    """Return whether the node is the caller's code that uses the result of ``block``, such as a residual in the caller's loop."""
     around = stack(node)[-1][0] + "." if stack(node) else ""
     return block != "" and block.startswith(around) and not any("parameter" in meta(n) for n in node.all_input_nodes)
 
@@ -190,7 +190,7 @@ def _holds_matrix(run: NodeGroup) -> bool:
 
 
 def _reads_only(run: NodeGroup, before: NodeGroup) -> bool:
-    """Whether every main value that the run reads comes from the run before it."""
+    """Return whether every main value that the run reads comes from the run itself or from the run ``before`` it."""
     known = {*run.nodes, *before.nodes}
     return all(
         n in known or n.op == "placeholder" or not meta(n)["main"] for node in run.nodes for n in node.all_input_nodes

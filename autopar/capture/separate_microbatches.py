@@ -1,8 +1,8 @@
-"""Microbatches that count as separate batches, which a user allows with ``microbatch_statistics``.
+"""Treats microbatches as separate batches, if the user allows ``microbatch_statistics``.
 
-Where the loss couples the examples of a batch (a router's auxiliary loss, batch norm, in-batch negatives), splitting the batch into
-microbatches changes the result, so a plan has one microbatch. Other trainers take several regardless: the step's loss is the mean of
-losses that each use one microbatch's rows. For that autopar captures the graph of one microbatch and runs it for each in turn.
+If the loss couples the examples of a batch (a router's auxiliary loss, batch norm, in-batch negatives), splitting the batch into
+microbatches changes the result, so a plan has one microbatch. Other trainers split it regardless: the step's loss is the mean of the
+microbatches' losses. To do the same, autopar captures the graph of one microbatch and runs it for each microbatch.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from autopar.graph import Graph
 
 
 def separate_microbatches(graph: Graph, capture_rows: Callable[[int], Graph], microbatches: int) -> Graph:
-    """Return the graph of one of ``microbatches``, each of which counts as a separate batch.
+    """Return the graph of one microbatch, if the global batch is split into ``microbatches`` separate batches.
 
-    ``graph`` is that of the global batch, annotated; ``capture_rows`` captures and annotates the model for fewer rows. If ``graph``
-    doesn't couple examples, it is returned unchanged: its microbatches are exact.
+    ``graph`` is the annotated graph of the global batch; ``capture_rows`` captures and annotates the model for fewer rows. A ``graph`` that
+    doesn't couple examples is returned unchanged, because its microbatches are exact.
 
     Raises:
         UsageError: the global batch isn't divisible by ``microbatches``.

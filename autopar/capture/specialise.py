@@ -1,10 +1,10 @@
-"""Data-dependent control flow, specialised on the example batch and guarded (``if labels.max() >= n``, ``lengths.max().item()``).
+"""Specialises data-dependent control flow on the example batch, and guards it (``if labels.max() >= n``, ``lengths.max().item()``).
 
-A trace has no values. The model first runs on the batch, and every read of a tensor's value is recorded with its line and its answer. The
-trace gets the same answers in the same order, and the graph also returns the tensors that were read. Such a tensor must depend on the
-batch only: the prelude computes it in every step, and a running program refuses a batch with another answer (``autopar.program.guards``).
-If it depends on a parameter, a written buffer or a random number, the read is dropped with a note if the other answer makes the model
-raise (``assert h.isfinite().all()``); otherwise the model is refused.
+A trace has no values. So the model first runs on the batch, and every read of a tensor's value is recorded with its line and the value, the
+answer. The trace gets the same answers in the same order, and the graph also returns the tensors that were read. Such a tensor must depend
+on the batch only: the prelude computes it in every step, and a running program refuses a batch with another answer
+(``autopar.program.guards``). If a tensor depends on a parameter, a written buffer or a random number, its read is dropped with a note if
+the opposite answer makes the model raise (``assert h.isfinite().all()``); otherwise the model is refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from autopar.torch_private import as_if_exported
 from passes.clean.nodes import ancestors, note, returned
 
 MOST = 256
-"""Maximum number of values that a forward may read; each number of a list counts. The answers are emitted into the program."""
+"""Maximum number of values that a forward may read; each number of a list counts. The program's source contains all of them."""
 _SHOWN = 5
 
 _QUESTIONS: dict[Any, Callable[..., Tensor]] = {
@@ -44,7 +44,7 @@ _QUESTIONS: dict[Any, Callable[..., Tensor]] = {
     torch.equal: lambda one, other: _equal(one, other),
     Tensor.equal: lambda one, other: _equal(one, other),
 }
-"""Functions that read values -> how to get the tensor that determines the answer."""
+"""Function that reads a value -> function that returns the tensor on which the answer depends."""
 
 
 def _equal(one: Tensor, other: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class Answer:
 @dataclass
 class Answers:
     """The answers of a forward, in order. ``asked`` are the tensors that the current trace has read. ``fails_if_flipped(index)`` runs the
-    model with the opposite of one answer and returns whether it raises at once."""
+    model with the opposite of one answer, and returns whether the model raises before it reads another boolean."""
 
     known: list[Answer]
     asked: list[Tensor] = field(default_factory=list)
@@ -86,7 +86,7 @@ class Answers:
 
 
 class ReplayAnswers(TorchFunctionMode):
-    """Answers reads of values in a trace."""
+    """A context in which reads of values get the recorded answers."""
 
     def __init__(self, answers: Answers) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class ReplayAnswers(TorchFunctionMode):
 
 
 class _RecordAnswers(TorchFunctionMode):
-    """Records reads of values, and the answers."""
+    """A context that records reads of values and their answers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class _RecordAnswers(TorchFunctionMode):
 
 
 class _FlipAnswer(TorchFunctionMode):
-    """Flips the answer to read number ``index``; ``decided`` is set if another boolean read follows."""
+    """A context that flips the answer to read number ``index``; sets ``decided`` if another boolean read follows."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -143,15 +143,15 @@ def _is_question(func: Any) -> bool:
 
 
 def record_answers(model: nn.Module, run: Callable[[nn.Module], object]) -> Answers | None:
-    """Record the reads of values while ``run`` runs a copy of the model as it is exported; ``None`` if there are none, it fails, or an
-    answer isn't a bool or int."""
+    """Return the reads of values while ``run`` runs a copy of the model as export does; ``None`` if the run fails, if there are no reads
+    or more than ``MOST``, or if an answer isn't a bool or int."""
 
     def fails_if_flipped(index: int) -> bool:
         (copy_of_model,), other = copied([model]), _FlipAnswer(index)
         with torch.random.fork_rng(devices=[]), as_if_exported(), other:
             try:
                 run(copy_of_model)
-            except Exception as error:  # of any kind, as long as the model's code raises it
+            except Exception as error:  # any error that the model's code raises
                 own = not traceback.extract_tb(error.__traceback__)[-1].filename.startswith(NOT_USER_CODE)
                 return own and not other.decided
         return False
@@ -160,7 +160,7 @@ def record_answers(model: nn.Module, run: Callable[[nn.Module], object]) -> Answ
     with torch.random.fork_rng(devices=[]), as_if_exported(), listening:
         try:
             run(copy_of_model)
-        except Exception:  # the model fails on its own: the error of export says where
+        except Exception:  # the model itself fails, and export reports where
             return None
     values = [answer.value for answer in listening.found]
     plain = all(type(value) in (bool, int) for value in values)  # a float would differ in every batch
@@ -168,9 +168,9 @@ def record_answers(model: nn.Module, run: Callable[[nn.Module], object]) -> Answ
 
 
 def keep_guards(gm: fx.GraphModule, answers: Answers | None) -> None:
-    """Record on the exported graph the guards of the outputs that follow its loss.
+    """Store the guards of the outputs that follow the loss in the exported graph's meta data, and drop those that can't be checked.
 
-    Raises ``NotTraceableError`` if a value that was read depends on more than the batch.
+    Raises ``NotTraceableError`` if an answer depends on a parameter or a random number and its opposite doesn't make the model raise.
     """
     graph_meta(gm)["guards"] = tuple(Guard(answer.line, answer.value) for answer in answers.known) if answers else ()
     if answers is not None and len(answers.asked) != len(answers.known):
@@ -197,8 +197,8 @@ def keep_guards(gm: fx.GraphModule, answers: Answers | None) -> None:
 
 
 def batch_guards(gm: fx.GraphModule) -> list[tuple[Guard, fx.Node]]:
-    """Return the cleaned graph's guards that depend on the batch, with their nodes; ``mark_main`` must have run. Guards on constants
-    always hold."""
+    """Return the cleaned graph's guards that depend on the batch, with their nodes, and note them; ``mark_main`` must have run. Guards on
+    constants always hold."""
     found = []
     for guard, node in zip(graph_meta(gm).get("guards", ()), _nodes(gm), strict=True):
         if meta(node)["main"]:
@@ -216,9 +216,9 @@ def batch_guards(gm: fx.GraphModule) -> list[tuple[Guard, fx.Node]]:
 
 
 def check_guards(graph: Graph, batch: Sequence[Tensor]) -> Graph:
-    """Check that the graph's prelude computes its guards from the captured batch, and return the graph with the prelude's values.
+    """Compare the guards' values that the prelude computes from the batch with the model's answers, and return the graph with the former.
 
-    Raises ``CaptureError`` if they differ from the answers of the model.
+    Raises ``CaptureError`` if they differ.
     """
     if not graph.guards:
         return graph

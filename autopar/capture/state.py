@@ -1,10 +1,10 @@
-"""Python state that a forward changes in its modules, or outside of them: a counter, a list, a tensor stored for the next call.
+"""Handles Python state that a forward changes in its modules or outside of them: a counter, a list, a tensor stored for the next call.
 
-A graph records the first call. If forward changed attributes or globals, the model is exported again in its new state. An equal graph
-means that the state isn't read; attributes that keep changing are noted. If the second graph differs from the first and the third from
-the second, the model is refused with the attributes' names. If the second and third graphs are equal, the first call filled a cache, or
-did something that later calls don't: the comparison over two steps (``check``) tells which. It also tells whether a later call needs
-tensors outside of the modules, which are removed after every run (``external_state``).
+A graph records the first call. If forward changed attributes or globals, the model is exported again in its new state. If the second graph
+equals the first, forward doesn't read the state, and the plan notes attributes that keep changing. If the second graph differs from the
+first and the third from the second, the model is refused with the attributes' names. If the second and third graphs are equal, the first
+call filled a cache, or did something that later calls don't: the comparison over two steps (``check``) tells which. That comparison also
+tells whether a later call needs tensors outside of the modules, which are removed after every run (``external_state``).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ BUFFER_HINT = (
     "register a buffer (self.register_buffer) and write to it in place: buffers that forward writes are kept up to date"
 )
 State = dict[tuple[str, str], Any]
-"""(module path, attribute name) -> the attribute's value, if it is plain data or tensors."""
+"""(module path, attribute name) -> the attribute's value, for attributes with plain data or tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """State after a traced forward: that of its modules, and the changes outside of them."""
+    """What a traced forward left: the state of its modules, and the changes outside of them."""
 
     state: State
     outside: tuple[StateChange, ...]
@@ -44,7 +44,7 @@ class Left:
 
     @property
     def plain(self) -> dict[str, tuple[Any, Any]]:
-        """The changes outside of the modules if none is a tensor (otherwise they were undone)."""
+        """The changes outside of the modules, by name; empty if one has tensors, because then all were undone."""
         return {} if self.tensors else {k: v for change in self.outside for k, v in change.named().items()}
 
 
@@ -84,7 +84,7 @@ def state(module: nn.Module) -> State:
 
 
 def describe(module: nn.Module) -> dict[str, Any] | None:
-    """Return a module's attributes; ``None`` if some are hooks, tensors or other objects than plain data."""
+    """Return a module's attributes; ``None`` if one is a hook, a tensor, or another object that isn't plain data."""
     fresh = vars(nn.Module())
     described = {}
     for name, value in vars(module).items():
@@ -99,7 +99,7 @@ def describe(module: nn.Module) -> dict[str, Any] | None:
 
 
 def changes(before: State, after: State) -> dict[str, tuple[Any, Any]]:
-    """Return both values of the changed attributes by dotted name."""
+    """Return the values before and after of the changed attributes, by dotted name."""
     return {
         ".".join(filter(None, key)): (before.get(key), value)
         for key, value in after.items()
@@ -113,7 +113,7 @@ def check_again(
     """Export again from the state after the first export. Return notes on attributes that keep changing, and a message and hint on state
     that later calls may need.
 
-    ``again`` exports the fake copy and returns the program and the state after it.
+    ``again`` exports the fake copy, and returns the program and what its forward left.
 
     Raises ``CaptureError`` if the second graph differs from the first, and the third from the second.
     """
@@ -138,9 +138,9 @@ def check_again(
     try:
         second, start, end = text(after.state)
         same = second == _text(program)
-        # a gradient of what an earlier call left would run through that call's backward once more, which PyTorch refuses
+        # the gradient of a tensor from an earlier call would run through that call's backward again, which PyTorch refuses
         settled = same or (second == text(end)[0] and not any(_needs_gradient(new) for _, new in inside.values()))
-    except CaptureError:  # raised only because of the state of an earlier call
+    except CaptureError:  # the state of the earlier call made it fail: it is not settled
         pass
     finally:
         _set(copied.module, before)
@@ -182,7 +182,7 @@ def _needs_gradient(value: Any) -> bool:
 
 
 def _copied(value: Any, tensor: Callable[[Tensor], Tensor]) -> Any:
-    """Copy plain data, replacing its tensors by ``tensor(each)``."""
+    """Copy plain data, with each tensor replaced by the result of ``tensor``."""
     if isinstance(value, Tensor):
         return tensor(value)
     if type(value) in (list, tuple, set):
@@ -193,7 +193,7 @@ def _copied(value: Any, tensor: Callable[[Tensor], Tensor]) -> Any:
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Whether plain data is equal, with tensors compared by identity."""
+    """Return whether plain data is equal; tensors are equal only to themselves."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return a is b
     if type(a) is not type(b):

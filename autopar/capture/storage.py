@@ -1,8 +1,8 @@
-"""Tensors of a model that share memory without being the same object: ``head.weight.data = embedding.weight.data``.
+"""Handles tensors of a model that share memory without being the same object: ``head.weight.data = embedding.weight.data``.
 
-Updating one of them changes the other. Two trainable parameters over the same elements are treated as one parameter with two names. Any
-other overlap with a trainable parameter (a slice, a transpose, the parameter's ``.data`` in a buffer) is refused, because a program's
-tensors have separate memory. Disjoint views of one storage are allowed.
+Updating one of them changes the other. Two parameters over the same elements are treated as one parameter with two names. Any other
+overlap with a trainable parameter (a slice, a transpose, the parameter's ``.data`` in a buffer) is refused, because a program's tensors
+have separate memory. Disjoint views of one storage are allowed.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _OPAQUE = (nn.Module, type, types.FunctionType, types.ModuleType, types.MethodTy
 
 
 def identity(tensor: Tensor) -> Any:
-    """Return a key that is equal for the same object, and for parameters over the same elements."""
+    """Return a key of a tensor; only parameters over the same elements have equal keys."""
     if not isinstance(tensor, nn.Parameter) or not has_storage(tensor) or not tensor.numel():
         return id(tensor)
     return memory(tensor), *place_in_memory(tensor)
 
 
 def ties(model: nn.Module) -> dict[str, str]:
-    """Map the names of parameters that share all elements with another to the first name."""
+    """Map the name of each parameter that has the same elements as an earlier one to the first one's name."""
     first: dict[Any, str] = {}
     found = {name: first.setdefault(identity(parameter), name) for name, parameter in model.named_parameters()}
     return {name: known for name, known in found.items() if known != name}
@@ -46,7 +46,7 @@ def tied_first(model: nn.Module) -> dict[int, nn.Parameter]:
 def refuse_overlaps(model: nn.Module, loss_fn: Any = None, read: Collection[str] = ()) -> None:
     """Raise ``CaptureError`` if a trainable parameter overlaps a tensor that isn't the same parameter.
 
-    Of tensors in plain attributes only those in ``read`` count: hooks leave others that forward replaces before reading them.
+    A tensor in a plain attribute counts only if its name is in ``read``: hooks leave tensors there that forward replaces before reading.
     """
     by_storage: dict[int, dict[Any, tuple[str, str, Tensor]]] = {}
     named = [("", model), *([("the loss function's ", loss_fn)] if isinstance(loss_fn, nn.Module) else [])]
@@ -65,7 +65,7 @@ def refuse_overlaps(model: nn.Module, loss_fn: Any = None, read: Collection[str]
 
 
 def _tensors(module: nn.Module, read: Collection[str]) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield (kind, name, tensor) of parameters, buffers and tensors in attributes, in this order."""
+    """Yield (kind, name, tensor) of the parameters, then the buffers, then the tensors in attributes."""
     yield from (("parameter", name, parameter) for name, parameter in module.named_parameters())
     yield from (("buffer", name, buffer) for name, buffer in module.named_buffers())
     own = vars(nn.Module())
@@ -80,7 +80,7 @@ def _tensors(module: nn.Module, read: Collection[str]) -> Iterator[tuple[str, st
 
 
 def tensors_in(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in containers and plain objects, each with the expression that reaches it."""
+    """Yield the tensors in containers and plain objects, each after the expression that reaches it."""
     if isinstance(value, Tensor):
         yield name, value
         return
@@ -108,7 +108,7 @@ def items(value: Any) -> list[Any]:
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one storage have a common element."""
+    """Return whether two tensors of one storage have a common element."""
     (start, end), (others_start, others_end) = byte_range(one), byte_range(other)
     low, high = max(start, others_start), min(end, others_end)
     if low >= high:
@@ -136,7 +136,7 @@ def _refused(name: str, parameter: Tensor, kind: str, other: str, tensor: Tensor
 
 
 def unshared(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Return the parameters with separate memory and without hooks."""
+    """Return the parameters, with copies of those that share memory or have hooks."""
     shared = Counter(memory(parameter) for parameter in parameters.values() if has_storage(parameter))
     return {
         name: parameter.detach().clone().requires_grad_(parameter.requires_grad)
@@ -147,15 +147,15 @@ def unshared(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
 
 
 def computed(module: nn.Module) -> dict[str, Tensor]:
-    """Return tensors in attributes that are computed from parameters, as by ``weight_norm`` and ``prune``, by name."""
+    """Return the tensors in attributes that are computed from parameters, as ``weight_norm`` and ``prune`` do, by name."""
     found = ((path, name, value) for path, each in module.named_modules() for name, value in vars(each).items())
     named = {f"{path}.{name}" if path else name: value for path, name, value in found if isinstance(value, Tensor)}
     return {name: tensor for name, tensor in named.items() if tensor.grad_fn is not None}
 
 
 def copied(modules: list[nn.Module]) -> list[nn.Module]:
-    """Deep-copy modules, keeping shared memory, which ``copy.deepcopy`` separates; copies of computed tensors, which it refuses, are
-    constants."""
+    """Deep-copy modules, keeping shared memory, which ``copy.deepcopy`` separates. Copies of computed tensors, which ``copy.deepcopy``
+    refuses, are constants."""
     memo: dict[int, Any] = {id(t): t.detach().clone() for module in modules for t in computed(module).values()}
     first: dict[Any, nn.Parameter] = {}
     for parameter in (parameter for module in modules for parameter in module.parameters()):
@@ -190,7 +190,7 @@ def cast(tensors: Iterable[Tensor], dtype: torch.dtype | None) -> None:
 
 
 def _dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype to cast a tensor to; unlike ``Module.to`` it keeps the imaginary part of complex numbers."""
+    """Return the dtype to which ``cast`` casts a tensor; unlike ``Module.to``, it keeps the imaginary part of complex numbers."""
     if dtype is None or not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor.dtype
     return dtype.to_complex() if tensor.is_complex() else dtype

@@ -12,7 +12,7 @@ from autopar.rules.table import TABLE
 
 
 def main() -> None:
-    """Check the table; raises ``RuleError`` at the first wrong rule.
+    """Check the table. Raises ``RuleError`` at the first wrong rule.
 
     ``--dtensor FILE`` compares the table with DTensor's rules instead, and writes the comparison to FILE.
     """

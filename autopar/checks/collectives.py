@@ -1,14 +1,14 @@
-"""The structural check of an emitted program: its types are those that the search chose, its collectives those that were priced.
+"""Checks the structure of an emitted program: its types must be those that the search chose, its collectives those that were priced.
 
-Two properties, of every layer and every border between layers, in the graphs that the emitter writes:
+It checks two properties of every layer and every border between layers, in the graphs that the emitter writes:
 
 * *types*: if the values start in the types of the search's solution, and only the conversions in the graph change them, then every
   operand arrives in the type that its op needs, and every conversion starts from the actual type of its value;
-* *collectives*: those that the layer's types imply, with the bytes that the price counts (``price.moves``), are those that the passes leave
-  in the graph: equal in number, on the same values, over the same axes, with the same bytes on each device, forward and backward,
-  including those inside kernels.
+* *collectives*: the passes leave exactly those collectives in the graph that the layer's types imply and the cost model prices
+  (``price.moves``): on the same values, over the same axes, with the same bytes on each device, forward and backward, including those
+  inside kernels.
 
-Equal layers share a graph and are checked once: milliseconds per layer class. A disagreement is a bug in autopar, and raises
+Equal layers share a graph and are checked once, which takes milliseconds per layer class. A difference is a bug in autopar, and raises
 ``ProgramError`` with the layer, the axes and the value.
 """
 
@@ -49,8 +49,8 @@ class Exchange:
     """One collective on one device: the value's name, the mesh axes (outermost first), the kind of collective, the pass, and bytes.
 
     ``under`` are the weights (by their placeholders' names) whose gradients are computed while it runs; empty if it is awaited at once.
-    The bytes are those of the full tensor (not sharded over the axes): all-gather's result, reduce-scatter's input, the tensor of an
-    all-reduce, and for all others the slices of all the axes' ranks together.
+    The bytes are those of the full tensor (not sharded over the axes): an all-gather's result, a reduce-scatter's input, an all-reduce's
+    tensor, and for all others the sum of the slices on the axes' ranks.
     """
 
     value: str
@@ -67,9 +67,9 @@ class Exchange:
 
 
 def check_collectives(program: LocalProgram) -> int:
-    """Check every layer and border of the program; returns the number of collectives (equal layers counted once).
+    """Check every layer and border of the program, and return the number of collectives (equal layers counted once).
 
-    Raises ``ProgramError`` naming the layer, the value and the axes if the program differs from the decided and priced one.
+    Raises ``ProgramError`` with the layer, the value and the axes if types differ from the chosen ones or collectives from the priced ones.
     """
     found = 0
     crossed: set[str] = set()
@@ -93,7 +93,7 @@ def check_collectives(program: LocalProgram) -> int:
 
 
 def _check_replicas(program: LocalProgram, crossed: set[str]) -> None:
-    """Raise if a collective in a layer or between layers crosses local SGD replicas; ``crossed`` are the axes of all collectives."""
+    """Raise ``ProgramError`` if a collective crosses local SGD replicas; ``crossed`` are the axes of all the program's collectives."""
     if not SYNC.averaging_steps(program.plan.sync):
         return
     replicas = {axis.name for axis in program.layers[0].strategy.replicas(program.plan.mesh)[0]}
@@ -120,7 +120,7 @@ _HINT = "this is a fault of autopar's, not of the model's: please report it with
 
 
 def priced(layer: LocalLayer) -> Iterator[Exchange]:
-    """The collectives that the price of the layer counts, at the captured dtypes; of one half, if the microbatch is halved."""
+    """Yield the collectives that the layer's price counts, at the captured dtypes; if the microbatch is halved, those of one half."""
     nodes = [node for node in layer.cls.graph.graph.nodes if node.op != "output"]
     sizes = {n.name: sum(t.numel() * t.element_size() for t in tensors(meta(n).get("val"))) for n in nodes}
     by_name = {n.name: n for n in nodes}
@@ -131,7 +131,7 @@ def priced(layer: LocalLayer) -> Iterator[Exchange]:
 
 
 def _parameter(weight: fx.Node) -> str:
-    """The name of a weight's parameter; the weight may be a view of it."""
+    """Return the name of a weight's parameter; the weight may be a view of it."""
     while weight.op != "placeholder":
         (weight,) = weight.all_input_nodes
     return weight.name
@@ -146,7 +146,7 @@ def _exchanges_of(move: Move, axes: tuple[Axis, ...], under: tuple[str, ...] = (
 def _both(
     value: str, names: tuple[str, ...], pair: tuple[Collective, Collective], size: int, under: tuple[str, ...] = ()
 ) -> Iterator[Exchange]:
-    """The exchanges of a pair of collectives, forward and backward; none over no axes."""
+    """Yield the exchanges of a pair of collectives, forward and backward; none if ``names`` has no axes."""
     for collective, backward in zip(pair, (False, True), strict=True):
         if collective.sends and names:
             yield Exchange(value, names, collective.value, backward, size, under if backward else ())
@@ -156,7 +156,7 @@ def _both(
 
 
 def exchanges(layer: LocalLayer) -> Iterator[Exchange]:
-    """The collectives in the layer's local graph: those of its conversions and of its kernels."""
+    """Yield the collectives in the layer's local graph, which its conversions and its kernels issue."""
     sizes = {axis.name: axis.size for axis in layer.computed.axes}
     originals = {node.name: node for node in layer.cls.graph.graph.nodes}
     for node in layer.graph.graph.nodes:
@@ -181,7 +181,7 @@ def _conversion(
     gradient: bool,
     under: tuple[str, ...] = (),
 ) -> Iterator[Exchange]:
-    """The collectives of one conversion of a local value."""
+    """Yield the collectives of one conversion of a local value."""
     pair = conversion(source, target)
     assert pair is not None, (value.name, source, target)
     size = sum(t.numel() * t.element_size() for t in tensors(meta(value)["val"]))
@@ -190,7 +190,7 @@ def _conversion(
 
 
 def _kernel(node: fx.Node, original: fx.Node, axes: tuple[Axis, ...]) -> Iterator[Exchange]:
-    """The collectives of a kernel's call over the axes that it gets."""
+    """Yield the collectives of a kernel's call over the axes that it is called with."""
     assert callable(node.target)
     kernel = "expert_exchange" if node.kwargs.get("exchange") else node.target.__name__
     traffic = kernel_traffic(kernel, original)
@@ -213,12 +213,12 @@ def _kernel(node: fx.Node, original: fx.Node, axes: tuple[Axis, ...]) -> Iterato
 
 
 def _at_border(resharding: Resharding, program: LocalProgram) -> tuple[list[Exchange], list[Exchange]]:
-    """The collectives between two layers: those that the price counts, and those that the program runs."""
+    """Return the collectives between two layers that the price counts, and those that the program runs."""
     axes = (Axis(MICROBATCH, program.graph.parts(program.plan.microbatches), 0), *program.plan.mesh)
     time, priced_steps = (
         S(0),
         tuple[ConversionStep, ...](),
-    )  # reading a batch's tensor, whole or sliced, moves no data
+    )  # reading a batch's tensor, in full or sliced, moves no data
     value = resharding.value or next(v for v in program.graph.inputs if f"input {v.name}" == resharding.key)
     if resharding.value is not None:
         maker = next(i for i, layer in enumerate(program.graph.layers) if value.name in layer.outputs)
@@ -237,7 +237,7 @@ def _at_border(resharding: Resharding, program: LocalProgram) -> tuple[list[Exch
 
 
 def _origin(node: fx.Node) -> fx.Node:
-    """The value from which the conversions started."""
+    """Return the value that the conversions up to ``node`` start from."""
     while node.target in (convert, share) or passed_on(node) is not None:
         value = passed_on(node) or node.args[0]
         assert isinstance(value, fx.Node)
@@ -249,7 +249,7 @@ def _origin(node: fx.Node) -> fx.Node:
 
 
 def _check_types(layer: LocalLayer, name: str) -> None:
-    """Check the types by propagating them through the graph; only its conversions change them."""
+    """Propagate the types through the graph, where only conversions change them, and check the types of all operands."""
     sharding, originals = layer.computed, {node.name: node for node in layer.cls.graph.graph.nodes}
     flow = gradient_flow(layer.cls)
     current: dict[fx.Node, Types] = {}
@@ -324,12 +324,12 @@ def _arrives(
 
 def _same(types: Types, wanted: Types, gradient: bool, sharding: Sharding) -> bool:
     pairs = zip(sharding.axes, types, wanted, strict=True)
-    # with one microbatch every type on its axis means the whole value
+    # if there is one microbatch, every type on the microbatch axis means the full value
     return all(_alike(t, w, gradient) or (axis.name == MICROBATCH and axis.size == 1) for axis, t, w in pairs)
 
 
 def _alike(a: SpmdType, b: SpmdType, gradient: bool) -> bool:
-    """Whether two types are equal; without a gradient I and R are equivalent."""
+    """Return whether two types are equal; without a gradient I and R are equivalent."""
     return a == b or (not gradient and {a, b} == {I, R})
 
 

@@ -1,10 +1,10 @@
 """Compares autopar's rules with DTensor's: for every sample call, the placements that each accepts on an axis of two ranks, and the type
 of the result.
 
-For operands placed as ``R``, ``P`` or ``S(dim)``, may the op run on them directly, and what is the type of its result? DTensor's answer
-comes from running the call on DTensors over the fake process group, so that composite ops decompose as in DTensor, with redistribution of
-inputs refused. If the two differ, execution decides: the call runs on the operands of two simulated ranks, and the results, combined by
-the claimed type, equal the unsharded result or not.
+For operands placed as ``R``, ``P`` or ``S(dim)``, both tell whether the op may run on them directly, and the type of its result. DTensor's
+answer comes from running the call on DTensors over the fake process group, so that composite ops decompose as in DTensor, with
+redistribution of inputs refused. If the two differ, execution decides: the call runs on the operands of two simulated ranks, and an answer
+is right if the results, combined by its type, equal the unsharded result.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from passes.localise import apply
 
 RANKS = 2
 MOST_WAYS = 64
-"""Calls with more combinations of placements are checked only with autopar's rules."""
+"""For a call with more combinations of placements, only those that autopar's rules accept are compared."""
 
 NOT_ASKED = frozenset((OpKind.ARBITRARY, OpKind.ATTENTION))
-"""Kinds of ops that aren't checked with DTensor. It has rules for attention's CUDA kernels; for the CPU ones it searches placements of the
+"""Kinds of ops that aren't compared. DTensor has rules for attention's CUDA kernels; for the CPU ones it searches placements of the
 decomposition, which takes many minutes per call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """A placement of a call's operands: the result's type by autopar's rule and by DTensor (``None`` if not accepted), and whether
-    execution confirms each (``None``: not executed)."""
+    """A placement of a call's operands: the result's type by autopar's rule and by DTensor (``None`` if it refuses the placement), and
+    whether execution confirms each type (``None``: not executed)."""
 
     op: str
     operands: tuple[SpmdType, ...]
@@ -58,7 +58,7 @@ class Agreement:
 
 
 def compare(samples: Iterable[Sample]) -> Iterator[Agreement]:
-    """Compare both on every sample. Initialises a fake process group of two ranks if there is none."""
+    """Yield the comparisons of all samples. Initialises a fake process group of two ranks if there is none."""
     mine = not dist.is_initialized()
     if mine:
         dist.init_process_group("fake", rank=0, world_size=RANKS, store=fake_store())
@@ -132,7 +132,7 @@ def _dtensor(node: fx.Node, values: Sequence[Value], operands: Sequence[SpmdType
         TypeError,
         IndexError,
     ):
-        return None  # DTensor's own refusals have all these types
+        return None  # DTensor refuses calls with all these types of exceptions
     first = result[0] if isinstance(result, tuple | list) else result
     if not isinstance(first, DTensor):
         return None
@@ -151,7 +151,7 @@ def _holds(
     result: SpmdType | None,
     mine: Candidate | None,
 ) -> bool | None:
-    """Whether the ranks' results combine by ``result`` to the unsharded result; forward only, since DTensor has no type of gradients."""
+    """Return whether the ranks' results combine by ``result`` to the unsharded one; forward only: DTensor has no types of gradients."""
     if result is None:
         return None
     candidate = mine or Candidate(operands, result, extent=RANKS)

@@ -1,4 +1,4 @@
-"""Checks a rule by execution: its candidates against the unsharded op, forward and gradient, on 2 and 3 shards.
+"""Checks a rule by execution: compares its candidates with the unsharded op, forward and gradient, on 2 and 3 shards.
 
 Ranks are simulated in one process. Operands are distributed by their types (slices, copies, random partial sums), every rank makes its
 local call in float64, and results and gradients are combined by their types: a gradient has the dual type. Candidates with a kernel
@@ -59,7 +59,7 @@ def sample(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Sample:
 
 
 def without_gradient(given: Sample, *operands_: int) -> Sample:
-    """Return the sample with these tensor operands as constants."""
+    """Return the sample with the tensor operands at these indices as constants."""
     return replace(given, without_gradient=operands_)
 
 
@@ -95,7 +95,7 @@ def build(given: Sample) -> tuple[fx.Node, list[Value]]:
 
 
 def check(given: Sample, shards: Sequence[int] = SHARDS) -> RuleReport:
-    """Execute every candidate of the call's rule. Raises ``RuleError`` naming the op, the candidate, shapes and largest difference."""
+    """Execute every candidate of the call's rule. Raises ``RuleError`` with the op, the candidate, the shapes and the difference."""
     node, values = build(given)
     worst, executions = 0.0, 0
     found = [candidate for candidate in candidates(node) if candidate.kernel is None]
@@ -202,7 +202,7 @@ def _combine(parts: Sequence[Tensor], t: SpmdType, what: str) -> Tensor:
 
 
 def _difference(got: Tensor, expected: Tensor, what: str) -> float:
-    """Return the largest difference relative to the largest value; raises ``RuleError`` beyond ``TOLERANCE``."""
+    """Return the largest difference relative to the largest value. Raises ``RuleError`` if it exceeds ``TOLERANCE``."""
     if got.shape != expected.shape:
         raise RuleError(f"{what} has shape {tuple(got.shape)}, not {tuple(expected.shape)}")
     if got.numel() == 0:

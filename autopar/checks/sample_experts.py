@@ -1,4 +1,4 @@
-"""Hand-written mixtures of experts, for checking their rule and for tests."""
+"""Hand-written mixtures of experts, on which their sharding rule is checked; tests use them, too."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 def gated_experts(rows: int, width: int, inner: int = 12, count: int = 6) -> Experts:
-    """``down(silu(gate(x)) * up(x))`` for ``rows`` chosen rows, as in most models."""
+    """Return experts that compute ``down(silu(gate(x)) * up(x))`` for ``rows`` chosen rows, as in most models."""
     graph = fx.Graph()
     x, counts = _inputs(graph, rows, width, count)
     gate, up = (_input(graph, name, count, inner, width) for name in ("gate", "up"))
@@ -28,7 +28,7 @@ def gated_experts(rows: int, width: int, inner: int = 12, count: int = 6) -> Exp
 
 
 def plain_experts(rows: int, width: int, count: int, inner: int = 12) -> Experts:
-    """``gelu(x @ a + b) @ c + d``: biases, and a second matrix stored input first."""
+    """Return experts that compute ``gelu(x @ a + b) @ c + d``; ``c`` is stored as [expert, input, output]."""
     graph = fx.Graph()
     x, counts = _inputs(graph, rows, width, count)
     first, bias = _input(graph, "first", count, inner, width), _input(graph, "bias", count, inner)

@@ -1,6 +1,6 @@
 """Sample calls on which the rules are executed: at least one for every entry of the table.
 
-Sizes are mostly 6 and 12, which 2 and 3 shards divide; some are 4 or 5, which they don't.
+Sizes are mostly 6 and 12, which are divisible by 2 and 3; some are 4 or 5, which aren't.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ _generator = torch.Generator().manual_seed(0)
 
 
 def r(*shape: int) -> Tensor:
-    """Normal float64 values."""
+    """Return normal float64 values."""
     return torch.randn(shape, generator=_generator, dtype=torch.float64)
 
 
 def u(*shape: int) -> Tensor:
-    """Values in (0.1, 0.9), where every elementary function is smooth."""
+    """Return float64 values in (0.1, 0.9), where every elementary function is smooth."""
     return torch.rand(shape, generator=_generator, dtype=torch.float64) * 0.8 + 0.1
 
 
 def n(high: int, *shape: int) -> Tensor:
-    """Integers below ``high``."""
+    """Return non-negative integers below ``high``."""
     return torch.randint(high, shape, generator=_generator)
 
 
 def b(*shape: int) -> Tensor:
-    """Booleans."""
+    """Return random booleans."""
     return torch.rand(shape, generator=_generator) > 0.5
 
 
@@ -60,7 +60,7 @@ def _overload(name: str, overload: str = "default") -> Callable[..., Any]:
 
 
 def elementwise() -> list[Sample]:
-    """Unary, binary and ternary elementwise ops, with broadcasting."""
+    """Return samples of unary, binary and ternary elementwise ops, with broadcasting."""
     return [
         *(sample(_overload(name), u(6, 4)) for name in _UNARY),
         *(sample(_overload(name), u(6, 1, 4), u(12, 4)) for name in _SMOOTH),
@@ -107,7 +107,7 @@ def elementwise() -> list[Sample]:
 
 
 def products() -> list[Sample]:
-    """Matrix products, attention, normalisation."""
+    """Return samples of matrix products, attention and normalisation."""
     query, key = r(6, 12, 5, 4), r(6, 6, 5, 4)
     return [
         sample(aten.linear.default, r(6, 5, 12), r(6, 12), r(6)),
@@ -170,7 +170,7 @@ def products() -> list[Sample]:
 
 
 def views() -> list[Sample]:
-    """Views, concatenation, padding."""
+    """Return samples of views, concatenation and padding."""
     return [
         *(sample(aten.view.default, r(*shape), list(to)) for shape, to in _RESHAPES),
         sample(aten.reshape.default, r(6, 12).t(), [4, 18]),
@@ -243,7 +243,7 @@ _RESHAPES = [
 
 
 def reductions() -> list[Sample]:
-    """Reductions, sorting, losses."""
+    """Return samples of reductions, sorting and losses."""
     return [
         *(
             sample(op.default, r(6, 12))
@@ -306,13 +306,13 @@ _LOSSES = _words("mse_loss l1_loss smooth_l1_loss huber_loss kl_div soft_margin_
 
 
 def _gates(count: int, width: int, hidden: int) -> list[Tensor]:
-    """One layer's weights of a recurrent op with ``count`` gates."""
+    """Return one layer's weights of a recurrent op with ``count`` gates."""
     rows = count * hidden
     return [r(rows, width), r(rows, hidden), r(rows), r(rows)]
 
 
 def spatial() -> list[Sample]:
-    """Convolution, pooling, interpolation."""
+    """Return samples of convolution, pooling and interpolation."""
     return [
         sample(aten.conv1d.default, r(6, 12, 8), r(6, 12, 3), r(6)),
         sample(aten.conv2d.default, r(6, 3, 8, 8), r(12, 3, 3, 3), r(12), [2, 2], [1, 1]),
@@ -366,7 +366,7 @@ def spatial() -> list[Sample]:
 
 
 def indexing() -> list[Sample]:
-    """Lookups, and ops that create tensors."""
+    """Return samples of lookups and of ops that create tensors."""
     return [
         sample(aten.embedding.default, r(12, 6), n(12, 6, 4)),
         sample(aten.index.Tensor, r(6, 5, 12), [None, n(5, 6)]),
@@ -399,7 +399,7 @@ def indexing() -> list[Sample]:
 
 
 def mixtures() -> list[Sample]:
-    """Mixtures of experts: gated and plain bodies, with and without biases, their matrices either way round."""
+    """Return samples of mixtures of experts: gated and plain bodies, with and without biases, with matrices in both orientations."""
     counts = torch.tensor([2, 0, 3, 1])
     return [
         sample(grouped_linear, r(6, 5), r(4, 12, 5), counts),
@@ -410,5 +410,5 @@ def mixtures() -> list[Sample]:
 
 
 def samples() -> list[Sample]:
-    """Every sample, entry by entry."""
+    """Return all samples."""
     return [*elementwise(), *products(), *views(), *reductions(), *spatial(), *indexing(), *mixtures()]

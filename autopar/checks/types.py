@@ -12,7 +12,7 @@ from autopar.program.type_check import IllTypedError, Progress, check, check_in_
 
 
 def check_program(folder: str | Path, progress: Progress | None = None) -> int:
-    """Type-check every stage of the program in ``folder``; returns the number of stages checked.
+    """Type-check every stage of the program in ``folder``, and return the number of stages.
 
     If the calling process has a default process group, or ``torchrun`` started it to have one, the check runs in a separate process.
     ``progress`` is called for each stage.

@@ -1,7 +1,7 @@
 """The command line: ``autopar plan | emit | run | ...``.
 
-stdout is data, stderr is messages for people. Errors are a sentence and a hint; the status is 2 for a request that is wrong, 1 for one that
-cannot be met.
+Commands write data to stdout and messages for people to stderr. An error is a sentence and a hint. The exit status is 2 for an invalid
+request, and 1 if a valid request fails.
 """
 
 from autopar.cli.entry import main

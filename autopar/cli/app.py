@@ -1,4 +1,4 @@
-"""The commands and their options. Heavy modules are imported only when a command runs, so that ``--help`` is fast."""
+"""Defines the commands and their options. Heavy modules are imported only when a command runs, so that ``--help`` is fast."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def command(
 ) -> None:
     """Add a command that imports ``autopar.cli.NAME`` (or ``module``) and calls its ``NAME_command`` with the options.
 
-    The first line of ``help`` is shown in the list of commands. ``json`` is the help of ``--json``; the command has no such option if it is
-    empty. Options that describe what to plan are passed as one ``PlanRequest``.
+    The first line of ``help`` is shown in the list of commands. ``json`` is the help text of ``--json``; if it is empty, the command has no
+    such option. If the function has a parameter ``request``, it gets the options that describe what to plan as one ``PlanRequest``.
     """
 
     def run(**values: Any) -> None:

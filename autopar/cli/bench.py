@@ -20,7 +20,7 @@ from autopar.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """The options of ``autopar bench`` for measurements."""
+    """The options of ``autopar bench`` that a measurement reads."""
 
     processes: int
     rounds: int
@@ -29,7 +29,7 @@ class Measurement:
     calibration: str | None
 
     def result(self, model: str) -> ContestResult:
-        """Return the contest of ``model``'s programs, with a progress bar."""
+        """Measure the programs of ``model`` in turns, with a progress bar."""
         cluster = parse(self.processes, calibration=self.calibration)
         with progress_bar(model) as progress:
             return contest(model, cluster, rounds=self.rounds, steps=self.steps, seed=self.seed, progress=progress)
@@ -62,7 +62,7 @@ def bench_command(
 
 
 def _print_published(path: str, as_json: bool) -> None:
-    """Print the automatic layout of every cell of ``path`` next to the best that was measured there."""
+    """Print, for every cell of the file ``path``, the automatic layout next to the layout with the best measured time."""
     with Messages() as messages:
         cells = published(path, lambda what, done, total: messages("bench", f"{what}: {done} of {total} cells"))
     table = plain_table()

@@ -1,4 +1,4 @@
-"""The stages from a command line to a plan, shared by several commands, and ``autopar plan`` and ``emit``."""
+"""``autopar plan`` and ``autopar emit``, and the steps from a command line to a plan, which other commands share."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def print_infeasible(error: InfeasibleError) -> NoReturn:
 
 
 def emit_command(request: PlanRequest, output: str, as_json: bool) -> None:
-    """Write the folder, with the model's values if it has any, and print its path."""
+    """Write the program's folder, with the model's values if it has any, and print its path."""
     folder = folder_for_program(output)
     torch.manual_seed(0)
     init = init_of(request)
@@ -99,9 +99,10 @@ def check_pins(request: PlanRequest, *others: str) -> None:
 def planned(
     request: PlanRequest, device: str | None = "meta", price_pins: bool = False
 ) -> tuple[Workload, Cluster, Graph, Plan]:
-    """Load the model, capture it and find the plan, or read it from ``--plan``.
+    """Load the model, capture it, and search for the plan or read it from ``--plan``.
 
-    The model is on ``device``; with ``None``, on the CPU if it has values or is small enough for random ones.
+    The model is on ``device``. If that is ``None``, the model is on the CPU if it has values or is small enough for random values, and
+    else on meta.
     """
     check_pins(request)
     cluster, options = cluster_and_options(request)
@@ -145,7 +146,7 @@ def allowed(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def load(request: PlanRequest, cluster: Cluster, messages: Messages | None = None, device: str = "meta") -> Workload:
-    """Return the model of a request with its batch."""
+    """Load the model of a request, with its batch."""
     if messages is not None:
         messages("load", request.model)
     sizes = GivenSizes(request.seq, request.global_batch, request.precision)
@@ -155,7 +156,7 @@ def load(request: PlanRequest, cluster: Cluster, messages: Messages | None = Non
 
 
 def default_precision(cluster: Cluster) -> str:
-    """Return the default precision of zoo models."""
+    """Return the precision in which zoo and configuration models are built unless ``--precision`` says otherwise."""
     return "float32" if cluster.kind == "cpu" else "bfloat16"
 
 
@@ -165,7 +166,7 @@ def init_of(request: PlanRequest) -> str | None:
 
 
 def recapture(request: PlanRequest, cluster: Cluster) -> Recapture:
-    """Return a function that captures the model again with other sizes, or with a slice of the batch that a factory fixes."""
+    """Return a function that captures the model again with other sizes; if a factory fixes the batch, with a slice of that batch."""
 
     def capture_sized(**sizes: Any) -> Graph:
         try:
@@ -183,8 +184,8 @@ def recapture(request: PlanRequest, cluster: Cluster) -> Recapture:
 def captured(
     request: PlanRequest, cluster: Cluster, written: Plan | None, messages: Messages
 ) -> tuple[Graph, Recapture]:
-    """Return the graph of a request, and a function that captures it again with other sizes; both with the deviations from exactness
-    that the plan ``written`` has."""
+    """Return the graph of a request, and a function that captures it again with other sizes. Both make the same deviations from exact
+    training as the plan ``written``."""
     numerics = Numerics() if written is None else Numerics.of(written)
     exact = recapture(request, cluster)
 
@@ -198,11 +199,11 @@ def captured(
     except BatchError:
         if written is None or written.request or request.global_batch is None:
             raise
-        return captured(replace(request, global_batch=None), cluster, written, messages)  # the factory's batch
+        return captured(replace(request, global_batch=None), cluster, written, messages)  # with the factory's batch
 
 
 def recorded(request: PlanRequest) -> dict[str, Any]:
-    """Return the given options that determine the plan, as ``Plan.request`` records them."""
+    """Return the nonempty options of a request that determine the plan, as ``Plan.request`` records them."""
     unrecorded = ("calibration", "plan_file", "capture_check", "type_check", "init")
     given = {f.name: getattr(request, f.name) for f in fields(request) if f.name not in unrecorded}
     lists = {name: list(given[name]) for name in ("pins", "allow")}
@@ -210,14 +211,14 @@ def recorded(request: PlanRequest) -> dict[str, Any]:
 
 
 def with_recorded_options(written: Plan | None, request: PlanRequest) -> PlanRequest:
-    """Return the request with missing options as the plan's file records them, except a factory, which a file must not import."""
+    """Return the request with its missing options taken from the plan's file, except a factory, because a file must not import code."""
     if written is None:
         return request
-    # without a recorded batch, the factory determines it again
+    # if the request recorded no batch, the factory determines it again
     before = dict(written.request) or {"global_batch": written.global_batch, "devices": written.devices}
     if factory_of(written):
         del before["model"]
-    pins = [f"{name}={before[name]}" for name in PINS if name in before]  # recorded by older versions
+    pins = [f"{name}={before[name]}" for name in PINS if name in before]  # older versions recorded pins as options
     pinned = read_pins(request.pins)
     pins = [pin for pin in (*pins, *before.pop("pins", ())) if next(iter(read_pins([pin]))) not in pinned]
     missing = {name: before[name] for f in fields(request) if (name := f.name) in before and not getattr(request, name)}

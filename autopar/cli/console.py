@@ -1,4 +1,4 @@
-"""Output of commands: tables to stdout, the running stage and its progress to stderr."""
+"""Prints the output of commands: tables to stdout, the running stage and its progress to stderr."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def console(width: int = 120) -> Console:
 
 
 class PlainTable(Table):
-    """A table without lines that never truncates numbers: one that is too wide is split into several, each with the first column.
+    """A table without lines that never truncates numbers: if it is too wide, it becomes several tables, which all have the first column.
 
     Numbers (``justify="right"``) stay on one line; other columns may wrap.
     """
@@ -73,7 +73,7 @@ _PLAIN: dict[str, Any] = {
 
 
 def _split_columns(widths: list[int], max_width: int, gap: int) -> Iterator[list[int]]:
-    """Yield the indices of the columns of each part: as few parts as fit into ``max_width``, each with column 0."""
+    """Yield the column indices of each part. Every part has column 0, and as many others as ``max_width`` allows."""
     part, used = [0], widths[0] if widths else 0
     for index in range(1, len(widths)):
         if used + gap + widths[index] > max_width and len(part) > 1:
@@ -165,9 +165,9 @@ _PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def output_file(name: str | Path, option: str, picture: bool = False) -> Path:
-    """Return the path ``name``, which the user gave with ``option``; call this before the work begins.
+    """Return ``name``, the value of ``option``, as a path that can be written. Commands call this before their work begins.
 
-    Raises ``UsageError`` if the file can't be written, or with ``picture`` if its suffix isn't that of a picture format.
+    Raises ``UsageError`` if the file can't be written, or, with ``picture``, if its suffix isn't that of a picture format.
     """
     path = Path(name)
     if path.is_dir():

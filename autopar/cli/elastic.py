@@ -1,4 +1,5 @@
-"""The command line of ``autopar run --elastic`` (``autopar.run.elastic``): stores the request, emits programs for numbers of nodes."""
+"""``autopar run --elastic``: turns this process into the node's agent (``autopar.run.elastic``), which runs this module as a script to get
+a program for the present number of nodes."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from autopar.run.elastic import BATCH, Elastic, Nodes, become_agent
 
 
 def become_node(nodes: Nodes, request: PlanRequest, output: str | None, options: Mapping[str, Any]) -> NoReturn:
-    """Replace this process by the node's agent; ``options`` are those of ``train.py``, by name."""
+    """Replace this process by the node's agent; ``options`` has the values of ``train.py``'s options by name."""
     if options["checkpoint"] is None:
         raise UsageError("--elastic needs checkpoints to continue from", "add --checkpoint DIR, which all nodes share")
     if request.plan_file is not None:
@@ -41,13 +42,13 @@ def become_node(nodes: Nodes, request: PlanRequest, output: str | None, options:
 
 
 def devices_of(elastic: Elastic, nodes: int) -> str:
-    """Return ``--devices`` for ``nodes`` nodes."""
+    """Return the value of ``--devices`` for ``nodes`` nodes."""
     own = str(elastic.request["devices"])
     return str(nodes * elastic.ranks) if own.isdigit() else f"{nodes}x{own}"
 
 
 def write_program(elastic: Elastic, nodes: int) -> None:
-    """Plan for ``nodes`` nodes, and write the program with its batch, or the reason why there is none."""
+    """Plan for ``nodes`` nodes, and write the program with its batch, or else the reason why there is no plan."""
     print(f"planning for {nodes} node{'s' * (nodes > 1)}", file=sys.stderr, flush=True)
     folder = elastic.folder(nodes)
     part = folder.with_name(f"{folder.name}.{os.getpid()}.partial")

@@ -16,7 +16,7 @@ from autopar.errors import AutoparError
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the command line ``argv``, and exit with its status."""
-    # graphs and prices live until the command ends: rare garbage collections save a tenth of the time
+    # graphs and prices live until the command ends, so garbage collections find little: rare ones save a tenth of the time
     gc.set_threshold(1_000_000, 20, 100)
     try:
         status = cli.main(argv, prog_name="autopar", standalone_mode=False)
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         status = 130  # 128 + SIGINT, the shells' convention
         click.echo("interrupted", err=True)
     except BrokenPipeError:
-        # the reader is gone; without this, Python would report it again when it flushes stdout at exit
+        # the reader of the pipe is gone; without this, Python would report that again when it flushes stdout at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
     except (PermissionError, IsADirectoryError, NotADirectoryError, FileNotFoundError) as error:

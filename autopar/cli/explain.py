@@ -38,7 +38,7 @@ def explain_command(request: PlanRequest, target: str, as_json: bool) -> None:
     request = with_recorded_options(written, request) if written is not None else replace(request, model=target)
     check_named(target, request, written)
     try:
-        if written is None and request.allow:  # the plan says which microbatches to explain
+        if written is None and request.allow:  # only a plan says which of the allowed deviations it makes
             written = planned(request)[-1]
         found = explained(request, written)
     except InfeasibleError as error:
@@ -49,7 +49,7 @@ def explain_command(request: PlanRequest, target: str, as_json: bool) -> None:
 
 
 def check_named(file: str, request: PlanRequest, written: Plan | None) -> None:
-    """Raise ``UsageError`` if a request does not name the model or the devices."""
+    """Raise ``UsageError`` if a request names no model or no devices; ``file`` is the plan's."""
     if (missing := missing_options(request, written)) is not None:
         raise UsageError(f"{file} {missing[0]}", f"add {missing[1]}")
 
@@ -57,7 +57,7 @@ def check_named(file: str, request: PlanRequest, written: Plan | None) -> None:
 def missing_options(request: PlanRequest, written: Plan | None) -> tuple[str, str] | None:
     """Return why the plan's file doesn't determine the model or the devices, and the missing options; ``None`` if the request has both.
 
-    The reason continues a sentence that begins with the file's name.
+    The reason completes a sentence that begins with the file's name.
     """
     lacks = [option for option in ("model", "devices") if not getattr(request, option)]
     if not lacks:
@@ -106,7 +106,7 @@ def explained(request: PlanRequest, written: Plan | None) -> Explanation:
 
 
 def same_prices(written: Plan, step_s: float) -> bool:
-    """Return whether the plan's recorded step time equals today's prediction."""
+    """Return whether the step time in the plan's file equals ``step_s``, the prediction of the present cost model."""
     return math.isclose(written.prediction.step_time_s, step_s, rel_tol=1e-6)
 
 

@@ -53,7 +53,7 @@ if __name__ == "__main__":
 
 
 def init_command(request: PlanRequest, output: str, as_json: bool) -> None:
-    """Write both files, without overwriting any."""
+    """Write ``cluster.toml`` and ``train.py``, or raise ``UsageError`` if one of them exists."""
     home = Path(output)
     for name in (CLUSTER, SCRIPT):
         if (home / name).exists():
@@ -81,7 +81,7 @@ def init_command(request: PlanRequest, output: str, as_json: bool) -> None:
 
 
 def _cluster(text: str) -> tuple[str, Cluster]:
-    """Return the text of a cluster file, and the cluster, for a description such as ``64 H100``."""
+    """Return the text of the cluster file for a description such as ``64 H100``, and the cluster."""
     if text.endswith(".toml"):
         cluster = parse(text)
         return Path(text).read_text("utf-8"), cluster
@@ -108,7 +108,7 @@ def _command(cluster: Cluster, script: Path) -> str:
 
 
 def _script(model: str, cluster: Cluster, workload: Workload, sizes: GivenSizes) -> str:
-    """Return the script: model, batch, ``autopar.compile``, training."""
+    """Return the text of the script, which makes the model and the batch, calls ``autopar.compile``, and trains."""
     modules, own, make, keywords = (
         _factory(model, sizes) if ":" in model else _described(model, default_precision(cluster), workload)
     )
@@ -124,11 +124,12 @@ def _script(model: str, cluster: Cluster, workload: Workload, sizes: GivenSizes)
 
 
 _Parts = tuple[list[str], list[str], list[str], str]
-"""Standard modules to import, other import lines, lines that make ``model`` and ``batch``, keywords of ``autopar.compile``."""
+"""The parts of the script that depend on the model: standard modules to import, other import lines, lines that make ``model`` and
+``batch``, keywords of ``autopar.compile``."""
 
 
 def _factory(model: str, sizes: GivenSizes) -> _Parts:
-    """Return the parts for a factory."""
+    """Return the script's parts for a factory."""
     result, arguments = called_factory(model, sizes)
     count = len(result) if isinstance(result, (tuple, list)) else 1
     if count == 1:
@@ -147,7 +148,7 @@ def _factory(model: str, sizes: GivenSizes) -> _Parts:
 
 
 def _described(model: str, precision: str, workload: Workload) -> _Parts:
-    """Return the parts for a zoo or configuration model: on meta, with a random batch."""
+    """Return the script's parts for a zoo or configuration model, which is on meta and has a random batch."""
     batch: dict[str, Any] = workload.batch
     shape = next(iter(batch.values())).shape
     given = f'seq={shape[1] if len(shape) == 2 else None}, global_batch={shape[0]}, precision="{precision}"'
@@ -165,7 +166,7 @@ def _described(model: str, precision: str, workload: Workload) -> _Parts:
 
 
 def _random(tensor: Tensor, model: torch.nn.Module) -> str:
-    """Return Python code for a random tensor like ``tensor``; integers are indices below the size of their table."""
+    """Return Python code for a random tensor like ``tensor``; integers are valid labels or token ids of ``model``."""
     shape = tuple(tensor.shape)
     if tensor.is_floating_point():
         return f"torch.randn({shape}, dtype={tensor.dtype})"

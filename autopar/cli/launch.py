@@ -62,7 +62,7 @@ export TORCH_FR_DUMP_TEMP_FILE="$PWD/nccl-$SLURM_JOB_ID-rank-" TORCH_NCCL_DEBUG_
 
 
 def launch_command(folder: str, slurm: str, time: str, save_before: int, options: Sequence[str], as_json: bool) -> None:
-    """Write the file and print its path; ``options`` are those of ``train.py``."""
+    """Write the batch file and print its path; ``options`` are options of ``train.py``."""
     path = output_file(slurm, "--slurm")
     path.write_text(batch_file(Path(folder), time, save_before, options), "utf-8", "surrogateescape")
     show(as_json, {"file": str(path)}, str(path))

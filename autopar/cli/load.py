@@ -1,4 +1,4 @@
-"""Loads the argument MODEL: a factory in a file or package, a transformers configuration or saved model, a zoo model."""
+"""Loads the model that MODEL names: a factory in a file or package, a transformers configuration or saved model, or a zoo model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _RETURNS = "a factory returns a torch.nn.Module, or (module, batch), or (module,
 
 @dataclass(frozen=True)
 class GivenSizes:
-    """The sizes and the precision on a command line, or ``None``. Raises ``BatchError`` for a size below 1."""
+    """The sizes and the precision of a command line; ``None`` for an option that it lacks. Raises ``BatchError`` for a size below 1."""
 
     seq: int | None = None
     global_batch: int | None = None
@@ -48,8 +48,9 @@ class GivenSizes:
 def load_model(model: str, sizes: GivenSizes, *, device: str = "meta", default_precision: str = "bfloat16") -> Workload:
     """Load the model that ``model`` names, with its batch.
 
-    Configurations and zoo models are built on ``device`` in ``sizes.precision`` or the default. A factory chooses its device; it is called
-    with the given ``seq``, ``global_batch`` and ``precision``, for which it must have parameters.
+    Configurations and zoo models are built on ``device`` in ``sizes.precision`` or the default. A factory chooses its device. It is called
+    with those of ``sizes`` for which it has parameters. If it returns a batch, it must have parameters for ``seq`` and ``global_batch``
+    unless these are ``None``.
 
     Raises:
         ModelError: no model has that name, or the user's code raised (with the file and line).
@@ -79,7 +80,7 @@ def is_pretrained(model: str) -> bool:
 
 
 def config_file(model: str) -> Path | None:
-    """Return the configuration file that MODEL is or contains, or ``None``."""
+    """Return the configuration file if MODEL is one or a folder with one, else ``None``."""
     if is_pretrained(model):
         return Path(model, "config.json")
     return Path(model) if model.endswith(".json") or Path(model).is_file() else None
@@ -98,7 +99,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def called_factory(model: str, sizes: GivenSizes) -> tuple[Any, dict[str, int | str]]:
-    """Call the factory ``model`` with the given sizes for which it has parameters; return its result and these sizes.
+    """Call the factory ``model`` with those of ``sizes`` for which it has parameters; return its result and these arguments.
 
     Raises ``ModelError`` if there is no such factory, or the user's code raised.
     """
@@ -148,7 +149,7 @@ def _import_package(source: str) -> ModuleType:
 
 
 def _guarded(what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call the user's code; convert its exceptions to a ``ModelError`` with the line."""
+    """Call ``function``, the user's code, and convert its exceptions to a ``ModelError`` with file and line."""
     try:
         return function(*args, **kwargs)
     except AutoparError:
@@ -178,7 +179,7 @@ def _guarded(what: str, function: Callable[..., Any], *args: Any, **kwargs: Any)
 
 
 def _arguments(function: Callable[..., Any], sizes: GivenSizes) -> dict[str, Any]:
-    """Return the given sizes for which the factory has parameters."""
+    """Return those of ``sizes`` (by name, without ``None``) for which the factory has parameters."""
     parameters = inspect.signature(function).parameters
     anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     given = {"seq": sizes.seq, "global_batch": sizes.global_batch, "precision": sizes.precision}
@@ -208,7 +209,7 @@ _PLAIN = ("model", "net", "network", "module", "factory", "main", "build", "make
 
 
 def _title(model: str, module: nn.Module) -> str:
-    """Return the model's name: that of the factory unless it is generic, else of the model's class, or of the file if that is torch's."""
+    """Return the model's name: the factory's unless it is generic (``_PLAIN``), else the class's unless it is torch's, else the file's."""
     source, _, factory = model.rpartition(":")
     if any(part and part not in _PLAIN for part in factory.split("_")):
         return factory
@@ -218,7 +219,7 @@ def _title(model: str, module: nn.Module) -> str:
 
 
 def batch_of(model: str, module: nn.Module, sizes: GivenSizes, device: str) -> Any:
-    """Return a batch for a transformers model, whose configuration determines it. Raises ``BatchError`` for other modules."""
+    """Return a batch for a transformers model, made from its configuration. Raises ``BatchError`` for other modules."""
     config = getattr(module, "config", None)
     if not hasattr(config, "model_type"):
         raise BatchError(
@@ -231,7 +232,7 @@ def batch_of(model: str, module: nn.Module, sizes: GivenSizes, device: str) -> A
 
 
 def _factory_hint(path: Path, source: str, wanted: str = "") -> str:
-    """Return a hint with the functions of a file, which is only parsed; those similar to ``wanted`` come first."""
+    """Return a hint that names functions of a file, those similar to ``wanted`` first. The file is parsed, not run."""
     try:
         body = ast.parse(path.read_text()).body
     except (OSError, SyntaxError, UnicodeDecodeError):

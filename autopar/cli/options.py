@@ -1,4 +1,4 @@
-"""Options and arguments of several commands."""
+"""Options and arguments that several commands share."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ MODEL_HELP = """
     transformers config.json, a folder that transformers saved, or a model of `autopar help models`."""
 
 MOVED = {"trace": "report PLAN --trace FILE", "models": "help models", "hardware": "help hardware"}
-"""Former commands -> their replacements, besides those in the group ``dev``."""
+"""Former command -> its replacement, without commands that moved to the group ``dev``."""
 
 
 class Commands(click.Group):
-    """A group that lists its commands in the order in which they were added, and knows renamed ones."""
+    """A group that lists its commands in the order in which they were added, and points from former names to present ones."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names in the order in which they were added."""
@@ -64,7 +64,7 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that the first argument names, or raise ``UsageError`` with a similar or renamed one."""
+        """Return the command that the first argument names, or raise ``UsageError`` with its present name or a similar one."""
         name, path = args[0], ctx.command_path
         if name in self.commands or name.startswith("-"):
             return super().resolve_command(ctx, args)
@@ -96,14 +96,14 @@ def joined(*options: Callable[[Any], Any]) -> Callable[[F], F]:
 
 
 def option(names: str, metavar: str, help: str, **how: Any) -> Callable[[Any], Any]:
-    """Return an option with a value; ``names`` are its names and, if different, that of its argument."""
+    """Return an option with a value; ``names`` has the option's names and, if it differs, the parameter's name, separated by spaces."""
     if how.get("default") is not None:
         how["show_default"] = True
     return click.option(*names.split(), metavar=metavar, help=help, **how)
 
 
 def switch(names: str, help: str, value: bool = True) -> Callable[[Any], Any]:
-    """Return a flag whose argument is ``value`` if it is given."""
+    """Return a flag: its parameter is ``value`` if the user sets the flag, and else ``not value``."""
     return click.option(*names.split(), is_flag=True, default=not value, flag_value=value, help=help)
 
 
@@ -157,10 +157,10 @@ class PinText(click.ParamType):
 
 
 class PinnedCommand(click.Command):
-    """A command that accepts ``--NAME VALUE`` for ``--pin NAME=VALUE``, as in scripts older than ``--pin``."""
+    """A command that also accepts ``--NAME VALUE`` for ``--pin NAME=VALUE``, for scripts that are older than ``--pin``."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments, with every pin written as ``--pin``."""
+        """Rewrite every pin as ``--pin``, then parse the arguments."""
         has_pins = any(param.name == "pins" for param in self.params)
         return super().parse_args(ctx, list(_with_pins(args)) if has_pins else args)
 

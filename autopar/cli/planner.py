@@ -1,9 +1,9 @@
-"""The worker of ``autopar ui``: ``python -m autopar.cli.planner`` reads jobs from standard input, one JSON object per line, and writes
-their progress to standard output.
+"""The worker process of ``autopar ui``: ``python -m autopar.cli.planner`` reads jobs from standard input, one JSON object per line, and
+writes their progress to standard output.
 
-A job has the arguments of ``autopar plan`` and a folder. A job ``plan`` writes ``plan.json`` (as ``autopar plan --json`` prints it) and
-``report.html`` into the folder, a job ``program`` the emitted program of that plan. The worker keeps the graph of the last model, so that
-planning it again with another pin needs no capture.
+A job has a kind, the arguments of ``autopar plan`` and a folder. A job of kind ``plan`` writes ``plan.json`` (as ``autopar plan --json``
+prints it) and ``report.html`` into the folder; one of kind ``program`` writes the program of that plan. The worker keeps the graph of the
+last model, so planning that model again with another pin needs no capture.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Tell = Callable[[str, str], None]
 
 
 class Planner:
-    """Runs jobs, one at a time; ``tell`` is called with (stage, text) as progress."""
+    """Runs jobs, one at a time, and reports progress by calling ``tell(stage, text)``."""
 
     def __init__(self, tell: Tell) -> None:
         self._tell = tell
@@ -85,7 +85,7 @@ class Planner:
 
 
 def failure(error: BaseException) -> dict[str, Any]:
-    """Return an error for the page: message, hint, and changes that would make an infeasible request feasible."""
+    """Return an error as the page shows it: message, hint, and for an infeasible request the changes that would make it feasible."""
     if isinstance(error, AutoparError):
         changes = [change.text for change in getattr(error, "changes", ())]
         return {"message": error.message, "hint": error.hint or "", "changes": changes}
@@ -100,7 +100,7 @@ def failure(error: BaseException) -> dict[str, Any]:
 
 def main() -> None:
     news = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a model prints goes to the terminal
+    os.dup2(2, 1)  # what the model's code prints goes to the terminal, not into the stream of progress
     calls: queue.Queue[dict[str, Any]] = queue.Queue()
     threading.Thread(target=read_calls, args=(os.fdopen(os.dup(0)), calls), daemon=True).start()
 

@@ -31,7 +31,7 @@ from autopar.techniques import LAYER
 from autopar.trainers.flags import MICROBATCH, SEQUENCE, read_flags
 from autopar.units import seconds, size
 
-_NOTHING = 1e-9  # seconds; smaller bubbles are rounding errors
+_NOTHING = 1e-9  # seconds; a smaller difference, such as a bubble, is a rounding error
 
 
 def price_command(
@@ -43,7 +43,7 @@ def price_command(
     flags: Sequence[str],
     as_json: bool,
 ) -> None:
-    """Print the plan's prediction as ``autopar plan`` does, and with ``timeline`` the memory through a step. Exit with 1 if the plan
+    """Print the plan's prediction as ``autopar plan`` does, and with ``timeline`` also the memory through a step. Exit with 1 if the plan
     doesn't fit."""
     file = output_file(output, "-o") if output else None
     pins, others = read_flags(flags)
@@ -119,7 +119,7 @@ def compared(a: Plan, b: Plan) -> list[tuple[str, Any, Any, str]]:
 
 
 def _counted(values: Counter[str]) -> str:
-    """Return the number of layers with each value, ``full 30, keep 4``, or the value if all have it."""
+    """Return how many layers have each value, such as ``full 30, keep 4``, or only the value if all layers have it."""
     return next(iter(values)) if len(values) == 1 else ", ".join(f"{v} {n}" for v, n in values.most_common())
 
 

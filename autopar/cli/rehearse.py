@@ -29,7 +29,7 @@ from autopar.units import seconds, size
 def rehearse_command(
     request: PlanRequest, ranks: tuple[int, ...], device: str | None, steps: int, as_json: bool
 ) -> None:
-    """Print the table, or one JSON object for each rank."""
+    """Run the ranks, and print predicted and measured memory and step times as a table, or as one JSON object for each rank."""
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("this machine has no GPU to rehearse on", "leave --device out, or write --device cpu")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")

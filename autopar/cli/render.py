@@ -1,4 +1,4 @@
-"""Tables of a plan for the terminal: mesh, layers, stages, time, memory, bound and gap."""
+"""Renders a plan as tables for the terminal: mesh, layers, stages, time, memory, bound and gap."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from autopar.units import seconds, size
 
 _BAR = 20  # characters of a full bar
 _MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "transients")
-_OFFLOADED = {"in the host": "host_bytes", "on NVMe": "nvme_bytes"}  # fields of a stage, by the column's header
+_OFFLOADED = {"in the host": "host_bytes", "on NVMe": "nvme_bytes"}  # header of a column -> field of a stage
 
 
 def plan_tables(plan: Plan, hint: str = "") -> Group:
-    """Return all tables of ``plan``, its notes, and ``hint``."""
+    """Return all tables of ``plan``, followed by its notes and ``hint``."""
     return Group(*_sections(plan, hint))
 
 
@@ -177,7 +177,7 @@ def _quality(plan: Plan) -> RenderableType:
 
 
 def _pins(plan: Plan) -> RenderableType:
-    """Return the cost of each pin: the time that the best plan without it saves, and a bound of what any plan without it saves."""
+    """Return a table of what each pin costs: the time that the best plan without it saves, and a bound of what any such plan saves."""
     table = plain_table("the price of each pin", ("pin",), ("best step without it", "saves", "at most"))
     for pin in plan.pins:
         saved, bound = pin.gain(plan.prediction.step_time_s)

@@ -53,7 +53,7 @@ def report_command(
     files = [plan, *([other] if other else [])]
     plans = [read_plan(file) for file in files]
     for file, written in zip(files, plans, strict=True):
-        if explain or {"figure", "trace"} & set(paths):  # for which the file alone does not suffice
+        if explain or {"figure", "trace"} & set(paths):  # they need the model and the devices, not only the plan's file
             check_named(file, with_recorded_options(written, request), written)
     subjects = [_subject(file, written, request, explain) for file, written in zip(files, plans, strict=True)]
     steps = [one.step for one in subjects if one.step]
@@ -86,7 +86,7 @@ def _errors(step: PredictedStep, events: list[tracing.Event]) -> Table:
 
 
 def _subject(file: str, plan: Plan, request: PlanRequest, explain: bool) -> PlanFigures:
-    """Return a plan with everything that its page shows; if the model is unknown, only with the file's figures."""
+    """Return a plan with everything that its page shows; if the model or the devices are unknown, only the figures of the plan's file."""
     name = Path(file).name
     found = with_recorded_options(plan, request)
     if (lacks := missing_options(found, plan)) is not None:
@@ -108,7 +108,7 @@ def _subject(file: str, plan: Plan, request: PlanRequest, explain: bool) -> Plan
 
 
 def _predicted(plan: Plan, request: PlanRequest) -> tuple[PredictedStep, Cluster]:
-    """Return the predicted step of a plan of that request, and its devices."""
+    """Return the predicted step of ``plan`` for the model and the devices of ``request``, and these devices."""
     cluster, _ = cluster_and_options(request)
     with Messages() as messages:
         graph, _ = captured(request, cluster, plan, messages)

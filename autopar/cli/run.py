@@ -1,4 +1,5 @@
-"""``autopar run`` plans, starts processes and trains on the factory's batch, with checkpoints, or becomes an agent of ``--elastic``."""
+"""``autopar run`` plans, starts processes, and trains on the model's example batch, with checkpoints; with ``--elastic`` it becomes the
+agent of its node."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def run_command(
     as_json: bool,
     **training: Any,
 ) -> None:
-    """Train here, or with ``--elastic`` become the agent of this node; ``training`` are the training options by name."""
+    """Train on this machine, or with ``--elastic`` become the agent of this node; ``training`` has the options of training by name."""
     if elastic is not None:
         del training["resume"]  # every restart resumes
         become_node(Nodes.read(elastic, meet, restarts), request, output, training)
@@ -57,14 +58,14 @@ def run_command(
 def _train(
     request: PlanRequest, training: Training, steps: int, output: str | None, checkpoints: Checkpoints, as_json: bool
 ) -> None:
-    """Train repeatedly on the factory's batch, and print the loss of each step."""
+    """Train on the model's example batch in every step, and print the loss of each step."""
     here = parse(request.devices)
     if not here.local:
         raise LaunchError(
             f"{request.devices} describes devices that are not on this machine",
             "`autopar emit` writes the program for them; `--devices 4` runs on this machine",
         )
-    check_count(here.count)  # before a minute of planning
+    check_count(here.count)  # fail before planning, which takes up to a minute
     folder = folder_for_program(output) if output else None
     claim = checkpoints.claim()
     torch.manual_seed(training.seed)
@@ -82,7 +83,7 @@ def _train(
             progress=messages,
         )
     batch = workload.batch
-    if init and ":" not in request.model:  # made on meta with the model
+    if init and ":" not in request.model:  # the batch is on meta, as the model
         sizes = GivenSizes(request.seq, request.global_batch, request.precision)
         batch = batch_of(request.model, workload.model, sizes, "cpu")
     with program, Stop(checkpoints.folder is not None and not is_one_of_several()) as stop:
@@ -113,7 +114,7 @@ def _train(
 
 
 class Stop:
-    """A context in which termination signals only set ``asked``, to their name. A second Ctrl-C ends the process at once."""
+    """A context in which a termination signal only sets ``asked`` to its name, if ``heeds``. A second Ctrl-C ends the process at once."""
 
     def __init__(self, heeds: bool) -> None:
         self.asked = ""
@@ -154,9 +155,9 @@ class Checkpoints:
             )
 
     def claim(self) -> Claim | None:
-        """Lock the folder against other trainings until the result is closed.
+        """Lock the folder against other training runs until the returned claim is closed.
 
-        Raises ``UsageError`` if the folder can't be created or written to, or another training writes there.
+        Raises ``UsageError`` if the folder can't be created or written to, or if another training run writes there.
         """
         if self.folder is None:
             return None
@@ -164,16 +165,16 @@ class Checkpoints:
             claim = claimed(Path(self.folder), 0.0)
         except CheckpointError as error:
             raise UsageError(error.message, error.hint) from error
-        os.environ[PARENT] = claim.inherited  # for the worker processes, which write
+        os.environ[PARENT] = claim.inherited  # the worker processes write the checkpoints, under this claim
         return claim
 
     def load(self, program: Program) -> int:
-        """With ``resume``, load the newest checkpoint if there is one, and return its number of steps."""
+        """With ``resume``, load the newest checkpoint, if there is one. Return the number of steps done so far."""
         if self.folder is None or not self.resume or not has_any(Path(self.folder)):
             return 0
         return program.load(self.folder)
 
     def save(self, program: Program, step: int, last: int) -> None:
-        """Write a checkpoint after this step if one is due."""
+        """Write a checkpoint after ``step`` if one is due: every ``every`` steps, and after ``last``."""
         if self.folder is not None and (step % self.every == 0 or step == last):
             program.save(self.folder, keep=self.keep)

@@ -17,15 +17,15 @@ from autopar.types import Collective
 from autopar.units import parse_count, seconds, size
 
 PRICED = "as priced"
-"""The algorithm of the rows with the cost model's time of the collectives that emitted programs call."""
+"""``SyncRow.algorithm`` in rows with the cost model's time, which is that of the collectives that emitted programs call."""
 
 
 @dataclass(frozen=True, slots=True)
 class SyncRow:
     """Figures of one kind of synchronisation by one algorithm, per training step (averaged over the steps between synchronisations).
 
-    ``messages`` are sequential; the busiest rank sends and receives ``busiest_bytes``; all ranks together send ``traffic_bytes``. The three
-    are ``None`` if NCCL or gloo chooses the algorithm.
+    ``messages`` is the number of messages one after the other, ``busiest_bytes`` what the busiest rank sends and receives,
+    ``traffic_bytes`` what all ranks together send. The three are ``None`` if NCCL or gloo chooses the algorithm.
     """
 
     sync: str
@@ -37,7 +37,7 @@ class SyncRow:
 
 
 def rows(elements: int, cluster: Cluster, numbers: Precision, steps: int) -> list[SyncRow]:
-    """Return the rows for ``elements`` parameters with a replica on each device; local SGD synchronises every ``steps`` steps."""
+    """Return the rows for ``elements`` parameters and one replica on each device; local SGD synchronises every ``steps`` steps."""
     members = group((Axis("data", cluster.count, 1),), cluster)
     gradients, parameters = elements * numbers.averaged, elements * numbers.width
     masters = elements * (numbers.at_rest or numbers.width)
@@ -68,7 +68,7 @@ def rows(elements: int, cluster: Cluster, numbers: Precision, steps: int) -> lis
 def sync_command(
     parameters: str, devices: str, precision: str | None, steps: int, calibration: str | None, as_json: bool
 ) -> None:
-    """Print a table or JSON."""
+    """Print the rows as a table or as JSON."""
     cluster = parse(devices, calibration=calibration)
     numbers = numbers_of(precision or "bfloat16")
     found = rows(parse_count(parameters), cluster, numbers, steps)

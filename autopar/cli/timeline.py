@@ -13,13 +13,13 @@ from autopar.search.timeline import Moment
 from autopar.units import size
 
 _LEVELS = " ▁▂▃▄▅▆▇█"
-_COLUMNS = 64  # of a device's curve
+_COLUMNS = 64  # maximum characters of a device's curve
 
 Timeline = Sequence[Sequence[Moment]]
 
 
 def timeline_data(devices: Timeline) -> list[dict[str, Any]]:
-    """Return the actions of each device in order, with bytes by part; ``memory_bytes`` is the largest total."""
+    """Return the actions of each device in order, with the bytes of each part of memory; ``memory_bytes`` is the peak total."""
     return [
         {
             "device": d,
@@ -40,7 +40,7 @@ def timeline_data(devices: Timeline) -> list[dict[str, Any]]:
 
 
 def timeline_table(devices: Timeline) -> Table:
-    """Return a table with a curve for each device, on a common scale, and the action with the peak."""
+    """Return a table with the memory curve of each device, on a common scale, and the action at which it peaks."""
     numbers = ("device", "most at", "activations", "transients", "total")
     table = plain_table("memory through one step", numbers=numbers)
     table.add_column("from the first action to the last", no_wrap=True)
@@ -55,7 +55,8 @@ def timeline_table(devices: Timeline) -> Table:
 
 
 def curve(values: Sequence[int], most: int) -> str:
-    """Return ``values`` as a line of blocks of at most ``_COLUMNS`` characters, each showing the largest of its share."""
+    """Return ``values`` as at most ``_COLUMNS`` block characters, each as high as the largest value of its interval; ``most`` is full
+    height."""
     columns = min(_COLUMNS, len(values))
     bounds = [len(values) * i // columns for i in range(columns + 1)]
     shares = [max(values[a:b]) / most if most else 0.0 for a, b in zip(bounds, bounds[1:], strict=False)]

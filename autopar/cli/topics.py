@@ -23,7 +23,7 @@ _PINS = (
 
 
 def help_command(topic: str, name: str | None, as_json: bool) -> None:
-    """Print the page of a topic; ``name`` is a kind of device."""
+    """Print the page of a topic; ``name`` is a kind of device, for the topic ``hardware``."""
     if name is not None and topic != "hardware":
         raise UsageError(f"the page of {topic} has no part {name!r}", f"write `autopar help {topic}`")
     if topic == "hardware" and name is not None:
@@ -90,8 +90,8 @@ def _show_kinds(as_json: bool) -> None:
 
 
 def _show_figures(name: str, as_json: bool) -> None:
-    """Print every figure from which prices on a kind of device are made, with its unit and its source."""
-    if name.lower() == "cpu":  # before `autopar profile` has measured it
+    """Print every figure that prices on a kind of device depend on, with its unit and its source."""
+    if name.lower() == "cpu":  # the figures that apply until `autopar profile` has measured the machine
         figures: list[dict[str, Any]] = [
             c for c in constant_figures() if c["figure"].startswith(("CPU", "GLOO", "USABLE"))
         ]

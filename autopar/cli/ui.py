@@ -1,4 +1,4 @@
-"""``autopar ui`` serves a local page."""
+"""``autopar ui`` serves a local page for planning."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ WORKER = (sys.executable, "-W", "ignore", "-m", "autopar.cli.planner")
 
 
 def ui_command(model: tuple[str, ...], port: int, browser: bool) -> None:
-    """Serve the page until it is interrupted, and print its address."""
+    """Print the address of the page, and serve the page until an interrupt."""
     for name in model:
         check_file(name)
-    for number in (signal.SIGINT, signal.SIGTERM):  # both remove the folder of plans
+    for number in (signal.SIGINT, signal.SIGTERM):  # after both, the folder of plans must be removed
         signal.signal(number, signal.default_int_handler)
     server = Server(choices(model), WORKER, port)
     try:
@@ -38,7 +38,7 @@ def ui_command(model: tuple[str, ...], port: int, browser: bool) -> None:
 
 
 def choices(own: tuple[str, ...] = ()) -> Choices:
-    """Return what the page offers; ``own`` are models that the user named on the command line."""
+    """Return the models, devices and pins that the page offers; ``own`` has the models that the user named on the command line."""
     models: list[dict[str, Any]] = [{"name": name, "kind": "your model", "parameters": None} for name in own]
     keys = ("name", "kind", "parameters", "seq", "global_batch")
     models += [{key: getattr(entry, key) for key in keys} for entry in CATALOGUE]

@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from autopar.cli.console import Messages, plain_table, show
 from autopar.validate import Score, ValidationReport, scores, validate
 
-_MAX_REASONS = 20  # for which rows could not be priced
+_MAX_REASONS = 20  # maximum number of printed reasons why rows could not be priced
 
 
 def validate_command(file: str, as_json: bool) -> None:

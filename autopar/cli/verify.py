@@ -36,8 +36,8 @@ _ROWS = 8  # default batch: enough for eight data-parallel devices, or four micr
 
 
 def verify_command(request: PlanRequest, processes: int, collectives: bool, as_json: bool) -> None:
-    """Print the report, and exit with 1 unless all checked plans are exact (or, if a plan gives up exactness, equal to their reference);
-    with ``collectives``, if there are findings."""
+    """Print the report. Exit with 1 unless every checked plan is exact or, if it gives up exactness, equal to its reference; with
+    ``collectives``, exit with 1 if there are findings."""
     limit = parse_size(request.memory_limit or "")
     plan = read_plan(request.plan_file) if request.plan_file else None
     sizes, allow = GivenSizes(request.seq, request.global_batch), allowed(request.allow)
@@ -71,7 +71,7 @@ def verify_command(request: PlanRequest, processes: int, collectives: bool, as_j
 
 
 def _load(model: str, devices: int, sizes: GivenSizes) -> tuple[Workload, list[str]]:
-    """Return the model with its batch, on the CPU, and notes about shrunken sizes."""
+    """Return the model with its batch, on the CPU, and notes that say to which sizes it was shrunk."""
     if names_code(model):
         return load_model(model, sizes, device="cpu", default_precision="float32"), []
     file = config_file(model)
@@ -87,7 +87,7 @@ def _load(model: str, devices: int, sizes: GivenSizes) -> tuple[Workload, list[s
 
 
 def _real(model: str, plan: Plan, seq: int | None) -> Graph:
-    """Return the graph of the full-size model that the plan is for, captured on meta."""
+    """Return the graph of the full-size model for which the plan was made, captured on meta."""
 
     def again(*, global_batch: int | None = None, **_: Any) -> Graph:
         loaded = load_model(model, GivenSizes(seq, global_batch, plan.precision), device="meta")
@@ -97,7 +97,7 @@ def _real(model: str, plan: Plan, seq: int | None) -> Graph:
 
 
 def _shown(report: Report | CollectivesReport, notes: list[str]) -> Iterator[RenderableType]:
-    """Yield a report's table, findings, skipped kinds, notes, and verdict."""
+    """Yield the table of a report, its findings, the kinds of plans that were skipped, notes, and the verdict."""
     if isinstance(report, CollectivesReport):
         table = plain_table(words=("plan",), numbers=("ranks", "operations", "found"))
         for plan in report.plans:

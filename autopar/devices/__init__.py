@@ -1,4 +1,4 @@
-"""Clusters: number and kind of devices, links, and the source of each figure."""
+"""Describes clusters: the number and kind of devices, their links, and the source of every figure."""
 
 from autopar.devices.cluster import Cluster, Gpu, Link
 from autopar.devices.constants import Constant

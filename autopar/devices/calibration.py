@@ -1,11 +1,12 @@
-"""The calibration file: measurements of a machine by ``autopar profile``, applied to its devices and links.
+"""Reads the calibration file that ``autopar profile`` writes, and applies its measurements to devices and links.
 
-A JSON object: ``version``, ``machine`` (processor, cores, torch), ``measured_at``, and ``figures``, one per measurement, each with the
-number of ``processes`` that ran, its ``size``, ``unit``, ``median``, quartiles ``low`` and ``high``, and ``count`` of samples.
+The file is a JSON object: ``version``, ``machine`` (processor, cores, torch, GPU), ``measured_at``, and ``figures``. Each figure is one
+measurement: the number of ``processes`` that ran, its ``size``, ``unit``, ``median``, the quartiles ``low`` and ``high``, and the
+``count`` of samples.
 
 The file's path is ``AUTOPAR_CALIBRATION`` (empty: no file), else ``~/.cache/autopar/calibration.json`` (``XDG_CACHE_HOME`` is
-respected). It applies to this machine's devices if their number was measured. One that was measured on a GPU also applies to GPUs of the
-same kind elsewhere if it is given explicitly: to their ops, not to links.
+respected). The measurements apply to this machine's devices if as many processes were measured as there are devices. If the user names a
+file that was measured on a GPU, its op times also apply to GPUs of that kind in other machines; its link times don't.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ from autopar.errors import DeviceError
 VERSION = 1
 VARIABLE = "AUTOPAR_CALIBRATION"
 _AGAIN = "`autopar profile` measures this machine and writes the file anew"
-_LEAST = 0.2  # minimum fraction of a short measurement that is compute rather than the op's launch
+_LEAST = 0.2  # minimum fraction of a measurement that counts as compute once the op's launch is subtracted
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A measurement on ``device`` ("cpu", "cuda") while ``processes`` run; ``size`` are numbers by name; ``low`` and ``high`` are the
-    quartiles of ``count`` samples. ``variant`` is a dtype, a kind of op or a collective."""
+    """One measurement on ``device`` ("cpu" or "cuda") while ``processes`` processes run: the ``median`` and the quartiles ``low`` and
+    ``high`` of ``count`` samples, in ``unit``. ``variant`` is a dtype, a kind of op or a collective; ``size`` has numbers such as the
+    ``"bytes"`` moved (see ``_SIZES``)."""
 
     name: str
     device: str
@@ -64,7 +66,7 @@ class Calibration:
         return json.dumps(head, indent=1)[:-2] + f',\n "figures": [\n  {figures}\n ]\n}}\n'
 
     def processes(self, device: str) -> tuple[int, ...]:
-        """Return the measured numbers of processes."""
+        """Return the numbers of processes that were measured on ``device``, in ascending order."""
         return tuple(sorted({figure.processes for figure in self.figures if figure.device == device}))
 
 
@@ -141,11 +143,11 @@ _SIZES = {
     "wire": ("members", "bytes"),
     "wait": ("members", "seconds"),
 }
-"""Figure name -> required sizes."""
+"""Name of a figure -> the entries that its ``size`` must have."""
 
 
 def _check_complete(figures: Sequence[Figure]) -> None:
-    """Raise ``MalformedFileError`` if a figure lacks a size, or a number of processes lacks figures."""
+    """Raise ``MalformedFileError`` if a figure lacks a size, or a measured number of processes lacks a required figure."""
     for figure in figures:
         if lacks := [size for size in _SIZES.get(figure.name, ()) if not figure.size.get(size)]:
             raise MalformedFileError(f"a figure {shown(figure.name)} has no {lacks[0]}")
@@ -159,7 +161,7 @@ def _check_complete(figures: Sequence[Figure]) -> None:
 
 
 def elsewhere(found: Calibration) -> str:
-    """Return how the measured machine differs from this one, or an empty string."""
+    """Return how the measured machine differs from this one, or an empty string if it doesn't."""
     here = this_machine()
     if all(found.machine.get(key) == value for key, value in here.items()):
         return ""
@@ -168,7 +170,7 @@ def elsewhere(found: Calibration) -> str:
 
 
 def _on_other_gpus(found: Calibration, cluster: Cluster) -> str:
-    """Return how the measured GPUs differ from the cluster's, or an empty string if they don't, or one is unknown."""
+    """Return how the measured GPU differs from the cluster's, or an empty string if it doesn't or its kind is unknown."""
     name, memory = str(found.machine.get("gpu", "")), found.machine.get("gpu_memory_bytes")
     if cluster.kind != "cuda" or not name or memory is None:
         return ""
@@ -191,11 +193,12 @@ def _is_number(value: Any) -> bool:
 
 
 def apply(cluster: Cluster, path: Path | None) -> Cluster:
-    """Return this machine's devices with the measurements at ``path`` or at the default path.
+    """Return ``cluster`` with the measurements in the file ``path``, or else in the file at the default path.
 
-    An explicit ``path`` also applies to the ops of GPUs elsewhere if a GPU of their kind was measured.
+    The default file applies to this machine's devices only. A file that the user names (``path``) also gives the op times of GPUs in
+    other machines if it was measured on that kind of GPU.
 
-    Raises ``DeviceError`` if an explicit ``path`` is for other devices, or as ``read`` does.
+    Raises ``DeviceError`` if ``path`` was measured on other devices, or if the file can't be read.
     """
     given = path is not None
     if path is None:
@@ -222,7 +225,7 @@ def apply(cluster: Cluster, path: Path | None) -> Cluster:
 
 
 def _of_kind(cluster: Cluster, found: Calibration, path: Path) -> Cluster:
-    """Return devices elsewhere with the measured ops of a GPU of their kind."""
+    """Return ``cluster``, which is not this machine, with the op times that were measured on one GPU of its kind."""
     figures = [f for f in found.figures if f.device == "cuda" and f.processes == 1]
     name = str(found.machine.get("gpu", ""))
     memory = found.machine.get("gpu_memory_bytes")
@@ -242,10 +245,10 @@ def _of_kind(cluster: Cluster, found: Calibration, path: Path) -> Cluster:
 
 
 def _short(path: Path) -> str:
-    """Return the path for a plan, without the user's home, because plans are shared."""
+    """Return the path as plans show it: with ``~`` in place of the user's home, because plans are shared."""
     try:
         return f"~/{path.resolve().relative_to(Path.home()).as_posix()}"
-    except (ValueError, RuntimeError):  # not below the home, or there is none
+    except (ValueError, RuntimeError):  # the path is outside of the home, or the user has none
         return str(path)
 
 
@@ -268,7 +271,7 @@ def _calibrated(cluster: Cluster, figures: list[Figure], notes: tuple[str, ...],
 
 
 def _measured_gpu(cluster: Cluster, figures: list[Figure], source: str) -> Gpu:
-    """Return the cluster's device with measured ops."""
+    """Return the cluster's device with measured op times."""
     launch = {f.backward: f.median for f in figures if f.name == "launch"}
     ops = _ops(figures, launch)
     products = {dtype: curve for (dtype, backward), curve in ops.products.items() if not backward}
@@ -279,7 +282,7 @@ def _measured_gpu(cluster: Cluster, figures: list[Figure], source: str) -> Gpu:
         cluster.gpu,
         peak_flops=cluster.gpu.peak_flops | best if cluster.kind == "cpu" else cluster.gpu.peak_flops,
         memory_bytes_per_s=copies.y[-1] / cluster.gpu.memory_efficiency,
-        # a CPU runs one op at a time; the host launches a GPU's kernels while others run
+        # a CPU runs one op at a time; the host launches a GPU's kernels while earlier ones run
         kernel_s=start_s if cluster.kind == "cpu" else cluster.gpu.kernel_s,
         op_floor_s=0.0 if cluster.kind == "cpu" else start_s,
         measured=ops,

@@ -18,7 +18,7 @@ from autopar.devices.measured import ATTENTION, PRODUCT8, Floats, Ops, Wires
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A link between devices: latency of a hop, and achieved (not peak) bytes per second in one direction."""
+    """A link between devices: the latency of a hop, and the achieved (not peak) bytes per second in one direction."""
 
     latency_s: float
     bytes_per_s: float
@@ -41,9 +41,9 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Nvme:
-    """A node's NVMe drives together: capacity, and sequential bytes per second read and written, as in data sheets.
+    """All NVMe drives of a node together: capacity, and sequential bytes per second read and written, as in data sheets.
 
-    ``path`` is the folder for programs' files; empty if the cluster file has none.
+    ``path`` is the folder in which programs keep files; it is empty if the cluster file names none.
     """
 
     capacity_bytes: int
@@ -55,11 +55,11 @@ class Nvme:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Collectives measured on a cluster: bus bandwidth of all GPUs of 1, 2, 4, ... nodes.
+    """Measured collectives over all GPUs of 1, 2, 4, ... nodes of a cluster, with ``per_node`` GPUs each.
 
-    ``gather`` (all-gather and reduce-scatter) and ``reduce`` (all-reduce) are bytes per second by the number of ``nodes``.
-    ``hop_s`` is the latency of a step of a collective that spans nodes, ``pipelined_hop_s`` that of any collective in a run that also
-    sends between stages on different nodes.
+    ``gather`` (all-gather and reduce-scatter) and ``reduce`` (all-reduce) have the bus bandwidth in bytes per second for each entry of
+    ``nodes``. ``hop_s`` is the latency of one step of a collective that spans nodes. ``pipelined_hop_s`` is the latency of one step of any
+    collective in a run whose pipeline stages also send between nodes.
     """
 
     nodes: tuple[int, ...]
@@ -71,7 +71,7 @@ class Network:
     source: str
 
     def bus(self, nodes: float, reduces: bool) -> float:
-        """Return the bus bandwidth of ``nodes`` nodes, interpolated (and extrapolated) log-linearly."""
+        """Return the bus bandwidth of ``nodes`` nodes in bytes per second, interpolated (and extrapolated) as a power law."""
         known = self.reduce if reduces else self.gather
         i = max(1, min(bisect.bisect_left(self.nodes, nodes), len(self.nodes) - 1))
         (n0, n1), (b0, b1) = self.nodes[i - 1 : i + 1], known[i - 1 : i + 1]
@@ -80,8 +80,9 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A device. ``peak_flops`` is dense FLOP/s by precision (``"bfloat16"``, ``"float32"``, ...); ``measured`` are measurements of
-    ``autopar profile``, if any."""
+    """A GPU, or one process on a CPU. ``peak_flops`` has dense FLOP/s by precision (``"bfloat16"``, ``"float32"``, ...). ``op_floor_s`` is
+    the host's time to launch an op, ``kernel_s`` the device's time to start a kernel. ``measured`` has the times that ``autopar profile``
+    measured, if any."""
 
     name: str
     memory_bytes: int
@@ -96,17 +97,18 @@ class Gpu:
     measured: Ops | None = field(default=None, hash=False)
 
     def seconds(self, kinds: NDArray[np.str_], flops: Floats, moved: Floats, dtype: str, backward: bool) -> Floats:
-        """Return seconds of ops, without launches, from their kinds (see ``devices.measured``), FLOPs and bytes moved."""
+        """Return the seconds of each op, without its launch. ``kinds`` (see ``devices.measured``), ``flops`` and ``moved`` (bytes) have one
+        entry per op."""
         if self.measured is not None:
             return self.measured.seconds(kinds, flops, moved, dtype, backward)
         rates = np.where(kinds == ATTENTION, self.attention_flops_per_s(dtype), self.flops_per_s(dtype))
         if (narrow := kinds == PRODUCT8).any():
             rates = np.where(narrow, self.flops_per_s("float8"), rates)
-        # a product's loads and stores overlap its arithmetic partly, best if one is much longer
+        # a product's loads and stores partly overlap its arithmetic, the more so if one of them takes much longer
         return np.asarray(np.hypot(flops / rates, moved / self.bytes_per_s))
 
     def update_s(self, moved: float, tensors: int) -> float:
-        """Return seconds of an optimizer step that moves ``moved`` bytes of ``tensors`` tensors."""
+        """Return the seconds of an optimizer step that moves ``moved`` bytes in all, for ``tensors`` tensors."""
         if self.measured is None or tensors == 0:
             return moved / self.bytes_per_s
         return tensors * self.measured.update.beyond(moved / tensors)
@@ -120,7 +122,7 @@ class Gpu:
         return self.peak_flops["bfloat16" if dtype == "float8" else dtype] * self.attention_efficiency
 
     def fastest_flops_per_s(self, dtype: str) -> float:
-        """Return the FLOP/s that no op exceeds in its price; 0 if they are unknown."""
+        """Return an upper bound of the FLOP/s at which ops in ``dtype`` are priced; 0 if the peak is unknown."""
         if self.measured is not None or dtype not in self.peak_flops:
             return self.peak_flops.get(dtype, 0.0)
         return max(self.flops_per_s(dtype), self.attention_flops_per_s(dtype))
@@ -136,11 +138,11 @@ class Cluster:
     """``nodes`` times ``gpus_per_node`` devices of one kind, or several such ``parts`` (see ``joined``).
 
     ``intra`` links devices of a node (NVLink, PCIe, gloo), ``inter`` is a device's share of its node's network when all devices of the
-    node send. ``collective_s`` is the fixed cost of starting a collective. ``local``: the devices are this machine's; ``devices`` are
-    their names if the user gave any. ``wires`` are measured collectives. ``host`` is a node's host memory, ``None`` if it is the devices'
-    memory; ``nvme`` its drives, ``None`` if undescribed. ``nvlink_domain`` is the number of GPUs that NVLink connects if that is more than
-    a node (72 in GB200 NVL72), else 0. ``first`` is the index of the first device on its node, not 0 for a pipeline stage that begins
-    inside a node.
+    node send. ``collective_s`` is the device's fixed cost of a collective, ``host_s`` the host's. ``local``: the devices are this
+    machine's; ``devices`` has the names of its GPUs. ``wires`` has measured collectives. ``host`` is a node's host memory, ``None`` if the
+    devices are CPU processes, which compute in it; ``nvme`` the node's drives, ``None`` if the cluster file has none. ``nvlink_domain`` is
+    the number of GPUs that NVLink connects if that is more than a node (72 in GB200 NVL72), else 0. ``first`` is the index of the first
+    device on its node; it is not 0 if a pipeline stage begins inside a node.
     """
 
     name: str
@@ -158,12 +160,12 @@ class Cluster:
     network: Network | None = None
     wires: Wires | None = field(default=None, hash=False)
     overlap_slowdown: float = constants.OVERLAP_SLOWDOWN.value  # seconds that a second of hidden communication costs
-    notes: tuple[str, ...] = ()  # for the plans on this cluster
+    notes: tuple[str, ...] = ()  # which every plan on this cluster shows
     pipelined: bool = (
-        False  # whether stages send to other nodes, which makes ``network.pipelined_hop_s`` the hop's time
+        False  # whether stages send to other nodes; if so, a collective's step takes ``network.pipelined_hop_s``
     )
     parts: tuple[Cluster, ...] = ()
-    between: Link | None = None  # one device's share of the link from part to part
+    between: Link | None = None  # a device's share of the link between parts
     host: Host | None = None
     nvlink_domain: int = 0
     nvme: Nvme | None = None
@@ -179,7 +181,7 @@ class Cluster:
 
     @property
     def node_size(self) -> int:
-        """The GPUs per node; 0 if nodes differ, or devices are processes on CPUs."""
+        """The number of GPUs per node; 0 if nodes differ, or if the devices are CPU processes."""
         sizes = {part.gpus_per_node for part in self.parts or (self,)}
         return self.gpus_per_node if len(sizes) == 1 and self.kind == "cuda" else 0
 
@@ -207,28 +209,28 @@ class Cluster:
 
     @property
     def has_nvme(self) -> bool:
-        """Whether the cluster's NVMe is described."""
+        """Whether the cluster file describes NVMe drives."""
         return self.nvme is not None
 
     @property
     def nvme_path(self) -> str:
-        """The folder on NVMe for programs' files; empty if undescribed."""
+        """The folder on NVMe in which programs keep files; empty if the cluster file names none."""
         return self.nvme.path if self.nvme is not None else ""
 
     @property
     def nvme_limit_bytes(self) -> int:
-        """The NVMe capacity that a plan may use per device: a share of the node's."""
+        """The NVMe capacity that a plan may use per device: an equal share of the node's usable capacity."""
         capacity = self._drives.capacity_bytes * constants.USABLE_NVME.value
         return int(capacity) // self.gpus_per_node
 
     def nvme_s(self, read: float, written: float) -> float:
-        """Return seconds to read and write a device's bytes while all devices of the node do the same."""
+        """Return the seconds in which a device reads and writes these bytes while all devices of its node do the same."""
         drives = self._drives
         return (read / drives.read_bytes_per_s + written / drives.write_bytes_per_s) * self.gpus_per_node
 
     @property
     def _drives(self) -> Nvme:
-        """The described drives, or assumed ones if a pin requires NVMe."""
+        """The drives of the cluster file; if it has none, an assumed drive, for plans in which a pin requires NVMe."""
         return self.nvme or Nvme(
             int(constants.DEFAULT_NVME_BYTES.value),
             constants.DEFAULT_NVME_READ_BYTES_PER_S.value,
@@ -250,19 +252,20 @@ class Cluster:
         return min(self.host.link_bytes_per_s * constants.HOST_LINK_EFFICIENCY.value, memory / 2)
 
     def peak_flops(self, precision: str) -> float:
-        """Return peak FLOP/s of all devices together; 0 if that of one kind is unknown."""
+        """Return the peak FLOP/s of all devices together; 0 if the peak of one kind is unknown."""
         peaks = [(part.count, part.gpu.peak_flops.get(precision, 0.0)) for part in self.parts or (self,)]
         return sum(n * peak for n, peak in peaks) if all(peak for _, peak in peaks) else 0.0
 
     def fastest_flops_per_s(self, precision: str) -> float:
-        """Return the FLOP/s that no ops exceed in their prices on as many devices of the fastest kind; 0 if those of one kind are
-        unknown."""
+        """Return an upper bound of the FLOP/s at which the cluster's ops are priced: all devices count as the fastest kind. Return 0 if the
+        peak of one kind is unknown."""
         fastest = [part.gpu.fastest_flops_per_s(precision) for part in self.parts or (self,)]
         return self.count * max(fastest) if all(fastest) else 0.0
 
     def with_idle(self) -> tuple[Cluster, ...]:
-        """Return clusters with some nodes (of a single node: devices) left idle, so that the number has only small factors: 127 or 9 have
-        few meshes, or none that divides the model and the batch. Not for local devices and heterogeneous clusters."""
+        """Return smaller clusters, which leave some nodes idle (of a single node: some devices). Their sizes have only small factors: 127
+        or 9 devices have few meshes, perhaps none that divides the model and the batch. Return none for local devices and heterogeneous
+        clusters."""
         if self.local or self.parts:
             return ()
         units = self.nodes if self.nodes > 1 else self.gpus_per_node
@@ -272,7 +275,8 @@ class Cluster:
         return tuple(replace(self, name=f"{n}x{m}x{self.gpu.name}", nodes=n, gpus_per_node=m) for n, m in shape)
 
     def stages(self, pipeline: int) -> tuple[Cluster, ...]:
-        """Return the devices of each of ``pipeline`` equal stages, in order. A stage on several parts is as slow as the slowest."""
+        """Return a cluster for each of ``pipeline`` stages, in order, with equally many devices. A stage on several parts has the worst
+        figures of them."""
         size, starts = self.count // pipeline, [0, *itertools.accumulate(part.count for part in self.parts)]
         views = []
         for i, touched in enumerate(self._touched(pipeline)):
@@ -282,12 +286,13 @@ class Cluster:
         return tuple(views)
 
     def borders(self, pipeline: int) -> tuple[Cluster, ...]:
-        """Return the devices on both sides of each stage border: sends use their ``inter`` link, or ``intra`` on one node."""
+        """Return a cluster for each pair of adjacent stages, with the devices of both: they send over its ``inter`` link, or over ``intra``
+        on one node."""
         touched = self._touched(pipeline)
         return tuple(self._view(tuple(sorted({*a, *b})), across=True) for a, b in itertools.pairwise(touched))
 
     def _touched(self, pipeline: int) -> list[tuple[int, ...]]:
-        """Return the parts that each stage has devices of."""
+        """Return, for each stage, the indices of the parts that its devices belong to."""
         size, ends = self.count // pipeline, list(itertools.accumulate(part.count for part in self.parts))
         starts = [0, *ends[:-1]]
         return [
@@ -302,7 +307,7 @@ class Cluster:
         return self._as_given(chosen[0] if len(chosen) == 1 else joined(self.name, chosen, self.between, across))
 
     def _as_given(self, view: Cluster) -> Cluster:
-        """Apply the user's memory limit to a view."""
+        """Return ``view`` with the user's memory limit, if there is one."""
         if self.memory_override_bytes is None:
             return view
         return replace(view, memory_override_bytes=self.memory_override_bytes)
@@ -321,8 +326,8 @@ class Cluster:
 
 
 def joined(name: str, parts: Sequence[Cluster], between: Link | None, across: bool = False) -> Cluster:
-    """Join parts to a cluster with the worst figures of its parts: slowest device and link, smallest memory. With ``across`` the link
-    between the parts becomes its ``inter`` link, for sends from one part to the other."""
+    """Join parts into one cluster with their worst figures: slowest device and link, smallest memory. With ``across``, the link ``between``
+    the parts becomes the ``inter`` link if it is slower, because devices of one part send to the other."""
     gpus = [part.gpu for part in parts]
     inter = min((part.inter for part in parts), key=lambda link: link.bytes_per_s)
     if across and between is not None and between.bytes_per_s < inter.bytes_per_s:
@@ -349,7 +354,8 @@ Part = TypeVar("Part", Host, Nvme)
 
 
 def _smallest(given: Sequence[Part | None]) -> Part | None:
-    """Return the minimum of each figure, the first nonempty string, and all sources; ``None`` if a part has none."""
+    """Return host memory (or NVMe) with the minimum of each figure, the first nonempty path, and all sources; ``None`` if a part has
+    none."""
     known = [each for each in given if each is not None]
     if len(known) < len(given):
         return None

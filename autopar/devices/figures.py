@@ -1,4 +1,4 @@
-"""Every figure that the cost model of a cluster uses, with its unit and source."""
+"""Lists every figure of a cluster that the cost model uses, with its unit and source."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _RATES = {
     TF32: ("fp32", "FP32_OVER_BF16"),
     "float64": ("", "FP64_OVER_BF16"),
 }
-"""Precision -> the key of its rate's source in a kind's file, and the constant that the rate is derived from otherwise."""
+"""Precision -> (key of its source in the file of a GPU kind, constant from which the peak is derived if the file has none)."""
 
 
 def cluster_figures(cluster: Cluster) -> list[dict[str, Any]]:
-    """Return the figures of the cluster's devices, links, hosts and network (of each part), then ``constant_figures``, as ``figure``,
-    ``value``, ``unit``, ``source``."""
+    """Return rows with ``figure``, ``value``, ``unit`` and ``source``: the devices, links, hosts and network of the cluster (or of each of
+    its parts), then ``constant_figures``."""
     found = []
     for part in cluster.parts or (cluster,):
         rows = _devices(part)
@@ -32,7 +32,8 @@ def cluster_figures(cluster: Cluster) -> list[dict[str, Any]]:
 
 
 def _peak_source(dtype: str, sources: dict[str, str]) -> str | None:
-    """Return the source of a rate other than 16 bits: the file's, or the constant that it is derived from."""
+    """Return the source of the peak of ``dtype``: that in the file of the GPU kind, or the constant from which the peak is derived;
+    ``None`` if it has neither, as 16-bit dtypes."""
     own, ratio = _RATES.get(dtype, ("", ""))
     return sources.get(own) or (_of(ratio) if ratio and "bf16" in sources else None)
 
@@ -40,7 +41,7 @@ def _peak_source(dtype: str, sources: dict[str, str]) -> str | None:
 def _devices(cluster: Cluster) -> list[dict[str, Any]]:
     gpu, host, network = cluster.gpu, cluster.host, cluster.network
     sources = dict(gpu.sources)
-    # a calibration, or a user's file, describes the whole device
+    # a calibration or a user's cluster file is the source of all figures of a device
     whole = "; ".join(sources[key] for key in ("measured", "file") if key in sources)
     memory = sources.get("hbm") or sources.get("memory") or whole
     peak = sources.get("bf16") or sources.get("fp16") or sources.get("flops") or whole

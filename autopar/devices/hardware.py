@@ -1,6 +1,7 @@
-"""Hardware data: GPUs by name (``kinds/*.toml``), measured networks (``networks/*.toml``), and this machine.
+"""Hardware data: kinds of GPUs by name (``kinds/*.toml``), measured networks (``networks/*.toml``), and this machine.
 
-A kind is a TOML file: dense TFLOP/s, GB/s of 1e9 bytes, ``hbm_gb`` of GiB, NVLink per GPU and nodes one-way, each with a source.
+Each kind is a TOML file with a source for every figure. TFLOP/s are dense, GB/s are 1e9 bytes per second, ``hbm_gb`` is in GiB. The
+bandwidths of NVLink (per GPU) and of the network (per node) are for one direction.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from autopar.errors import DeviceError
 from autopar.precision import FLOAT8, TF32
 
 _GIGA, _TERA = 1e9, 1e12
-GPUS_PER_NODE = 8  # of every SXM board; GB200's file has another number
+GPUS_PER_NODE = 8  # as on an SXM board; the file of a kind may have another number, as GB200's does
 
 
 @cache
 def table() -> dict[str, Mapping[str, Any]]:
-    """Return entries by GPU name."""
+    """Return the contents of the files of GPU kinds by name, in their listed order."""
     entries = sorted((_read(file) for file in _files("kinds")), key=lambda entry: int(entry["order"]))
     for entry in entries:
         assert _peak(entry) and entry.get("hbm_gb_per_s"), f"{entry['name']} lacks a bandwidth or a peak"
@@ -35,7 +36,7 @@ def table() -> dict[str, Mapping[str, Any]]:
 
 
 def _files(folder: str) -> Iterator[Traversable]:
-    """Return the TOML files of a folder next to this module."""
+    """Yield the TOML files of a folder next to this module."""
     for file in resources.files("autopar.devices").joinpath(folder).iterdir():
         if file.name.endswith(".toml"):
             yield file
@@ -52,14 +53,14 @@ def gpu_names() -> tuple[str, ...]:
 
 @cache
 def _aliases() -> dict[str, str]:
-    """Return GPU names by ``_fold`` of all their spellings. A shortened name means its first entry: SXM before PCIe."""
+    """Return the GPU name for each accepted spelling, after ``_fold``. A shortened name means the first matching GPU: SXM before PCIe."""
     aliases: dict[str, str] = {}
     for name in table():
         parts = name.split("-")
         aliases.setdefault(_fold(name), name)
         for end in range(1, len(parts)):
             aliases.setdefault(_fold("-".join(parts[:end])), name)
-        if "PCIE" in parts:  # A100-PCIE-80GB, as A100-80GB-PCIE too
+        if "PCIE" in parts:  # A100-PCIE-80GB may also be written A100-80GB-PCIE
             aliases.setdefault(_fold(f"{parts[0]}-{parts[2]}-{parts[1]}"), name)
     aliases[_fold("A100")] = "A100-80GB-SXM"  # not the older 40 GB one
     return aliases
@@ -70,7 +71,7 @@ def _fold(name: str) -> str:
 
 
 def find(name: str) -> str:
-    """Return the known GPU that ``name`` means. Raises ``DeviceError`` with the nearest names if there is none."""
+    """Return the name of the known GPU that ``name`` means. Raises ``DeviceError`` with the nearest names if there is none."""
     known = _aliases().get(_fold(name))
     if known is not None:
         return known
@@ -84,7 +85,7 @@ def find(name: str) -> str:
 
 
 def nearest(text: str) -> str:
-    """Return the known GPU of a free-form description: by ``find``, else the one of the same family with the nearest memory.
+    """Return the known GPU for a free-form description: by ``find``, else the GPU of the same family with the nearest memory size.
 
     Raises ``DeviceError`` if no entry is of that family.
     """
@@ -111,7 +112,8 @@ def network_entries() -> list[dict[str, Any]]:
 
 
 def network(name: str, per_node: int, description: str) -> Network | None:
-    """Return the measured network of nodes with ``per_node`` GPUs ``name``; ``None`` if ``description`` names another network."""
+    """Return the measured network of nodes with ``per_node`` GPUs of the kind ``name``; ``None`` if it wasn't measured, or if the user's
+    ``description`` names a network."""
     if description:
         return None
     found = next((n for n in network_entries() if (n["gpu"], n["gpus_per_node"]) == (name, per_node)), None)
@@ -132,8 +134,8 @@ _PORTS = {"XDR": 800, "NDR": 400, "HDR": 200, "EDR": 100, "FDR": 56, "OMNI-PATH"
 
 
 def node_bytes_per_s(description: str, per_node: int) -> float | None:
-    """Return a node's network in bytes per second from a description such as ``"8x HDR InfiniBand 200Gb/s"``, ``"4x Omni-Path links"``,
-    ``"RDMA 400Gb/s per GPU"``; ``None`` if it has no bandwidth."""
+    """Return the bytes per second of a node's network from a description such as ``"8x HDR InfiniBand 200Gb/s"``, ``"4x Omni-Path links"``
+    or ``"RDMA 400Gb/s per GPU"``; ``None`` if the description doesn't determine them."""
     text = description.upper()
     rate = re.search(r"([0-9.]+)\s*Gb", description)
     kind = next((kind for kind in _PORTS if kind in text), None)
@@ -145,7 +147,7 @@ def node_bytes_per_s(description: str, per_node: int) -> float | None:
 
 
 def rates(entry: Mapping[str, Any], ending: str = "") -> dict[str, float]:
-    """Return FLOP/s of the ``RATES`` that an entry has in TFLOP/s, under ``peak_NAME`` with that ending."""
+    """Return peak FLOP/s by precision, for those of ``RATES`` that an entry has under the key ``peak_NAME`` + ``ending`` + ``_tflops``."""
     keys = {precision: f"peak_{name}{ending}_tflops" for precision, name in RATES.items()}
     return {precision: entry[key] * _TERA for precision, key in keys.items() if key in entry}
 
@@ -155,14 +157,14 @@ def _peak(entry: Mapping[str, Any]) -> float:
 
 
 RATES = {FLOAT8: "fp8", "float32": "fp32", TF32: "tf32"}
-"""Precisions with optional rates in specifications -> their names in files."""
+"""Precision whose peak is optional in specifications -> its name in the keys of files."""
 
 
 def peaks(
     bf16_flops: float | None, fp16_flops: float | None = None, known: Mapping[str, float] | None = None
 ) -> dict[str, float]:
-    """Return dense FLOP/s by precision, from those of bfloat16 or float16 and the ``known`` ``RATES``. By default FP8 is as fast as
-    bfloat16, and TF32 as float32."""
+    """Return peak dense FLOP/s by precision, from the peak of bfloat16 (or of float16, if the GPU has no bfloat16) and the ``known`` peaks
+    of ``RATES``. By default FP8 is as fast as bfloat16, and TF32 as fast as float32."""
     if bf16_flops:
         found = {
             FLOAT8: bf16_flops,
@@ -174,14 +176,14 @@ def peaks(
     else:
         assert fp16_flops
         single = fp16_flops * c.FP32_OVER_FP16_VOLTA.value
-        # without bfloat16 hardware, float32 units are used
+        # a GPU without bfloat16 hardware computes it in its float32 units
         found = {FLOAT8: single, "bfloat16": single, "float16": fp16_flops, "float32": single, "float64": single / 2}
     found |= known or {}
     return {TF32: found["float32"], **found}
 
 
 def gpu(name: str, memory_bytes: int | None = None) -> Gpu:
-    """Return a known GPU; ``memory_bytes`` is that of the actual device, if available."""
+    """Return the known GPU ``name``; ``memory_bytes`` is the memory of the actual device, by default that of the kind."""
     entry = table()[name]
     peak = _peak(entry)
     sustained = _sustained(entry, peak)
@@ -202,7 +204,8 @@ def gpu(name: str, memory_bytes: int | None = None) -> Gpu:
 
 
 def _sustained(entry: Mapping[str, Any], peak: float) -> float:
-    """Return FLOP/s of large matrix products in training: measured in training, else in a short benchmark and reduced for power limits."""
+    """Return the FLOP/s of large matrix products in training, as measured in training, or else in a short benchmark and then reduced for
+    power limits."""
     if seen := entry.get("sustained_matmul_bf16_tflops"):
         return float(seen) * _TERA
     best = entry.get("achievable_matmul_bf16_tflops")
@@ -222,7 +225,7 @@ def links(name: str, gpus_per_node: int) -> tuple[Link, Link]:
         intra = Link(c.PCIE_HOP_S.value, pcie, f"kinds/{name}.toml: pcie_gb_per_s")
     node = entry.get("inter_node_gb_per_s_per_node")
     if node:
-        # shared by this cluster's GPUs per node, which may differ from the file's
+        # this cluster's GPUs per node share the network; the file's number may differ
         return intra, inter_link(node * _GIGA / gpus_per_node, sources.get("inter_node", name))
     default = c.DEFAULT_INTER_NODE_BYTES_PER_S
     return intra, inter_link(default.value, default.source)
@@ -234,7 +237,7 @@ def nvlink_domain(name: str) -> int:
 
 
 def host(name: str) -> Host:
-    """Return the host of that GPU's node, with low estimates for missing figures."""
+    """Return the host memory of a node with GPUs of the kind ``name``, with low estimates for figures that its file lacks."""
     entry = table()[name]
     memory, bandwidth = c.DEFAULT_HOST_MEMORY_BYTES, c.DEFAULT_HOST_BYTES_PER_S
     return Host(

@@ -1,7 +1,7 @@
-"""Measurements of devices and links, as curves by size.
+"""Measured speeds of devices and links, as curves over the size of the op or message.
 
-A specification has one figure for all sizes, but small products, short messages and strided reads are slower. The cost model calls
-``Gpu.seconds``, ``Gpu.update_s``, ``Wires.seconds``, whether times are measured or specified.
+A specification has one figure for all sizes, but small products, short messages and strided reads are slower. ``Gpu.seconds`` and
+``Gpu.update_s`` use the curves if there are any, and else the specification.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Floats = NDArray[np.float64]
 PRODUCT8 = "product in 8 bits"
 PRODUCT, ATTENTION, POINTWISE = "product", "attention", "pointwise"
 CLASS_LOSS = "cross_entropy_loss"
-"""Kinds of ops with separate curves. Other kinds are op names, with the curve of ``POINTWISE`` if unmeasured."""
+"""Kinds of ops with curves of their own. Any other kind is the name of an op; an op that wasn't measured has the curve of ``POINTWISE``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Curve:
 
     @staticmethod
     def through(points: Iterable[tuple[float, float]], rising: bool = False) -> Curve:
-        """Return the curve through ``points``, averaging those at equal ``x`` geometrically. ``rising`` makes ``y`` monotone."""
+        """Return the curve through ``points``, with the geometric mean of points at equal ``x``. ``rising`` makes ``y`` nondecreasing."""
         found: dict[float, list[float]] = {}
         for x, y in sorted(points):
             found.setdefault(x, []).append(y)
@@ -50,7 +50,7 @@ class Curve:
         return np.exp(np.interp(np.log(np.maximum(x, 1e-30)), np.log(self.x), np.log(self.y)))
 
     def beyond(self, x: float) -> float:
-        """Return a time at size ``x``, growing in proportion beyond the last size."""
+        """Return the seconds at size ``x``; beyond the last measured size they grow in proportion to ``x``."""
         return float(self.at(x)) * max(1.0, x / self.x[-1])
 
 
@@ -58,8 +58,8 @@ class Curve:
 class Ops:
     """Times of ops on a device while all other devices are busy, too.
 
-    Keys are (dtype or kind of op, whether backward). ``products`` are FLOP/s by FLOPs per byte, ``attention`` FLOP/s by FLOPs, ``moves``
-    bytes per second by bytes, ``update`` seconds of the optimizer by the bytes that it moves per tensor.
+    Keys are (dtype or kind of op, whether backward). The curves of ``products`` map FLOPs per byte to FLOP/s, those of ``attention`` FLOPs
+    to FLOP/s, those of ``moves`` bytes to bytes per second. ``update`` maps the bytes that the optimizer moves per tensor to seconds.
     """
 
     products: Mapping[tuple[str, bool], Curve]
@@ -68,7 +68,7 @@ class Ops:
     update: Curve
 
     def seconds(self, kinds: NDArray[np.str_], flops: Floats, moved: Floats, dtype: str, backward: bool) -> Floats:
-        """Return seconds of every op, without launches."""
+        """Return the seconds of each op, without its launch (see ``Gpu.seconds``)."""
         found = np.zeros_like(flops)
         for kind in np.unique(kinds):
             here = kinds == kind
@@ -85,7 +85,7 @@ class Ops:
 
     @staticmethod
     def _of(curves: Mapping[tuple[str, bool], Curve], dtype: str, backward: bool) -> Curve:
-        # an unmeasured dtype has the curve of a similar one, such as the other 16-bit format
+        # a dtype that wasn't measured has the curve of a similar one, such as the other 16-bit format
         for name in (dtype, "bfloat16" if dtype in ("float16", "float8") else dtype, "float32"):
             if (name, backward) in curves:
                 return curves[name, backward]
@@ -94,11 +94,11 @@ class Ops:
 
 @dataclass(frozen=True, slots=True)
 class Wires:
-    """Seconds of collectives by name and group size, as curves by the bytes of the full tensor (see ``price.collectives``).
+    """Seconds of collectives: ``curves`` over the bytes of the full tensor (see ``price.collectives``), by (name, group size).
 
-    Names are the values of ``Collective``, ``"p2p"`` (by the bytes sent), ``"flat reduce_scatter"``: that of ZeRO 1's flat buffers, and
-    ``"sharded all_gather"`` and ``"sharded reduce_scatter"``: FSDP's, with the copies into and out of a layer's flat buffers. ``waits``
-    are, by group size, the seconds that a collective waits for the slowest rank after one second of compute.
+    A name is a value of ``Collective``, or ``"p2p"`` (over the bytes sent), or ``"flat reduce_scatter"`` (of ZeRO-1's flat buffers), or
+    ``"sharded all_gather"`` or ``"sharded reduce_scatter"`` (FSDP's, with the copies into and out of a layer's flat buffers). ``waits``
+    maps a group size to the seconds that a collective waits for the slowest rank after one second of compute.
     """
 
     curves: Mapping[tuple[str, int], Curve]
@@ -110,10 +110,11 @@ class Wires:
         return None if curve is None else curve.beyond(size)
 
     def wait_s(self, group_sizes: Sequence[int], compute_s: float) -> float:
-        """Return the seconds that groups of these sizes wait for their slowest ranks, if their collectives divide ``compute_s`` equally.
+        """Return the seconds that collectives over groups of these sizes wait for the slowest ranks, if they divide ``compute_s`` into
+        equal parts.
 
-        Delays are independent, so the spread of a part's time, and the delay of its slowest rank against the mean (order statistics of
-        the normal distribution), grow with the square root of its length.
+        Delays are assumed to be independent. The standard deviation of a part's time, and with it the expected delay of the slowest rank
+        (an order statistic of the normal distribution), then grows with the square root of the part's length.
         """
         if not group_sizes:
             return 0.0

@@ -1,46 +1,46 @@
-"""Parses a user's description of devices to a ``Cluster``.
+"""Parses a user's description of devices into a ``Cluster``.
 
 =====================  ==============================================================================================
-``4``                  four devices of this machine: CUDA ones when it has as many, processes on the CPU otherwise
-``"8xH100-80GB"``      one node; more than a node holds is spread over nodes (``"64xH100-80GB"`` is 8 nodes of 8)
+``4``                  four devices of this machine: CUDA devices if it has four, or else processes on the CPU
+``"8xH100-80GB"``      one node; more GPUs than a node has are several nodes (``"64xH100-80GB"`` is 8 nodes of 8)
 ``"128x8xH100-80GB"``  nodes x GPUs per node x kind
 ``"cluster.toml"``     a file, see below
 ``["cuda:0", ...]``    this machine's devices, by name or as ``torch.device``; ``"cpu"`` once per process
 =====================  ==============================================================================================
 
-A TOML file has these keys, all but ``gpu`` optional for a GPU that is known; for another one, ``memory_gb``,
-``memory_gb_per_s`` and ``peak_bf16_tflops`` are needed too::
+A TOML file has these keys. A known GPU requires only ``gpu``; any other GPU also requires ``memory_gb``, ``memory_gb_per_s`` and
+``peak_bf16_tflops``::
 
     name = "our cluster"
     nodes = 16
     gpus_per_node = 8
-    nvlink_domain = 72           # GPUs that NVLink connects, if those of several nodes
+    nvlink_domain = 72           # GPUs that NVLink connects, if it connects several nodes
     gpu = "H100-80GB"
     memory_gb = 80               # as in the GPU's name
     memory_gb_per_s = 3350       # peak, GB = 1e9 bytes
     peak_bf16_tflops = 989       # dense
-    peak_fp8_tflops = 1979       # dense, of 8-bit products; bfloat16's rate where it is left out
-    peak_fp32_tflops = 67        # dense, of float32 without TF32; a sixteenth of bfloat16's rate where it is left out
-    peak_tf32_tflops = 494.5     # dense, with TF32; float32's rate where it is left out
-    nvlink_gb_per_s = 450        # per GPU, one direction; PCIe where there is no NVLink
+    peak_fp8_tflops = 1979       # dense, of 8-bit products; default: bfloat16's
+    peak_fp32_tflops = 67        # dense, of float32 without TF32; default: a sixteenth of bfloat16's
+    peak_tf32_tflops = 494.5     # dense, with TF32; default: float32's
+    nvlink_gb_per_s = 450        # per GPU, one direction; without NVLink, that of PCIe
     inter_node_gb_per_s = 400    # per node, one direction
     intra_latency_us = 3.4       # one hop
     inter_latency_us = 14
-    memory_limit_gb = 70         # what a plan may fill of one GPU, GB = 1e9 bytes
-    host_gb_per_s = 63           # per GPU to the memory of the node's processors, one direction
-    host_memory_gb = 2048        # per node, as the memory's makers write it
+    memory_limit_gb = 70         # memory of one GPU that a plan may use, GB = 1e9 bytes
+    host_gb_per_s = 63           # from a GPU to host memory, one direction
+    host_memory_gb = 2048        # per node, GB = 2^30 bytes
     host_memory_gb_per_s = 614   # per node, peak
-    nvme_gb = 15360              # per node, all drives together, GB = 1e9 bytes; the three go together
+    nvme_gb = 15360              # per node, all drives together, GB = 1e9 bytes; requires both rates
     nvme_read_gb_per_s = 27      # per node, sequential, as in the data sheet
     nvme_write_gb_per_s = 16
     nvme_path = "/nvme"          # the folder where programs keep optimizer states; else AUTOPAR_NVME, or --nvme of train.py
     local = false                # the devices are this machine's
 
-``gpu = "cpu"`` is ``gpus_per_node`` processes on this machine's CPU. Without the ``nvme`` keys a cluster has no NVMe; with them, plans may
-keep optimizer states in host memory and on NVMe without a pin.
+``gpu = "cpu"`` means ``gpus_per_node`` processes on this machine's CPU. Without the ``nvme`` keys a cluster has no NVMe; with them, plans
+may keep optimizer states in host memory and on NVMe without a pin.
 
-Heterogeneous devices, or parts with a slow link between them, are groups with these keys (except ``name`` and ``local``); pipeline stages
-take devices in the order of the file::
+A cluster of different devices, or of parts with a slow link between them, has a group for each part, with these keys (except ``name`` and
+``local``). Pipeline stages take devices in the order of the file::
 
     name = "two generations"
     between_gb_per_s = 100       # from group to group, per node, one direction
@@ -100,7 +100,7 @@ _NUMBERS = (
 _NVME = ("nvme_gb", "nvme_read_gb_per_s", "nvme_write_gb_per_s")
 _KEYS = ("name", "gpu", "local", *_INTEGERS, *_NUMBERS, *_NVME, "nvme_path")
 _BETWEEN = ("between_gb_per_s", "between_latency_us")
-_KEYS_OF_ALL = ("name", *_BETWEEN)  # of a file with groups
+_KEYS_OF_ALL = ("name", *_BETWEEN)  # of a file with groups, above the groups
 _KEYS_OF_GROUP = ("gpu", *_INTEGERS, *_NUMBERS, *_NVME, "nvme_path")
 _KEYS_OF_CPU = ("name", "gpu", "gpus_per_node", "local", "memory_limit_gb", *_NVME, "nvme_path")
 
@@ -111,8 +111,8 @@ def parse(spec: Any, *, memory_limit_bytes: int | None = None, calibration: str 
     Args:
         spec: an int, a string, a path, or a sequence of devices; a ``Cluster`` is returned unchanged.
         memory_limit_bytes: the memory of a device that a plan may use, instead of the usable fraction.
-        calibration: a file of `autopar profile` for this machine's devices; by default the one at the default path, if any (see
-            ``calibration``).
+        calibration: a file that ``autopar profile`` wrote; by default the file at the default path, if there is one (see
+            ``devices.calibration``).
 
     Raises:
         DeviceError: ``spec`` doesn't describe a known device, or the calibration isn't for this machine.
@@ -189,7 +189,7 @@ def _described(text: str, nodes: int, per_node: int, name: str) -> Cluster:
 
 
 def described(gpu: str, nodes: int, per_node: int, network: str = "") -> Cluster:
-    """Return a cluster from descriptions in reports: ``gpu`` such as ``"A100-40GB-SXM (DGX A100)"``, ``network`` such as
+    """Return the cluster that a published report describes: ``gpu`` such as ``"A100-40GB-SXM (DGX A100)"``, ``network`` such as
     ``"8x HDR InfiniBand 200Gb/s"``.
 
     Raises ``DeviceError`` if no GPU of that family is known.
@@ -213,8 +213,8 @@ def _local(count: int) -> Cluster:
 
 def _local_cpu(name: str, count: int) -> Cluster:
     device, link = hardware.cpu(count)
-    # a gloo collective costs only its hops, without kernel launches. Its copies and sums use the cores that compute, so that nothing
-    # overlaps unless it was measured (``autopar profile``).
+    # a gloo collective costs only its hops, without kernel launches. Its copies and sums use the cores that compute, so communication is
+    # assumed not to overlap compute until ``autopar profile`` has measured it.
     return Cluster(
         name, 1, count, "cpu", device, link, link, local=True, collective_s=0.0, host_s=0.0, overlap_slowdown=1.0
     )
@@ -315,7 +315,7 @@ def _from_file(path: Path) -> Cluster:
 
 
 def _processors(path: Path, data: dict[str, Any]) -> Cluster:
-    """``gpus_per_node`` processes on this machine's CPU."""
+    """Return the cluster of ``gpus_per_node`` processes on this machine's CPU."""
     if others := [key for key in data if key not in _KEYS_OF_CPU]:
         raise DeviceError(
             f'{path}: {others[0]} describes GPUs, and gpu = "cpu" means processes on this machine\'s CPU',
@@ -330,7 +330,7 @@ def _processors(path: Path, data: dict[str, Any]) -> Cluster:
 
 
 def _nvme(path: Path, data: dict[str, Any]) -> Nvme | None:
-    """Return the NVMe drives of a node, or ``None``."""
+    """Return the NVMe drives of a node, or ``None`` if the file has none of their keys."""
     given = [key for key in (*_NVME, "nvme_path") if key in data]
     if not given:
         return None
@@ -344,7 +344,7 @@ def _nvme(path: Path, data: dict[str, Any]) -> Nvme | None:
 
 
 def _part(path: Path, data: dict[str, Any]) -> Cluster:
-    """Return the devices of a file or of one of its groups."""
+    """Return the cluster of GPUs that a file, or one of its groups, describes."""
     nodes, per_node = data.get("nodes", 1), data.get("gpus_per_node", hardware.GPUS_PER_NODE)
     device = _gpu(path, data)
     intra, inter = _links(path, data, per_node)
@@ -366,7 +366,7 @@ def _part(path: Path, data: dict[str, Any]) -> Cluster:
 
 
 def _check(path: Path, data: dict[str, Any], keys: Sequence[str], named: bool = True) -> None:
-    """Raise ``DeviceError`` for a key not in ``keys``, an invalid value, and, if ``named``, a missing GPU."""
+    """Raise ``DeviceError`` for a key not in ``keys``, for an invalid value, and, if ``named``, for a missing ``gpu``."""
     for key, value in data.items():
         if key not in keys:
             near = difflib.get_close_matches(key, keys, n=3) or list(keys)
@@ -439,7 +439,7 @@ def _host(path: Path, data: dict[str, Any]) -> Host:
 def _known_domain(gpu: str) -> int:
     try:
         return hardware.nvlink_domain(hardware.find(gpu))
-    except DeviceError:  # a GPU that the file describes
+    except DeviceError:  # an unknown GPU, which the file describes
         return 0
 
 
@@ -447,7 +447,7 @@ def _links(path: Path, data: dict[str, Any], per_node: int) -> tuple[Link, Link]
     source = str(path)
     try:
         intra, inter = hardware.links(hardware.find(data["gpu"]), per_node)
-    except DeviceError:  # a GPU that the file describes: links that it does not describe have low estimates
+    except DeviceError:  # an unknown GPU, which the file describes: links that the file lacks have low estimates
         default = c.DEFAULT_INTER_NODE_BYTES_PER_S
         intra, inter = (
             hardware.intra_link(default.value, default.source),

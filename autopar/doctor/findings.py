@@ -1,4 +1,4 @@
-"""A finding about this machine, and its possible statuses."""
+"""The result of one check of this machine, and its possible statuses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ OK, ABSENT, WARNING, BROKEN = "ok", "absent", "warning", "broken"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """``value`` describes the finding, ``figures`` is data on it; ``hint`` says how to fix it."""
+    """The result of one check: ``value`` says in words what the check found, ``figures`` has the same as data, ``hint`` says how to fix a
+    problem."""
 
     part: str
     name: str

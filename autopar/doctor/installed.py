@@ -19,7 +19,7 @@ _IMPORTED_AS = {"spmd-types": "spmd_types"}
 
 
 def installed() -> Iterator[Finding]:
-    """Import each package: installed isn't enough."""
+    """Check Python, the packages (by importing them: that they are installed isn't enough), the compiler and torchrun."""
     new = sys.version_info[:2] >= _PYTHON
     wanted = ".".join(map(str, _PYTHON))
     yield Finding(
@@ -58,7 +58,7 @@ def installed() -> Iterator[Finding]:
 
 
 def _requirement(line: str) -> tuple[str, str, str]:
-    """Return name, minimum version and extra of a line such as ``transformers>=5.0; extra == 'hf'``."""
+    """Return the name, minimum version and extra of a requirement such as ``transformers>=5.0; extra == 'hf'``."""
     found = re.match(r"([\w.-]+)\s*(?:\(?>=\s*([\w.]+))?", line)
     assert found is not None, line
     extra = re.search(r"extra\s*==\s*['\"]([\w-]+)['\"]", line)
@@ -75,7 +75,7 @@ def _package(name: str, least: str, extra: str) -> Finding:
     figures = {"version": version, "least": least}
     try:
         importlib.import_module(_IMPORTED_AS.get(name, name))
-    except Exception as error:  # of any kind
+    except Exception as error:  # a broken package may raise anything
         said = f"{version}, and its import fails: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return Finding(PART, name, WARNING if extra else BROKEN, said, f"pip install --force-reinstall {name}", figures)
     if _numbers(version) < _numbers(least):
@@ -87,7 +87,7 @@ def _package(name: str, least: str, extra: str) -> Finding:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Return the release of a version: (2, 11, 0) for ``2.11.0+cu126``."""
+    """Return the release numbers of a version, such as (2, 11, 0) for ``2.11.0+cu126``."""
     return tuple(int(number) for number in re.findall(r"\d+", re.split(r"[+a-z]", version)[0]))
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 def sum_of_ranks(device: str) -> float:
-    """All-reduce rank + 1 over the default group."""
+    """Return the sum of rank + 1 over the default group, computed by an all-reduce on ``device``."""
     on = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if device == "cuda" else torch.device("cpu")
     number = torch.tensor([dist.get_rank() + 1.0], device=on)
     dist.all_reduce(number)
@@ -17,7 +17,7 @@ def sum_of_ranks(device: str) -> float:
 
 
 def compiled(device: str) -> float:
-    """Return the difference between a compiled function and the eager one."""
+    """Return the largest difference between the results of a compiled function and of the same function in eager mode."""
 
     def function(x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.gelu(x).sum(dim=-1) * 3

@@ -1,4 +1,4 @@
-"""Runs all checks."""
+"""Runs all checks of ``autopar doctor``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from autopar.doctor.machine import gpus, machine
 
 
 def examine(tell: Callable[[str], None], trials: bool = True) -> Iterator[Finding]:
-    """Yield every finding. ``tell`` is called with each check's name before it runs; without ``trials`` no process is started."""
+    """Yield every finding. ``tell`` is called with the name of each group of checks before they run. Without ``trials``, checks that start
+    processes are left out."""
     tell("installed packages")
     broken = set()
     for finding in installed():
@@ -18,7 +19,7 @@ def examine(tell: Callable[[str], None], trials: bool = True) -> Iterator[Findin
         yield finding
     tell("the machine")
     yield from machine()
-    if "torch" in broken:  # which the other checks need
+    if "torch" in broken:  # the other checks need torch
         return
     import torch
 

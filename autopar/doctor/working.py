@@ -17,7 +17,7 @@ _CLOSE = 1e-3
 
 
 def gloo() -> Finding:
-    """All-reduce between two processes over 127.0.0.1."""
+    """Check an all-reduce between two processes over 127.0.0.1."""
     try:
         with WorkerPool(2) as pool:
             sums = pool.run("autopar.doctor.remote:sum_of_ranks", "cpu")
@@ -30,7 +30,7 @@ def gloo() -> Finding:
 
 
 def nccl() -> Finding:
-    """All-reduce between one process per GPU."""
+    """Check an all-reduce between as many processes as GPUs, each on its own GPU."""
     count = torch.cuda.device_count()
     workers = Processes(count)
     try:
@@ -50,7 +50,7 @@ def nccl() -> Finding:
 
 
 def compiler() -> Finding:
-    """Compile a small function by ``torch.compile``, in a separate process."""
+    """Check ``torch.compile`` on a small function, in a separate process."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     hint = "install a C++ compiler (`apt-get install g++`) and Python's headers, or run with --pin compile=none"
     workers = Processes(1)

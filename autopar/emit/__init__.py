@@ -1,4 +1,4 @@
-"""Emits local stages as a folder of readable Python that runs under ``torchrun`` without autopar."""
+"""Emits a plan's rank-local stages as a folder of readable Python that runs under ``torchrun`` without autopar."""
 
 from autopar.emit.program import emit, layouts, model_source
 

@@ -24,14 +24,15 @@ def statements(
 ) -> list[str]:
     """Return a line for each value that is used twice, is converted, or is too long to inline; with ``watch`` for each value.
 
-    At the end of each submodule, dead names are deleted: autograd keeps the tensors that it needs, and the rest would stay in memory until
-    the method returns. Not in ``compiled`` code: a name with a pending ``del`` is alive at the graph break of a collective, so its value
-    would be an output of the compiled part. Turns of two halves aren't in compiled code (``emit.pieces``).
+    ``texts`` has the expressions of the inputs, and receives those of ``nodes``. At the end of each submodule, ``del`` frees the names that
+    no later line reads: autograd keeps the tensors that it needs, and the others would stay in memory until the method returns.
+    ``compiled`` code has no ``del``, which would keep a name alive at a collective's graph break and make its value an output of the
+    compiled part. It has no ``yield`` between the turns of two half microbatches either: ``emit.pieces`` emits those.
     """
     lines: list[str] = []
     watched: list[str] = []
     named: list[str] = []
-    ends: list[int] = []  # the lines where a submodule ends
+    ends: list[int] = []  # index of the first line after each submodule
     handles: dict[fx.Node, str] = {}  # async conversions -> variables of their handles
     scope = None
     for node in nodes:
@@ -70,7 +71,7 @@ def statements(
 
 
 def sent_lines(node: fx.Node, texts: dict[fx.Node, Text], names: Names, handles: dict[fx.Node, str]) -> list[str]:
-    """Return the lines that issue the async conversions of the node's value, and note their variables in ``handles``."""
+    """Return the lines that issue the async conversions of the node's value, and add their variables to ``handles``."""
     lines = []
     for conversion in meta(node).get("sends", ()):
         value, axes, source, target = conversion.args
@@ -84,7 +85,7 @@ def sent_lines(node: fx.Node, texts: dict[fx.Node, Text], names: Names, handles:
 
 
 def _joined_lines(node: fx.Node, names: str, texts: dict[fx.Node, Text]) -> list[str]:
-    """Return a joined call with a comment on its backward pass, with an argument per line if it is long."""
+    """Return the lines of a joined call (``passes.joined``): a comment on its backward pass, and the call, wrapped if it is long."""
     _, _, source = converted_types(node)
     collective = "reduce-scatter" if source.sharded else "all-reduce"
     whose = "weights' gradients are" if len(weights_of(node)) > 1 else "weight's gradient is"
@@ -124,8 +125,8 @@ def value_name(node: fx.Node) -> str:
 
 
 def _inline(node: fx.Node, text: Text) -> bool:
-    """Whether to inline the expression into its only reader. Conversions and inputs of joined products always get a line, so that they
-    are visible; expressions that the user's code assigns to a name get one sooner, returned ones later."""
+    """Return whether to inline the expression into its only reader. Conversions and inputs of joined products always get a line, so that
+    they are visible. The length limit is lower for expressions that the user's code assigns to a name, and higher for returned ones."""
     if (
         any(meta(node).get(key) for key in ("turn", "sends", "across", "inner"))
         or meta(node).get("caller")
@@ -145,7 +146,7 @@ def _inline(node: fx.Node, text: Text) -> bool:
 
 
 def _scope(node: fx.Node) -> str:
-    """Return the innermost module that the node came from, relative to its layer; for the model itself, its class."""
+    """Return the innermost module that computes the node, relative to its layer; for the model's own ``forward``, the model's class."""
     stack = meta(node).get("nn_module_stack") or {}
     path = module_path(node)
     if not path:

@@ -14,7 +14,7 @@ NAME = "expert_body"
 
 
 def name_bodies(nodes: list[fx.Node]) -> dict[Experts, str]:
-    """Name a method for every distinct body among the calls, and set each call's ``meta["body"]`` to it."""
+    """Return a method name for every distinct expert body that ``nodes`` call, and set each call's ``meta["body"]`` to it."""
     found: dict[Experts, str] = {}
     for node in nodes:
         if isinstance(node.target, Experts):
@@ -24,7 +24,7 @@ def name_bodies(nodes: list[fx.Node]) -> dict[Experts, str]:
 
 
 def body_method(op: Experts, name: str) -> list[str]:
-    """Return the source of the method, after an empty line."""
+    """Return the lines of the method ``name`` that computes the experts' body, after an empty line."""
     nodes = list(op.body.graph.nodes)
     names = Names()
     inputs = [node for node in nodes if node.op == "placeholder"]

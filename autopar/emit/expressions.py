@@ -26,7 +26,7 @@ from passes.collectives import convert, share
 from passes.joined import converted_types, is_joined
 from passes.localise_layer import random_seed, scale
 
-ATOM, UNARY, PRODUCT, SUM, COMPARE = 4, 3, 2, 1, 0
+ATOM, UNARY, PRODUCT, SUM, COMPARE = 4, 3, 2, 1, 0  # operator precedences
 _MAX_INT = 2**63 - 1
 
 
@@ -97,7 +97,7 @@ def literal(value: Any, texts: Texts) -> str:
 
 
 def module_input(node: fx.Node) -> fx.Node:
-    """Return the operand of a product, norm or embedding that isn't a parameter."""
+    """Return the operand of a product, norm or embedding with which torch's module is called: the one that isn't a parameter."""
     found = arguments(node)["indices" if op_name(node) == "aten.embedding" else "input"]
     assert isinstance(found, fx.Node), node.format_node()
     return found
@@ -110,7 +110,7 @@ def kernel_module(node: fx.Node) -> str | None:
 
 
 def expression(node: fx.Node, texts: Texts) -> Text:
-    """Return the call as text; ``texts`` has the expressions of its operands. If ``meta["caller"]`` names a function, it makes the call."""
+    """Return the node's call, with its operands as in ``texts``. If ``meta["caller"]`` names a function, that function makes the call."""
     if node.target is convert:
         return Text(_conversion(node, texts))
     text = _call(node, texts)
@@ -161,7 +161,7 @@ def _experts(node: fx.Node, op: Experts, texts: Texts) -> str:
 
 
 def joined_call(node: fx.Node, texts: Texts) -> tuple[str, list[str]]:
-    """Return function and arguments of products that are joined with the conversion of their input."""
+    """Return the function and the arguments of a joined call: products that convert their input themselves (``passes.joined``)."""
     _, axes, source = converted_types(node)
     options = [f"axis={literal(axes[0] if len(axes) == 1 else axes, {})}", f"src=spmd.{source}"]
     options += ["whole=True"] if node.kwargs.get("whole") else []
@@ -217,8 +217,8 @@ def _conversion(node: fx.Node, texts: Texts) -> str:
 
 
 def _strided(value: fx.Node) -> bool:
-    """Whether the value may be non-contiguous at run time: a view, or a result with its operands' layout, which may differ from the
-    captured one."""
+    """Return whether the value may be non-contiguous at run time: a view, or a result with its operands' layout, which may differ from
+    the captured one."""
     op = facts(value)
     laid_out_like_operands = op.kind in (OpKind.CONVOLUTION, OpKind.TRANSPOSED_CONVOLUTION, OpKind.EINSUM)
     return op.is_strided or laid_out_like_operands or not meta(value)["val"].is_contiguous()
@@ -231,8 +231,8 @@ _ALL_REDUCES_BACKWARD = frozenset(("IR", "PR"))
 def conversion_text(
     value: str, axes: tuple[str, ...], source: str, target: str, dtype: torch.dtype | None, caller: str = ""
 ) -> str:
-    """Return the call that converts ``value``: of ``spmd_types`` on one axis, of ``flattened`` on several. ``dtype`` is the value's dtype
-    if a gradient flows through it; ``caller`` is a function that makes the call, if any.
+    """Return the call that converts ``value``: of ``spmd_types`` on one axis, of ``flattened`` on several. ``dtype`` is the value's
+    dtype, or ``None`` if no gradient flows through it; ``caller`` is a function that makes the call, if any.
 
     Gradients in 16 bits are reduced in 16 bits, like activations and as in Megatron; ``spmd_types`` requires an explicit argument for it.
     """

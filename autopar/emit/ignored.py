@@ -1,6 +1,6 @@
-"""Finds labels whose ``ignore_index`` makes the loss ignore a row.
+"""Finds the label (``ignore_index``) with which the loss ignores a row.
 
-An incomplete last batch can then be padded with such rows without changing its loss and gradients.
+An incomplete last batch can be padded with rows of that label without changing its loss and gradients.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from autopar.ops.operands import args_of, arguments
 
 
 def ignored_labels(graph: Graph) -> dict[str, int]:
-    """Return the input of labels with its ``ignore_index``, or an empty dict if it isn't provable that the loss ignores such rows.
+    """Return the name of the labels' input with its ``ignore_index``; empty unless it is provable that the loss ignores rows of that label.
 
-    It is if the loss is ``cross_entropy_sum(logits, labels, value) / count``, ``count`` is the number of labels other than ``value``,
-    nothing else reads the labels or counts, no op couples the rows of a batch, and no buffer is written.
+    It needs a loss ``cross_entropy_sum(logits, labels, value) / count`` whose ``count`` is the number of labels other than ``value``.
+    Nothing else may read the labels or the count, no op may couple the rows of a batch, and no buffer may be written.
     """
     coupled = graph.unmicrobatchable or graph.accumulated > 1 or graph.buffers or graph.guards or graph.replicated
     last = graph.layers[-1]
@@ -51,8 +51,8 @@ def _result(gm: fx.GraphModule) -> fx.Node:
 
 
 def _labels(node: fx.Node, value: int) -> tuple[str, list[str]] | None:
-    """Return the input that labels come from, and the steps (slices of a row, padding with ``value``); ``None`` for other steps, or if
-    something else reads an intermediate value."""
+    """Return the name of the input that ``node`` is computed from, and the steps in between; ``None`` if a step is neither a slice of a
+    row nor padding with ``value``, or if something else reads an intermediate value."""
     steps = []
     while node.op == "call_function":
         named = arguments(node)

@@ -27,7 +27,7 @@ def layer_body(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int],
     With ``watch`` every value has its own line, and ``self.watched`` has all values by node name, to locate a wrong one. ``shared`` are
     the indices of parameters that the stage owns because several layers use them: they become arguments.
     """
-    modules = torch_modules(layer, shared)  # the calls in ``forward`` follow, too
+    modules = torch_modules(layer, shared)  # also sets meta["module"], which the calls in forward follow
     made = _constructor(layer, axes, shared, modules)
     return "\n".join([*(made and [*made, ""]), *_forward(layer, axes, shared, watch)]) + "\n"
 
@@ -164,7 +164,7 @@ def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], w
 
 
 def is_compiled(layer: LocalLayer) -> bool:
-    """Whether the layer is compiled."""
+    """Return whether ``torch.compile`` compiles the layer."""
     return layer.strategy.options.compiled and not stays_eager(layer.cls)
 
 

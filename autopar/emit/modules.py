@@ -54,14 +54,14 @@ _CALLS: dict[str, Callable[[_Given, torch.Size], str | None]] = {
     "aten.layer_norm": _layer_norm,
     "aten.rms_norm": _rms_norm,
 }
-"""Op -> the constructor call of the module without its last arguments; ``None`` if no module computes the op."""
+"""Op -> the constructor call of the module without its last arguments; ``None`` if torch has no module for the call."""
 
 
 def torch_modules(layer: LocalLayer, shared: Set[int]) -> dict[str, str]:
     """Return the constructor calls of the layer's torch modules by path; their nodes get the path as ``meta["module"]``.
 
-    A node becomes a module's call if its weight (and bias) are all parameters at one path, unsharded and trainable, and no other node
-    reads them. ``shared`` are the indices of parameters that the stage owns.
+    A node becomes a module's call if its weight (and bias) are unsharded and trainable, nothing else is stored at their path, and no other
+    node reads them. ``shared`` are the indices of parameters that the stage owns.
     """
     inputs = [node for node in layer.graph.graph.nodes if node.op == "placeholder"]
     holders = inputs[len(inputs) - len(layer.parameters) :]

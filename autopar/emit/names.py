@@ -1,4 +1,4 @@
-"""Identifiers, string literals and comments in emitted code, made from the user's names."""
+"""Makes identifiers, string literals and comments of emitted code from the user's names."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _RESERVED = CALLED | frozenset(
     Prelude Tensors Total""".split()  # noqa: SIM905  a list of words
 )
 
-# attributes of every module, which the user's may not replace
+# attributes of every module, which parameters of the user's model may not replace
 _MODULE = frozenset(dir(nn.Module())) | {
     *("compute", "number", "updates", "SPEC", "expert_body"),
-    *(f"piece_{i}" for i in range(64)),  # of a compiled layer in halves
+    *(f"piece_{i}" for i in range(64)),  # methods of a compiled layer in halves
 }
 
 

@@ -27,7 +27,7 @@ _OWN = frozenset(vars(nn.Module()))  # attributes of every module; all but ``tra
 
 
 def describe_opaque(graph: Graph) -> dict[str, list[dict[str, Any]]]:
-    """Return the records of the module objects by op name, outermost first.
+    """Return for every opaque op the records of its module and submodules, outermost first.
 
     Raises ``ProgramError`` for a class that can't be imported by name, or an attribute that isn't plain data.
     """

@@ -1,5 +1,6 @@
-"""Emits a compiled layer that computes half of a microbatch: the pieces between two turns are compiled methods, because ``torch.compile``
-doesn't compile generators. Async collectives stay in the uncompiled generator ``compute``."""
+"""Emits a compiled layer that computes half of a microbatch. Its ``compute`` is a generator that yields for the other half's turn, and
+``torch.compile`` doesn't compile generators: ``compute`` keeps the yields and the async collectives, and calls a compiled method (a piece)
+for the ops between two yields."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def compiled_pieces(nodes: list[fx.Node], texts: dict[fx.Node, Text], names: Nam
 
 
 def _piece(k: int, ops: list[fx.Node], texts: dict[fx.Node, Text], names: Names, methods: list[str]) -> list[str]:
-    """Return the call of a piece, and append its method to ``methods``."""
+    """Return the line that calls piece number ``k``, and append the piece's method to ``methods``."""
     inside = set(ops)
     read = dict.fromkeys(operand for node in ops for operand in node.all_input_nodes if operand not in inside)
     given = [node for node in read if not texts[node].text.startswith("self.")]
@@ -76,7 +77,7 @@ def _piece(k: int, ops: list[fx.Node], texts: dict[fx.Node, Text], names: Names,
 
 
 def _last(node: fx.Node, place: dict[fx.Node, int]) -> int:
-    """Return the last piece that reads the node's value; an async conversion reads its operand where it is issued."""
+    """Return the number of the last piece that reads the node's value; an async conversion reads its operand where it is issued."""
     return max((place[user] for user in node.users), default=-1)
 
 

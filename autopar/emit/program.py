@@ -69,8 +69,8 @@ def emit(
 ) -> LocalProgram:
     """Write the program of ``plan`` for the captured ``graph`` into ``folder`` (created if missing) and return the local program.
 
-    With ``watch`` the layers keep every value that they compute (``layer_body``). ``state`` is the state dict of the user's model, the
-    initial values; without one, or with one on meta, the folder has none.
+    With ``watch`` the layers keep every value that they compute (``layer_body``). ``state`` is the state dict of the user's model; without
+    one, or with one on meta, the folder has no initial values.
 
     Raises:
         UsageError: the plan is invalid for the model, or can only be priced.
@@ -123,7 +123,7 @@ def emit(
 
 
 def _write_orders(folder: Path, plan: Plan) -> None:
-    """Write the actions of every pipeline rank if torch has no such schedule; otherwise remove an old file."""
+    """Write the actions of every pipeline rank if torch lacks the schedule; otherwise remove the file of an earlier program."""
     schedule = plan.sized_schedule
     if schedule.copies == 1:
         (folder / ORDERS).unlink(missing_ok=True)
@@ -140,8 +140,8 @@ def _refuse_priced(plan: Plan) -> None:
 
 
 def _refuse_float16(graph: Graph, plan: Plan) -> None:
-    """Raise ``UsageError`` if gradients would be float16 in a program of another precision, where they underflow or overflow without
-    loss scaling."""
+    """Raise ``UsageError`` if a program of another precision would have float16 gradients, which underflow or overflow without loss
+    scaling."""
     if plan.precision == FLOAT16:
         return
     found = [(p.original, p.dtype) for p in graph.parameters.values() if p.trainable]
@@ -159,7 +159,7 @@ def _refuse_float16(graph: Graph, plan: Plan) -> None:
 
 
 def model_source(program: LocalProgram, watch: bool = False) -> str:
-    """Return the text of ``model.py``; with ``watch`` layers keep their values."""
+    """Return the text of ``model.py``; with ``watch`` layers keep every value that they compute."""
     axes = tuple(axis.name for axis in program.plan.mesh)
     parts = runtime_parts(program, layouts(program))
     sources, class_names = _layer_classes(program, axes, watch)
@@ -233,7 +233,7 @@ _RECORDS = ("Layer", "LayerSpec", "Prelude", "ProgramSpec", "StageSpec", "Tensor
 
 
 def _program_record(program: LocalProgram, parts: Mapping[str, str], prelude: str) -> str:
-    """Return the text of ``PROGRAM``."""
+    """Return the source of ``PROGRAM``, the record of the program at the end of ``model.py``."""
     mesh = ", ".join(f"{quoted(axis.name)}: {axis.size}" for axis in program.plan.mesh)
     stages = ", ".join(f"Stage{stage.index}" for stage in program.stages) + ("," if len(program.stages) == 1 else "")
     ignored = ignored_labels(program.graph)
@@ -262,7 +262,7 @@ def _inexact(program: LocalProgram) -> str:
 
 
 def _layer_classes(program: LocalProgram, axes: tuple[str, ...], watch: bool) -> tuple[list[str], dict[int, str]]:
-    """Return the sources of classes, one for all layers with equal code, and the class of every layer by index."""
+    """Return the sources of the layer classes, one for all layers with equal code, and every layer's class name by index."""
     names = Names()
     bodies: dict[tuple[int, frozenset[int]], str] = {}
     users: dict[tuple[str, str], list[int]] = {}  # (class in the user's model, code) -> layers
@@ -342,7 +342,7 @@ def layouts(program: LocalProgram) -> list[dict[str, object]]:
 
 
 def buffers(program: LocalProgram) -> list[dict[str, object]]:
-    """Return the records of buffers that the model writes as JSON; ``written``: whether this layer computes the new value."""
+    """Return the records of the buffers that the model writes, as JSON; ``written`` says whether the layer computes the new value."""
     records: list[dict[str, object]] = []
     for stage in program.stages:
         for index in stage.layers:

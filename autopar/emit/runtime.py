@@ -16,7 +16,7 @@ from autopar.techniques import ALL
 PACKAGE = "runtime"
 _HOME = Path(program.__file__).parent
 FILES = frozenset(path.name for path in _HOME.glob("*.py")) - {"train.py"}
-"""The files of ``autopar.program``."""
+"""Names of the files of ``autopar.program`` that belong to the package ``runtime``."""
 _FORMER = frozenset(
     f"{name}.py"
     for name in (
@@ -34,7 +34,7 @@ _FORMER = frozenset(
         *(name for technique in ALL for name in technique.former_modules),
     )
 )
-"""Files of earlier versions."""
+"""Names of the runtime's files in earlier versions of autopar."""
 
 
 def copy_runtime(folder: str | os.PathLike[str], uses: Iterable[str]) -> None:
@@ -93,7 +93,7 @@ def _digests(file: Path) -> dict[str, str]:
 
 
 def _remove_siblings(folder: Path) -> None:
-    """Remove the runtime that older versions wrote beside ``model.py``, except edited files."""
+    """Remove the runtime that earlier versions of autopar wrote next to ``model.py``, except edited files."""
     known = _digests(folder / "checked.json")
     for name in known.keys() & {*FILES, *_FORMER}:
         if (folder / name).is_file() and file_digest(folder / name) == known[name]:

@@ -34,11 +34,11 @@ class _Variable:
 
     text: str
     types: Types
-    dtype: torch.dtype | None  # if a gradient flows through it
+    dtype: torch.dtype | None  # None if no gradient flows through it
 
 
 def stage_class(program: LocalProgram, stage: Stage, class_names: dict[int, str]) -> str:
-    """Return the source of ``Stage<index>``; ``class_names`` has the class of every layer by index."""
+    """Return the source of ``Stage<index>``; ``class_names`` has the class name of every layer by index."""
     axes = tuple(axis.name for axis in program.plan.mesh)
     lines = [
         f"class Stage{stage.index}(nn.Module):",
@@ -55,7 +55,7 @@ def stage_class(program: LocalProgram, stage: Stage, class_names: dict[int, str]
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A layer's attribute in its stage: its own, or an ``nn.ModuleDict`` with its ``number`` as key."""
+    """The place of a layer in its stage: a separate attribute, or the key ``number`` of an ``nn.ModuleDict``."""
 
     attribute: str
     number: int | None = None
@@ -71,7 +71,7 @@ class _Place:
 
 @lru_cache(maxsize=256)
 def _places(layers: tuple[str, ...], constants: tuple[str, ...]) -> tuple[tuple[_Place, ...], tuple[str, ...]]:
-    """Return the places of a stage's layers, and the attributes of its constants. Consecutive layers ``h.0`` to ``h.7`` share a
+    """Return where a stage holds its ``layers``, and the attributes of its ``constants``. Consecutive layers ``h.0`` to ``h.7`` share a
     ``ModuleDict``."""
     matches = [re.fullmatch(r"(.+)\.(0|[1-9]\d*)", name) for name in layers]
     lists = [match[1] if match else None for match in matches]
@@ -88,7 +88,7 @@ def _places(layers: tuple[str, ...], constants: tuple[str, ...]) -> tuple[tuple[
 
 
 def _held(program: LocalProgram, stage: Stage) -> tuple[dict[int, _Place], dict[str, str]]:
-    """Return the places of the stage's layers by index, and the attributes of its constants by name."""
+    """Return where the stage holds its layers, by index, and the attributes of its constants, by name."""
     names = tuple(program.graph.layers[layer].name for layer in stage.layers)
     places, constants = _places(names, tuple(stage.constants))
     return dict(zip(stage.layers, places, strict=True)), dict(zip(stage.constants, constants, strict=True))
@@ -181,7 +181,7 @@ def spec_text(spec: LayerSpec) -> str:
 
 
 def _is_opaque(graph: fx.GraphModule) -> bool:
-    """Whether a layer runs an opaque module or a custom op, also inside a mixture of experts."""
+    """Return whether a layer runs an opaque module or a custom op, also inside a mixture of experts."""
     targets = [node.target for node in graph.graph.nodes if node.op == "call_function"]
     return any(
         _is_opaque(target.body)
@@ -221,7 +221,7 @@ def _constructor(program: LocalProgram, stage: Stage, class_names: dict[int, str
 
 
 def _layers(program: LocalProgram, class_names: dict[int, str], places: dict[int, _Place]) -> list[str]:
-    """Return the lines that create the layers, with a loop for consecutive numbers of equal class and spec."""
+    """Return the lines that create the layers, with a loop over consecutive layers of equal class and spec."""
 
     def made(layer: int) -> tuple[str, str, bool, int]:
         number = places[layer].number
@@ -380,7 +380,7 @@ class _Forward:
             self.body.append(f"        {results[0]} = hidden")
 
     def _members(self, layers: range) -> str:
-        """Return a sequence of layers as text."""
+        """Return an expression for the sequence of the stage's modules of ``layers``."""
         places = [self.places[layer] for layer in layers]
         first = places[0]
         numbers = [place.number for place in places if place.number is not None and place.attribute == first.attribute]
@@ -391,7 +391,7 @@ class _Forward:
         return f"[self.{first.attribute}[str(i)] for i in {_range(numbers[0], numbers[-1] + 1)}]"
 
     def _call_together(self, layer: int, run: int, arguments: list[str], result: str) -> None:
-        """Emit layers that techniques call together: in groups, or all at once."""
+        """Emit ``run`` layers that techniques call together: in groups of ``_together``, or all at once."""
         local, graph = self.program.layers[layer], self.program.graph
         rows, joined = rows_of(local.cls, local.sharding.types[0])
         dims = [rows[place] for place, _ in argument_keys(graph.layers[layer])]

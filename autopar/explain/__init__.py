@@ -1,7 +1,7 @@
 """Explains a plan: what limits it, what more of each resource would save, the alternatives, and what would make a request feasible.
 
-Every number comes from a separate search with one thing changed, on the same graph and op-level layouts, which ``Study`` caches.
-``explain`` makes the report, ``suggest`` the changes that make an infeasible request feasible.
+Every number comes from a separate search with one change to the request. The searches share a graph and its op-level layouts, which
+``Study`` caches. ``explain`` explains a plan; ``suggest`` finds changes that make an infeasible request feasible.
 """
 
 from autopar.explain.changes import Change, suggest

@@ -1,7 +1,7 @@
-"""The best plans of other configurations: pipeline degree, microbatches, schedule, chunks.
+"""Finds the best plans of other configurations (pipeline degree, microbatches, schedule, chunks).
 
-Configurations are searched in the order of their cheap bounds, until the requested number of plans is proved to be faster than all
-remaining ones, or time is up.
+Configurations are searched in the order of their cheap lower bounds, until time is up or the requested number of plans is proved to be
+faster than the plans of all remaining configurations.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from autopar.search.prices import Prices
 from autopar.search.problem import choices
 
 GAP = 0.02
-"""The gap at which the search for an alternative stops."""
+"""The relative gap at which the search for an alternative stops."""
 SOLVE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Alternatives:
-    """The plans, fastest first. ``complete``: no other configuration can be faster than the last one."""
+    """The plans, fastest first. ``solved`` of ``total`` configurations were searched. ``complete``: no other configuration can have a plan
+    that is faster than the last one."""
 
     plans: tuple[Plan, ...]
     complete: bool
@@ -54,7 +55,7 @@ Outer = tuple[int, int, str, int]
 
 
 def alternatives(study: Study, plan: Plan, count: int = 10, limit_s: float = 60.0) -> Alternatives:
-    """Return the plans of the ``count`` best configurations; that of ``plan`` is represented by it."""
+    """Return the best plans of the ``count`` fastest configurations; ``plan`` itself stands for its configuration."""
     deadline = time.monotonic() + limit_s
     order = _by_bound(study, deadline)
     mine = (plan.pipeline, plan.microbatches, plan.schedule, plan.chunks)
@@ -83,7 +84,8 @@ def alternatives(study: Study, plan: Plan, count: int = 10, limit_s: float = 60.
 
 
 def _by_bound(study: Study, deadline: float) -> list[tuple[float, Outer]]:
-    """Return every configuration that can be priced with a lower bound of its step time, in ascending order."""
+    """Return (lower bound of the step time, configuration) for every configuration that can be priced before ``deadline``, in ascending
+    order."""
     options = dataclasses.replace(study.options, progress=None)
     prices = Prices(study.graph, study.cluster, study.pricer(), options)
     least: dict[Outer, float] = {}

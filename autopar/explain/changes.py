@@ -1,7 +1,8 @@
 """Finds the smallest change of each kind that makes an infeasible request feasible.
 
-Each kind is tried separately, and a change is proposed only if a search with it found a plan. Quantities (devices, rows, tokens) are
-bisected. Feasibility isn't quite monotone, since sizes must divide: the proposed value is feasible, the next one in the bisection isn't.
+Each kind of change is tried separately, and a change is proposed only if a search with it found a plan. Quantities (devices, rows, tokens)
+are bisected. Feasibility isn't quite monotone, because sizes must divide: the proposed value is feasible and the next smaller change that
+the bisection tried isn't, but untried ones may be.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from autopar.techniques import LAYER
 from autopar.techniques.technique import ANY, Context
 
 MOST_DEVICES = 65_536
-MOST_PROCESSES = 64  # of this machine
-ENOUGH_S = 60.0  # for one search, which stops at the first feasible plan, long before
+MOST_PROCESSES = 64  # on this machine's CPU
+ENOUGH_S = 60.0  # time limit of one search, which usually stops much earlier: at its first feasible plan
 LIMIT_S = 2.5  # processor seconds for all searches together
 SEQ_STEP = 128
 FIRST = 1.0 - 1e-9  # the gap at which a search stops at the first feasible plan
@@ -32,7 +33,8 @@ FIRST = 1.0 - 1e-9  # the gap at which a search stops at the first feasible plan
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change: ``request`` has new values by option of the command line, ``free`` the pins to leave out."""
+    """A change that makes a request feasible: ``request`` has (command-line option, new value) pairs, ``free`` the pins to leave out. The
+    last three fields describe the plan that the search found with the change."""
 
     kind: str
     text: str
@@ -52,9 +54,9 @@ def suggest(
     progress: Callable[[str], None] = lambda text: None,
     limit_s: float = LIMIT_S,
 ) -> InfeasibleError:
-    """Return ``error`` with changes that make the request feasible, those without a new capture first.
+    """Return ``error`` with changes that make the request feasible; changes that need no new capture come first.
 
-    Stops after ``limit_s`` seconds of processor time.
+    The search for changes stops after ``limit_s`` seconds of processor time.
     """
     deadline = time.process_time() + limit_s
     kinds: list[tuple[str, Callable[[Study, float], Iterator[Change]]]] = [
@@ -76,7 +78,8 @@ def suggest(
 
 
 def feasible(study: Study, deadline: float = math.inf, **changes: Any) -> Plan | None:
-    """Return any feasible plan under the changes (as for ``Study.solve``), or ``None`` if none is found until ``deadline``."""
+    """Return any feasible plan with ``changes`` (arguments of ``Study.solve``), or ``None`` if the search finds none before ``deadline``
+    (processor time)."""
     left_s = deadline - time.process_time()
     if left_s <= 0:
         return None
@@ -103,7 +106,7 @@ def _without_pins(study: Study, deadline: float) -> Iterator[Change]:
     pins = study.options.pins
     alone = 0
     for key, value in pins.items():
-        if value == ANY:  # no decision
+        if value == ANY:  # such a pin decides nothing
             continue
         plan = feasible(study, deadline, asked=study.options.without(key))
         if plan is not None:
@@ -121,7 +124,7 @@ def _without_pins(study: Study, deadline: float) -> Iterator[Change]:
 
 
 def _offload(study: Study, deadline: float) -> Iterator[Change]:
-    """Yield the technique whose offloading to host memory suffices, or all of them together if no single one does."""
+    """Yield each technique whose offloading to host memory suffices, or all of them together if no single one does."""
     if study.cluster.host is None:
         return
     parts: list[tuple[str, dict[str, Any]]] = []
@@ -190,7 +193,7 @@ def _resized(study: Study, deadline: float, **sizes: Any) -> Plan | None:
 
 
 def _devices(study: Study, deadline: float) -> Iterator[Change]:
-    """Yield more devices of the same kind: first up to a full node, then more nodes."""
+    """Yield the smallest sufficient number of devices of the same kind: first up to a full node, then more nodes."""
     counts = larger_counts(study.cluster)
     if not counts:
         return
@@ -209,7 +212,7 @@ def _devices(study: Study, deadline: float) -> Iterator[Change]:
 
 
 def larger_counts(cluster: Cluster) -> list[int]:
-    """Return the numbers of devices to try, ascending; none for local GPUs and heterogeneous clusters."""
+    """Return the larger numbers of devices to try, in ascending order; none for local GPUs and heterogeneous clusters."""
     if cluster.parts or (cluster.local and cluster.kind == "cuda"):
         return []
     if cluster.local:
@@ -223,7 +226,7 @@ def larger_counts(cluster: Cluster) -> list[int]:
 
 
 def grown(cluster: Cluster, count: int) -> Cluster:
-    """Resize ``cluster`` to ``count`` devices."""
+    """Return ``cluster`` with ``count`` devices."""
     limit = cluster.memory_override_bytes
     if cluster.local:  # processes share the machine's memory
         return parse(["cpu"] * count, memory_limit_bytes=limit)
@@ -234,14 +237,14 @@ def grown(cluster: Cluster, count: int) -> Cluster:
     if node == cluster.gpus_per_node:
         return dataclasses.replace(cluster, nodes=nodes, name=f"{nodes}x{node}x{cluster.gpu.name}")
     intra, inter = cluster.intra, cluster.inter
-    if spec_of(cluster) is not None:  # a fuller node has its own links
+    if spec_of(cluster) is not None:  # more GPUs per node mean a smaller share of the node's network for each
         intra, inter = hardware.links(cluster.gpu.name, node)
     name = f"{nodes}x{node}x{cluster.gpu.name}"
     return dataclasses.replace(cluster, nodes=nodes, gpus_per_node=node, intra=intra, inter=inter, name=name)
 
 
 def spec_of(cluster: Cluster) -> str | None:
-    """Return ``--devices`` for the cluster; ``None`` if only a file describes it."""
+    """Return the value of ``--devices`` that describes the cluster; ``None`` if only a cluster file can describe it."""
     if cluster.local:
         return str(cluster.count)
     name = cluster.gpu.name
@@ -255,7 +258,7 @@ def spec_of(cluster: Cluster) -> str | None:
 
 
 def _other_devices(study: Study, deadline: float) -> Iterator[Change]:
-    """Yield the GPU kind with the least larger memory for which the same number of devices suffices."""
+    """Yield the GPU kind with the smallest sufficient memory above the present kind's, for the same number of devices."""
     cluster = study.cluster
     if (
         cluster.kind != "cuda"
@@ -276,7 +279,7 @@ def _other_devices(study: Study, deadline: float) -> Iterator[Change]:
 
 
 def _least(most: int, deadline: float, attempt: Callable[[int], Plan | None]) -> tuple[int, Plan] | None:
-    """Return the smallest ``n`` from 1 to ``most`` for which ``attempt`` returns a plan, by doubling and bisection."""
+    """Return the smallest ``n`` from 1 to ``most`` for which ``attempt`` returns a plan, and that plan, by doubling and bisection."""
     n, below, plan = 1, 0, None
     while True:
         plan = attempt(n)

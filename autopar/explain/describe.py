@@ -19,14 +19,15 @@ from autopar.techniques.sync import SYNC
 
 
 def main_strategy(plan: Plan) -> Strategy:
-    """Return the most frequent roles of layers (the first of equally frequent ones)."""
+    """Return the strategy of the first layer with the most frequent roles (of equally frequent roles, those that come first)."""
     counts = Counter(layer.strategy.roles for layer in plan.layers)
     roles = counts.most_common(1)[0][0]
     return next(layer.strategy for layer in plan.layers if layer.strategy.roles == roles)
 
 
 def describe(plan: Plan) -> str:
-    """Return ``"pipeline 4 (1f1b), data 8, tensor 2, ZeRO 1, 16 microbatches, ..."`` with the degrees of ``main_strategy``."""
+    """Return a line such as ``"pipeline 4 (1f1b), data 8, tensor 2, ZeRO 1, 16 microbatches, ..."``; its degrees are those of
+    ``main_strategy``."""
     parts = [f"pipeline {plan.pipeline} ({plan.schedule})" if plan.pipeline > 1 else "no pipeline"]
     if plan.chunks > 1:
         parts[0] += f" of {plan.chunks} chunks"
@@ -63,5 +64,5 @@ def _techniques(plan: Plan) -> list[str]:
 
 
 def memory_bytes(plan: Plan) -> int:
-    """Return the peak memory over devices."""
+    """Return the peak bytes on the device that uses most memory."""
     return max(stage.memory.total for stage in plan.stages)

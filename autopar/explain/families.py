@@ -1,4 +1,4 @@
-"""The best plan of each family that an expert might have chosen instead."""
+"""Finds the best plan of each family of plans (such as ZeRO-3 alone) that an expert might have chosen instead."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autopar.techniques import LAYER
 Pins = dict[str, Any]
 
 PRICED_S = 5.0
-"""Time limit in seconds for schedules with a split backward pass or replicated stages, whose bounds improve slowly."""
+"""Time limit in seconds of a search over schedules with a split backward pass or replicated stages, whose bounds improve slowly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,8 @@ class Family:
 
 
 def definitions(gpus_per_node: int, count: int, hosts: bool, nvme: bool) -> list[tuple[str, str, Pins]]:
-    """Return (name, title, pins) of every family on devices of that shape; ``hosts``, ``nvme``: whether host memory and NVMe are known."""
+    """Return (name, title, pins) of every family for ``count`` devices in nodes of ``gpus_per_node``; ``hosts``, ``nvme``: whether their
+    host memory and NVMe are known."""
     alone = {"pipeline": 1, "tensor": 1, "expert": 1, "ulysses": 1, "ring": 1}
     found: list[tuple[str, str, Pins]] = [
         ("no_pipeline", "no pipeline", {"pipeline": 1}),
@@ -68,7 +69,7 @@ def definitions(gpus_per_node: int, count: int, hosts: bool, nvme: bool) -> list
 
 
 def obeys(plan: Plan, pins: Pins) -> bool:
-    """Whether the plan satisfies the pins."""
+    """Return whether ``plan`` satisfies ``pins``."""
 
     def values(name: str) -> set[Any]:
         strategies = [layer.strategy for layer in plan.layers]
@@ -87,7 +88,7 @@ def obeys(plan: Plan, pins: Pins) -> bool:
 
 
 def family(study: Study, plan: Plan, name: str, title: str, pins: Pins) -> Family:
-    """Search one family, unless ``plan`` belongs to it."""
+    """Return a family with its best plan: ``plan`` if it belongs to the family, else the result of a search."""
     given = tuple(pins.items())
     chosen = obeys(plan, pins)
     bounded: Pins = {"time_limit_s": min(PRICED_S, study.limit_s)} if pins.get("schedule") in (*SPLIT, CHIMERA) else {}

@@ -1,7 +1,8 @@
-"""What limits a plan, and what more of each resource would save: finite differences, each by a separate search.
+"""Finds what limits a plan, and what more of each resource would save, by finite differences: one search for each changed resource.
 
 The price of a resource (memory, a link, arithmetic, the batch) is the time that the best plan with more of it saves. It is never negative,
-because the explained plan stays feasible with more of a resource. The lower bound of the changed problem limits the saving: ``at_most``.
+because the explained plan stays feasible with more of a resource. ``at_most`` is an upper bound of the saving, from the lower bound of the
+changed problem.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ MORE_MEMORY_BYTES = 8_000_000_000
 FULL = 0.9
 """A stage that uses at least this share of its memory limit counts as full."""
 WORTH = 0.002
-"""Savings below this share of the step are noise, because searches stop at a gap."""
+"""Savings below this share of the step time are noise, because a search may stop before it has proved its plan optimal."""
 UNSETTLED = 0.05
-"""A larger gap means that the search ran out of time, and its plan isn't meaningful."""
+"""A plan with a larger gap isn't meaningful: its search ran out of time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class Binding:
 
 
 def prices(study: Study, plan: Plan) -> list[Price]:
-    """Return the values of more memory, faster links, faster arithmetic and a larger batch."""
+    """Return the values of more (and less) memory, faster links, faster arithmetic and a larger batch."""
     found = [_memory(study, plan, 1), _memory(study, plan, -1)]
     found += [_faster(study, plan, *change) for change in faster_clusters(study.cluster)]
     batch = _batch(study, plan)
@@ -117,7 +118,7 @@ def _faster(study: Study, plan: Plan, name: str, change: str, cluster: Cluster) 
 
 
 def _batch(study: Study, plan: Plan) -> Price | None:
-    """Try twice the batch, compared per token; ``None`` if the model can't be captured with it."""
+    """Return the value of twice the global batch, per token; ``None`` if the model or the pins don't allow that batch."""
     if study.recapture is None:
         return None
     try:
@@ -133,7 +134,8 @@ def _batch(study: Study, plan: Plan) -> Price | None:
 
 
 def _worth(name: str, change: str, plan: Plan, possible: Plan, best: Plan, per: str = "") -> Price:
-    """Return the value of a change; ``possible`` is a plan that is feasible after it, ``best`` the best plan found."""
+    """Return the value of a change; ``possible`` is a plan that is feasible with the change, ``best`` the best plan that a search with the
+    change found."""
     before = plan.prediction.step_time_s
     after = min(best, possible, key=lambda p: p.prediction.step_time_s)
     saving = 1 - after.prediction.step_time_s / before

@@ -1,4 +1,4 @@
-"""The explanation of a plan: what limits it, the value of more resources, and the alternatives."""
+"""Explains a plan: what limits it, the value of more resources, and the alternatives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ ALTERNATIVES = 10
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """``plan`` is the explained plan, ``best`` the best one found for its request (possibly the same)."""
+    """``plan`` is the explained plan, ``best`` the best plan that a search found for the same request (possibly ``plan``). Bindings,
+    prices, families and alternatives are those of ``best``."""
 
     plan: Plan
     best: Plan
@@ -51,7 +52,7 @@ class Explanation:
 
 
 def explain(study: Study, plan: Plan, best: Plan, progress: Callable[[str], None] = lambda text: None) -> Explanation:
-    """Explain ``plan``; ``best`` is what the search found for its request, or ``plan``."""
+    """Explain ``plan``; ``best`` is the plan that the search found for the same request, or ``plan`` itself."""
     start = time.perf_counter()
     progress("the value of more memory, bandwidth and batch")
     shadow_prices = prices(study, best)

@@ -1,4 +1,4 @@
-"""A request that can be searched again with one thing changed: pins, memory limit, links, batch."""
+"""Searches a request again with one change, such as to pins, memory limit, links or batch."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def shared_pricers() -> PricerOf:
 
 @dataclass
 class Study:
-    """``solve`` searches the request again, caching tables that don't depend on the change.
+    """A request that ``solve`` searches again with changes; tables that don't depend on a change are cached.
 
-    ``seq`` is the sequence length, ``None`` without sequences. ``limit_s`` is the time limit of a search.
+    ``seq`` is the sequence length, ``None`` for a model without sequences. ``limit_s`` is the time limit of one search.
     """
 
     graph: Graph
@@ -49,7 +49,7 @@ class Study:
     _graphs: dict[tuple[tuple[str, Any], ...], Graph] = field(default_factory=dict)
 
     def pricer(self, graph: Graph | None = None, cluster: Cluster | None = None) -> PriceSource:
-        """Return the pricer of that graph on that cluster, created once; prices don't depend on the memory limit."""
+        """Return the pricer of ``graph`` on ``cluster`` (default: the study's), created once. Prices don't depend on the memory limit."""
         graph, cluster = graph or self.graph, cluster or self.cluster
         cluster = dataclasses.replace(cluster, memory_override_bytes=None)
         key = (id(graph), cluster)
@@ -65,7 +65,7 @@ class Study:
         asked: SearchOptions | None = None,
         **options: Any,
     ) -> Plan:
-        """Search with these changes; ``options`` are fields of ``SearchOptions`` and override those of ``asked``.
+        """Search with another graph, cluster or options; ``options`` has fields of ``SearchOptions``, which override those of ``asked``.
 
         Raises:
             InfeasibleError: no plan fits.
@@ -77,7 +77,7 @@ class Study:
         return search(graph, cluster, self.pricer(graph, cluster), asked)
 
     def reprice(self, plan: Plan, cluster: Cluster) -> Plan:
-        """Price the same plan on other devices."""
+        """Return ``plan`` with its prediction on other devices."""
         return reprice(self.graph, cluster, self.pricer(cluster=cluster), plan, plan.precision)
 
     def sized(self, **sizes: Any) -> Graph:

@@ -1,6 +1,6 @@
-"""The measurements, in worker processes that all run at the same time, because a core is faster while the others are idle.
+"""Makes the measurements, in worker processes that all run at the same time: a core would be faster while the others are idle.
 
-Every function returns figures: ``{"name", "variant", "backward", "size", "unit", "samples"}``.
+Every measurement returns a list of figures: ``{"name", "variant", "backward", "size", "unit", "samples"}``.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from autopar.run import remote
 
 _BUDGET_S = {"cpu": 0.1, "cuda": 0.06}  # of one measurement, after a warm-up
 _SAMPLES = (3, 40)
-_LEAST_SHARE = 0.1  # minimum difference between two noisy times, as a fraction
-# Shorter runs are timed together. Processes that share a core have time slices of some milliseconds: a sample within one would have the
-# speed of a process that runs alone.
+_LEAST_SHARE = 0.1  # a difference of two noisy times counts as at least this fraction of the longer one
+# Shorter runs are timed back to back, as one sample. Processes that share a core get time slices of some milliseconds: a sample within one
+# slice would have the speed of a process that runs alone.
 _BACK_TO_BACK_S = {"cpu": 2e-2, "cuda": 2e-4}
 _MOST_BACK_TO_BACK = 10_000
 _BEYOND_CACHES = 1 << 26  # bytes of the operands of rotating copies: more than a core's caches
 _COPIES = 64  # maximum copies of an op
-_SEGMENT_S, _SEGMENTS, _BLOCKS = 5e-3, 10, 8  # arithmetic before a collective; collectives timed together; samples
-_OVERLAPS = 4  # measurements of overlap, which is noisiest
+_SEGMENT_S, _SEGMENTS, _BLOCKS = 5e-3, 10, 8  # compute before a collective; collectives in one sample; samples
+_OVERLAPS = 4  # how often overlap is measured, because it is the noisiest figure
 _device = torch.device("cpu")
 _groups: dict[int, dist.ProcessGroup] = {}  # group size -> this rank's group
 
 Figures = list[dict[str, Any]]
 Op = tuple[Callable[[], Tensor], list[Tensor]]
-"""An op and its operands that need a gradient."""
+"""An op, and those of its operands that need a gradient."""
 
 
 def join(device: str) -> None:
@@ -57,7 +57,7 @@ def join(device: str) -> None:
 
 
 def measure(function: str, arguments: dict[str, Any]) -> Figures:
-    """Run a task of ``sweep``."""
+    """Run a ``sweep.Task``: the measurement ``_FUNCTION`` of this module."""
     dist.barrier()
     torch.manual_seed(0)
     figures: Figures = globals()[f"_{function}"](**arguments)
@@ -67,8 +67,8 @@ def measure(function: str, arguments: dict[str, Any]) -> Figures:
 def _seconds(
     run: Callable[[], Any], together: int = 1, turns: int = 1, clock: Callable[[], float] = time.perf_counter
 ) -> list[float]:
-    """Return seconds (of ``clock``) of consecutive runs, after ``turns`` warm-up runs. For a collective over ``together`` ranks, all agree
-    on the number of runs."""
+    """Return samples of the seconds of ``run`` (by ``clock``), after ``turns`` warm-up runs. A sample is the mean of back-to-back runs. If
+    ``run`` is a collective over ``together`` ranks, all ranks agree on the number of runs."""
     for _ in range(turns):
         run()
     _wait()
@@ -92,7 +92,7 @@ def _seconds(
 
 
 def _over_all(value: float, op: Any = dist.ReduceOp.SUM) -> float:
-    """Reduce ``value`` over all ranks, on the device, as NCCL requires."""
+    """Return ``value`` reduced over all ranks, in a tensor on the device, as NCCL requires."""
     tensor = torch.tensor([value], dtype=torch.float64, device=_device)
     dist.all_reduce(tensor, op=op)
     return float(tensor)
@@ -119,7 +119,8 @@ def _figure(
 def _both_ways(name: str, variant: str, make: Callable[[], Op], sizes: tuple[dict[str, float], ...]) -> Figures:
     """Measure an op's forward (with autograd) and, if ``sizes`` has two entries, its backward.
 
-    Copies of the op with more memory than the caches run in rotation, and keep their results until their next run, as in a training step.
+    Several copies of the op run in rotation, and each keeps its result until its next run. Together they exceed the caches, so that
+    operands come from memory, as in a training step.
     """
     first = make()
     copy_bytes = sum(tensor.nbytes for tensor in (*first[1], first[0]()))
@@ -143,7 +144,7 @@ def _both_ways(name: str, variant: str, make: Callable[[], Op], sizes: tuple[dic
 
 
 def _launch() -> Figures:
-    """Measure the launch of a tiny op: the mean over a chain, so that starting autograd's backward counts once."""
+    """Measure the launch of a tiny op: the mean over a chain of ops, so that the start of autograd's backward hardly counts."""
     length = 64
     x = torch.ones(1, device=_device, requires_grad=True)
 
@@ -188,7 +189,7 @@ def _attention(dtype: str, shape: list[int]) -> Figures:
         q, k, v = operand(), operand(), operand()
         return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), [q, k, v]
 
-    flops = 2.0 * batch * heads * length**2 * width  # two products with causal scores
+    flops = 2.0 * batch * heads * length**2 * width  # two products, each over the causal half of the scores
     size: dict[str, float] = {"batch": batch, "heads": heads, "length": length, "width": width}
     sizes = (size | {"flops": flops}, size | {"flops": 2.5 * flops})
     return _both_ways("attention", dtype, make, sizes)
@@ -227,12 +228,13 @@ def _update(elements: int) -> Figures:
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW(parameters)
-    size = {"elements": float(elements), "bytes": 28.0 * elements}  # gradient; both moments and the parameter, twice
+    # a step reads the gradient, both moments and the parameter, and writes the moments and the parameter: 7 float32 numbers
+    size = {"elements": float(elements), "bytes": 28.0 * elements}
     return [_figure("update", [s / count for s in _seconds(optimizer.step)], size)]
 
 
 def _wire(name: str, members: int, size: int) -> Figures:
-    """Measure a collective by the bytes of the full tensor (see ``price.collectives``), or a send by its bytes."""
+    """Measure a collective in which the full tensor (see ``price.collectives``) has ``size`` bytes, or a send of ``size`` bytes."""
     group = _groups[members]
     whole = torch.zeros(max(members, size // 4), device=_device)
     whole = whole[: len(whole) // members * members].contiguous()
@@ -257,7 +259,7 @@ def _wire(name: str, members: int, size: int) -> Figures:
 
 
 def _send_round(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """Send to the adjacent rank, and back."""
+    """Send a tensor to the adjacent rank, and back."""
     first = dist.get_rank(group) == 0
     other = dist.get_global_rank(group, 1 if first else 0)
     for forth in (True, False):
@@ -270,7 +272,7 @@ def _send_round(tensor: Tensor, group: dist.ProcessGroup) -> None:
 def _sharded(members: int, width: int) -> Figures:
     """Measure FSDP2's all-gather of a module's parameters and reduce-scatter of their gradients, including copies and hooks.
 
-    A chain of modules keeps parameters and buffers out of caches, as in a training step.
+    The modules are a chain that exceeds the caches, so that parameters and buffers come from memory, as in a training step.
     """
     mesh = _mesh(members)
     depth = min(8, 2 + _BEYOND_CACHES // (8 * width * width))
@@ -281,7 +283,7 @@ def _sharded(members: int, width: int) -> Figures:
         fully_shard(layer, mesh=mesh, reshard_after_forward=False)
         assert isinstance(layer, FSDPModule)
         layer.set_force_sum_reduction_for_comms(True)
-        if _device.type == "cpu":  # as programs do
+        if _device.type == "cpu":  # as emitted programs do
             layer.set_custom_reduce_scatter(cast(Any, ShardedReduceScatter()))
         modules.append(layer)
     x = torch.ones(1, width, device=_device, requires_grad=True)
@@ -298,7 +300,7 @@ def _sharded(members: int, width: int) -> Figures:
             module.reshard()
 
     def visit() -> tuple[float, float, float]:
-        """Return seconds per module of a gather, of a step with hooks, and of one without."""
+        """Return seconds per module: of a gather, of a step with FSDP's hooks, and of a step without."""
         seconds = []
         for run in (gather, lambda: step(sharded), lambda: step(plain)):
             dist.barrier()
@@ -320,7 +322,7 @@ def _sharded(members: int, width: int) -> Figures:
 
 
 def _meeting(members: int) -> Figures:
-    """Measure how long a collective after ``_SEGMENT_S`` of compute waits for the slowest rank of its group."""
+    """Measure how long a collective after ``_SEGMENT_S`` seconds of compute waits for the slowest rank of its group."""
     a, b = torch.randn(256, 256, device=_device), torch.randn(256, 256, device=_device)
     small, group = torch.zeros(1, device=_device), _groups[members]
     once = _over_all(statistics.median(_seconds(lambda: a @ b)), dist.ReduceOp.MAX)
@@ -358,9 +360,10 @@ def _mesh(members: int) -> Any:
 
 
 def _call(members: int) -> Figures:
-    """Measure the host's overhead of a differentiable, typed collective over a plain one: Python and autograd.
+    """Measure how much longer the host takes to call a differentiable, typed collective than a plain one: the time of Python and autograd.
 
-    On CPUs it is this thread's processor time, without waits for messages, times the slow-down of processes that compute at the same time.
+    On a CPU this is the thread's processor time, which excludes waits for messages, times the slow-down by processes that compute at the
+    same time.
     """
     group = _groups[members]
     x = torch.ones(64, device=_device, requires_grad=True)
@@ -384,7 +387,7 @@ def _call(members: int) -> Figures:
 
 
 def _overlap(members: int) -> Figures:
-    """Measure the fraction of overlapped communication that still costs time: 0 if it is free, 1 if overlap gains nothing."""
+    """Measure which fraction of overlapped communication still costs time: 0 if overlap hides all of it, 1 if it hides nothing."""
     whole = torch.zeros(1 << 20, device=_device)
     group = _groups[members]
     a, b = torch.randn(384, 384, device=_device), torch.randn(384, 384, device=_device)

@@ -1,4 +1,4 @@
-"""Runs the measurements for each number of processes, and makes the calibration."""
+"""Runs the measurements with each number of processes, and makes a calibration from them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from autopar.run.processes import Processes
 
 _TIMEOUT_S = 600.0  # of a measurement, which takes well below a second
 Progress = Callable[[str, int, int], None]
-"""Called with the last measurement, the number of measurements done, and their total number."""
+"""Is called with the title of the last measurement, the number of measurements done, and their total number."""
 
 
 def profile(processes: Iterable[int], device: str | None = None, progress: Progress | None = None) -> Calibration:
-    """Measure this machine with each of ``processes`` workers at once, on ``device`` ("cpu", "cuda"; GPUs if there are enough).
+    """Measure this machine with each number of ``processes``, on ``device`` ("cpu" or "cuda"; by default on GPUs if there are enough).
 
     Raises:
-        UsageError: fewer GPUs than processes.
+        UsageError: ``device`` is "cuda", and there are fewer GPUs than processes.
         LaunchError: a worker failed.
     """
     counts = sorted(set(processes))
@@ -46,7 +46,7 @@ def profile(processes: Iterable[int], device: str | None = None, progress: Progr
 
 
 def measured(workers: Processes, device: str, found: Iterable[Task]) -> Iterator[list[Figure]]:
-    """Yield the figures of each task, on newly started workers."""
+    """Yield the figures of each task, measured on ``workers``, which must be newly started."""
     workers.call("autopar.profile.remote:join", device, timeout_s=_TIMEOUT_S)
     for task in found:
         answers = workers.call("autopar.profile.remote:measure", task.function, task.arguments, timeout_s=_TIMEOUT_S)
@@ -54,7 +54,7 @@ def measured(workers: Processes, device: str, found: Iterable[Task]) -> Iterator
 
 
 def calibration(figures: Iterable[Figure]) -> Calibration:
-    """Return the calibration of this machine from measurements made now."""
+    """Return a calibration with these figures, for this machine and the present time."""
     machine = this_machine() | {"torch": torch.__version__}
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)

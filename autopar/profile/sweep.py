@@ -1,7 +1,7 @@
-"""The list of measurements on a CPU or GPU, small enough to take less than two minutes.
+"""Lists the measurements on a CPU or GPU, which together take less than two minutes.
 
-Bytes and FLOPs of an op are counted as in ``autopar.price``, which looks them up in the measured curves. Forward reads an op's operands
-and writes its result; backward reads the result's gradient and, for each operand, the operand and its gradient if it has one.
+Bytes and FLOPs of an op are counted as in ``autopar.price``, which looks them up in the measured curves. Forward reads an op's operands and
+writes its result. Backward reads the result's gradient and the operands, and writes the gradients of operands that need one.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 class SweepSizes:
     """The measurements on one kind of device.
 
-    ``products`` are (rows, contracted, columns), from a memory-bound skinny product to a square one; ``attentions`` (batch, heads, length,
-    head size). ``few`` of the products are measured in slow dtypes.
+    ``products`` are (rows, contracted, columns), from a memory-bound skinny product to a square one; ``attentions`` are (batch, heads,
+    length, head size). All products are measured in ``dtypes``, and only those in the slice ``few`` in the ``slow`` dtypes.
     """
 
     products: tuple[tuple[int, int, int], ...]
@@ -52,7 +52,7 @@ SIZES = {
         moved=(1 << 13, 1 << 17, 1 << 20, 1 << 23),
         updated=(1 << 8, 1 << 14, 1 << 18, 1 << 22),
     ),
-    # each takes longer than its launch, which is priced separately
+    # each measurement takes longer than its launch, which is priced separately
     "cuda": SweepSizes(
         products=(
             (16, 16384, 16384),
@@ -87,10 +87,10 @@ SIZES = {
         updated=(1 << 12, 1 << 18, 1 << 22, 1 << 25),
     ),
 }
-"""Device type -> measurements; a GPU reaches its rates only with larger operands than a CPU has time for."""
-# op -> multiples of its result's bytes that it moves forward and backward
+"""Device type -> measurements. A GPU reaches its peak rates only with operands that are too large for a CPU."""
+# op -> bytes that it moves in forward and in backward, as multiples of its result's bytes; 0: not measured
 MOVES: dict[str, tuple[int, int]] = {
-    "pointwise": (3, 5),  # a product of two values
+    "pointwise": (3, 5),  # an elementwise product
     "add": (3, 0),
     "gelu": (2, 3),
     "silu": (2, 3),
@@ -98,16 +98,16 @@ MOVES: dict[str, tuple[int, int]] = {
     "layer_norm": (2, 3),
     "rms_norm": (2, 3),
     "cat": (2, 3),
-    "cross_entropy_loss": (1, 2),  # of the logits
+    "cross_entropy_loss": (1, 2),  # as multiples of the logits' bytes
 }
 WIRE_BYTES = (1 << 8, 1 << 14, 1 << 17, 1 << 19, 1 << 20, 1 << 22, 1 << 24)
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "flat reduce_scatter", "all_to_all")
-SHARDED_WIDTHS = (64, 512, 1536)  # of a square matrix in one FSDP module
+SHARDED_WIDTHS = (64, 512, 1536)  # of the square weight of an FSDP module
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A measurement in the workers: ``function`` of ``remote`` with ``arguments``."""
+    """A measurement in the workers: they call ``_FUNCTION`` of ``remote`` with ``arguments``."""
 
     function: str
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -119,7 +119,7 @@ class Task:
 
 
 def tasks(processes: int, device: str) -> list[Task]:
-    """Return all measurements with ``processes`` running on devices of a type ("cpu", "cuda")."""
+    """Return all measurements that ``processes`` workers make on devices of the type ``device`` ("cpu" or "cuda")."""
     return list(_tasks(processes, SIZES[device]))
 
 

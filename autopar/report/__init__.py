@@ -1,4 +1,4 @@
-"""A plan as one HTML page (``page``), and its predicted step in detail (``predict_step``)."""
+"""Writes a plan as one HTML page (``page``), and predicts its training step in detail (``predict_step``)."""
 
 from autopar.report.figures import PlanFigures
 from autopar.report.page import page

@@ -1,7 +1,7 @@
-"""The figures of a plan, as a JSON object that the page's script draws.
+"""Collects the figures of a plan into a JSON object, which the page's script draws.
 
-The plan's file gives totals, stages, strategies and peak memory; a ``PredictedStep`` gives the actions, memory through the step, costs of
-layers and traffic; an explanation gives what limits the plan, the value of more resources, and alternatives.
+The plan's file has totals, stages, strategies and peak memory. A ``PredictedStep`` has the actions, memory through the step, costs of
+layers and traffic. An explanation has what limits the plan, the value of more resources, and alternatives.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ KINDS = ("F", "B", "I", "W", ONCE)
 
 @dataclass(frozen=True)
 class PlanFigures:
-    """A plan and what the page shows of it. ``missing``: sentences about parts of the page without figures. ``provenance``: rows of
-    ``devices.figures``."""
+    """A plan with everything that its page shows. ``missing`` has sentences about parts of the page that have no figures, ``provenance``
+    rows of ``devices.figures.cluster_figures``."""
 
     name: str
     plan: Plan
@@ -34,7 +34,7 @@ class PlanFigures:
 
 
 def figures(subject: PlanFigures, most_actions: int = MOST_ACTIONS) -> dict[str, Any]:
-    """Return the page's data of one plan: numbers in seconds and bytes, names as in the model."""
+    """Return the data of one plan's page: numbers in seconds and bytes, names as in the model."""
     plan, step = subject.plan, subject.step
     kinds: dict[tuple[Any, ...], int] = {}
     layers = []
@@ -168,8 +168,8 @@ def _step(step: PredictedStep, most_actions: int) -> dict[str, Any]:
 
 
 def _rank(step: PredictedStep, rank: int, most_actions: int) -> dict[str, Any]:
-    """Return the actions of a pipeline rank: (kind, stage, microbatch) and start in microseconds of each, and its memory as an index into
-    ``levels`` of five parts."""
+    """Return the first ``most_actions`` actions of a pipeline rank: ``actions`` has kind, stage and microbatch of each in one flat list,
+    ``starts_us`` its start in microseconds, ``memory`` an index into ``levels``, which has the bytes of the five parts of memory."""
     actions: Sequence[Action] = step.actions[rank][:most_actions]
     levels: dict[tuple[int, ...], int] = {}
     memory = [levels.setdefault(tuple(asdict(a.memory).values()), len(levels)) for a in actions]
@@ -186,7 +186,7 @@ def _rank(step: PredictedStep, rank: int, most_actions: int) -> dict[str, Any]:
 
 
 def _time(step: PredictedStep, rank: int) -> dict[str, float]:
-    """Return the seconds of a step on one device of a pipeline rank, by use; they sum to the step time."""
+    """Return how one device of a pipeline rank spends a step: seconds by use, which sum to the step time."""
     cost, m = step.cost, step.schedule.microbatches // step.schedule.copies
     busy_s = sum(a.stop_s - a.start_s for a in step.actions[rank] if a.kind != ONCE)
     once_s = sum(a.stop_s - a.start_s for a in step.actions[rank] if a.kind == ONCE)

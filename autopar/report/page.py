@@ -1,7 +1,7 @@
-"""The page of ``autopar report``: one self-contained HTML file with its style, script and figures.
+"""Makes the page of ``autopar report``: one self-contained HTML file with its style, script and figures.
 
-``page.min.js`` is built from ``web/`` (``make page``). Names of models and modules are data: they are in a JSON script, and the page's
-script puts them into the document as text.
+``page.min.js`` is built from ``web/`` (``make page``). Names of models and modules are data: they are in a JSON script element, and the
+page's script inserts them into the document as text, never as HTML.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autopar.report.figures import MOST_ACTIONS, PlanFigures, figures
 
 
 def page(subjects: Sequence[PlanFigures], comparison: Sequence[Sequence[Any]] = ()) -> str:
-    """Return the HTML of one plan, or of two side by side; ``comparison`` has (figure, first value, second value, unit) rows."""
+    """Return the HTML page of one plan, or of two side by side; ``comparison`` has rows (figure, first value, second value, unit)."""
     data = {
         "plans": [figures(subject, MOST_ACTIONS // len(subjects)) for subject in subjects],
         "comparison": [list(row) for row in comparison],
@@ -34,7 +34,7 @@ def page(subjects: Sequence[PlanFigures], comparison: Sequence[Sequence[Any]] = 
 
 
 def as_script(data: Any) -> str:
-    """Return ``data`` as JSON without ``<``, so that it can't end its script element or begin another."""
+    """Return ``data`` as JSON with every ``<`` escaped, so that it can't end its script element or begin another."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 

@@ -1,4 +1,4 @@
-"""Figures of a predicted step for papers: timelines, and memory through the step on the fullest pipeline rank."""
+"""Draws figures of a predicted step for papers: the timeline, and memory through the step on the pipeline rank that uses most."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PARTS = ("#3b6fb6", "#5d9f4a", "#8e7cc3", "#e0922f", "#c8442b")
 
 
 def plot(steps: Sequence[tuple[str, PredictedStep]], path: Path) -> None:
-    """Draw (``.png``, ``.svg`` or ``.pdf``) the timeline of each named step above its memory.
+    """Draw the timeline of each (name, step) above its memory, and write the figure to ``path`` (``.png``, ``.svg`` or ``.pdf``).
 
     Raises ``UsageError`` if matplotlib isn't installed, or the file can't be written.
     """

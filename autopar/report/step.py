@@ -1,6 +1,6 @@
-"""A plan's predicted training step in detail: every action with its times and memory, every layer's cost, every collective.
+"""Predicts a plan's training step in detail: every action with its times and memory, every layer's cost, every collective.
 
-A plan's file only has totals; these figures need the model and the devices.
+The plan's file has only totals; these figures need the model and the devices.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from autopar.search.evaluation import Cost, layer_prices, step_cost
 from autopar.search.problem import Choice
 
 ONCE = "O"
-"""The kind of the action that ends a step on every pipeline rank: reductions, optimizer and gathers once per step."""
+"""The kind of the action that ends a step on every pipeline rank: the gradient reductions, optimizer and gathers that run once per step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """The transfer that ends an action: one device's ``bytes`` to the stage ``to``."""
+    """The transfer at the end of an action: one device sends ``bytes`` to the stage ``to``."""
 
     to: int
     seconds: float
@@ -34,8 +34,8 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """An action of a pipeline rank: its ``kind`` is ``F``, ``B`` (full backward), ``I`` and ``W`` (input and weight gradients), or ``O``
-    (``ONCE``; stage and microbatch are -1). Times are seconds from the start of the step; ``memory`` is that of a device meanwhile."""
+    """An action of a pipeline rank: its ``kind`` is ``F``, ``B`` (full backward), ``I`` or ``W`` (input or weight gradients), or ``O``
+    (``ONCE``; stage and microbatch are -1). Times are seconds from the start of the step; ``memory`` is a device's during the action."""
 
     kind: str
     stage: int
@@ -48,8 +48,8 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """One kind of communication, summed over the layers and microbatches of a step, per device (mean over pipeline ranks). ``seconds``
-    include hidden time. ``spans_nodes``: whether a group spans nodes (or NVLink domains)."""
+    """One kind of communication in a step: ``bytes``, ``seconds`` and ``count`` are sums over layers and microbatches, per device (mean
+    over pipeline ranks). ``seconds`` includes hidden communication. ``spans_nodes``: a group spans nodes (or NVLink domains)."""
 
     axis: str
     ranks: int
@@ -63,7 +63,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """``actions`` are by pipeline rank, ``prices`` by layer, ``cost`` by stage."""
+    """A predicted step: ``actions`` has a tuple for each pipeline rank, ``prices`` an entry for each layer, ``cost`` one for each stage."""
 
     schedule: Schedule
     actions: tuple[tuple[Action, ...], ...]
@@ -136,12 +136,12 @@ def _actions(
         ]
         rest = Memory(
             found[-1].memory.parameters, found[-1].memory.gradients, found[-1].memory.optimizer, 0, 0
-        )  # what stays when the pipeline is empty
+        )  # no activations or transients once the pipeline is empty
         yield (*found, Action(ONCE, -1, -1, end_s, end_s + once[rank], rest))
 
 
 def _sends(graph: Graph, pricer: Pricer, plan: Plan, seconds: list[float]) -> dict[tuple[bool, int], Send]:
-    """Return transfers by (is forward, sending stage), without those between stages of one device."""
+    """Return the transfers by (whether forward, sending stage), except between stages on the same device."""
     found = {}
     for s, stage in enumerate(plan.stages[:-1]):
         if seconds[stage.stop - 1]:

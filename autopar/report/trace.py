@@ -1,4 +1,4 @@
-"""A predicted step in Chrome's trace-event format, and its comparison with a measured trace."""
+"""Converts a predicted step to Chrome's trace-event format, and compares it with a measured trace."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from autopar.report.step import ONCE, PredictedStep
 
 _MOST_BYTES = 512 * 2**20
 _FIRST = 1_000_000
-"""Process id of the first predicted pipeline rank; measured ones are rank + 1."""
+"""The process id of the first predicted pipeline rank in a trace. The process ids of measured ranks are rank + 1."""
 
 
 def predicted_events(step: PredictedStep) -> Iterator[Event]:
-    """Yield events with a process per pipeline rank: actions on its compute track, sends on its communication track (collectives inside
-    an action are part of it), and a counter of live memory by part."""
+    """Yield the events of a step. Each pipeline rank is a process with its actions on the compute track (including the collectives inside
+    of them), its sends on the communication track, and a counter of memory by part."""
     for rank, actions in enumerate(step.actions):
         first, count = step.devices[rank]
         number = _FIRST + rank
@@ -56,7 +56,7 @@ def read_trace(path: str | Path) -> list[Event]:
 
 
 def _is_event(one: Any) -> bool:
-    """Whether the value is an event; an action must have a duration."""
+    """Return whether the value is an event; an action must have its seconds, too."""
     named = isinstance(one, dict) and isinstance(one.get("name"), str) and isinstance(one.get("ph"), str)
     if not named or not isinstance(one.get("pid"), int):
         return False
@@ -70,7 +70,7 @@ def _is_action(one: Event) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ActionSeconds:
-    """The mean seconds of the actions of one kind and stage, predicted (without sends) and measured."""
+    """Mean seconds of the actions of one kind and stage, predicted (without sends) and measured."""
 
     name: str
     predicted_s: float
@@ -81,7 +81,7 @@ _ACTION = re.compile(f"({'|'.join(WORDS.values())}), stage (\\d+)")
 
 
 def compare_actions(step: PredictedStep, events: Sequence[Event]) -> list[ActionSeconds]:
-    """Return predicted and measured seconds of every common kind of action, by stage."""
+    """Return the predicted and measured seconds of the actions that the step and ``events`` have in common, by kind and stage."""
     seen: dict[str, list[float]] = {}
     for one in events:
         if one["ph"] == "X" and (match := _ACTION.match(one["name"])):

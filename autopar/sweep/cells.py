@@ -1,4 +1,4 @@
-"""The cells of a sweep, and the plan of each."""
+"""Lists the cells of a sweep, and plans each of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BILLION = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The values to try: numbers of devices, GPU kinds, sequence lengths, global batch sizes (``None``: the model's default)."""
+    """The values to try: numbers of devices, GPU kinds, sequence lengths, and global batch sizes (``None``: the model's default)."""
 
     devices: tuple[int, ...]
     gpus: tuple[str, ...]
@@ -39,8 +39,8 @@ class Range:
 class Cell:
     """One combination of values and the figures of its plan; ``error`` says why there is no plan.
 
-    ``tokens_per_s`` is for all devices (images for an image model). ``cost_per_billion_tokens`` is in the currency of the given prices,
-    or ``None``.
+    ``tokens_per_s`` is for all devices together (images per second for an image model). ``cost_per_billion_tokens`` is in the currency of
+    the user's prices; it is ``None`` if the GPU kind has no price.
     """
 
     gpu: str
@@ -62,7 +62,7 @@ class Cell:
 
 
 class CaptureSized(Protocol):
-    """Returns the model's graph with given sizes; raises ``AutoparError`` if it doesn't support them."""
+    """A function that returns the model's graph with these sizes; it raises ``AutoparError`` if the model doesn't support them."""
 
     def __call__(self, *, seq: int | None, global_batch: int | None) -> Graph: ...
 
@@ -82,7 +82,7 @@ def numbers(text: str, option: str) -> tuple[int, ...]:
 
 
 def read_prices(texts: Sequence[str]) -> dict[str, float]:
-    """Parse prices of a GPU hour: ``"2.5"`` (any GPU, as ``"*"``) or ``"H100-80GB=2.5"``.
+    """Parse prices of a GPU hour, such as ``"2.5"`` (for any GPU) or ``"H100-80GB=2.5"``; return them by GPU kind, ``"*"`` for any.
 
     Raises ``UsageError`` for an invalid number or an unknown GPU.
     """
@@ -100,7 +100,7 @@ def read_prices(texts: Sequence[str]) -> dict[str, float]:
 
 
 def clusters(asked: Range) -> Iterator[Cluster]:
-    """Yield the clusters of a range: full nodes of the kind's size, or part of one."""
+    """Yield a cluster for each GPU kind and number of devices: full nodes, or a part of one node."""
     for gpu in asked.gpus:
         name = hardware.find(gpu)
         node = hardware.table()[name].get("gpus_per_node", hardware.GPUS_PER_NODE)
@@ -121,11 +121,11 @@ def sweep(
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
     pricer_of: PricerOf | None = None,
 ) -> list[Cell]:
-    """Plan every cell, one graph after the other; ``prices`` are those of a GPU hour (``read_prices``).
+    """Plan every cell, one graph after the other; ``prices`` has the price of a GPU hour by kind (see ``read_prices``).
 
     Raises:
         AutoparError: the model can't be captured.
-        BatchError: the model supports none of the sequence lengths and batches.
+        BatchError: the model supports none of the combinations of sequence length and batch.
     """
     found: list[Cell] = []
     refused: list[BatchError] = []

@@ -1,4 +1,4 @@
-"""A sweep as a picture: one panel per figure, one line per kind of GPU, sequence length and batch."""
+"""Draws a sweep as a picture: one panel per figure, one line per combination of GPU kind, sequence length and batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PANELS = (
 
 
 def plot(cells: Sequence[Cell], path: Path, title: str) -> None:
-    """Write the picture (``.png``, ``.svg`` or ``.pdf``).
+    """Draw the cells, and write the picture to ``path`` (``.png``, ``.svg`` or ``.pdf``).
 
     Raises ``UsageError`` if matplotlib isn't installed, no cell has a plan, or the file can't be written.
     """

@@ -1,4 +1,4 @@
-"""A queue of planning jobs for one worker process, with progress and cancellation."""
+"""Queues planning jobs for one worker process, with progress and cancellation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ MAX_WAITING = 16
 
 @dataclass
 class Job:
-    """``kind`` is ``plan`` or ``program``; results are files in ``folder``. ``stages`` has each stage so far with its latest text."""
+    """One job: its ``kind`` is ``plan`` or ``program``, and its results are files in ``folder``. ``stages`` has each stage of planning so
+    far, with its latest text."""
 
     number: str
     kind: str
@@ -52,7 +53,8 @@ class Job:
 
 
 class Jobs:
-    """``command`` starts the worker, which reads jobs from standard input and writes progress to standard output, as JSON lines."""
+    """A queue of jobs. ``command`` starts the worker, which reads jobs from standard input and writes their progress to standard output,
+    both as JSON lines."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = list(command)
@@ -76,7 +78,7 @@ class Jobs:
         return Path(tempfile.mkdtemp(dir=self.folder))
 
     def submit(self, kind: str, arguments: list[str], folder: Path) -> Job:
-        """Add a job to the queue. Raises ``UsageError`` if it has ``MAX_WAITING`` jobs."""
+        """Add a job to the queue, and delete old jobs. Raises ``UsageError`` if ``MAX_WAITING`` jobs wait already."""
         job = Job(secrets.token_hex(8), kind, arguments, folder)
         with self._changed:
             if len(self._queue) >= MAX_WAITING:
@@ -92,14 +94,14 @@ class Jobs:
         return job
 
     def find(self, number: str) -> Job:
-        """Return a job. Raises ``UsageError`` if it doesn't exist (any more)."""
+        """Return the job with this id. Raises ``UsageError`` if it doesn't exist, or was deleted."""
         with self._changed:
             if number not in self._jobs:
                 raise UsageError("there is no such plan (any more)", "plan again")
             return self._jobs[number]
 
     def cancel(self, number: str) -> Job:
-        """Cancel a job that waits or runs."""
+        """Cancel a job that waits or runs; a job that has ended keeps its state."""
         job = self.find(number)
         with self._changed:
             if job.state == WAITING:
@@ -141,7 +143,7 @@ class Jobs:
             self._restart_if_ended()
 
     def _restart_if_ended(self) -> None:
-        """Restart the worker if it has ended."""
+        """Start a new worker if the last one has ended."""
         with self._changed:
             if self._worker.poll() is not None and not self._closed:
                 self._end_worker()
@@ -154,12 +156,12 @@ class Jobs:
             self._worker.stdin.write(json.dumps(call) + "\n")
             self._worker.stdin.flush()
         except OSError:
-            pass  # the worker has ended: so does its output, which is read next
+            pass  # the worker has ended, so the loop over its output ends, too
         for line in self._worker.stdout:
             update = json.loads(line)
             with self._changed:
                 if job.state != RUNNING:
-                    continue  # cancelled; the output ends soon
+                    continue  # the job was cancelled and the worker killed, so its output ends soon
                 if "stage" in update:
                     self._stage(job, update)
                     continue

@@ -1,7 +1,7 @@
 """Converts the web page's requests to arguments of ``autopar plan``.
 
-A request names a model of the zoo or one that the user named when starting the server, or contains a configuration; it names devices by
-kind, or contains a cluster file. It can't name files.
+A request names a model of the zoo, or one that the user named on the command line of the server, or it contains a configuration. It names
+devices by kind, or contains the text of a cluster file. It can't name files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FIELDS = ("model", "config", "name", "devices", "cluster", "options", "pins", "
 
 
 def arguments(request: Any, models: Collection[str], folder: Path) -> list[str]:
-    """Return the arguments of ``autopar plan``; write the files that the request contains into ``folder``.
+    """Return the arguments of ``autopar plan`` for a request, and write the files that the request contains into ``folder``.
 
     Raises ``UsageError``, ``ModelError``, ``DeviceError`` or ``BatchError`` for an invalid request.
     """

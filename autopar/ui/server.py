@@ -1,8 +1,8 @@
 """The HTTP server of ``autopar ui`` on 127.0.0.1, protected by a token in its address.
 
-Every request needs the token in its path, this server's name in ``Host``, and no other origin: cross-site requests get 403, also with DNS
-rebinding. Files are served by names that the server knows, never by a path, in one canonical spelling. Reports run in a sandbox without
-an origin. Connections and waiting jobs are limited.
+Every request must have the token in its path, this server's name in ``Host``, and no foreign ``Origin``: cross-site requests get 403, also
+with DNS rebinding. The server looks up files by names that it lists itself, and never opens a path from a request; a name has one accepted
+spelling. Reports run in a sandbox without an origin. Connections and waiting jobs are limited.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from autopar.errors import AutoparError, UsageError
 from autopar.ui.jobs import DONE, Job, Jobs
 from autopar.ui.requests import arguments
 
-MOST_BYTES = 2_000_000  # of a request
-_FILE_BYTES = 2_000_000  # maximum size of a file to show
+MOST_BYTES = 2_000_000  # maximum size of a request
+_FILE_BYTES = 2_000_000  # a longer file is shown up to this size
 MOST_CONNECTIONS = 32
-_SAFE = "/!'()*~"  # as the page's script spells paths
+_SAFE = "/!'()*~"  # characters that the page's script doesn't escape in paths
 _IDLE_S = 15  # before an idle connection is closed
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; frame-src 'self'; img-src 'self' data:; "
@@ -56,7 +56,7 @@ _STATIC = {
 
 @dataclass(frozen=True)
 class Choices:
-    """The page's options: ``models`` and ``devices`` as JSON objects with a ``name``, the table of pins, and the version."""
+    """What the page offers: ``models`` and ``devices`` as JSON objects with a ``name``, the table of pins, and autopar's version."""
 
     models: Sequence[dict[str, Any]]
     devices: Sequence[dict[str, Any]]
@@ -65,7 +65,8 @@ class Choices:
 
 
 class Server:
-    """Listens when it is created; ``serve`` handles requests until ``close`` is called by another thread, or an interrupt."""
+    """A server that listens as soon as it is created. ``serve`` handles requests until another thread calls ``close``, or until an
+    interrupt."""
 
     def __init__(self, choices: Choices, worker: Sequence[str], port: int = 0) -> None:
         handler = type("Handler", (_Handler,), {"ui": self})
@@ -85,7 +86,8 @@ class Server:
         return f"http://127.0.0.1:{self.port}/{self.token}/"
 
     def door(self) -> Path:
-        """Return a file that redirects this user's browser to the address: as an argument, the token would be in the process list."""
+        """Write a file that redirects this user's browser to the address, and return its path. If the address were an argument of the
+        browser, the process list would show the token."""
         file = self.jobs.folder / "autopar.html"  # the folder is this user's
         refresh = (
             f'<meta charset="utf-8"><meta http-equiv="refresh" content="0; url={self.address}"><title>autopar</title>'
@@ -98,7 +100,7 @@ class Server:
         self._http.serve_forever(poll_interval=0.1)
 
     def start(self) -> None:
-        """``serve`` in a thread."""
+        """Run ``serve`` in a thread."""
         threading.Thread(target=self.serve, daemon=True).start()
 
     def close(self) -> None:
@@ -106,7 +108,7 @@ class Server:
         self.stop()
 
     def stop(self) -> None:
-        """``close`` after ``serve`` has returned."""
+        """Close the socket, end the worker and remove all files; for use after ``serve`` has returned."""
         self._http.server_close()
         self.jobs.close()
 
@@ -147,7 +149,7 @@ class Server:
             raise
 
     def _program(self, job: Job) -> tuple[int, str, bytes]:
-        self._file(job, "plan.json")  # which raises where there is none
+        self._file(job, "plan.json")  # raises if there is no plan
         return _json(self.jobs.submit("program", job.arguments, job.folder).to_json(), 202)
 
     def _result(self, job: Job) -> dict[str, Any]:
@@ -185,7 +187,7 @@ def _program_files(job: Job) -> dict[str, Path]:
 
 
 def _shown(word: str) -> str:
-    """Return an argument without the server's folders."""
+    """Return an argument as the page shows it: quoted, and without the server's folders."""
     name, _, value = word.partition("=")
     value = Path(value).name if name == "--devices" else value
     return f"{name} {shlex.quote(value)}"
@@ -254,7 +256,7 @@ class _Handler(BaseHTTPRequestHandler):
             body = self._body()
             written = self.path.removeprefix("/").partition("/")[2]
             path = unquote(written)
-            if quote(path, safe=_SAFE) != written:  # another spelling, or a query
+            if quote(path, safe=_SAFE) != written:  # the path has another spelling, or a query
                 status, kind, content = _json({"error": f"there is nothing at {self.path[-100:]!r}", "hint": ""}, 404)
             else:
                 status, kind, content = self.ui.answer(self.command, path, body)
@@ -286,13 +288,13 @@ class _Handler(BaseHTTPRequestHandler):
             raise UsageError(f"the request is not JSON: {error}", "send a JSON object") from error
 
     def _discard(self, size: int) -> None:
-        """Read and drop a body that is too large, up to ten times the limit: most clients read no answer while they send."""
+        """Read and drop a body that is too large, up to ten times the limit: most clients read the answer only once they have sent all."""
         left = min(size, 10 * MOST_BYTES)
         while left > 0 and (part := self.rfile.read(min(left, 1 << 16))):
             left -= len(part)
 
     def _send(self, status: int, kind: str, content: bytes) -> None:
-        report = kind == _HTML and self.path != f"/{self.ui.token}/"  # the only other page
+        report = kind == _HTML and self.path != f"/{self.ui.token}/"  # a report is the only other page
         headers = {
             "Content-Type": kind,
             "Content-Length": str(len(content)),
@@ -309,4 +311,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: the address has the token."""
+        """Log nothing, because the address has the token."""

@@ -1,7 +1,7 @@
-"""Captures the graph of an architecture with a few blocks, which are then repeated.
+"""Captures the graph of an architecture with a few blocks, and then repeats one of them.
 
-A model of 105 equal blocks is captured with three: the first, one in the middle, the last. If the middle one has the class of its
-neighbours, a deeper model is the same graph with the middle layer repeated (``deepen``), in a fraction of the time of capturing it.
+A model of 105 equal blocks is captured with three: the first, a middle one, the last. If the middle one has the layer class of a
+neighbour, a deeper model is the same graph with the middle layer repeated (``deepen``), which takes a fraction of the time of a capture.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autopar.validate.rows import Architecture, RowError
 from autopar.zoo.hf import build_config
 
 _CAPTURED = 3
-_HEAD_DIM, _TOKENS = 64, 2048  # sizes of ``textbook``
+_HEAD_DIM, _TOKENS = 64, 2048  # maximum sizes in ``textbook``
 
 
 def config_of(a: Architecture, layers: int) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def config_of(a: Architecture, layers: int) -> dict[str, Any]:
         rate = 0.1 if a.dropout else 0.0
         return {
             "model_type": "gpt2",
-            "activation_function": "gelu_pytorch_tanh",  # one op, as in trainers
+            "activation_function": "gelu_pytorch_tanh",  # which is one op, as in the trainers
             "architectures": ["GPT2LMHeadModel"],
             "n_embd": a.hidden,
             "n_layer": layers,
@@ -66,7 +66,7 @@ def config_of(a: Architecture, layers: int) -> dict[str, Any]:
 def graph_of(a: Architecture, global_batch: int) -> Graph:
     """Return the captured graph of the architecture on a global batch of ``global_batch`` sequences.
 
-    Raises ``RowError`` if there are no blocks, or the blocks in the middle differ.
+    Raises ``RowError`` if the architecture has no blocks, or if the middle block can't be repeated.
     """
     if a.layers < 1:
         raise RowError("n_layers = 0")
@@ -76,9 +76,9 @@ def graph_of(a: Architecture, global_batch: int) -> Graph:
 
 
 def textbook(a: Architecture) -> Architecture:
-    """Return the architecture at modest sizes, for which the op-level optimum is the textbook layout.
+    """Return the architecture at modest sizes, at which the op-level optimum is the textbook layout.
 
-    Published runs have their trainer's layout, whatever the sizes, but for longer sequences and wider blocks the optimum can differ.
+    A published run has its trainer's layout at any size, but for longer sequences and wider blocks the optimum can be another.
     """
     width = min(a.hidden // a.heads, _HEAD_DIM)
     inner, odd = divmod(a.ffn * width * a.heads, a.hidden)
@@ -92,7 +92,7 @@ def textbook(a: Architecture) -> Architecture:
 
 
 def textbook_types(graph: Graph, plain: Graph) -> Solve:
-    """Return a ``Solve`` for ``Pricer`` that uses the types of ``plain``, the same architecture at modest sizes."""
+    """Return a ``Solve`` for ``Pricer`` that gives layers of ``graph`` the types in ``plain``, the same architecture at modest sizes."""
     last = len(plain.layers) - 1
 
     def solve(cls: LayerClass, role: Role, size: int) -> AxisTypes | None:
@@ -103,7 +103,7 @@ def textbook_types(graph: Graph, plain: Graph) -> Solve:
             return role_types(graph, layer, role, size)
         if {node.name for node in cls.graph.graph.nodes if node.op != "output"} <= found.produced.keys():
             return found
-        # long sequences are captured with other constants: then only the parameters take the types of ``plain``
+        # a long sequence is captured with other constants: then only the parameters take their types from ``plain``
         there = parameter_nodes(plain.classes[plain.layers[at].cls])
         stored = [found.produced[node.name] for node in there]
         names = [node.name for node in parameter_nodes(cls)]
@@ -113,11 +113,11 @@ def textbook_types(graph: Graph, plain: Graph) -> Solve:
 
 
 def deepen(graph: Graph, blocks: int) -> Graph:
-    """Repeat the middle of the ``_CAPTURED`` blocks until ``graph`` has ``blocks`` blocks."""
+    """Return ``graph``, which has ``_CAPTURED`` blocks, with the middle one repeated so that there are ``blocks`` blocks."""
     more = blocks - _CAPTURED
     if more <= 0:
         return graph
-    middle = len(graph.layers) - _CAPTURED  # the layers are lookup, three blocks, head: this is the second block
+    middle = len(graph.layers) - _CAPTURED  # the layers are embedding, three blocks, head: this is the second block
     kinds = [layer.cls for layer in graph.layers]
     if len(kinds) != _CAPTURED + 2 or kinds[middle] not in (kinds[middle - 1], kinds[middle + 1]):
         raise RowError(f"the model's blocks are not alike: {', '.join(kinds)}")

@@ -1,7 +1,7 @@
-"""A row of a file of measurements: the model, the machines, the trainer's setting, and the measurements.
+"""Reads a row of a file of measurements: the model, the machines, the trainer's setting, and the measurements.
 
-Rows are JSON objects with the fields of ``docs/evidence/validation.md``, where missing or ``null`` fields have the defaults in the table.
-A row without a required field is refused with the field's name.
+A row is a JSON object with the fields in ``docs/evidence/validation.md``; a missing or ``null`` field has the default in that table. A row
+that lacks a required field is refused with the field's name.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from autopar.techniques.technique import Technique
 
 
 class RowError(UsageError):
-    """A row can't be priced; the message names the field."""
+    """The row can't be priced; the message names the field that is missing or invalid."""
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A decoder-only transformer, described by its sizes. Rows of equal architectures share one capture."""
+    """A decoder-only transformer, described by its sizes. Rows with equal architectures and batches share one capture."""
 
     layers: int
     hidden: int
@@ -42,7 +42,7 @@ class Architecture:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Parallel degrees and training recipe. ``facts`` are keywords in the row's prose, such as ``"eager"`` (see ``_FACTS``);
+    """Parallel degrees and training recipe. ``facts`` are what the row's prose says about the run, such as ``"eager"`` (see ``_FACTS``);
     ``replicate`` is the number of HSDP replicas."""
 
     data: int
@@ -53,7 +53,7 @@ class Setting:
     chunks: int
     sequence: bool
     zero: int
-    activations: str  # of ``techniques.activations``
+    activations: str  # a value of ``techniques.activations``
     precision: str  # "bfloat16", "float16", "float32" or "float8"
     global_batch: int
     microbatch: int
@@ -63,7 +63,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """The row's machines, with the names that the row uses."""
+    """The row's machines; ``gpu`` and ``network`` are spelled as in the row."""
 
     gpu: str
     devices: int
@@ -73,7 +73,7 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Seconds of a step and peak bytes, or ``None``; whether the run failed."""
+    """The measured seconds per step and peak bytes, ``None`` if unknown, and whether the run failed for lack of memory."""
 
     step_s: float | None
     memory_bytes: float | None
@@ -91,7 +91,7 @@ class Row:
     measured: Measured
 
 
-# keywords in a row's prose (``_PROSE``) on how it was run
+# fact about how a row was run -> pattern that finds it in the row's prose (``_PROSE``)
 _FACTS = {
     "eager": r"\beager\b",
     "compiled": r"\bcompil",
@@ -131,7 +131,8 @@ def read_row(data: Mapping[str, Any], number: int) -> Row:
 
 
 def _integer(data: Mapping[str, Any], *keys: str, default: int | None = None, least: int = 0) -> int:
-    """Return the integer of the first of ``keys`` that the row has, at least ``least``."""
+    """Return the integer under the first of ``keys`` that the row has. Raises ``RowError`` if it is less than ``least``, or if there is
+    neither an integer nor a ``default``."""
     for key in keys:
         value = data.get(key)
         if value is None:
@@ -159,7 +160,7 @@ def _architecture(data: Mapping[str, Any], setting: Setting) -> Architecture:
     if gated is None:
         gated = any(word in family for word in ("llama", "mistral", "mixtral", "qwen", "gemma", "deepseek"))
     dropout = model.get("dropout")
-    if dropout is None:  # float16-era recipes used dropout 0.1, today's use none
+    if dropout is None:  # recipes of the float16 era used dropout 0.1, later ones use none
         dropout = 0.1 if setting.precision == "float16" and not gated else 0.0
     tied = model.get("tied_embeddings")
     if hidden % heads:
@@ -171,7 +172,7 @@ def _architecture(data: Mapping[str, Any], setting: Setting) -> Architecture:
     if layers > _DEEPEST:
         raise RowError(f"n_layers = {layers} is more than {_DEEPEST}")
     vocabulary = _integer(model, "vocab", "vocab_size", least=1)
-    if vocabulary % setting.tensor:  # padded as in Megatron
+    if vocabulary % setting.tensor:  # pad it, as Megatron does
         part = 128 * setting.tensor
         vocabulary = -(-vocabulary // part) * part
     experts = _integer(model, "n_experts", "num_experts", "experts", default=0)
@@ -203,7 +204,7 @@ def _setting(data: Mapping[str, Any]) -> Setting:
     if devices % group:
         raise RowError(f"tp * pp * cp = {group} does not divide n_gpus = {devices}")
     degree = devices // group
-    if degree % expert:  # experts are distributed over devices that have different samples
+    if degree % expert:  # expert parallelism divides the data-parallel ranks
         raise RowError(f"ep = {expert} does not divide dp = {degree}")
     prose = " ".join(str(data.get(key) or "") for key in _PROSE)
     facts = frozenset(fact for fact, pattern in _FACTS.items() if re.search(pattern, prose, re.IGNORECASE))
@@ -231,9 +232,9 @@ def _setting(data: Mapping[str, Any]) -> Setting:
 
 
 def _copies(data: Mapping[str, Any], data_ranks: int, inner: int) -> int:
-    """Return the number of HSDP replicas: one, or the number of nodes if the row's flags say that each node is a replica.
+    """Return the number of HSDP replicas: one, or the number of nodes if the row's flags say that FSDP shards only within a node.
 
-    A node has ``inner`` tensor- and context-parallel ranks besides the data-parallel ones.
+    Each data-parallel rank has ``inner`` devices, for tensor and context parallelism.
     """
     flags = data.get("flags")
     if not isinstance(flags, list) or not any(str(flag).endswith("within_a_node_only") for flag in flags):
@@ -274,7 +275,8 @@ def _hardware(data: Mapping[str, Any]) -> Hardware:
 
 
 def measured(data: Mapping[str, Any]) -> Measured:
-    """Return the row's measurements: the published step time, or from tokens per second, or as derived by the file's author."""
+    """Return the row's measurements. The step time is the published one, else that of the published tokens per second, else the one that
+    the file's author derived."""
     printed, derived = data.get("measured") or {}, data.get("derived") or {}
 
     def number(value: object) -> float | None:

@@ -1,4 +1,4 @@
-"""Prices every row of a file."""
+"""Prices every row of a file of measurements."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from autopar.validate.models import graph_of, textbook, textbook_types
 from autopar.validate.rows import Architecture, Measured, Row, labels, measured, read_row
 from autopar.validate.setting import cluster_of, instrument, trainer_of, write
 
-_ROWS = 8  # batch size of the graph that determines the layouts
+_ROWS = 8  # batch size of the small graph that determines the op-level layouts
 
 
 @dataclass(frozen=True, slots=True)
 class RowOutcome:
-    """A row's measurements, and its predictions or the reason why there are none."""
+    """A row's measurements, and its predictions or the ``reason`` why there are none."""
 
     id: str
     source: str
@@ -34,7 +34,7 @@ class RowOutcome:
     feasible: bool | None
     reason: str = ""
     refused: str = ""  # a reason other than memory why the plan can't run
-    roomy: bool = False  # whether memory is below the limit of plans, which is lower than a device's capacity
+    roomy: bool = False  # whether memory is within the limit for plans; ``feasible`` compares with the device's capacity, which is more
 
     @property
     def priced(self) -> bool:
@@ -81,7 +81,7 @@ def read_file(path: str | Path) -> list[Mapping[str, Any] | str]:
 
 
 class Bench:
-    """Captured graphs, clusters and pricers, shared by rows."""
+    """Prices rows, with a cache of captured graphs, clusters and pricers that rows share."""
 
     def __init__(self) -> None:
         self.graphs: dict[object, Graph | AutoparError] = {}
@@ -105,7 +105,7 @@ class Bench:
         except AutoparError as error:
             return RowOutcome(*names, seen, None, None, None, error.message)
         except Exception as error:
-            # a bad row is listed with its error and doesn't end the run
+            # list a bad row with its error, and go on with the next row
             return RowOutcome(*names, seen, None, None, None, f"{type(error).__name__}: {error}")
         memory = max(stage.memory.total for stage in plan.stages)
         shown = int(instrument(row.setting, memory))
@@ -147,7 +147,7 @@ class Bench:
         return self._captured(row.architecture, row.setting.global_batch)
 
     def plain(self, row: Row) -> Graph:
-        """Return the row's model at modest sizes, for its layouts."""
+        """Return the row's model at modest sizes, which determines its op-level layouts."""
         return self._captured(textbook(row.architecture), _ROWS)
 
     def _captured(self, architecture: Architecture, batch: int) -> Graph:

@@ -14,10 +14,10 @@ from autopar.validate.run import RowOutcome, ValidationReport, of_groups
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The scores of a set of rows. ``spearman`` and ``regret`` compare layouts within a group, and are means over groups.
+    """The scores of a set of rows. ``spearman`` and ``regret`` compare the layouts within each group, and are means over groups.
 
-    ``regret`` is the measured speed of the best layout over that of the one predicted to be fastest (among those predicted feasible, if
-    any), minus one. Errors are relative to the measurement.
+    ``regret`` is the measured time of the layout with the shortest predicted time (among those predicted to be feasible, if any) over the
+    shortest measured time, minus one. Errors are relative to the measurement.
     """
 
     n_rows: int
@@ -36,7 +36,7 @@ class Score:
 
 
 def score(outcomes: Sequence[RowOutcome]) -> Score:
-    """Return the score of rows; ranks are compared within groups."""
+    """Return the score of rows; ranks and regrets are computed within groups."""
     ran = [o for o in outcomes if not o.measured.failed]
     failed = [o for o in outcomes if o.measured.failed]
     groups = list(of_groups(outcomes, lambda o: o.group).values())
@@ -76,7 +76,8 @@ def _timed(outcomes: Iterable[RowOutcome]) -> list[tuple[float, float, bool]]:
 
 
 def spearman(outcomes: Sequence[RowOutcome]) -> float | None:
-    """Return Spearman's rank correlation of predicted and measured speed, ties by average rank; ``None`` for fewer than three rows."""
+    """Return Spearman's rank correlation of predicted and measured speed, with average ranks for ties. Return ``None`` for fewer than three
+    rows, or if all predictions or all measurements are equal."""
     pairs = _timed(outcomes)
     if len(pairs) < 3:
         return None
@@ -87,7 +88,7 @@ def spearman(outcomes: Sequence[RowOutcome]) -> float | None:
 
 
 def regret(outcomes: Sequence[RowOutcome]) -> float | None:
-    """Return the regret of the layout predicted fastest; ``None`` for fewer than two rows."""
+    """Return the regret of the layout with the shortest predicted time (see ``Score``); ``None`` for fewer than two rows."""
     pairs = _timed(outcomes)
     if len(pairs) < 2:
         return None
@@ -110,7 +111,7 @@ def _quantile(values: Sequence[float], q: float) -> float | None:
 
 
 def scores(report: ValidationReport) -> dict[str, Any]:
-    """Return scores: ``overall``, ``sources`` and ``groups`` by name, each a ``Score``."""
+    """Return the ``Score`` of all rows (``overall``), and those of each source (``sources``) and each group (``groups``) by name."""
     return {
         "overall": score(report.outcomes),
         "sources": {name: score(rows) for name, rows in of_groups(report.outcomes, lambda o: o.source).items()},

@@ -1,4 +1,4 @@
-"""Turns a row's degrees, recipe and machines into a mesh, strategies, cuts, a cost model of the trainer, and a cluster."""
+"""Turns a row's degrees, recipe and machines into a mesh, strategies, stage cuts, a cost model of the trainer, and a cluster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autopar.validate.rows import Hardware, RowError, Setting
 
 @dataclass(frozen=True)
 class Written:
-    """The arguments of ``search.evaluate`` except graph and cluster."""
+    """The plan of a row, as arguments of ``search.evaluate`` (which also takes graph, cluster and pricer)."""
 
     mesh: tuple[Axis, ...]
     bounds: tuple[int, ...]
@@ -44,12 +44,12 @@ def write(graph: Graph, s: Setting, context: Role) -> Written:
         zero=s.zero if s.data // s.expert * s.context > 1 else 0,
         activations=s.activations,
     )
-    # without experts, the expert axis replicates parameters, too
+    # in a layer without experts, the expert axis replicates parameters, too
     dense = dataclasses.replace(strategy.dense, zero=s.zero if s.data * s.context > 1 else 0)
     if dense.zero:
         strategy, dense = (dataclasses.replace(each, replicate=copies) for each in (strategy, dense))
-    # the first and last layer are never recomputed: the head ends with its logits, and the embedding saves nothing. They form FSDP's root
-    # unit, whose parameters stay gathered from forward to backward
+    # the first and last layer are never recomputed: the embedding saves nothing, and the head ends with its logits. Under FSDP both are in
+    # the root unit, whose parameters stay gathered from forward to backward
     ends = dataclasses.replace(dense.but(activations=KEEP), zero=2 if is_fsdp(s) and dense.zero else dense.zero)
     strategies = [strategy if graph.classes[layer.cls].experts else dense for layer in graph.layers]
     strategies[0] = strategies[-1] = ends
@@ -63,8 +63,8 @@ def write(graph: Graph, s: Setting, context: Role) -> Written:
 def cuts(graph: Graph, s: Setting) -> tuple[int, ...]:
     """Return stage bounds with equal numbers of blocks, the embedding in the first stage and the head in the last.
 
-    Rows don't say which blocks each stage had. If the number of blocks isn't divisible, or the head costs as much as several blocks,
-    stages are assumed to have equal FLOPs.
+    Rows don't say which blocks each stage had. If the stages don't divide the number of blocks, or if the head costs as much as several
+    blocks, the stages are assumed to have equal FLOPs.
     """
     stages = s.pipeline * (s.chunks if s.pipeline > 1 else 1)
     blocks = len(graph.layers) - 2
@@ -83,7 +83,8 @@ def cuts(graph: Graph, s: Setting) -> tuple[int, ...]:
 
 
 def balanced(blocks: int, head: float, stages: int) -> tuple[int, ...]:
-    """Return stage bounds with a cut where the running sum of FLOPs passes the stage's share; every stage gets a layer."""
+    """Return stage bounds that cut where the running sum of FLOPs passes a multiple of the stages' equal share. Every stage gets at least
+    one layer. ``head`` is the FLOPs of the head over those of a block."""
     total = blocks + head
     bounds = [0]
     for stage in range(1, stages):
@@ -94,7 +95,7 @@ def balanced(blocks: int, head: float, stages: int) -> tuple[int, ...]:
 
 
 def head_weight(graph: Graph) -> float:
-    """Return the ratio of the head's parameters to a block's, which approximates that of their FLOPs."""
+    """Return the parameters of the head over those of a block, which approximates the ratio of their FLOPs."""
     size = {
         layer.name: sum(v.numel for p in layer.parameters if len((v := graph.parameters[p].value).shape) > 1)
         for layer in graph.layers
@@ -103,12 +104,12 @@ def head_weight(graph: Graph) -> float:
 
 
 def is_fsdp(s: Setting) -> bool:
-    """Whether PyTorch's FSDP shards the parameters; with float16 it is DeepSpeed."""
+    """Return whether PyTorch's FSDP shards the parameters; ZeRO-3 in float16 is assumed to be DeepSpeed's."""
     return s.zero == 3 and s.precision != "float16" and "DeepSpeed" not in s.facts
 
 
 def trainer_of(s: Setting, cluster: Cluster) -> OtherTrainer:
-    """Return the model of the row's trainer: from its keywords, or else the usual one for its precision."""
+    """Return the cost model of the row's trainer: from the row's facts, or else the usual one for its precision."""
     old = s.precision == "float16"
     early = cluster.gpu.name.startswith(("V100", "A100")) and s.zero < 3
     megatron = old or s.chunks > 1 or "Megatron" in s.facts or (s.precision == "float8" and s.zero < 3)
@@ -139,7 +140,7 @@ def trainer_of(s: Setting, cluster: Cluster) -> OtherTrainer:
 
 
 def _gradient_bytes(s: Setting, megatron: bool, fsdp: bool) -> int:
-    """Return the bytes of a parameter's gradient, including copies."""
+    """Return the bytes that the trainer keeps for one parameter's gradient, including copies."""
     if "16-bit gradients" in s.facts:
         return int(figures.RECIPE_GRADIENT_BYTES.value)
     if megatron or fsdp:  # Megatron accumulates in float32; FSDP's shard is float32
@@ -150,14 +151,15 @@ def _gradient_bytes(s: Setting, megatron: bool, fsdp: bool) -> int:
 
 
 def instrument(s: Setting, memory: int) -> float:
-    """Return what the row's memory instrument shows for ``memory`` allocated bytes: the allocator's reservation, or the driver's count."""
+    """Return the bytes that the row's tool would have shown for ``memory`` allocated bytes: the driver's count, the allocator's
+    reservation, or ``memory`` itself."""
     if "device memory" in s.facts:
         return memory * constants.ALLOCATOR_RESERVE.value + constants.DEVICE_OVERHEAD.value
     return memory * constants.ALLOCATOR_RESERVE.value if "reserved memory" in s.facts else float(memory)
 
 
 def cluster_of(hardware: Hardware) -> Cluster:
-    """Return the row's cluster. Raises ``DeviceError`` for an unknown GPU."""
+    """Return the row's cluster. Raises ``DeviceError`` for an unknown GPU, ``RowError`` if the devices don't fill whole nodes."""
     per_node = min(hardware.per_node, hardware.devices)
     if hardware.devices % per_node:
         raise RowError(f"n_gpus = {hardware.devices} do not fill nodes of {per_node}")

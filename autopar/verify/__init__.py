@@ -1,4 +1,4 @@
-"""Verification of a user's own model: every plan's loss and gradients against eager PyTorch on one device, in float64."""
+"""Verifies a user's own model: compares every plan's loss and gradients with eager PyTorch on one device, in float64."""
 
 from autopar.verify.attacks import Attacks, attack, compare_with_eager
 from autopar.verify.case import PlanOutcome, check_plan

@@ -1,7 +1,8 @@
 """Adversarial batches and modes, for errors that the user's batch doesn't reveal: a baked-in constant, a wrong mask.
 
-Attacks are derived from the user's batch. Those of the same shapes run through the captured graph and its plans; other batch sizes and
-modes are captured again. Eager PyTorch runs first: an attack that makes it raise or return NaN is skipped, and the report says so.
+Attacks are derived from the user's batch. Batches of the same shapes run through the captured graph and its plans; for other batch sizes
+and modes the model is captured again. Eager PyTorch runs first: if an attack makes it raise or return NaN, the report lists the attack as
+skipped.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ MOST_ROWS = 64
 """Maximum number of rows of the attack with as many rows as positions."""
 
 LARGE = 100.0
+"""Factor of the last row of the attack with extreme values."""
 
 
 @dataclass
 class Attacks:
-    """The outcomes of attacks on one device by name: the error, the reason why it was skipped, or the message of an exception.
+    """The outcomes of the attacks on one device, by name: ``tried`` has the error, ``skipped`` the reason, ``broken`` the exception.
 
-    ``subjects`` are those of the same shapes, which plans can run.
+    ``subjects`` has the attacks that keep the shapes of the user's batch, which plans can run.
     """
 
     tried: dict[str, Error] = field(default_factory=dict)
@@ -55,7 +57,7 @@ class _SkippedError(Exception):
 
 
 def attack(model: nn.Module, loss_fn: Callable[..., Any] | None, subject: Subject) -> Attacks:
-    """Try all attacks on one device, comparing the captured graph with eager PyTorch; ``subject`` is that of ``model``."""
+    """Try all attacks on one device, comparing the captured graph with eager PyTorch; ``subject`` was made from ``model``."""
     found = Attacks()
     graph, structure = subject.graph, subject.graph.structure
     assert isinstance(structure, BatchStructure)
@@ -103,7 +105,7 @@ def _attempt(found: Attacks, name: str) -> Iterator[None]:
 def _with_tensors(
     given: Subject, model: nn.Module, tensors: dict[str, Tensor], loss_fn: Callable[..., Any] | None
 ) -> Subject:
-    """Return the subject with another batch of the same shapes. Raises ``_SkippedError``."""
+    """Return the subject with another batch of the same shapes. Raises ``_SkippedError`` if eager PyTorch can't run it."""
     try:
         subject = with_batch(given, model, tensors, loss_fn)
     except Exception as error:  # raised by the user's code on an unexpected batch
@@ -176,8 +178,8 @@ def _graph_step(
 
 
 def _two_steps(model: nn.Module, loss_fn: Callable[..., Any] | None, subject: Subject) -> Error:
-    """Return the error after two steps with an update between them: loss and gradients of the second, written buffers, and parameters
-    that the forward pass changes (it must not)."""
+    """Run two steps with an update between them, and return the largest error of: the second step's loss and gradients, the written
+    buffers, and the parameters, which a forward and backward pass must not change."""
     graph, structure = subject.graph, subject.graph.structure
     assert isinstance(structure, BatchStructure)
     if graph.accumulated > 1:

@@ -69,7 +69,7 @@ def check_plan(
 def compare_step(subject: Subject, loss: float, gradients: dict[str, Tensor], after: dict[str, Tensor]) -> Error:
     """Return the largest error of a step: the loss, every gradient, every buffer, and the update of every parameter.
 
-    The update is plain SGD's, which gives the gradient again, after the optimizer and ZeRO's sharding and gathering.
+    The update is plain SGD's, so it shows the gradient that reached the parameter through ZeRO's sharding, the optimizer and gathering.
     """
     error = _compare(subject, loss, gradients)
     moved = {n: _update(subject.state[n], after[n], g) for n, g in subject.gradients.items() if n in after}
@@ -84,8 +84,8 @@ def _compare(subject: Subject, loss: float, gradients: dict[str, Tensor]) -> Err
 
 
 def _update(before: Tensor, after: Tensor, gradient: Tensor) -> Tensor:
-    """Return the gradient as computed from the update; ``gradient`` itself where the two differ by less than the parameter's last digit,
-    below which an update is lost: a loss near zero has gradients of 1e-20."""
+    """Return the gradient that an SGD update implies. Where it differs from ``gradient`` by less than the parameter's last digit, return
+    ``gradient``: smaller updates are rounded off (a loss near zero has gradients of 1e-20)."""
     computed = (before - after) / UPDATE_LR
     digit = torch.maximum(before.abs(), after.abs()).double() * torch.finfo(torch.float64).eps / UPDATE_LR
     return torch.where((computed - gradient).abs() <= digit, gradient, computed)

@@ -1,7 +1,7 @@
-"""``autopar verify --collectives``: whether a model's programs can hang or send wrong bytes under NCCL, without a GPU.
+"""``autopar verify --collectives``: checks without a GPU whether a model's programs can hang or send wrong bytes under NCCL.
 
-Every rank of every kind of plan is recorded (``autopar.verify.recording``) and checked under NCCL's rules (``autopar.checks.nccl``). Of a
-given plan with many devices, only the distinct ranks are recorded, at the plan's sizes and without values.
+It records every rank of every kind of plan (``autopar.verify.recording``) and checks the traces under NCCL's rules
+(``autopar.checks.nccl``). For a user's plan with many devices, it records only the distinct ranks, at the plan's sizes and without values.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from autopar.verify.subject import make_subject
 from autopar.workload import Workload
 
 ALL_RANKS = 16
-"""All ranks of plans up to this size are recorded."""
+"""Maximum number of devices of a plan whose ranks are all recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedPlan:
-    """One plan: its recorded ranks, the number of their operations, and the findings."""
+    """One plan: its recorded ranks, the number of their operations, the wall time of the recording, and the findings."""
 
     kind: str
     plan: str
@@ -47,7 +47,7 @@ class RecordedPlan:
 
 @dataclass(frozen=True, slots=True)
 class CollectivesReport:
-    """The recorded plans; ``skipped`` gives reasons for kinds that are invalid for the model, ``modes`` counts NCCL's launch modes."""
+    """The recorded plans; ``skipped`` has the reasons why kinds are invalid for the model, ``modes`` the number of NCCL's launch modes."""
 
     model: str
     plans: tuple[RecordedPlan, ...]
@@ -98,9 +98,9 @@ def verify_collectives(
 
 
 def verify_plan_collectives(graph: Graph, plan: Plan, progress: Progress | None = None) -> CollectivesReport:
-    """Record the distinct ranks of a plan at its own sizes (all ranks up to ``ALL_RANKS``); ``graph`` is the model that it is for.
+    """Record the distinct ranks of a plan at its real sizes (all ranks up to ``ALL_RANKS``); ``graph`` is the captured model of the plan.
 
-    Without values, it can't detect that a result is read before it arrives; ``verify_collectives`` can.
+    Without values, a recording can't show that a result is read before it arrives; those of ``verify_collectives`` can.
     """
     tell = progress or (lambda what, done, total: None)
     start_s = time.perf_counter()

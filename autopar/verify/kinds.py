@@ -1,7 +1,7 @@
 """Kinds of plans: every kind of parallelism, alone and combined, as a plan for any model that it is valid for.
 
-A kind sets roles, degrees and a schedule; the number of microbatches follows from the model and the batch. For a model that it isn't
-valid for, it raises ``UsageError`` with the reason.
+A kind sets roles, degrees and a schedule; the number of microbatches follows from the model and the batch. ``PlanKind.plan`` raises
+``UsageError`` with the reason if the kind isn't valid for the model.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class PlanKind:
 
 
 def microbatches(graph: Graph, wanted: int, ways: int = 1, copies: int = 1) -> int:
-    """Return the largest number of microbatches up to ``wanted`` that divides the batch on ``ways`` data-parallel devices, with equal
-    numbers for the ``copies`` of a stage."""
+    """Return the largest number of microbatches up to ``wanted`` into which each of ``ways`` data-parallel devices can divide its rows, and
+    which the ``copies`` of a stage can share equally."""
     if graph.unmicrobatchable:
         return graph.accumulated
     tried = (m for m in range(wanted, 1, -1) if m % copies == 0)
@@ -77,7 +77,7 @@ def microbatches(graph: Graph, wanted: int, ways: int = 1, copies: int = 1) -> i
 
 
 def kind(name: str, **options: Any) -> PlanKind:
-    """Return a kind whose layers all have the same strategy, by the options of ``manual_plan``."""
+    """Return a kind whose layers all have the same strategy; ``options`` are those of ``manual_plan``."""
     if "mesh" in options:
         return PlanKind(name, math.prod(axis.size for axis in options["mesh"]) * options.get("pipeline", 1), options)
     return PlanKind(name, math.prod(options.get(degree, 1) for degree in DEGREES), options)
@@ -98,7 +98,7 @@ def kinds(devices: int) -> tuple[PlanKind, ...]:
 
 
 def _case(name: str, pins: dict[str, Any]) -> PlanKind:
-    """Return the kind of a technique's case, whose mesh, if any, is pairs of an axis name and size."""
+    """Return the plan kind of a technique's case, whose ``mesh``, if it has one, lists pairs of an axis name and a size."""
     return kind(name, **(pins | {"mesh": make_mesh(*pins["mesh"])} if "mesh" in pins else pins))
 
 
@@ -168,7 +168,7 @@ def _combined(n: int) -> tuple[PlanKind, ...]:
 
 
 def _split(half: int) -> tuple[PlanKind, ...]:
-    """Schedules with a split backward pass, combined with each parallelism of a stage over ``half`` devices."""
+    """Return kinds that combine schedules with a split backward pass with each parallelism of a stage over ``half`` devices."""
     one = {"pipeline": 2, "microbatches": 4, "schedule": ZERO_BUBBLE}
     two = {"pipeline": 2, "chunks": 2, "microbatches": 4}
     return (
@@ -180,7 +180,7 @@ def _split(half: int) -> tuple[PlanKind, ...]:
 
 
 def _bidirectional(n: int) -> tuple[PlanKind, ...]:
-    """Chimera, combined with data and expert parallelism of a stage over half of the devices."""
+    """Return kinds that combine Chimera with data and expert parallelism of a stage over half of the devices."""
     if n % 2 or n < 4:
         return ()
     half = n // 2
@@ -192,7 +192,7 @@ def _bidirectional(n: int) -> tuple[PlanKind, ...]:
 
 
 def _grids(n: int) -> tuple[PlanKind, ...]:
-    """2D, 2.5D and 3D tensor parallelism, if ``n`` devices form such a grid."""
+    """Return kinds of 2D, 2.5D and 3D tensor parallelism, if ``n`` devices form such a grid."""
     grids = []
     for side in range(2, math.isqrt(n) + 1):
         depth, rest = divmod(n, side**2)
@@ -211,7 +211,7 @@ def _mixed(n: int) -> tuple[PlanKind, ...]:
 
 
 def ends(graph: Graph) -> set[int]:
-    """Return the first and last layers and those that share a parameter."""
+    """Return the indices of the first and last layers and of layers that share a parameter."""
     return {0, len(graph.layers) - 1} | {i for uses in graph.shared_parameters.values() for i in uses}
 
 

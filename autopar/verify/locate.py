@@ -37,7 +37,7 @@ Records = list[dict[str, dict[str, list[Any]]]]  # by rank, see remote.watch
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first difference: a ``value`` of the forward pass, or the ``gradient`` of a value in the backward pass.
+    """The first difference; ``what`` is ``value`` (in the forward pass) or ``gradient`` (of the value, in the backward pass).
 
     ``types`` has the value's type on every axis, including the microbatch axis; ``local_shape`` is that of one rank and microbatch;
     ``difference`` is relative to the largest element.
@@ -115,7 +115,7 @@ class _Search:
         return next((d for layer in reversed(layers) if (d := self._inside(layer, "gradient")) is not None), None)
 
     def _readers_of(self, layer: int, position: int) -> Difference | None:
-        """Return the first wrong gradient, from the end, in a layer that reads an output whose gradient is wrong."""
+        """Return the first wrong gradient of the backward pass in the layers that read this output, whose gradient is wrong."""
         name = self.graph.layers[layer].outputs[position]
         readers = [i for i, other in enumerate(self.graph.layers) if name in other.activations]
         return next((d for i in reversed(readers) if (d := self._inside(i, "gradient")) is not None), None)
@@ -144,7 +144,7 @@ class _Search:
     ) -> Difference | None:
         want = self.values.get((layer, captured.name))
         if what == "gradient" and want is not None:
-            # a conversion's source may have other readers in other types, so the gradient here is only one term of its own
+            # a conversion's source may have other readers in other types, so its gradient here is only one term of the value's gradient
             want = want.grad if node.target is not convert and want.requires_grad else None
         parts = self._parts(records, layer, key, 0 if what == "value" else 1)
         if want is None or parts is None:
@@ -176,7 +176,7 @@ class _Search:
 
 
 def _parameter_gradient(program: LocalProgram, error: Error) -> Difference | None:
-    """Return the parameter at ``error.where``, as its first layer stores it, as the difference."""
+    """Return the gradient of the parameter at ``error.where`` as the difference, with the types in the first layer that has it."""
     axes = [axis.name for axis in program.plan.mesh]
     for layer, local in zip(program.graph.layers, program.layers, strict=True):
         for name, held in zip(layer.parameters, local.parameters, strict=True):
@@ -231,7 +231,7 @@ def _assemble(parts: Sequence[Tensor], sizes: Sequence[int], types: Types) -> tu
 
 
 def _difference(got: Tensor, want: Tensor) -> float:
-    """Return the largest difference relative to the largest element, without padding at the end of dims."""
+    """Return the largest difference relative to the largest element, ignoring padding at the end of dims."""
     if got.dim() != want.dim() or any(a < b for a, b in zip(got.shape, want.shape, strict=True)):
         return math.inf
     got = got[tuple(slice(0, size) for size in want.shape)]

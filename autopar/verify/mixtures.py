@@ -1,6 +1,6 @@
 """Random plans: a mesh, cuts, a schedule, microbatches, and for every layer its roles, ZeRO stage and options.
 
-They cover combinations that nobody thought of testing. Draws that are invalid for the model are repeated.
+They cover combinations that no ``PlanKind`` has. If a draw is invalid for the model, another one is drawn.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autopar.techniques import LAYER, Options, phrases
 from autopar.techniques.sync import SYNC
 
 _TRIES = 200  # most draws are valid for a model of ordinary sizes; if none of 200 is, hardly any plan is
-_PALETTE = 3  # strategies in one plan: for two kinds of layers, and for the first and last
+_PALETTE = 3  # maximum number of strategies in a plan: for two kinds of layers, and for the first and last
 _AXES = ("outer", "middle", "inner")
 
 

@@ -1,9 +1,9 @@
-"""Records a program's ranks without communication; each rank is a fork of one worker process that has imported everything.
+"""Records a program's ranks without communication; each rank is a fork of one worker process, which has imported torch and the trainer.
 
 ``record`` emits a plan's program, runs some steps of every rank on a recording process group (``autopar.checks.nccl.recorder``) and
-returns the traces; ``Recorded.findings`` checks them. From a Python prompt::
+returns the traces; ``Recorded.findings`` checks them. At a Python prompt::
 
-    from autopar.verify.recording import Recipe, Workers, record
+    from autopar.verify.recording import Workers, record
     with Workers() as workers:
         recorded = record(subject.graph, plan, subject.state, subject.batch, workers)
     for finding in recorded.findings():
@@ -55,6 +55,7 @@ PRELOADED = (
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
 )
+"""Modules that the worker imports before it forks the ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ class Recorded:
 
 
 class Workers:
-    """The process that ranks are forked from, started at the first use."""
+    """The worker process that forks the ranks; it starts at the first call."""
 
     def __init__(self) -> None:
         self._processes: Processes | None = None
@@ -243,7 +244,7 @@ def _record_call(function: Callable[[], Any], rank: int, world: int, timing: str
 def in_forks(
     tasks: Mapping[int, Callable[[], None]], logs: Path, limit_s: float, at_a_time: int = 64
 ) -> dict[int, str]:
-    """Run every task in a fork of this process; return the last line of the log of each that failed, by its number."""
+    """Run every task in a fork of this process; return the last log line of each task that failed, by its number."""
     failed: dict[int, str] = {}
     left, running = list(tasks), dict[int, tuple[int, float]]()
     while left or running:
@@ -315,7 +316,7 @@ def _record_rank(
     with program_modules(program):
         runtime = import_runtime(program)
         loaded = runtime.load(program)
-        joined = runtime.start(loaded, device="cpu", nvme=str(shared))  # the plan's drives are not here
+        joined = runtime.start(loaded, device="cpu", nvme=str(shared))  # this machine lacks the plan's drives
         trainer = runtime.Trainer(
             loaded, joined, state=state, optimizer=resolve(recipe.optimizer), max_norm=recipe.max_norm
         )
@@ -370,7 +371,7 @@ def _world_size(program: Any) -> int:
 
 
 def _replace_values(program: Path) -> None:
-    """Replace the functions of the program's modules that read values: digests are equal, and experts get equal numbers of rows."""
+    """Replace the program's functions that read values: all digests become 0, and all experts get equally many rows."""
 
     def digest(tensor: Tensor, whole: bool = True) -> int:
         return 0
@@ -385,7 +386,7 @@ def _replace_values(program: Path) -> None:
 
 
 def _evenly(own: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Wrap ``own`` of the program's experts, which returns the choices and the rows per expert, as if the router were balanced."""
+    """Wrap ``_own`` of ``kernels_experts``, which returns the choices and the rows per expert, as if the router were balanced."""
 
     def evenly(ids: Tensor, count: int, *axes: Any) -> tuple[Tensor, Tensor]:
         ids, counts = own(ids, count, *axes)

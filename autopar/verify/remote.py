@@ -1,4 +1,4 @@
-"""The functions that verification calls in its worker processes."""
+"""Functions that run in the worker processes of a verification."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def _updated(trainer: Any) -> dict[str, Tensor]:
 def watch(folder: str, state: str, batch: dict[str, Tensor], layer: str | None) -> dict[str, dict[str, list[Any]]]:
     """Return the values of this rank's layers in a step and their gradients, for every microbatch.
 
-    The program was emitted with ``watch``. The result is indexed by layer (its attribute in the stage) and name: the outputs of every
-    layer (``"0"``, ``"1"``), or all values of ``layer`` by node name. Each entry is ``[value of microbatch 0, its gradient or None,
+    The program must have been emitted with ``watch``. The result is indexed by layer (its attribute in the stage) and name: the outputs of
+    every layer (``"0"``, ``"1"``), or all values of ``layer`` by node name. Each entry is ``[value of microbatch 0, its gradient or None,
     value of microbatch 1, ...]``.
     """
     trainer = open_trainer(folder, state)

@@ -49,9 +49,9 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A model's verification. ``skipped`` gives reasons for kinds that are invalid for the model, ``notes`` changes made for the
-    comparison (dropout, sizes), ``reference`` what a plan that isn't exact was compared with, if not training on one device.
-    ``attacks`` are those tried on one device; ``attacks_skipped`` gives reasons for the others."""
+    """A model's verification. ``skipped`` has the reasons why kinds are invalid for the model, ``notes`` lists changes for the
+    comparison (dropout, sizes), ``reference`` says what plans were compared with, if not with training on one device. ``attacks`` ran on
+    one device; ``attacks_skipped`` has the reasons why others didn't."""
 
     model: str
     devices: int

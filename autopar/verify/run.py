@@ -1,4 +1,4 @@
-"""``verify`` runs a model's plans and reports the results."""
+"""``verify``: runs a model's plans, compares them with eager PyTorch on one device, and reports the differences."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def verify(
 ) -> Report:
     """Compare the model's distributed programs with eager PyTorch on one device: the loss and every gradient, in float64.
 
-    The model runs at full size in ``devices`` local gloo processes, with dropout off. Without ``plan``, one plan of every kind of
-    parallelism that is valid for the model is checked. With ``plan``, only that plan: if it is for more devices, its axes are shrunk to
+    The model runs at full size in ``devices`` local gloo processes, with dropout off. Without ``plan``, it checks one plan of every kind
+    of parallelism that is valid for the model. With ``plan``, it checks only that plan: if it is for more devices, its axes are shrunk to
     fit, and the full-size program is only type-checked. Every program is type-checked.
 
     Plans with local SGD or stale gradients aren't exact: only their first step is compared with one device, as the report says.
@@ -77,7 +77,7 @@ def verify(
         loss_fn: see ``compile``.
 
     Raises:
-        UsageError: too large for ``memory_limit_bytes``, no values, a plan that doesn't fit the model.
+        UsageError: the model is too large for ``memory_limit_bytes``, has no values, or doesn't match ``plan``.
         CaptureError: the model can't be exported.
     """
     return verify_workload(
@@ -100,7 +100,7 @@ def verify_workload(
     allow: Collection[str] = (),
     progress: Progress | None = None,
 ) -> Report:
-    """``verify`` for a workload. ``real`` is the captured model that ``plan`` is for, if the workload is a smaller one."""
+    """Run ``verify`` on a workload. If the workload is a shrunken model, ``real`` is the captured full-size model of ``plan``."""
     if dist.is_initialized():
         raise UsageError(
             "this process has a process group, and verification starts its own processes",
@@ -161,7 +161,7 @@ def _accumulated_microbatches(plan: Plan | None, real: Graph | None, allow: Coll
 def check_size(model: nn.Module, devices: int, memory_limit_bytes: int) -> None:
     """Raise ``UsageError`` if the model is too large to be verified in the given memory.
 
-    Parameters and gradients in float64: once for eager PyTorch, twice for data sent to workers, and once for each process.
+    It counts parameters and gradients in float64: once for eager PyTorch, once for data sent to workers, and once for each process.
     """
     elements = sum(p.numel() for p in model.parameters())
     needed = elements * 8 * (2 + 2 + 2 * devices)
@@ -220,7 +220,7 @@ class _Run:
             self._fail(kind, plan, message, self._locate(plan, pool, other, attacked))
 
     def _next_attack(self) -> tuple[str, Subject | None]:
-        """Return the next attack, round-robin."""
+        """Return the next attack's name and subject, round-robin; ``None`` if there is no attack that plans can run."""
         names = list(self.attacks.subjects)
         if not names:
             return "", None
@@ -228,7 +228,7 @@ class _Run:
         return name, self.attacks.subjects[name]
 
     def check_types(self, plan: Plan, graph: Graph, processes: int) -> None:
-        """Type-check the program of the full-size plan; only the plan for ``processes`` is run."""
+        """Type-check the program of the full-size plan; the note says that only the plan for ``processes`` is run."""
         with tempfile.TemporaryDirectory(prefix="autopar-verify-") as folder:
             try:
                 emit(graph, plan, folder)

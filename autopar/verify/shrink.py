@@ -1,4 +1,4 @@
-"""Shrinks a model's configuration to a laptop, and a plan to a few processes, keeping their structure."""
+"""Shrinks a model's configuration so that it trains on a laptop, and a plan so that a few processes run it, keeping their structure."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_
 def shrink_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return a configuration of the same structure that trains on a laptop in float64: four layers, eight heads.
 
-    Query heads per key head are kept, and experts per token up to the number of experts.
+    The numbers of query heads per key head and of experts per token stay the same.
     """
     small: dict[str, Any] = {key: None if value is None else _SMALL.get(key, value) for key, value in config.items()}
     kind = config.get("model_type", "")
@@ -113,7 +113,7 @@ def shrink_plan(plan: Plan, graph: Graph, devices: int) -> Plan:
 
 
 def _fit(sizes: list[int], plan: Plan, devices: int) -> list[int]:
-    """Reduce sizes (the pipeline's first) until their product is at most ``devices``."""
+    """Set sizes to 1, data axes first and the pipeline (``sizes[0]``) last, until their product is at most ``devices``."""
     data = [1 + i for i in range(len(plan.mesh)) if all(s.strategy.roles[i] is Role.DATA for s in plan.layers)]
     order = [*data, *(i for i in range(1, len(sizes)) if i not in data), 0]
     for index in order:
@@ -124,7 +124,7 @@ def _fit(sizes: list[int], plan: Plan, devices: int) -> list[int]:
 
 
 def _strategy(plan: Plan, layer: int, mesh: tuple[Axis, ...], kept: list[int]) -> Strategy:
-    """Return a layer's strategy on the kept axes. HSDP's replicas stay if an axis is left to shard over."""
+    """Return a layer's strategy on the kept axes. HSDP keeps its replicas if there is still an axis to shard over."""
     given = plan.layers[layer].strategy
     roles = tuple(given.roles[i] for i in kept)
     copying = {axis.name for axis in given.data_axes(plan.mesh)[0]}
@@ -141,7 +141,7 @@ def _without_zero(options: Options) -> Options:
 
 
 def _relative_index(index: int, count: int, other: int) -> int:
-    """Scale an index of ``count`` items to ``other`` items, first to first and last to last."""
+    """Scale an index of ``count`` items to ``other`` items: the first item to the first, the last to the last."""
     return round(index * (other - 1) / max(1, count - 1))
 
 

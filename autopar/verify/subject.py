@@ -32,8 +32,8 @@ from autopar.shard import annotate
 class Subject:
     """The captured graph, the state dict, the batch by input name, and eager PyTorch's loss and gradients by parameter name.
 
-    ``dropout``: whether the model has dropout, which is off here. ``buffers`` are those that the forward pass writes, after it.
-    ``rounding`` is the rounding error of each parameter's gradient.
+    ``dropout`` says whether the model has dropout, which is off here. ``buffers`` has the new values of the buffers that the forward pass
+    writes. ``rounding`` has the rounding error of each parameter's gradient.
     """
 
     graph: Graph
@@ -60,8 +60,8 @@ def make_subject(
     (``autopar.capture.separate_microbatches``): one device accumulates over the same microbatches, and the loss is the mean of theirs.
 
     Raises:
-        ModelError: parameters or buffers on meta, which have no values; random numbers other than dropout.
-        BatchError: a batch on meta.
+        ModelError: parameters or buffers are on meta and have no values, or the model draws random numbers other than dropout.
+        BatchError: the batch is on meta.
         CaptureError: the model can't be exported.
     """
     if any(tensor.is_meta for tensor in model.state_dict().values()):
@@ -136,7 +136,7 @@ def _eager(
     for part in parts:
         with torch.no_grad():
             for name, tensor in model.state_dict().items():
-                tensor.copy_(state[name])  # each microbatch starts from the buffers of the step's start
+                tensor.copy_(state[name])  # each microbatch starts from the buffers at the step's start
         term = call_model(model, structure, loss_fn, part) / len(parts)
         (term if factor == 1.0 else factor * term).backward()
         loss += float(term.detach())
@@ -170,7 +170,7 @@ def _rounding(
 
 
 def _mean(values: list[Tensor]) -> Tensor:
-    """Return a buffer's value of a step from those of its microbatches: the mean, or the last of integer counts, which are equal."""
+    """Return a buffer's new value from its new values in all microbatches: the mean, or the last one of integers, which are all equal."""
     return torch.stack(values).mean(0) if values[0].is_floating_point() and len(values) > 1 else values[-1]
 
 

@@ -1,7 +1,7 @@
-"""The zoo: published models at their published sizes, for planning without a line of code.
+"""The zoo: published models at their published sizes, for planning without writing code.
 
-``models()`` lists the entries, plain data that needs neither torch nor transformers. ``build(name, ...)`` builds one on the
-meta device, where 405 billion parameters take no memory.
+``models()`` lists the names of the entries, which are plain data and need neither torch nor transformers. ``build(name, ...)`` builds a
+model on the meta device, where 405 billion parameters take no memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["CATALOGUE", "ZooModel", "build", "find", "models"]
 
 
 def models() -> tuple[str, ...]:
-    """The names of the zoo, grouped by family, small before large."""
+    """Return the names of the zoo's models, grouped by family, small before large."""
     return tuple(entry.name for entry in CATALOGUE)
 
 
@@ -28,14 +28,14 @@ def build(
     precision: str = "bfloat16",
     device: str = "meta",
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """The model ``name`` and one global batch for it, with labels, so that the module returns the loss.
+    """Return the model ``name`` and one global batch for it; the batch has labels, so the module returns the loss.
 
     ``seq`` is the sequence length in tokens (image models have none) and ``global_batch`` the number of sequences or images;
-    both default to the published training setting. On a device other than meta the parameters are random and real.
+    both default to the published training setting. On a device other than meta, the parameters have random values.
 
     Raises:
-        ModelError: no such model, or transformers is not installed.
-        BatchError: a length or a batch that the model cannot take.
+        ModelError: the zoo has no such model, or transformers isn't installed.
+        BatchError: the model doesn't support the length or the batch.
     """
     from autopar.zoo.hf import build_config
 

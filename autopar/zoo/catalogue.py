@@ -1,7 +1,7 @@
-"""The entries of the zoo: configurations of transformers or of modules in ``zoo.modules``, with the published size and its source.
+"""Lists the models of the zoo: configurations of transformers or of modules in ``zoo.modules``, with the published size and its source.
 
-Dropout is off in all of them: the large ones train without it, and a plan hardly depends on it. Pass a configuration file
-instead of a name to plan with dropout.
+Dropout is off in all of them: large models train without it, and a plan hardly depends on it. To plan with dropout, pass a configuration
+file instead of a name.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _BERT_TABLE = "transformers documentation, pretrained models"
 
 @dataclass(frozen=True, slots=True)
 class ZooModel:
-    """``parameters`` is the published count, ``seq`` and ``global_batch`` the published (or usual) training setting.
+    """An entry of the zoo: ``parameters`` is the published count, ``seq`` and ``global_batch`` the published (or usual) training setting.
 
-    ``seq`` is 0 for models without sequences. ``config`` is the content of the model's ``config.json``; one with a ``"module"`` has the
-    arguments of that module.
+    ``seq`` is 0 for models without sequences. ``config`` is the content of the model's ``config.json``, or has a ``"module"`` (the name of
+    a class in ``zoo.modules``) and the arguments of that class.
     """
 
     name: str
@@ -190,7 +190,7 @@ _DIT_XL2 = {
     "hidden_size": 1152,
     "num_hidden_layers": 28,
     "num_attention_heads": 16,
-    "image_size": 32,  # of the latents of images with 256 x 256 pixels
+    "image_size": 32,  # size of the latents of an image with 256 x 256 pixels
     "patch_size": 2,
     "num_labels": 1000,
 }
@@ -249,10 +249,10 @@ CATALOGUE: tuple[ZooModel, ...] = (
 
 
 def find(name: str) -> ZooModel:
-    """The entry called ``name``.
+    """Return the entry called ``name``.
 
     Raises:
-        ModelError: there is none; the hint gives the nearest names.
+        ModelError: there is none; the hint has the nearest names.
     """
     for entry in CATALOGUE:
         if entry.name == name:

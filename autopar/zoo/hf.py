@@ -1,7 +1,7 @@
-"""Builds a model from a configuration, of transformers or of ``zoo.modules``, on the meta device, with a matching global batch.
+"""Builds a model from a configuration (of transformers or of ``zoo.modules``), by default on the meta device, with a global batch for it.
 
-Only the parameters are on meta: small tables such as rotary frequencies and the buffers of batch norm are made on the
-CPU with their real values, because an emitted program needs them.
+Only the parameters are on meta. Buffers, such as rotary frequencies and those of batch norm, are made on the CPU with their real values,
+because an emitted program needs them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SOURCE_PER_TARGET = (
     4  # a seq2seq batch has seq/4 target tokens: T5's span corruption makes 114 of 512 (arXiv:1910.10683)
 )
 _GLOBAL_BATCH = 8
-_LONGEST = 2048  # tokens of a sequence without a given length
+_LONGEST = 2048  # maximum default length of a sequence in tokens
 _IMAGE_SIZE = 224  # the training size for convolutional classifiers, which take any size
 _IGNORED = -100  # a label that the loss ignores
 
@@ -49,13 +49,13 @@ _INITIALISERS = frozenset(
 )  # fmt: skip
 
 
-_LARGE = 1 << 22  # elements
+_LARGE = 1 << 22  # a tensor with at least as many elements is large
 _MOST_TENSORS = 1 << 17
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """A context in which ``torch.empty``, with which layers allocate their large parameters, returns meta tensors, and large tensors of
-    ``torch.zeros`` take no memory before they are written to."""
+    """A context in which ``torch.empty``, which allocates the parameters of torch's layers, returns meta tensors, initialisers skip them,
+    and large results of ``torch.zeros`` take no memory until they are written to."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -72,20 +72,20 @@ class _EmptyOnMeta(TorchFunctionMode):
 
 
 def _zeros(like: torch.Tensor) -> torch.Tensor:
-    """Zeros of the shape and dtype of a meta tensor, in memory that is allocated lazily; ``torch.zeros`` would write to it."""
+    """Return zeros with the shape and dtype of ``like``, in memory that the system allocates lazily; ``torch.zeros`` would write to it."""
     raw = torch.from_numpy(np.zeros(like.numel() * like.element_size(), np.uint8))
     return raw.view(like.dtype).view(like.shape).requires_grad_(like.requires_grad)
 
 
 class _Moved:
-    """Parameters on meta that replace those made elsewhere; parameters that shared memory share it on meta, too."""
+    """Replaces parameters by parameters on meta; those that shared memory before share it on meta, too."""
 
     def __init__(self) -> None:
-        # a weak reference keeps the address, not the memory: no other memory gets the same number
+        # a weak reference keeps the storage's address reserved, but not its memory, so no other storage gets the same key
         self._made: dict[StorageWeakRef, tuple[torch.Tensor, dict[Any, nn.Parameter]]] = {}
 
     def parameter(self, given: nn.Parameter) -> nn.Parameter:
-        """The parameter that replaces ``given``: the same one for all parameters over the same elements."""
+        """Return the meta parameter that replaces ``given``: the same one for all parameters over the same elements."""
         storage = given.untyped_storage()
         reference = StorageWeakRef(storage)
         if reference not in self._made:
@@ -99,14 +99,15 @@ class _Moved:
         return known[place]
 
     def moved_memory_of(self, tensor: torch.Tensor) -> int:
-        """The number of the storage to which parameters in the storage of ``tensor`` were moved; its own number if there are none."""
+        """Return the id of the meta storage that replaces the storage of ``tensor``, or the id of its own storage if none does."""
         entry = self._made.get(StorageWeakRef(tensor.untyped_storage()))
         return memory(tensor if entry is None else entry[0])
 
 
 @contextlib.contextmanager
 def _on_meta() -> Iterator[_Moved]:
-    """``_EmptyOnMeta``; in addition, large parameters made in another way are moved to meta when a module registers them."""
+    """A context with ``_EmptyOnMeta`` in which, in addition, large parameters that were made in another way move to meta when a module
+    registers them."""
     moved = _Moved()
 
     def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
@@ -123,9 +124,9 @@ def _on_meta() -> Iterator[_Moved]:
 
 
 def _unified(model: nn.Module, moved: _Moved) -> nn.Module:
-    """The model, in which parameters over the same elements (``head.weight.data = embedding.weight.data``) are one parameter.
+    """Make parameters over the same elements (``head.weight.data = embedding.weight.data``) one parameter; return the model.
 
-    Raises ``ModelError`` where a parameter shares only some of its elements with another tensor, or all of them in another shape.
+    Raises ``ModelError`` if a parameter shares only some of its elements with another tensor, or all of them in another shape.
     """
     first: dict[Any, nn.Parameter] = {}
     held: dict[int, dict[Any, tuple[str, torch.Tensor]]] = {}
@@ -159,16 +160,16 @@ def build_config(
     precision: str = "bfloat16",
     device: str = "meta",
 ) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """The model that a transformers ``config.json`` describes, and a batch of ``global_batch`` sequences of ``seq`` tokens.
+    """Return the model that a transformers ``config.json`` describes, and a batch of ``global_batch`` sequences of ``seq`` tokens.
 
-    A configuration with a ``"module"`` is one of ``zoo.modules``.
+    A configuration with a ``"module"`` describes a model of ``zoo.modules``.
 
-    ``seq`` defaults to the longest the model takes, at most 2,048, ``global_batch`` to 8. On a real device parameters and
-    batch are random (the batch from seed 0).
+    ``seq`` defaults to the model's maximum length, but at most 2,048, ``global_batch`` to 8. On a device other than meta, parameters and
+    batch are random (the batch with seed 0).
 
     Raises:
-        ModelError: transformers is not installed, or does not know the configuration, or builds no model with a loss from it.
-        BatchError: a sequence longer than the model's table of positions, or an empty batch.
+        ModelError: transformers isn't installed, or can't read the configuration, or builds no model with a loss from it.
+        BatchError: the sequence is too short, or longer than the model's table of positions, or the batch is empty.
     """
     try:
         with _limited():
@@ -197,13 +198,13 @@ def _build_auto(
     dtype = torch_dtype(precision)
     model: Any = _build_module(auto, hf_config, dtype, device)
     if kind == "causal":
-        model.loss_type = "ForCausalLM"  # what transformers falls back to, with a warning, for classes named otherwise
+        model.loss_type = "ForCausalLM"  # transformers' default for classes with other names, without its warning
     return model, _batch(kind, hf_config, seq, global_batch, dtype, device)
 
 
 @contextlib.contextmanager
 def _limited() -> Iterator[None]:
-    """A context in which a module gets at most ``_MOST_TENSORS`` parameters: a million layers would take hours."""
+    """A context in which modules may register at most ``_MOST_TENSORS`` parameters: a million layers would take hours to build."""
     made = 0
 
     def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -227,7 +228,7 @@ _MOST_LAYERS = 4096
 
 
 def _check_depth(hf_config: Any) -> None:
-    """Raise ``ModelError`` for a number of layers that no model has, before they are built."""
+    """Raise ``ModelError`` for more than ``_MOST_LAYERS`` layers, before they are built."""
     for name in _LAYER_COUNTS:
         count = getattr(hf_config, name, None)
         if isinstance(count, int) and count > _MOST_LAYERS:
@@ -239,7 +240,7 @@ def _check_depth(hf_config: Any) -> None:
 def batch_for(
     class_name: str, hf_config: Any, seq: int | None, global_batch: int | None, dtype: torch.dtype, device: str
 ) -> dict[str, torch.Tensor]:
-    """A batch for a transformers model that the caller built. Arguments, defaults and errors are those of ``build_config``."""
+    """Return a batch for a transformers model that the caller built. Arguments, defaults and errors are those of ``build_config``."""
     kind = _kind(class_name)
     seq, global_batch = _check_sizes(hf_config, kind, seq, global_batch)
     return _batch(kind, hf_config, seq, global_batch, dtype, device)
@@ -268,7 +269,7 @@ def _kind(class_name: str) -> str:
 
 
 def _resolve(config: dict[str, Any], kind: str) -> tuple[Any, Any]:
-    """The transformers auto class for the kind of model, and the configuration as an object."""
+    """Return the transformers auto class for the kind of model, and the configuration as an object of transformers."""
     try:
         import transformers
     except ImportError as error:
@@ -287,7 +288,7 @@ def _resolve(config: dict[str, Any], kind: str) -> tuple[Any, Any]:
         raise ModelError("the configuration has no model_type", "give the config.json that transformers saves")
     try:
         hf_config = transformers.AutoConfig.for_model(model_type, **fields)
-    except Exception as error:  # each configuration class validates in its own way
+    except Exception as error:  # each configuration class raises its own exceptions
         raise ModelError(
             f"transformers {transformers.__version__} cannot read the configuration (model_type {model_type!r}): {error}",
             "give the config.json that transformers saves",
@@ -300,11 +301,11 @@ def _resolve(config: dict[str, Any], kind: str) -> tuple[Any, Any]:
 
 _CODE = ("auto_map", "custom_pipelines", "use_kernels", "attn_implementation", "experts_implementation")
 """Fields by which a configuration names code: Python files of a repository, and kernels that transformers fetches and imports."""
-_OWN_CODE = ("eager", "sdpa", "batched_mm", "grouped_mm")  # implementations that are transformers' own
+_OWN_CODE = ("eager", "sdpa", "batched_mm", "grouped_mm")  # implementations that are part of transformers
 
 
 def _data(value: Any) -> Any:
-    """A configuration without the fields that name code, at any depth: a file never runs any."""
+    """Return a configuration without the fields that name code, at any depth, because a file must not run code."""
     if isinstance(value, list):
         return [_data(item) for item in value]
     if not isinstance(value, dict):
@@ -359,7 +360,7 @@ def _build_plain(
 
 
 def _placed(model: nn.Module, device: str) -> nn.Module:
-    """The model on ``device``; for meta only its parameters move, and tied parameters stay tied."""
+    """Return the model on ``device``. To meta, only its parameters move, and tied parameters stay tied."""
     if device != "meta":
         return model.to(device).train()
     moved: dict[int, nn.Parameter] = {}
@@ -386,7 +387,7 @@ def _check_sizes(hf_config: Any, kind: str, seq: int | None, global_batch: int |
         seq = min(longest or _LONGEST, _LONGEST)
     if seq < 2:
         raise BatchError(f"a sequence of {seq} tokens has no next token to learn", "--seq must be at least 2")
-    # rotary and relative positions extend past the length for which a model was made; a learned table of positions ends
+    # rotary and relative positions extend beyond the length for which a model was made; a learned table of positions doesn't
     learned = hf_config.model_type in ("gpt2", "bert", "roberta", "opt", "gpt_neo")
     if learned and longest and seq > longest:
         raise BatchError(
@@ -398,7 +399,7 @@ def _check_sizes(hf_config: Any, kind: str, seq: int | None, global_batch: int |
 
 def _causal(vocabulary: int, batch: int, seq: int, g: torch.Generator | None) -> dict[str, torch.Tensor]:
     ids = torch.randint(0, vocabulary, (batch, seq), generator=g)
-    # two tensors: if one tensor were passed twice, both inputs would become one placeholder
+    # the labels are another tensor: if one tensor were passed twice, both inputs would become one placeholder of the graph
     return {"input_ids": ids, "labels": ids.clone()}
 
 

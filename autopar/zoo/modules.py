@@ -1,7 +1,7 @@
-"""The zoo's plain PyTorch modules: published models that transformers does not have, each as its authors describe it.
+"""The zoo's plain PyTorch modules: published models that transformers doesn't have, as their authors describe them.
 
-Every module takes one batch, labels or targets included, and returns the loss. ``MODULES`` maps a configuration's ``"module"`` to
-the class and to what makes its batch; the configuration's other entries are the class's arguments.
+Every module takes a batch with its labels or targets, and returns the loss. ``MODULES`` maps a configuration's ``"module"`` to the class
+and to the function that makes its batch; the configuration's other entries are the class's arguments.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class DoubleConv(nn.Sequential):
 
 
 class Down(nn.Module):
-    """Half the resolution, twice the channels."""
+    """Halves the resolution, and doubles the channels."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Down(nn.Module):
 
 
 class Up(nn.Module):
-    """Twice the resolution, half the channels, concatenated with those of the same level of the downward path."""
+    """Doubles the resolution, halves the channels, and concatenates the skip connection from the same level of the downward path."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -57,9 +57,9 @@ class Up(nn.Module):
 
 
 class UNet(nn.Module):
-    """Ronneberger, Fischer and Brox (arXiv:1505.04597, figure 1), with padded convolutions and batch norm; long skips from each level
-    of the downward path to the same level of the upward path. ``pixel_values`` is (b, 3, h, w), ``labels`` a class per pixel (b, h,
-    w)."""
+    """The U-Net of Ronneberger, Fischer and Brox (arXiv:1505.04597, figure 1), but with padded convolutions and batch norm. A skip
+    connection leads from each level of the downward path to the same level of the upward path. ``pixel_values`` is (b, 3, h, w),
+    ``labels`` (b, h, w) has a class per pixel."""
 
     def __init__(self, channels: int, depth: int, num_labels: int, image_size: int) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class UNet(nn.Module):
 
 
 class TimestepEmbedder(nn.Module):
-    """The diffusion step as sines and cosines, then as an embedding vector."""
+    """Embeds the diffusion step: sines and cosines of it go through an MLP."""
 
     def __init__(self, width: int, frequencies: int = 256) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
 
 class DiTBlock(nn.Module):
-    """adaLN-zero: shift, scale and gate of both halves come from the condition."""
+    """A block with adaLN: the condition gives shift, scale and gate of attention and of the MLP."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -134,9 +134,9 @@ class DiTBlock(nn.Module):
 
 
 class DiT(nn.Module):
-    """Peebles and Xie's diffusion transformer (arXiv:2212.09748), without the learned variance: predicts the noise in ``latents``.
+    """Peebles and Xie's diffusion transformer (arXiv:2212.09748) without the learned variance: it predicts the ``noise``.
 
-    ``latents`` and ``noise`` are (b, 4, size, size), ``steps`` and ``labels`` (b,); the noise schedule is linear in beta, 1,000 steps.
+    ``latents`` and ``noise`` are (b, 4, size, size), ``steps`` and ``labels`` (b,). The noise schedule is linear in beta, with 1,000 steps.
     """
 
     signal: Tensor
@@ -155,7 +155,7 @@ class DiT(nn.Module):
         self.embed = nn.Conv2d(4, hidden_size, patch_size, stride=patch_size)
         self.position = nn.Parameter(torch.empty(1, self.side**2, hidden_size), requires_grad=False)
         self.step = TimestepEmbedder(hidden_size)
-        self.label = nn.Embedding(num_labels + 1, hidden_size)  # the last row: no label, for guidance
+        self.label = nn.Embedding(num_labels + 1, hidden_size)  # the last row means no label, for guidance
         self.blocks = nn.ModuleList(DiTBlock(hidden_size, num_attention_heads) for _ in range(num_hidden_layers))
         self.norm = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
         self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 2 * hidden_size))
@@ -183,7 +183,7 @@ class DiT(nn.Module):
 
 
 class EncoderLM(nn.Module):
-    """A causal language model on ``nn.TransformerEncoder``: ``input_ids`` and ``labels`` (b, s), labels are the next tokens."""
+    """A causal language model on ``nn.TransformerEncoder``: ``input_ids`` and ``labels`` are (b, s); labels are the next tokens."""
 
     def __init__(
         self,
@@ -212,7 +212,7 @@ class EncoderLM(nn.Module):
 
 
 class LSTMLM(nn.Module):
-    """A language model on ``nn.LSTM``: ``input_ids`` and ``labels`` (b, s), labels are the next tokens."""
+    """A language model on ``nn.LSTM``: ``input_ids`` and ``labels`` are (b, s); labels are the next tokens."""
 
     def __init__(self, hidden_size: int, num_layers: int, vocab_size: int) -> None:
         super().__init__()
@@ -229,8 +229,9 @@ class LSTMLM(nn.Module):
 
 
 class TwoTower(nn.Module):
-    """A retrieval model: ``users`` and ``items`` (b,) go through a tower each; the loss is that of the click ``labels`` (b,) plus that of
-    finding each user's item among the batch's (in-batch negatives)."""
+    """A retrieval model with a tower for ``users`` and one for ``items``, both (b,). The loss is the binary cross entropy of the click
+    ``labels`` (b,) plus the cross entropy of finding each user's item among those of the batch (in-batch negatives). Returns the loss and
+    its first part."""
 
     def __init__(self, num_embeddings: int, embedding_size: int, layer_sizes: list[int]) -> None:
         super().__init__()
@@ -257,7 +258,7 @@ STEPS = 1000  # of DiT's diffusion
 
 @dataclass(frozen=True, slots=True)
 class _Maker:
-    """Makes tensors of ``rows`` rows on the CPU; large floating ones are on meta if the model is."""
+    """Makes tensors with ``rows`` rows for a batch: ``below`` makes integers on the CPU, ``normal`` random numbers, on meta if ``meta``."""
 
     config: dict[str, Any]
     rows: int
@@ -315,9 +316,9 @@ MODULES: dict[str, tuple[Callable[..., nn.Module], Callable[[_Maker], Batch]]] =
 def module_and_batch(
     config: dict[str, Any], seq: int, global_batch: int, dtype: torch.dtype, device: str
 ) -> tuple[nn.Module, Batch]:
-    """The module of a configuration, on the CPU in float32, and its batch on ``device`` with floating tensors in ``dtype``.
+    """Return the module of a configuration, on the CPU in float32, and its batch on ``device`` with floating-point tensors in ``dtype``.
 
-    ``seq`` is the sequence length in tokens, which image modules ignore.
+    ``seq`` is the sequence length in tokens; modules without sequences ignore it.
     """
     arguments = {key: value for key, value in config.items() if key != "module"}
     build, batch = MODULES[config["module"]]

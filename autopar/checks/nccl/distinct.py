@@ -1,9 +1,9 @@
-"""Checks large plans by a sample of ranks: all ranks of one pipeline rank run the same operations in different groups.
+"""Checks large plans by a sample of ranks: all ranks at one pipeline position run the same operations in different groups.
 
-A rank's trace is rewritten in terms of the mesh: a communicator becomes its axes and pipeline ranks, a peer its distance. If the
-rewritten traces of a pipeline rank's ranks are equal, one of them represents all: members of a communicator on one pipeline rank agree
-because they are equal, those on several are compared, and every cycle in the order of all ranks' events is a cycle in the order of the
-pipeline ranks' events. So freedom from deadlock among these implies it for all ranks.
+A rank's trace is rewritten in terms of the mesh: a communicator becomes its axes and pipeline positions, a peer its distance. If the
+rewritten traces at each position are equal, one trace represents the position. Members of a communicator at one position then agree, and
+those at several positions are compared. Every cycle in the order of all ranks' events is also a cycle in the order of the positions'
+events: if the positions can't deadlock, neither can the ranks.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from autopar.checks.nccl.graph import MODES
 from autopar.checks.nccl.records import Communicator, Event, GroupMade, HostSync, Operation, RankTrace, Wait, spans
 
 DIFFERENT = "different ranks"
-"""Ranks of one pipeline rank whose traces differ, so that one can't represent the others."""
+"""The kind of finding for ranks at one pipeline position whose traces differ, so that one can't represent the others."""
 
 Coordinates = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """All ranks: ``positions`` of the pipeline, then the axes of a stage's mesh, outermost first."""
+    """The grid of all ranks: ``positions`` of the pipeline, then the axes of a stage's mesh (name, size), outermost first."""
 
     positions: int
     axes: tuple[tuple[str, int], ...]
@@ -49,8 +49,8 @@ class Grid:
         return found
 
     def samples(self) -> list[int]:
-        """Return the first rank of every position, and at the first and last position also the ranks at the ends of each axis, of all
-        axes, and one in between."""
+        """Return the first rank of every position. At the first and the last position, also return those with the second or last index on
+        one axis, with the last and with the middle index on all axes."""
         zeros = (0,) * len(self.axes)
         inner = {zeros}
         for number, (_, size) in enumerate(self.axes):
@@ -83,7 +83,7 @@ def by_position(trace: RankTrace, grid: Grid) -> RankTrace:
 
 
 def _roles(trace: RankTrace, grid: Grid) -> dict[Communicator, Communicator]:
-    """Rename each communicator by its axes and positions; those with equal names are numbered in order of creation."""
+    """Rename each communicator by its axes and positions; communicators with equal names are numbered in order of appearance."""
     found: dict[Communicator, Communicator] = {}
     count: Counter[str] = Counter()
     for event in trace.events:
@@ -119,7 +119,7 @@ def _rewritten(operation: Operation, group: Communicator, here: int, grid: Grid)
         way = way if operation.kind == "send" else [-distance for distance in way]
         apart = tuple(distance % size for distance, (_, size) in zip(way, grid.axes, strict=True))
         root, detail = group.members.index(theirs[0]), f"by {apart}" if any(apart) else ""
-    operands = tuple(dataclasses.replace(operand, offset=0) for operand in operation.operands)  # ranks may differ in it
+    operands = tuple(dataclasses.replace(operand, offset=0) for operand in operation.operands)  # offsets may differ
     return dataclasses.replace(operation, operands=operands, group=group, root=root, detail=detail, splits=None)
 
 
@@ -145,8 +145,8 @@ def check(traces: Mapping[int, RankTrace], grid: Grid) -> list[CollectiveFinding
 def _syncs(trace: RankTrace) -> set[tuple[int, HostSync]]:
     """Return the host syncs, each with the number of other events before it.
 
-    Ranks of one position may differ in them: an optimizer reads a scalar per parameter, and a rank's piece of a buffer may have parts of
-    more parameters than another's. A rank with the union of syncs represents all, since a sync can only add to a deadlock.
+    Ranks at one position may have different syncs: an optimizer reads a scalar per parameter, and one rank's shard of a flat buffer may
+    contain parts of more parameters than another's. A trace with the union of syncs represents all, since a sync can only add a deadlock.
     """
     found, count = set(), 0
     for event in trace.events:
@@ -158,7 +158,7 @@ def _syncs(trace: RankTrace) -> set[tuple[int, HostSync]]:
 
 
 def _with_syncs(trace: RankTrace, syncs: set[tuple[int, HostSync]]) -> RankTrace:
-    """Return the trace with these host syncs."""
+    """Return the trace with ``syncs`` as its host syncs."""
     after: dict[int, list[HostSync]] = defaultdict(list)
     for count, sync in sorted(syncs, key=lambda pair: (pair[0], pair[1].stream, pair[1].place)):
         after[count].append(sync)
@@ -173,7 +173,7 @@ def _without_syncs(trace: RankTrace) -> list[Event]:
 
 
 def _named(finding: CollectiveFinding, first: Mapping[int, int]) -> CollectiveFinding:
-    """Word a finding about positions in terms of their ranks."""
+    """Return a finding about positions, worded in terms of their ranks."""
     if finding.kind == DIFFERENT:
         return finding
     text = finding.sentence.replace("rank ", "a rank of pipeline position ")
@@ -182,7 +182,7 @@ def _named(finding: CollectiveFinding, first: Mapping[int, int]) -> CollectiveFi
 
 
 def _difference(first: int, ours: RankTrace, rank: int, theirs: RankTrace) -> CollectiveFinding | None:
-    """Return where two ranks of one position differ."""
+    """Return the finding that two ranks at one position have different traces, or ``None`` if they are equal."""
     mine, others = _without_syncs(ours), _without_syncs(theirs)
     for a, b in zip(mine, others, strict=False):
         if a != b:

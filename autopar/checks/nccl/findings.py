@@ -1,4 +1,4 @@
-"""Finds errors of recorded ranks: different sequences, deadlocks, missing waits, writes to tensors in flight, invalid operands."""
+"""Finds errors in the traces of ranks: different sequences, deadlocks, missing waits, writes to tensors in flight, invalid operands."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ DTYPES = frozenset(
         "float8_e5m2",
     )
 )
-"""Dtypes of torch that its NCCL backend sends; complex ones are sent as their real parts."""
+"""Dtypes that torch's NCCL backend sends; it sends complex numbers as pairs of real ones."""
 _SENT_AS_PARTS = ("complex64", "complex128")
-_LIMIT = 3  # sentences of one sort about one communicator
+_LIMIT = 3  # maximum number of values that one finding names
 
 SEQUENCE = "sequence"
 DEADLOCK = "deadlock"
@@ -44,7 +44,7 @@ FAILED = "failed"
 
 @dataclass(frozen=True, slots=True)
 class CollectiveFinding:
-    """``kind`` is one of the constants above, ``modes`` are those in which a deadlock happens."""
+    """An error in the traces. ``kind`` is one of the constants above; ``modes`` are the NCCL modes in which a deadlock happens."""
 
     kind: str
     sentence: str
@@ -151,7 +151,7 @@ def _told(operation: Operation) -> str:
 
 
 def _splits(group: Communicator, of_ranks: Mapping[int, Sequence[Operation]]) -> Iterator[CollectiveFinding]:
-    """Find all-to-alls in which a rank receives another number of rows than its peer sends."""
+    """Find all-to-alls in which a rank expects a different number of rows than its peer sends."""
     for number in range(min(map(len, of_ranks.values()), default=0)):
         sizes = [of_ranks[rank][number].splits for rank in group.members]
         for i, mine in enumerate(sizes):
@@ -210,7 +210,7 @@ def _transfers(traces: Mapping[int, RankTrace]) -> Iterator[CollectiveFinding]:
 
 
 def deadlocks(traces: Mapping[int, RankTrace], modes: Sequence[NcclMode] = MODES) -> list[CollectiveFinding]:
-    """Find deadlocks in each mode, with a short cycle; modes with the same cycle are one finding."""
+    """Find a deadlock in each mode, described by a short cycle; modes with the same cycle make one finding."""
     found: dict[str, tuple[list[str], tuple[int, ...]]] = {}
     for mode in modes:
         graph = EventGraph(traces, mode)
@@ -228,7 +228,7 @@ def deadlocks(traces: Mapping[int, RankTrace], modes: Sequence[NcclMode] = MODES
 
 
 def of_rank(trace: RankTrace) -> Iterator[CollectiveFinding]:
-    """Return findings of a single rank's trace."""
+    """Yield the findings in a single rank's trace."""
     for race in trace.races:
         yield CollectiveFinding(IN_FLIGHT, f"on rank {trace.rank}, {race}", (trace.rank,))
     for text in trace.side_threads:
@@ -257,7 +257,7 @@ def _faults(operation: Operation, waited: bool) -> Iterator[tuple[str, str]]:
 
 
 def late_results(late: RankTrace, at_once: RankTrace) -> Iterator[CollectiveFinding]:
-    """Find values and operations that depend on when results arrive."""
+    """Find values and operations of a rank that depend on when collectives' results arrive."""
     wrong = [name for name, digest in at_once.values.items() if late.values.get(name) != digest]
     if wrong:
         more = f" and {len(wrong) - _LIMIT} more" if len(wrong) > _LIMIT else ""
@@ -274,7 +274,7 @@ def late_results(late: RankTrace, at_once: RankTrace) -> Iterator[CollectiveFind
 
 
 def _by_thread(trace: RankTrace) -> dict[int, list[Any]]:
-    """Return what each thread issues, in order; there is no order between threads."""
+    """Return the operations that each thread issues, in order; the order between threads doesn't count."""
     found: dict[int, list[Any]] = defaultdict(list)
     for operation in trace.operations:
         found[operation.thread].append((operation.group, agreed(operation)))
@@ -282,6 +282,6 @@ def _by_thread(trace: RankTrace) -> dict[int, list[Any]]:
 
 
 def summary(traces: Mapping[int, RankTrace]) -> str:
-    """Return how much was recorded."""
+    """Describe the number of recorded operations and their ranks."""
     count = sum(len(trace.operations) for trace in traces.values())
     return f"{count:,} operations on ranks {spans(tuple(sorted(traces)))}"

@@ -1,4 +1,4 @@
-"""Records functional collectives of fake and meta tensors: for these torch computes shapes only, and calls no process group."""
+"""Records functional collectives of fake and meta tensors, for which torch only computes shapes and calls no process group."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _REDUCE_OPS = {
 
 
 class Functional:
-    """Issues functional collectives on the recorder's groups, as torch does for tensors with values."""
+    """Issues functional collectives on the recorder's groups, as torch itself does for tensors with values."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder

@@ -1,8 +1,8 @@
 """Detects deadlocks of recorded ranks under NCCL's rules, by a happens-before graph.
 
-Nodes are the start and the end of every operation on every rank, and host syncs; edges are what must happen before. An operation starts
-after the host has issued it, on its stream's turn, and after the previous operation on its communicator; it ends when it has started on
-all ranks. Nodes on a cycle, and those after one, never happen: a deadlock.
+Nodes are the start and the end of every operation on every rank, and host syncs; edges lead to a node from those that must happen before
+it. An operation starts when the host has issued it, its stream has got what it waits for, and the previous operation on its communicator
+has ended. It ends when it has started on all ranks. Nodes on a cycle, and those after one, never happen: a deadlock.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ Key = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class GraphEvent:
-    """An event on a rank: ``"start"`` or ``"end"`` of an operation, ``"connect"`` of a communicator, ``"stream"``, ``"host"``, or
-    ``"never"``; ``"all"``: on all members."""
+    """A node. On a rank: ``"start"`` or ``"end"`` of an operation, ``"connect"`` of a communicator, ``"stream"`` or ``"host"`` after a
+    wait, or ``"never"`` for a missing partner. With rank -1: ``"all"``, the start on all members."""
 
     rank: int
     what: str
@@ -75,7 +75,7 @@ class _Issued:
 
 
 class EventGraph:
-    """The nodes of all ``traces`` under a mode."""
+    """The happens-before graph of ``traces`` under a mode; ``before`` has for each node those that must happen before it."""
 
     def __init__(self, traces: Mapping[int, RankTrace], mode: NcclMode) -> None:
         self.nodes: list[GraphEvent] = []
@@ -147,7 +147,7 @@ class EventGraph:
         self.before[node].append(node)
         return node
 
-    # -- what never comes ----------------------------------------------------------------------------------------------
+    # -- nodes that never happen ---------------------------------------------------------------------------------------
 
     def stuck(self) -> set[int]:
         """Return the nodes that never happen."""
@@ -196,7 +196,7 @@ class EventGraph:
         return None
 
     def sentence(self, cycle: list[int]) -> str:
-        """Describe which rank waits for which on a cycle."""
+        """Describe which rank waits for which other rank on a cycle."""
         if len(cycle) == 1:
             return f"rank {self.nodes[cycle[0]].rank} never issues {self.nodes[cycle[0]].text}"
         real = [node for node in cycle if self.nodes[node].what != "all"]
@@ -219,11 +219,11 @@ class _Rank:
 
     def __init__(self, graph: EventGraph, rank: int, mode: NcclMode) -> None:
         self._graph, self._rank, self._mode = graph, rank, mode
-        self._host = {0: graph.node(rank, "host", [])}  # of each thread
-        self._streams: dict[int, int] = {}  # the node that a stream has come to
+        self._host = {0: graph.node(rank, "host", [])}  # each thread's last node
+        self._streams: dict[int, int] = {}  # each stream's last node
         self._events: dict[int, int | None] = {}
         self._ends: dict[int, _Issued] = {}
-        self._last: dict[Key, int] = {}  # the end of a communicator's last operation
+        self._last: dict[Key, int] = {}  # the end of each communicator's last operation
         self._counts: dict[Key, int] = defaultdict(int)
         self._batches: dict[Key, tuple[int, int]] = {}
         self._connected: set[Key] = set()
@@ -280,7 +280,7 @@ class _Rank:
         return ((group.name, "pair", *pair), pair) if self._mode.pairs else ((group.name,), group.members)
 
     def _free(self, group: Communicator) -> bool:
-        """Whether transfers of the group aren't ordered."""
+        """Return whether transfers of the group run in any order."""
         return self._mode.host_waits or group.backend == "gloo"
 
     def _connect(self, key: Key, members: tuple[int, ...], thread: int, text: str) -> None:

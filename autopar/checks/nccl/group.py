@@ -38,7 +38,7 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
     return memory(a) == memory(b)
 
 
-_Group: Any = dist.ProcessGroup  # untyped: its stubs give each method two signatures, of which torch calls one
+_Group: Any = dist.ProcessGroup  # untyped: its stubs give each method two signatures, and torch calls only one
 
 
 class RecordingGroup(_Group):
@@ -111,7 +111,7 @@ class RecordingGroup(_Group):
     def _exchange(
         self, kind: str, sent: Sequence[Tensor], combine: Callable[[list[list[Tensor]]], list[Tensor]]
     ) -> Values | None:
-        """Send integer tensors to the other members; return a function that combines those of all members, or ``None`` for other tensors.
+        """Send integer tensors to the other members, and return a function that combines all members' tensors; ``None`` for other tensors.
         Integers may determine what a program does next, such as how many rows a rank receives, or which rank owns a parameter."""
         exchanges = self._recorder.objects.exchanges and sent and not any(map(is_fake, sent))
         if not exchanges or any(tensor.is_floating_point() or tensor.is_complex() for tensor in sent):
@@ -241,7 +241,7 @@ class RecordingGroup(_Group):
 
 
 def _resized(input: Tensor, output: Tensor) -> Tensor:
-    """Copy ``input`` into a tensor like ``output``: cut off, or padded with zeros."""
+    """Copy ``input`` into a tensor like ``output``, truncated or padded with zeros."""
     value = torch.zeros_like(output).view(-1)
     count = min(output.numel(), input.numel())
     value[:count] = input.detach().reshape(-1)[:count]

@@ -1,7 +1,7 @@
-"""Collectives of Python objects, which ranks that are recorded really exchange, through files.
+"""Collectives of Python objects, which recorded ranks really exchange, through files.
 
-What a program does next may depend on the other ranks' objects (Muon's owners of parameters, a checkpoint's plan), so a rank's own one
-cannot stand for all of them. Ranks that are recorded at the same time find each other's in a private folder of the call that started them.
+What a program does next may depend on the other ranks' objects (Muon's owners of parameters, a checkpoint's plan), so a rank can't use its
+object in place of theirs. Ranks that are recorded at the same time exchange objects in a private folder of the call that started them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class MissingObjectError(RuntimeError):
 
 
 class Objects:
-    """Exchanges objects through files in ``folder``; without a folder every rank has this rank's object."""
+    """Exchanges objects through files in ``folder``; without a folder, this rank's object replaces those of all members."""
 
     def __init__(self, folder: Path | None, patience_s: float = PATIENCE_S) -> None:
         self._folder, self._patience_s = folder, patience_s
@@ -37,7 +37,7 @@ class Objects:
 
     @property
     def exchanges(self) -> bool:
-        """Whether objects are exchanged with other ranks."""
+        """Whether ranks exchange objects."""
         return self._folder is not None
 
     def sent(self, group: RecordingGroup, kind: str, value: Any) -> Callable[[], list[Any]]:
@@ -65,7 +65,7 @@ class Objects:
         return collected
 
     def functions(self, recorder: Recorder) -> dict[str, Callable[..., Any]]:
-        """Return replacements of torch's functions by name."""
+        """Return the functions that replace torch's object collectives, by name."""
 
         def meet(kind: str, value: Any, group: Any, root: int = -1) -> tuple[list[Any], RecordingGroup]:
             ours: Any = group or dist.group.WORLD

@@ -1,4 +1,4 @@
-"""The source location at which an operation is issued."""
+"""Finds the source lines that issue an operation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _file_name(file: str) -> str:
 
 
 def place(depth: int = 3) -> str:
-    """Return the innermost ``depth`` frames outside of torch and the recorder."""
+    """Return the innermost ``depth`` frames outside of torch and the recorder, each as ``file:line in function``."""
     frame: FrameType | None = sys._getframe(1)
     found: list[str] = []
     while frame is not None and len(found) < depth:

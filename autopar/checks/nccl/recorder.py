@@ -1,11 +1,11 @@
 """A recording process group: a process acts as any rank of a world of any size, on CPUs, without communication.
 
 ``Recorder(rank, world).start()`` makes it the default group and replaces ``torch.cpu``'s streams and events, which do nothing, by recording
-ones. Every collective then becomes an event of the rank's trace, whoever issues it: the program, FSDP2, DTensor, functional collectives,
-pipelines. Results are computed from this rank's operands; what it receives is drawn at random.
+ones. Every collective then becomes an event of the rank's trace, whether the program, FSDP2, DTensor, a functional collective or a pipeline
+issues it. Results are computed from this rank's operands; tensors that it receives are drawn at random.
 
 Async results are *late*: they are NaN from the issue to ``wait``, which checks that neither they nor the operands were written meanwhile.
-With ``late=False`` results are immediate, so that two runs give the same values unless the program reads a result before waiting for it.
+With ``late=False`` results are immediate. A late and an immediate run give the same values unless the program reads a result too early.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Recorder:
         self._batch = 0
         self._threads: dict[int, int] = {threading.get_ident(): 0}
         self._lock = threading.Lock()
-        self.streams = [0]  # the current one is the last
+        self.streams = [0]  # numbers of the entered streams; the last is the current one
 
     def start(self) -> None:
         """Act as rank ``rank`` of ``world``."""
@@ -99,7 +99,7 @@ class Recorder:
     # -- operations ----------------------------------------------------------------------------------------------------
 
     def issue(self, group: RecordingGroup, asked: Issue) -> LateWork:
-        """Issue an operation of ``group``."""
+        """Record an operation of ``group``, and return its work."""
         where = place()
         thread = self.thread()
         name = f"{asked.kind} at {where}"
@@ -131,7 +131,7 @@ class Recorder:
         return LateWork(self, index, name, asked.operands, asked.results, lambda: values)
 
     def drawn(self, like: Tensor, source: str) -> Tensor:
-        """Return random values received into ``like`` from ``source``, the same each time, as for a recomputed layer."""
+        """Return the random values that ``like`` receives from ``source``: always the same, as a recomputed layer requires."""
         if not like.is_floating_point():
             return torch.ones_like(like)
         seed = zlib.crc32(f"{source} {tuple(like.shape)}".encode())
@@ -160,7 +160,7 @@ class Recorder:
 
     # -- replacements of torch's functions -----------------------------------------------------------------------------
 
-    _asked = "nccl"  # the backend of the group that is being made
+    _asked = "nccl"  # the backend of the group that ``new_group`` creates
 
     def _replace_functions(self) -> None:
         new_group = dist.new_group

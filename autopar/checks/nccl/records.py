@@ -1,6 +1,6 @@
-"""A rank's trace of NCCL-related events, and its JSON form.
+"""A rank's trace of the events that matter to NCCL, and its JSON form.
 
-Records are small, because a step of a large plan has 100,000 of them; ``place`` has the frames that issued an event, innermost first:
+Records are small, because a step of a large plan has 100,000 of them. ``place`` names the frames that issued an event, innermost first:
 ``"kernels_ring.py:151 in _start, kernels_ring.py:98 in forward"``.
 """
 
@@ -58,10 +58,10 @@ class TensorRange:
 class Operation:
     """The issue of a collective or a transfer.
 
-    ``operands`` are what all members must agree on (a reduce-scatter's result, an all-gather's operand); ``detail`` is the reduce op, or
-    for a transfer in terms of the mesh, the distance of the two ranks on its axes. ``root`` is a rank of the group (of a transfer: the
-    peer). ``splits`` are the rows sent and received by an uneven all-to-all. ``batch`` is the number of the ``batch_isend_irecv``, or 0;
-    ``thread`` is 0 for the main thread.
+    ``operands`` are the tensors on which all members must agree (a reduce-scatter's result, an all-gather's operand). ``detail`` is the
+    reduce op, or for a transfer in terms of the mesh, the distance of the two ranks on its axes. ``root`` is a rank of the group (for a
+    transfer, the peer), or -1. ``splits`` are the rows that an uneven all-to-all sends and receives. ``batch`` is the number of the
+    ``batch_isend_irecv``, or 0; ``thread`` is 0 for the main thread.
     """
 
     index: int
@@ -128,7 +128,7 @@ class EventWait:
 
 @dataclass(frozen=True, slots=True)
 class GroupMade:
-    """A communicator is created with ``device_id``, so that torch connects it at once."""
+    """A communicator is created; with ``device_id``, torch connects it at once."""
 
     group: Communicator
 

@@ -1,7 +1,7 @@
 """Tensors without values: a rank of a large plan runs at its real sizes on a laptop.
 
 Inside ``sizes_only`` floating-point tensors and large integer tensors are fake tensors without memory; small integer tensors are real,
-because programs compute with them which rows a rank reads. What the host reads from a fake tensor is a harmless constant: a loss is 1, a
+because programs use them to compute which rows a rank reads. A fake tensor's value is a harmless constant for the host: a loss is 1, a
 condition is false, tensors are equal.
 """
 
@@ -41,7 +41,7 @@ def sizes_only(recorder: Recorder) -> Iterator[None]:
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among an op's arguments, also in lists; called for every op, so it is fast."""
+    """Yield the tensors among an op's arguments, also in lists. It runs for every op, so it must be fast."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -50,7 +50,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _is_large(op: Any, tensors: list[Tensor], args: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    """Whether the op creates a tensor that should be fake."""
+    """Return whether the op creates a tensor that should be fake."""
     device = options.get("device")
     if any(tensor.is_meta for tensor in tensors) if device is None else torch.device(device).type == "meta":
         return False

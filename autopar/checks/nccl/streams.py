@@ -1,4 +1,4 @@
-"""Recording streams and events in place of ``torch.cpu``'s no-ops, so that FSDP2's streams are visible on a CPU."""
+"""Streams and events that record their calls, in place of ``torch.cpu``'s no-ops, so that FSDP2's streams are visible on a CPU."""
 
 from __future__ import annotations
 

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from autopar.checks.nccl.recorder import Recorder
 
 Values = Callable[[], Sequence[Tensor]]
-"""Computes the values of results."""
+"""A function that computes the values of an operation's results."""
 
 
 @dataclass(frozen=True, slots=True)
 class Issue:
-    """An operation to issue: it reads ``operands`` and writes ``results``, with ``values`` computed at the issue, or with ``exchanged``
-    computed at ``wait``. All members must pass equal sizes and dtypes of ``must_match``; ``Operation`` explains the other fields."""
+    """An operation to issue: it reads ``operands`` and writes ``results``, whose values ``values`` computes at the issue or ``exchanged``
+    at ``wait``. All members must pass equal sizes and dtypes of ``must_match``; ``Operation`` explains the other fields."""
 
     kind: str
     must_match: Sequence[Tensor] = ()
@@ -45,7 +45,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _fill(tensor: Tensor) -> None:
-    """Fill a tensor with a sentinel."""
+    """Fill a tensor with a sentinel value (NaN for floats), so that a read or write before ``wait`` shows."""
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(float("nan"))
     elif tensor.dtype == torch.bool:
