@@ -42,6 +42,9 @@ STALLED = 5, 1e-3
 SECONDS = 0.5, 1.0
 """After so many seconds no further round begins, without and with rows of whole layers: a solution needs time, too."""
 
+LONGEST_S = 2.0
+"""The most seconds of one solution of the program: the simplex may cycle."""
+
 PATHS = 12
 """The most paths that are added at once."""
 
@@ -288,6 +291,7 @@ class _Program:
     def __init__(self, lagrangian: _Lagrangian, scale_s: float, whole: WholeLayers | None) -> None:
         self.of, self.scale_s, self.whole = lagrangian, scale_s, whole
         self.solver = pywraplp.Solver.CreateSolver("GLOP")
+        self.solver.SetTimeLimit(round(LONGEST_S * 1000))
         self.solver.SetSolverSpecificParametersAsString(GLOP)
         self.infinity = self.solver.infinity()
         self.total, self.step = self._variable(), self._variable()
