@@ -1,4 +1,4 @@
-"""Runs grouped products whose widths CUDA's kernel refuses expert by expert."""
+"""Runs a grouped product expert by expert if CUDA's grouped kernel refuses its widths."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from autopar.ops.operands import operands, shape_of
 
 
 def grouped_widths_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """In a layer's local graph: ``experts`` whose body has ``grouped_linear(rows [n, 44], ...)`` becomes ``experts`` with
-    ``looped_linear(rows [n, 44], ...)`` in its place, if the products are in bfloat16."""
+    """Replace ``grouped_linear(rows [n, 44], ...)`` by ``looped_linear(rows [n, 44], ...)`` in the body of ``experts``, if the products
+    are in bfloat16. Runs on a layer's local graph."""
     for node in gm.graph.nodes:
         if isinstance(node.target, Experts):
             odd = odd_products(node.target, [shape_of(operand) for operand in operands(node)[3:]])

@@ -1,7 +1,7 @@
 """Pads a layer class: dims whose number of pieces is not divisible by the size of their axes get whole pieces of zeros at the end.
 
-The result is an ordinary layer class at the padded shapes, of which every rank has an equal share; later passes need not
-know about padding. ``autopar.rules.padding`` says which dims may grow, and why the results stay those of the model.
+The result is an ordinary layer class with padded shapes that its axes divide, so that later passes need not know about padding.
+``autopar.rules.padding`` says which dims may grow, and why the results stay those of the model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from passes.localise import SLICE_END, reshape_op
 
 
 def pad_class(cls: LayerClass, sharding: Sharding) -> LayerClass:
-    """``cls`` at padded shapes; ``cls`` itself if the axes divide everything that they shard."""
+    """Return ``cls`` with padded shapes; ``cls`` itself if the axes divide every dim that they shard."""
     found = padding(cls)
     multiples = found.multiples(sharding.axes, sharding.types)
     if not found.is_needed(multiples):
