@@ -15,7 +15,7 @@ _ADD = torch.ops.aten.add.Tensor
 def fuse_bias_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """``linear(x, w) + b`` becomes ``linear(x, w, b)`` if only the sum reads the product and ``b`` has one dim.
 
-    A bias of type P (nonzero on one rank alone) stays apart: where the contracted dim is sharded the joined call would be right, but the
+    A bias of type P (nonzero on one rank only) is not joined: if the contracted dim is sharded, the joined call would be right, but the
     type checker refuses it.
     """
     for node in list(gm.graph.nodes):

@@ -39,7 +39,7 @@ from passes.turns import Read, Turns
 
 
 def rewrite_local(gm: fx.GraphModule, cls: LayerClass, sharding: Sharding, value: str) -> fx.GraphModule:
-    """Rewrite the local graph of ``cls`` for a value of ``overlap``; ``sharding`` is that of what the graph computes."""
+    """Rewrite the local graph of ``cls`` for a value of ``overlap``; see ``passes.rewrite.LocalRewrite``."""
     if value == TENSOR:
         return _join_products(gm, cls, sharding)
     return _mark_turns(gm, cls, sharding) if value == HALVES else gm
@@ -59,7 +59,7 @@ def products_of(
     ``types`` has those of the microbatch axis, then of the mesh's axes (or runs of axes with equal types); ``gradient`` says through
     which values a gradient flows. The value's last conversion must have a reduction as its backward (I or S(d) to R), and the
     weights must be trainable parameters that no collective has to gather first. A product after an expensive op that depends on
-    a product of the group stays alone: its result, and later its gradient, would be live while that op runs.
+    a product of the group is not joined: its result, and later its gradient, would be live while that op runs.
     """
     groups: dict[tuple[str, Types], list[fx.Node]] = {}
     for node, reads in _on_parameters(cls.graph, _trainable(cls)):
@@ -138,7 +138,7 @@ def _join_products(gm: fx.GraphModule, cls: LayerClass, sharding: Sharding) -> f
     local = {meta(node).get("product", node.name): node for node in gm.graph.nodes}
     for products in products_of(cls, sharding.types, gradient).values():
         own = [local[product.name] for product in products]
-        if all(product.target is _LINEAR for product in own):  # not joined before
+        if all(product.target is _LINEAR for product in own):  # else they are joined already
             _join(gm.graph, own)
     gm.graph.lint()
     return gm

@@ -50,7 +50,8 @@ def rewritten_graph(graph: Graph, strategies: Sequence[Strategy]) -> Graph:
 
 
 class LocalRewrite(Protocol):
-    """Rewrites the local graph of ``cls`` for a technique's value; ``sharding`` is that of what the graph computes."""
+    """Rewrites the local graph of ``cls`` for a technique's value; ``sharding`` is that of a microbatch, or of the part of one that the
+    graph computes."""
 
     def __call__(self, gm: fx.GraphModule, cls: LayerClass, sharding: Sharding, value: str) -> fx.GraphModule: ...
 

@@ -39,7 +39,7 @@ Steps = tuple[kernels_logits.Step, ...]
 
 @cached_for_graphs(maxsize=1024)
 def rewrite(cls: LayerClass) -> LayerClass | str:
-    """Return ``cls`` with its logits in slices, or the reason why they can't be sliced ("computes no ...")."""
+    """Return ``cls`` with its logits in slices, or the reason why that can't be done ("computes no ...")."""
     losses = [node for node in cls.graph.graph.nodes if facts(node).kind is OpKind.CLASS_LOSS]
     if len(losses) != 1:
         return "computes no cross entropy of classes" if not losses else f"computes {len(losses)} cross entropies"
@@ -235,7 +235,9 @@ register(
         flops=_flops,
         slices=_slices,
         passes=_passes,
-        padding_after=lambda zero: True if zero[0] is None and zero[2] is None else None,  # of the vocabulary
+        padding_after=lambda zero: (
+            True if zero[0] is None and zero[2] is None else None
+        ),  # the vocabulary may be padded
         resize=_resize,
         call=_call,
         samples=_samples,

@@ -111,7 +111,7 @@ def cut_stages(graph: Graph, plan: Plan, shardings: tuple[Sharding, ...]) -> Loc
 
 
 def admitted(cls: LayerClass, sharding: Sharding, strategy: Strategy) -> Strategy:
-    """Return the strategy; one part for each microbatch if the layer's microbatches can't be computed in parts."""
+    """Return the strategy, or the same one without parts if the layer's microbatches can't be computed in parts."""
     return strategy.unsplit if not_splittable_reason(cls, sharding, strategy.options) else strategy
 
 

@@ -64,13 +64,15 @@ def functionalise_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 class _Functionaliser:
-    """One walk over the graph. ``newest`` is the value of each written base, and the number of writes to it."""
+    """Rewrites the graph in one walk. ``newest`` has the newest value of each written base, and the number of writes to it."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self.gm = gm
         self.aliases: dict[fx.Node, _Alias] = {}
         self.newest: dict[fx.Node, tuple[fx.Node, int]] = {}
-        self.results: dict[fx.Node, list[tuple[fx.Node, View | None] | None]] = {}  # of ops with several results
+        self.results: dict[
+            fx.Node, list[tuple[fx.Node, View | None] | None]
+        ] = {}  # origins, of ops with several results
         self.gradients: dict[fx.Node, bool] = {}
         self.detached: list[tuple[fx.Node, set[fx.Node], list[fx.Node]]] = []
 
@@ -210,7 +212,7 @@ class _Functionaliser:
                 "gradient",
             )
         cut = next(view for view in alias.chain if view.detaches)
-        if not meta(cut.call).get("no_grad"):  # autograd itself refuses to go back through values written under no_grad
+        if not meta(cut.call).get("no_grad"):  # autograd itself refuses a backward through values written under no_grad
             holders = {value} | {other.current for other in self.aliases.values() if other.base is alias.base}
             self.detached.append((node, holders, [user for holder in holders for user in holder.users]))
         if not self._gradient(new):

@@ -142,7 +142,7 @@ def pieces(node: fx.Node) -> dict[tuple[int, int], list[fx.Node]] | None:
 
 
 def splittable(tensor: fx.Node, only_user: fx.Node) -> bool:
-    """Return whether the tensor is an unsliced parameter with no other reader."""
+    """Return whether the tensor is a complete parameter, not a slice of one, with no other reader."""
     parameter = meta(tensor).get("parameter")
     return parameter is not None and parameter.dim is None and list(tensor.users) == [only_user]
 
