@@ -17,7 +17,7 @@ from autopar.types import P, R, S, SpmdType
 
 
 def line(node: fx.Node) -> str:
-    """Return the rule of a mixture: an axis may shard tokens, experts, both together, or the parameters as ``slices`` says."""
+    """Return the rule of a mixture of experts: an axis may shard tokens, experts, both, or a dim inside every expert (``slices``)."""
     op = node.target
     assert isinstance(op, Experts)
     words = [["e", *("1" * (len(shape_of(p)) - 1))] for p in op.parameters]

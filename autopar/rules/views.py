@@ -57,7 +57,7 @@ def unsharded(words: Words, dims: Sequence[int]) -> Words:
 def view(node: fx.Node) -> str:
     """view, reshape, flatten, unflatten, squeeze, unsqueeze: equal runs of dims, matched factor by factor."""
     left, right = factors(source(node), shape_of(node))
-    if not left:  # of a 0-d tensor
+    if not left:  # a 0-d tensor
         left, right = ["*"], ["*", *right]
     return line([left, *(["1"] * len(shape_of(other)) for other in operands(node)[1:])], right, "linear 0")
 
@@ -89,7 +89,7 @@ def factors(before: Sequence[int], after: Sequence[int]) -> tuple[Words, Words]:
             take(0, shared, letter)
             take(1, shared, letter)
             continue
-        products = [1, 1]  # of the dims consumed on either side since the last common boundary
+        products = [1, 1]  # products of the sizes consumed on either side since the last common boundary
         while products[0] != products[1] or products[0] == 1:
             side = 0 if products[0] <= products[1] else 1
             factor = open_dims[side][0][1]
@@ -103,7 +103,7 @@ def expand(node: fx.Node) -> str:
     """expand, broadcast_to: a dim that grows from size 1 has a letter only in the result; each rank creates its slice of it."""
     before, after = source(node), shape_of(node)
     right = names(len(after))
-    if not before:  # of a 0-d tensor
+    if not before:  # a 0-d tensor
         return line([["*"], *(["1"] * len(shape_of(other)) for other in operands(node)[1:])], ["*", *right], "linear 0")
     left = right[len(after) - len(before) :]
     return line([left, *(["1"] * len(shape_of(other)) for other in operands(node)[1:])], right, "linear 0")
@@ -142,7 +142,10 @@ def slice_(node: fx.Node) -> str:
 
 
 def same_but(*positions: str) -> Callable[[fx.Node], str]:
-    """softmax, cumsum, flip, sort, split, ...: all dims of the operand, but not those that the arguments ``positions`` name."""
+    """softmax, cumsum, flip, sort, split, ...: all dims but those along which the op works.
+
+    ``positions`` has the names of the arguments that give these dims.
+    """
 
     def build(node: fx.Node) -> str:
         words = names(len(source(node)))
@@ -240,7 +243,7 @@ def reduction(linear: bool) -> Callable[[fx.Node], str | None]:
         if len(operands(node)) > 1:  # max(x, y)
             return "*, * -> *"
         words = names(len(source(node)))
-        if not words:  # of a 0-d tensor
+        if not words:  # a 0-d tensor
             return line([["*"]], ["*"], *(["linear 0"] if linear else []))
         given = arguments(node)
         dims = dims_of(given.get("dim"), len(words))
@@ -360,7 +363,7 @@ def group_norm(node: fx.Node) -> str:
 
 
 def statistics(kernel: str) -> Callable[[fx.Node], str]:
-    """batch_statistics, step_statistics: channels; for the other dims ``kernel`` combines the statistics of the shards."""
+    """batch_statistics, step_statistics: channels; along the other dims a kernel combines the statistics of the shards."""
 
     def build(node: fx.Node) -> str:
         words = names(len(source(node)))
@@ -528,8 +531,10 @@ def of_rows(node: fx.Node) -> str:
 
 
 def elementwise(*linear: str) -> Callable[[fx.Node], str]:
-    """Elementwise ops: all dims of any number of operands, which broadcast. ``linear`` has the clause for two tensors, then the one for a
-    tensor and a number."""
+    """Elementwise ops: all dims of any number of operands, which broadcast.
+
+    ``linear`` has the clause for two tensors, then the one for a tensor and a number.
+    """
 
     def build(node: fx.Node) -> str:
         number = len(operands(node))
