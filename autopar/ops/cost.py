@@ -90,7 +90,7 @@ class GradientProduct:
 
 
 def gradient_products(node: fx.Node, wants: Mapping[str, bool]) -> tuple[GradientProduct, ...]:
-    """Return the products in the backward of an op other than attention: for each factor that needs a gradient one of the forward's FLOPs.
+    """Return the products in the backward of an op other than attention: for each factor that needs a gradient one as large as the forward.
 
     ``wants`` says whether a value needs a gradient.
     """

@@ -1,4 +1,4 @@
-"""The typed keys of ``fx.Node.meta`` and ``fx.GraphModule.meta``: those that autopar writes, and torch's that it reads.
+"""Declares the keys of ``fx.Node.meta`` and ``fx.GraphModule.meta`` that autopar writes, or that torch writes and autopar reads.
 
 ``meta(node)`` is ``node.meta`` with these types, so that mypy refuses undeclared keys.
 """
