@@ -5,11 +5,11 @@ Without restriction, the optimum on one axis is Megatron's layout if that is leg
 ``y = x w``, the sum over ``k`` of ``x[rows, k] w[k, columns]``, and leaves the other dims to the other axes. The roles do this as follows:
 
 ================== ============================= =========================================================================
-tensor+weights     activations cut along batch   a parameter is gathered where it is used, its gradient scattered
-tensor+hidden      activations cut along columns activations are gathered where they are multiplied, parameters cut by columns
-tensor+rows        activations cut along columns a product over cut columns gives terms of a sum, which are scattered over rows
+tensor+weights     activations cut along batch   a parameter is gathered where it is used, its gradient reduce-scattered
+tensor+hidden      activations cut along columns activations are gathered where they are multiplied, parameters are cut along columns
+tensor+rows        activations cut along columns a product over cut columns gives partial sums, which are reduce-scattered over rows
                                                  (the sequence); rows are gathered for the next product
-tensor+sequence    activations cut along rows    Megatron's, without restriction: rows gathered, terms scattered over rows
+tensor+sequence    activations cut along rows    Megatron's, without restriction: rows are gathered, partial sums reduce-scattered
 ================== ============================= =========================================================================
 
 * 2D (SUMMA; Xu et al. 2021, "An Efficient 2D Method for Training Super-Large Deep Learning Models"): tensor+hidden x tensor+weights;

@@ -1,4 +1,4 @@
-"""Solves the types of each layer on each mesh axis, given strategies."""
+"""Solves for the types of each layer on each mesh axis under its strategy."""
 
 from __future__ import annotations
 

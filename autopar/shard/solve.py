@@ -54,7 +54,7 @@ def _solve(
     cls: LayerClass, role: Role, size: int, fixed: tuple[tuple[str, SpmdType], ...], rules: int
 ) -> AxisTypes | None:
     """Solve. ``rules`` is a hash of the table of rules: the cache must not return solutions from before a rule was registered."""
-    if role is Role.DATA:  # also the microbatches' types: prefer options that are legal for them
+    if role is Role.DATA:  # these are also the types on the microbatch axis: prefer options that are legal there
         found = _optimum(Problem(cls, role, size, dict(fixed), over_microbatches=True))
         if found is not None:
             return found
