@@ -66,7 +66,7 @@ class Elastic:
             raise UsageError(
                 f"{folder} has the programs of another request", "give the same options, or another folder with -o DIR"
             )
-        part = folder / f"{REQUEST}.{os.getpid()}.partial"  # other nodes write the same
+        part = folder / f"{REQUEST}.{os.getpid()}.partial"  # other nodes may write the same file now
         part.write_text(text)
         part.replace(folder / REQUEST)
 

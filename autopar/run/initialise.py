@@ -280,7 +280,7 @@ class _Memory(TorchFunctionMode):
     def __init__(self, file: _Mapped | None) -> None:
         super().__init__()
         self._file = file
-        self._added: dict[int, tuple[Tensor, Stored | None]] = {}  # with the tensor, so that its id isn't reused
+        self._added: dict[int, tuple[Tensor, Stored | None]] = {}  # the tensor stays alive, so that its id isn't reused
         self._values: dict[int, Tensor] = {}
 
     def add(self, tensor: Tensor, place: Stored | None = None) -> None:

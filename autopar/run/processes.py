@@ -162,8 +162,8 @@ class Processes:
     def call(self, target: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
         """Call ``"module:function"`` on every rank with the same arguments and return the results by rank.
 
-        ``torch.load(weights_only=True)`` must be able to read arguments and results. Raises ``LaunchError``, after killing all ranks, if a
-        rank raises, dies, or doesn't answer within ``timeout_s`` seconds; also in a fork of the process that started the workers.
+        ``torch.load(weights_only=True)`` must be able to read arguments and results. Raises ``LaunchError`` if a rank raises, dies, or
+        doesn't answer within ``timeout_s`` seconds, and kills all ranks then; raises it, too, in a fork of the process that started them.
         """
         if not self.started_here:
             raise LaunchError(

@@ -171,7 +171,7 @@ class Program:
 
         Args:
             batches: global batches, repeated from the first when they end, or a data set from ``loader``, which continues where it stopped.
-            steps: the number of steps; by default one for each batch, or those to the end of the data set's epoch.
+            steps: the number of steps; by default one for each batch, or the rest of the data set's epoch.
             on_step: called with the number of the step (from 1), its loss and its record: ``step`` (counted from the start of training),
                 ``loss``, ``step_time_s`` (data loading included), ``rows_per_s``, ``tokens_per_s``, ``peak_memory_bytes`` (maximum over
                 ranks; on CPUs the resident set, with Python and torch), ``mfu`` if the plan has one, ``gradient_norm`` with ``max_norm``,

@@ -36,7 +36,7 @@ def _new_store() -> dist.Store:
 
 
 def after_first_of_machine(work: Callable[[], None]) -> None:
-    """Call ``work`` in local rank 0; the machine's other ranks wait until it returns. Raises ``AutoparError`` in them if it raises."""
+    """Call ``work`` in local rank 0; the machine's other ranks wait until it returns, and raise ``AutoparError`` if it raises."""
     if not is_one_of_several():
         return work()
     store = _new_store()

@@ -65,12 +65,12 @@ class Rehearsal:
 
     @property
     def memory_error(self) -> float:
-        """Predicted over measured peak memory, less 1."""
+        """Predicted over measured peak memory, minus 1."""
         return self.predicted.total / self.peak_bytes - 1
 
     @property
     def time_error(self) -> float:
-        """Predicted over measured seconds, less 1."""
+        """Predicted over measured seconds of a step, minus 1."""
         return self.predicted_s / self.step_s - 1
 
     def to_json(self) -> dict[str, Any]:
@@ -122,7 +122,10 @@ def random_batch(graph: Graph) -> dict[str, Tensor]:
 
 def _valid_integers(graph: Graph) -> int:
     """Return the smallest number of rows of an embedding, or of classes of a loss; 2 if the model has neither."""
-    places = {"aten::embedding": 0, "aten::cross_entropy_loss": 1}  # op: dim of its first argument
+    places = {
+        "aten::embedding": 0,
+        "aten::cross_entropy_loss": 1,
+    }  # the dim of an op's first argument that limits the integers
     counts = []
     for cls in graph.classes.values():
         for node in cls.graph.graph.nodes:
@@ -315,7 +318,7 @@ def _draw_gradients(stage: Any, _: Any, out: Any) -> None:
 
 
 class _OnGpu:
-    """Measures like ``Allocations``, but the GPU's caching allocator."""
+    """Measures what ``Allocations`` measures, of the GPU's caching allocator."""
 
     def __init__(self) -> None:
         self.peak_bytes = self.at_rest_bytes = 0

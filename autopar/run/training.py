@@ -1,4 +1,4 @@
-"""The loop of ``Program.train``."""
+"""Runs the loop of ``Program.train``."""
 
 from __future__ import annotations
 
