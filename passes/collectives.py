@@ -22,21 +22,21 @@ MICROBATCH = "microbatch"  # microbatches run one after the other: no collective
 
 
 def convert(x: Tensor, axes: tuple[str, ...], source: str, target: str) -> Tensor:
-    """Stands for a conversion on one axis, or on several flattened axes (outermost first); the emitter writes a call of ``spmd_types``.
+    """Mark a conversion on one axis, or on several flattened axes (outermost first); the emitter writes a call of ``spmd_types`` instead.
 
-    On one device, the value is unchanged.
+    On one device, ``x`` is returned unchanged.
     """
     del axes, source, target
     return x
 
 
 def share(x: Tensor, microbatches: int) -> Tensor:
-    """Turns a value that is equal in all microbatches into a term of the sum over the microbatches."""
+    """Turn a value that is equal in all microbatches into a term of the sum over the microbatches."""
     return x / microbatches
 
 
 def insert_collectives_pass(gm: fx.GraphModule, sharding: Sharding) -> fx.GraphModule:
-    """A new graph with ``convert`` nodes: one for each step of a conversion, for all its readers."""
+    """Return a new graph with one ``convert`` node for each step of a conversion; all readers of a converted value share the nodes."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     gradient = {node.name: meta(node)["gradient"] for node in gm.graph.nodes if node.op != "output"}
@@ -44,7 +44,7 @@ def insert_collectives_pass(gm: fx.GraphModule, sharding: Sharding) -> fx.GraphM
     converted: dict[tuple[str, Types], fx.Node] = {}
 
     def read(node: fx.Node, reader: fx.Node, index: int) -> fx.Node:
-        """The new node with ``node``'s value in the types that ``reader`` needs."""
+        """Return the new node with ``node``'s value in the types that ``reader`` needs."""
         conversion = conversion_of.get((reader.name, index))
         if conversion is None:
             return copies[node]
@@ -60,7 +60,7 @@ def insert_collectives_pass(gm: fx.GraphModule, sharding: Sharding) -> fx.GraphM
         if node.op == "placeholder":
             new = graph.placeholder(node.target)
         else:
-            # node_copy maps each value to one node, and an op may read a value in two types: operands are replaced afterwards
+            # an op may read a value in two types, but node_copy maps each value to one node: replace the operands afterwards
             read_operands = [read(operand, node, i) for i, operand in enumerate(operands(node))]
             new = graph.node_copy(node, lambda n: copies[n])
             _replace_operands(new, read_operands)

@@ -1,8 +1,8 @@
-"""The communication of a layer, listed once: the conversions of its values, and what its kernels exchange.
+"""Lists the communication of a layer: the conversions of its values, and the exchanges inside its kernels.
 
 Both follow from the layer's graph and the types on every axis. ``passes.collectives`` inserts the conversions listed here,
-``passes.overlap`` chooses those that overlap arithmetic, the cost model gives bytes and seconds to all (``price.moves``), and
-``checks.collectives`` compares them with the program that later passes leave.
+``passes.overlap`` chooses those that overlap arithmetic, the cost model prices all of them in bytes and seconds (``price.moves``), and
+``checks.collectives`` compares them with the graph after all passes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True)
 class KernelExchange:
-    """What the kernel in place of ``op`` exchanges over ``axes``; ``sharded`` are the other axes that shard the exchanged value."""
+    """An exchange inside the kernel that replaces ``op``, over ``axes``; ``sharded`` are the other axes that shard the exchanged value."""
 
     op: str
     axes: tuple[int, ...]
@@ -49,7 +49,7 @@ def conversions(
 ) -> tuple[Conversion, ...]:
     """Return every conversion of a layer's graph, in the order of the first readers. A value is converted once to each target.
 
-    ``types`` are those on each axis (or run of axes with equal types); ``gradient`` says which values a gradient flows back through.
+    ``types`` has the layer's types on each axis (or run of axes with equal types); ``gradient`` says through which values a gradient flows.
     """
     produced, needed = [t.produced for t in types], [t.needed for t in types]
     readers: dict[tuple[str, Types], list[tuple[str, int]]] = {}
@@ -68,7 +68,7 @@ def conversions(
 
 
 def kernel_exchanges(graph: fx.GraphModule, types: Sequence[AxisTypes]) -> Iterator[KernelExchange]:
-    """What the kernels of a layer's graph exchange, over the axes that the kernels get."""
+    """Yield every exchange inside the kernels of a layer's graph, over the axes on which its types name the kernel."""
     run = {name for t in types for name in t.kernel}
     for node in graph.graph.nodes if run else ():
         kernels = {i: t.kernel[node.name] for i, t in enumerate(types) if node.name in t.kernel}
@@ -81,7 +81,7 @@ def kernel_exchanges(graph: fx.GraphModule, types: Sequence[AxisTypes]) -> Itera
 
 
 def typed_values(graph: fx.GraphModule, sharding: Sharding) -> Iterator[tuple[fx.Node, Types]]:
-    """Every tensor of a layer's graph, in the types in which its op produces it and in those in which each op reads it."""
+    """Yield every tensor of a layer's graph with the types that its op produces, and again for each reader with the types it needs."""
     for node in graph.graph.nodes:
         if node.op != "output" and is_tensor(node):
             yield node, sharding.produced(node.name)
@@ -90,7 +90,7 @@ def typed_values(graph: fx.GraphModule, sharding: Sharding) -> Iterator[tuple[fx
 
 
 def _types_at(value: fx.Node, node: fx.Node, types: Sequence[AxisTypes]) -> Types:
-    """The types in which ``node`` reads ``value``, or those of its result."""
+    """Return the types in which ``node`` reads ``value``; if ``value`` is ``node`` itself, those of its result."""
     if value is node:
         return tuple(t.produced[node.name] for t in types)
     index = operands(node).index(value)
@@ -99,7 +99,7 @@ def _types_at(value: fx.Node, node: fx.Node, types: Sequence[AxisTypes]) -> Type
 
 @cached_for_graphs(maxsize=256)
 def _reads(graph: fx.GraphModule) -> tuple[tuple[tuple[str, int, str], ...], tuple[str, tuple[str, ...]]]:
-    """Every read by an op: the op's name, the operand's index, the operand's name; and the output's name, with the names of the results."""
+    """Return (op, operand index, value) for every read by an op, and the output node's name with the names of the results."""
     reads = []
     for node in graph.graph.nodes:
         if node.op not in ("placeholder", "output"):

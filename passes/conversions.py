@@ -1,12 +1,12 @@
-"""How a value with one type per axis gets other types: an ordered list of conversions, each on one axis or on several at once.
+"""Lists the conversions that take a value from its types (one per axis) to others, in order, each on one axis or on several at once.
 
 Several axes may shard one dim; its slices are then nested, outermost axis first. A conversion that changes the sharding of a
 dim on an axis while an inner axis shards that dim, too, would interleave the slices. So inner axes stop sharding a dim before outer ones
 change it, and outer axes start sharding it first.
 
-Axes that make the same conversion make it together, as one axis over all their ranks would (the *flattened* axis, outermost first): one
-collective instead of several, and fewer bytes on the wire. The result is the same as with one conversion after the other if no axis
-between them shards a dim that the conversion changes.
+Axes with the same conversion are *flattened*, outermost first, into one axis over all their ranks: one collective replaces several, and
+fewer bytes are sent. The result equals that of one conversion after the other if no axis between them shards a dim that the conversion
+changes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Types = tuple[SpmdType, ...]
 
 @dataclass(frozen=True, slots=True)
 class ConversionStep:
-    """One conversion on the axes ``axes`` (indices in the mesh, outermost first) flattened, its two collectives, and the value's types
-    ``after`` it. Without a gradient nothing runs backward."""
+    """One conversion on the flattened ``axes`` (indices in the mesh, outermost first), its two collectives, and the value's types
+    ``after`` it. ``backward`` is ``NONE`` for a value without a gradient."""
 
     axes: tuple[int, ...]
     source: SpmdType
@@ -46,7 +46,7 @@ class ConversionStep:
 def conversion_steps(source: Types, target: Types, gradient: bool = True) -> tuple[ConversionStep, ...]:
     """Return the conversions, in order, from ``source[axis]`` to ``target[axis]`` on every axis (outer to inner).
 
-    A value without ``gradient`` needs none between I and R, which differ in the gradient alone.
+    Without ``gradient``, a value needs no conversion between I and R: they differ only in the gradient.
     """
     assert len(source) == len(target), (source, target)
     current, steps = list(source), []
@@ -71,7 +71,7 @@ class _Unit:
 
 
 def _ordered(units: list[_Unit]) -> list[tuple[tuple[int, ...], SpmdType, SpmdType]]:
-    """The axes, source and target of every step of all ``units``."""
+    """Return the steps of all ``units`` in order: axes, source type, target type."""
     steps: list[tuple[tuple[int, ...], SpmdType, SpmdType]] = []
 
     def apply(unit: _Unit, to: SpmdType) -> None:
@@ -97,7 +97,7 @@ def _ordered(units: list[_Unit]) -> list[tuple[tuple[int, ...], SpmdType, SpmdTy
 
 
 def _units(source: Types, target: Types) -> list[_Unit]:
-    """The axes, with those that make the same conversion joined; a unit has the position of its outermost axis."""
+    """Return the axes, joined where they make the same conversion, in the order of each unit's outermost axis."""
     units: list[_Unit] = []
     for axis, (now, wanted) in enumerate(zip(source, target, strict=True)):
         same = next((u for u in units if (u.current, u.target) == (now, wanted) and now != wanted), None)
@@ -113,13 +113,13 @@ def _units(source: Types, target: Types) -> list[_Unit]:
 
 
 def _holders(index: int, units: list[_Unit]) -> list[int]:
-    """The inner units, innermost first, that shard a dim which the unit's conversion changes."""
+    """Return the inner units, innermost first, that shard a dim that this unit's conversion changes."""
     unit = units[index]
     touched = {t.dim for t in (unit.current, unit.target) if t.dim is not None}
     return [other for other in reversed(range(index + 1, len(units))) if units[other].current.dim in touched]
 
 
 def _waits(index: int, units: list[_Unit]) -> bool:
-    """Whether an outer unit has yet to shard the dim that this one will shard."""
+    """Return whether an outer unit has yet to shard the dim that this one will shard."""
     wanted = units[index].target.dim
     return wanted is not None and any(u.target.dim == wanted and u.current.dim != wanted for u in units[:index])

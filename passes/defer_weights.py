@@ -1,4 +1,4 @@
-"""Splits backward passes in two for zero-bubble schedules: selects the products whose weight gradients may be deferred."""
+"""Replaces the products whose weight gradients a zero-bubble schedule may defer."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from autopar.program import weight_gradients
 
 
 def defer_weights_pass(gm: fx.GraphModule, parameters: Container[fx.Node]) -> fx.GraphModule:
-    """``linear(x, weight)`` becomes ``weight_gradients.linear(x, weight)`` if ``weight`` is one of ``parameters``, unconverted.
+    """Replace ``linear(x, weight)`` by ``weight_gradients.linear(x, weight)`` if ``weight`` is in ``parameters``.
 
-    ``parameters`` are the placeholders of parameters that no other layer of the stage reads.
+    ``parameters`` are the placeholders of parameters that no other layer of the stage reads. A product that reads a converted parameter
+    stays as it is.
     """
     for node in gm.graph.nodes:
         if weight_of(node) in parameters:

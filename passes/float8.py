@@ -1,4 +1,4 @@
-"""Runs the matrix products with weights in FP8, if the user allows ``fp8``, but not routers and the head."""
+"""Runs matrix products with weights in FP8 if the user allows ``fp8``; routers and the head stay in bfloat16."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def float8_pass(
     """``linear(x, weight)`` becomes ``kernels_fp8.linear(x, weight)`` if ``weight`` is in ``parameters`` (the placeholders of the layer's
     parameters), a bfloat16 matrix, and both its dims are multiples of 16.
 
-    These products stay in bfloat16: routers, on which the experts that a mixture chooses or their weights depend, but not its tokens; the
-    last products before any other choice (``nodes_before_choices``), here or in another layer, which reads the results ``choice_outputs``;
-    and if ``has_head``, the products that no other product reads. Embeddings, attention and experts are other ops.
+    These products stay in bfloat16: routers, which determine the experts that a mixture chooses, or their weights, but not its tokens; the
+    last products before any other choice (``nodes_before_choices``), in this layer or in one that reads the results ``choice_outputs``;
+    if ``has_head``, the products whose results reach no other product. Embeddings, attention and experts are other ops and don't change.
     """
     excluded = {node for node in gm.graph.nodes if _is_router(node)} | nodes_before_choices(gm, choice_outputs)
     if has_head:
@@ -37,9 +37,9 @@ def float8_pass(
 
 
 def nodes_before_choices(gm: fx.GraphModule, choice_outputs: Container[int] = ()) -> set[fx.Node]:
-    """The nodes on which a choice depends, back to and including the nearest products.
+    """Return the nodes on which a discrete choice depends, back to and including the nearest products.
 
-    A choice turns floating-point numbers into integers or booleans (``topk``, ``argmax``, a comparison): rounding may change it
+    A choice turns floating-point numbers into integers or booleans (``topk``, ``argmax``, a comparison): a rounding error may change it
     completely. Choices in other layers depend on the graph's results at the indices ``choice_outputs``.
     """
     results = list(next(node for node in gm.graph.nodes if node.op == "output").all_input_nodes)
@@ -66,7 +66,7 @@ def _is_discrete(value: Tensor) -> bool:
 
 
 def has_products(gm: fx.GraphModule) -> bool:
-    """Whether the graph has products with weights."""
+    """Return whether the graph has products with weights."""
     return any(node.target is _LINEAR for node in gm.graph.nodes)
 
 
@@ -78,7 +78,7 @@ def _runs_in_fp8(node: fx.Node, parameters: Container[fx.Node]) -> bool:
 
 
 def _is_router(node: fx.Node) -> bool:
-    """Whether the experts that a mixture chooses, or their weights, depend on a product, but the mixture's tokens do not."""
+    """Return whether a product determines the experts that a mixture chooses, or their weights, but not the mixture's tokens."""
     if node.target is not _LINEAR:
         return False
     dependents = {node, *_dependents(node)}
@@ -91,13 +91,13 @@ def _is_router(node: fx.Node) -> bool:
 
 
 def _last_products(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The products whose results reach no other product and no attention."""
+    """Return the products whose results reach no other product and no attention."""
     products = [node for node in nodes if node.target is _LINEAR]
     return {node for node in products if not any(facts(user).is_expensive for user in _dependents(node))}
 
 
 def _dependents(node: fx.Node) -> set[fx.Node]:
-    """The nodes that depend on ``node``, directly or not."""
+    """Return the nodes that depend on ``node``, directly or not."""
     found: set[fx.Node] = set()
     pending = list(node.users)
     while pending:

@@ -1,4 +1,4 @@
-"""Joins a product and its bias again, if no conversion came between them."""
+"""Joins a product and its bias again if no conversion stands between them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _ADD = torch.ops.aten.add.Tensor
 def fuse_bias_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """``linear(x, w) + b`` becomes ``linear(x, w, b)`` if only the sum reads the product and ``b`` has one dim.
 
-    Not if the bias is a term of a sum (nonzero on one rank alone): with slices of the contracted dim that is right, but the type checker
-    refuses it.
+    A bias of type P (nonzero on one rank only) is not joined: if the contracted dim is sharded, the joined call would be right, but the
+    type checker refuses it.
     """
     for node in list(gm.graph.nodes):
         if node.op != "call_function" or node.target is not _ADD or node.kwargs or len(node.args) != 2:

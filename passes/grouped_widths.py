@@ -1,4 +1,4 @@
-"""Runs grouped products whose widths CUDA's kernel refuses expert by expert."""
+"""Runs a grouped product expert by expert if CUDA's grouped kernel refuses its widths."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from autopar.ops.operands import operands, shape_of
 
 
 def grouped_widths_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """In a layer's local graph: ``experts`` whose body has ``grouped_linear(rows [n, 44], ...)`` becomes ``experts`` with
-    ``looped_linear(rows [n, 44], ...)`` in its place, if the products are in bfloat16."""
+    """Replace ``grouped_linear(rows [n, 44], ...)`` (88 bytes a row in bfloat16, no multiple of 16) by ``looped_linear(...)`` in the body
+    of ``experts``. Runs on a layer's local graph; products in other dtypes stay unchanged."""
     for node in gm.graph.nodes:
         if isinstance(node.target, Experts):
             odd = odd_products(node.target, [shape_of(operand) for operand in operands(node)[3:]])

@@ -1,8 +1,8 @@
 """Joined calls: calls in a rank's graph that convert their input themselves, and compute one or several products of it.
 
 The first argument is the value, the second a weight or a list of weights, the third a bias or a list; ``axis`` and ``src`` say on which
-axes and from which type the value is converted to R. A call with a list has a result for each weight, and one more if the converted value
-has other readers.
+axes and from which type the value is converted to R. A call with a list of weights has one result for each, and returns the converted
+value as a last one if it has other readers.
 """
 
 from __future__ import annotations
@@ -18,26 +18,25 @@ from autopar.types import SpmdType
 
 
 def is_joined(node: fx.Node) -> bool:
-    """Whether the node is a joined call."""
+    """Return whether the node is a joined call."""
     return meta(node).get("joined", False)
 
 
 def converted_types(call: fx.Node) -> tuple[fx.Node, tuple[str, ...], SpmdType]:
-    """The value that a joined call converts to R, the axes (outermost first), and the value's type on them before."""
+    """Return the value that a joined call converts to R, the axes (outermost first), and the type on them that it converts from."""
     value: Any = call.args[0]
     axis: Any = call.kwargs["axis"]
     return value, (axis,) if isinstance(axis, str) else tuple(axis), SpmdType.parse(str(call.kwargs["src"]))
 
 
 def weights_of(call: fx.Node) -> list[fx.Node]:
-    """The weights of a joined call."""
+    """Return the weights of a joined call."""
     return [node for node in _listed(call.args[1]) if node is not None]
 
 
 @dataclass(frozen=True, slots=True)
 class JoinedResult:
-    """A result of a joined call: its node, and the name of its product, the weight and the bias; the converted input has none of these
-    three."""
+    """A result of a joined call: its node, and the name of its product, the weight and the bias (all ``None`` for the converted input)."""
 
     node: fx.Node
     product: str | None = None
@@ -46,7 +45,7 @@ class JoinedResult:
 
 
 def results_of(call: fx.Node) -> list[JoinedResult]:
-    """The results of a joined call, in order."""
+    """Return the results of a joined call, in order."""
     weights = weights_of(call)
     biases = _listed(call.args[2]) if len(call.args) > 2 else [None] * len(weights)
     users = sorted(call.users, key=_index) if isinstance(call.args[1], list | tuple) else [call]
@@ -58,7 +57,7 @@ def results_of(call: fx.Node) -> list[JoinedResult]:
 
 
 def passed_on(node: fx.Node) -> fx.Node | None:
-    """The value before its conversion, if ``node`` is the converted value among the results of a joined call."""
+    """Return the unconverted value if ``node`` is the converted value among the results of a joined call, else ``None``."""
     call = node.args[0] if node.target is operator.getitem else None
     if not isinstance(call, fx.Node) or not is_joined(call) or _index(node) < len(weights_of(call)):
         return None
@@ -70,7 +69,7 @@ def _listed(given: Any) -> list[Any]:
 
 
 def _index(node: fx.Node) -> int:
-    """Which result of a call ``node`` takes."""
+    """Return the index of the result that ``node`` takes from a call."""
     index = node.args[1]
     assert isinstance(index, int)
     return index

@@ -1,8 +1,8 @@
-"""Kernel calls: the calls in a rank's graph that replace ops by kernels.
+"""Replaces ops in a rank's graph by calls of kernels.
 
 There are two cases. A rule's letter names a kernel (``BY_KERNEL``, keyed by that name), or the op always runs as a kernel
-(``BY_OP``, keyed by the op's name), because it draws random numbers or sums over shards. Each entry is a function
-of a ``KernelRequest`` and returns the call, or ``None`` if the op stays unchanged.
+(``BY_OP``, keyed by the op's name), because it draws random numbers or sums over shards. Each entry is a function that takes
+a ``KernelRequest`` and returns the call, or ``None`` if the op stays unchanged.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from passes.collectives import MICROBATCH
 @dataclass(frozen=True, slots=True)
 class KernelRequest:
     """The node, the axes on which its rule names a kernel (outermost first; ``kernels`` are the kernels' names), the axes on which its
-    result is a term of a sum, and the axes that shard its first operand."""
+    result has type P, and the axes that shard its first operand."""
 
     node: fx.Node
     axes: tuple[str, ...]
@@ -39,11 +39,12 @@ class KernelRequest:
 
 
 KernelCall = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-"""Target, arguments, keyword arguments. The keyword argument ``seed`` is a tuple of axes, and becomes the op's seed along them."""
+"""Target, arguments, keyword arguments. ``localise_pass`` replaces the keyword argument ``seed``, a tuple of axes, by a seed that differs
+along them."""
 
 
 def kernel_call(node: fx.Node, sharding: Sharding) -> KernelCall | None:
-    """The call that replaces the node, if one of its axes needs a kernel or its op always runs as one."""
+    """Return the call that replaces the node, if one of its axes needs a kernel or its op always runs as one."""
     named = {
         axis.name: types.kernel[node.name]
         for axis, types in zip(sharding.axes, sharding.types, strict=True)
@@ -77,14 +78,13 @@ def kernel_call(node: fx.Node, sharding: Sharding) -> KernelCall | None:
 
 
 def mesh_types(node: fx.Node, sharding: Sharding) -> list[tuple[Axis, SpmdType]]:
-    """The node's type on every axis of the mesh."""
+    """Return the node's type on every axis of the mesh."""
     pairs = zip(sharding.axes, meta(node)["types"], strict=True)
     return [(axis, t) for axis, t in pairs if axis.name != MICROBATCH]
 
 
 def partition(node: fx.Node, sharding: Sharding) -> tuple[str | tuple[str, ...] | None, ...]:
-    """For every dim of the node's value (its first tensor), the mesh axes that shard it: ``None``, a name, or a tuple, outermost
-    first."""
+    """Return the mesh axes that shard each dim of the node's value (its first tensor): ``None``, a name, or a tuple, outermost first."""
     entries: list[Any] = []
     for dim in range(len(shape_of(node))):
         names = [a.name for a, t in mesh_types(node, sharding) if t.dim == dim]
@@ -93,7 +93,7 @@ def partition(node: fx.Node, sharding: Sharding) -> tuple[str | tuple[str, ...] 
 
 
 def _custom(node: fx.Node, sharding: Sharding) -> KernelCall | None:
-    """The user's own op, which the type checker does not know; unchanged if none of its dims is sharded."""
+    """Return the call of a user's custom op, which the type checker does not know; ``None`` if it is neither sharded nor a partial sum."""
     if all(t in (I, R) for value in (node, *operands(node)) for _, t in mesh_types(value, sharding)):
         return None
     partial = tuple(axis.name for axis, t in mesh_types(node, sharding) if t == P)
@@ -148,8 +148,7 @@ def _sum_of_losses(request: KernelRequest) -> KernelCall:
 
 
 def _linear(request: KernelRequest) -> KernelCall | None:
-    """A kernel for sharded operands with dims of size one, whose strides the type checker misreads; with a bias the checker reads no
-    strides."""
+    """Return a kernel if the input is sharded and has dims of size one: the type checker misreads their strides, unless there is a bias."""
     given, sizes = arguments(request.node), shape_of(operands(request.node)[0])
     ones = [dim for dim, size in enumerate(sizes[:-1]) if size == 1]
     if not request.sharding or not ones or len(ones) == len(sizes) - 1 or given["bias"] is not None:
@@ -168,7 +167,7 @@ def _statistics(request: KernelRequest) -> KernelCall:
 
 
 def _experts(request: KernelRequest) -> KernelCall:
-    """A mixture's kernel, with the axes that distribute the experts, and those among them whose ranks exchange tokens."""
+    """Return the kernel of a mixture of experts, with the axes that distribute the experts, and those whose ranks exchange tokens."""
     axes = {
         "owners": request.axes,
         "exchange": tuple(a for a, k in zip(request.axes, request.kernels, strict=True) if k == "expert_exchange"),
@@ -179,7 +178,7 @@ def _experts(request: KernelRequest) -> KernelCall:
 
 
 def one_or_all(axes: tuple[str, ...]) -> str | tuple[str, ...]:
-    """Axes as kernels take them: the name of a single one, or all names."""
+    """Return axes as kernels take them: the name of a single axis, or a tuple of names."""
     return axes[0] if len(axes) == 1 else axes
 
 

@@ -1,4 +1,4 @@
-"""The passes of one layer, as a pipeline of named steps: from the layer class's graph to the graph that one rank runs."""
+"""Runs the passes of one layer as a pipeline of named steps, from the layer class's graph to the graph that one rank runs."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class LocalParameter:
 
 @dataclass(frozen=True)
 class LocalLayer:
-    """A layer class under a strategy, local: the graph that a rank runs for one microbatch, and its parameters.
+    """A layer class under a strategy, as one rank runs it: its graph for one microbatch, and its parameters.
 
-    ``cls`` is at padded shapes, and ``graph`` has its placeholders, in the same order. ``sharding`` includes the microbatch axis. With
-    ``half``, the sharding of half a microbatch, the graph is what a rank runs for each half.
+    ``cls`` has padded shapes; ``graph`` has the placeholders of ``cls``, in the same order. ``sharding`` includes the microbatch axis.
+    If ``half`` is set, the sharding of half a microbatch, a rank runs ``graph`` once for each half.
     """
 
     cls: LayerClass
@@ -89,29 +89,29 @@ class LocalLayer:
         return {axes for axes in found if len(axes) > 1}
 
     def border(self, index: int) -> tuple[SpmdType, ...]:
-        """The mesh types in which the layer takes its ``index``-th placeholder."""
+        """Return the mesh types in which the layer takes its ``index``-th placeholder."""
         return mesh_types(self.sharding, self.sharding.produced(placeholders(self.cls)[index].name))
 
     def output(self, index: int) -> tuple[SpmdType, ...]:
-        """The mesh types of the layer's ``index``-th output."""
+        """Return the mesh types of the layer's ``index``-th output."""
         return mesh_types(self.sharding, self.sharding.output(index))
 
 
 def rows_of(cls: LayerClass, time: AxisTypes) -> tuple[tuple[int | None, ...], tuple[int | None, ...]]:
-    """The dim of each placeholder that has the microbatch's rows (``None``: it has none), and that of each result."""
+    """Return, for each placeholder and for each result, the dim along which the microbatch's rows lie (``None``: it has no rows)."""
     return tuple(time.produced[node.name].dim for node in placeholders(cls)), tuple(t.dim for t in time.outputs)
 
 
 def mesh_types(sharding: Sharding, types: tuple[SpmdType, ...]) -> tuple[SpmdType, ...]:
-    """``types`` without the microbatch axis's type."""
+    """Return ``types`` without the microbatch axis's type."""
     return tuple(t for axis, t in zip(sharding.axes, types, strict=True) if axis.name != MICROBATCH)
 
 
 def local_layer(
     cls: LayerClass, sharding: Sharding, strategy: Strategy, deferred: frozenset[int] = frozenset()
 ) -> LocalLayer:
-    """Run the passes on one layer class. ``deferred`` are the indices of the parameters whose gradients the schedule may compute later
-    than those of activations; a strategy of such a schedule has no overlap (``Strategy.under``)."""
+    """Run the passes on one layer class. ``deferred`` has the indices of the parameters whose gradients the schedule may compute after
+    the input gradients; a strategy under such a schedule has no overlap (``Strategy.under``)."""
     assert not deferred or strategy.options == strategy.options.but(**UNDER_SPLIT), strategy
     own = computed(cls, sharding, strategy.options)
     cls = pad_class(cls, own)

@@ -1,4 +1,4 @@
-"""The call that one rank makes in place of a node, on its local shapes.
+"""Chooses the call that one rank makes in place of a node, on local shapes.
 
 A view gets local sizes, a mean divides by the global count, and a few calls that are right on shards but that the type checker refuses
 become kernels (``autopar.program.kernels``). All other calls stay unchanged. ``verify`` runs the call on the meta device, and compares the
@@ -22,7 +22,7 @@ from autopar.program import kernels
 
 Shape = tuple[int, ...]
 Partition = tuple[str | tuple[str, ...] | None, ...]
-"""For every dim of the result: the axis that shards it, several axes outermost first, or ``None``."""
+"""For each dim of the result, the axis that shards it, a tuple of axes (outermost first), or ``None``."""
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], float | None]
 """The target, its arguments (nodes in place of the tensors), keyword arguments, and a factor for the result (``None``: one)."""
@@ -33,7 +33,7 @@ SLICE_END = 2**63 - 1
 def local_call(
     node: fx.Node, operand_shapes: Sequence[Shape], result_shape: Shape, partition: Partition | None = None
 ) -> Call:
-    """The call that replaces ``node`` on one rank.
+    """Return the call that replaces ``node`` on one rank.
 
     ``operand_shapes`` are the local shapes of ``operands(node)``, ``result_shape`` that of the (first) result. Given the result's
     ``partition``, correct calls that ``typecheck(local=False)`` refuses become kernels with the partition as an argument; without it, the
@@ -87,7 +87,7 @@ def local_call(
 
 
 def reshape_op(name: str) -> Any:
-    """The op that takes new sizes in place of the op ``name``: ``reshape`` if that op may copy, else ``view``."""
+    """Return the op that takes new sizes in place of the op ``name``: ``reshape`` if that op may copy, else ``view``."""
     copies = name in ("aten.reshape", "aten.flatten", "aten.unflatten", "aten.reshape_as")
     return torch.ops.aten.reshape.default if copies else torch.ops.aten.view.default
 
@@ -95,7 +95,7 @@ def reshape_op(name: str) -> Any:
 def verify(node: fx.Node, call: Call, operand_shapes: Sequence[Shape], result_shape: Shape) -> None:
     """Assert that the call gives ``result_shape`` from operands of ``operand_shapes``, on the meta device.
 
-    A call on global shapes does not run: it is unchanged, and an op whose shapes depend on data cannot run on meta.
+    A call on global shapes is not run: it is unchanged, and an op whose shapes depend on data could not run on meta.
     """
     if not _is_sharded(node, operand_shapes) and tuple(result_shape) == shape_of(node):
         return
@@ -134,7 +134,7 @@ def _is_sharded(node: fx.Node, operand_shapes: Sequence[Shape]) -> bool:
 
 
 def _reshape_needs_kernel(before: Shape, after: Shape, name: str) -> bool:
-    """Whether a reshape must be a kernel: the type checker follows only reshapes that merge dims, none of local size one."""
+    """Return whether a reshape must be a kernel: the type checker follows only reshapes that merge dims, none of local size one."""
     if name == "aten.unflatten" or 1 in before or 1 in after:
         return True
     ends = {prod(before[:i]) for i in range(len(before) + 1)}
@@ -147,8 +147,8 @@ def _expands_sharded_dim(before: Shape, partition: Partition | None) -> bool:
 
 
 def _broadcasts_sharded_dim(node: fx.Node, partition: Partition | None) -> bool:
-    """Whether a matmul shards a batch dim that one operand lacks or has with size one. The type checker accepts this if the right operand
-    is a single matrix, and for vectors."""
+    """Return whether a matmul shards a batch dim that one operand lacks or broadcasts from size one, and the type checker refuses it. It
+    accepts vectors, and a single matrix on the right."""
     assert partition is not None
     left, right = (shape_of(operand) for operand in operands(node))
     if len(left) < 2 or len(right) < 3:
@@ -159,7 +159,7 @@ def _broadcasts_sharded_dim(node: fx.Node, partition: Partition | None) -> bool:
 
 
 def _mean(node: fx.Node, operand_shapes: Sequence[Shape]) -> Call:
-    """A mean over a sharded dim: the sum over it, times one over the global count."""
+    """Return the call of a mean. If it reduces a sharded dim, this is the sum, times one over the global count."""
     named = arguments(node)
     global_shape, local_shape = shape_of(operands(node)[0]), operand_shapes[0]
     rank, dims = len(global_shape), named.get("dim")
@@ -172,7 +172,7 @@ def _mean(node: fx.Node, operand_shapes: Sequence[Shape]) -> Call:
 
 
 def _slice(node: fx.Node, before: Shape, after: Shape) -> Call:
-    """A slice of a sharded dim always takes the whole dim, and so the whole local dim; other slices stay unchanged."""
+    """Return the call of a slice. A slice of a sharded dim always takes the full dim, and so the full local dim; others don't change."""
     dim = int(arguments(node)["dim"]) % len(before)
     if shape_of(operands(node)[0])[dim] == before[dim]:
         return node.target, node.args, dict(node.kwargs), None  # type: ignore[return-value]
@@ -181,7 +181,7 @@ def _slice(node: fx.Node, before: Shape, after: Shape) -> Call:
 
 
 def _partial_product(node: fx.Node, name: str) -> Call:
-    """A product that sums over a sharded dim: each rank computes a term, and its bias is a term, too (P)."""
+    """Return the call of a product that contracts a sharded dim: each rank computes a term of the sum (P), and adds a bias of type P."""
     named = arguments(node)
     if name == "aten.linear":
         return kernels.linear_partial_bias, (named["input"], named["weight"], named["bias"]), {}, None

@@ -24,13 +24,13 @@ def scale(x: Tensor, factor: float) -> Tensor:
 
 
 def random_seed(number: int, axes: tuple[str, ...]) -> int:
-    """Marks the seed of the layer's ``number``-th random op, which differs along ``axes`` (those that shard its operand) and with
+    """Mark the seed of the layer's ``number``-th random op, which differs along ``axes`` (those that shard its operand) and with
     the layer and the microbatch; the emitter writes ``kernels.seed(key, self.number, number, axes)``."""
     raise AssertionError("stands in graphs only")
 
 
 def localise_pass(gm: fx.GraphModule, sharding: Sharding) -> fx.GraphModule:
-    """A new graph whose ``meta["val"]`` are local meta tensors and whose calls carry local sizes."""
+    """Return a new graph whose ``meta["val"]`` are local meta tensors and whose calls carry local sizes."""
     graph = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:

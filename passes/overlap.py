@@ -1,7 +1,7 @@
-"""Overlaps a layer's collectives with its own arithmetic: ``rewrite_local`` rewrites the local graph for a value of ``overlap``.
+"""Overlaps a layer's collectives with its arithmetic: ``rewrite_local`` rewrites the local graph for a value of ``overlap``.
 
 **Early collectives** (``tensor``). ``products_of`` decides which products are joined with the conversion of their input, so that the
-input's gradient is reduced while the weights' gradients are computed. The program calls ``autopar.program.kernels_overlap``.
+input gradient is reduced while the weight gradients are computed. The program calls ``autopar.program.kernels_overlap``.
 
 **Halves** (``halves``). The two halves of a microbatch take turns: ``refusal`` says why a layer cannot be halved, ``turns_of`` where its
 halves take turns and which collectives are in flight meanwhile. ``autopar.program.halves`` runs the halves.
@@ -39,7 +39,7 @@ from passes.turns import Read, Turns
 
 
 def rewrite_local(gm: fx.GraphModule, cls: LayerClass, sharding: Sharding, value: str) -> fx.GraphModule:
-    """Rewrite the local graph of ``cls`` for a value of ``overlap``; ``sharding`` is that of what the graph computes."""
+    """Rewrite the local graph of ``cls`` for a value of ``overlap``; see ``passes.rewrite.LocalRewrite``."""
     if value == TENSOR:
         return _join_products(gm, cls, sharding)
     return _mark_turns(gm, cls, sharding) if value == HALVES else gm
@@ -54,12 +54,12 @@ _LINEAR = torch.ops.aten.linear.default
 def products_of(
     cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str, bool]
 ) -> dict[tuple[str, Types], tuple[fx.Node, ...]]:
-    """The products that are joined, in order, by the value that they read and the types in which they read it.
+    """Return the products that are joined, in order, keyed by the value that they read and the types in which they read it.
 
-    ``types`` are those of the microbatch axis, then of the mesh's axes (or runs of axes with equal types); ``gradient`` says which
-    values a gradient flows back through. The value's last conversion must have a reduction as its backward (I or S(d) to R), and the
+    ``types`` has those of the microbatch axis, then of the mesh's axes (or runs of axes with equal types); ``gradient`` says through
+    which values a gradient flows. The value's last conversion must have a reduction as its backward (I or S(d) to R), and the
     weights must be trainable parameters that no collective has to gather first. A product after an expensive op that depends on
-    a product of the group stays alone: its result, and later its gradient, would be live while that op runs.
+    a product of the group is not joined: its result, and later its gradient, would be live while that op runs.
     """
     groups: dict[tuple[str, Types], list[fx.Node]] = {}
     for node, reads in _on_parameters(cls.graph, _trainable(cls)):
@@ -85,7 +85,7 @@ def _trainable(cls: LayerClass) -> frozenset[str]:
 
 @cached_for_graphs(maxsize=256)
 def _on_parameters(graph: fx.GraphModule, trainable: frozenset[str]) -> tuple[tuple[fx.Node, tuple[_Read, ...]], ...]:
-    """The products with trainable parameters, or with views of such, with the reads from the product back to the parameter.
+    """Return the products whose weight is a trainable parameter or a view of one, with the reads from the product back to the parameter.
 
     Products whose input has dims of size one are left out: the program calls a kernel for them (``passes.kernel_calls``).
     """
@@ -102,14 +102,14 @@ def _on_parameters(graph: fx.GraphModule, trainable: frozenset[str]) -> tuple[tu
 
 
 def _is_silent(read: _Read, types: Sequence[AxisTypes]) -> bool:
-    """Whether no collective runs forward between a value and its reader."""
+    """Return whether no collective runs forward between a value and its reader."""
     reader, index, value = read
     source, needed = tuple(t.produced[value] for t in types), tuple(t.needed[reader][index] for t in types)
     return not any(step.forward.sends for step in conversion_steps(source, needed))
 
 
 def _before_expensive(nodes: Iterable[fx.Node], group: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
-    """The leading products of ``group`` before the first expensive op that depends on one of them."""
+    """Return the leading products of ``group`` before the first expensive op that depends on one of them."""
     kept: list[fx.Node] = []
     reached: set[fx.Node] = set()
     for node in nodes:
@@ -124,21 +124,21 @@ def _before_expensive(nodes: Iterable[fx.Node], group: Sequence[fx.Node]) -> tup
 
 
 def _join_products(gm: fx.GraphModule, cls: LayerClass, sharding: Sharding) -> fx.GraphModule:
-    """Replaces a conversion and the products that read it by one call of ``kernels_overlap``::
+    """Replace a conversion and the products that read it by one call of ``kernels_overlap``::
 
         x_r = convert(x, ("tensor",), "I", "R")        products = linears(x, [w, v], axis="tensor", src="I")
         a = linear(x_r, w)                       ->    a = products[0]
         b = linear(x_r, v)                             b = products[1]
 
-    ``linear`` if there is one product; other readers of ``x_r`` read the last result of ``linears(..., whole=True)``. Runs on the local
-    graph of ``cls``, after ``fuse_bias`` and ``keep``. Programs whose schedule splits the backward pass do not run it: there the
-    gradients of weights are computed in a later action.
+    One product becomes ``linear``; other readers of ``x_r`` read the last result of ``linears(..., whole=True)``. Runs on the local
+    graph of ``cls``, after ``fuse_bias`` and ``keep``. Programs whose schedule splits the backward pass do not need it: they compute
+    weight gradients in a later action.
     """
     gradient = {node.name: bool(meta(node).get("gradient")) for node in cls.graph.graph.nodes}
     local = {meta(node).get("product", node.name): node for node in gm.graph.nodes}
     for products in products_of(cls, sharding.types, gradient).values():
         own = [local[product.name] for product in products]
-        if all(product.target is _LINEAR for product in own):  # not joined before
+        if all(product.target is _LINEAR for product in own):  # else they are joined already
             _join(gm.graph, own)
     gm.graph.lint()
     return gm
@@ -179,7 +179,7 @@ def _join(graph: fx.Graph, products: list[fx.Node]) -> None:
 
 
 def _move_before(place: fx.Node, nodes: Sequence[fx.Node]) -> None:
-    """Move ``nodes``, which are parameters, views of them or conversions that send nothing, and all that they read before ``place``."""
+    """Move ``nodes`` and all that they read before ``place``: parameters, views of parameters, and conversions that send nothing."""
     for node in nodes:
         if node.op == "placeholder" or node < place:
             continue
@@ -189,7 +189,7 @@ def _move_before(place: fx.Node, nodes: Sequence[fx.Node]) -> None:
 
 
 def _common_meta(products: Sequence[fx.Node]) -> dict[str, Any]:
-    """The metadata of a call in place of ``products``: the modules and the function that all of them have in common."""
+    """Return the metadata of the call that replaces ``products``, with the modules and the function that all of them share."""
     stacks = [list((meta(product).get("nn_module_stack") or {}).items()) for product in products]
     same = 0
     while all(len(stack) > same and stack[same] == stacks[0][same] for stack in stacks):
@@ -207,9 +207,8 @@ def _common_meta(products: Sequence[fx.Node]) -> dict[str, Any]:
 
 # -- halves: which layers ---------------------------------------------------------------------------------------------
 
-_ASYNC_CONVERSIONS = frozenset(
-    ("PI", "PR", "IR", "SR", "SI", "PS", "SS")
-)  # the conversions that program.halves runs as async ops
+# the conversions that program.halves runs as async ops
+_ASYNC_CONVERSIONS = frozenset(("PI", "PR", "IR", "SR", "SI", "PS", "SS"))
 
 
 ODD = "has an odd number of rows on each device in a microbatch"
@@ -217,7 +216,7 @@ ODD = "has an odd number of rows on each device in a microbatch"
 
 
 def turns_or_reason(cls: LayerClass, types: Sequence[AxisTypes]) -> Turns | str:
-    """Return where the halves of a layer take turns; or why it cannot be halved, or gains nothing."""
+    """Return where the halves of a layer take turns, or the reason why the layer can't be halved or gains nothing by it."""
     gradient = gradient_flow(cls)
     return refusal(cls, types, gradient) or turns_of(cls, types, gradient)
 
@@ -225,8 +224,8 @@ def turns_or_reason(cls: LayerClass, types: Sequence[AxisTypes]) -> Turns | str:
 def refusal(cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str, bool]) -> str:
     """Return why the layer's microbatch can't be halved, or gains nothing by it ("has ..."), or an empty string.
 
-    ``types`` are those of the microbatch axis, then of the mesh's axes (or runs of axes with equal types). The rows of a microbatch
-    are independent if no value changes its type along the microbatch axis: the condition under which a batch may be cut into microbatches.
+    ``types`` has those of the microbatch axis, then of the mesh's axes (or runs of axes with equal types). The rows of a microbatch
+    are independent if no value changes its type on the microbatch axis: the condition under which a batch may be cut into microbatches.
     """
     if cls.gives_loss:
         return "computes the loss"
@@ -253,7 +252,7 @@ def refusal(cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str, 
 
 
 def _rows_are_independent(node: fx.Node, time: AxisTypes, gradient: Mapping[str, bool]) -> bool:
-    """Whether the rows of the node's value, and of what it reads, are independent between microbatches."""
+    """Return whether the rows of the node's value and of its operands are independent between microbatches."""
     if node.name in time.kernel or time.produced[node.name].kind == "P":
         return False
     if node.op == "placeholder":
@@ -266,12 +265,12 @@ def _rows_are_independent(node: fx.Node, time: AxisTypes, gradient: Mapping[str,
 
 
 def _borders(cls: LayerClass, time: AxisTypes) -> list[str]:
-    """The placeholders that have rows."""
+    """Return the names of the placeholders that have rows of the microbatch."""
     return [node.name for node in placeholders(cls) if time.produced[node.name].sharded]
 
 
 def part_of(cls: LayerClass, sharding: Sharding) -> Sharding | None:
-    """The sharding of one half of a microbatch; ``None`` if the rows on a device are not an even number."""
+    """Return the sharding of one half of a microbatch; ``None`` if a device has an odd number of rows."""
     time, *mesh = sharding.axes
     half = Sharding((Axis(MICROBATCH, 2 * time.size, 0), *mesh), sharding.types)
     for value, types in typed_values(cls.graph, half):
@@ -294,9 +293,9 @@ def not_splittable_reason(cls: LayerClass, sharding: Sharding) -> str:
 def turns_of(cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str, bool]) -> Turns:
     """Return where the halves take turns.
 
-    There is a turn before the first reader of each conversion that runs a collective, forward or backward, unless there is one between the
-    value and the reader already; conversions of parameters make no turn. A piece between two turns with several products is cut once more,
-    where its FLOPs are halved: then a short piece, such as a norm, lies between long pieces of the other half.
+    There is a turn before the first reader of each conversion that runs a collective, forward or backward, unless there is one already
+    between the value and the reader; conversions of parameters make no turn. A piece with several products is cut once more, where its
+    FLOPs are halved, so that a short piece, such as a norm, lies between long pieces of the other half.
     """
     nodes = [node for node in cls.graph.graph.nodes if node.op == "call_function"]
     position = {node.name: i for i, node in enumerate(nodes)}
@@ -336,7 +335,8 @@ def _is_long(node: fx.Node) -> bool:
 
 
 def _middle(nodes: Sequence[fx.Node], start: int, stop: int) -> int | None:
-    """The product before which a cut halves the FLOPs of ``nodes[start:stop]`` best; ``None`` if there is at most one."""
+    """Return the index of the product before which a cut halves the FLOPs of ``nodes[start:stop]`` best; ``None`` for at most one
+    product."""
     work = {i: executed_flops(nodes[i]) for i in range(start, stop) if _is_long(nodes[i])}
     total, done, best = sum(work.values()), 0.0, (math.inf, 0)
     for i, flops in work.items():
@@ -350,11 +350,11 @@ def _middle(nodes: Sequence[fx.Node], start: int, stop: int) -> int | None:
 
 
 def _mark_turns(gm: fx.GraphModule, cls: LayerClass, sharding: Sharding) -> fx.GraphModule:
-    """Mark the turns in the local graph of ``cls`` of one half (``part_of``).
+    """Mark the turns in the local graph of ``cls`` for one half (``part_of``).
 
     ``meta["turn"]``: the halves take turns before the node. ``meta["async_op"]`` of a ``convert``: the function that issues it
     asynchronously. ``meta["sends"]``: the conversions that are issued right after the node. ``meta["across"]``: there is a turn between the
-    node and a reader.
+    node and one of its readers.
     """
     graph = gm.graph
     gradient = {node.name: bool(meta(node).get("gradient")) for node in cls.graph.graph.nodes}
@@ -395,7 +395,7 @@ def _mark_across(graph: fx.Graph) -> None:
 
 
 def _conversion_of(value: fx.Node, needed: Types, gradient: bool) -> fx.Node:
-    """The last of the conversions of ``value`` to ``needed``."""
+    """Return the last of the conversions of ``value`` to ``needed``."""
 
     def same(types: Types) -> bool:
         return all(a == b or (not gradient and {a, b} == {I, R}) for a, b in zip(types, needed, strict=True))
@@ -410,7 +410,7 @@ def _conversion_of(value: fx.Node, needed: Types, gradient: bool) -> fx.Node:
 
 
 def _moved_to_producer(graph: fx.Graph, value: fx.Node, last: fx.Node) -> fx.Node:
-    """Move the conversions between ``value`` and ``last`` right behind the op that produces ``value``; return the last."""
+    """Move the conversions from ``value`` to ``last`` right after the op that produces ``value``; return the last of them."""
     chain = []
     while last is not value:
         chain.append(last)

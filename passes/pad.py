@@ -1,7 +1,7 @@
-"""Pads a layer class: dims whose number of pieces is not divisible by the size of their axes get whole pieces of zeros at the end.
+"""Pads a layer class: if the axes that shard a dim don't divide its number of pieces (heads, for example), pieces of zeros are appended.
 
-The result is an ordinary layer class at the padded shapes, of which every rank has an equal share; later passes need not
-know about padding. ``autopar.rules.padding`` says which dims may grow, and why the results stay those of the model.
+The result is an ordinary layer class with padded shapes that its axes divide, so that later passes need not know about padding.
+``autopar.rules.padding`` says which dims may grow, and why the results stay those of the model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from passes.localise import SLICE_END, reshape_op
 
 
 def pad_class(cls: LayerClass, sharding: Sharding) -> LayerClass:
-    """``cls`` at padded shapes; ``cls`` itself if the axes divide everything that they shard."""
+    """Return ``cls`` with padded shapes; ``cls`` itself if the axes divide every dim that they shard."""
     found = padding(cls)
     multiples = found.multiples(sharding.axes, sharding.types)
     if not found.is_needed(multiples):
@@ -60,8 +60,8 @@ def pad_class(cls: LayerClass, sharding: Sharding) -> LayerClass:
 
 
 def _resize(new: fx.Node, old: fx.Node) -> None:
-    """Update the arguments that name sizes: a view gets the new sizes, a slice of a whole dim takes the whole new dim, a loss gets the
-    true vocabulary size."""
+    """Update the arguments that are sizes: a view gets the new sizes, a slice that takes all of a dim takes all of the padded dim, a loss
+    gets the true vocabulary size."""
     name, kind = op_name(old), facts(old).kind
     if kind is OpKind.CLASS_LOSS:
         classes = shape_of(operands(old)[0])[-1]

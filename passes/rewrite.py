@@ -1,8 +1,8 @@
-"""Rewrites layers for the techniques of their strategies: classes before types are chosen, and local graphs.
+"""Rewrites layers for the techniques of their strategies: layer classes before types are chosen, local graphs afterwards.
 
-A technique names its module in this package, because techniques are imported first. A class that ``Technique.rewrite`` has changed is an
-ordinary layer class: types, prices, padding and text follow from its graph. ``Technique.rewrite_local`` changes the graph that one rank
-runs.
+A technique gives the name of its module in this package as a string, because techniques are imported first. A class that
+``Technique.rewrite`` has changed is an ordinary layer class: types, prices, padding and text follow from its graph.
+``Technique.rewrite_local`` changes the graph that one rank runs.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Rewrite = Callable[[LayerClass], LayerClass | str]
 
 
 def rewrite_of(module: str) -> Rewrite:
-    """The function ``rewrite`` of a module in this package."""
+    """Return the function ``rewrite`` of a module in this package."""
     found: Rewrite = importlib.import_module(f"passes.{module}").rewrite
     return found
 
 
 def rewritten_class(cls: LayerClass, options: Options) -> LayerClass:
-    """``cls`` after the rewrites of ``options`` that are possible for it."""
+    """Return ``cls`` after those rewrites of ``options`` that it allows."""
     for module in options.rewrites:
         found = rewrite_of(module)(cls)
         cls = cls if isinstance(found, str) else found
@@ -39,7 +39,7 @@ def rewritten_class(cls: LayerClass, options: Options) -> LayerClass:
 
 
 def rewritten_graph(graph: Graph, strategies: Sequence[Strategy]) -> Graph:
-    """``graph`` with the classes of all layers rewritten; ``graph`` itself if nothing changes."""
+    """Return ``graph`` with the classes of all layers rewritten; ``graph`` itself if nothing changes."""
     found = {
         layer.cls: rewritten_class(graph.classes[layer.cls], strategy.options)
         for layer, strategy in zip(graph.layers, strategies, strict=True)
@@ -50,20 +50,21 @@ def rewritten_graph(graph: Graph, strategies: Sequence[Strategy]) -> Graph:
 
 
 class LocalRewrite(Protocol):
-    """Returns the local graph of a class under a technique's value; ``sharding`` is that of what the graph computes."""
+    """Rewrites the local graph of ``cls`` for a technique's value; ``sharding`` is that of a microbatch, or of the part of one that the
+    graph computes."""
 
     def __call__(self, gm: fx.GraphModule, cls: LayerClass, sharding: Sharding, value: str) -> fx.GraphModule: ...
 
 
 def local_rewrites(options: Options) -> Iterator[tuple[str, str, LocalRewrite]]:
-    """The names of the techniques that rewrite local graphs, in order, with their values and functions."""
+    """Yield the names of the techniques that rewrite local graphs, in order, with their values and functions."""
     for technique in LAYER:
         if technique.rewrite_local:
             yield technique.name, options[technique], _module(technique).rewrite_local
 
 
 def computed(cls: LayerClass, sharding: Sharding, options: Options) -> Sharding:
-    """The sharding of what a local graph computes: of a microbatch, or of a part of one."""
+    """Return the sharding of what a local graph computes: a microbatch, or a part of one."""
     if options.parts == 1:
         return sharding
     part = _module(options.splitting).part_of(cls, sharding)
@@ -72,8 +73,8 @@ def computed(cls: LayerClass, sharding: Sharding, options: Options) -> Sharding:
 
 
 def turns_of(cls: LayerClass, types: Sequence[AxisTypes], options: Options) -> Turns | str:
-    """Return where the parts of a layer's microbatches take turns; or why there can be no parts, whatever the shapes. ``types`` are those
-    of the microbatch axis, then of the mesh's axes (or runs of axes with equal types)."""
+    """Return where the parts of a layer's microbatches take turns, or the reason why no shapes allow parts. ``types`` has those of the
+    microbatch axis, then of the mesh's axes (or runs of axes with equal types)."""
     found: Turns | str = _module(options.splitting).turns_or_reason(cls, types)
     return found
 
@@ -81,8 +82,8 @@ def turns_of(cls: LayerClass, types: Sequence[AxisTypes], options: Options) -> T
 def products_of(
     cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str, bool]
 ) -> dict[Read, tuple[fx.Node, ...]]:
-    """The products whose weight gradients overlap the reduction of their input gradient, if a technique starts it early, by what they
-    read; ``types`` as in ``turns_of``, ``gradient`` says which values a gradient flows back through."""
+    """Return the products whose weight gradients overlap the reduction of their input gradient, if a technique starts it early, keyed by
+    the value that they read; ``types`` as in ``turns_of``, ``gradient`` says through which values a gradient flows."""
     found: dict[Read, tuple[fx.Node, ...]] = {}
     for technique in LAYER:
         if any(mode.early_collectives for mode in technique.modes):
@@ -96,11 +97,11 @@ def not_splittable_reason(cls: LayerClass, sharding: Sharding, options: Options)
 
 
 def _module(technique: Technique) -> Any:
-    """The module that rewrites local graphs for a technique. It has ``rewrite_local``; for values with several parts ``part_of``,
-    ``turns_or_reason`` and ``not_splittable_reason``; for values that start collectives early ``products_of``."""
+    """Return the module that rewrites local graphs for a technique. It has ``rewrite_local``; also, for values with several parts,
+    ``part_of``, ``turns_or_reason`` and ``not_splittable_reason``, and for values that start collectives early ``products_of``."""
     return importlib.import_module(f"passes.{technique.rewrite_local}")
 
 
-for _technique in LAYER:  # the ops that passes make are registered where their modules are imported
+for _technique in LAYER:  # importing the modules registers the ops that their passes create
     if _technique.rewrite:
         rewrite_of(_technique.rewrite)

@@ -15,9 +15,9 @@ Step = tuple[str, Pass]
 
 
 def run(gm: fx.GraphModule, steps: Iterable[Step]) -> fx.GraphModule:
-    """Apply ``steps`` in order; the notes of an exception name the failing step, with the last nodes of the graph.
+    """Apply ``steps`` in order; an exception gets a note that names the failing pass.
 
-    The graph is checked (``Graph.lint``) after each step when the logger is at debug level: linear in the graph's size, but not free.
+    At debug level, ``Graph.lint`` checks the graph after each step: its cost is linear in the graph's size, but not zero.
     """
     for name, step in steps:
         start_s = time.perf_counter()

@@ -1,8 +1,8 @@
-"""Selective recomputation: which results of a layer stay in memory, so that its backward pass need not compute them again.
+"""Selective recomputation: chooses the results of a layer that stay in memory, so that its backward pass need not compute them again.
 
-Matrix products, convolutions and attention are expensive to compute; all other ops are memory-bound or small. If a product is a
-partial sum over devices, its reduced sum is kept instead: to repeat the reduction would take longer than the product. The result of the
-last op whose operands autograd saves is not kept, because recomputation ends before it.
+Results of matrix products, convolutions and attention are kept, because these are expensive; all other ops are memory-bound or small. If a
+product is a partial sum over devices, its reduced sum is kept instead: to repeat the reduction would take longer than the product. The
+result of the last op whose operands autograd saves is not kept, because recomputation ends before it.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def rewrite_local(gm: fx.GraphModule, cls: LayerClass, sharding: Sharding, value
 
 
 def is_partial(node: fx.Node, axes: Sequence[str]) -> bool:
-    """Whether the node's value is a term of a sum over devices; ``axes`` are the names of the axes of its types."""
+    """Return whether the node's value is a partial sum over devices; ``axes`` has the names of the axes of its types."""
     return any(t.kind == "P" for axis, t in zip(axes, meta(node)["types"], strict=True) if axis != MICROBATCH)
 
 
 def _converted(node: fx.Node) -> fx.Node:
-    """The value that ``node`` converts."""
+    """Return the value from which ``node`` is converted, before the first conversion."""
     while node.target is convert:
         value = node.args[0]
         assert isinstance(value, fx.Node)

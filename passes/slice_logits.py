@@ -32,14 +32,14 @@ from autopar.units import Constant
 from passes.kernel_calls import KernelCall, KernelRequest, one_or_all
 
 COLUMNS = 8192
-"""The most columns of a slice of the unsharded vocabulary: 64 MB for 4,096 tokens in bfloat16, and products that are still large."""
+"""Maximum columns of a slice of the unsharded vocabulary: 64 MB for 4,096 tokens in bfloat16, and products that are still large."""
 
 Steps = tuple[kernels_logits.Step, ...]
 
 
 @cached_for_graphs(maxsize=1024)
 def rewrite(cls: LayerClass) -> LayerClass | str:
-    """``cls`` with its logits in slices, or the reason why it has none to slice ("computes no ...")."""
+    """Return ``cls`` with its logits in slices, or the reason why that can't be done ("computes no ...")."""
     losses = [node for node in cls.graph.graph.nodes if facts(node).kind is OpKind.CLASS_LOSS]
     if len(losses) != 1:
         return "computes no cross entropy of classes" if not losses else f"computes {len(losses)} cross entropies"
@@ -111,7 +111,7 @@ def _read_elsewhere(logits: fx.Node) -> str:
 
 
 def _is_biased(node: fx.Node) -> bool:
-    """Whether the node adds one number for each class to a product that nothing else reads."""
+    """Return whether the node adds one number for each class to a product that nothing else reads."""
     if op_name(node) != "aten.add" or len(node.args) != 2 or node.kwargs:
         return False
     product, bias = node.args
@@ -122,8 +122,8 @@ def _is_biased(node: fx.Node) -> bool:
 
 
 def _step(node: fx.Node) -> kernels_logits.Step | fx.Node | tuple[()] | None:
-    """What a node between product and loss does with each logit; the node itself if it selects some of the tokens, which can be done before
-    the product as well; an empty tuple if it only passes logits on; ``None`` if it does anything else."""
+    """Return what a node between product and loss does with each logit; the node itself if it selects some of the tokens, which can as well
+    be done before the product; an empty tuple if it only passes logits on; ``None`` if it does anything else."""
     name, numbers = op_name(node), node.args[1:]
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return None
@@ -181,8 +181,8 @@ SLICE_KERNELS_BACK = Constant(
 
 
 def _passes(node: fx.Node, size: Size) -> Passes:
-    """The passes over the logits, the live bytes of a slice while an op works on it, and the sum of the input's gradient, in float32 or
-    wider."""
+    """Return the bytes that passes over the logits move, forward and backward, the live bytes of a slice, and the number of kernels. The
+    input gradient is summed over the slices in float32 or wider."""
     slices = _slices(node)
     rows, weight = operands(node)[:2]
     x = tensors(meta(rows)["val"])[0]
@@ -191,9 +191,9 @@ def _passes(node: fx.Node, size: Size) -> Passes:
     casts, steps = narrow < wide, len(node.kwargs.get("after", ()))  # type: ignore[arg-type]
     forward = SLICE_PASSES.value * wide + casts * (narrow + wide) + steps * 2 * narrow
     backward = SLICE_PASSES_BACK.value * wide + casts * 2 * (narrow + wide) + steps * 5 * narrow
-    # in the backward pass the product, the wide slice, its gradient, and that in the product's dtype; one of each step
+    # live in the backward pass: the product, the slice in float32, its gradient in both dtypes, and one tensor for each step
     live = logits / slices * (2 * wide + casts * 2 * narrow + steps * narrow) + casts * x.numel() * wide
-    adding = slices * x.numel() * 2 * wide * (1 + casts)  # of each slice's part of the input's gradient
+    adding = slices * x.numel() * 2 * wide * (1 + casts)  # each slice adds its part of the input gradient
     kernels = slices * SLICE_KERNELS.value, slices * SLICE_KERNELS_BACK.value
     return Passes(forward * logits, backward * logits + adding, live, *kernels)
 
@@ -235,7 +235,9 @@ register(
         flops=_flops,
         slices=_slices,
         passes=_passes,
-        padding_after=lambda zero: True if zero[0] is None and zero[2] is None else None,  # of the vocabulary
+        padding_after=lambda zero: (
+            True if zero[0] is None and zero[2] is None else None
+        ),  # the vocabulary may be padded
         resize=_resize,
         call=_call,
         samples=_samples,

@@ -1,7 +1,7 @@
 """Cuts the model into pipeline stages: each stage's layers, and the values that cross its borders, with their types.
 
-A value that a later stage needs is passed on from stage to stage. Values cross a border in the types of the layer that produced them; the
-receiving stage converts them, as it does between two of its own layers.
+Each stage passes on the values that later stages need. Values cross a border in the types of the layer that produced them; the receiving
+stage converts them, as it does between two of its layers.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class Resharding:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage, local: its layers by index, its inputs and outputs.
+    """One pipeline stage as a rank runs it: the indices of its layers, its inputs and outputs.
 
-    ``inputs`` are the batch's tensors with the types in which the stage reads them; ``owned`` are the parameters that the stage
-    itself owns because several of its layers use them, with the first layer that does.
+    ``inputs`` maps the batch's tensors to the types in which the stage reads them. ``owned`` maps the parameters that several layers of
+    the stage share, and that the stage's module therefore owns, to the first of these layers.
     """
 
     index: int
@@ -70,7 +70,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class LocalProgram:
-    """All data that the emitter writes into a program: layers and stages, local."""
+    """All data that the emitter writes into a program: layers and stages as one rank runs them."""
 
     graph: Graph
     plan: Plan
@@ -111,12 +111,12 @@ def cut_stages(graph: Graph, plan: Plan, shardings: tuple[Sharding, ...]) -> Loc
 
 
 def admitted(cls: LayerClass, sharding: Sharding, strategy: Strategy) -> Strategy:
-    """The strategy, without parts if the layer's microbatches can't be computed in parts."""
+    """Return the strategy, or the same one without parts if the layer's microbatches can't be computed in parts."""
     return strategy.unsplit if not_splittable_reason(cls, sharding, strategy.options) else strategy
 
 
 def check_parts(graph: Graph, plan: Plan, shardings: tuple[Sharding, ...]) -> None:
-    """Raise ``UsageError`` if the plan computes microbatches in parts, and none of these layers can."""
+    """Raise ``UsageError`` if the plan computes microbatches in parts, but none of the layers concerned allows parts."""
     wanted = {
         i: planned.strategy.options for i, planned in enumerate(plan.layers) if planned.strategy.options.parts > 1
     }
@@ -129,14 +129,14 @@ def check_parts(graph: Graph, plan: Plan, shardings: tuple[Sharding, ...]) -> No
 
 
 def _deferred(graph: Graph, plan: Plan, layer: int) -> frozenset[int]:
-    """The indices of the parameters of a layer that no other layer of its stage reads."""
+    """Return the indices of the parameters of a layer that no other layer of its stage reads."""
     span = plan.stages[plan.stage_of(layer)]
     others = {name for i in range(span.start, span.stop) if i != layer for name in graph.layers[i].parameters}
     return frozenset(i for i, name in enumerate(graph.layers[layer].parameters) if name not in others)
 
 
 def _check_shared(graph: Graph, layers: list[LocalLayer]) -> None:
-    """Check that a parameter that several layers use, which is stored once, is padded in the same way in all of them."""
+    """Check that a parameter that several layers use is padded to one shape in all of them, because it is stored once."""
     for name, uses in graph.shared_parameters.items():
         found = {layers[i].cls.parameters[graph.layers[i].parameters.index(name)].shape: i for i in uses}
         if len(found) > 1:
@@ -186,8 +186,7 @@ def _stage(graph: Graph, plan: Plan, layers: tuple[LocalLayer, ...], index: int)
 
 
 def argument_keys(layer: GraphLayer) -> list[tuple[int, str]]:
-    """The values that a layer reads besides its parameters and buffers: the index of each among its placeholders, and its name in the
-    stage."""
+    """Return (placeholder index, name in the stage) for each value that a layer reads besides its parameters and buffers."""
     keys = [
         *layer.activations,
         *(f"input {name}" for name in layer.inputs),
@@ -217,7 +216,7 @@ def _reshardings(
 
 
 def _border_values(graph: Graph, plan: Plan, layers: tuple[LocalLayer, ...], cut: int) -> tuple[Border, ...]:
-    """The values that are produced before layer ``cut`` and read at or after it."""
+    """Return the values that are produced before layer ``cut`` and read at or after it."""
     if cut == 0:
         return ()
     read = {name for layer in graph.layers[cut:] for name in layer.activations}
@@ -233,9 +232,9 @@ def _border_values(graph: Graph, plan: Plan, layers: tuple[LocalLayer, ...], cut
 
 
 def _inputs(graph: Graph, layers: tuple[LocalLayer, ...], own: range, axes: int) -> dict[str, Types]:
-    """The types of the inputs: an input is sliced along the batch on an axis if all layers of the stage that read it need it sliced
-    there, and whole on the other axes: slicing a batch costs nothing, but gathering it again would. For the same reason it is not sliced
-    on an axis inside another axis on which a layer has yet to slice it."""
+    """Return the types in which the stage reads its inputs. An axis slices an input along the batch if all layers that read the input need
+    it sliced there; otherwise each rank has all of it, because a layer can slice it for nothing, but would have to gather it. An axis
+    inside one on which only some layers slice the input does not slice it either."""
     wanted: dict[str, list[Types]] = {}
     for i in own:
         first = len(graph.layers[i].activations)

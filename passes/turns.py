@@ -1,4 +1,4 @@
-"""Where the halves of a microbatch take turns in a layer, and which collectives overlap: a dataclass that passes make and prices read.
+"""Says where the halves of a microbatch take turns in a layer, and which collectives overlap. Passes create ``Turns``, and prices read it.
 
 Turns cut a layer into pieces. The halves A and B run the pieces in the order A1, A2, B1, A3, B2, ...
 """
@@ -16,8 +16,8 @@ Read = tuple[str, Types]
 
 
 def overlapped_pieces(issued: int, awaited: int) -> tuple[range, range]:
-    """Return the other half's pieces that overlap a collective of A, and those that overlap one of B. The collective is issued at the end
-    of piece ``issued`` and awaited before piece ``awaited``."""
+    """Return the pieces of half B that overlap a collective of half A, and the pieces of A that overlap one of B. The collective is issued
+    at the end of piece ``issued`` and awaited before piece ``awaited``."""
     return range(issued - 1, awaited - 1), range(issued + 2, awaited + 2)
 
 

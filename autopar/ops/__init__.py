@@ -1,1 +1,1 @@
-"""Facts about ops for rules, prices, passes and capture: operands and names, FLOPs and bytes, the op of a mixture of experts."""
+"""Facts about ops for rules, cost model, passes and capture: operands and names, FLOPs and bytes, the op of a mixture of experts."""

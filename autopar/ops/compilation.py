@@ -1,4 +1,4 @@
-"""Whether ``torch.compile`` can compile a layer class: its ops decide."""
+"""Says whether ``torch.compile`` can compile a layer class, judging by its ops."""
 
 from __future__ import annotations
 

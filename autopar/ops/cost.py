@@ -1,10 +1,10 @@
-"""The cost of an op: FLOPs and bytes of device memory, at the shapes of its node.
+"""Computes the cost of an op, FLOPs and bytes of device memory, at the shapes of its node.
 
 Matrix products, convolutions and attention count FLOPs; other ops are memory-bound and count bytes read and written; views are free.
-Counts are those of the global tensors of ``meta(node)["val"]``; the caller divides them among the devices of an axis.
+Counts are for the global tensors in ``meta(node)["val"]``; the caller divides them among the devices of an axis.
 
-Conventions: a multiply-add is two FLOPs; attention is flash attention (no score matrix in memory); *executed* FLOPs of causal attention
-are half, *model* FLOPs (for MFU) are those of the full square, as in Megatron's and nanotron's published numbers.
+Conventions: a multiply-add is two FLOPs; attention is flash attention (no score matrix in memory). *Model* FLOPs (for MFU) of causal
+attention are those of the full score matrix, as in Megatron's and nanotron's published numbers; *executed* FLOPs are half of them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from autopar.ops.meta import meta
 from autopar.ops.operands import arguments, operands, shape_of, val
 from autopar.ops.own import own_op
 
-# backward over forward FLOPs of attention: flash attention has five products (one recomputes the scores) for forward's two
+# backward over forward FLOPs of attention: flash attention's backward has five products (one recomputes the scores), its forward two
 ATTENTION_BACKWARD = 2.5
 ATTENTION_BACKWARD_KERNELS = 2  # the row sums of gradient times result, then the gradients of query, key and value
-SAVED_ATTENTION_BACKWARD = 2.0  # if the scores are saved, and by the convention of model FLOPs
+SAVED_ATTENTION_BACKWARD = 2.0  # the same ratio if the scores are saved, and by the convention of model FLOPs
 
 
 def tensors(value: object) -> list[torch.Tensor]:
@@ -43,7 +43,8 @@ def tensor_operands(node: fx.Node) -> list[fx.Node]:
 
 
 def is_attention(node: fx.Node) -> bool:
-    """Whether the op is attention, torch's or a custom op with attention in its name: its first three tensors are query, key, value."""
+    """Return whether the op is attention: torch's, or a custom op with "attention" in its name whose first three tensors are query, key and
+    value."""
     return "attention" in facts(node).short and len(tensor_operands(node)) >= 3
 
 
@@ -59,18 +60,18 @@ def op_cost(node: fx.Node) -> tuple[float, float]:
 
 
 def executed_flops(node: fx.Node) -> float:
-    """Return executed forward FLOPs: a causal mask halves attention."""
+    """Return executed forward FLOPs: a causal mask halves those of attention."""
     full = model_flops(node)
     return full / 2 if full and is_attention(node) and _causal(node) else full
 
 
 def model_flops(node: fx.Node) -> float:
-    """Return forward FLOPs by the convention for MFU: attention counts the full square."""
+    """Return forward FLOPs by the convention for MFU: attention counts the full score matrix."""
     if node.op != "call_function" or not tensors(meta(node).get("val")):
         return 0.0
     if is_attention(node):
         return _attention_flops(node)
-    if isinstance(node.target, Experts):  # of all chosen rows, as in the shapes of its body
+    if isinstance(node.target, Experts):  # the shapes in the body count all chosen rows
         return sum(model_flops(inner) for inner in node.target.body.graph.nodes)
     own = own_op(node)
     formula = own.flops if own is not None else _FLOPS.get(facts(node).kind)
@@ -81,7 +82,7 @@ def model_flops(node: fx.Node) -> float:
 class GradientProduct:
     """A product in an op's backward: its FLOPs, and the operand whose gradient it computes.
 
-    In a mixture of experts the gradient of a value between two products counts for the tokens.
+    In a mixture of experts, the gradient of a value between two products counts as one of the tokens.
     """
 
     flops: float
@@ -89,9 +90,9 @@ class GradientProduct:
 
 
 def gradient_products(node: fx.Node, wants: Mapping[str, bool]) -> tuple[GradientProduct, ...]:
-    """Return the products of the backward of an op other than attention: one per factor that needs a gradient, as large as the forward's.
+    """Return the products in the backward of an op other than attention: for each factor that needs a gradient one as large as the forward.
 
-    ``wants``: whether each value needs a gradient.
+    ``wants`` says whether a value needs a gradient.
     """
     if isinstance(node.target, Experts):
         return tuple(_experts_gradient_products(node, node.target, wants))
@@ -144,7 +145,7 @@ def _attention_flops(node: fx.Node) -> float:
 
 
 def _product(node: fx.Node) -> float:
-    """A product whose contracted dim is the last of its left factor."""
+    """Return the FLOPs of a product that contracts the last dim of its left factor."""
     return 2.0 * val(node).numel() * shape_of(factors(node)[0])[-1]
 
 
@@ -160,7 +161,7 @@ def _einsum(node: fx.Node) -> float:
     for letters, operand in zip(
         str(node.args[0]).split("->")[0].replace(" ", "").split(","), operands(node), strict=True
     ):
-        if "." in letters:  # of a graph that was not cleaned
+        if "." in letters:  # only in a graph that was not cleaned
             return 0.0
         for letter, size in zip(letters, shape_of(operand), strict=True):
             sizes[letter] = max(size, sizes.get(letter, 1))  # an operand of size 1 is broadcast

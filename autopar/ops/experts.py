@@ -1,9 +1,9 @@
-"""Mixtures of experts as ops, with the experts' body, which the model defines, as a graph.
+"""A mixture of experts as one op, with the model's code of an expert (the body) as a graph.
 
 An ``Experts`` is a node's target, like ``aten.linear``: the node's operands are the tokens ``[..., h]``, the router's choices
 ``[..., k]`` and their weights ``[..., k]``, and the experts' parameters with the experts as dim 0. The body is a graph of ``(rows, counts,
-*parameters)`` over all chosen rows, sorted by expert. It treats rows independently, so that tokens can be sharded, permuted and sent to
-other ranks.
+*parameters)`` over all chosen rows, sorted by expert. It computes each row independently, so that tokens can be sharded, permuted and sent
+to other ranks.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from autopar.program import kernels_experts
 
 
 class Experts:
-    """The op of a mixture. Two are equal if their bodies are the same graph at the same shapes."""
+    """The op of a mixture. Two ops are equal if they have as many experts, and their bodies are the same graph at the same shapes."""
 
     def __init__(self, body: fx.GraphModule, count: int) -> None:
-        self.__name__ = self.__qualname__ = "experts"  # fx's name for the node, and the table's for the op
+        self.__name__ = self.__qualname__ = "experts"  # fx names the node by it, the table of rules the op
         self.__module__ = kernels_experts.__name__
         self.body, self.count = body, count
         self._text = tuple(_described(body))
@@ -53,8 +53,8 @@ class Experts:
 
 
 def odd_products(op: Experts, shapes: Sequence[tuple[int, ...]]) -> dict[str, tuple[int, int]]:
-    """Return the body's grouped products that CUDA refuses at these local parameter shapes, with the widths of their rows and results,
-    not all of which are multiples of 16 bytes. Only bfloat16 uses grouped products."""
+    """Return the grouped products of the body that CUDA refuses at these local parameter shapes, with the widths (in elements) of their
+    rows and results: one of the two is no multiple of 16 bytes. Only bfloat16 uses grouped products."""
     rows, counts, *parameters = (meta(node)["val"] for node in op.body.graph.nodes if node.op == "placeholder")
     if parameters[0].dtype != torch.bfloat16:
         return {}
@@ -84,7 +84,7 @@ class _ProductWidths(fx.Interpreter):
 
 
 def expert_by_expert(op: Experts, names: Collection[str]) -> Experts:
-    """Return the mixture with the named grouped products of its body replaced by one product per expert."""
+    """Return the mixture with one product per expert in place of each grouped product that ``names`` has."""
     body = copy.deepcopy(op.body)
     for node in body.graph.nodes:
         if node.name in names:

@@ -1,4 +1,4 @@
-"""Facts about each op, in a table by name: its kind, and what follows from it.
+"""A table of facts about each op, keyed by name: its kind, and what follows from the kind.
 
 Rules, cost model, passes, capture, emit and checks use ``facts(node)`` instead of comparing names. Ops that aren't in the table are of
 kind ``OTHER``. FLOPs and bytes depend on shapes, and are in ``autopar.ops.cost``.
@@ -21,7 +21,7 @@ _TORCHS_OWN = frozenset(("aten", "prim", "prims", "autopar", "profiler", "higher
 
 
 def aten_names(text: str) -> tuple[str, ...]:
-    """Return full names of the ATen ops in ``text``: ``"aten.view"`` etc."""
+    """Return the full names of the ATen ops in ``text``, such as ``"aten.view"``."""
     return tuple(f"aten.{name}" for name in text.split())
 
 
@@ -71,8 +71,8 @@ _LINEAR = frozenset(
     (*aten_names("rsub neg sum mean cat stack"), "_operator.getitem", "kernels.reshape", "kernels.expand")
     + ("collectives.convert", "collectives.share", "localise_layer.scale")
 )
-# Pointwise ops that torch doesn't tag as pointwise, or not in all overloads; the tests check each by execution. Not views, nor ops with an
-# operand that isn't broadcast (``prelu``), copies (``type_as``), or ops on rows (``renorm``).
+# Pointwise ops that torch doesn't tag as pointwise, or not in all overloads; the tests check each by execution. Views are left out, and so
+# are ops with an operand that isn't broadcast (``prelu``), copies (``type_as``), and ops on rows (``renorm``).
 ALSO_POINTWISE = frozenset(
     aten_names(
         """where to _to_copy clamp clip masked_fill fill zero zeros_like ones_like full_like
@@ -89,9 +89,10 @@ NOT_POINTWISE = frozenset(("aten::where",))  # with one argument: indices
 class Op:
     """The facts about an op, for all its overloads, arguments and shapes.
 
-    ``name`` is ``"aten.linear"`` for every overload of ``aten::linear``; for a Python function its module's last name and its name, as in
-    ``"kernels.cross_entropy_sum"`` and ``"_operator.getitem"``; empty for a node that isn't a call. ``seeded``: torch tags the op as
-    random. ``pointwise``: each element of the result depends only on the operands' elements at the same (broadcast) position.
+    ``name`` is ``"aten.linear"`` for every overload of ``aten::linear``; for a Python function it is the last part of the module's name and
+    the function's name, as in ``"kernels.cross_entropy_sum"`` and ``"_operator.getitem"``; it is empty for a node that isn't a call.
+    ``seeded``: torch tags the op as random. ``pointwise``: each element of the result depends only on the operands' elements at the same
+    (broadcast) position.
     """
 
     name: str
@@ -121,14 +122,14 @@ class Op:
 
     @property
     def is_expensive(self) -> bool:
-        """Whether selective recomputation saves the result, because recomputing it costs more than its memory."""
+        """Whether selective recomputation saves the result, because recomputing it costs more than keeping it in memory."""
         return self.is_product or self.is_attention or self.kind is OpKind.EINSUM
 
     @property
     def may_be_summed(self) -> bool:
         """Whether selective recomputation saves the reduced result if the result is a partial sum.
 
-        Lookups in a row-sharded table give partial sums; so do products over slices, and additions to partial sums.
+        Lookups in a row-sharded table give partial sums; so do products that contract a sharded dim, and additions to partial sums.
         """
         return self.is_expensive or self.kind in (OpKind.LOOKUP, OpKind.ADDITION)
 
@@ -144,7 +145,7 @@ class Op:
 
     @property
     def is_view(self) -> bool:
-        """Whether the op is a view by its name (a reshape may copy: ``price.trace`` finds out)."""
+        """Whether the op's name is that of a view (a reshape may copy: ``price.trace`` runs it to see)."""
         return self.kind in _VIEWS or self.name in _OTHER_VIEWS
 
     @property
@@ -189,7 +190,7 @@ def op_of(target: Any) -> Op:
 
 
 def facts(node: fx.Node) -> Op:
-    """The facts about the node's op."""
+    """Return the facts about the node's op."""
     return op_of(node.target) if node.op == "call_function" else _NO_CALL
 
 
@@ -199,7 +200,7 @@ def op_name(node: fx.Node) -> str:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether two evaluations may differ (dropout, rand, bernoulli)."""
+    """Return whether two evaluations may differ (dropout, rand, bernoulli)."""
     op = facts(node)
     if op.is_attention:
         return bool(argument(node, 4, "dropout_p", 0.0))
@@ -209,10 +210,10 @@ def is_random(node: fx.Node) -> bool:
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Whether each element of the result depends only on the operands' elements at the same (broadcast) position."""
+    """Return whether each element of the result depends only on the operands' elements at the same (broadcast) position."""
     return facts(node).pointwise and not is_random(node)
 
 
 def is_custom(target: Any) -> bool:
-    """Whether ``target`` is an operator that is neither torch's nor autopar's."""
+    """Return whether ``target`` is an operator that is neither torch's nor autopar's."""
     return overload_name(target) is not None and op_of(target).name.partition(".")[0] not in _TORCHS_OWN

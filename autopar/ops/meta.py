@@ -1,4 +1,4 @@
-"""The typed keys of ``fx.Node.meta`` and ``fx.GraphModule.meta``: those that autopar writes, and torch's that it reads.
+"""Declares the keys of ``fx.Node.meta`` and ``fx.GraphModule.meta`` that autopar writes, or that torch writes and autopar reads.
 
 ``meta(node)`` is ``node.meta`` with these types, so that mypy refuses undeclared keys.
 """
@@ -25,7 +25,8 @@ class NodeMeta(TypedDict, total=False):
     stack_trace: str | None
     """The lines of the user's code that created the node."""
 
-    # of placeholders, written by capture (export, constants) and cleaning (linear, functional): each has one of the first four
+    # of placeholders, written by capture (export, constants) and cleaning (linear, functional); each has exactly one of ``parameter``,
+    # ``input``, ``buffer`` and ``constant``
     parameter: Parameter
     input: str
     """The name of a tensor in the batch."""
@@ -41,7 +42,7 @@ class NodeMeta(TypedDict, total=False):
 
     # of all nodes of a captured graph
     gradient: bool
-    """Whether a gradient flows through the node. Written by cleaning, and for a rank's graph by ``passes.layer``."""
+    """Whether a gradient flows through the node. Cleaning writes this key; for a rank's graph ``passes.layer`` does."""
     no_grad: bool
     """Present for calls under ``torch.no_grad``. Written and read by cleaning."""
     main: bool
@@ -50,7 +51,7 @@ class NodeMeta(TypedDict, total=False):
     needs_input: bool
     """Whether the node depends on an input."""
     scalar: bool
-    """Whether the node is a 0-d value that depends only on inputs, and that layers read: it is computed once, before the first layer."""
+    """Whether the node is a 0-d value that depends only on inputs and that layers read; it is computed once, before the first layer."""
     scalar_name: str
     """The name of a scalar. Written by the cleaning of losses."""
     scalar_value: Value
@@ -60,20 +61,20 @@ class NodeMeta(TypedDict, total=False):
     types: tuple[SpmdType, ...]
     """The type on each axis. Written by ``passes.collectives``."""
     global_shape: tuple[int, ...]
-    """The shape on all ranks together; the shape of ``val`` is one rank's. Written by ``passes.localise_layer``."""
+    """The global shape; ``val`` has one rank's. Written by ``passes.localise_layer``."""
     product: str
     """The name of the product into which a bias was fused. Written by ``passes.fuse_bias``, read by ``passes`` and ``emit``."""
     caller: str
     """The runtime function that wraps the node's call. Written by the passes of techniques, read by ``emit``."""
     joined: bool
-    """Whether the node is a collective and products in one call (``passes.joined``)."""
+    """Whether the call combines a collective and products (``passes.joined``)."""
     turn: bool
     """Whether the other half of the microbatch runs before the node. Written by the passes of techniques, read by ``emit``, like the next
     five."""
     inner: str
     """The function that issues the async communication of the node's kernel, during which the other half runs."""
     across: bool
-    """Whether the other half runs between the node and a reader."""
+    """Whether the other half runs between the node and one of its readers."""
     async_op: str
     """The function that issues an async conversion."""
     once: bool
@@ -106,10 +107,10 @@ class GraphMeta(TypedDict, total=False):
 
 
 def meta(node: fx.Node) -> NodeMeta:
-    """The node's metadata."""
+    """Return the node's metadata."""
     return cast(NodeMeta, node.meta)
 
 
 def graph_meta(gm: fx.GraphModule) -> GraphMeta:
-    """The graph's metadata."""
+    """Return the graph's metadata."""
     return cast(GraphMeta, gm.meta)

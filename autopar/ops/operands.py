@@ -1,4 +1,4 @@
-"""A node's tensor operands, arguments by name, and shape."""
+"""Reads a node's tensor operands, named arguments, shape and dtype."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autopar.torch_private import overload_schema
 
 
 def is_tensor(node: fx.Node) -> bool:
-    """Whether the node's value is a tensor, or a tuple or list that holds one."""
+    """Return whether the node's value is a tensor, or a tuple or list that holds one."""
     value = meta(node).get("val")
     if isinstance(value, tuple | list):
         return any(isinstance(item, torch.Tensor) for item in value)
@@ -40,7 +40,7 @@ def operands(node: fx.Node) -> tuple[fx.Node, ...]:
 def arguments(node: fx.Node) -> dict[str, Any]:
     """Return the node's arguments by name, in the schema's order, with defaults.
 
-    For a Python function without a readable signature: its positional arguments, named ``"0"``, ``"1"``, ...
+    The positional arguments of a Python function without a readable signature are named ``"0"``, ``"1"``, ...
     """
     schema = overload_schema(node.target)
     if schema is not None:
@@ -57,34 +57,34 @@ def arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def args_of(node: fx.Node) -> tuple[Any, ...]:
-    """Return the positional arguments typed as ``Any``, since fx's type is too wide to use without casts."""
+    """Return the positional arguments, typed as ``Any`` because fx's type is too wide to use without casts."""
     return node.args
 
 
 def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
-    """Return the argument at position ``index`` or keyword ``name``."""
+    """Return the argument at position ``index`` or with the keyword ``name``, else ``default``."""
     return args_of(node)[index] if len(node.args) > index else node.kwargs.get(name, default)
 
 
 def val(node: fx.Node) -> torch.Tensor:
-    """The node's meta tensor."""
+    """Return the node's meta tensor."""
     value = meta(node)["val"]
     assert isinstance(value, torch.Tensor), (node, type(value))
     return value
 
 
 def first_tensor(node: fx.Node, index: int = 0) -> torch.Tensor:
-    """The node's meta tensor; the ``index``-th one if the value is a tuple."""
+    """Return the node's meta tensor; the ``index``-th one if the value is a tuple."""
     value = meta(node)["val"]
     found: torch.Tensor = value[index] if isinstance(value, tuple | list) else value
     return found
 
 
 def shape_of(node: fx.Node, index: int = 0) -> tuple[int, ...]:
-    """The global shape of the node's value; of its ``index``-th tensor if the value is a tuple."""
+    """Return the global shape of the node's value; of its ``index``-th tensor if the value is a tuple."""
     return tuple(first_tensor(node, index).shape)
 
 
 def dtype_of(node: fx.Node) -> torch.dtype:
-    """The dtype of the node's value, which is one tensor."""
+    """Return the dtype of the node's value, which is one tensor."""
     return val(node).dtype

@@ -1,4 +1,4 @@
-"""Fused ops that a pass of autopar creates, each with what the cost model, padding, kernels and checks need.
+"""A registry of fused ops that autopar's passes create, with the functions that cost model, padding, kernels and checks need.
 
 The pass's module registers the op, and adds its rule to ``rules.table``.
 """
@@ -15,11 +15,11 @@ from torch import fx
 from autopar.ops.facts import op_name
 
 Size = Callable[[torch.Tensor], int]
-"""Returns a tensor's bytes at the priced precision."""
+"""Returns the bytes of a tensor in the precision that is priced."""
 
 
 class Passes(NamedTuple):
-    """An op's work besides its products: bytes moved forward and backward, live bytes while it runs, and kernels of each pass."""
+    """An op's work besides its products: bytes moved forward and backward, live bytes while it runs, and kernels forward and backward."""
 
     forward_bytes: float
     backward_bytes: float
@@ -30,12 +30,12 @@ class Passes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OwnOp:
-    """A fused op, computed by a runtime function.
+    """A fused op that a runtime function computes.
 
-    ``name`` is that of ``ops.facts``. ``flops`` are those of its forward products, which backward recomputes (``slices`` kernels in each
-    direction); ``passes`` is the rest. ``padding_after`` is that of ``rules.padding`` for the op; ``resize`` gives the call of a padded
-    graph its true sizes. ``call`` makes a rank's call (``passes.kernel_calls``). ``samples`` makes arguments for checking the rule, from
-    functions that draw normal floats of a shape, and integers below a limit.
+    ``name`` is the op's name in ``ops.facts``. ``flops`` counts its forward products, which backward recomputes (``slices`` kernels in each
+    direction); ``passes`` is the rest of the work. ``padding_after`` has the result of ``rules.padding.padding_after``; ``resize`` sets the
+    true sizes in the call of a padded graph. ``call`` returns a rank's call (``passes.kernel_calls``). ``samples`` returns arguments for
+    checking the rule, from functions that draw normal floats of a shape, and integers below a limit.
     """
 
     name: str
@@ -50,14 +50,14 @@ class OwnOp:
 
 
 OWN_OPS: dict[str, OwnOp] = {}
-"""The ops by their names."""
+"""Maps names to the registered ops."""
 
 
 def register(op: OwnOp) -> None:
-    """Make an op known."""
+    """Add an op to the registry."""
     OWN_OPS[op.name] = op
 
 
 def own_op(node: fx.Node) -> OwnOp | None:
-    """Return the record of a node's fused op, or ``None``."""
+    """Return the registered op of a node, or ``None``."""
     return OWN_OPS.get(op_name(node)) if OWN_OPS else None

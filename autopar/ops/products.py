@@ -1,4 +1,4 @@
-"""Matrix products whose weight gradients zero-bubble schedules may defer."""
+"""Identifies the matrix products whose weight gradients zero-bubble schedules may defer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A node's lines in the user's source code, and the name that they give to its value."""
+"""Finds a node's lines in the user's source code, and the name that the code gives to the node's value."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TORCH = str(Path(torch.__file__).parent)
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in ([^\n]+)\n\s*(.+)')
 
 Frame = tuple[str, int, str, str]
-"""A file, the number of a line, the name of the function, and the line."""
+"""File, line number, name of the function, text of the line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,8 @@ def _frames(trace: str) -> list[Frame]:
 
 
 def user_frame(node: fx.Node) -> Frame | None:
-    """Return the user's frame that created the node: the last one of a ``forward`` method, or else of any function; torch's if none is
-    the user's, ``None`` without frames."""
+    """Return the user's frame that created the node: the innermost one of a ``forward`` method, or else of any function; torch's frame if
+    none is the user's; ``None`` without frames."""
     found = frames(node)
     users = [frame for frame in found if not frame[0].startswith(_TORCH)]
     best = [frame for frame in users if frame[2] == "forward"] or users or found
@@ -63,19 +63,19 @@ def source_line(node: fx.Node) -> str:
 def source_name(node: fx.Node) -> str:
     """Return the name that the user's code assigns the node's value to, or one derived from the code.
 
-    For ``y = self.up(x) * -f(x)`` that is ``y`` for the product, ``y_neg`` for its right factor, ``up`` and ``f`` for what the module and
-    the function return.
+    For ``y = self.up(x) * -f(x)`` the product is named ``y``, its right factor ``y_neg``, and the results of the module and the function
+    ``up`` and ``f``.
     """
     return _name(node)[0]
 
 
 def is_bound(node: fx.Node) -> bool:
-    """Whether the user's code assigns the node's value to a name."""
+    """Return whether the user's code assigns the node's value to a name."""
     return _name(node)[1]
 
 
 def _name(node: fx.Node) -> tuple[str, bool]:
-    """Return the name, and whether the code assigns it. A function's result has the name that its caller assigns it to."""
+    """Return the name, and whether the code assigns it. The result of a function takes the name to which its caller assigns it."""
     op, module, at = _op(node), _module_name(node), frames(node)
     for depth in reversed(range(len(at))):
         here = _statement(*at[depth][:2])
@@ -97,26 +97,26 @@ def _name(node: fx.Node) -> tuple[str, bool]:
 
 
 def _op(node: fx.Node) -> str:
-    """Return the op's name, with a number if it is a Python builtin."""
+    """Return the op's name; with fx's number if the name is one of a Python builtin."""
     name = re.sub(r"_\d+$", "", node.name)
     return node.name if hasattr(builtins, name) else name
 
 
 def _module_name(node: fx.Node) -> str:
-    """Return the attribute name of the module that created the node; empty for a member of a list."""
+    """Return the attribute name of the module that created the node; empty for a member of a module list."""
     modules: list[Any] = list((meta(node).get("nn_module_stack") or {}).values())
     name = str(modules[-1][0]).split("@")[0].rpartition(".")[2] if modules else ""
     return "" if name.isdigit() or name == "module" else name
 
 
 def _index(node: fx.Node) -> int | None:
-    """Return the index of the node among an op's results."""
+    """Return the index of the node among an op's results; ``None`` if it is the only result."""
     index = node.args[1] if node.target is operator.getitem else None
     return index if isinstance(index, int) and index >= 0 else None
 
 
 def _is_last(node: fx.Node, at: list[Frame]) -> bool:
-    """Whether no other node of the same statement and frames (``at``) reads the node."""
+    """Return whether the node is the last of its statement: no other node of the same statement and frames (``at``) reads it."""
     place = [(file, _first_line(file, line)) for file, line, *_ in at]
     waiting, seen = list(node.users), set[fx.Node]()
     while waiting:
@@ -144,7 +144,7 @@ def _statement(file: str, line: int) -> _Statement | None:
 
 @lru_cache(maxsize=64)
 def _statements(file: str) -> dict[int, _Statement]:
-    """Return the simple statements of a file by line; empty if it can't be read."""
+    """Return the simple statements of a file, keyed by line number; empty if the file can't be parsed."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
@@ -161,7 +161,7 @@ _SEVERAL = (ast.Tuple, ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, 
 
 
 def _bound(node: ast.stmt) -> tuple[tuple[str, ...], bool]:
-    """Return the names that a statement assigns its expression to, and whether it returns it."""
+    """Return the names to which a statement assigns its expression, and whether it returns the expression."""
     if isinstance(getattr(node, "value", None), _SEVERAL):
         return (), False
     if isinstance(node, ast.Return):

@@ -1,4 +1,4 @@
-"""The candidates of a node on a mesh axis, from the node's rule at its shapes."""
+"""Lists the candidates of a node on a mesh axis: the types in which its rule lets it run at its shapes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Shape = tuple[int, ...]
 class Candidate:
     """Types in which a node may run on an axis.
 
-    ``operands`` follows ``operands(node)``; ``result`` is the type of every output. ``letter`` is the rule's letter that the axis shards,
-    or ``None``; ``extent`` is the letter's global size, which the axis's size must divide (0 if nothing is sharded). ``kernel`` names the
-    function of ``autopar.program.kernels`` that replaces the op. ``linear``: a partial sum passes through. Compute is only divided if
-    ``letter`` is set.
+    ``operands`` has the types of ``operands(node)``, in that order; ``result`` is the type of every output. ``letter`` is the rule's letter
+    that the axis shards, or ``None``; ``extent`` is the letter's global size, which the axis's size must divide (0 if nothing is sharded).
+    ``kernel`` names the function of ``autopar.program`` that replaces the op. ``linear``: a partial sum passes through. The op's compute is
+    divided among the ranks only if ``letter`` is set.
     """
 
     operands: tuple[SpmdType, ...]
@@ -39,7 +39,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class ShapedLine:
-    """A line at a node's shapes: the letters of every dim, with stars expanded and no letters on dims of size one."""
+    """A line bound to a node's shapes: the letters of every dim, with stars expanded and no letters on dims of size one."""
 
     line: Line
     operands: tuple[tuple[Dim, ...], ...]
@@ -66,15 +66,15 @@ def line_of(node: fx.Node, table: Mapping[str, Entry] = TABLE) -> Line | None:
 
 
 def has_rule(node: fx.Node) -> bool:
-    """Whether a rule covers the node; otherwise it can only be replicated."""
+    """Return whether a rule covers the node; otherwise it can only be replicated."""
     return line_of(node) is not None
 
 
 def candidates(node: fx.Node) -> tuple[Candidate, ...]:
     """Return the candidates of the node on an axis.
 
-    First all ``I`` and all ``R`` (without tensor operands: only ``R``), then one per letter that may be sharded, then those with partial
-    sums. Raises ``RuleError`` if the rule doesn't fit the shapes.
+    The first two are all ``I`` and all ``R`` (without tensor operands: only ``R``); then come one for each letter that may be sharded, and
+    those through which partial sums pass. Raises ``RuleError`` if the rule doesn't fit the shapes.
     """
     given = operands(node)
     if not given:
@@ -169,7 +169,7 @@ def _size(dim: Dim, size: int, extents: dict[str, int]) -> bool:
 
 
 def sharded(bound: ShapedLine) -> list[Candidate]:
-    """Return a candidate per letter that may be sharded."""
+    """Return one candidate for each letter that may be sharded."""
     found = []
     kernels = dict(bound.line.kernels)
     for letter, extent in bound.extents.items():
@@ -191,7 +191,7 @@ def sharded(bound: ShapedLine) -> list[Candidate]:
 
 
 def _joint(bound: ShapedLine, letters: str, kernel: Kernel) -> Candidate | None:
-    """Return the candidate of a kernel for two letters on one axis: each operand is sharded along the one that it has."""
+    """Return the candidate of a kernel that shards two letters on one axis; each operand is sharded along the letter that it has."""
     first, plus, second = letters.partition("+")
     extent = math.gcd(bound.extents.get(first, 1), bound.extents.get(second, 1))
     if not plus or extent < 2 or {first, second} & bound.fixed:
@@ -206,7 +206,7 @@ def _joint(bound: ShapedLine, letters: str, kernel: Kernel) -> Candidate | None:
 
 
 def _partial(bound: ShapedLine) -> list[Candidate]:
-    """Return the candidates in which partial sums pass through an op that is linear in them."""
+    """Return the candidates in which partial sums pass through the op, one for each group of operands in which it is linear."""
     count = len(bound.operands)
     groups = [frozenset(i for i in group if i < count) for group in bound.line.linear]
     return [Candidate(tuple(P if i in group else R for i in range(count)), P, linear=True) for group in groups if group]

@@ -1,4 +1,4 @@
-"""The rule of a mixture of experts, derived from the rules of the ops in the experts' body."""
+"""Derives the rule of a mixture of experts from the rules of the ops in the experts' body."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autopar.types import P, R, S, SpmdType
 
 
 def line(node: fx.Node) -> str:
-    """Return the rule of a mixture: an axis may shard tokens, experts, both together, or what ``slices`` finds in the body."""
+    """Return the rule of a mixture of experts: an axis may shard tokens, experts, both, or a dim inside every expert (``slices``)."""
     op = node.target
     assert isinstance(op, Experts)
     words = [["e", *("1" * (len(shape_of(p)) - 1))] for p in op.parameters]
@@ -36,10 +36,10 @@ def line(node: fx.Node) -> str:
 
 
 def slices(op: Experts) -> list[tuple[SpmdType, ...]]:
-    """Return the ways to slice experts (expert tensor parallelism): types of the parameters, not sharded in dim 0, with which the body's
-    result is a partial sum and no rows are sharded. Each dim is sharded in at most one of them.
+    """Return the ways to slice each expert (expert tensor parallelism), each as one type per parameter.
 
-    The types follow from the rules of the body's ops, without conversions between ops.
+    Dim 0, the experts, isn't sharded, nor are rows, and the body's result is a partial sum. Each dim is sharded in at most one way. The
+    types follow from the rules of the body's ops, without conversions between ops.
     """
     result = op.body.graph.output_node().args[0]
     order: dict[fx.Node, None] = {}  # each operand right before its first reader, so that wrong types fail early
@@ -76,8 +76,8 @@ def slices(op: Experts) -> list[tuple[SpmdType, ...]]:
 
 
 def is_row_wise(node: fx.Node, rows: set[fx.Node]) -> bool:
-    """Return whether the call treats rows independently and has no argument with their number, so that it may run on any rows in any order.
-    ``rows`` are the earlier nodes whose dim 0 is that of the rows."""
+    """Return whether the call computes each row independently and no argument states the number of rows, so that it may run on any rows in
+    any order. ``rows`` has the earlier nodes whose dim 0 is the rows."""
     if node.target in (kernels_experts.grouped_linear, kernels_experts.of_rows):
         return True
     if op_name(node) in _WITH_SIZES:
@@ -90,5 +90,5 @@ _WITH_SIZES = frozenset(
     f"aten.{name}" for name in ("view", "reshape", "expand", "_unsafe_view", "new_zeros", "new_ones", "repeat")
 )
 
-# not in the table's module, because this rule reads the table
+# Not in the table's module, because deriving this rule reads the table
 TABLE["kernels_experts.experts"] = line

@@ -1,21 +1,21 @@
 """The notation of sharding rules: one einsum-like line per op.
 
-A line names the dims of every tensor operand and of the result by letters; this defines how one mesh axis may shard the op::
+A line names the dims of every tensor operand and of the result by letters, and so defines how one mesh axis may shard the op::
 
     * k, n k, +n -> * n ; linear 0 1         aten.linear
     v d, * -> * d ; v = masked_embedding     aten.embedding
     b (g=2 r=4) l e!, b g s! e!, b g s! v! -> b (g r) l v!
 
 ========= ==========================================================================================================
-``a``     a dim. An axis that shards it shards it everywhere; a letter that the result lacks is summed over
+``a``     a dim. An axis that shards a letter shards it in all tensors; a letter that the result lacks is summed over
 ``*``     any number of leading dims; those of several operands are aligned from the right, as in broadcasting
 ``a!``    a dim that may not be sharded (one mark fixes the letter everywhere)
 ``a~``    a dim that could be sharded with a halo exchange, which no kernel does yet: like ``a!``
 ``(a b)`` a product of dims, outermost first; only its outermost letter may be sharded. ``a=3`` gives a size
 ``1``     a dim of size one, or one without a letter: never sharded
-``+n``    (before an operand) an additive operand: if the result is a partial sum, it must be one, too
+``+n``    (before an operand) an additive operand: if the result is a partial sum, the operand must be one, too
 ``; v = kernel`` or ``; v = kernel -> I``  sharding ``v`` replaces the op by this kernel (result type ``P``, or the given type)
-``; t+e = kernel``  an axis that shards both letters, each operand along the one that it has, replaces the op by this kernel
+``; t+e = kernel``  sharding both letters on one axis, each operand along the letter that it has, replaces the op by this kernel
 ``; linear 0 1`` the op is linear in operand 0, and in operand 1, each with the others fixed; ``; linear 0+1`` in both jointly
 ========= ==========================================================================================================
 
@@ -35,7 +35,7 @@ _TOKEN = re.compile(r"\s*(?:(?P<atom>[A-Za-z]\w*)(?:=(?P<size>\d+))?(?P<mark>[!~
 
 @dataclass(frozen=True, slots=True)
 class Atom:
-    """A letter in a position; ``size`` if the line has it; ``fixed`` if it may not be sharded."""
+    """A letter in a position; ``size`` if the line states it; ``fixed`` if the letter may not be sharded."""
 
     letter: str
     size: int | None = None
@@ -75,7 +75,7 @@ class Line:
 
 
 def parse(text: str) -> Line:
-    """Parse a line. Raises ``RuleError`` with the invalid part."""
+    """Parse a line. Raises ``RuleError``, which quotes the invalid part."""
     body, *clauses = (part.strip() for part in text.split(";"))
     left, arrow, right = body.partition("->")
     if not arrow:

@@ -5,11 +5,10 @@ each rank's size is rounded up. Dims with the same letter in rules are padded to
 multiples of its ``count`` (5 for five heads of width 8, although the projection's dim is 40), and padding increases the count.
 
 A group may be padded if padding doesn't change the results of any op on its dims, forward or backward; ``padding_after`` decides that for
-each op, and tracks whether the padding holds zeros or merely finite values. For a product that is summed over the group, one factor's
-padding must be zero. Gradients of a parameter's padding need not be zero (``sigmoid(0)`` isn't), so the program zeroes them before
-anything reads them.
+each op, and tracks whether the padding is zero or only finite. In a product that contracts the group, one factor's padding must be zero.
+Gradients of a parameter's padding need not be zero (``sigmoid(0)`` isn't), so the program zeroes them before anything reads them.
 
-Batches and sequences are never padded, and neither is a dim with a softmax, a norm or an unknown op on it.
+Batches and sequences are never padded, and neither is a dim that a softmax, a norm or an unknown op reads.
 """
 
 from __future__ import annotations
@@ -49,14 +48,14 @@ NodeDim = tuple[str, int]
 
 @dataclass(frozen=True)
 class Padding:
-    """The groups of a layer class that may be padded: the group of each dim, each group's ``count``, and each node's tensor operands."""
+    """The groups of a layer class that may be padded: each dim's group (an index), each group's count, and each node's tensor operands."""
 
     groups: dict[NodeDim, int]
     counts: tuple[int, ...]
     operands: dict[str, tuple[str, ...]]
 
     def multiples(self, axes: Sequence[Axis], types: Sequence[AxisTypes]) -> tuple[int, ...]:
-        """Return for each group the product of the sizes of the axes that shard one of its dims: ``count`` is rounded up to a multiple."""
+        """Return for each group the product of the sizes of the axes that shard it; the group's count is rounded up to a multiple of it."""
         multiples = [1] * len(self.counts)
         for axis, solution in zip(axes, types, strict=True):
             for group in self.sharded(solution) if axis.size > 1 else ():
@@ -72,7 +71,7 @@ class Padding:
         return frozenset(group for group in groups if group is not None)
 
     def is_needed(self, multiples: Sequence[int]) -> bool:
-        """Return whether a group's count isn't divisible."""
+        """Return whether any group's count isn't divisible by its multiple."""
         return any(count % multiple for count, multiple in zip(self.counts, multiples, strict=True))
 
     def shape(self, name: str, shape: Iterable[int], multiples: Sequence[int]) -> tuple[int, ...]:
@@ -85,7 +84,7 @@ class Padding:
 
 
 def round_up(count: int, multiple: int) -> int:
-    """Round ``count`` up to a multiple."""
+    """Round ``count`` up to a multiple of ``multiple``."""
     return -(-count // multiple) * multiple
 
 
@@ -142,7 +141,7 @@ class _Analysis:
         self.fixed |= {(node.name, dim) for dim in range(len(shape_of(node)))}
 
     def _fix_borders(self) -> None:
-        """Fix the sizes of inputs that aren't parameters, and of outputs."""
+        """Fix the sizes of outputs and of inputs other than parameters; the padding of parameters is zero."""
         inputs = [node for node in self.nodes if node.op == "placeholder"]
         weights = inputs[len(inputs) - len(self.cls.parameters) :]
         output = self.cls.graph.graph.output_node()
@@ -152,7 +151,7 @@ class _Analysis:
             self.zero |= {(node.name, dim): True for dim in range(len(shape_of(node)))}
 
     def _group_dims(self, node: fx.Node) -> None:
-        """Group dims with the same outermost letter; fix those whose letter is an inner one of another dim, or may not be sharded."""
+        """Group dims with the same outermost letter; fix those whose letter is an inner letter of another dim, or may not be sharded."""
         line = line_of(node)
         if not operands(node) or line is None:
             for value in (node, *operands(node)):
@@ -176,7 +175,7 @@ class _Analysis:
         self.fixed |= {node_dim for letter, node_dim in first.items() if letter in inner or letter in bound.fixed}
 
     def _propagate(self, node: fx.Node) -> None:
-        """Fix the dims of letters for which the node doesn't allow padding; record whether the result's padding is zero for the others."""
+        """Fix the dims of letters for which the node doesn't allow padding; for the others record whether the result's padding is zero."""
         line = self.lines.get(node.name)
         if line is None:
             return
@@ -197,10 +196,10 @@ class _Analysis:
 
 
 def padding_after(node: fx.Node, zero: Sequence[bool | None], in_result: bool) -> bool | None:
-    """Return whether the padding of the result is zero (``False``: finite); ``None`` if the node doesn't allow padding.
+    """Return whether the padding of the result is zero (``False``: only finite); ``None`` if the node doesn't allow padding.
 
-    ``zero`` has the same for each operand, or ``None`` if the operand lacks the dim. ``in_result`` is ``False`` for an op that sums over
-    the dim: then ``True`` and ``False`` mean the same.
+    ``zero`` says the same of each operand; it is ``None`` for an operand that lacks the dim. ``in_result`` is ``False`` for an op that sums
+    over the dim: then ``True`` and ``False`` both mean that padding is allowed.
     """
     op = facts(node)
     name, kind = op.name, op.kind
@@ -245,5 +244,5 @@ def _letters(line: ShapedLine, dim: Dim) -> list[str]:
 
 
 def _dim(line: ShapedLine, dims: tuple[Dim, ...], letter: str) -> int | None:
-    """Return the dim whose outermost letter is ``letter``."""
+    """Return the dim whose outermost letter is ``letter``, or ``None``."""
     return next((i for i, dim in enumerate(dims) if _letters(line, dim)[:1] == [letter]), None)

@@ -1,8 +1,8 @@
-"""The table of sharding rules: a line per op, or a function that writes the line from a node's arguments.
+"""The table of sharding rules: one line for each op, or a function that writes the line from a node's arguments.
 
-Names are those of ``autopar.ops.facts.op_name``: an entry covers all overloads. An op without an entry is replicated, with a note in the
-plan. ``autopar.checks.samples`` has arguments for every entry, and the tests execute each entry on shards. An entry only has letters and
-linearity that spmd-types can follow in the emitted program.
+Names are those of ``autopar.ops.facts.op_name``, so an entry covers all overloads. An op without an entry is replicated, and the plan
+notes it. ``autopar.checks.samples`` has arguments for every entry, and the tests execute each entry on shards. An entry has only letters
+and linearity that spmd-types can follow in the emitted program.
 """
 
 from __future__ import annotations
@@ -125,14 +125,14 @@ TABLE: dict[str, Entry] = {
     "aten.index_select": v.index_select,
     **dict.fromkeys(aten_names("gather scatter"), v.gather),
     "aten.one_hot": v.one_hot,
-    # mixtures of experts, and the products in their bodies (where rows are sorted by expert, and so are not sharded)
+    # the products in the bodies of mixtures of experts, whose rows are sorted by expert and therefore never sharded
     "kernels_experts.grouped_linear": "s! k, e! n k, e! -> s! n ; linear 0 1",
     "kernels_experts.of_rows": v.of_rows,
-    # created without operands: the same on every rank
+    # created without operands: equal on every rank
     **dict.fromkeys(_FACTORIES, "-> *"),
     **dict.fromkeys(aten_names("new_zeros new_ones new_full new_empty"), v.new_tensor),
 }
-"""By op name: the op's line, or the function that writes it."""
+"""Maps an op's name to its line, or to the function that writes the line."""
 
 KERNELS: dict[str, Entry] = {"aten.scaled_dot_product_attention": v.ring_attention}
-"""Second lines of ops: kernels that shard them differently."""
+"""Second lines of ops, for kernels that shard them in another way."""

@@ -1,7 +1,7 @@
-"""Communication inside kernels, which isn't a conversion between types.
+"""Lists the communication inside kernels, which isn't a conversion between types.
 
-A kernel replaces an op if a letter is sharded (``candidates``), and may communicate while it runs. The op-level optimum, the cost model
-and the structural check all take a kernel's collectives and bytes from here.
+A kernel replaces an op if a letter is sharded (``candidates``), and may communicate while it runs. The solver of types (``autopar.shard``),
+the cost model and the check of collectives all take a kernel's collectives and bytes from here.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from autopar.ops.operands import arguments, dtype_of, operands, shape_of
 from autopar.types import Collective
 
 OF_MICROBATCHES = frozenset(("step_statistics", "local_batch_norm"))
-"""Kernels that don't need all microbatches at once."""
+"""Kernels that can run on one microbatch after the other."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wire:
     """Communication over the axes on which a kernel runs.
 
-    Its bytes are ``times`` those of ``value`` (a node's full tensor; the caller divides it by the other axes), with ``itemsize`` bytes per
-    element, or the value's (``None``). ``forward`` and ``backward`` are the collectives of the two passes. With ``per_rank`` the bytes are
-    each rank's contribution to a gather. ``overlapped``: the kernel overlaps it with its compute.
+    Its bytes are ``times`` those of ``value`` (a node's global tensor; the caller divides by the other axes), at ``itemsize`` bytes per
+    element (``None``: the value's). ``forward`` and ``backward`` are the collectives of the two passes. With ``per_rank`` the bytes are
+    each rank's contribution to a gather. ``overlapped``: the kernel overlaps the communication with its compute.
     """
 
     value: fx.Node
@@ -46,7 +46,7 @@ class Wire:
 
 
 def kernel_traffic(kernel: str, node: fx.Node) -> tuple[Wire, ...]:
-    """Return the communication of ``kernel`` in place of ``node``, if any."""
+    """Return the communication of ``kernel`` when it replaces ``node``; empty if it doesn't communicate."""
     known = _TRAFFIC.get(kernel)
     return known(node) if known is not None else ()
 
@@ -57,7 +57,7 @@ def _wide(node: fx.Node) -> int:
 
 
 def _vocabulary_loss(node: fx.Node, place: int = 1) -> tuple[Wire, ...]:
-    """Ranks' maxima are gathered, then two sums per label are reduced."""
+    """Return a gather of the ranks' maxima, and an all-reduce of two sums per label."""
     size, labels = _wide(operands(node)[0]), operands(node)[place]
     return (
         Wire(labels, Collective.ALL_GATHER, Collective.NONE, itemsize=size, per_rank=True),
@@ -66,8 +66,8 @@ def _vocabulary_loss(node: fx.Node, place: int = 1) -> tuple[Wire, ...]:
 
 
 def _ring(node: fx.Node) -> tuple[Wire, ...]:
-    """Keys and values go around the ring in both passes, and their gradients once more, back to their ranks. In the balanced (zigzag)
-    order for a causal mask, every sequence-sharded tensor also moves to its balanced position and back."""
+    """Return the rotations of keys and values around the ring in both passes, and of their gradients, which then shift back to their ranks.
+    With a causal mask, every sequence-sharded tensor also moves to its position in the balanced (zigzag) order and back."""
     query, key, value = operands(node)[:3]
     rotate, shift, none = Collective.ROTATE, Collective.SHIFT, Collective.NONE
     found = []
@@ -82,12 +82,12 @@ def _ring(node: fx.Node) -> tuple[Wire, ...]:
 
 
 def _statistics(node: fx.Node) -> tuple[Wire, ...]:
-    """Ranks' means and variances are gathered; the following conversion reduces the gradient."""
+    """Return a gather of the ranks' means and variances. The conversion that follows the op reduces the gradient."""
     return (Wire(node, Collective.ALL_GATHER, Collective.NONE, times=2 / 3, per_rank=True),)
 
 
 def _expert_exchange(node: fx.Node) -> tuple[Wire, ...]:
-    """Each token's row is sent to its experts and back, as is its gradient, after an exchange of row counts."""
+    """Return the all-to-alls of row counts, then of each token's row to its experts and back, and those of the gradients."""
     tokens, index = operands(node)[:2]
     assert isinstance(node.target, Experts)
     counts = node.target.count / math.prod(shape_of(index))

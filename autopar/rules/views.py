@@ -1,6 +1,7 @@
 """Lines of the ops whose dims depend on shapes and arguments: views, reductions, concatenation, indexing.
 
-Each function takes a node and returns its line, or ``None`` if there is no line for these arguments.
+Each function takes a node and returns its line, or ``None`` if there is no line for these arguments. Its docstring names the ops, then
+the dims that may be sharded, or those that may not.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ Words = list[str]
 
 
 def names(ndim: int) -> Words:
-    """A letter for every dim: a, b, c, ..."""
+    """Return a letter for every dim: a, b, c, ..."""
     assert ndim <= 26, ndim
     return [chr(ord("a") + i) for i in range(ndim)]
 
 
 def line(given: Sequence[Words], result: Words, *clauses: str) -> str:
-    """Write a line from the words of its dims."""
+    """Return the text of a line: operands and result are given as one word (a letter, say) for each dim."""
     return " ; ".join([", ".join(" ".join(words) for words in given) + " -> " + " ".join(result), *clauses])
 
 
 def dims_of(value: Any, ndim: int) -> tuple[int, ...]:
-    """Normalise a ``dim`` argument: ``None`` or ``[]`` mean all dims, an int one, negatives count from the end."""
+    """Normalise a ``dim`` argument: ``None`` or ``[]`` means all dims, an int means one, and negative numbers count from the end."""
     if value is None or (isinstance(value, list | tuple) and not value):
         return tuple(range(ndim))
     chosen = value if isinstance(value, list | tuple) else (value,)
@@ -41,12 +42,12 @@ def dims_of(value: Any, ndim: int) -> tuple[int, ...]:
 
 
 def source(node: fx.Node) -> tuple[int, ...]:
-    """The shape of the first tensor operand."""
+    """Return the shape of the first tensor operand."""
     return shape_of(operands(node)[0])
 
 
 def unsharded(words: Words, dims: Sequence[int]) -> Words:
-    """The words with ``!`` on ``dims``."""
+    """Return the words with ``!`` on ``dims``."""
     return [word + "!" if i in dims else word for i, word in enumerate(words)]
 
 
@@ -56,16 +57,16 @@ def unsharded(words: Words, dims: Sequence[int]) -> Words:
 def view(node: fx.Node) -> str:
     """view, reshape, flatten, unflatten, squeeze, unsqueeze: equal runs of dims, matched factor by factor."""
     left, right = factors(source(node), shape_of(node))
-    if not left:  # of a 0-d tensor
+    if not left:  # a 0-d tensor
         left, right = ["*"], ["*", *right]
     return line([left, *(["1"] * len(shape_of(other)) for other in operands(node)[1:])], right, "linear 0")
 
 
 def factors(before: Sequence[int], after: Sequence[int]) -> tuple[Words, Words]:
-    """Words for both sides of a reshape from ``before`` to ``after``.
+    """Return the words of both sides of a reshape from ``before`` to ``after``.
 
-    Dims are consumed from the left; each step's letter is the largest common factor of the two current dims, which is outermost in
-    both remainders. If they have no common factor, no letter may be sharded up to the next boundary common to both.
+    Dims are consumed from the left. Each step takes the largest common factor of the two current dims as a letter, outermost in what
+    remains of both. If they have no common factor, no letter may be sharded up to the next boundary that both sides share.
     """
     atoms: tuple[list[Words], list[Words]] = ([[] for _ in before], [[] for _ in after])
     open_dims = (
@@ -88,7 +89,7 @@ def factors(before: Sequence[int], after: Sequence[int]) -> tuple[Words, Words]:
             take(0, shared, letter)
             take(1, shared, letter)
             continue
-        products = [1, 1]  # of the dims consumed on either side since the last common boundary
+        products = [1, 1]  # products of the sizes consumed on either side since the last common boundary
         while products[0] != products[1] or products[0] == 1:
             side = 0 if products[0] <= products[1] else 1
             factor = open_dims[side][0][1]
@@ -99,10 +100,10 @@ def factors(before: Sequence[int], after: Sequence[int]) -> tuple[Words, Words]:
 
 
 def expand(node: fx.Node) -> str:
-    """expand, broadcast_to: a dim that grows from one has a letter in the result alone; each rank creates its own share."""
+    """expand, broadcast_to: a dim that grows from size 1 has a letter only in the result; each rank creates its slice of it."""
     before, after = source(node), shape_of(node)
     right = names(len(after))
-    if not before:  # of a 0-d tensor
+    if not before:  # a 0-d tensor
         return line([["*"], *(["1"] * len(shape_of(other)) for other in operands(node)[1:])], ["*", *right], "linear 0")
     left = right[len(after) - len(before) :]
     return line([left, *(["1"] * len(shape_of(other)) for other in operands(node)[1:])], right, "linear 0")
@@ -123,7 +124,7 @@ def permute(node: fx.Node) -> str:
 
 
 def select(node: fx.Node) -> str:
-    """select: the dim disappears, and may not be sharded."""
+    """select: the selected dim disappears, and may not be sharded."""
     words = names(len(source(node)))
     dim = dims_of(arguments(node)["dim"], len(words))[0]
     return line([unsharded(words, [dim])], words[:dim] + words[dim + 1 :])
@@ -141,7 +142,10 @@ def slice_(node: fx.Node) -> str:
 
 
 def same_but(*positions: str) -> Callable[[fx.Node], str]:
-    """One operand, its letters kept; the dims named by these arguments may not be sharded (softmax, cumsum, flip, sort, split, ...)."""
+    """softmax, cumsum, flip, sort, split, ...: all dims but those along which the op works.
+
+    ``positions`` has the names of the arguments that give these dims.
+    """
 
     def build(node: fx.Node) -> str:
         words = names(len(source(node)))
@@ -156,14 +160,14 @@ def same_but(*positions: str) -> Callable[[fx.Node], str]:
 
 
 def unbind(node: fx.Node) -> str:
-    """unbind: the dim disappears."""
+    """unbind: the unbound dim disappears, and may not be sharded."""
     words = names(len(source(node)))
     dim = dims_of(arguments(node)["dim"], len(words))[0]
     return line([unsharded(words, [dim])], words[:dim] + words[dim + 1 :])
 
 
 def getitem(node: fx.Node) -> str | None:
-    """One element of a tuple of tensors; it has the tuple's type, which shards no dim in which the elements differ."""
+    """getitem of a tuple of tensors: the element has the tuple's type, which shards no dim in which the elements differ."""
     parts = meta(operands(node)[0])["val"]
     if not isinstance(parts, tuple | list):
         return None
@@ -177,7 +181,7 @@ def getitem(node: fx.Node) -> str | None:
 
 
 def cat(node: fx.Node) -> str:
-    """cat: the letters of the other dims; terms of sums pass through if every part is one."""
+    """cat: all dims but the concatenated one; partial sums pass through if every part is one."""
     linear = "linear " + "+".join(str(i) for i in range(len(operands(node))))
     parts = [shape_of(part) for part in operands(node)]
     words = names(len(shape_of(node)))
@@ -200,7 +204,7 @@ def stack(node: fx.Node) -> str | None:
 
 
 def pad(node: fx.Node) -> str:
-    """pad, constant_pad_nd: padded dims may not be sharded, not even one that is also cut on the other side and keeps its size."""
+    """pad, constant_pad_nd: padded dims may not be sharded, not even one that keeps its size because it is cut on the other side."""
     dims, amounts = len(source(node)), arguments(node)["pad"]  # pairs, starting with the last dim
     padded = {dims - 1 - i // 2 for i, amount in enumerate(amounts) if amount != 0}
     words = ["1" if dim in padded else word for dim, word in enumerate(names(dims))]
@@ -208,7 +212,7 @@ def pad(node: fx.Node) -> str:
 
 
 def repeat_interleave(node: fx.Node) -> str | None:
-    """repeat_interleave by a number along a dim: the dim becomes (a r), whose letter r, the number of times, may not be sharded."""
+    """repeat_interleave by a number along a dim: the dim becomes (a r); the letter r, the number of repetitions, may not be sharded."""
     given = arguments(node)
     if not isinstance(given.get("repeats"), int) or given.get("dim") is None:
         return None
@@ -220,7 +224,7 @@ def repeat_interleave(node: fx.Node) -> str | None:
 
 
 def repeat(node: fx.Node) -> str:
-    """repeat: dims with one repetition keep their letters."""
+    """repeat: dims that are not repeated."""
     before, after = source(node), shape_of(node)
     words = names(len(after))
     grown = len(after) - len(before)
@@ -233,13 +237,13 @@ def repeat(node: fx.Node) -> str:
 
 
 def reduction(linear: bool) -> Callable[[fx.Node], str | None]:
-    """A reduction over ``dim`` with ``keepdim``: a linear one may be sharded over the summed dims (and gives terms), others not."""
+    """Reductions over ``dim``: a linear one may be sharded over the reduced dims, too, and then gives a partial sum."""
 
     def build(node: fx.Node) -> str | None:
         if len(operands(node)) > 1:  # max(x, y)
             return "*, * -> *"
         words = names(len(source(node)))
-        if not words:  # of a 0-d tensor
+        if not words:  # a 0-d tensor
             return line([["*"]], ["*"], *(["linear 0"] if linear else []))
         given = arguments(node)
         dims = dims_of(given.get("dim"), len(words))
@@ -251,7 +255,8 @@ def reduction(linear: bool) -> Callable[[fx.Node], str | None]:
 
 
 def logsumexp(node: fx.Node) -> str:
-    """logsumexp: as any reduction; with ``keepdim`` torch's own propagation misplaces the dims after it, so they may not be sharded."""
+    """logsumexp: like any reduction; with ``keepdim``, the reduced dim and all after it may not be sharded, because torch's propagation
+    misplaces them."""
     text = reduction(linear=False)(node)
     assert text is not None
     given = arguments(node)
@@ -267,7 +272,7 @@ def logsumexp(node: fx.Node) -> str:
 
 
 def matmul(node: fx.Node) -> str:
-    """matmul, by the ranks of its operands. Batch dims are letters, and an operand may lack one of them, or have it with size 1."""
+    """matmul: the line depends on the operands' numbers of dims. An operand may lack a batch dim, or have it with size 1."""
     left, right = (shape_of(operand) for operand in operands(node))
     text = {
         (True, True): "k, k -> ",
@@ -279,7 +284,7 @@ def matmul(node: fx.Node) -> str:
 
 
 def einsum(node: fx.Node) -> str | None:
-    """einsum: the notation's own case, if each letter appears once per operand and there is no ellipsis."""
+    """einsum: the equation is the line, if each letter appears once per operand and there is no ellipsis."""
     equation = str(arguments(node)["equation"]).replace(" ", "")
     left, arrow, right = equation.partition("->")
     parts = left.split(",")
@@ -293,7 +298,7 @@ def einsum(node: fx.Node) -> str | None:
 
 def attention(node: fx.Node) -> str:
     """scaled_dot_product_attention: batch, heads (in groups if there are fewer key heads), and queries if neither a causal mask nor
-    dropout depends on their order."""
+    dropout depends on their positions."""
     given = arguments(node)
     query, key = shape_of(given["query"]), shape_of(given["key"])
     lead = len(query) - 3
@@ -317,7 +322,7 @@ def attention(node: fx.Node) -> str:
 
 
 def diff(node: fx.Node) -> str:
-    """diff: its dim may not be sharded, nor those of the tensors that are prepended and appended."""
+    """diff: all dims but the one along which differences are taken, also of the tensors that are prepended and appended."""
     words = names(len(source(node)))
     dim = dims_of(arguments(node)["dim"], len(words))[0]
     words[dim] = "1"
@@ -325,7 +330,7 @@ def diff(node: fx.Node) -> str:
 
 
 def ring_attention(node: fx.Node) -> str | None:
-    """scaled_dot_product_attention with the sequence sharded in query, key and value alike: keys and values go around a ring."""
+    """scaled_dot_product_attention with the sequence sharded in query, key and value: keys and values go around a ring."""
     given = arguments(node)
     query, key, value = (shape_of(given[name]) for name in ("query", "key", "value"))
     if len(query) < 3 or query[-2] != key[-2] or not query[:-3] == key[:-3] == value[:-3]:
@@ -345,20 +350,20 @@ def ring_attention(node: fx.Node) -> str | None:
 
 
 def layer_norm(node: fx.Node) -> str:
-    """layer_norm, rms_norm: the normalised dims may not be sharded; weight and bias have exactly these dims."""
+    """layer_norm, rms_norm: all dims but the normalised ones, which are those of weight and bias."""
     normalised = [f"d{i}!" for i in range(len(arguments(node)["normalized_shape"]))]
     return line([["*", *normalised], *([normalised] * (len(operands(node)) - 1))], ["*", *normalised])
 
 
 def group_norm(node: fx.Node) -> str:
-    """group_norm: examples alone (channels and positions are normalised together)."""
+    """group_norm: examples only, because channels and positions are normalised together."""
     words = names(len(source(node)))
     words = words[:1] + [w + "!" for w in words[1:]]
     return line([words, *([words[1]] for _ in operands(node)[1:])], words)
 
 
 def statistics(kernel: str) -> Callable[[fx.Node], str]:
-    """batch_statistics: channels; a kernel combines the statistics of parts of the batch, or of positions."""
+    """batch_statistics, step_statistics: channels; along the other dims a kernel combines the statistics of the shards."""
 
     def build(node: fx.Node) -> str:
         words = names(len(source(node)))
@@ -369,19 +374,19 @@ def statistics(kernel: str) -> Callable[[fx.Node], str]:
 
 
 def normalise(node: fx.Node) -> str:
-    """normalise: elementwise, with the other operands per channel."""
+    """normalise: all dims; the other operands have one element per channel."""
     words = names(len(source(node)))
     return line([words, *([words[1]] for _ in operands(node)[1:])], words)
 
 
 def local_batch_norm(node: fx.Node) -> str:
-    """local_batch_norm: channels, and examples if each part may be normalised by its own statistics."""
+    """local_batch_norm: channels; and examples, with a kernel that normalises each shard by its statistics."""
     words = unsharded(names(len(source(node))), range(2, len(source(node))))
     return line([words, *([words[1]] for _ in operands(node)[1:])], words, f"{words[0]} = local_batch_norm")
 
 
 def convolution(node: fx.Node) -> str:
-    """conv1d/2d/3d: examples, and for one group output channels and (summed) input channels."""
+    """conv1d/2d/3d: examples; with one group also output channels, and input channels, which are summed over."""
     given = arguments(node)
     places = [f"p{i}" for i in range(len(source(node)) - 2)]
     window = [f"w{i}!" for i in range(len(places))]
@@ -395,7 +400,7 @@ def convolution(node: fx.Node) -> str:
 
 
 def transposed_convolution(node: fx.Node) -> str:
-    """conv_transpose: examples (the type checker assumes that the output channels are the weight's first dim, as in a convolution)."""
+    """conv_transpose: examples only, because the type checker takes the weight's first dim for the output channels, as in a convolution."""
     rest = ["1"] * (len(source(node)) - 1)
     dims = [["n", *rest], ["1", *rest], ["1"]]
     return line(dims[: len(operands(node))], ["n", *rest])
@@ -410,7 +415,7 @@ def recurrent(node: fx.Node) -> str:
 
 
 def pixel_shuffle(node: fx.Node) -> str:
-    """pixel_shuffle, pixel_unshuffle: the leading dims."""
+    """pixel_shuffle, pixel_unshuffle: all dims but the last three."""
     count = len(source(node)) - 3
     lead = names(count)
     return line([[*lead, "1", "1", "1"]], [*lead, "1", "1", "1"])
@@ -425,9 +430,9 @@ def pool(node: fx.Node) -> str:
 
 
 def cross_entropy(node: fx.Node) -> str | None:
-    """cross_entropy_loss, nll_loss: examples, if the reduction does not count them; classes (dim 1) may not be sharded.
+    """cross_entropy_loss, nll_loss: examples, unless the reduction is a mean; classes (dim 1) may not be sharded.
 
-    A mean divides by the number of labels that are not ignored, which no rank knows alone: it has no letter.
+    A mean divides by the number of labels that are not ignored, which no rank knows by itself: none of its letters may be sharded.
     """
     given = arguments(node)
     logits = shape_of(operands(node)[0])
@@ -445,8 +450,8 @@ def cross_entropy(node: fx.Node) -> str | None:
 
 
 def pointwise_loss(node: fx.Node) -> str:
-    """mse_loss, kl_div, ...: elementwise, then unreduced or summed (a mean is a sum times a constant). Weights align with the last
-    dims."""
+    """mse_loss, kl_div, ...: all dims; the elementwise losses are unreduced or summed (a mean is a sum times a constant). Weights align
+    with the last dims."""
     if arguments(node)["reduction"] == 0:
         return line([["*"]] * len(operands(node)), ["*"])
     words = names(max(len(shape_of(operand)) for operand in operands(node)))
@@ -466,12 +471,12 @@ def cell(node: fx.Node) -> str:
 
 
 def embedding(node: fx.Node) -> str:
-    """embedding: for a sharded vocabulary, the masked kernel."""
+    """embedding: all dims; sharding the vocabulary uses the masked kernel."""
     return "v d, * -> * d ; v = masked_embedding"
 
 
 def index(node: fx.Node) -> str | None:
-    """x[:, i, j]: dims without an index keep their letters, indices broadcast against each other; boolean masks have no line."""
+    """x[:, i, j]: dims without an index, and the dims of the indices, which broadcast against each other; boolean masks have no line."""
     given = arguments(node)
     indices = list(given["indices"])
     indices += [None] * (len(source(node)) - len(indices))
@@ -490,7 +495,7 @@ def index(node: fx.Node) -> str | None:
 
 
 def index_select(node: fx.Node) -> str:
-    """index_select: the other dims, and the indices."""
+    """index_select: all dims but the one that is indexed, and the indices."""
     words = names(len(source(node)))
     dim = dims_of(arguments(node)["dim"], len(words))[0]
     return line(
@@ -500,7 +505,7 @@ def index_select(node: fx.Node) -> str:
 
 
 def gather(node: fx.Node) -> str | None:
-    """gather and scatter: the dims other than ``dim``, if the index (and the written value, if it is a tensor) spans them whole."""
+    """gather, scatter: all dims but ``dim`` in which the index (and the written value, if it is a tensor) has the operand's size."""
     given = arguments(node)
     sizes = [shape_of(operand) for operand in operands(node)]
     dim = dims_of(given["dim"], len(sizes[0]))[0]
@@ -512,7 +517,7 @@ def gather(node: fx.Node) -> str | None:
 
 
 def one_hot(node: fx.Node) -> str | None:
-    """one_hot with an explicit number of classes."""
+    """one_hot with an explicit number of classes: all dims but the classes."""
     if int(arguments(node)["num_classes"]) < 0:
         return None
     words = names(len(source(node)))
@@ -520,18 +525,21 @@ def one_hot(node: fx.Node) -> str | None:
 
 
 def of_rows(node: fx.Node) -> str:
-    """kernels_experts.of_rows: the values' own dims; neither experts nor rows."""
+    """kernels_experts.of_rows: the values' dims after the experts; neither experts nor rows."""
     words = names(len(source(node)))
     return line([unsharded(words, [0]), ["1"] * len(shape_of(operands(node)[1])), ["1"]], ["1", *words[1:]], "linear 0")
 
 
 def elementwise(*linear: str) -> Callable[[fx.Node], str]:
-    """Any number of tensor operands that broadcast. ``linear``: the clause for two tensors, then the one for a tensor and a number."""
+    """Elementwise ops: all dims of any number of operands, which broadcast.
+
+    ``linear`` has the clause for two tensors, then the one for a tensor and a number.
+    """
 
     def build(node: fx.Node) -> str:
         number = len(operands(node))
         clause = linear[:1] if number == 2 else linear[1:2]
-        if arguments(node).get("alpha", 1) != 1:  # written as an op whose linearity the type checker does not know
+        if arguments(node).get("alpha", 1) != 1:  # the type checker does not know that the op is linear with alpha
             clause = ()
         return line([["*"]] * number, ["*"], *(c for c in clause if c))
 
@@ -546,8 +554,8 @@ def division(node: fx.Node) -> str:
 
 
 def sum_of_losses(node: fx.Node) -> str:
-    """kernels.cross_entropy_sum: examples and positions give terms; for the vocabulary, the vocabulary-parallel kernel,
-    which takes no class weights.
+    """kernels.cross_entropy_sum: examples and positions, which give partial sums; sharding the vocabulary uses the vocabulary-parallel
+    kernel, which takes no class weights.
     """
     if arguments(node)["weight"] is not None:
         return "* v!, *, v! -> "
@@ -555,12 +563,12 @@ def sum_of_losses(node: fx.Node) -> str:
 
 
 def new_tensor(node: fx.Node) -> str:
-    """new_zeros, new_ones, ...: the operand gives only its dtype; the result is not sharded."""
+    """new_zeros, new_ones, ...: no dim; the op reads nothing but the operand's dtype."""
     return line([["1"] * len(source(node))], ["1"] * len(shape_of(node)))
 
 
 def addmm(node: fx.Node) -> str:
-    """addmm, baddbmm: the added operand broadcasts, and must be a term if the product is one."""
+    """addmm, baddbmm: all dims; the added operand broadcasts, and must be a partial sum if the product is one."""
     batch = ["b"] if len(shape_of(node)) == 3 else []
     given = [*batch, "m", "n"]
     added = given[len(given) - len(source(node)) :]
@@ -568,7 +576,7 @@ def addmm(node: fx.Node) -> str:
 
 
 def glu(node: fx.Node) -> str:
-    """glu: the dim that is halved may not be sharded."""
+    """glu: all dims but the one that is split into two."""
     words = names(len(source(node)))
     dim = dims_of(arguments(node)["dim"], len(words))[0]
     words[dim] = "1"
@@ -576,7 +584,7 @@ def glu(node: fx.Node) -> str:
 
 
 def movedim(node: fx.Node) -> str:
-    """movedim: a permutation given by the dims' destinations."""
+    """movedim: all dims, permuted as the dims' destinations say."""
     words = names(len(source(node)))
     given = arguments(node)
     moved = dict(zip(dims_of(given["destination"], len(words)), dims_of(given["source"], len(words)), strict=True))
@@ -585,6 +593,6 @@ def movedim(node: fx.Node) -> str:
 
 
 def never_sharded(node: fx.Node) -> str:
-    """Ops that are never sharded, although their leading dims could be: the type checker does not know these ops."""
+    """Ops whose leading dims could be sharded, but never are, because the type checker does not know the ops."""
     words = ["1"] * len(source(node))
     return line([words], words)

@@ -1,4 +1,4 @@
-"""Running an emitted program: local worker processes, and the ``Program`` that a user works with."""
+"""Runs emitted programs: local worker processes, and ``Program``, the class that users call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Peak memory of PyTorch's CPU allocator: the highest running sum of the profiler's allocation and release events."""
+"""Measures the peak memory of PyTorch's CPU allocator: the highest running sum of the profiler's allocation and release events."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ STEP = "the measured step"
 
 
 class Allocations:
-    """Records allocations inside the context ``recorded``; afterwards ``at_rest_bytes`` and ``peak_bytes`` are those before and during
-    the step that ran inside ``step``."""
+    """Records allocations inside the context ``recorded``. Afterwards, ``at_rest_bytes`` has the bytes allocated before the step that ran
+    inside the context ``step``, and ``peak_bytes`` the peak during that step."""
 
     def __init__(self) -> None:
         self.peak_bytes = self.at_rest_bytes = 0
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record allocations; enter before the first tensor that counts is made."""
+        """Record allocations; enter this context before allocating the first tensor that counts."""
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             yield
-            # not isinstance: a weak proxy reports the class of its referent, even of a dead one
+            # not isinstance, which asks a weak proxy for the class of its referent, even of a dead one
             tensors = [value for value in gc.get_objects() if issubclass(type(value), Tensor)]
             alive = {address for value in tensors for address in _addresses(value)}
         with tempfile.TemporaryDirectory() as home:
@@ -54,8 +54,8 @@ def _addresses(tensor: Tensor) -> list[int]:
 def running_peak(events: list[dict[str, Any]], alive: set[int]) -> tuple[int, int]:
     """Return the bytes allocated when the traced step begins, and the peak while it runs.
 
-    The profiler has no event for a release by another thread. Such a block shows by a second allocation at its address, or because no
-    address in ``alive`` is its own at the end; it counts until the next event.
+    The profiler has no event for a release by another thread. Such a release is inferred if there is a second allocation at the block's
+    address, or if ``alive`` lacks the address at the end; the block then counts until the next event.
     """
     step = next(e for e in events if e.get("name") == STEP and "dur" in e)
     changes = sorted(

@@ -1,4 +1,4 @@
-"""Data sets that every rank opens for itself and reads its own rows of (``autopar.program.loader``)."""
+"""Data sets: every rank opens the data set itself, and reads only its rows (``autopar.program.loader``)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from autopar.run.worker import resolve
 
 @dataclass(frozen=True)
 class Data:
-    """A data set that all ranks of a program have opened; ``program.train`` and ``program.evaluate`` take it in place of batches.
+    """A data set that all ranks of a program have opened; ``program.train`` and ``program.evaluate`` accept it instead of batches.
 
-    ``rows`` is its number of rows, ``batch`` the rows of a global batch, ``batches`` (also ``len``) the global batches of an epoch.
+    ``rows`` is its number of rows, ``batch`` the number of rows in a global batch, ``batches`` (and ``len``) the number of global batches
+    in an epoch.
     """
 
     number: int
@@ -33,7 +34,7 @@ class Data:
 
 
 def sample_names(structure: BatchStructure | None) -> Any:
-    """Return the structure of a sample with the program's input names as leaves, as ``autopar.program.loader.Order`` takes it."""
+    """Return the structure of a sample with the program's input names as leaves, in the form of ``autopar.program.loader.Order``."""
 
     def names(tree: Any) -> Any:
         if isinstance(tree, Leaf):
@@ -46,9 +47,9 @@ def sample_names(structure: BatchStructure | None) -> Any:
 
 
 def shareable_source(dataset: Any, names: Any, path: Path) -> dict[str, str]:
-    """Return what worker processes open a data set by: a file of tensors (written to ``path`` if need be), or a function's name.
+    """Return how worker processes can open a data set: from a file of tensors (written to ``path`` if needed), or by a function's name.
 
-    Raises ``UsageError`` where a worker process could not open it.
+    Raises ``UsageError`` if worker processes could not open it, ``BatchError`` for a ``TensorDataset`` with another number of tensors.
     """
     if isinstance(dataset, TensorDataset):
         flat = _flat(names)
@@ -78,7 +79,7 @@ def shareable_source(dataset: Any, names: Any, path: Path) -> dict[str, str]:
 
 
 def import_path(given: Any, what: str, function: str) -> str:
-    """Return the ``"module:function"`` that another process imports. Raises ``UsageError`` where it could not."""
+    """Return the ``"module:function"`` by which another process can import ``given``. Raises ``UsageError`` if it could not."""
     if isinstance(given, str):
         return given
     module, name = getattr(given, "__module__", "__main__"), getattr(given, "__qualname__", "")

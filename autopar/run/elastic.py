@@ -1,13 +1,13 @@
 """Elastic training: ``autopar run --elastic MIN:MAX`` continues under a new plan when nodes leave or join.
 
-The command becomes ``torchrun``, whose agents (one per node) use ``torch.distributed.elastic``: a c10d rendezvous on the node that
-``--meet`` names, which must stay up while the others may leave and join. When the number of nodes changes or a rank fails, the agents
+The command replaces itself by ``torchrun``, whose agents (one per node) use ``torch.distributed.elastic``: a c10d rendezvous on the node
+that ``--meet`` names. That node must stay up; the others may leave and join. When the number of nodes changes or a rank fails, the agents
 stop all ranks and restart them. Each rank then runs this module: rank 0 plans and emits a program for the present number of nodes, unless
-one exists, and all ranks run its ``train.py`` with ``--resume``. If a number of nodes has no plan (say its devices don't divide the
-batch), the largest smaller number that has one trains, and the ranks of the other nodes wait.
+there is one, and all ranks run its ``train.py`` with ``--resume``. If there is no plan for a number of nodes (its devices don't divide the
+batch, say), the largest smaller number that has one trains, and the ranks of the other nodes wait.
 
-The store of each restart is in rank 0. torch 2.13 would share the agent's, and after that agent's node has left, the other agents still
-give its address to their ranks: ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE`` makes them choose an address at every restart.
+Rank 0 hosts a new store at each restart. By default torch 2.13 shares the store of an agent, and when that agent's node has left, the
+other agents still give its address to their ranks: ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE`` makes them choose an address at every restart.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from autopar.run.folder import program_modules
 
 BATCH, REQUEST = "batch.pt", "request.json"
 RENDEZVOUS = "join_timeout=3600,last_call_timeout=10"
-"""``--rdzv-conf``: wait an hour for the minimum number of nodes, then ten seconds for more."""
+"""The value of ``--rdzv-conf``: wait an hour for the minimum number of nodes, then ten seconds for more."""
 PRIVATE_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 _POLL_S = 0.2
 
 
 @dataclass(frozen=True)
 class Elastic:
-    """The requested training, the same on all nodes, stored in the folder of its ``programs``.
+    """The requested training, equal on all nodes, stored in the folder ``programs``.
 
-    ``request`` has the command line's options for the plan; its ``devices`` are those of one node, of which there are ``ranks``.
-    ``options`` are those of ``train.py``.
+    ``request`` has the command line's options for the plan, whose ``devices`` describes one node; ``ranks`` is that node's number of
+    devices. ``options`` are passed to ``train.py``.
     """
 
     request: Mapping[str, Any]
@@ -66,7 +66,7 @@ class Elastic:
             raise UsageError(
                 f"{folder} has the programs of another request", "give the same options, or another folder with -o DIR"
             )
-        part = folder / f"{REQUEST}.{os.getpid()}.partial"  # other nodes write the same
+        part = folder / f"{REQUEST}.{os.getpid()}.partial"  # other nodes may write the same file now
         part.write_text(text)
         part.replace(folder / REQUEST)
 
@@ -74,14 +74,14 @@ class Elastic:
         return Path(self.programs) / f"nodes-{nodes}"
 
     def refusal(self, nodes: int) -> Path:
-        """Return the file that says why this number of nodes has no program."""
+        """Return the path of the file that says why there is no program for this number of nodes."""
         return Path(self.programs) / f"nodes-{nodes}.refused"
 
     def is_known(self, nodes: int) -> bool:
         return self.folder(nodes).is_dir() or self.refusal(nodes).is_file()
 
     def program(self, nodes: int, first: bool) -> Path:
-        """Return the program for the largest number up to ``nodes`` that has a plan; the ``first`` rank emits it."""
+        """Return the program's folder for the largest number of nodes up to ``nodes`` that has a plan; the ``first`` rank emits it."""
         for count in range(nodes, 0, -1):
             if first and not self.is_known(count):
                 # in a subprocess, so that the search's memory is freed before training begins
@@ -102,7 +102,7 @@ class Elastic:
 
 @dataclass(frozen=True)
 class Nodes:
-    """The range of nodes, the rendezvous endpoint ``meet``, and the number of restarts."""
+    """The smallest and the largest number of nodes, the rendezvous endpoint ``meet``, and the maximum number of restarts."""
 
     least: int
     most: int
@@ -111,7 +111,7 @@ class Nodes:
 
     @staticmethod
     def read(text: str, meet: str, restarts: int) -> Nodes:
-        """Parse a range such as ``"2:4"`` and ``meet``, ``HOST:PORT``. Raises ``UsageError`` for invalid ones and unknown hosts."""
+        """Parse a range such as ``"2:4"`` and ``meet``, ``HOST:PORT``. Raises ``UsageError`` if either is invalid, or the host unknown."""
         least, _, most = text.partition(":")
         if not (least.isdigit() and most.isdigit() and 0 < int(least) <= int(most)):
             raise UsageError(f"--elastic {text} is not a range of nodes", "write MIN:MAX, such as 2:4")
@@ -130,7 +130,8 @@ class Nodes:
 def become_agent(elastic: Elastic, nodes: Nodes) -> NoReturn:
     """Replace this process by the node's torchrun agent, which starts the ranks."""
     elastic.write()
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # meant for the ranks, which handle it; the agent must survive it
+    # the signal is for the ranks, which handle it; the agent must survive it
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", f"{nodes.least}:{nodes.most}"]
     words += ["--nproc-per-node", str(elastic.ranks), "--max-restarts", str(nodes.restarts), "--rdzv-backend", "c10d"]
     words += ["--rdzv-id", "autopar", "--rdzv-endpoint", nodes.meet, "--rdzv-conf", RENDEZVOUS]
@@ -151,7 +152,8 @@ def rank(programs: str) -> None:
         store.wait(["ended"], datetime.timedelta(days=365))
         store.add("left", 1)
         return
-    os.environ |= {"WORLD_SIZE": str(devices), "TORCHELASTIC_USE_AGENT_STORE": "True"}  # the store is there
+    # the store exists: don't host another
+    os.environ |= {"WORLD_SIZE": str(devices), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     sys.argv = [str(folder / "train.py"), "--dataset", str(folder / BATCH), *elastic.options]
     if number == 0:
         print(f"training on {devices} devices ({folder})", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""A program's folder: checks of where it is written, and imports of its modules beside the process's modules of the same names."""
+"""Checks the folder that a program is written to, and imports its modules although this process may have modules of the same names."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from autopar.errors import UsageError
 from autopar.program.type_check import IMPORTING, take_modules
 
 _OF_A_PROGRAM = ("plan.json", "model.py", "train.py")
-"""Files of every emitted folder; a folder with them and a runtime may be overwritten."""
+"""Files of every emitted folder; a folder that has them and a runtime may be overwritten."""
 
 
 def folder_for_program(name: Any) -> Path:
-    """Return the folder to emit into: new, empty, or emitted before.
+    """Return the folder to emit into, which is new, empty, or an emitted program.
 
     Raises ``UsageError`` if it is a file, contains other files, or isn't writable.
     """
@@ -48,7 +48,7 @@ def _is_program(folder: Path) -> bool:
 def program_modules(folder: str | os.PathLike[str]) -> Iterator[None]:
     """Let ``import model`` etc. import the folder's modules; on exit, restore the process's modules of these names.
 
-    The user's files are likely to have such names too, and one process may run several programs. Other threads block here meanwhile.
+    The user's files are likely to have such names, too, and one process may run several programs. Other threads wait until the exit.
     """
     with IMPORTING:
         yield from _program_modules(folder)
@@ -104,7 +104,7 @@ def compile_sources(folder: str | os.PathLike[str]) -> None:
 
 
 def _at(path: str, code: CodeType) -> CodeType:
-    """Return the code with ``path`` as its file, for tracebacks."""
+    """Return the code with ``path`` as its file name, which tracebacks show."""
     inner = tuple(_at(path, each) if isinstance(each, CodeType) else each for each in code.co_consts)
     return code.replace(co_filename=path, co_consts=inner)
 
@@ -126,7 +126,7 @@ def import_train(folder: Path) -> Any:
     try:
         module: Any = importlib.import_module("train")
         absent = [name for name in _RECIPE if not hasattr(module, name)]
-    except Exception as error:  # it is the user's to edit
+    except Exception as error:  # users edit this file
         raise UsageError(
             f"the recipe in {train} cannot be read: {type(error).__name__}: {error}",
             "the modules that it imports are in the folder, in the working folder, or installed",
@@ -147,12 +147,12 @@ _RECIPE = ("REFUSED", "LR", "MAX_NORM", "SEED", "INIT", "DRAW_INIT", "make_optim
 
 
 def optimizer_maker(train: Any, lr: float | None, world: Any) -> Callable[..., Any]:
-    """Return ``train.py``'s ``make_optimizer`` in the form that a ``Trainer`` takes."""
+    """Return ``train.py``'s ``make_optimizer`` as the function of named parameters that a ``Trainer`` takes."""
     return lambda named_parameters: train.make_optimizer(dict(named_parameters), lr, world)
 
 
 def import_runtime(folder: str | os.PathLike[str]) -> ModuleType:
-    """Import the folder's trainer, so that the folder's code runs. Call inside ``program_modules``."""
+    """Import the module of the folder that has ``Trainer``. Call inside ``program_modules``."""
     there = Path(folder) / "runtime"
-    former = "runtime.runtime" if there.is_dir() else "runtime"  # of folders that earlier versions emitted
+    former = "runtime.runtime" if there.is_dir() else "runtime"  # in folders that earlier versions emitted
     return importlib.import_module("runtime.trainer" if (there / "trainer.py").is_file() else former)

@@ -1,4 +1,4 @@
-"""Initialises a model on meta by its own initialisers, without ever materialising all of it.
+"""Initialises a model on meta with the model's initialisers, without ever materialising all of it.
 
 The values equal, bit for bit, those of
 
@@ -12,8 +12,8 @@ parameter is one tensor. Parameters that transformers ties get the value of thei
 transformers marked as initialised are initialised again.
 
 The initialisers run on a copy of the model on meta, under a ``TorchFunctionMode`` that replaces each meta tensor by its part of a
-memory-mapped safetensors file and drops pages on the way, so that resident memory is about the largest tensor. Tensors are first filled
-with NaN (integers with their largest value); one that no initialiser overwrites is refused by name.
+memory-mapped safetensors file and drops pages on the way, so that resident memory is about that of the largest tensor. Tensors are first
+filled with NaN (integers with their largest value); if no initialiser overwrites one, an error names it.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from autopar.program.weights import Stored, create, places_in
 from autopar.run import ranks
 
 OWN = "own"
-"""The value of ``init`` that stands for the model's own initialisers."""
+"""The value of ``init`` that selects the model's initialisers."""
 
 Initialiser = Callable[[nn.Module], object]
 
 
 def is_path(init: Initialiser | str | os.PathLike[str] | None) -> bool:
-    """Whether ``init`` is the path of weights, neither a function nor ``OWN``."""
+    """Return whether ``init`` is a path of weights, and neither a function nor ``OWN``."""
     return isinstance(init, str | os.PathLike) and init != OWN
 
 
-_RESIDENT_BYTES = 2**28  # of the mapped file, besides the tensor that is being written
+_RESIDENT_BYTES = 2**28  # maximum resident bytes of the mapped file, besides the tensor that is being written
 _CHECKED = 2**24  # elements per comparison
 
 
 def with_buffer_values(model: nn.Module, init: Initialiser | str | os.PathLike[str] | None) -> nn.Module:
-    """Return the model to capture: ``model``, or a copy whose buffers on meta have values, since programs hold buffers as constants.
+    """Return the model to capture: ``model``, or a copy whose buffers on meta have values, because programs hold buffers as constants.
 
-    If ``init`` is a function or ``OWN``, the initialisers compute all buffers that they write; parameters stay on meta. Otherwise only
-    non-persistent buffers, such as rotary frequencies, are computed: no state dict will provide them.
+    If ``init`` is a function or ``OWN``, the copy has the values of all buffers that the initialisers write; parameters stay on meta.
+    Otherwise it has only those of non-persistent buffers, such as rotary frequencies, which no state dict provides.
 
     Raises ``ModelError`` if an initialiser raises or ties parameters; ``UsageError`` if no parameter is on meta.
     """
@@ -71,7 +71,7 @@ def with_buffer_values(model: nn.Module, init: Initialiser | str | os.PathLike[s
 
 
 def _with_nonpersistent(model: nn.Module) -> nn.Module:
-    """Return a copy whose non-persistent buffers on meta have the values of the model's initialisers; the model if it has none.
+    """Return a copy whose non-persistent buffers on meta have the initialisers' values; the model itself if it has no such buffers.
 
     Buffers whose values depend on random numbers or parameters stay on meta.
     """
@@ -134,7 +134,7 @@ def initial_values(
 ) -> Path:
     """Return the path of the initial weights: ``init`` itself, or the file that local rank 0 writes into ``home``.
 
-    ``folder`` is the program's folder that all local ranks see, if it has one. Raises the errors of ``write_initial_values``.
+    ``folder`` is the program's folder that all local ranks share, if the user gave one. Raises the errors of ``write_initial_values``.
     """
     if is_path(init):
         return Path(init)  # type: ignore[arg-type]
@@ -177,7 +177,8 @@ def write_initial_values(model: nn.Module, init: Initialiser | str | os.PathLike
         _initialise(copied, init, seed, memory)
         for name, tensor in _state(copied):
             place = others.get(name, name)
-            if tensor is not tensors[place] or not tensor.is_meta:  # made by an initialiser, or never on meta
+            # an initialiser replaced it, or it never was on meta
+            if tensor is not tensors[place] or not tensor.is_meta:
                 _assign(name, memory.stored(tensors[place], places[place]), tensor)
         _check(copied, memory, tensors, places, model)
         file.flush()
@@ -194,7 +195,7 @@ def write_initial_values(model: nn.Module, init: Initialiser | str | os.PathLike
 
 
 def _copied(model: nn.Module) -> nn.Module:
-    """Copy a model, merging parameters that are the same memory. Raises ``CaptureError`` for tensors that overlap partly."""
+    """Copy a model, merging parameters that are the same memory. Raises ``CaptureError`` for tensors whose memory overlaps partly."""
     storage.refuse_overlaps(model)
     (copied,) = storage.copied([model])
     for module in copied.modules():
@@ -225,7 +226,7 @@ def _initialise(model: nn.Module, init: Initialiser | str | os.PathLike[str], se
         torch.default_generator.manual_seed(seed)
         try:
             if callable(init):
-                model.apply(init)  # type: ignore[arg-type]  # what it returns is not used
+                model.apply(init)  # type: ignore[arg-type]  # its result is not used
                 return
             inside: set[nn.Module] = set()
             for module in model.modules():
@@ -246,7 +247,7 @@ def _initialise(model: nn.Module, init: Initialiser | str | os.PathLike[str], se
 
 
 class _Mapped:
-    """A memory-mapped file; pages dropped from the process stay in the page cache or on disk."""
+    """A memory-mapped file. Pages that the process drops stay in the page cache or on disk."""
 
     def __init__(self, path: Path) -> None:
         size = path.stat().st_size
@@ -260,10 +261,10 @@ class _Mapped:
     def tensor(self, place: Stored) -> Tensor:
         """Return a stored tensor as a view of the file."""
         own = self._bytes[place.begin : place.begin + place.size]
-        return own.view(place.dtype).view(place.shape).data  # .data: with its own version counter
+        return own.view(place.dtype).view(place.shape).data  # .data gives each tensor a version counter of its own
 
     def use(self, size: int) -> None:
-        """Count bytes that are about to be used; drop all pages when there are too many."""
+        """Count bytes that are about to be used; drop all pages before they exceed the limit."""
         if self._used + size > _RESIDENT_BYTES:
             self._map.madvise(mmap.MADV_DONTNEED)
             self._used = 0
@@ -274,21 +275,21 @@ class _Mapped:
 
 
 class _Memory(TorchFunctionMode):
-    """A mode that replaces added meta tensors by materialised ones in calls of torch functions."""
+    """A mode that replaces registered meta tensors by materialised ones in calls of torch functions."""
 
     def __init__(self, file: _Mapped | None) -> None:
         super().__init__()
         self._file = file
-        self._added: dict[int, tuple[Tensor, Stored | None]] = {}  # with the tensor, so that its id isn't reused
+        self._added: dict[int, tuple[Tensor, Stored | None]] = {}  # the tensor stays alive, so that its id isn't reused
         self._values: dict[int, Tensor] = {}
 
     def add(self, tensor: Tensor, place: Stored | None = None) -> None:
-        """Register a tensor on meta, to be materialised at its place in the file or else in anonymous memory."""
+        """Register a tensor on meta. It is materialised at ``place`` in the file, or in anonymous memory without one."""
         if tensor.is_meta:
             self._added.setdefault(id(tensor), (tensor, place))
 
     def values(self, tensor: Tensor) -> Tensor:
-        """Return the materialised tensor, filled with sentinels at first."""
+        """Return the materialised tensor, which is filled with a sentinel at first."""
         if id(tensor) not in self._values:
             _, place = self._added[id(tensor)]
             if place is None:
@@ -301,17 +302,17 @@ class _Memory(TorchFunctionMode):
         return self._values[id(tensor)]
 
     def stored(self, tensor: Tensor, place: Stored) -> Tensor:
-        """Return the tensor's part of the file; sentinels if no initialiser has used it."""
+        """Return the tensor's part of the file, filled with a sentinel if no initialiser has used it."""
         assert self._file is not None
         self._file.use(tensor.nbytes)
         return self._values[id(tensor)] if id(tensor) in self._values else _blank(self._file.tensor(place))
 
     def has_written(self, tensor: Tensor) -> bool:
-        """Whether every element of an added tensor was written."""
+        """Return whether every element of a registered tensor was written."""
         if id(tensor) not in self._values:
             return False
         values = self._values[id(tensor)].detach()
-        if values.dtype == torch.bool:  # no sentinel: the fill was version 1
+        if values.dtype == torch.bool:  # there is no sentinel: the fill made it version 1
             return values._version > 1
         for part in values.reshape(-1).split(_CHECKED):
             if self._file is not None:

@@ -1,7 +1,7 @@
-"""A pool of warm gloo processes: torch is imported once, and each call gets a new default process group.
+"""A pool of warm gloo processes: they import torch once, and each call gets a new default process group.
 
 Verification and the tests run many programs in one pool. Arguments and results are tensors, numbers, text, and lists, tuples and dicts
-of these. If a rank raises, dies or hangs, the call raises its error and the next call starts new processes.
+of these. If a rank raises, dies or hangs, the call raises ``LaunchError`` and the next call starts new processes.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from autopar.run.worker import resolve
 from autopar.torch_private import forget_meshes
 
 _NOT_CONNECTED = "Gloo connectFullMesh failed"
-"""A sporadic failure of gloo where many groups come and go on one machine. Nothing has run yet, so the call is retried once."""
+"""A sporadic failure of gloo on a machine where many groups start and end. Nothing has run yet, so the call is retried once."""
 
-START_S = 300  # importing torch takes seconds, on a busy machine a minute
+START_S = 300  # seconds: importing torch takes a few, on a busy machine 60
 
 
 class WorkerPool:
-    """``count`` processes, started by the first call and restarted after a failure."""
+    """A pool of ``count`` processes; the first call starts them, and the call after a failure starts new ones."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -71,16 +71,16 @@ _calls = 0
 
 
 def ready() -> None:
-    """Called in a worker: returning shows that the process has started and imported torch."""
+    """Return at once. Called in a worker, it shows that the process has started and imported torch."""
 
 
 def in_fresh_group(target: str, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Called in a worker: call the target inside a new default gloo group, so that no group or mesh outlives it."""
+    """Call the target inside a new default gloo group, so that no group or mesh outlives the call. Runs in a worker."""
     global _calls
     _calls += 1
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if _calls % FREEZE_EVERY == 2:
-        # Freeze imports and caches, so that collections don't scan them: after a thousand calls that took half of a worker's time.
+        # Freeze imports and caches, so that collections don't scan them: after a thousand calls, scans took half of a worker's time.
         # No process group is alive here.
         gc.collect()
         gc.freeze()
@@ -98,7 +98,7 @@ def in_fresh_group(target: str, args: Any, kwargs: dict[str, Any]) -> Any:
         return resolve(target)(*args, **kwargs)
     finally:
         # FSDP modules and pipeline stages are reference cycles that hold process groups, and the threads of a live gloo group spin once
-        # a peer's sockets are closed: after some hundred calls a machine did little else. Destroying a group that is still referenced
+        # a peer's sockets are closed: after some hundred calls the machine did little else. Destroying a group that is still referenced
         # doesn't free it, so collect cycles first.
         gc.collect()
         if dist.is_initialized():

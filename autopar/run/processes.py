@@ -1,8 +1,8 @@
 """Local worker processes: started once, kept warm, called together, ended together.
 
-The parent hosts the rendezvous store, so that a taken port is reported before anything starts, and the system can pick a free one.
-Arguments and results are ``torch.save`` files in a private folder, calls and replies are JSON lines. When one rank fails, all are killed
-and the error names the rank and its cause: no rank is left waiting for a dead one.
+The parent hosts the rendezvous store, so that it reports a taken port before anything starts, and the system can pick a free one.
+Arguments and results are ``torch.save`` files in a private folder, calls and replies are JSON lines. When one rank fails, the parent kills
+all of them, so that none waits for a dead one; the error names the rank and its cause.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ import torch.distributed as dist
 
 from autopar.errors import LaunchError, UsageError
 
-_GRACE_S = 0.5  # after the first failure, wait for reports of other ranks, to tell the cause from its consequences
+# wait this long after the first failure for reports of other ranks, to tell the cause from its consequences
+_GRACE_S = 0.5
 
 _HERE = "127.0.0.1"
 _LOOPBACK = dict([("GLOO_SOCKET_IFNAME", name) for _, name in socket.if_nameindex() if name in ("lo", "lo0")][:1])
 _BACKLOG = 2048
 
 PROCESSES_PER_CORE = 8
-"""More would mostly wait for each other, and each takes some hundred MB."""
+"""Maximum number of processes per core. More would mostly wait for each other, and each takes some hundred MB."""
 ALLOWED = "AUTOPAR_PROCESSES"
 """The environment variable that raises this limit."""
 
@@ -55,10 +56,10 @@ def check_count(count: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """How workers are started in network namespaces other than the parent's.
+    """Says how to start workers in network namespaces other than the parent's.
 
-    ``prefixes`` has a command prefix per rank, such as ``("ip", "netns", "exec", "node0")``; ``env`` is added to the environment, such
-    as ``MASTER_ADDR``, the parent's address on their network.
+    ``prefixes`` has a command prefix per rank, such as ``("ip", "netns", "exec", "node0")``; ``env`` is added to the workers' environment,
+    for example ``MASTER_ADDR``, the parent's address on their network.
     """
 
     prefixes: tuple[tuple[str, ...], ...]
@@ -86,7 +87,7 @@ def _end_all() -> None:
 
 
 def _close_pipes_in_fork() -> None:
-    """In a fork: close its copies of the pipes, so that the workers end with their parent even if the fork lives on."""
+    """Close a fork's copies of the pipes, so that the workers end with their parent even if the fork lives on."""
     for processes in list(_alive):
         for worker in processes._workers:
             for stream in (worker.stdin, worker.stdout):
@@ -103,7 +104,7 @@ class Processes:
     """``count`` single-threaded Python processes on this machine, with ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and
     ``MASTER_PORT`` set as ``torchrun`` sets them.
 
-    Raises ``LaunchError`` if ``port`` (0: any free one) is taken, ``UsageError`` if they are too many for this machine.
+    Raises ``LaunchError`` if ``port`` (0: any free one) is taken, ``UsageError`` if ``count`` is too high for this machine.
     """
 
     def __init__(
@@ -145,7 +146,8 @@ class Processes:
         self._parent = os.getpid()
         self._finalizer = finalize_unless_forked(self, _end, self._workers, self.folder)
         _alive.add(self)
-        atexit.unregister(_end_all)  # re-register, so that they end before anything that existed when they were started
+        # re-register: exit functions run last in, first out, and workers must end before anything that existed when they started
+        atexit.unregister(_end_all)
         atexit.register(_end_all)
 
     @property
@@ -154,14 +156,14 @@ class Processes:
 
     @property
     def started_here(self) -> bool:
-        """Whether this process started them, rather than the process that it was forked from."""
+        """Whether this process started the workers, rather than the process that it was forked from."""
         return os.getpid() == self._parent
 
     def call(self, target: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
         """Call ``"module:function"`` on every rank with the same arguments and return the results by rank.
 
-        Arguments and results are what ``torch.load(weights_only=True)`` reads. Raises ``LaunchError`` if a rank raises, dies, or doesn't
-        answer within ``timeout_s`` seconds, and kills all ranks then; also in a fork of the process that started them.
+        ``torch.load(weights_only=True)`` must be able to read arguments and results. Raises ``LaunchError`` if a rank raises, dies, or
+        doesn't answer within ``timeout_s`` seconds, and kills all ranks then; raises it, too, in a fork of the process that started them.
         """
         if not self.started_here:
             raise LaunchError(
@@ -179,7 +181,7 @@ class Processes:
                 worker.stdin.write(json.dumps(call) + "\n")
                 worker.stdin.flush()
             except (OSError, ValueError):
-                pass  # it died: ``_wait`` notices the end of its standard output
+                pass  # the worker died: ``_wait`` sees the end of its standard output
         self._wait(target, None if timeout_s is None else time.monotonic() + timeout_s)
         loaded = [torch.load(result, weights_only=True) for result in results]
         for file in (path, *results):
@@ -187,7 +189,7 @@ class Processes:
         return loaded
 
     def close(self) -> None:
-        """End the processes and remove their folder. Idempotent; happens at exit too."""
+        """End the processes and remove their folder. Idempotent; this process's exit does the same."""
         self._finalizer()
 
     def _log(self, rank: int) -> Path:
@@ -239,7 +241,7 @@ class Processes:
 
 
 def _listen(address: str, port: int, count: int) -> dist.TCPStore:
-    """Return a store that listens on ``address`` only: by default torch's listens on all interfaces, without authentication."""
+    """Return a store that listens on ``address`` only: torch's store by default listens on all interfaces, without authentication."""
     listener = socket.socket()
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""``Program``: an emitted folder, with methods that train it, read its state and launch it."""
+"""``Program``: a plan and its emitted folder, with methods that train the model, read its state and launch ``train.py``."""
 
 from __future__ import annotations
 
@@ -54,35 +54,36 @@ _REFUSED: dict[str, type[AutoparError]] = {
     "ModeError": UsageError,
     "NonFiniteLossError": NonFiniteLossError,
 }
-"""autopar's error for each error of the emitted runtime."""
+"""Maps the names of the emitted runtime's errors to autopar's errors."""
 
 
 class Program:
     """A plan and the folder of its program.
 
     Under ``torchrun`` each process runs its rank. Otherwise the first call of ``step``, ``train`` etc. starts local worker processes;
-    ``close`` (or the end of this process) ends them. The code that runs is the folder's: edit the folder and open it again.
+    ``close`` (or the end of this process) ends them. The folder's code is what runs: to change it, edit the folder and open it again.
 
     Args:
         plan: the plan of the program.
         folder: the emitted program.
-        graph: the captured model, whose ``structure`` maps a user's batch to inputs. Without a graph, batches are dicts by input name.
+        graph: the captured model, whose ``structure`` maps a user's batch to inputs. Without a graph, a batch is a dict of tensors by
+            input name.
         cluster: the devices of the plan; by default those that ``plan.devices`` describes.
-        state: the state dict to start from, or the path of safetensors or of a ``torch.save`` of it; if left out, or on meta, the
-            folder's ``initial.safetensors``.
-        optimizer, scheduler, lr, max_norm, seed: the recipe. By default that of the folder's ``train.py``: AdamW with 3e-4 and seed 0
-            unless the program was compiled with another one, or edited. A folder that has a recipe refuses a different one.
+        state: the state dict to start from, or the path of a safetensors file or of a ``torch.save`` of it. If it is left out, or on
+            meta, training starts from the folder's ``initial.safetensors``.
+        optimizer, scheduler, lr, max_norm, seed: the recipe. The default is that of the folder's ``train.py``: AdamW with 3e-4 and seed
+            0, unless the program was compiled with another recipe, or edited. A folder that has a recipe refuses a different one.
         draw_init: if there are no initial values, draw them from ``seed`` (``autopar.program.model_tensors``).
         optimizer: builds an optimizer, or a list of optimizers with disjoint parameters, from the list of the model's parameters, or from
-            pairs with their names if its argument is called ``named_parameters``; by default AdamW with ``lr``. It is called with
-            meta tensors. A custom optimizer class declares ``per_tensor = True`` if it updates each tensor independently, or
+            (name, parameter) pairs if its argument is called ``named_parameters``; by default AdamW with ``lr``. It is called with
+            meta tensors. A custom optimizer class must declare ``per_tensor = True`` if it updates each tensor independently, or
             ``elementwise = True`` if each element; otherwise it is refused where ranks hold shards. The cost model assumes Adam.
-            Worker processes import the function: it is at the top level of a module, or named ``"module:function"``.
-        scheduler: builds a ``torch.optim.lr_scheduler.LRScheduler`` from the optimizer, and is imported likewise. It is stepped once
-            per update, not at steps that float16's loss scaling skips. ``ReduceLROnPlateau`` is refused.
+            Worker processes import the function, so it must be at the top level of a module, or be named ``"module:function"``.
+        scheduler: builds a ``torch.optim.lr_scheduler.LRScheduler`` from the optimizer; worker processes import it in the same way. It is
+            stepped once per update, but not at steps that float16's loss scaling skips. ``ReduceLROnPlateau`` is refused.
         max_norm: clip gradients to this global 2-norm.
         port: the rendezvous port of local processes on 127.0.0.1; 0 for any free port.
-        timeout_s: the timeout of collectives.
+        timeout_s: the timeout of collectives, in seconds.
         type_check: type-check the folder first (``autopar.checks.types``).
 
     Raises:
@@ -140,19 +141,19 @@ class Program:
         self._processes: Processes | None = None
         self._failure: LaunchError | None = None
         self._closed = False
-        self._opened = 0  # number of data sets
-        self._seconds: list[float] = []  # of the steps of ``train``
+        self._opened = 0  # number of opened data sets
+        self._seconds: list[float] = []  # seconds of each step of ``train``
 
     # -- training --
 
     def step(self, batch: Any) -> float:
-        """Train one step on a global batch and return the loss, which is from before the update."""
+        """Train one step on a global batch and return its loss, computed before the update."""
         return float(self._call("step", self._inputs(batch)))
 
     def trace(self, batch: Any, path: str | os.PathLike[str]) -> float:
-        """``step(batch)`` under the profiler; writes a trace of all ranks in Chrome's trace-event format (https://ui.perfetto.dev).
+        """Run ``step(batch)`` under the profiler; write a trace of all ranks in Chrome's trace-event format (https://ui.perfetto.dev).
 
-        ``autopar report PLAN --trace OUT --measured FILE`` puts the predicted step above it. Profiling slows the step.
+        ``autopar report PLAN --trace OUT --measured FILE`` shows the predicted step above the trace. Profiling slows the step.
         """
         return float(self._call("trace", self._inputs(batch), str(Path(path).resolve())))
 
@@ -169,12 +170,12 @@ class Program:
         """Train ``steps`` steps and return their losses.
 
         Args:
-            batches: global batches, repeated when they end, or a data set from ``loader``, which continues where it stopped.
-            steps: by default one for each batch, or to the end of the data set's epoch.
-            on_step: called with the number of the step (from 1), its loss and its record: ``step`` (of the whole training), ``loss``,
-                ``step_time_s`` (data loading included), ``rows_per_s``, ``tokens_per_s``, ``peak_memory_bytes`` (maximum over ranks; on
-                CPUs the resident set, with Python and torch), ``mfu`` where the plan has one, ``gradient_norm`` with ``max_norm``, and
-                in float16 ``loss_scale``.
+            batches: global batches, repeated from the first when they end, or a data set from ``loader``, which continues where it stopped.
+            steps: the number of steps; by default one for each batch, or the rest of the data set's epoch.
+            on_step: called with the number of the step (from 1), its loss and its record: ``step`` (counted from the start of training),
+                ``loss``, ``step_time_s`` (data loading included), ``rows_per_s``, ``tokens_per_s``, ``peak_memory_bytes`` (maximum over
+                ranks; on CPUs the resident set, with Python and torch), ``mfu`` if the plan has one, ``gradient_norm`` with ``max_norm``,
+                and in float16 ``loss_scale``.
             on_nan: when the loss is NaN or infinite, ``"stop"`` raises ``NonFiniteLossError`` before the update, with the first layer
                 that produced such a value; ``"skip"`` skips the update.
             log: append the records to this file, one JSON object per line.
@@ -212,7 +213,7 @@ class Program:
     def evaluate(self, batches: Iterable[Any] | Data) -> list[float]:
         """Return the losses of global batches, or of a data set's epoch, by forward passes without updates.
 
-        Raises ``UsageError`` if the model computes something else in evaluation mode, as with dropout or batch norm.
+        Raises ``UsageError`` if the model computes something else in evaluation mode, for example because of dropout or batch norm.
         """
         if isinstance(batches, Data):
             losses: list[float] = self._answers("evaluate", batches.number)[0]
@@ -233,18 +234,18 @@ class Program:
 
         Args:
             dataset: a dict of tensors by input name, a ``TensorDataset``, the path of a file with such a dict (``torch.save``), or a
-                function that returns a map-style data set or a ``DataLoader`` of one: a function at the top level of a module, or its
-                name ``"module:function"``. Under ``torchrun`` also the data set itself, or a ``DataLoader`` of one.
+                function that returns a map-style data set or a ``DataLoader`` of one. The function is at the top level of a module, or
+                given by its name ``"module:function"``. Under ``torchrun`` also a map-style data set, or a ``DataLoader`` of one.
             shuffle, seed: draw each epoch's order from ``seed + epoch``, as ``DistributedSampler`` does.
-            last: for an incomplete last batch: ``"drop"``, or ``"pad"``, which fills it with rows that the loss ignores.
+            last: what to do with an incomplete last batch: ``"drop"`` it, or ``"pad"`` it with rows that the loss ignores.
             workers: the number of reader processes per rank.
-            collate: makes tensors from a list of samples, by default as ``DataLoader`` does; a top-level function, or its name.
+            collate: turns a list of samples into tensors, by default as ``DataLoader`` does; a top-level function, or its name.
 
-        A sample has the structure of the batches that the model was captured with, without dim 0. ``save`` and ``load`` keep the
+        A sample has the structure of the batch with which the model was captured, without dim 0. ``save`` and ``load`` keep the
         position, also within an epoch.
 
         Raises:
-            BatchError: the data set is shorter than a global batch, or can't be read by row; or it isn't provable that the loss ignores
+            BatchError: the data set is shorter than a global batch, or can't be read by row; or there is no proof that the loss ignores
                 padding.
             UsageError: worker processes can't import it.
         """
@@ -264,7 +265,7 @@ class Program:
         return Data(**self._answers("open_data", self._opened, source, order, by)[0])
 
     def gradients(self, batch: Any) -> tuple[float, dict[str, Tensor]]:
-        """Return the loss of a global batch and its unsharded gradients by the user's parameter names, without an update.
+        """Return the loss of a global batch, and the unsharded gradients by the user's parameter names. Parameters aren't updated.
 
         Under ``torchrun`` only rank 0 has the gradients.
         """
@@ -284,7 +285,7 @@ class Program:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Set the parameters and buffers from a state dict of the user's model.
 
-        Raises ``UsageError``, before any process starts, with the name of a tensor that is missing, unknown, or of another shape.
+        Raises ``UsageError``, before any process starts, with the name of a tensor that is missing, unknown, or has another shape.
         """
         self._check_state(state)
         if _is_rank():
@@ -297,7 +298,7 @@ class Program:
         self._note_untrained(_tensors(state))
 
     def scaler_state_dict(self) -> dict[str, float | int]:
-        """Return the state of float16's dynamic loss scale in the form of ``torch.amp.GradScaler.state_dict``; else an empty dict."""
+        """Return the state of float16's dynamic loss scale in the form of ``torch.amp.GradScaler.state_dict``; empty without a scale."""
         state: dict[str, float | int] = self._call("scaler_state_dict")
         return state
 
@@ -313,34 +314,34 @@ class Program:
     def save(self, folder: str | os.PathLike[str], *, keep: int | None = None) -> Path:
         """Write a checkpoint, ``folder/step-N`` after ``N`` steps, and return its path.
 
-        A program of the same model under any plan can load it. Each rank writes its own shards of parameters and optimizer state;
-        all machines share ``folder``. Of the checkpoints up to this one, the last ``keep`` stay (``None``: all).
+        A program of the same model under any plan can load it. Each rank writes its shards of parameters and optimizer state, so all
+        machines must share ``folder``. Of the checkpoints up to this one, only the last ``keep`` are kept (``None``: all).
 
         Raises ``CheckpointError``, for example if the disk is full; training can continue.
         """
         return Path(self._with_files("save", folder, keep=keep))
 
     def load(self, folder: str | os.PathLike[str]) -> int:
-        """Resume from a checkpoint: ``folder`` itself, or the newest complete one in it. Returns its number of steps.
+        """Resume from a checkpoint, ``folder`` itself or the newest complete one in it, and return its number of steps.
 
         Restores parameters, buffers, optimizer state, the options of the parameter groups, the scheduler's state and the seed.
 
-        Raises ``CheckpointError`` if it is damaged, or belongs to another model, optimizer or scheduler.
+        Raises ``CheckpointError`` if the checkpoint is damaged, or belongs to another model, optimizer or scheduler.
         """
         return int(self._with_files("load", folder))
 
     def save_weights(self, folder: str | os.PathLike[str]) -> None:
         """Write the parameters and buffers as safetensors, in the model's dtypes, into a new folder that all machines share.
 
-        A large model is split into files of up to 5 GB with an index, as transformers does; each rank writes its own shards. Raises
+        A large model is split into files of up to 5 GB with an index, as transformers does; each rank writes its shards. Raises
         ``CheckpointError``.
         """
         self._with_files("save_weights", folder)
 
     def load_weights(self, path: str | os.PathLike[str]) -> None:
-        """Load the parameters and buffers from a safetensors file, or a folder of them; each rank reads its own shards.
+        """Load the parameters and buffers from a safetensors file, or a folder of them; each rank reads its shards.
 
-        Raises ``CheckpointError`` with the names that are missing, unknown or of other shapes.
+        Raises ``CheckpointError`` with the names of tensors that are missing, unknown, or have other shapes.
         """
         self._with_files("load_weights", path)
         self._note_untrained(Path(path))
@@ -349,7 +350,7 @@ class Program:
         return self._answers(name, str(Path(path).resolve()), options)[0]
 
     def _answers(self, name: str, *args: Any) -> list[Any]:
-        """Return the results of a call by rank (under ``torchrun`` this rank's), raising the runtime's error if it refused."""
+        """Return the results of a call by rank (under ``torchrun`` only this rank's); raise autopar's error if a rank refused the call."""
         answers: list[dict[str, Any]] = self._call_all(name, *args)
         for answer in answers:
             if "error" in answer:
@@ -361,10 +362,10 @@ class Program:
     def emit(self, folder: str | os.PathLike[str]) -> Path:
         """Copy the program to ``folder`` (created if missing) and return its path.
 
-        The copy starts from this ``Program``'s ``state``, and its ``train.py`` has the recipe: optimizer, scheduler, ``lr``, ``max_norm``
-        and seed. Without any of these, ``train.py`` is copied unchanged.
+        The copy starts from this ``Program``'s ``state``, and its ``train.py`` has this program's recipe: optimizer, scheduler, ``lr``,
+        ``max_norm`` and seed. If all of these are defaults, ``train.py`` is copied unchanged.
 
-        Raises ``UsageError`` with the name of what can't be written as code, such as a lambda.
+        Raises ``UsageError`` with the name of an object that can't be written as code, such as a lambda.
         """
         there = folder_for_program(folder)
         if there.resolve() != self.folder.resolve():
@@ -388,7 +389,7 @@ class Program:
             raise
 
     def launch(self, *args: str) -> None:
-        """Run the folder's ``train.py`` on this machine under ``torchrun``, which inherits standard output and error.
+        """Run the folder's ``train.py`` on this machine under ``torchrun``; its output goes to this process's standard output and error.
 
         Raises ``LaunchError`` with the first failing rank's error.
         """
@@ -469,7 +470,7 @@ class Program:
             raise
 
     def _check_optimizer(self) -> None:
-        """Raise ``UsageError`` if the optimizer would train differently from one device, before a process is started."""
+        """Raise ``UsageError``, before a process starts, if the optimizer would not compute the same updates as on one device."""
         if any(layer.strategy.options.on_nvme for layer in self.plan.layers):
             try:
                 nvme_folder(self.plan.nvme_path)
@@ -498,7 +499,7 @@ class Program:
             self._trainer = remote.open_trainer(
                 str(self.folder), options, device=self._cluster.kind, timeout_s=self._timeout_s
             )
-        with torch.inference_mode(False), torch.enable_grad():  # whatever the caller's mode is
+        with torch.inference_mode(False), torch.enable_grad():  # the caller may have set other modes
             return remote.perform(self._trainer, name, *args)
 
     def _check_state(self, state: Mapping[str, Tensor]) -> None:
@@ -523,14 +524,14 @@ class Program:
         self._untrained |= {name: tensors[name].clone() for name in names & tensors.keys()}
 
     def _state_file(self, folder: Path) -> str | None:
-        """Return the file of the initial values, written to ``folder`` if necessary; ``None`` if they are drawn."""
+        """Return the path of the initial values, written to ``folder`` if necessary; ``None`` if they are drawn."""
         if self._state is None:
             return self._initial_file()
         write_file(folder / INITIAL, self._state)
         return str((folder / INITIAL).resolve())
 
     def _initial_file(self) -> str | None:
-        """Return the folder's file of initial values; ``None`` if they are drawn."""
+        """Return the path of the folder's initial values; ``None`` if they are drawn."""
         if self._initial is None and not self._recipe.draw_init:
             raise UsageError(
                 f"there are no values to start from: {self.folder} has no {INITIAL}, and the model was on meta",
@@ -546,7 +547,7 @@ class Program:
             return
         kind = cluster.gpu.name.split("-")[0].upper()
         if len(names) >= count and all(kind in name.upper() for name in names):
-            return  # planned by a description that matches this machine's GPUs
+            return  # the description of the planned devices matches this machine's GPUs
         has = f"{len(names)} GPUs ({', '.join(sorted(set(names)))})" if names else "no GPU"
         raise LaunchError(
             f"the program was planned for {self.plan.devices} ({count} devices), which are not here: this machine has {has}",
@@ -554,14 +555,14 @@ class Program:
         )
 
     def _visible(self) -> dict[str, str]:
-        """Return the environment that maps local rank ``i`` to the user's ``i``-th device."""
+        """Return the environment variables that map local rank ``i`` to the ``i``-th device that the user named."""
         indices = [name.partition(":")[2] for name in self._cluster.devices]
         chosen = self._cluster.kind == "cuda" and indices and all(indices)
         return {"CUDA_VISIBLE_DEVICES": ",".join(indices)} if chosen else {}
 
 
 def _is_rank() -> bool:
-    """Whether ``torchrun`` started this process."""
+    """Return whether ``torchrun`` started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -571,5 +572,5 @@ def _linked(source: str, target: str) -> None:
 
 
 def _tensors(state: Mapping[str, Any] | None) -> dict[str, Tensor]:
-    """The tensors of a state dict, without the extra state of modules, which no program reads."""
+    """Return the tensors of a state dict without modules' extra state, which no program reads."""
     return {name: tensor for name, tensor in (state or {}).items() if not name.endswith("_extra_state")}

@@ -1,4 +1,4 @@
-"""This process's rank under ``torchrun``; without ``torchrun`` there is one process, rank 0."""
+"""Tells this process's rank under ``torchrun``, and coordinates ranks; without ``torchrun`` there is one process, rank 0."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from autopar.errors import AutoparError
 from autopar.plan import Plan
 
-_stores: list[dist.Store] = []  # one per exchange, kept alive: rank 0 serves it until all have read
+_stores: list[dist.Store] = []  # one for each exchange, kept alive because rank 0 serves it until all ranks have read
 
 
 def is_rank_0() -> bool:
@@ -20,12 +20,12 @@ def is_rank_0() -> bool:
 
 
 def is_one_of_several() -> bool:
-    """Whether ``torchrun`` started more than one process."""
+    """Return whether ``torchrun`` started more than one process."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def is_first_of_machine() -> bool:
-    """Whether this process has local rank 0, which writes files and type-checks them for the other local ranks."""
+    """Return whether this process has local rank 0, which writes and type-checks files for the other local ranks."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
@@ -36,7 +36,7 @@ def _new_store() -> dist.Store:
 
 
 def after_first_of_machine(work: Callable[[], None]) -> None:
-    """Do ``work`` in local rank 0; the machine's other processes wait until it is done."""
+    """Call ``work`` in local rank 0; the machine's other ranks wait until it returns, and raise ``AutoparError`` if it raises."""
     if not is_one_of_several():
         return work()
     store = _new_store()
@@ -55,9 +55,9 @@ def after_first_of_machine(work: Callable[[], None]) -> None:
 
 
 def plan_of_rank_0(find: Callable[[], Plan]) -> Plan:
-    """Return ``find()`` of rank 0 on all ranks.
+    """Return rank 0's ``find()`` on all ranks.
 
-    Searches under a time limit may return different plans, with which the ranks would deadlock.
+    If each rank searched, a time limit could give them different plans, with which they would deadlock.
     """
     if not is_one_of_several():
         return find()

@@ -1,8 +1,8 @@
 """The training recipe (optimizer, scheduler, clipping, seed): checked before a process starts, and written into ``train.py`` as code.
 
-The user's functions are called with meta tensors for parameters, and the objects that they return are written as code: classes by import
-name, the arguments of their constructors, and parameter groups by the parameters' names. Then the folder's ``train.py`` is imported and
-builds both again: unless they equal those of the user's functions, nothing is written.
+``TrainingRecipe.write`` calls the user's functions with meta tensors for parameters, and writes the objects that they return as code:
+classes by import name, the arguments of their constructors, and parameter groups by the parameters' names. Then it imports the folder's
+``train.py`` to build optimizer and scheduler again, and restores the former ``train.py`` unless they equal those of the user's functions.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ _MOST_ELEMENTS = 64  # in a tensor literal
 
 
 class _UnwritableError(Exception):
-    """A value can't be written as code; the message names it."""
+    """A value can't be written as code; the message names the value."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingRecipe:
-    """How a program trains; the fields are those of ``autopar.Program``. ``init`` is the path of the initial weights.
+    """How a program trains; the fields are arguments of ``Program``. ``init`` is the path of the initial weights.
 
-    With ``of_folder`` the folder's ``train.py`` builds optimizer and scheduler, and the numbers are read from it.
+    With ``of_folder``, the folder's ``train.py`` builds optimizer and scheduler, and the other fields have its values.
     """
 
     optimizer: Optimizer | str | None = None
@@ -90,20 +90,20 @@ class TrainingRecipe:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of ``remote.open_trainer`` other than the functions."""
+        """The options of ``remote.open_trainer`` besides the functions."""
         return {"lr": self.lr, "seed": self.seed, "max_norm": self.max_norm, "of_folder": self.of_folder}
 
     def import_paths(self) -> dict[str, str | None]:
-        """Return the functions' ``"module:function"``, for worker processes. Raises ``UsageError`` if these couldn't import them."""
+        """Return each function as ``"module:function"`` for worker processes. Raises ``UsageError`` if they couldn't import it."""
         functions = {"optimizer": self.optimizer, "scheduler": self.scheduler}
         return {role: None if f is None else import_path(f, role, "a function") for role, f in functions.items()}
 
     def check(self, folder: Path) -> None:
-        """Raise ``UsageError`` if the optimizer would train differently from one device, or worker processes couldn't build it."""
+        """Raise ``UsageError`` if the optimizer's updates would differ from those on one device, or worker processes couldn't build it."""
         if self.of_folder:
             with program_modules(folder):
                 train = import_train(folder)
-                world: Any = _CPU  # ``adamw`` reads only its device
+                world: Any = _CPU  # ``adamw`` reads nothing but the world's device
                 self._made((optimizer_maker(train, self.lr, world), train.make_scheduler), folder)
         elif self._is_the_users:
             self.import_paths()
@@ -134,7 +134,7 @@ class TrainingRecipe:
     def write(self, folder: Path) -> None:
         """Write the recipe into the folder's ``train.py``.
 
-        Raises ``UsageError`` with the name of a part that can't be written as code, or for what ``check`` refuses.
+        Raises ``UsageError`` if a part can't be written as code (the message names it), or if ``check`` would raise.
         """
         train = folder / "train.py"
         before = train.read_text()
@@ -160,7 +160,7 @@ class TrainingRecipe:
                 raise
 
     def refuse(self, folder: Path, why: str) -> None:
-        """Make the folder's ``train.py`` exit with the reason why it doesn't have this recipe."""
+        """Make the folder's ``train.py`` exit with ``why``, the reason why it can't have this recipe."""
         train = folder / "train.py"
         lines = ["", f"REFUSED = {why!r}", *self._numbers(), "", *_DEFAULT_OPTIMIZER, "", "make_scheduler = None", ""]
         train.write_text(_with_section(train.read_text(), "\n".join(lines), train))
@@ -170,7 +170,7 @@ class TrainingRecipe:
         return self.optimizer is not None or self.scheduler is not None
 
     def _resolved(self) -> tuple[Any, Scheduler | None]:
-        """Return the functions. Call outside of ``program_modules``, which may hide the user's modules."""
+        """Return the functions, importing those given by name. Call outside of ``program_modules``, which may hide the user's modules."""
         lr = _LR if self.lr is None else self.lr
         make = _resolved(self.optimizer, "optimizer") or (lambda params: torch.optim.AdamW(params, lr=lr))
         return make, _resolved(self.scheduler, "scheduler")
@@ -207,14 +207,14 @@ class TrainingRecipe:
         ]
 
     def _start(self) -> list[str]:
-        """The lines that say which values the training starts from."""
+        """Return the lines that say which values the training starts from."""
         return [
             f"INIT: str | None = {self.init!r}  # where --init gives none; None: initial.safetensors",
             f"DRAW_INIT = {self.draw_init!r}  # draw initial values where there are none",
         ]
 
     def _section(self, made: CheckedRecipe | None, make: Scheduler | None, calls: _Calls) -> str:
-        """Return the text between the comments ``BEGIN`` and ``END``."""
+        """Return the text of the recipe, to go between the comments ``BEGIN`` and ``END``."""
         writer = _CodeWriter(calls)
         optimizer, scheduler = list(_DEFAULT_OPTIMIZER), ["make_scheduler = None"]
         if self.optimizer is not None:
@@ -251,7 +251,7 @@ _SCHEDULER_HEAD = """def make_scheduler(optimizer: torch.optim.Optimizer) -> tor
 
 
 def _with_section(text: str, section: str, train: Path) -> str:
-    """Replace the recipe in the text of ``train.py``. Raises ``UsageError`` if it has none."""
+    """Replace the recipe in the text of ``train.py``. Raises ``UsageError`` if the comments around it are gone."""
     before, begin, rest = text.partition(BEGIN)
     line, _, rest = rest.partition("\n")
     _, end, after = rest.partition(END)
@@ -285,7 +285,7 @@ def _without_start(section: str) -> str:
 
 
 def _with_start(text: str, lines: list[str], train: Path) -> str:
-    """Replace the lines of ``_start`` in the text of ``train.py``. Raises ``UsageError`` if it has none."""
+    """Replace the lines of ``_start`` in the text of ``train.py``. Raises ``UsageError`` if one is missing."""
     for line in lines:
         name = re.match(r"\w+", line)
         assert name is not None
@@ -301,7 +301,7 @@ def recipe_for(folder: Path, given: Mapping[str, Any], draw_init: bool) -> Train
     """Return the recipe of ``given`` (``optimizer``, ``scheduler``, ``lr``, ``max_norm``, ``seed``), or that of the folder's ``train.py``
     if all of these are ``None``.
 
-    Raises ``UsageError`` if the two differ, or the folder's can't be read.
+    Raises ``UsageError`` if the two recipes differ, or if the folder's can't be read.
     """
     given = {name: value for name, value in given.items() if value is not None}
     if not given and section_of(folder) != section_of(_TEMPLATE):
@@ -316,7 +316,7 @@ def recipe_for(folder: Path, given: Mapping[str, Any], draw_init: bool) -> Train
 
 
 _Calls = Mapping[int, tuple[Any, tuple[Any, ...], dict[str, Any]]]
-"""``id`` of an object -> the object and the arguments of its constructor."""
+"""Maps the ``id`` of an object to the object and the arguments of its constructor."""
 
 
 @contextmanager
@@ -357,7 +357,7 @@ class _CodeWriter:
     imports: set[str] = field(default_factory=set)
 
     def text(self, value: Any) -> str:
-        """Raises ``_UnwritableError``."""
+        """Return the value as code. Raises ``_UnwritableError`` if there is no code for it."""
         if id(value) in self.names:
             return self.names[id(value)]
         if isinstance(value, float) and type(value) is float and not math.isfinite(value):
@@ -383,7 +383,7 @@ class _CodeWriter:
         raise _UnwritableError(f"{_shown(value)} is of the type {type(value).__name__}, which is no plain value")
 
     def optimizer(self, model: torch.optim.Optimizer, made: CheckedRecipe) -> str:
-        """Return the constructor call of an optimizer over ``parameters``."""
+        """Return the constructor call of an optimizer, as an expression over the variable ``parameters``."""
         if len(model.param_groups) == 1 and not _extra(model.param_groups[0], model):
             own = [made.names[id(parameter)] for parameter in model.param_groups[0]["params"]]
             return self._made(model, _selection(own, list(made.names.values())))
@@ -451,7 +451,7 @@ def _extra(group: Mapping[str, Any], model: torch.optim.Optimizer) -> dict[str, 
 
 
 def _selection(own: Sequence[str], every: Sequence[str]) -> str:
-    """Return an expression that selects ``own`` from ``every``: all, by patterns in the model's order, or by name."""
+    """Return an expression that selects the names ``own`` from ``every``: all, by patterns in the model's order, or one by one."""
     if list(own) == list(every):
         return "list(parameters.values())"
     if not any("*" in name for name in every):
@@ -467,7 +467,7 @@ _WIDTH = 110
 
 
 def _call(name: str, arguments: Sequence[str], brackets: str = "()") -> str:
-    """Return a call or literal, with an argument per line if it is long."""
+    """Return the text of a call or literal, with one argument per line if it is long."""
     flat = f"{name}{brackets[0]}{', '.join(arguments)}{brackets[1]}"
     if len(flat) <= _WIDTH and "\n" not in flat:
         return flat
@@ -480,7 +480,7 @@ def _indented(text: str) -> list[str]:
 
 
 def _compare(made: CheckedRecipe, schedule: Scheduler | None) -> None:
-    """Raise ``_UnwritableError`` if the folder's ``train.py`` builds something else. Call inside ``program_modules``."""
+    """Raise ``_UnwritableError`` if the folder's ``train.py`` builds another optimizer or scheduler. Call inside ``program_modules``."""
     train = importlib.import_module("train")
     if train.LR is None:
         rebuilt: Any = train.make_optimizer(dict(made.stand_ins), 0.0, None)
@@ -507,7 +507,7 @@ def _rates(scheduler: LRScheduler) -> list[Any]:
 
 
 def _shown(value: Any) -> str:
-    """Describe an object for messages; a function with its file and line."""
+    """Describe an object for messages; a function by its name, file and line."""
     code = getattr(value, "__code__", None)
     place = f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code is not None else ""
     if isinstance(value, str):

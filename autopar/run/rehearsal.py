@@ -1,9 +1,9 @@
-"""Rehearsal: one rank of a plan on a single device, to measure its peak memory and step time without the other devices.
+"""Rehearsal: runs one rank of a plan on a single device, to measure its peak memory and step time without the other devices.
 
-The emitted program runs as rank ``r`` of the full world: the same stage modules, local shapes and schedule, with torch's fake process
-group, whose collectives return at once with the rank's own data in place of the others'. What a pipeline stage receives is drawn at
-random, because arithmetic on zeros or NaN takes less power, and so less time. Losses are meaningless. Memory doesn't depend on values,
-except with experts, whose token counts do.
+The emitted program runs as rank ``r`` of the full world, with the same stage modules, local shapes and schedule, but with torch's fake
+process group, whose collectives return at once with the rank's data in place of the others'. A pipeline stage receives random values,
+because arithmetic on zeros or NaN takes less power, and so less time. Losses are meaningless. Memory doesn't depend on values, except in
+mixtures of experts, whose token counts do.
 
 On a GPU the peak is that of PyTorch's caching allocator (``torch.cuda.max_memory_allocated``), on a CPU the highest running sum of all
 allocations and releases (``allocations``).
@@ -43,9 +43,9 @@ FREE = Link(0.0, float("inf"), "a rehearsal's collectives return at once")
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """One rank's rehearsal: predicted and measured bytes and seconds of a step.
+    """The result of one rank's rehearsal: predicted and measured bytes and seconds of a step.
 
-    ``predicted_s`` is compute and the optimizer's update, without communication and bubbles; ``rounds_s`` are the seconds of each
+    ``predicted_s`` counts compute and the optimizer's update, but no communication and no bubbles; ``rounds_s`` has the seconds of each
     measured step; ``reserved_bytes`` is the caching allocator's peak reservation (0 on a CPU).
     """
 
@@ -65,12 +65,12 @@ class Rehearsal:
 
     @property
     def memory_error(self) -> float:
-        """Predicted over measured peak memory, less 1."""
+        """Predicted over measured peak memory, minus 1."""
         return self.predicted.total / self.peak_bytes - 1
 
     @property
     def time_error(self) -> float:
-        """Predicted over measured seconds, less 1."""
+        """Predicted over measured seconds of a step, minus 1."""
         return self.predicted_s / self.step_s - 1
 
     def to_json(self) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class Rehearsal:
 
 
 def rank_of_each_position(plan: Plan) -> tuple[int, ...]:
-    """Return the first rank of every pipeline rank; the ranks of one run the same stages at the same local shapes."""
+    """Return the first rank at every position of the pipeline; all ranks at one position run the same stages at the same local shapes."""
     return tuple(range(0, plan.device_count, plan.devices_per_stage))
 
 
@@ -121,8 +121,11 @@ def random_batch(graph: Graph) -> dict[str, Tensor]:
 
 
 def _valid_integers(graph: Graph) -> int:
-    """Return the least number of rows of an embedding or classes of a loss; 2 if the model has neither."""
-    places = {"aten::embedding": 0, "aten::cross_entropy_loss": 1}  # op: dim of its first argument
+    """Return the smallest number of rows of an embedding, or of classes of a loss; 2 if the model has neither."""
+    places = {
+        "aten::embedding": 0,
+        "aten::cross_entropy_loss": 1,
+    }  # the dim of an op's first argument that limits the integers
     counts = []
     for cls in graph.classes.values():
         for node in cls.graph.graph.nodes:
@@ -160,11 +163,12 @@ def rehearse(
 
     Args:
         folder: the emitted program.
-        alone: the program's plan, priced ``with_free_communication``.
-        batch: a global batch by input name.
+        alone: the program's plan, priced on the cluster of ``with_free_communication``.
+        batch: a global batch, as tensors by input name.
         ranks: the ranks to rehearse.
         device: "cuda" or "cpu".
         steps: how many steps to time.
+        progress: called with the rank that is about to run, as text.
 
     Raises:
         UsageError: the plan has no such rank.
@@ -190,7 +194,7 @@ def rehearse(
         finally:
             workers.close()
         stages = tuple(measured["stages"])
-        passes = alone.microbatches / alone.sized_schedule.copies  # of each of the rank's stages
+        passes = alone.microbatches / alone.sized_schedule.copies  # microbatches that each of the rank's stages runs
         yield Rehearsal(
             rank=rank,
             stages=stages,
@@ -208,7 +212,7 @@ def rehearse(
 
 
 def perform(folder: str, batch: dict[str, Tensor], rank: int, count: int, device: str, steps: int) -> dict[str, Any]:
-    """Run as rank ``rank`` of ``count``: warm-up steps, then ``steps`` timed ones, then one whose memory is measured.
+    """Run as rank ``rank`` of ``count``: warm-up steps, then ``steps`` timed steps, then one whose memory is measured.
 
     Raises ``RuntimeError`` if the loss or a parameter isn't finite at the end.
     """
@@ -266,8 +270,8 @@ def _local(parameter: Tensor) -> Tensor:
 def _patch_fake_collectives() -> None:
     """Fill outputs that torch's fake process group leaves uninitialised, from which NaN would spread.
 
-    ``recv``: torch's stages validate shapes by it before the first step. Up to torch 2.11 the fake group doesn't write the results of
-    reduce-scatters and all-to-alls; they become this rank's own data.
+    ``recv`` gets ones: torch's stages use it to validate shapes before the first step. Up to torch 2.11 the fake group doesn't write the
+    results of reduce-scatters and all-to-alls; they become this rank's data.
     """
     reduce, exchange, exchange_single = dist.reduce_scatter_tensor, dist.all_to_all, dist.all_to_all_single
 
@@ -293,14 +297,14 @@ def _patch_fake_collectives() -> None:
 
 
 def _copy_part(output: Tensor, own: Tensor) -> None:
-    """Copy this rank's elements as far as both tensors have them, then zeros."""
+    """Copy as many elements of ``own`` as ``output`` holds, and fill the rest of ``output`` with zeros."""
     count, flat = min(output.numel(), own.numel()), output.detach().view(-1)
     flat[:count].copy_(own.detach().reshape(-1)[:count])
     flat[count:].zero_()
 
 
 def _draw(received: Sequence[Any], scale: float) -> None:
-    """Overwrite what a stage received with random values."""
+    """Overwrite the tensors that a stage received with random values."""
     for tensor in received:
         if isinstance(tensor, Tensor) and tensor.is_floating_point():
             tensor.detach().normal_(0, scale)
@@ -314,7 +318,7 @@ def _draw_gradients(stage: Any, _: Any, out: Any) -> None:
 
 
 class _OnGpu:
-    """``Allocations`` for the GPU's caching allocator."""
+    """Measures what ``Allocations`` measures, of the GPU's caching allocator."""
 
     def __init__(self) -> None:
         self.peak_bytes = self.at_rest_bytes = 0

@@ -1,4 +1,4 @@
-"""The functions that ``Program`` calls in its worker processes; each process keeps one trainer between calls."""
+"""Functions that ``Program`` calls in its worker processes; each process keeps one trainer between calls."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _open: list[Any] = []  # this process's one trainer
 
 
 def open_trainer(folder: str, options: dict[str, Any], *, device: str | None, timeout_s: float) -> Any:
-    """Open the folder's ``Trainer`` for this rank of the world that the environment describes.
+    """Return the folder's ``Trainer`` for this rank; the environment describes the world.
 
-    ``options``: ``optimizer`` (``"module:function"``, a callable, or ``None``), ``scheduler`` (likewise, or left out), ``lr``, ``seed``,
+    ``options`` has ``optimizer`` (``"module:function"``, a callable, or ``None``), ``scheduler`` (the same, or left out), ``lr``, ``seed``,
     ``max_norm``, ``state`` (the user's state dict, a file of it, or ``None``), ``of_folder`` (use ``train.py``'s optimizer and scheduler).
     """
     with program_modules(folder):
@@ -63,7 +63,7 @@ def open_program(folder: str, options: dict[str, Any], device: str, timeout_s: f
 
 
 def call(name: str, *args: Any) -> Any:
-    """``perform`` in a worker."""
+    """Call ``perform`` with the trainer that this worker has opened."""
     return perform(_open[0], name, *args)
 
 
@@ -89,7 +89,7 @@ def _with_files(name: str) -> Any:
 
 
 def _open_data(trainer: Any, number: int, source: Any, order: dict[str, Any], collate: Any) -> dict[str, int]:
-    """Open a data set under a number and return the fields of ``Data``."""
+    """Open a data set, store its loader under ``number``, and return the fields of ``Data``."""
     try:
         if isinstance(source, dict) and "target" in source:
             source = resolve(source["target"])
@@ -140,7 +140,7 @@ _REFUSALS = ("CheckpointError", "DataError", "ModeError", "NonFiniteLossError")
 
 
 def _or_refusal(act: Any, trainer: Any, *args: Any) -> dict[str, Any]:
-    """Return the result, or the refusal as data: raising would end the processes, and their parent doesn't know the folder's errors."""
+    """Return the result, or the runtime's error as data: raising it would end the processes, and the parent can't import its class."""
     try:
         return {"result": act(trainer, *args)}
     except RuntimeError as error:

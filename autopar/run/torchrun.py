@@ -17,7 +17,7 @@ from autopar.run.processes import check_count
 
 
 def torchrun(folder: Path, processes: int, options: Sequence[str], *, port: int, env: Mapping[str, str]) -> None:
-    """Run ``train.py`` with ``options`` in ``processes`` processes with their rendezvous at ``port`` (0: any free one).
+    """Run ``train.py`` with ``options`` in ``processes`` processes, which meet at ``port`` (0: any free one).
 
     Raises ``LaunchError`` with the first failing rank's error.
     """
@@ -28,7 +28,7 @@ def torchrun(folder: Path, processes: int, options: Sequence[str], *, port: int,
         rendezvous = ["--master-addr", "127.0.0.1", "--master-port", str(port)]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), *rendezvous]
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    # a folder with custom ops or opaque modules imports the modules that define them, which this process's path has
+    # a folder with custom ops or opaque modules imports the modules that define them, which are on this process's path
     own = bool(json.loads((folder / "plan.json").read_text()).get("imports"))
     path = {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)} if own else {}
     status, error = _stream([*command, str(folder / "train.py"), *options], {**os.environ, **threads, **path, **env})

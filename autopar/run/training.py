@@ -1,4 +1,4 @@
-"""The loop of ``Program.train``."""
+"""Runs the loop of ``Program.train``."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def train(
     step: Callable[[Any], tuple[dict[str, Any], bool]],
     on_step: OnStep | None,
 ) -> list[float]:
-    """Run ``steps`` steps and return their losses. ``step`` takes a batch, or a data set to read the next one from, and returns its
-    record and whether the epoch ended.
+    """Run ``steps`` steps and return their losses. ``step`` takes a batch, or a data set from which it reads the next batch, and returns
+    the step's record and whether the epoch ended.
 
     Raises:
         BatchError: there are fewer batches than steps.
-        UsageError: ``steps`` isn't a number of steps.
+        UsageError: ``steps`` isn't a whole number from 0 up.
     """
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 0):
         raise UsageError(

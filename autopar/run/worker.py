@@ -1,9 +1,9 @@
 """A worker process: reads calls from standard input, one JSON object per line, and replies on standard output.
 
-A call is ``{"call": number, "target": "module:function", "args": path}``; arguments and result are ``torch.save`` files read with
-``weights_only=True`` (tensors, numbers, text, lists, dicts), so nothing is unpickled into code. What the function prints goes to the
-worker's log (standard error), never into the replies. When the parent dies, standard input ends and the worker exits, even from inside
-a collective.
+A call is ``{"call": number, "target": "module:function", "args": path, "result": path}``; arguments and result are ``torch.save`` files
+that are read with ``weights_only=True`` (tensors, numbers, text, lists, dicts), so that no code is unpickled. The function's output goes
+to the worker's log (standard error), never into the replies. When the parent dies, standard input ends and the worker exits, even from
+inside a collective.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def resolve(target: str) -> Callable[..., Any]:
 
 
 def read_calls(stream: TextIO, calls: queue.Queue[dict[str, Any]]) -> None:
-    """Put the parent's calls on a queue, and exit when the parent is gone."""
+    """Put the parent's calls on a queue; exit the process when the parent is gone."""
     for line in stream:
         calls.put(json.loads(line))
     os._exit(0)  # the parent closed the pipe or died; the main thread may be blocked in a collective
@@ -45,7 +45,7 @@ def _answer(call: dict[str, Any]) -> dict[str, Any]:
         args, kwargs = torch.load(call["args"], weights_only=True)
         result = resolve(call["target"])(*args, **kwargs)
         torch.save(result, call["result"])
-    except BaseException as error:  # noqa: BLE001  the parent must be told of any error
+    except BaseException as error:  # noqa: BLE001  the parent must learn of any error
         traceback.print_exc()
         text = str(error).strip()
         return {
@@ -57,13 +57,12 @@ def _answer(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    for (
-        number
-    ) in SIGNALS:  # sent to the process group (Ctrl-C, schedulers): the parent handles them and ends this process
+    # these signals go to the whole process group (Ctrl-C, schedulers): the parent handles them and ends this process
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # prints of the called functions go to the log
-    # not sys.stdin, whose lock the thread below holds: a forked data loader closes its copy and would wait for the lock
+    os.dup2(2, 1)  # output of the called functions goes to the log
+    # not sys.stdin, whose lock the thread below holds: a forked data loader closes its copy of it, and would wait for the lock forever
     commands = os.fdopen(os.dup(0))
     calls: queue.Queue[dict[str, Any]] = queue.Queue()
     threading.Thread(target=read_calls, args=(commands, calls), daemon=True).start()

@@ -1,4 +1,4 @@
-"""Sharding inside a layer: the type of every value on one axis, as an optimum over the rule table."""
+"""Chooses the sharding inside a layer: the types of all values on one axis that are cheapest under the table of rules."""
 
 from autopar.shard.annotate import annotate
 from autopar.shard.plan import layer_sharding, plan_shardings, role_types

@@ -1,4 +1,4 @@
-"""Annotates a captured model with facts that follow from the rules: ops that stay replicated, layers that couple the batch."""
+"""Annotates a captured model with facts that follow from the rules: ops that stay replicated, and layers that couple the batch."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from passes.rewrite import rewrite_of
 
 
 def annotate(graph: Graph) -> Graph:
-    """Return the graph with ``replicated`` (ops without rules, with their layers), ``unmicrobatchable`` and ``refused`` filled in."""
-    with without_function_modes():  # active modes are meant for the model's calls
+    """Return the graph with ``replicated`` (ops without a rule, and their layers), ``unmicrobatchable`` and ``refused`` filled in."""
+    with without_function_modes():  # a mode that is active here is meant for the model's calls only
         return _annotated(graph)
 
 
@@ -47,7 +47,7 @@ def _annotated(graph: Graph) -> Graph:
 
 
 def _refused(graph: Graph) -> dict[tuple[str, str], str]:
-    """Return for every technique that rewrites classes, and every class, the reason why it can't, or an empty string."""
+    """Return, for each technique that rewrites classes and each class, why it can't rewrite the class, or an empty string."""
     found = {}
     for technique in (technique for technique in LAYER if technique.rewrite):
         for name, cls in graph.classes.items():
@@ -77,7 +77,7 @@ def _couples_batch(graph: Graph, index: int, cls: LayerClass) -> str:
 
 
 def _described(node: fx.Node) -> str:
-    """Describe a node by its op, module, and line of code; for a layer's input, those of its first reader."""
+    """Describe a node by its op, module and line of code; a layer's input by those of its first reader."""
     if node.op == "placeholder":
         node = next((reader for reader in node.users if reader.op == "call_function"), node)
     text = op_name(node).removeprefix("aten.") if node.op == "call_function" else f"the value {node.name}"

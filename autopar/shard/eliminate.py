@@ -1,8 +1,8 @@
-"""Exact optimum by variable elimination (Bertele and Brioschi, *Nonserial Dynamic Programming*, 1972, chapter 2).
+"""Solves for the optimum exactly, by variable elimination (Bertele and Brioschi, *Nonserial Dynamic Programming*, 1972, chapter 2).
 
-A transformer block's graph is nearly a chain, so the tables stay small: milliseconds. A value with several readers gets a separate
-variable, (produced type, set of types that it is converted to), so that a conversion is paid once; sets of more than three types are
-excluded. Raises ``TableTooLargeError`` if the treewidth is too large.
+A transformer block's graph is nearly a chain, so the tables stay small, and a solution takes milliseconds. A value with several readers
+gets an additional variable, (produced type, set of types that it is converted to), so that each conversion is paid once; sets of more
+than three types are excluded. Raises ``TableTooLargeError`` if the treewidth is too large.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _T = TypeVar("_T", bound=Hashable)
 
 
 class TableTooLargeError(Exception):
-    """An intermediate table would not fit."""
+    """An intermediate table would have more than ``MAX_ENTRIES`` entries."""
 
 
 @dataclass(frozen=True)
 class _Factor:
-    """A table of costs over some variables, one array dim per variable."""
+    """A table of costs over some variables: dim ``i`` of the array is variable ``i``."""
 
     variables: tuple[str, ...]
     table: Table
@@ -55,7 +55,8 @@ def eliminate(problem: Problem) -> dict[str, int] | None:
 
 def _eliminate(problem: Problem, factors: list[_Factor], sizes: dict[str, int]) -> dict[str, int] | None:
     steps: list[tuple[str, _Factor]] = []
-    touching: dict[str, dict[int, _Factor]] = {name: {} for name in sizes}  # the factors over each variable, by number
+    # the factors over each variable, keyed by number
+    touching: dict[str, dict[int, _Factor]] = {name: {} for name in sizes}
     numbers = itertools.count()
     least = 0.0
 
@@ -91,8 +92,8 @@ Near = dict[str, set[str]]
 
 
 def _order(factors: list[_Factor], sizes: dict[str, int]) -> list[str]:
-    """Return an elimination order by the first of three greedy measures for which no table is too large: smallest table to minimise over,
-    smallest remaining table, or fewest new edges."""
+    """Return an elimination order by the first of three greedy measures under which no table is too large: smallest table to minimise over,
+    smallest remaining table, fewest new edges."""
     found = []
     for measure in (_table, _left, _ties):
         largest = _ordered(factors, sizes, measure)
@@ -121,7 +122,7 @@ def _ties(name: str, near: Near, entries: dict[str, int], sizes: dict[str, int])
 
 def _ordered(factors: list[_Factor], sizes: dict[str, int], measure: Measure) -> dict[str, int]:
     """Return the variables in elimination order, with the sizes of their tables."""
-    near: Near = {name: {name} for name in sizes}  # the variables that share a factor with each, itself among them
+    near: Near = {name: {name} for name in sizes}  # for each variable, those that share a factor with it, and itself
     for factor in factors:
         for name in factor.variables:
             near[name].update(factor.variables)
@@ -148,7 +149,7 @@ def _ordered(factors: list[_Factor], sizes: dict[str, int], measure: Measure) ->
 
 
 def _join(name: str, touching: list[_Factor], sizes: dict[str, int]) -> _Factor:
-    """Sum the factors, with ``name`` as the first dim."""
+    """Return the sum of the factors, with ``name`` as the first dim."""
     others = sorted({v for factor in touching for v in factor.variables} - {name})
     variables = (name, *others)
     shape = tuple(sizes[v] for v in variables)
@@ -178,7 +179,7 @@ def _factors(problem: Problem, conversions: int) -> tuple[list[_Factor], dict[st
 
 
 def _needs(problem: Problem, name: str, reader: str) -> list[frozenset[SpmdType]]:
-    """Return for every option of ``reader`` the types in which it reads the value."""
+    """Return for each option of ``reader`` the types in which it reads the value ``name``."""
     places = [index for who, index in problem.reads[name] if who == reader]
     return [frozenset(option.operands[i] for i in places) for option in problem.options[reader]]
 
@@ -203,7 +204,7 @@ def _distinct(values: list[_T]) -> tuple[list[_T], list[int]]:
 def _shared_value(
     problem: Problem, name: str, readers: list[str], sizes: dict[str, int], conversions: int
 ) -> list[_Factor]:
-    """Add a variable for the value, with factors to its producer and to every reader."""
+    """Add a variable for the value, and return the factors that link it to the producer and to every reader."""
     produced = [option.result for option in problem.options[name]]
     wanted = sorted(
         {t for reader in readers for need in _needs(problem, name, reader) for t in need} | problem.demands[name]

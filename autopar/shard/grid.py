@@ -1,15 +1,15 @@
-"""Restrictions of roles inside a layer, beyond the types at its border: tensor parallelism on grids of devices (2D, 2.5D, 3D), and expert
+"""Restricts roles inside a layer, beyond the types at its border: tensor parallelism on grids of devices (2D, 2.5D, 3D), and expert
 parallelism.
 
-The optimum for a single axis is Megatron's layout if that is legal. On a grid, each axis splits one dim of every product ``y = x w``, the
-sum over ``k`` of ``x[rows, k] w[k, columns]``, and leaves the other dims to the other axes. Each role restricts this:
+Without restriction, the optimum on one axis is Megatron's layout if that is legal. On a grid, each axis splits one dim of every product
+``y = x w``, the sum over ``k`` of ``x[rows, k] w[k, columns]``, and leaves the other dims to the other axes. The roles do this as follows:
 
 ================== ============================= =========================================================================
-tensor+weights     activations cut along batch   a parameter is gathered where it is used, its gradient scattered
-tensor+hidden      activations cut along columns activations are gathered where they are multiplied, parameters cut by columns
-tensor+rows        activations cut along columns a product over cut columns gives terms of a sum, which are scattered over rows
+tensor+weights     activations cut along batch   a parameter is gathered where it is used, its gradient reduce-scattered
+tensor+hidden      activations cut along columns activations are gathered where they are multiplied, parameters are cut along columns
+tensor+rows        activations cut along columns a product over cut columns gives partial sums, which are reduce-scattered over rows
                                                  (the sequence); rows are gathered for the next product
-tensor+sequence    activations cut along rows    Megatron's, without restriction: rows gathered, terms scattered over rows
+tensor+sequence    activations cut along rows    Megatron's, without restriction: rows are gathered, partial sums reduce-scattered
 ================== ============================= =========================================================================
 
 * 2D (SUMMA; Xu et al. 2021, "An Efficient 2D Method for Training Super-Large Deep Learning Models"): tensor+hidden x tensor+weights;
@@ -17,10 +17,10 @@ tensor+sequence    activations cut along rows    Megatron's, without restriction
 * 3D (Bian et al. 2021, "Maximizing Parallelism in Distributed Training for Huge Neural Networks"): tensor+rows x tensor+sequence x
   tensor+weights.
 
-The axis with gathered parameters is the innermost: other axes may shard the same dim of a parameter, and the inner slice is gathered
-first.
+The axis whose parameters are gathered is the innermost: other axes may shard the same dim of a parameter, and the inner slices are
+gathered first.
 
-Under the role expert, rows are sent to the ranks of their experts (all-to-all); all other ops run as under the role data, with unsharded
+Under the role expert, an all-to-all sends rows to the ranks of their experts; all other ops run as under the role data, with unsharded
 parameters.
 """
 
@@ -32,7 +32,7 @@ from autopar.types import I, P, S, SpmdType
 
 
 def admits(role: Role, option: Candidate, weights: tuple[bool, ...]) -> bool:
-    """Whether the role allows an op to run with this option; ``weights``: which of its operands are parameters."""
+    """Return whether the role allows an op to run with this option; ``weights`` says which of its operands are parameters."""
     on_weights = [t for t, weight in zip(option.operands, weights, strict=True) if weight]
     if role is Role.TENSOR_WEIGHTS:
         return not any(t.sharded for t in on_weights)
@@ -44,7 +44,7 @@ def admits(role: Role, option: Candidate, weights: tuple[bool, ...]) -> bool:
 
 
 def converts(role: Role, source: SpmdType, target: SpmdType, shape: tuple[int, ...]) -> bool:
-    """Whether the role allows this conversion of an activation. The sums of a norm (last dim of size one) are always allowed."""
+    """Return whether the role allows this conversion of an activation. The sums of a norm (last dim of size one) are always allowed."""
     if role is Role.TENSOR_WEIGHTS:
         return not source.sharded
     if role is not Role.TENSOR_ROWS or len(shape) < 2 or shape[-1] == 1:
@@ -58,14 +58,14 @@ def converts(role: Role, source: SpmdType, target: SpmdType, shape: tuple[int, .
 
 
 def gathers(role: Role, source: SpmdType, shape: tuple[int, ...]) -> bool:
-    """Whether the role allows gathering a parameter. Roles that shard activations and multiply slices leave gathering of matrices to
-    another role (tensor+weights), even if the activations have few rows."""
+    """Return whether the role allows gathering a parameter. Roles that multiply slices of matrices leave gathering matrices to the role
+    tensor+weights, even where activations have few rows."""
     cuts = (Role.TENSOR_HIDDEN, Role.TENSOR_ROWS, Role.TENSOR_SEQUENCE)
     return role not in cuts or not source.sharded or len(shape) < 2
 
 
 def stored(role: Role, shape: tuple[int, ...], size: int, of_experts: bool) -> list[SpmdType] | None:
-    """Return the types in which a parameter may be stored; ``None`` if unrestricted. ``of_experts``: dim 0 is the experts."""
+    """Return the types in which a parameter may be stored; ``None`` for no restriction. ``of_experts``: dim 0 is the experts."""
     if role is Role.EXPERT:
         return [S(0)] if of_experts and shape[0] % size == 0 else [I]
     if role is not Role.TENSOR_WEIGHTS:

@@ -1,10 +1,10 @@
-"""The same optimum as a mixed-integer program, for graphs whose treewidth is too large for elimination, and to check it.
+"""Solves the same problem as a mixed-integer program, for graphs whose treewidth is too large for elimination, and in tests of elimination.
 
-::
+Option c of node v is chosen if x[v,c] = 1; y[v,s,t] = 1 if the value of v is converted from type s to type t::
 
-    choose[v]:      sum_c x[v,c] = 1                               one option per node
-    convert[v,t,e]: sum_s y[v,s,t] >= sum_{c: c needs t at e} x[e,c]    every operand that reads v gets its type
-    source[v,s,t]:  y[v,s,t] <= sum_{c: c produces s} x[v,c]       and only from the type that was produced
+    choose[v]:      sum_c x[v,c] = 1                                    one option per node
+    convert[v,t,e]: sum_s y[v,s,t] >= sum_{c: c needs t at e} x[e,c]    every operand e that reads v gets its type
+    source[v,s,t]:  y[v,s,t] <= sum_{c: c produces s} x[v,c]            conversions start from the type that is produced
     x binary, 0 <= y <= 1
 """
 
@@ -19,7 +19,7 @@ from autopar.types import SpmdType
 
 
 def solve_milp(problem: Problem) -> dict[str, int] | None:
-    """Return the chosen option of every node, by index, proved by SCIP; ``None`` if the problem is infeasible."""
+    """Return the index of each node's option in an optimum that SCIP has proved; ``None`` if the problem is infeasible."""
     solver = pywraplp.Solver.CreateSolver("SCIP")
     assert solver is not None
     objective = solver.Objective()
@@ -61,7 +61,7 @@ def solve_milp(problem: Problem) -> dict[str, int] | None:
         for target in problem.demands[name]:
             serve(name, target, [])
     parameters = pywraplp.MPSolverParameters()
-    # by default, SCIP accepts a solution one ten-thousandth above the optimum as optimal
+    # by default, the solver accepts a solution one ten-thousandth above the optimum as optimal
     parameters.SetDoubleParam(pywraplp.MPSolverParameters.RELATIVE_MIP_GAP, 0.0)
     status = solver.Solve(parameters)
     if status == pywraplp.Solver.INFEASIBLE:

@@ -1,4 +1,4 @@
-"""Solves the types of each layer on each mesh axis, given strategies."""
+"""Solves for the types of each layer on each mesh axis under its strategy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Solve = Callable[[LayerClass, Role, int], AxisTypes | None]
 def role_types(graph: Graph, layer: int, role: Role, size: int) -> AxisTypes | None:
     """Return the solution of layer ``layer`` (an index) on axes in ``role`` whose sizes multiply to ``size``.
 
-    A parameter of several layers has the layout of its last use (which multiplies with it most) in all of them.
+    A parameter of several layers has the same layout in all of them: that of its last use, which multiplies with it most.
     """
     this = graph.layers[layer]
     cls = graph.classes[this.cls]
@@ -48,8 +48,8 @@ def _parameter_type(graph: Graph, layer: int, name: str, types: AxisTypes) -> Sp
 
 
 def role_sizes(mesh: tuple[Axis, ...], roles: tuple[Role, ...]) -> dict[Role, int]:
-    """Return for each role (data, for microbatches, first) the product of its axes' sizes, on which types depend; 1 for data and idle,
-    whose types don't depend on it."""
+    """Return for each role the size on which its types depend: the product of its axes' sizes, or 1 for data and idle. Data is always
+    there, and first, because it gives the types on the microbatch axis."""
     sizes = {Role.DATA: 1}
     for axis, role in zip(mesh, roles, strict=True):
         counted = axis.size if role.shards_parameters or role.shards_sequence else 1
@@ -58,10 +58,10 @@ def role_sizes(mesh: tuple[Axis, ...], roles: tuple[Role, ...]) -> dict[Role, in
 
 
 class LayerTypes:
-    """The types of a graph's layer classes, solved once, for cost model and programs alike.
+    """The types of a graph's layer classes, solved once; cost model and programs both read them.
 
-    ``solve(cls, role, size)`` returns the types of a layer class on axes in a role with the size of ``role_sizes``, or ``None`` if the role
-    is infeasible; the default is the op-level optimum.
+    ``solve(cls, role, size)`` returns the types of a layer class on axes in a role with a size from ``role_sizes``, or ``None`` if the role
+    is infeasible; by default it solves for the cheapest types.
     """
 
     def __init__(self, graph: Graph, solve: Solve | None = None) -> None:
@@ -77,7 +77,7 @@ class LayerTypes:
         return self._found[key]
 
     def by_role(self, cls_name: str, mesh: tuple[Axis, ...], roles: tuple[Role, ...]) -> dict[Role, AxisTypes] | None:
-        """Return the types in every role of ``roles``, and on the microbatch axis (data); ``None`` if one is infeasible."""
+        """Return the types in every role of ``roles`` and in data (for the microbatch axis); ``None`` if one is infeasible."""
         found = {}
         for role, size in role_sizes(mesh, roles).items():
             types = self.on(cls_name, role, size)
@@ -94,7 +94,7 @@ class LayerTypes:
 def layer_sharding(
     types: LayerTypes, layer: int, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int
 ) -> Sharding | None:
-    """Return types on the microbatch axis (first) and every mesh axis; ``None`` if a role is infeasible."""
+    """Return the types on the microbatch axis (first) and on every mesh axis; ``None`` if a role is infeasible."""
     found = types.by_role(types.graph.layers[layer].cls, mesh, strategy.roles)
     if found is None:
         return None
@@ -105,8 +105,8 @@ def layer_sharding(
 def plan_shardings(graph: Graph, plan: Plan) -> tuple[Sharding, ...]:
     """Return the shardings of the plan's layers.
 
-    Raises ``UsageError`` if the graph has another number of microbatches, a role is infeasible for a layer, its roles can't be combined,
-    or layers that share a parameter would store it differently.
+    Raises ``UsageError`` if the graph was captured with another number of microbatches, if a role is infeasible for a layer, if a layer's
+    roles can't be combined, or if layers that share a parameter would store it differently.
     """
     if graph.accumulated not in (1, plan.microbatches):
         raise UsageError(
@@ -136,7 +136,7 @@ def plan_shardings(graph: Graph, plan: Plan) -> tuple[Sharding, ...]:
 
 
 def _refused(types: LayerTypes, plan: Plan, layer: int) -> str:
-    """Return why the first infeasible role of the layer's strategy is so."""
+    """Return why the layer's strategy is infeasible: the reason for its first infeasible role."""
     strategy = plan.layers[layer].strategy
     for role, size in role_sizes(plan.mesh, strategy.roles).items():
         if types.on(plan.layers[layer].cls, role, size) is None:
@@ -145,7 +145,7 @@ def _refused(types: LayerTypes, plan: Plan, layer: int) -> str:
 
 
 def _check_shapes(graph: Graph, index: int, sharding: Sharding) -> None:
-    """Raise ``UsageError`` unless the axes together divide every value of the layer."""
+    """Raise ``UsageError`` unless the axes that shard a dim together divide it, or it may be padded, for every value of the layer."""
     layer = graph.layers[index]
     padded = padding(graph.classes[layer.cls]).groups
     for value, types in typed_values(graph.classes[layer.cls].graph, sharding):
@@ -160,7 +160,7 @@ def _check_shapes(graph: Graph, index: int, sharding: Sharding) -> None:
 
 
 def _check_borders(graph: Graph, shardings: list[Sharding]) -> None:
-    """Raise ``UsageError`` unless every value between layers is divisible at every step of its conversion."""
+    """Raise ``UsageError`` unless every value between layers is divisible after every step of its conversion."""
     made = {name: (i, k) for i, layer in enumerate(graph.layers) for k, name in enumerate(layer.outputs)}
     for reader, layer in enumerate(graph.layers):
         for name, placeholder in zip(layer.activations, placeholders(graph.classes[layer.cls]), strict=False):
@@ -179,7 +179,7 @@ def _check_borders(graph: Graph, shardings: list[Sharding]) -> None:
 
 
 def _stored(graph: Graph, layer: int, name: str, sharding: Sharding) -> tuple[SpmdType, ...]:
-    """Return the types of a parameter on every mesh axis, in one of its layers."""
+    """Return the types of a parameter on every mesh axis, in one of the layers that use it."""
     return tuple(_parameter_type(graph, layer, name, types) for types in sharding.types[1:])
 
 

@@ -1,4 +1,4 @@
-r"""The op-level optimum of one layer on one axis as a problem: options, costs and constraints.
+r"""States the problem of the cheapest types in one layer on one axis: options, costs and constraints.
 
 For a layer class, a role (which fixes the types at the layer's border) and an axis of size *n*::
 
@@ -6,16 +6,16 @@ For a layer class, a role (which fixes the types at the layer's border) and an a
     over        x_v, one option per node
 
 * an option is one of ``rules.candidates``: the letter that the axis shards, or replication as I or as R; a placeholder's options
-  are the types in which it may enter;
+  are the types that it may have;
 * ``needed(v)`` is the *set* of types in which the readers of ``v`` read it: a conversion is paid once per value and target type,
   for any number of operands that need it (q, k and v share one all-reduce);
-* ``cost`` is the op's compute, divided by *n* if a letter is sharded, plus its kernel's exchanges; for a stored
+* ``cost`` is the op's compute, divided by ``REFERENCE_AXIS`` if a letter is sharded, plus its kernel's exchanges; for a stored
   parameter ``BYTE_HELD_S`` per byte in memory;
-* an option is legal if *n* divides the dims that it shards, or if these may be padded (``rules.padding``): compute and bytes then grow;
-* ``conversion`` is the time on the wire, forward plus (if a gradient flows) backward; infinite if there is no such conversion.
+* an option is legal if *n* divides the dims that it shards, or if these may be padded (``rules.padding``), which adds compute and bytes;
+* ``conversion`` is the time of the collectives, forward plus (if a gradient flows) backward; infinite if there is no such conversion.
 
-Times are those of a reference device: they rank alternatives inside one layer; a plan's price is computed elsewhere. Costs are
-divided by the highest one, so that solvers see numbers near 1 for tiny and huge layers alike.
+Times are those of a reference device and only rank alternatives inside one layer: the cost model (``autopar.price``) computes a plan's.
+Costs are divided by the highest one, so that solvers see numbers near 1 for tiny and for huge layers.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from autopar.types import Collective, I, P, R, S, SpmdType, conversion, legal_ov
 REFERENCE_FLOPS_PER_S = 4e14  # roughly a matmul's rate on one H100 in bfloat16
 REFERENCE_BYTES_PER_S = 2e12  # device memory of the same GPU
 REFERENCE_LINK_BYTES_PER_S = 2e11  # NVLink all-reduce bandwidth observed on nodes of 8
-REFERENCE_AXIS = 8  # the axis size at which compute and wire are compared
-# A parameter byte in memory costs as much as moving it over the link ten times: its gradient and optimizer state add seven
-# bytes, and tensor parallelism is used to save memory, not time. Layouts do not change between 2 and 50 on a
-# Llama block; below 2 the embedding is replicated.
+REFERENCE_AXIS = 8  # the axis size at which compute and communication are compared
+# A parameter byte in memory costs as much as sending it over the link ten times: its gradient and optimizer state add seven
+# bytes, and tensor parallelism is used to save memory, not time. On a Llama block, layouts do not change between a factor of 2 and
+# one of 50; below 2 the embedding is replicated.
 BYTE_HELD_S = 10 / REFERENCE_LINK_BYTES_PER_S
-# Compilers fuse a chain of pointwise ops into one read and one write: the six ops of an RMSNorm, which read and write about
-# fifteen tensors one by one, then read and write two or three. At the unfused price, sharding a norm would seem worth a gather.
+# Compilers fuse a chain of pointwise ops into one read and one write: the six ops of an RMSNorm read and write about fifteen
+# tensors if each is a kernel, and two or three if fused. At the unfused cost, sharding a norm would seem worth a gather.
 FUSED_SHARE = 0.2
-# Every collective waits for the slowest rank: it costs at least this share of the layer's most expensive item. A conversion that moves
-# nothing still costs a line in the program; among equal optima the one with fewer conversions wins. Zeroing a value on all ranks but one
-# (I or R to P) counts as a collective: it is legal and rarely useful.
+# Every collective waits for the slowest rank, so it costs at least this share of the layer's highest cost. A conversion that sends
+# nothing is still a line in the program; among equal optima the one with fewer conversions wins. Zeroing a value on all ranks but one
+# (I or R to P) counts as a collective, because it is legal but rarely useful.
 COLLECTIVE_SHARE = 0.02
 CONVERSION_SHARE = 1e-6
 
@@ -67,19 +67,16 @@ _WIRE_FACTOR = {
     Collective.SHIFT: 1 / REFERENCE_AXIS,
 }
 _BACKWARD_FACTOR = 2.0  # a matmul's backward is two matmuls
-_OWN_TOKENS = (
-    Role.ULYSSES,
-    Role.RING,
-    Role.EXPERT,
-)  # every rank computes its own tokens, as in the role data, except for an exchange
+# every rank computes on its tokens, as in the role data, except for an exchange inside a kernel
+_OWN_TOKENS = (Role.ULYSSES, Role.RING, Role.EXPERT)
 
 
 def boundary(cls: LayerClass, role: Role, value: Value) -> SpmdType | None:
     """Return the type of an activation at a layer's border under ``role``; ``None`` if the value lacks the role's dim.
 
-    Dim 0 is the batch, dim 1 the sequence: every captured layer passes its activations on in this form. A value without a batch dim
-    (T5's position bias) only depends on parameters, and has their type. A 0-d value (a layer's auxiliary loss) is a partial sum if the
-    batch is sharded.
+    Dim 0 is the batch and dim 1 the sequence in the activations of every captured layer. A value without a batch dim (T5's position
+    bias) depends only on parameters, and has their type. A 0-d value (a layer's auxiliary loss) is a partial sum if the role replicates
+    parameters.
     """
     if not value.shape:
         return P if role.replicates_parameters else I
@@ -100,9 +97,9 @@ def update_type(role: Role) -> SpmdType:
 
 
 class Problem:
-    """Options, costs and readers of every node. ``feasible`` is false if some node has no option.
+    """The options, costs and readers of every node. ``feasible`` is false if a node has no option.
 
-    With ``over_microbatches`` only options for sequential microbatches are legal: no kernels or collectives.
+    With ``over_microbatches``, only options that suit sequential microbatches are legal: those without kernels and collectives.
     """
 
     def __init__(
@@ -115,7 +112,7 @@ class Problem:
         *,
         over_microbatches: bool = False,
     ) -> None:
-        """``batched`` are the types under data parallelism, for roles that don't shard the batch."""
+        """``batched`` has the types under data parallelism; ``ULYSSES`` and ``RING`` may not use those that shard."""
         self.cls, self.role, self.size, self.fixed, self.over_microbatches = cls, role, size, fixed, over_microbatches
         self._batched = batched or {}
         self._op_costs: dict[str, tuple[float, float]] = {}
@@ -125,7 +122,7 @@ class Problem:
         self._inputs = placeholders(cls)
         self._weights = {node.name for node in parameter_nodes(cls)}
         self._replicated = self._from_weights() if role in _OWN_TOKENS else set()
-        # activations count for one row of the batch: the trade-off against parameters must not depend on the batch
+        # costs of activations count one row of the batch: the trade-off against parameters must not depend on the batch size
         self._row = 1.0 / max((v.shape[0] for v in (*cls.activations, *cls.inputs) if cls.batched(v)), default=1)
         self.nodes = {node.name: node for node in cls.graph.graph.nodes if node.op != "output"}
         self.options: dict[str, list[Candidate]] = {name: self._options(node) for name, node in self.nodes.items()}
@@ -153,20 +150,20 @@ class Problem:
         return all(self.options.values())
 
     def cost(self, name: str) -> list[float]:
-        """Return the costs of the node's options, in units of the highest."""
+        """Return the costs of the node's options, in units of the layer's highest cost."""
         return [
             self._compute_s(self.nodes[name], option) / self.dearest_s + self._repetition(name, option)
             for option in self.options[name]
         ]
 
     def _repetition(self, name: str, option: Candidate) -> float:
-        """Return an extra cost for replicated ops under roles that only shard activations: as much as the highest cost. Otherwise small
-        sizes, where latencies outweigh compute, would have another solution."""
+        """Return an extra cost for replicated ops under roles that shard only activations: as much as the layer's highest cost. Without it,
+        layers of small sizes, where latencies outweigh compute, would have another solution."""
         alone = option.letter is None and not option.linear and bool(option.operands)
         return 1.0 if self.role in _OWN_TOKENS and alone and self._flow[name] and name not in self._replicated else 0.0
 
     def conversion_cost(self, name: str, source: SpmdType, target: SpmdType) -> float:
-        """Return the cost of converting the node's value, in units of the highest; infinite if there is no conversion."""
+        """Return the cost of converting the node's value, in units of the highest cost; infinite if there is no such conversion."""
         if source == target:
             return 0.0
         key = name, source, target
@@ -198,7 +195,7 @@ class Problem:
         return seconds / self.dearest_s + waits * COLLECTIVE_SHARE + CONVERSION_SHARE
 
     def objective(self, chosen: dict[str, int]) -> float:
-        """Return the cost of one option (by index) per node, in units of the highest."""
+        """Return the total cost if each node has the option with the index ``chosen[name]``, in units of the highest cost."""
         total = 0.0
         for name, index in chosen.items():
             produced = self.options[name][index].result
@@ -221,8 +218,8 @@ class Problem:
         return [option for option in found if self._whole(node, option) and self._plays(node, option)]
 
     def _from_weights(self) -> set[str]:
-        """Return the values that only depend on parameters. Roles with unsharded parameters don't slice them: gathering what they are
-        multiplied with would be fewer collectives but more bytes, a trade-off that small sizes get wrong."""
+        """Return the values that depend only on parameters. Roles with unsharded parameters don't slice them: to gather what they multiply
+        would take fewer collectives but send more bytes, and these costs get that trade-off wrong at small sizes."""
         found = set(self._weights)
         for node in self.cls.graph.graph.nodes:
             if node.op == "call_function" and operands(node) and all(value.name in found for value in operands(node)):
@@ -230,11 +227,11 @@ class Problem:
         return found
 
     def _plays(self, node: fx.Node, option: Candidate) -> bool:
-        """Whether the role allows this kind of option.
+        """Return whether the role allows this kind of option.
 
-        Keys and values rotate under ``RING``, only there and always. Under Ulysses, attention is sharded by heads. Neither role may reshard
-        from the sequence to the batch: that moves fewer bytes in a layer, but it is data parallelism, for which the batch must be large
-        enough.
+        Attention rotates keys and values under ``RING`` always, and under no other role. Under ``ULYSSES``, attention is sharded by heads.
+        Neither role may reshard from the sequence to the batch: that would send fewer bytes, but it is data parallelism, which needs a
+        large enough batch.
         """
         if self.role not in (Role.ULYSSES, Role.RING):
             return option.kernel != "ring_attention"
@@ -248,11 +245,11 @@ class Problem:
         return option.result.dim == len(shape_of(node)) - 3
 
     def _fits(self, name: str, shape: tuple[int, ...], t: SpmdType) -> bool:
-        """Whether the value may have this type, with padding if allowed."""
+        """Return whether the axis's size divides the dim that this type shards, or the dim may be padded."""
         return t.dim is None or shape[t.dim] % self.size == 0 or (name, t.dim) in self._padding.groups
 
     def _whole(self, node: fx.Node, option: Candidate) -> bool:
-        """Whether the sharded dims are divisible, with padding if allowed."""
+        """Return whether the axis's size divides the letter that the option shards, or its dims may be padded."""
         if option.letter is None or option.extent % self.size == 0:
             return True
         types = (*option.operands, option.result)
@@ -292,8 +289,8 @@ class Problem:
         return stored(role, shape, self.size, of_experts) or [I, *pieces]
 
     def _loss(self, name: str) -> None:
-        """Restrict the loss, whose gradient is 1 on every rank, to P and I. If gradients of replicated parameters are summed, the loss must
-        be P, so a full loss is zeroed on all ranks but one."""
+        """Restrict the loss, whose gradient is 1 on every rank, to P and I. If ranks sum the gradients of replicated parameters, the loss
+        must be P, so a complete loss is zeroed on all ranks but one."""
         if self.role.replicates_parameters:
             self.demands[name].add(P)
         else:
@@ -316,8 +313,8 @@ class Problem:
                 backward = wire.backward if self._flow[node.name] else Collective.NONE
                 share = _WIRE_FACTOR[wire.forward] + _WIRE_FACTOR[backward]
                 seconds += share * wire.bytes() / REFERENCE_LINK_BYTES_PER_S
-        # sequence parallelism is meant to save activation memory: gathering before a norm instead of after it moves as many bytes, so a
-        # byte of activation in memory costs as much as one of a parameter
+        # Sequence parallelism is meant to save activation memory. To gather before a norm sends as many bytes as to gather after it, so
+        # only a cost of replicated activations, here as much per byte as a parameter's, makes the latter cheaper.
         if self.role is Role.TENSOR_SEQUENCE and self._flow[node.name] and option.result in (I, R):
             seconds += BYTE_HELD_S * _bytes(node)
         return seconds * self._row

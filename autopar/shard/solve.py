@@ -1,4 +1,4 @@
-"""The op-level optimum of a layer class in a role: elimination if the tables fit, else a mixed-integer program."""
+"""Solves for the cheapest types of a layer class in a role: by elimination if the tables fit, else as a mixed-integer program."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autopar.types import SpmdType
 def solve(cls: LayerClass, role: Role, size: int = 2, fixed: tuple[tuple[str, SpmdType], ...] = ()) -> AxisTypes | None:
     """Return the cheapest types for ``cls`` on axes in ``role`` whose sizes multiply to ``size``; ``None`` if infeasible.
 
-    ``fixed`` pins types of parameters by placeholder name (a tied weight has one layout in all layers).
+    ``fixed`` pins the types of parameters, each by its placeholder's name (a tied weight has one layout in all layers).
     """
     for value in (*cls.activations, *cls.outputs):
         t = boundary(cls, role, value)
@@ -32,9 +32,9 @@ def solve(cls: LayerClass, role: Role, size: int = 2, fixed: tuple[tuple[str, Sp
 
 @cached_for_graphs(maxsize=4096)
 def _shares(cls: LayerClass, size: int, rules: int) -> tuple[float, ...]:
-    """Return what a ``Problem`` uses of an axis's size: which dim sizes it divides, and by how much padding would enlarge the others.
+    """Return what a ``Problem`` uses of an axis's size: which dims it divides, and by which factors padding would enlarge the others.
 
-    Sizes with equal results have the same solution, because costs are compared at a reference size.
+    Axis sizes with equal results have the same solution, because costs are compared at a reference size.
     """
     groups = padding(cls).counts
     return (*(extent % size == 0 for extent in _extents(cls, rules)), *(round_up(n, size) / n for n in groups))
@@ -53,8 +53,8 @@ def _extents(cls: LayerClass, rules: int) -> tuple[int, ...]:
 def _solve(
     cls: LayerClass, role: Role, size: int, fixed: tuple[tuple[str, SpmdType], ...], rules: int
 ) -> AxisTypes | None:
-    """Solve; ``rules`` is a hash of the table, so that the cache notices rules that are registered later."""
-    if role is Role.DATA:  # also the microbatches' types: prefer options that are legal for them
+    """Solve. ``rules`` is a hash of the table of rules: the cache must not return solutions from before a rule was registered."""
+    if role is Role.DATA:  # these are also the types on the microbatch axis: prefer options that are legal there
         found = _optimum(Problem(cls, role, size, dict(fixed), over_microbatches=True))
         if found is not None:
             return found

@@ -1,4 +1,4 @@
-"""Cost models of other trainers: a plan as Megatron-LM, FSDP or DeepSpeed would run it."""
+"""Cost models of other trainers: they price a plan as Megatron-LM, FSDP or DeepSpeed would run it."""
 
 from autopar.trainers.model import OtherTrainer
 

@@ -1,4 +1,4 @@
-"""Unfused attention: products and pointwise ops over a score matrix, which is saved for the backward pass."""
+"""Prices unfused attention: products and pointwise ops over a score matrix, which is saved for the backward pass."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def with_scores(run: Trace, nodes: Sequence[fx.Node]) -> Trace:
 
 
 def unfuse_attention(costs: OpCosts) -> None:
-    """Cost attention as products over the full score matrix, and passes over it in memory."""
+    """Price attention as products over the full score matrix, plus reads and writes of it."""
     for i, node in enumerate(costs.nodes):
         if cost.is_attention(node):
             differentiable = costs.run.requires_grad[node.name]
@@ -44,7 +44,7 @@ def _slot(costs: OpCosts, index: int, node: fx.Node, differentiable: bool) -> Op
     """Return the cost of reading and writing the scores.
 
     Forward: a product writes them, softmax reads and writes, a product reads; dropout reads, writes, and writes a byte mask.
-    Backward: a product writes, dropout reads and writes, softmax reads twice and writes, two products read.
+    Backward: a product writes their gradient, dropout reads and writes, softmax reads twice and writes, two products read.
     """
     probabilities, *dropped = _scores(node)
     n, more = float(costs.size(probabilities)), float(sum(costs.size(t) for t in dropped))
@@ -54,7 +54,7 @@ def _slot(costs: OpCosts, index: int, node: fx.Node, differentiable: bool) -> Op
 
 
 def _scores(node: fx.Node) -> list[torch.Tensor]:
-    """Return the scores that attention saves, on meta: the probabilities, and with dropout its mask and the dropped probabilities."""
+    """Return the scores that attention saves, as meta tensors: the probabilities, and with dropout its mask and the dropped ones."""
     query, key = (operand.meta["val"] for operand in cost.tensor_operands(node)[:2])
     shape = (*node.meta["val"].shape[:-1], key.shape[-2])
     scores = torch.empty(shape, dtype=query.dtype, device="meta")

@@ -1,4 +1,4 @@
-"""Constants of other trainers, each with its unit and its source, see ``devices.constants``."""
+"""Constants of other trainers, each with its unit and its source (``devices.constants``)."""
 
 from __future__ import annotations
 

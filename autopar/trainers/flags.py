@@ -10,7 +10,7 @@ from autopar.pins import PINS
 from autopar.techniques import LAYER
 
 MICROBATCH, SEQUENCE = "microbatch", "sequence"
-"""Names of two values that aren't pins: sequences per microbatch, and whether Megatron-LM's sequence parallelism is used."""
+"""Names of two values that aren't pins: the number of sequences per microbatch, and whether to use Megatron-LM's sequence parallelism."""
 
 
 def _whole(text: str) -> int:
@@ -20,12 +20,12 @@ def _whole(text: str) -> int:
 
 
 def _zero_stage(text: str) -> int:
-    """Return the ZeRO stage for torchtitan's shard degree: it shards parameters, gradients and optimizer states."""
+    """Return the ZeRO stage of torchtitan's shard degree: 3 above one, because torchtitan shards parameters, gradients and states."""
     return 3 if _whole(text) > 1 else 0
 
 
-# by flag: the name of a pin or another value, and the value: a function of the flag's text, or a constant if the flag has none. A technique
-# reads the texts of all its flags together
+# Maps a flag to the name of a pin or of another value, and to that value: a function of the flag's text, or a constant for a flag without
+# text. A technique reads the texts of all its flags together.
 FLAGS: dict[str, tuple[str, Callable[[str], Any] | int | str | bool]] = {
     "--tensor-model-parallel-size": ("tensor", _whole),
     "--pipeline-model-parallel-size": ("pipeline", _whole),
@@ -53,7 +53,7 @@ FLAGS: dict[str, tuple[str, Callable[[str], Any] | int | str | bool]] = {
 
 
 def read_flags(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Return pins as ``KEY=VALUE``, and the other values by name, from ``--flag value`` or ``--flag=value``.
+    """Parse ``--flag value`` and ``--flag=value``; return the pins as ``KEY=VALUE``, and the other values by name.
 
     Raises ``UsageError`` for an unknown flag, and for a missing or invalid value.
     """

@@ -32,14 +32,14 @@ from autopar.types import Collective
 class OtherTrainer(TrainerModel):
     """A trainer, described by its kernels, gradient copies and overlap.
 
-    All trainers pipeline data-parallel collectives (which hides latency), allocate nothing at stage borders, replace PyTorch's cross
+    All these trainers pipeline data-parallel collectives (which hides latency), allocate nothing at stage borders, replace PyTorch's cross
     entropy, and prefetch the next layer's parameters under ZeRO 2 and 3.
 
     ========================  =========================================================================================
     ``flash``                 flash attention, which saves no scores
     ``gradient_bytes``        bytes per gradient of a 16-bit parameter, in all copies that persist between microbatches: 2 for a
                               single copy, 4 for a float32 sum, 6 with DDP's buckets, 10 with another flat float32 copy
-    ``fresh_bytes``           bytes per gradient of one backward pass, added to the others when activations are freed
+    ``fresh_bytes``           bytes per gradient that one backward pass writes, and that are added to the sum once activations are freed
     ``fsdp``                  under ZeRO-3 the stored shard is the float32 parameter itself, and there is no other master copy
     ``loss_copies``           tensors of the logits' size that the loss's backward allocates besides its result: 1 in PyTorch's
                               cross entropy (the gradient of the log-probabilities), 2 in PyTorch's loss parallel, 0 if the
@@ -47,8 +47,8 @@ class OtherTrainer(TrainerModel):
     ``accumulation_fusion``   the weight-gradient product adds to the gradient itself, without another pass over memory
     ``regather``              a sharded value that a product reads gathered is saved sharded, and gathered again in the backward
     ``gathers_by_parameter``  ZeRO gathers parameters one by one, not a layer at a time
-    ``overlap_data``          the number of microbatches that hide collectives of data parallelism: a layer's gradients are
-                              reduced during the backwards of these, its parameters gathered during their forwards
+    ``overlap_data``          the number of microbatches that hide data-parallel collectives: a layer's gradients are reduced
+                              during their backwards, its parameters gathered during their forwards
     ``overlap_tensor``        the fraction of tensor-parallel communication that is hidden under matrix products
     ========================  =========================================================================================
     """
@@ -63,7 +63,7 @@ class OtherTrainer(TrainerModel):
     gathers_by_parameter: bool = False
     overlap_data: int = 0
     overlap_tensor: float = 0.0
-    starts_early: bool = False  # ``overlap_tensor`` includes it
+    starts_early: bool = False  # ``overlap_tensor`` already counts early collectives
     compiles: bool = False  # ``fused`` describes the kernels instead
 
     def precision(self, name: str, allow: Collection[str] = ()) -> Precision:
@@ -75,7 +75,7 @@ class OtherTrainer(TrainerModel):
         narrow = NARROW_GRADIENTS in allow
         gradient, fresh = (emitted.width, 0) if narrow else (self.gradient_bytes, self.fresh_bytes)
         reduced = min(gradient, 4)
-        copies = fresh > 0 or gradient > reduced  # gradients both in 16 bits and as a wide sum
+        copies = fresh > 0 or gradient > reduced  # there are gradients both in 16 bits and as a wide sum
         if self.accumulation_fusion:
             accumulated = 0
         elif copies:  # the sum is read and written, the backward's result written and read
@@ -158,9 +158,8 @@ class OtherTrainer(TrainerModel):
         self, share: LayerMemory, gradients: int, data: int, zero: int, whole_gradients: bool, numbers: Precision
     ) -> tuple[float, float]:
         transient = share.kept.working_bytes - share.kept.saved_bytes + share.peaks.activations
-        if (
-            zero >= 2
-        ):  # gradients of this layer, and of the last one in reduction; parameters of this layer and the next
+        # gradients of this layer and of the one whose gradients are being reduced; parameters of this layer and the next
+        if zero >= 2:
             gathered = share.parameters * numbers.width if zero == 3 else 0
             transient += 2 * share.trainable * numbers.gradient + 2 * gathered
         return gradients, transient

@@ -1,4 +1,4 @@
-"""Selective recomputation as in published runs."""
+"""Models selective recomputation as published runs use it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from autopar.sharding import AxisTypes
 
 
 class PublishedSelection(Selection):
-    """A selection that doesn't depend on types. Published memory counts the saved entries of a plain run; collectives aren't repeated."""
+    """A selection that doesn't depend on types. It counts the entries that a plain run saves, as published figures do, and repeats no
+    collectives."""
 
     def under(
         self, types: tuple[AxisTypes, ...], ops: Sequence[fx.Node], saved: Sequence[Saved], moves: tuple[Move, ...]
@@ -41,10 +42,10 @@ class PublishedSelection(Selection):
 def select_published(
     ops: Sequence[fx.Node], run: Trace, plain: Sequence[Saved], flash: bool
 ) -> tuple[tuple[Saved, ...], Selection]:
-    """Return the entries that published runs save, and the selection among them.
+    """Return the entries that published runs may save, and the selection among them.
 
-    Without flash attention, the scores are recomputed and everything else is saved (arXiv:2205.05198). With it, torchtitan's per-op
-    policy: attention and every second matrix product save their results, the rest is recomputed.
+    Without flash attention, the scores are recomputed and everything else is saved (arXiv:2205.05198). With flash attention, the selection
+    is torchtitan's per-op policy: attention and every second matrix product save their results, and the rest is recomputed.
     """
     attention = {node.name for node in ops if cost.is_attention(node)}
     found = list(plain)

@@ -1,6 +1,6 @@
-"""Cleaning: brings the exported graph into the canonical form on which sharding rules, masks and segmentation rely.
+"""Cleaning passes: bring the exported graph into the canonical form on which sharding rules, masks and segmentation rely.
 
-A cleaned graph is functional, knows no device, has explicit sizes, and has one node for one idea: ``linear`` for every
+A cleaned graph is functional, names no device, has explicit sizes, and expresses each computation in one way: ``linear`` for every
 product with a parameter, attention without repeated heads, losses as sums. ``STEPS`` is the order; each pass may rely
 on the ones before it.
 """
@@ -69,7 +69,7 @@ STEPS = (
     ("dead code again", dead_code_pass),
 )
 
-# After constants are folded: their broadcasting is pushed down, and views are settled by the strides that remain.
+# These run after constants are folded: they push down the constants' broadcasting, and choose ``view`` or ``reshape``.
 FINAL_STEPS = (
     ("broadcast", broadcast_pass),
     ("no-ops", noops_pass),

@@ -1,4 +1,4 @@
-"""Attention in the form that has a rule and a fast kernel: without repeated grouped-query heads."""
+"""Rewrites attention into the form that has a rule and a fast kernel: without repeated grouped-query heads."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from passes.clean.nodes import add, aten, calls, replace
 
 
 def grouped_query_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """If the heads of keys and values are repeated before attention, attention reads them unrepeated, with ``enable_gqa=True``.
+    """Let attention read keys and values whose heads are not repeated, with ``enable_gqa=True``.
 
-    Recognised: ``unsqueeze -> expand -> reshape`` (transformers' ``repeat_kv``) and ``repeat_interleave``, on the head dim of
-    ``[batch, heads, sequence, head_dim]``, with the same repetition of key and value.
+    The pass recognises ``unsqueeze -> expand -> reshape`` (transformers' ``repeat_kv``) and ``repeat_interleave``, on the head dim of
+    ``[batch, heads, sequence, head_dim]``, if key and value are repeated equally often.
     """
     for node in calls(gm, aten.scaled_dot_product_attention.default):
         query, key, value = args_of(node)[:3]
@@ -29,7 +29,7 @@ def grouped_query_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _unrepeated(node: fx.Node) -> fx.Node | None:
-    """The tensor whose heads (dim 1) ``node`` repeats, each ``n`` times in a row."""
+    """Return the tensor whose heads (dim 1) ``node`` repeats, each ``n`` times in a row; ``None`` if ``node`` repeats no heads."""
     if op_name(node) == "aten.repeat_interleave" and isinstance(args_of(node)[1], int):
         source = args_of(node)[0]
         dim = args_of(node)[2] if len(node.args) > 2 else node.kwargs.get("dim")

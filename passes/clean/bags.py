@@ -1,4 +1,4 @@
-"""Embedding bags of equal length, as an embedding and a sum."""
+"""Rewrites embedding bags of equal length as an embedding and a sum."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _OTHERWISE = {3: "scale_grad_by_freq", 5: "sparse", 7: "include_last_offset"}
 def bags_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """``embedding_bag`` of a table of indices, each row of which is a bag, becomes ``embedding`` and a sum or mean over the row.
 
-    ``nn.EmbeddingBag`` calls the op in this form for a two-dimensional input: it flattens the input, and passes offsets that count in
-    steps of a row. Bags of other lengths, and the maximum of a bag (which sends its gradient to one of equal elements), stay torch's op,
-    which no axis shards.
+    ``nn.EmbeddingBag`` calls the op in this form for a two-dimensional input: it flattens the input, and passes offsets that grow by the
+    length of a row. Bags of other lengths, and the maximum of a bag (which sends its gradient to one of several equal elements), stay
+    torch's op, which no axis shards.
     """
     for node in calls(gm, aten.embedding_bag.padding_idx):
         weight, flat, offsets = args_of(node)[:3]
@@ -60,11 +60,11 @@ def _bags(node: fx.Node, weight: fx.Node, flat: fx.Node, length: int, mode: int)
     if mode == _SUM:
         return total
     count = add(node, aten.clamp_min.default, (add(node, aten.sum.dim_IntList, (held, [1], True)), 1.0))
-    return add(node, aten.div.Tensor, (total, count))  # a bag of padding alone is zero, as in torch
+    return add(node, aten.div.Tensor, (total, count))  # a bag with nothing but padding is zero, as in torch
 
 
 def _length(offsets: fx.Node, count: int) -> int | None:
-    """The length of every bag if ``offsets`` count in equal steps that divide the ``count`` indices; ``None`` otherwise."""
+    """Return the length of every bag if ``offsets`` grow in equal steps that divide the ``count`` indices; ``None`` otherwise."""
     if op_name(offsets) != "aten.arange" or offsets.target is not aten.arange.start_step:
         return None
     start, end, step = (*args_of(offsets), 1)[:3]

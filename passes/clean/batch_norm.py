@@ -1,7 +1,7 @@
-"""Batch norm in its parts: statistics of the batch, an elementwise op, and a write to two buffers.
+"""Splits batch norm into statistics of the batch, an elementwise op, and a write to two buffers.
 
-The statistics are a separate op, because they alone need every example; the op's sharding rule names the kernel that combines the ranks'
-statistics. Runs before in-place ops are removed: running statistics are written with ``copy_``.
+The statistics are a separate op, because only they need every example; the op's sharding rule names the kernel that combines the ranks'
+statistics. The pass runs before in-place ops are removed, because it writes running statistics with ``copy_``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from passes.clean.nodes import add, aten, calls, module_path, note, replace
 
 
 def batch_norm_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """Replace ``aten.batch_norm`` and ``aten.instance_norm``; note what couples the batch, or that the user allows local statistics."""
+    """Replace ``aten.batch_norm`` and ``aten.instance_norm``; note which op couples the batch, or that the user allows local statistics."""
     for node in calls(gm):
         if op_name(node) == "aten.batch_norm":
             replace(node, _replacement(gm, node))
@@ -50,7 +50,7 @@ def _replacement(gm: fx.GraphModule, node: fx.Node) -> fx.Node:
 
 
 def _by_example(node: fx.Node) -> fx.Node:
-    """Instance norm: group norm with one group per channel."""
+    """Return instance norm as group norm with one group per channel."""
     x, weight, bias, running_mean, running_var, own, _, eps, _ = node.args
     assert isinstance(x, fx.Node)
     if not own:
@@ -65,12 +65,12 @@ def _by_example(node: fx.Node) -> fx.Node:
 
 
 def _keep(node: fx.Node, statistics: fx.Node, running_mean: fx.Node, running_var: fx.Node) -> None:
-    """Update the running averages: of the mean, and of the unbiased variance."""
+    """Update the running averages of the mean and of the unbiased variance."""
     for buffer, row in ((running_mean, 0), (running_var, 2)):
         _average(node, buffer, add(node, aten.select.int, (statistics, 0, row)))
 
 
 def _average(node: fx.Node, buffer: fx.Node, new: fx.Node) -> None:
-    """Move the running average by ``node``'s momentum."""
+    """Move the running average towards ``new`` by ``node``'s momentum."""
     old = buffer if dtype_of(buffer) == dtype_of(new) else add(node, aten.to.dtype, (buffer, dtype_of(new)))
     add(node, aten.copy_.default, (buffer, add(node, aten.lerp.Scalar, (old, new, node.args[6]))))

@@ -1,4 +1,4 @@
-"""A bias is a separate op while types are chosen, so that it can be added after a partial product is reduced."""
+"""Makes a bias a separate op while types are chosen, so that it can be added after a partial product is reduced."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from passes.clean.nodes import add, aten, calls, replace
 def split_bias_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """``linear(x, w, b)`` becomes ``linear(x, w) + b``.
 
-    With the contracted dim sharded, the product is a term of a sum, so the bias would have to be added on one rank alone.
-    Megatron adds it after the reduction; this pass lets every plan do the same. ``passes.fuse_bias`` joins the two again if no
-    conversion came between them.
+    If the contracted dim is sharded, the product is a partial sum, and only one rank may add the bias to it. Megatron adds the bias after
+    the reduction; this pass lets every plan do the same. ``passes.fuse_bias`` joins the two again if no conversion stands between them.
     """
     for node in calls(gm):
         if op_name(node) != "aten.linear" or len(node.args) < 3 or node.args[2] is None:

@@ -1,4 +1,4 @@
-"""Padding with a tensor's own values: reflected, repeated at the edges, or from the other end."""
+"""Rewrites padding with a tensor's values: reflected, repeated at the edges, or taken from the other end."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from passes.clean.nodes import add, aten, calls, replace
 
 def borders_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """``pad(x, amounts, "reflect")``, ``"replicate"`` and ``"circular"`` become slices of ``x``, flipped or expanded, concatenated with
-    ``x``:
-    rules and type checker then still recognise the dims that are not padded. Negative amounts cut, and stay torch's op.
+    ``x``: then rules and type checker can shard the dims that are not padded. Negative amounts cut, and stay torch's op.
 
     Before: ``pad(x, [1, 1], "reflect")``. After: ``cat([flip(slice(x, 1, 2)), x, flip(slice(x, n - 2, n - 1))])``.
     """

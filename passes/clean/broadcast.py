@@ -1,7 +1,7 @@
-"""Broadcast late: an ``expand`` moves down past pointwise ops and embeddings, and disappears where they broadcast by themselves.
+"""Moves each ``expand`` down past pointwise ops and embeddings; it disappears where these broadcast by themselves.
 
-Position tables and masks are the same for every row of the batch. With extent 1 they cost nothing, and the batch dim can still
-be sharded.
+Position tables and masks are the same for every row of the batch. With size 1 along the batch dim they cost nothing, and the batch dim
+can still be sharded.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def broadcast_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _push(expand: fx.Node, source: fx.Node, user: fx.Node) -> fx.Node | None:
-    """Let ``user`` read ``source``; return the new ``expand`` after it, if one is still needed."""
+    """Let ``user`` read ``source`` if it can; return the new ``expand`` after ``user``, if one is needed."""
     name = op_name(user)
     if facts(user).is_attention:
         if (

@@ -1,4 +1,4 @@
-"""The CTC loss of every example as one op (``kernels_ctc.ctc_loss``) in place of the op that represents it during tracing."""
+"""Replaces the op that represents the CTC loss during tracing by ``kernels_ctc.ctc_loss``, which gives one loss per example."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def traced(
     blank: int,
     zero_infinity: bool,
 ) -> torch.Tensor:
-    """``kernels_ctc.ctc_loss`` as an op: torch's own op cannot tell its result's shape without values."""
+    """Call ``kernels_ctc.ctc_loss``. Export traces this op, because torch's cannot tell its result's shape without values."""
     return kernels_ctc.ctc_loss(scores, labels, frames, lengths, blank, zero_infinity)
 
 

@@ -1,4 +1,4 @@
-"""Drop unread nodes: nodes without users, ``get_attr``, and placeholders that are not inputs of the batch."""
+"""Drops nodes that no other node reads, placeholders included, but not the inputs of the batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from autopar.ops.meta import meta
 
 
 def dead_code_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """Erase unread nodes, the last ones first. The batch's placeholders stay, with their names; unread random ops are erased, too."""
+    """Erase unread nodes, from last to first. The batch's placeholders stay, with their names; unread random ops are erased, too."""
     for node in reversed(list(gm.graph.nodes)):
         if node.op == "output" or node.users or (node.op == "placeholder" and "input" in meta(node)):
             continue

@@ -1,8 +1,8 @@
-"""Derivatives that a forward computes (``torch.autograd.grad``) as ordinary nodes, which are differentiable themselves.
+"""Replaces derivatives that a forward computes (``torch.autograd.grad``) by ordinary nodes, which are differentiable themselves.
 
-An exported graph has one call of ``autopar::derivative`` for each: it names the tensors that are differentiated, and by which tensors.
-torch's autograd differentiates the nodes between the two, on tensors without values, and the ops that autograd calls are written into the
-graph. They read values of the forward from the forward's own nodes.
+An exported graph has one call of ``autopar::derivative`` for each derivative: its arguments are the tensors to differentiate, and the
+tensors with respect to which to differentiate them. torch's autograd differentiates the nodes between the two on fake tensors; the pass
+copies the ops that autograd calls into the graph, where they read the values of the forward from the nodes that computed them.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _SIMPLE = (
     *("tanh", "sigmoid", "softplus", "elu", "hardsigmoid", "hardtanh", "hardswish", "threshold", "leaky_relu", "gelu"),
     *("mish", "silu", "logit", "glu", "mse_loss", "smooth_l1_loss", "huber_loss"),
 )
-"""Ops whose ``*_backward`` is rewritten in simpler ops, for which there are more rules. These backwards read only the forward's operands
-and results: any other tensor that a forward saves for backward (a layer norm's mean) has a derivative that only torch's own op knows."""
+"""Ops whose ``*_backward`` is decomposed into simpler ops, for which there are more rules. These backwards read only the forward's operands
+and results: any other tensor that a forward saves for backward (a layer norm's mean) has a derivative that only torch's op knows."""
 
 
 @torch.library.custom_op("autopar::derivative", mutates_args=())
 def derivative(outputs: Sequence[Tensor], inputs: Sequence[Tensor], seeds: Sequence[Tensor]) -> list[Tensor]:
-    """Replaces ``torch.autograd.grad(outputs, inputs, seeds)`` while a model is exported."""
+    """Stand for ``torch.autograd.grad(outputs, inputs, seeds)`` while a model is exported."""
     raise AssertionError("a derivative must be differentiated, not computed")
 
 
@@ -57,10 +57,10 @@ derivative.register_autograd(_no_values, setup_context=_connected)
 
 
 def derivatives_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """Before: ``derivative([y], [x], [s])`` where ``y = tanh(x)``; after: ``mul(s, rsub(mul(y, y), 1))``.
+    """``derivative([y], [x], [s])``, where ``y = tanh(x)``, becomes ``mul(s, rsub(mul(y, y), 1))``.
 
     Raises:
-        CaptureError: there are random numbers between ``x`` and ``y``, or ops that autograd does not know.
+        CaptureError: an op between ``x`` and ``y`` draws random numbers, writes in place, or is unknown to autograd.
     """
     for node in calls(gm, torch.ops.autopar.derivative.default):
         _expand(gm, node)
@@ -91,7 +91,7 @@ def _expand(gm: fx.GraphModule, marker: fx.Node) -> None:
 
 
 def _between(outputs: list[fx.Node], inputs: list[fx.Node]) -> list[fx.Node]:
-    """The nodes that depend on ``inputs`` and that ``outputs`` depend on, in order."""
+    """Return, in order, the nodes through which ``outputs`` depend on ``inputs``."""
     leading = ancestors(outputs)
     found: dict[fx.Node, None] = {}
     reached = set(inputs)
@@ -125,7 +125,7 @@ def _traced(
     seeds: list[fx.Node],
     marker: fx.Node,
 ) -> tuple[fx.GraphModule, list[fx.Node]]:
-    """A graph with the inputs ``given`` that returns the derivatives, and then the tensors among ``between``."""
+    """Return a graph that takes ``given`` and returns the derivatives, then the tensors among ``between``; and the nodes of the latter."""
     kept = [node for node in between if isinstance(meta(node)["val"], Tensor)]
 
     def compute(*values: Tensor) -> list[Tensor]:
@@ -169,13 +169,14 @@ def _traced(
 def _copied(
     traced: fx.GraphModule, results: list[fx.Node], known: dict[fx.Node, fx.Node], marker: fx.Node
 ) -> list[Any]:
-    """``results`` of ``traced``, copied into the marker's graph before the marker; ``known`` maps the nodes that are already there."""
+    """Copy ``results`` of ``traced`` before the marker, and return the copies; ``known`` maps nodes to those that the graph already has."""
     needed = ancestors((node for node in results if isinstance(node, fx.Node)), lambda node: node not in known)
     env = dict(known)
     for node in traced.graph.nodes:
         if node not in needed:
             continue
-        if node.target is aten.detach.default:  # a saved result: its own derivative treats it as the result
+        # autograd saved a result detached, but its derivative must flow through the result
+        if node.target is aten.detach.default:
             env[node] = env[node.args[0]]
             continue
         assert node.op == "call_function", node

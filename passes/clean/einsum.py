@@ -1,4 +1,4 @@
-"""Every einsum in one form: a letter for each dim, and at most two operands."""
+"""Rewrites every einsum with a letter for each dim and at most two operands."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from passes.clean.nodes import add, aten, calls, replace
 def einsum_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """``einsum("...i,ij,jk->...k", [x, a, b])`` becomes ``einsum("Ai,ij->Aj", [x, a])`` and ``einsum("jk,Aj->Ak", [b, .])``.
 
-    The order is torch's: the ``path`` of the op, which ``torch.einsum`` finds where opt_einsum is installed, else the first two operands
-    until one is left; each product is the last operand of the next.
+    The order is torch's: the ``path`` of the op, which ``torch.einsum`` computes if opt_einsum is installed, otherwise the first two
+    operands until one is left. Each product becomes the last operand of the next einsum.
     """
     for node in calls(gm, aten.einsum.default):
         tensors: list[fx.Node] = list(argument(node, 1, "tensors"))
@@ -35,7 +35,7 @@ def einsum_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def letters(equation: str, ranks: Sequence[int]) -> list[str]:
-    """The terms of the operands, which have these ranks, and the term of the result, with letters in place of ``...``."""
+    """Return the terms of the operands (``ranks`` are their numbers of dims) and the result's term, with letters in place of ``...``."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     free = [letter for letter in string.ascii_uppercase + string.ascii_lowercase if letter not in equation]

@@ -1,9 +1,9 @@
-"""Mixtures of experts as one op, whose body is the model's own.
+"""Replaces each mixture of experts by one op, whose body consists of the model's nodes.
 
 transformers' grouped implementation sorts the router's choices by expert, picks each choice's row, multiplies the groups by their
-experts' matrices, weights the results, restores their order and sums the results of each token. The pass recognises this data flow; the
-nodes between the picked rows and the weighted rows are the body, whatever they are. Grouped products that remain afterwards (a body that
-does not treat rows alike) become autopar's own function, which a program can include.
+experts' matrices, weights the results, restores their order and sums the results of each token. The pass recognises this data flow; all
+nodes between the picked rows and the weighted rows are the body. Grouped products that remain afterwards (because the body is not
+row-wise) become autopar's function, which a program can include.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def experts_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    """The parts of a mixture: its tokens, choices and weights, the picked rows and the body's result for them, the choices in
-    order, and the node that says where each expert's rows are."""
+    """The parts of a mixture: its tokens, the router's choices and their weights, the picked rows, the body's result, the choices sorted by
+    expert, and the number of rows of each expert."""
 
     x: fx.Node
     index: fx.Node
@@ -63,7 +63,7 @@ class _Region:
 
 
 def _region(node: fx.Node) -> _Region | None:
-    """The mixture whose last step ``node`` is: ``sum(reshape(index((body * w[perm])), [inverse]), [t, k, h]), 1)``."""
+    """Return the mixture that ends with ``node``: ``sum(reshape(index((body * w[perm])), [inverse]), [t, k, h]), 1)``; else ``None``."""
     if list(argument(node, 1, "dim") or ()) != [1] or argument(node, 2, "keepdim", False):
         return None
     apart = _is(args_of(node)[0], *_RESHAPES)
@@ -88,7 +88,7 @@ def _region(node: fx.Node) -> _Region | None:
 
 
 def _choices(node: fx.Node, apart: fx.Node, perm: fx.Node, weight: fx.Node, result: fx.Node) -> _Region | None:
-    """The rest of the region, from the permutation that sorts the choices."""
+    """Return the region, completed from the permutation ``perm`` that sorts the choices; ``None`` if it is no mixture."""
     order = _is(perm, operator.getitem)
     sort = _is(order and order.args[0], aten.sort.default)
     flat, flat_weights = _is(sort and sort.args[0], *_RESHAPES), _is(args_of(weight)[0], *_RESHAPES)
@@ -125,19 +125,19 @@ def _is(node: object, *targets: Callable[..., object]) -> fx.Node | None:
 
 
 def _only_index(node: fx.Node) -> fx.Node | None:
-    """The index of ``x[i]``."""
+    """Return the index ``i`` if ``node`` is ``x[i]``; ``None`` if it has several indices."""
     indices = args_of(node)[1]
     return indices[0] if len(indices) == 1 else None
 
 
 def _is_arange(node: fx.Node, extent: int) -> bool:
-    """``arange(extent)``, in any form of its arguments."""
+    """Return whether ``node`` is ``arange(extent)``, in any form of its arguments."""
     numbers = [a for a in node.args if isinstance(a, int)]
     return op_name(node) == "aten.arange" and numbers in ([extent], [0, extent], [0, extent, 1])
 
 
 def _counts_all(node: fx.Node) -> bool:
-    """Whether a histogram of whole numbers has a bin for each of 0, 1, ..., bins - 1."""
+    """Return whether a histogram of integers has a bin for each of 0, 1, ..., bins - 1."""
     bins, low, high = (argument(node, i + 1, name) for i, name in enumerate(("bins", "min", "max")))
     return low == 0 and high in (bins - 1, bins)
 
@@ -158,7 +158,7 @@ class _Body:
         self.sorted: set[fx.Node] = {self.rows}  # nodes that have a dim of rows
 
     def build(self) -> tuple[fx.Graph, dict[fx.Node, fx.Node]] | None:
-        """The graph and its parameters; ``None`` if the body reads anything else, or does not treat rows alike."""
+        """Return the graph and its parameters; ``None`` if the body reads anything else, or is not row-wise."""
         for node in self._between():
             new = self._copy(node)
             if new is None:
@@ -171,7 +171,7 @@ class _Body:
         return self.graph, self.parameters
 
     def _between(self) -> list[fx.Node]:
-        """The nodes that the result depends on, back to the picked rows and the node that says where they are, in order."""
+        """Return, in order, the nodes that the result depends on, back to the picked rows and the sorted choices."""
         stops = {self.region.rows, self.region.ids}
         found: set[fx.Node] = set()
         stack = [self.region.result]
@@ -184,7 +184,7 @@ class _Body:
         return [node for node in self.region.result.graph.nodes if node in found]
 
     def _read(self, node: fx.Node) -> list[fx.Node]:
-        """The operands, without the offsets of a grouped product."""
+        """Return the operands, without the offsets of a grouped product."""
         return [
             n
             for n in node.all_input_nodes
@@ -235,9 +235,8 @@ class _Body:
         if node.op != "call_function" or not all(n in self.made for n in node.all_input_nodes):
             return None
         args, kwargs = map_arg((node.args, dict(node.kwargs)), self.made.__getitem__)
-        name = op_name(node).rsplit(".", 1)[
-            -1
-        ]  # not the node's number in the whole model, so that equal bodies compare equal
+        # without the node's number in the model, so that equal bodies compare equal
+        name = op_name(node).rsplit(".", 1)[-1]
         new = self.graph.create_node("call_function", node.target, args, kwargs, name=name)
         new.meta = {key: value for key, value in node.meta.items() if key != "gradient"}
         if any(n in self.sorted for n in new.all_input_nodes):
@@ -249,7 +248,7 @@ class _Body:
 
 
 def add_to(graph: fx.Graph, target: Callable[..., object], args: tuple[object, ...]) -> fx.Node:
-    """A new call at the end of ``graph``, with its ``meta["val"]``."""
+    """Return a new call at the end of ``graph``, with its ``meta["val"]``."""
     anchor = graph.call_function(lambda: None)  # `add` puts a node before it
     node = add(anchor, target, args)
     graph.erase_node(anchor)
@@ -262,9 +261,9 @@ def _swaps_last(node: fx.Node) -> bool:
 
 
 def _split_fused(graph: fx.Graph, parameters: dict[fx.Node, fx.Node]) -> tuple[fx.Graph, list[fx.Node]]:
-    """One product per part where a product is read in slices that cover it, as ``fused_projections_pass`` does outside of mixtures.
+    """Split a product whose readers take slices that cover it into one product per slice, like ``fused_projections_pass``.
 
-    Returns the graph, and the model's placeholders for its parameters, in the graph's order.
+    Return the graph, and the model's placeholders for its parameters, in the graph's order.
     """
     outside = {inner: outer for outer, inner in parameters.items()}
     for node in [n for n in graph.nodes if n.target is grouped_linear]:
@@ -294,7 +293,7 @@ def _split_fused(graph: fx.Graph, parameters: dict[fx.Node, fx.Node]) -> tuple[f
 
 
 def _plain_product(node: fx.Node) -> None:
-    """Replace a grouped product outside of a mixture by autopar's own, with the same offsets."""
+    """Replace a grouped product outside of a mixture by autopar's ``grouped_linear``, whose row counts follow from the offsets."""
     rows, weight, offsets = args_of(node)[:3]
     start = add(node, aten.slice.Tensor, (offsets, 0, 0, shape_of(offsets)[0] - 1))
     start = add(node, aten.constant_pad_nd.default, (start, [1, 0]))

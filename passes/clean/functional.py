@@ -1,4 +1,4 @@
-"""Make the graph functional: every op that writes becomes its functional counterpart, and views of a written tensor are created again.
+"""Makes the graph functional: every op that writes becomes its functional counterpart, and views of a written tensor are created again.
 
 This is the usual functionalisation: each tensor is a base or a chain of views of one (``passes.clean.views``). An op's schema says which
 argument it writes to. A write to a view is carried back to its base through the chain (a write through ``slice`` is a ``cat`` of the
@@ -42,7 +42,7 @@ _INSTEAD = (
 class _Alias:
     """A tensor as a chain of views of ``base``; ``version`` is the base's version that ``current`` was created from.
 
-    ``lost`` names the line that wrote a gradient through ``detach``: this tensor has it, its base does not.
+    ``lost`` is an error message if a value with a gradient was written through ``detach``: this tensor has the gradient, its base does not.
     """
 
     base: fx.Node
@@ -56,7 +56,7 @@ def functionalise_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """Replace the ops that write; see the module's docstring.
 
     Raises:
-        CaptureError: a write that has no functional form, or whose form is not known, with the line that writes.
+        CaptureError: a write has no functional form, or an unknown one; the message quotes the line that writes.
     """
     if any(written_arguments(node.target) for node in calls(gm)):
         _Functionaliser(gm).run()
@@ -64,13 +64,15 @@ def functionalise_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 class _Functionaliser:
-    """One walk over the graph. ``newest`` is the value of each written base, and the number of writes to it."""
+    """Rewrites the graph in one walk. ``newest`` has the newest value of each written base, and the number of writes to it."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self.gm = gm
         self.aliases: dict[fx.Node, _Alias] = {}
         self.newest: dict[fx.Node, tuple[fx.Node, int]] = {}
-        self.results: dict[fx.Node, list[tuple[fx.Node, View | None] | None]] = {}  # of ops with several results
+        self.results: dict[
+            fx.Node, list[tuple[fx.Node, View | None] | None]
+        ] = {}  # origins, of ops with several results
         self.gradients: dict[fx.Node, bool] = {}
         self.detached: list[tuple[fx.Node, set[fx.Node], list[fx.Node]]] = []
 
@@ -108,9 +110,8 @@ class _Functionaliser:
             for alias, new in zip(aliases, news, strict=True):
                 self._write(alias, new, node)
             for alias, new, holder in zip(aliases, news, self._holders(node), strict=False):
-                version = (
-                    self._version(alias.base) if len(news) == 1 else 0
-                )  # one of several tensors may have written to another
+                # after a write to several tensors at once, one may have written to another: read the value again
+                version = self._version(alias.base) if len(news) == 1 else 0
                 self.aliases[holder] = _Alias(alias.base, alias.chain, new, version, alias.lost)
 
     # -- reading ------------------------------------------------------------------------------------------------------
@@ -119,7 +120,7 @@ class _Functionaliser:
         return self.aliases.setdefault(node, _Alias(node, (), node, 0))
 
     def _origins(self, node: fx.Node) -> list[tuple[fx.Node, View | None] | None]:
-        """The origin of each result, computed before operands are replaced: which results share memory depends on the strides in eager."""
+        """Return the origin of each result. Call it before operands are replaced: which results share memory depends on eager's strides."""
         if node.target is operator.getitem:
             call, item = args_of(node)
             return self.results.get(call, [None] * (item + 1))[item : item + 1]
@@ -138,7 +139,7 @@ class _Functionaliser:
         self.aliases[node] = _Alias(source.base, chain, node, self._version(source.base), source.lost)
 
     def _holders(self, node: fx.Node) -> list[fx.Node]:
-        """The node of each tensor that an op has written: the op itself, or the ``getitem`` that picks the tensor."""
+        """Return the node of each tensor that an op has written: the op itself, or the ``getitem`` that picks the tensor."""
         if not isinstance(meta(node)["val"], tuple | list):
             return [node]
         picked = {args_of(user)[1]: user for user in node.users if user.target is operator.getitem}
@@ -151,7 +152,7 @@ class _Functionaliser:
         return self.newest[base][0] if base in self.newest else base
 
     def _read(self, node: fx.Node, reader: fx.Node) -> fx.Node:
-        """The node whose value is ``node``'s value at the time when ``reader`` runs."""
+        """Return the node whose value is ``node``'s value at the time when ``reader`` runs."""
         alias = self.aliases.get(node)
         if alias is None:
             return node
@@ -200,7 +201,7 @@ class _Functionaliser:
                 other.lost = alias.lost
 
     def _detached(self, alias: _Alias, new: fx.Node, node: fx.Node) -> fx.Node:
-        """The base's value after a write through ``detach``, which is refused if the base keeps a gradient."""
+        """Return the base's value after a write through ``detach``; refuse the write if the base has a gradient."""
         value = self._value(alias.base)
         if self._gradient(value):
             raise _refused(
@@ -211,7 +212,7 @@ class _Functionaliser:
                 "gradient",
             )
         cut = next(view for view in alias.chain if view.detaches)
-        if not meta(cut.call).get("no_grad"):  # autograd itself refuses to go back through values written under no_grad
+        if not meta(cut.call).get("no_grad"):  # autograd itself refuses a backward through values written under no_grad
             holders = {value} | {other.current for other in self.aliases.values() if other.base is alias.base}
             self.detached.append((node, holders, [user for holder in holders for user in holder.users]))
         if not self._gradient(new):
@@ -250,7 +251,7 @@ class _Functionaliser:
             )
 
     def _twins(self, node: fx.Node, written: tuple[str, ...]) -> list[fx.Node]:
-        """The new values that ``node`` writes, in the shapes and dtypes of the tensors that it writes to."""
+        """Return the new values that ``node`` writes, in the shapes and dtypes of the tensors that it writes to."""
         targets = [_named(node, name) for name in written]
         new = _special(node) or drawn(node)
         if new is None:
@@ -279,7 +280,7 @@ class _Functionaliser:
         return new
 
     def _reshape(self, node: fx.Node, alias: _Alias) -> None:
-        """``unsqueeze_`` and similar ops: the tensor becomes another view of its base. ``detach_``: the base loses its gradient."""
+        """Make the tensor another view of its base (``unsqueeze_`` and similar ops), or take the base's gradient away (``detach_``)."""
         if op_name(node) == "aten.detach_":
             if alias.chain or any(other.base is alias.base and other.chain for other in self.aliases.values()):
                 raise _refused(node, "detaches a view, or a tensor with views, in place", "y = y.detach()")
@@ -303,8 +304,8 @@ class _Functionaliser:
         return self.gradients[node]
 
     def _refuse_late_detached(self) -> None:
-        """Refuse a late write through ``.data``: autograd does not see it, and goes back through an earlier op with values that the op
-        did not have."""
+        """Refuse a write through ``.data`` to a value that an earlier op saved: autograd does not see the write, and would compute that
+        op's gradient from the new value."""
         if not self.detached:
             return
         reached = ancestors(self.gm.graph.output_node().all_input_nodes, self._gradient)
@@ -319,7 +320,7 @@ class _Functionaliser:
                     )
 
     def _give_out(self) -> None:
-        """Return the new values of buffers as outputs; a buffer that is written is no constant (``meta["state"]``)."""
+        """Append the new values of buffers to the graph's outputs, and mark a written buffer as no constant (``meta["state"]``)."""
         updates = {base: value for base, (value, _) in self.newest.items() if "buffer" in meta(base)}
         self.gm.graph.output_node().args = ((*returned(self.gm), *updates.values()),)
         graph_meta(self.gm)["updates"] = tuple(meta(buffer)["buffer"] for buffer in updates)
@@ -328,8 +329,8 @@ class _Functionaliser:
 
 
 def updates_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """Copy a buffer's new value if it is a constant, an input, another buffer's value or a value that others read, because a layer must
-    compute the value that it returns for a buffer, and return it for that buffer alone."""
+    """Copy a buffer's new value if it is a constant, an input, another buffer's value or a value with other readers: a layer must compute
+    the value that it returns for a buffer, and return it for no other purpose."""
     output, results = gm.graph.output_node(), returned(gm)
     first = len(results) - len(graph_meta(gm).get("updates", ()))
 
@@ -343,19 +344,19 @@ def updates_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _cut(alias: _Alias) -> tuple[View, ...]:
-    """The chain of views up to its last ``detach``."""
+    """Return the chain of views up to its last ``detach``."""
     last = max(index for index, view in enumerate(alias.chain) if view.detaches)
     return alias.chain[: last + 1]
 
 
 def _named(node: fx.Node, name: str) -> Any:
-    """The argument of that name."""
+    """Return the node's argument with this name."""
     names = [known for known, _ in overload_schema(node.target) or ()]
     return argument(node, names.index(name), name)
 
 
 def _special(node: fx.Node) -> fx.Node | None:
-    """A new value that is simpler than the functional op's: a constant, the copied tensor, ``where`` for a mask."""
+    """Return a new value that is simpler than the functional op's: a constant, the copied tensor, ``where`` for a mask; else ``None``."""
     name, written = op_name(node), args_of(node)[0] if node.args else None
     if name in ("aten.zero_", "aten.fill_"):
         fill = 0 if name == "aten.zero_" else args_of(node)[1]
@@ -373,7 +374,7 @@ def _special(node: fx.Node) -> fx.Node | None:
 
 
 def _diagonal_filled(node: fx.Node) -> fx.Node | None:
-    """``fill_diagonal_`` as ``where``, except if the diagonal of a tall matrix wraps around."""
+    """Return ``fill_diagonal_`` as ``where``; ``None`` if the diagonal of a tall matrix wraps around."""
     x, fill = args_of(node)[:2]
     sizes = shape_of(x)
     rank = len(sizes)
@@ -387,7 +388,7 @@ def _diagonal_filled(node: fx.Node) -> fx.Node | None:
 
 
 def _masked(node: fx.Node) -> fx.Node | None:
-    """``x[mask] = value`` as ``where``, if the value does not depend on the number of selected elements."""
+    """Return ``x[mask] = value`` as ``where``; ``None`` if the value has one row for each selected element."""
     x, indices, value, *rest = args_of(node)
     used = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     if len(used) != 1 or meta(used[0][1])["val"].dtype != torch.bool or any(rest) or node.kwargs.get("accumulate"):

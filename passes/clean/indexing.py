@@ -1,5 +1,5 @@
-"""Indexing that a simpler op can replace: a broadcast (transformers pads masks by ``mask[batch_index, key_index]`` with ``arange``
-indices), or one row of each example (``hidden[arange(batch), last]``)."""
+"""Replaces indexing by simpler ops where it is a broadcast (transformers pads masks by ``mask[batch_index, key_index]`` with ``arange``
+indices), or picks one row of each example (``hidden[arange(batch), last]``)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _DROPPED = -1
 
 
 def indexing_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """``index(x, [i0, i1, ...])``, where each ``i`` is ``arange`` over its dim and varies along a separate output dim, in
-    the same order, becomes ``unsqueeze``: ``x`` with dims of size 1 in between. ``index(x, [arange, i])`` along one dim becomes a
-    ``gather``, which does not mix examples."""
+    """``index(x, [i0, i1, ...])`` becomes ``unsqueeze``, which inserts dims of size 1 into ``x``, if each ``i`` is ``arange`` over its
+    dim and varies along an output dim of its own, in the same order. ``index(x, [arange, i])`` along one dim becomes a ``gather``, which
+    does not mix examples."""
     for node in calls(gm, aten.index.Tensor):
         source, indices = args_of(node)
         assert isinstance(source, fx.Node) and isinstance(indices, list | tuple)
@@ -44,7 +44,7 @@ def indexing_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _row_of_each(node: fx.Node, source: fx.Node, indices: Sequence[object]) -> fx.Node | None:
-    """``x[arange(b), i]``, with ``i`` of shape ``[b]``, as a gather along dim 1; ``None`` for another index."""
+    """Return ``x[arange(b), i]``, with ``i`` of shape ``[b]``, as a gather along dim 1; ``None`` for any other index."""
     sizes = shape_of(source)
     if len(indices) != 2 or _arange_place(indices[0], sizes[0], 1) != 0:
         return None
@@ -59,7 +59,7 @@ def _row_of_each(node: fx.Node, source: fx.Node, indices: Sequence[object]) -> f
 
 
 def _arange_place(index: object, extent: int, rank: int) -> int | None:
-    """The output dim along which ``index`` counts from 0 to ``extent``; ``_DROPPED`` for the only index of a dim of size 1;
+    """Return the output dim along which ``index`` counts 0, 1, ..., ``extent - 1``; ``_DROPPED`` for a single index into a dim of size 1;
     ``None`` for any other index."""
     if not isinstance(index, fx.Node):
         return None

@@ -1,4 +1,4 @@
-"""Rewrite every product with a parameter as ``aten.linear`` on plain dims, and a fused projection as one linear per part."""
+"""Rewrites every product with a parameter as ``aten.linear`` on unflattened dims, and a fused projection as one linear per part."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from passes.clean.nodes import add, aten, calls, copy_origin, like, replace
 
 
 def linear_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """``addmm``, ``mm`` and ``matmul`` with a parameter become ``linear``, as does a product with a vector, and ``bilinear`` an einsum.
+    """``addmm``, ``mm`` and ``matmul`` with a parameter become ``linear``, as does a product with a vector; ``bilinear`` becomes einsums.
 
-    The parameter enters through ``aten.t`` where it is stored input-first (GPT-2's Conv1D), and the flattening around a two-dimensional
-    product is undone: ``reshape(x, [-1, h]) -> addmm -> reshape`` is a linear on ``[b, s, h]``.
+    A parameter that is stored input-first (GPT-2's Conv1D) enters through ``aten.t``. The pass undoes the flattening around a
+    two-dimensional product: ``reshape(x, [-1, h]) -> addmm -> reshape`` becomes a linear on ``[b, s, h]``.
     """
     for node in calls(gm, aten.bilinear.default):
         _emit_bilinear(node)
@@ -48,7 +48,7 @@ def linear_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _emit_bilinear(node: fx.Node) -> None:
-    """``sum over i, j of x[i] w[o, i, j] y[j] + b[o]``, as a product with the weight and one with ``y``."""
+    """Replace ``sum over i, j of x[i] w[o, i, j] y[j] + b[o]`` by a product with the weight and one with ``y``."""
     x, y, weight, bias = (*node.args, None)[:4]
     assert isinstance(x, fx.Node) and isinstance(y, fx.Node) and isinstance(weight, fx.Node)
     lead = "abcdefgh"[: len(shape_of(x)) - 1]
@@ -64,7 +64,7 @@ def _is_parameter(node: fx.Node) -> bool:
 
 
 def _emit_linear(node: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> None:
-    """Put the linear in place of ``node``; replace a reshape that flattens the leading dims, and the reshapes that restore them."""
+    """Put the linear in place of ``node``; undo a reshape that flattens the leading dims, and the reshapes that restore them."""
     parameters = (weight,) if bias is None else (weight, bias)
     lead = _restored_dims(node, x)
     if lead is None:
@@ -82,7 +82,7 @@ def _emit_linear(node: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | Non
 
 
 def _restored_dims(node: fx.Node, x: fx.Node) -> tuple[int, ...] | None:
-    """The leading dims that were flattened for ``x`` and that every reader of ``node`` restores."""
+    """Return the leading dims that were flattened for ``x`` and that every reader of ``node`` restores; ``None`` if there are none."""
     if x.target is not aten.reshape.default or len(shape_of(x)) != 2 or not node.users:
         return None
     restored = {shape_of(user) if user.target is aten.reshape.default else None for user in node.users}
@@ -94,10 +94,10 @@ def _restored_dims(node: fx.Node, x: fx.Node) -> tuple[int, ...] | None:
 
 
 def fused_projections_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """A linear whose output is only read in disjoint slices that cover it becomes one linear per slice.
+    """A linear whose readers take disjoint slices that cover its output becomes one linear per slice.
 
-    The weight and bias are replaced by parts of themselves (``Parameter.dim`` and ``.start`` say which slice of the stored
-    tensor). Without this, sharding the fused output dim would give one rank all of q and another all of v.
+    New parameters replace the weight and the bias; each is a slice of the stored tensor (``Parameter.dim`` and ``.start``). Without
+    this, sharding the fused output dim would give one rank all of q and another all of v.
     """
     for node in calls(gm, aten.linear.default):
         found = pieces(node)
@@ -125,7 +125,7 @@ def fused_projections_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def pieces(node: fx.Node) -> dict[tuple[int, int], list[fx.Node]] | None:
-    """The slices that read ``node``, by (start, end) in order; ``None`` unless they partition its last dim into two or more."""
+    """Return the slices that read ``node``, keyed by (start, end) in order; ``None`` unless at least two partition its last dim."""
     last = len(shape_of(node)) - 1
     found: dict[tuple[int, int], list[fx.Node]] = {}
     for user in node.users:
@@ -142,13 +142,13 @@ def pieces(node: fx.Node) -> dict[tuple[int, int], list[fx.Node]] | None:
 
 
 def splittable(tensor: fx.Node, only_user: fx.Node) -> bool:
-    """Whether the tensor is a whole parameter with no other reader."""
+    """Return whether the tensor is a complete parameter, not a slice of one, with no other reader."""
     parameter = meta(tensor).get("parameter")
     return parameter is not None and parameter.dim is None and list(tensor.users) == [only_user]
 
 
 def part(tensor: fx.Node, index: int, dim: int, start: int, end: int) -> fx.Node:
-    """A new placeholder for rows ``start:end`` of a parameter's dim ``dim``."""
+    """Return a new placeholder for the slice ``start:end`` of a parameter along ``dim``."""
     whole: Parameter = meta(tensor)["parameter"]
     sizes = list(whole.shape)
     sizes[dim] = end - start

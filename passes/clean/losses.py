@@ -1,8 +1,8 @@
-"""Losses as a sum over the batch times a factor that does not depend on the activations.
+"""Rewrites losses as a sum over the batch times a factor that does not depend on the activations.
 
-A mean over the batch is not a sum of the ranks' means when they have different numbers of valid tokens. The sum is: it
-stays exact under any split of the batch over ranks and microbatches, and the denominator is either a constant or a 0-d
-value of the inputs alone, which is computed for the whole batch before the first forward.
+If ranks have different numbers of valid tokens, the mean over the batch does not follow from the ranks' means. A sum stays exact under
+any split of the batch over ranks and microbatches. The denominator is either a constant or a 0-d value that depends on the inputs
+alone; it is computed for the complete batch before the first forward.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ _SUM = 2
 
 
 def cross_entropy_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """``cross_entropy_loss`` with integer labels becomes ``kernels.cross_entropy_sum`` (over the count of valid labels, if it was a
-    mean).
+    """``cross_entropy_loss`` with integer labels becomes ``kernels.cross_entropy_sum``; a mean is divided by the number of valid labels.
 
-    The flattening before it is undone, so that batch and sequence are plain dims: ``[b, s, v]`` and ``[b, s]``. With class weights the
-    mean divides by the weights of the valid labels. The loss stays torch's op if a class weight is trained, or if the targets are class
-    probabilities. If all labels are ignored, the result is 0/0 = nan, as in torch.
+    The pass undoes the flattening before the loss, so that batch and sequence are separate dims: ``[b, s, v]`` and ``[b, s]``. With class
+    weights the mean divides by the sum of the valid labels' weights. The loss stays torch's op if the class weights are trained, or if
+    the targets are class probabilities. If all labels are ignored, the result is 0/0 = nan, as in torch.
     """
     for node in calls(gm, aten.cross_entropy_loss.default):
         logits, labels = args_of(node)[:2]
@@ -47,7 +46,7 @@ def cross_entropy_pass(gm: fx.GraphModule) -> fx.GraphModule:
         if reduction == _MEAN:
             valid = add(node, aten.ne.Scalar, (labels, ignore_index))
             if weight is not None:
-                chosen = add(node, aten.mul.Tensor, (labels, valid))  # an ignored label need not be a class
+                chosen = add(node, aten.mul.Tensor, (labels, valid))  # an ignored label need not be a valid index
                 valid = add(node, aten.mul.Tensor, (add(node, aten.index.Tensor, (weight, [chosen])), valid))
             count = add(node, aten.sum.default, (valid,))
             count = add(node, aten.to.dtype, (count, dtype_of(new)))
@@ -71,16 +70,16 @@ def _widened(gm: fx.GraphModule, node: fx.Node, new: fx.Node) -> None:
 
 
 def _is_loss(node: fx.Node) -> bool:
-    """Whether only the loss is computed from the node, through 0-d values alone."""
+    """Return whether the node leads to nothing but the loss, through 0-d pointwise ops only."""
     return all(
         user.op == "output" or (is_pointwise(user) and shape_of(user) == () and _is_loss(user)) for user in node.users
     )
 
 
 def wide_losses_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """The last sum of a 16-bit loss is computed, and reported, in float32; its terms, and all gradients, keep their dtypes.
+    """Compute and report the last sum of a 16-bit loss in float32; its terms and all gradients keep their dtypes.
 
-    ``sum(x)`` of bfloat16 becomes ``sum(x, dtype=float32)``, ``mse_loss(x, y, sum)`` the sum of ``mse_loss(x, y, none)``.
+    ``sum(x)`` of bfloat16 becomes ``sum(x, dtype=float32)``; ``mse_loss(x, y, sum)`` becomes the sum of ``mse_loss(x, y, none)``.
     """
     for node in calls(gm):
         name = op_name(node)
@@ -105,7 +104,7 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 
 def _plain_dims(node: fx.Node, logits: fx.Node, labels: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Logits with the classes last, and labels, with the same leading dims, before any flattening."""
+    """Return logits with the classes last, and labels with the same leading dims, as they were before any flattening."""
     if len(shape_of(logits)) == 1:
         return logits, labels
     if len(shape_of(logits)) > 2:  # torch's own layout: (batch, classes, dims...)
@@ -165,7 +164,7 @@ def mean_losses_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _reduced(node: fx.Node, reduction: int) -> fx.Node:
-    """The loss with another reduction."""
+    """Return the same loss with another reduction."""
     given = arguments(node)
     names = list(given)
     place = names.index("reduction")

@@ -1,4 +1,4 @@
-"""Shared functions of the cleaning passes: adding nodes with the right ``meta["val"]``, and queries about nodes.
+"""Functions that the cleaning passes share: they add nodes with the right ``meta["val"]``, and answer queries about nodes.
 
 ``autopar.ops.meta`` declares the other keys of a node's ``meta``.
 """
@@ -22,17 +22,17 @@ ORIGIN = ("nn_module_stack", "stack_trace")
 
 
 def like(tensor: torch.Tensor) -> torch.Tensor:
-    """A meta tensor with ``tensor``'s shape, strides and dtype."""
+    """Return a meta tensor with ``tensor``'s shape, strides and dtype."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-# Cached results of `evaluate`, by op and described operands: the layers of a deep model need the same ones again and again.
+# Cached results of `evaluate`, keyed by op and described operands: the layers of a deep model repeat them.
 _FOUND: dict[Any, Any] = {}
 _FOUND_LIMIT = 4096
 
 
 def evaluate(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The node's value on the meta device, from its operands' ``meta["val"]``. Random ops draw nothing there.
+    """Return the node's value on the meta device, from its operands' ``meta["val"]``. Random ops draw nothing there.
 
     A call without tensors is a factory, and gets the meta device as an argument.
     """
@@ -45,7 +45,7 @@ def evaluate(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def described(value: Any) -> Any:
-    """A hashable description of an op's operands: equal if the op's result has equal shape, strides and dtype."""
+    """Return a hashable description of an op's operands: if two are equal, the op's results have equal shapes, strides and dtypes."""
     if isinstance(value, fx.Node):
         value = meta(value)["val"]
     if isinstance(value, torch.Tensor):
@@ -66,13 +66,13 @@ def _evaluate(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _plain(node: fx.Node) -> Any:
-    """The node's value as a tensor on meta: inside a region that was exported alone it is still a fake tensor, on a device."""
+    """Return the node's value as a meta tensor: in a region that was exported separately it is still a fake tensor on a device."""
     value = meta(node)["val"]
     return like(value) if isinstance(value, torch.Tensor) and type(value) is not torch.Tensor else value
 
 
 def flat(value: Any) -> Iterator[Any]:
-    """The leaves of nested tuples and lists."""
+    """Yield the leaves of nested tuples and lists."""
     if isinstance(value, tuple | list):
         for item in value:
             yield from flat(item)
@@ -88,7 +88,8 @@ def add(
     *,
     origin: fx.Node | None = None,
 ) -> fx.Node:
-    """A new call before ``anchor``, with its ``meta["val"]``; it has the position in the model of ``origin`` (default: ``anchor``)."""
+    """Add a call before ``anchor``, with its ``meta["val"]``, and return it; its position in the model is that of ``origin`` (default:
+    ``anchor``)."""
     with anchor.graph.inserting_before(anchor):
         node = anchor.graph.call_function(target, args, kwargs or {})
     meta(node)["val"] = evaluate(target, args, node.kwargs)
@@ -101,7 +102,7 @@ def copy_origin(source: fx.Node, target: fx.Node) -> None:
 
 
 def module_path(node: fx.Node) -> str:
-    """The dotted name of the user's module that the node comes from; empty for the model itself."""
+    """Return the dotted name of the user's module that the node comes from; empty for the model itself."""
     modules = list((meta(node).get("nn_module_stack") or {}).values())
     return str(modules[-1][0]).removeprefix("module").lstrip(".").split("@")[0] if modules else ""
 
@@ -113,19 +114,18 @@ def replace(node: fx.Node, new: fx.Node) -> None:
 
 
 def calls(gm: fx.GraphModule, *targets: Callable[..., Any]) -> list[fx.Node]:
-    """The calls of ``targets``, in order (all calls without ``targets``); a list, so that the graph may change during iteration."""
+    """Return the calls of ``targets`` (without ``targets``: all calls), in order; a list, so that the graph may change during iteration."""
     return [n for n in gm.graph.nodes if n.op == "call_function" and (not targets or n.target in targets)]
 
 
 def returned(gm: fx.GraphModule) -> list[Any]:
-    """The values that the graph returns, in order."""
+    """Return the values that the graph returns, in order."""
     results: Any = gm.graph.output_node().args[0]
     return list(results) if isinstance(results, tuple | list) else [results]
 
 
 def ancestors(nodes: Iterable[fx.Node], among: Callable[[fx.Node], bool] = lambda _: True) -> set[fx.Node]:
-    """The nodes among ``nodes`` and the nodes that they are computed from, as far as ``among`` holds; no path goes through other
-    nodes."""
+    """Return ``nodes`` and all that they are computed from; a node for which ``among`` is false is left out, with what only it reaches."""
     found, waiting = set[fx.Node](), list(nodes)
     while waiting:
         node = waiting.pop()
@@ -149,7 +149,7 @@ def gradients_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def has_gradient(node: fx.Node, known: Callable[[fx.Node], bool]) -> bool:
-    """Whether a gradient flows through the node; ``known`` answers this for its operands."""
+    """Return whether a gradient flows through the node; ``known`` says whether one flows through an operand."""
     if node.op == "placeholder":
         parameter = meta(node).get("parameter")
         return parameter is not None and parameter.trainable

@@ -1,4 +1,4 @@
-"""Remove nodes that compute nothing: device arguments, metadata assertions, aliases, identities, dropout that drops nothing."""
+"""Removes nodes that compute nothing: device arguments, metadata assertions, aliases, identities, dropout that drops nothing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def devices_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _like_factory(node: fx.Node) -> Any:
-    """The fill value of a ``*_like`` or ``new_*`` factory; ``None`` for other nodes."""
+    """Return the fill value of a ``*_like`` or ``new_*`` factory; ``None`` for other nodes."""
     name = op_name(node).removeprefix("aten.")
     if name in ("zeros_like", "new_zeros", "empty_like", "new_empty"):
         return False if dtype_of(node) == torch.bool else 0
@@ -51,10 +51,10 @@ def _like_factory(node: fx.Node) -> Any:
 
 
 def noops_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """Remove nodes whose value is their operand's, and assertions about metadata that export has already checked.
+    """Remove nodes that return their operand unchanged, and assertions about metadata that export has already checked.
 
-    ``contiguous`` and ``clone`` disappear as well: in a functional graph they change strides alone, and ``views_pass`` later decides
-    everything that depends on strides (``view``). Attributes that transpose become ``permute``.
+    ``contiguous`` and ``clone`` disappear as well: in a functional graph they only change strides, and ``views_pass`` later handles the
+    ops that depend on strides (``view``). Attributes that transpose become ``permute``.
     """
     for node in calls(gm):
         name = op_name(node)
@@ -94,7 +94,7 @@ def _is_identity(node: fx.Node) -> bool:
 
 
 def dropout_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """Remove arguments of attention that equal their defaults, dropout 0 among them, so that equal calls have equal arguments."""
+    """Remove arguments of attention that equal their defaults (a dropout of 0, for instance), so that equal calls have equal arguments."""
     for node in calls(gm, aten.scaled_dot_product_attention.default):
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
         given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
@@ -113,10 +113,9 @@ def dropout_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def views_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """Use ``view`` where it is valid for all strides of its operand, ``reshape`` elsewhere, in one walk that also updates every
-    ``meta["val"]``.
+    """Use ``view`` where it is valid for all strides of its operand and ``reshape`` elsewhere; update every ``meta["val"]``.
 
-    Strides on the meta device don't decide it: convolutions, attention and collectives choose the strides of their results at run time.
+    Strides on the meta device are no evidence: convolutions, attention and collectives choose the strides of their results at run time.
     """
     for node in calls(gm):
         if node.target in (aten.view.default, aten.reshape.default):
@@ -131,11 +130,11 @@ def views_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 _OF_MEMORY = (aten.view_as_complex.default, aten.view.dtype)
-"""Ops whose operand must be contiguous along the last dim. Cleaning has removed the ``contiguous`` of the user's code."""
+"""Ops whose operand must be contiguous along the last dim. ``noops_pass`` has removed the ``contiguous`` of the user's code."""
 
 
 def _only_splits(sizes: Sequence[int], wanted: Sequence[int]) -> bool:
-    """Whether a view of ``sizes`` as ``wanted`` splits dims, and adds or removes dims of one element, but merges none."""
+    """Return whether a view from ``sizes`` to ``wanted`` only splits dims, and adds or removes dims of size 1, but merges none."""
     left = [size for size in wanted if size != 1]
     for size in sizes:
         product = 1

@@ -1,7 +1,7 @@
-"""A fused projection that a view unpacks: ``linear(x).view(b, n, 3, h, d)``, permuted, then ``unbind``.
+"""Rewrites a fused projection that a view unpacks: ``linear(x).view(b, n, 3, h, d)``, permuted, then ``unbind``.
 
-Each part becomes a slice of the projection with its own view, as if the model had called ``chunk``; the fused projection is then split
-like any other. Without this the view mixes parts and heads in one dim, and no head could be sharded.
+Each part becomes a view of a slice of the projection, as if the model had called ``chunk``; ``fused_projections_pass`` then splits the
+projection like any other. Without this, one dim would mix parts and heads, and heads could not be sharded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ def packed_projections_pass(gm: fx.GraphModule) -> fx.GraphModule:
         source = args_of(node)[0]
         if not isinstance(source, fx.Node) or source.target is not aten.linear.default:
             continue
-        dim = len(shape_of(source)) - 1  # of the parts: the first dim from the projection's last
+        # the dim of the parts: the first of those into which the view splits the projection's last dim
+        dim = len(shape_of(source)) - 1
         if len(shape_of(node)) < dim + 2 or shape_of(node)[:dim] != shape_of(source)[:dim] or shape_of(node)[dim] < 2:
             continue
         for user in list(node.users):
@@ -33,7 +34,7 @@ def packed_projections_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _unpack(source: fx.Node, view: fx.Node, dim: int, order: list[int], readers: list[fx.Node]) -> None:
-    """Let ``readers`` take the view with its dims in ``order``; a reader that selects one part gets a view of that part's slice."""
+    """Replace ``readers`` of the view (its dims in ``order``) by views of the projection's slices, if each selects one part."""
     sizes = list(shape_of(view))
     width = math.prod(sizes[dim + 1 :])
     kept = [d - (d > dim) for d in order if d != dim]

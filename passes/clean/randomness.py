@@ -1,5 +1,5 @@
-"""Every random number as a function of a seed: random ops become ``kernels_random.uniform`` or ``normal``, which are seeded like
-dropout. An op whose numbers cannot be seeded is refused: its ranks would disagree, and a recomputation would draw other numbers."""
+"""Makes every random number a function of a seed: random ops become ``kernels_random.uniform`` or ``normal``, which are seeded like
+dropout. An op whose numbers cannot be seeded is refused: ranks would disagree, and a recomputation would draw other numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def randomness_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """Replace ops that draw random numbers; see the module's docstring.
 
     Raises:
-        CaptureError: an op that draws random numbers which can't be seeded, with the line that calls it.
+        CaptureError: an op draws random numbers that can't be seeded; the message quotes the line that calls it.
     """
     for node in calls(gm):
         name = op_name(node)
@@ -44,7 +44,7 @@ def randomness_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def drawn(node: fx.Node) -> fx.Node | None:
-    """The node's value as a function of seeded numbers; for an in-place op, the value that it writes. ``None`` for other ops."""
+    """Return the node's value as a function of seeded numbers (of an in-place op, the value that it writes); ``None`` for other ops."""
     name = op_name(node).removeprefix("aten.").removesuffix("_")
     first = args_of(node)[0] if node.args else None
     if name in ("rand", "rand_like"):
@@ -91,7 +91,7 @@ def _exponential(node: fx.Node, rate: float) -> fx.Node:
 
 
 def _chosen(node: fx.Node, sizes: tuple[int, ...], kind: torch.dtype, chance: Any) -> fx.Node:
-    """One with a probability of ``chance`` (a number or a node), else zero."""
+    """Return numbers that are one with a probability of ``chance`` (a number or a node), else zero."""
     numbers = _uniform(node, sizes, kind if kind.is_floating_point else torch.float32)
     below = aten.lt.Tensor if isinstance(chance, fx.Node) else aten.lt.Scalar
     return add(node, aten.to.dtype, (add(node, below, (numbers, chance)), kind))

@@ -1,4 +1,4 @@
-"""LSTM, GRU and plain RNN as one op with one result (``kernels_rnn.recurrent``), which contains outputs and states."""
+"""Replaces LSTM, GRU and plain RNN by one op with one result (``kernels_rnn.recurrent``), which contains outputs and states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inline the regions that ``torch.export`` keeps as sub-graphs: ``torch.no_grad()`` and ``torch.autocast(enabled=False)``."""
+"""Inlines the regions that ``torch.export`` keeps as sub-graphs: ``torch.no_grad()`` and ``torch.autocast(enabled=False)``."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from autopar.ops.meta import meta
 from autopar.ops.operands import args_of
 from passes.clean.nodes import add, aten, copy_origin
 
-# by the name of the higher-order op: the number of leading arguments before the sub-graph
+# The number of arguments before the sub-graph, keyed by the name of the higher-order op
 _REGIONS = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
 
 
 def inline_regions_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """Replace each region by its nodes.
+    """Replace each region by its nodes. Nested regions are inlined, too.
 
-    Values that enter a no-grad region are detached, so that no gradient flows through them. Nested regions are inlined too.
+    Values that enter a no-grad region are detached, so that no gradient flows through them.
     """
     while regions := [n for n in gm.graph.nodes if _region(n) is not None]:
         for node in regions:

@@ -1,8 +1,8 @@
-"""Keep batch and sequence as separate dims: a ``reshape`` that flattens them moves down past ops that treat rows alike.
+"""Keeps batch and sequence as separate dims: a ``reshape`` that flattens them moves down past row-wise ops.
 
-Routers work on ``[batch * sequence, hidden]``. Its rows can be cut along the batch only if the sequence is whole, and the output of a
-layer that returns such a tensor has no batch dim to shard. Moved down, the reshape meets one that undoes it, or a sum over all rows,
-which becomes a sum over batch and sequence.
+Routers work on ``[batch * sequence, hidden]``. Its rows can be cut along the batch only if the sequence is not sharded, and a layer that
+returns such a tensor has no batch dim to shard. Once moved down, the reshape cancels against one that undoes it, or ends at a sum over
+all rows, which becomes a sum over batch and sequence.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def rows_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _lead(node: object) -> tuple[int, ...]:
-    """The leading dims that the reshape merges into one; empty if it does anything else."""
+    """Return the sizes of the leading dims that the reshape merges into one; empty if it does anything else."""
     if not isinstance(node, fx.Node) or node.target is not aten.reshape.default:
         return ()
     before, after = shape_of(args_of(node)[0]), shape_of(node)
@@ -76,8 +76,8 @@ def _push(user: fx.Node, lead: tuple[int, ...], merged: fx.Node) -> list[fx.Node
 
 
 def _unmerged(operand: fx.Node, lead: tuple[int, ...], anchor: fx.Node) -> fx.Node | None:
-    """The operand with its leading dims unmerged: the reshape's source, or a new reshape of a constant; the operand itself if it has no
-    rows."""
+    """Return the operand with unmerged leading dims: the reshape's source, or a constant created with other sizes; the operand itself if
+    it has no rows; ``None`` if it can't be unmerged."""
     rows = prod(lead)
     if _lead(operand) == lead:
         return args_of(operand)[0]
@@ -93,7 +93,7 @@ Rewrite = Callable[[fx.Node, tuple[int, ...]], Any]
 
 
 def _along(position: int, name: str) -> Rewrite:
-    """Ops along ``dim``, if that is not the rows' dim: the dim is then counted from the end."""
+    """Return the rewrite of an op along one dim, which counts the dim from the end; ops along the rows' dim can't be rewritten."""
 
     def rewrite(node: fx.Node, lead: tuple[int, ...]) -> Any:
         del lead
@@ -107,7 +107,7 @@ def _along(position: int, name: str) -> Rewrite:
 
 
 def _reduced(node: fx.Node, lead: tuple[int, ...]) -> Any:
-    """A reduction over dims; a reduction over the rows becomes one over all dims that were merged."""
+    """Return the arguments of a reduction on unmerged dims; a reduction over the rows becomes one over all dims that were merged."""
     dims = argument(node, 1, "dim")
     if dims is None or len(node.args) < 2:
         return None
@@ -120,7 +120,7 @@ def _reduced(node: fx.Node, lead: tuple[int, ...]) -> Any:
 
 
 def _resized(node: fx.Node, lead: tuple[int, ...]) -> Any:
-    """A reshape or expand of the dims after the rows."""
+    """Return the arguments of a reshape or expand on unmerged dims; ``None`` if it changes the rows."""
     sizes = shape_of(node)
     if sizes[:1] != (prod(lead),) or len(sizes) < 2 or len(shape_of(args_of(node)[0])) > len(sizes) + 1:
         return None
@@ -128,7 +128,7 @@ def _resized(node: fx.Node, lead: tuple[int, ...]) -> Any:
 
 
 def _inserted(node: fx.Node, lead: tuple[int, ...]) -> Any:
-    """unsqueeze after the rows."""
+    """Return the arguments of an ``unsqueeze`` after the rows; ``None`` for one before them."""
     del lead
     rank = len(shape_of(node))
     dim = args_of(node)[1] % rank

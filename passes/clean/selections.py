@@ -1,7 +1,7 @@
-"""Rows that a boolean mask selects: ``loss[mask].mean()`` becomes a sum over all rows, divided by a count.
+"""Replaces rows that a boolean mask selects: ``loss[mask].mean()`` becomes a sum over all rows, divided by a count.
 
-The number of selected rows depends on the data, so the pass computes all rows instead. The others are constant where they enter, add zero
-to every sum, and get no gradient.
+The number of selected rows depends on the data, so the pass computes all rows instead. A row that is not selected is replaced by a
+constant, adds zero to every sum, and gets no gradient.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _WRITES = frozenset(
 
 
 def selections_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """``mean(index(x, [mask]))`` becomes ``sum(where(mask, x, 0)) / sum(mask)``; likewise losses, sizes, row-wise ops between the two,
-    and writes of the rows back to their places. A graph that uses selected rows otherwise stays as it is."""
+    """``mean(index(x, [mask]))`` becomes ``sum(where(mask, x, 0)) / sum(mask)``. The pass also handles losses, sizes, row-wise ops between
+    the two, and writes of the rows back to their positions. A graph that uses selected rows in any other way stays as it is."""
     if any(map(_is_symbolic, calls(gm))):
         _Selections(gm).replace()
     return gm
@@ -55,11 +55,11 @@ def _is_number(node: fx.Node) -> bool:
 
 
 class _Selections:
-    """Adds the equivalent on all rows to the graph, and replaces the original by it if it is complete.
+    """Adds the equivalent on all rows to the graph, and replaces the original by it if every op has an equivalent.
 
-    ``dense`` has the node on all rows for every node on selected rows, and ``mask`` its mask, with one dim. ``constant`` are the dense
-    nodes that are constant where the mask is false, ``places`` the nodes that list the selected rows' positions, ``counts`` the number of
-    rows for every size that depends on the data.
+    ``dense`` maps every node on selected rows to the node on all rows, and ``mask`` maps that node to its mask, with one dim. ``constant``
+    has the dense nodes that are constant where the mask is false, ``places`` the nodes that list the selected rows' positions; ``counts``
+    maps every size that depends on the data to the node that counts the rows.
     """
 
     def __init__(self, gm: fx.GraphModule) -> None:
@@ -112,7 +112,7 @@ class _Selections:
             raise _UnsupportedError
 
     def _add(self, node: fx.Node, args: Any, **changed: Any) -> fx.Node:
-        """The same op on all rows; ``changed`` has other values for arguments."""
+        """Add the same op on all rows, and return it; ``changed`` overrides arguments."""
         given: dict[str, Any] = {**node.kwargs}
         if changed:
             args, given = tuple((arguments(node) | changed).values()), {}
@@ -136,14 +136,14 @@ class _Selections:
             self.constant.add(new)
 
     def _common(self, selected: Iterable[fx.Node]) -> fx.Node:
-        """The mask that selects the rows of all these nodes."""
+        """Return the mask that selects the rows of all these nodes."""
         found = {self.mask[self.dense[node]] for node in selected}
         if len(found) != 1:
             raise _UnsupportedError
         return found.pop()
 
     def _flat(self, mask: fx.Node, anchor: fx.Node) -> fx.Node:
-        """The mask with one dim."""
+        """Return the mask, flattened to one dim."""
         if mask not in self.flat:
             sizes = shape_of(mask)
             one = [math.prod(sizes)]
@@ -153,7 +153,7 @@ class _Selections:
     # -- from all rows to selected ones, and back -----------------------------------------------------------------------
 
     def _selects(self, indices: Any) -> bool:
-        """Whether the indices are a mask, or the positions where one is true."""
+        """Return whether the indices are a mask, or the positions where one is true."""
         first, *rest = indices
         is_mask = isinstance(first, fx.Node) and (first in self.places or dtype_of(first) == torch.bool)
         return is_mask and all(index is None for index in rest)
@@ -164,7 +164,7 @@ class _Selections:
         return self.mask[self.dense[index]] if index in self.places else index
 
     def _select(self, node: fx.Node) -> None:
-        """``x[mask]``."""
+        """Replace ``x[mask]`` by ``x`` with ones (for integers, zeros) in the rows that are not selected."""
         source: Any = node.args[0]
         mask = self._mask_of(argument(node, 1, "indices")[0])
         lead, sizes = len(shape_of(mask)), shape_of(source)
@@ -174,7 +174,7 @@ class _Selections:
         self._keep(node, new, self._flat(mask, node), constant=True)
 
     def _list(self, node: fx.Node) -> None:
-        """``nonzero(mask)`` and ``where(mask)``: the positions of all rows."""
+        """Replace ``nonzero(mask)`` and ``where(mask)`` by the positions of all rows."""
         mask: Any = node.args[0]
         if mask in self.dense or len(shape_of(mask)) != 1 or dtype_of(mask) != torch.bool:
             raise _UnsupportedError
@@ -185,7 +185,7 @@ class _Selections:
         self.places.add(node)
 
     def _write(self, node: fx.Node, selected: list[fx.Node]) -> None:
-        """Writes, or adds, the selected rows to their own places, or adds them to the rows of an index."""
+        """Replace an op that writes or adds the selected rows to their positions, or adds them to the rows of an index."""
         kind = op_name(node).removeprefix("aten.").removesuffix("_")
         base: Any = node.args[0]
         index: Any
@@ -246,8 +246,8 @@ class _Selections:
                 self.places.add(node)
 
     def _row_wise(self, node: fx.Node, new: fx.Node, mask: fx.Node) -> fx.Node:
-        """``new``, if it treats rows alike. An operand that all rows share gets no gradient from the rows that are not selected: there
-        the other operands are finite, and the result's gradient is zero."""
+        """Return ``new`` if it is row-wise. An operand that all rows share gets no gradient from rows that are not selected: in them the
+        other operands are set to ones, so that they are finite, and the result's gradient is zero."""
         if any(operand not in self.mask for operand in operands(new)):
             for operand in [n for n in operands(new) if n in self.mask and n not in self.constant]:
                 new.replace_input_with(operand, self._constant(new, operand, mask))
@@ -259,7 +259,7 @@ class _Selections:
         return new
 
     def _constant(self, anchor: fx.Node, new: fx.Node, mask: fx.Node) -> fx.Node:
-        """``new`` with ones in the rows that are not selected."""
+        """Return ``new`` with ones (for integers, zeros) in the rows that are not selected."""
         if not _is_tensor(new):
             raise _UnsupportedError
         found = _only(anchor, mask, new, 1)
@@ -268,7 +268,7 @@ class _Selections:
         return found
 
     def _broadcast(self, node: fx.Node, mask: fx.Node) -> None:
-        """``broadcast_tensors`` of tensors of equal shape: the tensors themselves."""
+        """Replace ``broadcast_tensors`` of tensors of equal shape by the tensors themselves."""
         given = [self.dense.get(each, each) for each in args_of(node)[0]]
         if len({shape_of(each) for each in given}) != 1:
             raise _UnsupportedError
@@ -277,7 +277,7 @@ class _Selections:
         self._keep(node, given[0], mask)
 
     def _class_loss(self, node: fx.Node, mask: fx.Node) -> None:
-        """A loss with class labels ignores the labels of the rows that are not selected."""
+        """Let a loss with class labels ignore the labels of the rows that are not selected."""
         ignored = argument(node, 4, "ignore_index", _IGNORED)
         target = _only(node, mask, self.dense.get(args_of(node)[1], args_of(node)[1]), ignored)
         new = self._add(node, (), target=target)
@@ -287,7 +287,7 @@ class _Selections:
             self.results.append((node, new))
 
     def _total(self, node: fx.Node, terms: fx.Node, mask: fx.Node, *, mean: bool) -> None:
-        """The sum of the terms of the selected rows; with ``mean``, divided by their number."""
+        """Replace ``node`` by the sum of the terms of the selected rows; with ``mean``, divided by their number."""
         sizes = shape_of(terms)
         dims = argument(node, 1, "dim") if op_name(node) in ("aten.sum", "aten.mean") else None
         if node.kwargs and facts(node).kind is not OpKind.LOSS:
@@ -305,23 +305,23 @@ class _Selections:
 
 
 def _is_tensor(node: fx.Node) -> bool:
-    """Whether the node's value is one tensor."""
+    """Return whether the node's value is one tensor."""
     return isinstance(meta(node)["val"], torch.Tensor)
 
 
 def _is_check(node: fx.Node) -> bool:
-    """Whether the node only compares sizes."""
+    """Return whether the node only compares sizes."""
     return _is_number(node) or op_name(node) == "aten._assert_scalar"
 
 
 def _wide(anchor: fx.Node, mask: fx.Node, like: fx.Node) -> fx.Node:
-    """The mask with as many dims as ``like``, which it selects from."""
+    """Return the mask with dims of size 1 appended, so that it broadcasts to ``like``."""
     more = len(shape_of(like)) - len(shape_of(mask))
     return add(anchor, aten.reshape.default, (mask, [*shape_of(mask), *[1] * more])) if more else mask
 
 
 def _only(anchor: fx.Node, mask: fx.Node, value: fx.Node, other: int) -> fx.Node:
-    """``value`` where the mask is true, and ``other`` elsewhere: 0 in place of 1 for integers, which may be an index."""
+    """Return ``value`` where the mask is true, and ``other`` elsewhere (0 instead of 1 for integers, which may be indices)."""
     kind = dtype_of(value)
     number: Any = float(other) if kind.is_floating_point or kind.is_complex else other if other != 1 else 0
     return add(

@@ -1,4 +1,4 @@
-"""Shapes in one form: explicit sizes, one reshape instead of two, slices instead of splits."""
+"""Brings shapes into one form: explicit sizes, one reshape instead of two, slices instead of splits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def reshapes_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def splits_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """``split``, ``chunk``, ``tensor_split`` become slices and ``unbind`` selects; slices have explicit ends, indices are positive.
+    """``split``, ``chunk`` and ``tensor_split`` become slices, and ``unbind`` selects; slices get explicit ends, indices become positive.
 
     ``broadcast_tensors`` becomes an ``expand`` of each operand, and so does ``repeat_interleave`` of a single element."""
     for node in calls(gm):
@@ -65,8 +65,8 @@ def splits_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _repeat(node: fx.Node) -> None:
-    """Remove ``output_size``: the number of repetitions gives the result's size, on a rank as well. A single element becomes an
-    ``expand``."""
+    """Remove ``output_size``, which would be wrong on a rank's slices: the number of repetitions gives the size. Replace the repetition of
+    a single element by an ``expand``."""
     source, dim = args_of(node)[0], argument(node, 2, "dim")
     if dim is not None and shape_of(source)[dim] == 1:
         replace(node, add(node, aten.expand.default, (source, list(shape_of(node)))))

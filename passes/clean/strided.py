@@ -15,10 +15,10 @@ from passes.clean.nodes import add, aten, calls, replace
 
 
 def strided_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """``as_strided(x, size, stride)`` becomes ``kernels.strided(x.permute(...), size, stride)``: the operand in the order of its memory.
+    """``as_strided(x, size, stride)`` becomes ``kernels.strided(x.permute(...), size, stride)``: the operand with its dims in memory order.
 
     Raises:
-        CaptureError: there is no such order, or the op reads elements that are not the operand's.
+        CaptureError: the operand is not dense, or the op reads elements outside of the operand.
     """
     for node in calls(gm):
         if op_name(node) != "aten.as_strided":

@@ -1,8 +1,9 @@
-"""Views: whose memory an op's result shares, a view created again on another base, and a write through a view as a new base.
+"""Handles views: finds whose memory an op's result shares, creates a view again on another base, and turns a write through a view into a
+new base.
 
 An op's name does not tell whether its result is a view: ``reshape``, ``contiguous``, ``to`` or dropout in evaluation share their
-operand's memory for some strides and arguments, and copy it for others. So the op runs on meta tensors with the operands' strides, and
-its results' memory is compared with the operands' memory.
+operand's memory for some strides and arguments, and copy it for others. So this module runs the op on meta tensors with the operands'
+strides, and compares its results' memory with the operands' memory.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class View:
 
 
 def origins(call: fx.Node) -> list[tuple[fx.Node, View | None] | None]:
-    """For each result of ``call``: the operand whose memory it shares, and the result as a view of the operand (``None`` if the result is
-    the operand itself); or ``None`` if the result has its own memory."""
+    """Return for each result of ``call`` the operand whose memory it shares, with the result as a view of the operand (``None`` if the
+    result is the operand itself); ``None`` for a result with memory of its own."""
     value = meta(call).get("val")
     several = isinstance(value, tuple | list)
     operands = _operands(call)
@@ -68,8 +69,8 @@ def origins(call: fx.Node) -> list[tuple[fx.Node, View | None] | None]:
 
 
 def views_of(value: fx.Node, base: str) -> list[fx.Node] | None:
-    """The chain of nodes from a placeholder with ``meta[base]`` to ``value``, both included, where each node may share the previous one's
-    memory on some rank or for some strides; ``None`` if there is no such placeholder."""
+    """Return the chain of nodes from a placeholder with ``meta[base]`` to ``value``, both included, in which each node may share the memory
+    of the one before, on some rank or for some strides; ``None`` if there is no such placeholder."""
     path = [value]
     while path[-1].op == "call_function":
         call = path[-1]
@@ -84,20 +85,20 @@ def views_of(value: fx.Node, base: str) -> list[fx.Node] | None:
 
 
 def _operands(call: fx.Node) -> list[fx.Node]:
-    """The tensors among the arguments, in order, with repetitions."""
+    """Return the nodes among the arguments, in order, with repetitions."""
     values = flat((call.args, list(call.kwargs.values())))
     return [value for value in values if isinstance(value, fx.Node)]
 
 
 _Shared = tuple[tuple[int, bool] | None, ...]
 
-# Results of `_shared_operands` by op and described operands: the layers of deep models repeat them.
+# Cached results of `_shared_operands`, keyed by op and described operands: the layers of a deep model repeat them.
 _CACHE: dict[Any, _Shared] = {}
 _CACHE_LIMIT = 4096
 
 
 def _shared_operands(call: fx.Node) -> _Shared:
-    """For each result: the index of the operand whose memory it shares, and whether the result is the operand itself."""
+    """Return for each result the index of the operand whose memory it shares, and whether the result is the operand itself."""
     key = (call.target, described(call.args), described(call.kwargs))
     if key not in _CACHE:
         if len(_CACHE) >= _CACHE_LIMIT:
@@ -131,14 +132,14 @@ def _as_meta_device(name: str, value: Any) -> Any:
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors in the same memory are equal views of it."""
+    """Return whether two tensors in the same memory are equal views of it."""
     return (a.shape, a.stride(), a.storage_offset(), a.dtype, a.is_conj(), a.is_neg()) == (
         *(b.shape, b.stride(), b.storage_offset(), b.dtype, b.is_conj(), b.is_neg()),
     )
 
 
 def split_ranges(call: fx.Node) -> list[tuple[int, int, int]] | None:
-    """Dim, start and end of each result of ``split``, ``chunk``, ``tensor_split`` and ``unbind``; ``None`` for other ops."""
+    """Return dim, start and end of each result of ``split``, ``chunk``, ``tensor_split`` and ``unbind``; ``None`` for other ops."""
     if facts(call).kind is not OpKind.SPLIT:
         return None
     source, unbind = _operands(call)[0], op_name(call) == "aten.unbind"
@@ -152,8 +153,8 @@ def split_ranges(call: fx.Node) -> list[tuple[int, int, int]] | None:
 
 
 def replay(view: View, value: fx.Node, anchor: fx.Node) -> fx.Node | None:
-    """Create the view again, of ``value`` and before ``anchor``; ``None`` if the view addresses raw memory, where ``value`` may have other
-    strides."""
+    """Create the view again, of ``value`` and before ``anchor``; return ``None`` if the view depends on strides, which ``value`` need not
+    share."""
     call = view.call
     if view.name in ("aten.as_strided", "aten._reshape_alias"):
         return None
@@ -179,7 +180,7 @@ def _replay_call(view: View, value: fx.Node, anchor: fx.Node) -> fx.Node:
 
 
 def scatter(view: View, source: fx.Node, new: fx.Node, anchor: fx.Node) -> fx.Node | None:
-    """``source`` with ``new`` written to the elements that ``view`` shows; ``None`` if these elements are unknown or overlap."""
+    """Return ``source`` with ``new`` in the elements that ``view`` shows; ``None`` if these elements are unknown or overlap."""
     name, call, sizes = view.name, view.call, shape_of(source)
     kind = facts(call).kind
     if view.value.dtype != meta(source)["val"].dtype or view.value.is_conj() or view.value.is_neg():
@@ -212,7 +213,7 @@ def scatter(view: View, source: fx.Node, new: fx.Node, anchor: fx.Node) -> fx.No
 
 
 def _region(view: View, sizes: Sequence[int]) -> tuple[int, int, int, int] | None:
-    """Dim, start, end and step of a view that is a slice, a select or a result of a split; ``None`` for other views."""
+    """Return dim, start, end and step of a view that is a slice, a select or a result of a split; ``None`` for other views."""
     call = view.call
     if view.result_index is not None:
         ranges = split_ranges(call)
@@ -232,7 +233,7 @@ def _region(view: View, sizes: Sequence[int]) -> tuple[int, int, int, int] | Non
 
 
 def _order(call: fx.Node, rank: int) -> list[int]:
-    """The operand's dim for each dim of a permutation's result, read from the result's shape for sizes that all differ."""
+    """Return the operand's dim for each dim of a permutation's result, by running the op on a tensor whose sizes all differ."""
     target: Any = call.target
     sizes = list(range(2, rank + 2))
     args = map_arg(call.args, lambda _: torch.empty(sizes, device="meta"))
@@ -242,8 +243,8 @@ def _order(call: fx.Node, rank: int) -> list[int]:
 def _write_strided(
     source: fx.Node, new: fx.Node, region: tuple[int, int, int, int], anchor: fx.Node
 ) -> tuple[int, int, fx.Node]:
-    """Turn a write to every ``step``-th position into one to the range from ``start`` to ``end`` that rewrites the old values between:
-    return the range and its values."""
+    """Turn a write to every ``step``-th position into a write to the range from ``start`` to ``end``, which writes the old values to the
+    positions between; return the range and its values."""
     dim, start, _, step = region
     sizes = shape_of(source)
     end = min(start + shape_of(new)[dim] * step, sizes[dim])
@@ -258,8 +259,8 @@ def _write_strided(
 
 
 def _write_diagonal(call: fx.Node, source: fx.Node, new: fx.Node, anchor: fx.Node) -> fx.Node:
-    """``source`` with ``new`` on a diagonal. The last dim of ``new`` runs along the rows' dim, or along the columns' dim for a diagonal
-    below the main one, and broadcasts along the other dim; ``where`` selects the diagonal."""
+    """Return ``source`` with ``new`` on a diagonal. The last dim of ``new`` runs along the rows' dim, or along the columns' dim for a
+    diagonal below the main one, and broadcasts along the other dim; ``where`` selects the diagonal."""
     sizes, last = shape_of(source), -1 if op_name(call) == "aten.linalg_diagonal" else 1
     rank = len(sizes)
     offset = argument(call, 1, "offset", 0)
@@ -281,13 +282,13 @@ def _write_diagonal(call: fx.Node, source: fx.Node, new: fx.Node, anchor: fx.Nod
 
 
 def positions(extent: int, dim: int, rank: int, anchor: fx.Node) -> fx.Node:
-    """0, 1, 2, ... along ``dim``, and size 1 in the other dims."""
+    """Return 0, 1, 2, ... along ``dim``, with size 1 in the other dims."""
     sizes = [extent if i == dim else 1 for i in range(rank)]
     return add(anchor, aten.reshape.default, (add(anchor, aten.arange.default, (extent,)), sizes))
 
 
 def _uniform(value: fx.Node, anchor: fx.Node, rank: int | None = None) -> fx.Node | None:
-    """A tensor of one element that broadcasts to ``value`` if ``value`` is filled with one number; else ``None``."""
+    """Return a one-element tensor that broadcasts to ``value`` if ``value`` is filled with one number; else ``None``."""
     if value.target is not aten.full.default:
         return None
     sizes = [1] * (len(shape_of(value)) if rank is None else rank)
