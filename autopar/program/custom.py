@@ -18,7 +18,7 @@ def call(
     partition: kernels.Partition,
     partial_axes: Sequence[kernels.Axis] = (),
 ) -> Any:
-    """``op(*args, **kwargs)``; the first dims of every result are sharded as ``partition`` says.
+    """Return ``op(*args, **kwargs)``; ``partition`` gives the axes that shard the first dims of every result.
 
     The type checker cannot know the op, whose rule was checked by execution when it was registered. ``partial_axes`` are the axes on
     which the results are terms of a sum (P).

@@ -42,7 +42,7 @@ class _Sum:
 
 
 class LateReductions(Reductions):
-    """Starts the reductions of a rank's groups, which later updates await."""
+    """Starts the reductions of a rank's groups, and lets later updates wait for them."""
 
     def __init__(self, program: LoadedProgram, by_stage: Mapping[int, Sequence[ParameterGroup]]) -> None:
         super().__init__(program, by_stage)
@@ -123,7 +123,7 @@ class LateReductions(Reductions):
 
     @torch.no_grad()
     def loaded(self, updates: Updates) -> None:
-        """After a checkpoint was loaded: take its sums from the optimizer's states."""
+        """Take the sums of a checkpoint that was just loaded out of the optimizer's states."""
         self._step, self._placed = 0, False
         for group, sums in self._sums.items():
             found: dict[int, _Sum] = {}
@@ -137,7 +137,7 @@ class LateReductions(Reductions):
 
 
 def _part(gradients: Tensor, group: FlatGroup, holder: Tensor) -> Tensor:
-    """The part of a group's ``gradients`` that belongs to the parameter ``holder``."""
+    """Return the part of a group's ``gradients`` that belongs to the parameter ``holder``."""
     view = holder.grad
     assert view is not None
     start = view.storage_offset() - group.flat_gradients.storage_offset()
