@@ -76,7 +76,7 @@ def _span(tensor: Tensor) -> int:
 
 
 class _Stored(Protocol):
-    """The elements of a saved tensor, wherever and however they are stored."""
+    """The stored elements of a saved tensor, in the host's memory or in 8 bits."""
 
     def restore(self) -> Tensor:
         """Return the elements on the device, as one dim."""

@@ -43,7 +43,7 @@ class MasterValues:
 
 
 class UnequalStatesError(ValueError):
-    """The ranks of a ZeRO group, or the parts of a parameter, have different kinds of optimizer state."""
+    """Raised if the ranks of a ZeRO group, or the parts of a parameter, have different kinds of optimizer state."""
 
 
 def regrouped(tensors: Sequence[MasterValues], program: LoadedProgram, world: World) -> Iterator[Piece]:

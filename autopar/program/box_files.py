@@ -35,7 +35,7 @@ _READER_THREADS = 16  # a shared file system serves many reads at a time
 
 
 class DamageError(ValueError):
-    """A damaged file; the message begins with the file's name."""
+    """Raised for a damaged file; the message begins with the file's name."""
 
     def __init__(self, file: str, problem: str) -> None:
         super().__init__(f"{file} {problem}")

@@ -1,8 +1,8 @@
 """The folders of checkpoints: ``step-N`` is complete, ``step-N.partial`` is being written or was left incomplete.
 
-A checkpoint has ``checkpoint.json`` (human-readable facts), torch's ``.metadata``, and the tensors' files, of which
-``.metadata`` lists all parts with their offsets. ``checkpoint.json`` has its own checksum, that of ``.metadata`` and the id of the save,
-which every file of tensors names (``box_files``). Unpickling ``.metadata`` creates only torch's metadata records.
+A checkpoint has ``checkpoint.json`` (human-readable facts), the tensors' files, and torch's ``.metadata``, which lists the parts of these
+files with their offsets. ``checkpoint.json`` has its own checksum, the checksum of ``.metadata``, and the id of the save, which is in every
+file of tensors, too (``box_files``). Unpickling ``.metadata`` creates only torch's metadata records.
 
 One program at a time writes into a folder: it locks the file ``.lock`` there from the first step to the last. Somebody may have
 made this file a link, or may replace it while it is locked: links are refused, and every save compares the locked file with the one
@@ -46,7 +46,7 @@ _STEP = re.compile(rf"step-(\d+)({_REPLACED})?")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint can't be written or read; ``message`` says why, ``hint`` what to do, and ``half_read`` whether some of the
+    """Raised if a checkpoint can't be written or read; ``message`` says why, ``hint`` what to do, and ``half_read`` whether some of the
     training's values were already replaced."""
 
     def __init__(self, message: str, hint: str, half_read: bool = False) -> None:
@@ -153,7 +153,7 @@ def _is_checkpoint(folder: Path) -> bool:
 
 
 def newest(folder: Path) -> tuple[StoredCheckpoint, str]:
-    """Return the checkpoint ``folder``, or the newest complete one in it, and a message about those that were skipped.
+    """Return the checkpoint ``folder``, or the newest complete one in it, and a message about skipped ones.
 
     Raises ``CheckpointError`` if there is none.
     """
@@ -260,7 +260,7 @@ class _Unpickler(pickle.Unpickler):
 
 LOCK = ".lock"
 PARENT = "AUTOPAR_CLAIM"
-"""The environment variable by which a process passes its claim (``Claim.inherited``) to those that it starts."""
+"""The environment variable by which a process passes its claim (``Claim.inherited``) to the processes that it starts."""
 
 _ANOTHER = "give another folder, or end that training"
 

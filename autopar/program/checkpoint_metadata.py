@@ -107,7 +107,7 @@ class Read:
 
 
 Reads = Mapping[str, Sequence[Read]]
-"""What a rank reads, by file."""
+"""The reads of a rank, by file name."""
 
 
 def planned(own: Sequence[Piece], found: StoredCheckpoint) -> Reads:

@@ -84,7 +84,7 @@ def exchange(
 
 
 class ShardedReduceScatter:
-    """``reduce_scatter`` for ``FSDPModule.set_custom_reduce_scatter``."""
+    """Adapts ``reduce_scatter`` to ``FSDPModule.set_custom_reduce_scatter``."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an uninitialised tensor for FSDP2's operand or result."""

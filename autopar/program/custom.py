@@ -1,4 +1,4 @@
-"""Custom ops of the user, called on this rank's slices; the result has the types that the registered rule gives it."""
+"""Calls the user's custom ops on this rank's slices; results have the types that the registered rule declares."""
 
 from __future__ import annotations
 

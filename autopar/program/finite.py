@@ -16,7 +16,7 @@ from .spec import layers_of
 
 
 class NonFiniteLossError(RuntimeError):
-    """A loss is NaN or infinite. Raised on every rank, before the update unless ``late``; ``hint`` says what to do."""
+    """Raised on every rank if a loss is NaN or infinite: before the update, or after it if ``late``. ``hint`` says what to do."""
 
     def __init__(self, message: str, late: bool = False) -> None:
         self.late = late

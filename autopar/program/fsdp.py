@@ -180,7 +180,7 @@ def gather_ahead(stage: nn.Module, layers: Sequence[ShardedLayer], mesh: DeviceM
     for i, (module, ahead, _) in enumerate(layers):
         module.set_modules_to_forward_prefetch([layer.module for layer in layers[i + 1 : i + 1 + ahead]])
         before = [layer.module for layer in layers[:i] if layer.backward][::-1][:ahead]
-        # Without a list FSDP prefetches in the order of the forward calls, which under 1F1B is that of another microbatch. An empty list
+        # Without a list FSDP prefetches in the order of the forward calls, which under 1F1B are another microbatch's. An empty list
         # counts as none; the module itself means no prefetch, because its parameters are already gathered when FSDP reads the list.
         module.set_modules_to_backward_prefetch(before or [module])
 
@@ -201,7 +201,7 @@ def _layers(index: int, stage: nn.Module, program: LoadedProgram) -> list[Sharde
 class HeldReduceScatter(ShardedReduceScatter):
     """FSDP's reduce-scatter on one rank, which keeps the last operand until the compute stream has waited for its reduction.
 
-    FSDP itself would keep an operand until the next reduction: that of a microbatch's last reduction until the next microbatch's backward
+    FSDP itself keeps an operand until the next reduction: a microbatch's last operand would stay until the next microbatch's backward
     pass. ``release`` frees it before new activations are allocated.
     """
 
@@ -235,7 +235,7 @@ def recorded_event(device: torch.device) -> torch.Event:
 
 
 class LastBackward:
-    """Tells FSDP which backward pass of a stage is the last one of a step. ``groups`` are the stage's.
+    """Tells FSDP which backward pass of a stage is the last one of a step. ``groups`` are the stage's groups under FSDP.
 
     Every schedule runs the backward passes of a stage one after the other, so the last one is the last to begin, whichever microbatch it
     belongs to.
@@ -320,8 +320,8 @@ class LastBackward:
 
 
 def followed_by_forward(stage: int, program: LoadedProgram) -> int:
-    """Return how many of the stage's backward passes in a step are directly followed by a forward pass of the same stage: so many of the
-    first ones."""
+    """Return the number of a stage's backward passes in a step that a forward pass of the same stage follows directly. They are the first
+    ones."""
     stages, microbatches = len(program.spec.stages), program.passes
     if stages == 1:
         return microbatches - 1

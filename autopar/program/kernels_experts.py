@@ -58,7 +58,7 @@ def looped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 class GroupedProduct(torch.autograd.Function):
-    """``grouped_linear`` by torch's grouped product.
+    """Computes ``grouped_linear`` by torch's grouped matmul.
 
     The gradient of an expert without rows is zero. On Blackwell (compute capability 10 and up) torch's product leaves something else
     there, even NaN (pytorch #172439, #193633), so it is overwritten. The products take gradients with contiguous rows only.
@@ -186,7 +186,7 @@ def in_steps(
 def _check(
     x: Tensor, index: Tensor, weights: Tensor, parameters: Sequence[Tensor], owners: Sequence[Axis]
 ) -> list[tuple[object, ...]]:
-    """Return the axes that shard each dim of the result: those of ``x``; the router's choices must be sharded like the tokens of ``x``."""
+    """Check the operands' types, and return the axes that shard each dim of ``x``, and so of the result."""
     places = _places(x)
     _require(not places[-1], f"experts: the last dim of the tokens is sharded over {places[-1]}")
     for name, choice in (("index", index), ("weights", weights)):

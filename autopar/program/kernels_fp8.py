@@ -76,8 +76,8 @@ def product(a: Scaled, b: Scaled) -> Tensor:
 
 
 class _Float8Linear(torch.autograd.Function):
-    """The three products of a linear layer in 8 bits. The operands are saved as they are, like those of ``F.linear``, and rounded again:
-    a weight under ZeRO 3 is gathered again for the backward pass, and other ops may have saved the input."""
+    """Computes the three products of a linear layer in 8 bits. The operands are saved unrounded, as by ``F.linear``, and rounded again in
+    the backward pass: a weight under ZeRO 3 is gathered again for it, and other ops may have saved the input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from .spmd import spmd
 
 
 class _Moments(torch.autograd.Function):
-    """Mean and (biased) variance of every channel, in float32 or wider; saves only the input."""
+    """Computes the mean and the (biased) variance of every channel, in float32 or wider; saves only the input."""
 
     @staticmethod
     def forward(ctx, x):  # type: ignore[no-untyped-def]
@@ -40,7 +40,7 @@ class _Moments(torch.autograd.Function):
 
 
 class _Normalised(torch.autograd.Function):
-    """``(x - mean) / sqrt(var + eps) * weight + bias`` with gradients of all five; saves ``x`` and tensors of one value per channel."""
+    """Computes ``(x - mean) / sqrt(var + eps) * weight + bias``, with gradients of all five; saves ``x`` and one value per channel each."""
 
     @staticmethod
     def forward(ctx, x, mean, var, weight, bias, eps):  # type: ignore[no-untyped-def]

@@ -76,7 +76,7 @@ def _converted(x: Tensor, axis: Axes, src: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class _Reduction:
-    """The sum of a gradient's terms over a group (``None``: over one rank). With ``dim`` each rank gets its slice along that dim."""
+    """Sums a gradient's terms over a group (``None``: over one rank). With ``dim`` each rank gets its slice along that dim."""
 
     group: dist.ProcessGroup | None
     dim: int | None

@@ -35,7 +35,7 @@ from .mesh_axes import group_of
 from .spmd import spmd
 
 SCORES = 2**26
-"""The most scores in memory at once: queries are processed in runs of rows whose scores stay below."""
+"""The largest number of scores in memory at once: queries are processed in runs of rows with fewer scores."""
 
 
 @torch.compiler.disable  # its sends and receives overlap its own arithmetic
@@ -534,7 +534,7 @@ def _forward(
 def _backward(
     order: _Order, causal: bool, scores: _Scores, saved: tuple[Tensor, ...], grad: Tensor, grad_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value in the wide dtype; that of the mask is added to ``grad_mask``."""
+    """Return the gradients of query, key and value in the wide dtype, and add the mask's gradient to ``grad_mask``."""
     query, key, value, out, lse = saved
     wide, length = scores.wide, query.shape[-2]
     delta = (grad.to(wide) * out.to(wide)).sum(-1)

@@ -95,7 +95,7 @@ class LateReductions(Reductions):
 
     @contextlib.contextmanager
     def saved(self, updates: Updates) -> Iterator[None]:
-        """A context in which the sums that no update has used yet are states of the optimizer.
+        """Make the sums that no update has used yet states of the optimizer inside this context.
 
         Raises ``CheckpointError`` if the optimizer needs unsharded tensors, which these are not.
         """

@@ -135,7 +135,7 @@ class Loader:
     """This rank's rows of the global batches of a data set.
 
     Args:
-        program, world: the plan says which rows a rank reads, and of which inputs.
+        program, world: they determine which rows of which inputs this rank reads.
         dataset: a map-style data set; or a ``DataLoader`` of one, whose ``collate_fn``, workers and order are used.
         order: the order of the rows.
         collate: converts a list of samples to tensors; default: that of ``DataLoader``.
@@ -282,7 +282,7 @@ class Loader:
                 if name in tensors and beyond.any():
                     tensors[name] = tensors[name].clone()
                     tensors[name][beyond] = value
-        except Exception as error:  # noqa: BLE001  whatever a data set raises, all ranks must hear of it
+        except Exception as error:  # noqa: BLE001  whatever a data set raises, all ranks must raise
             # the text of a worker's error is its traceback
             kind, lines = type(error).__name__, str(error).strip().splitlines() or [""]
             what = error.message if isinstance(error, DataError) else f"{kind}: {lines[-1].removeprefix(f'{kind}: ')}"
@@ -401,7 +401,7 @@ class Loader:
 
 
 class _Sampler:
-    """The batch sampler of a ``DataLoader``."""
+    """Yields the rows that this rank reads, as the batch sampler of a ``DataLoader``."""
 
     def __init__(self, loader: Loader, begin: tuple[int, int]) -> None:
         self._loader, self._begin = loader, begin

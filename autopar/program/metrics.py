@@ -161,7 +161,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def explained(folder: Path) -> Iterator[None]:
-    """A context that turns failed allocations into a ``MemoryError`` with the memory that the plan in ``folder`` predicts."""
+    """Turn a failed allocation inside this context into a ``MemoryError`` with the memory that the plan in ``folder`` predicts."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The state of the optimizer and of its scheduler in a checkpoint.
+"""Saves and restores the state of the optimizer and of its scheduler in checkpoints.
 
 A parameter's state consists of tensors and numbers, and a parameter group has options. A tensor of the parameter's shape (``exp_avg``) is
 sharded like the parameter; a number (``step``) is written once. A tensor of another shape (Adafactor's ``row_var``) is written in full by
@@ -230,7 +230,7 @@ def _check(optimizer: torch.optim.Optimizer, facts: Mapping[str, Any]) -> None:
 
 
 def described_scheduler(scheduler: LRScheduler | None) -> dict[str, Any] | None:
-    """Return the scheduler's class, those of its parts included, and its state."""
+    """Return the names of the scheduler's class and of its parts' classes, and its state."""
     return None if scheduler is None else {"class": _class(scheduler), "state": _saved(scheduler.state_dict())}
 
 

@@ -1,4 +1,4 @@
-"""The user's optimizers and learning rate scheduler, over this rank's parameters.
+"""Creates the user's optimizers and learning rate scheduler over this rank's parameters.
 
 The user's callable is called once with meta tensors: all parameters of the user's model with their names, shapes and order, frozen
 ones included, so that parameter groups by name, by number of dims or by position are the same as on one device. It returns an optimizer, or

@@ -209,7 +209,8 @@ class FlatGroup(ParameterGroup):
     def _allocate(self, program: LoadedProgram) -> None:
         layouts, world, placement = self.layouts, self._world, self.placement
         wide, compute, trainable = placement.wide, placement.compute, layouts[0].trainable
-        self._scattered = placement.zero == 1 and trainable and placement.shards != ()  # frozen parameters stay whole
+        # frozen parameters stay unsharded
+        self._scattered = placement.zero == 1 and trainable and placement.shards != ()
         self._shards = placement.shards if self._scattered else ()
         axes, self._apart = program.parted(placement.axes)
         self._group = world.group(self._shards or axes) if axes and trainable else None
@@ -333,7 +334,7 @@ class FlatGroup(ParameterGroup):
 
     @property
     def flat_gradients(self) -> Tensor:
-        """The buffer of all gradients, of which the masters' gradients are views."""
+        """The buffer of all gradients; the masters' gradients are views of it."""
         return self._grads
 
     def start_reduction_of_copy(self) -> tuple[Tensor, Work | None]:

@@ -111,7 +111,7 @@ def device_of(place: ProcessPlace, kind: str | None) -> torch.device:
     """Return the device of this process; ``kind`` is ``"cuda"``, ``"cpu"``, or ``None`` for GPUs if the node has any.
 
     A process that sees one GPU uses it: launchers may give each process its own. Otherwise the node's processes see the same GPUs, and each
-    uses that of its local rank.
+    uses the GPU of its local rank.
 
     Raises:
         StartError: the node has GPUs, but not one for each process, or torch can't use them; or ``kind`` is ``"cuda"`` without GPUs.

@@ -3,8 +3,7 @@
 *Selective*: cheap ops are recomputed; results of products and all-reduces are saved. A layer's ``compute`` calls through ``keep`` the
 functions whose results are saved; ``selectively`` runs ``compute``. Both use the selective checkpointing of ``torch.utils.checkpoint``:
 inside ``keep``, the results of the ops listed below are saved. Everything else is recomputed. In a layer that ``torch.compile`` compiles,
-these calls run as they are (products are kernels of their own in any case), and what lies between them is compiled: so the same values are
-saved.
+these calls are not compiled (products are separate kernels in any case), only the ops between them: so the same values are saved.
 
 *Several layers as one* (``as_one``): the first layer's arguments are saved, and the backward pass recomputes all of them.
 """

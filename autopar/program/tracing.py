@@ -35,7 +35,7 @@ def action_name(kind: str, stage: int, microbatch: int) -> str:
 
 
 def action(kind: str, stage: int, microbatch: int) -> AbstractContextManager[Any]:
-    """A context that names an action in a profile; ``kind`` is a key of ``WORDS``."""
+    """Return a context that names an action in a profile; ``kind`` is a key of ``WORDS``."""
     return record_function(action_name(kind, stage, microbatch))
 
 

@@ -457,7 +457,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _replacing(self) -> Iterator[None]:
-        """Replace values by those of files inside this context. If some files can't be read, later calls refuse the mixed state."""
+        """Let files replace the values inside this context. If some files can't be read, later calls refuse the mixed state."""
         try:
             yield
         except CheckpointError as error:

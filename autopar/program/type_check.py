@@ -7,7 +7,7 @@ once per rank, a softmax over a sharded dim) fail here. The checker cannot see v
 Layers of one class with inputs of equal types are checked once: the result depends only on the class's code and its inputs.
 
 ``train.py`` runs the checker before the first step if a module of the folder was edited: ``runtime/checked.json`` has the digests of the
-emitted modules, or of those that the checker last accepted.
+emitted modules, or of the modules that the checker accepted last.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def _line(error: Exception, path: Path, kind: Any) -> str:
 
 
 def _check_prelude(program: Any, constants: Mapping[str, Tensor], path: Path) -> None:
-    """Raise ``IllTypedError`` if a scalar that ranks sum over their own rows differs from that of all rows.
+    """Raise ``IllTypedError`` if a scalar that ranks sum over their own rows differs from the scalar of all rows.
 
     The prelude is plain tensor code, without types: it runs on each half of synthetic batches, and on all of their rows.
     """

@@ -158,7 +158,7 @@ def _boxes(master: Master, values: Tensor, world: World) -> Iterator[tuple[Box, 
 
 
 def _cut(held: Sequence[Master], names: Sequence[_Name], world: World) -> set[_Name]:
-    """Return the ``names`` of parameters of which some rank has only a part. This takes one small all-reduce."""
+    """Return the parameters in ``names`` that some rank has only in part. This takes one small all-reduce."""
     number = {name: i for i, name in enumerate(names)}
     marks = torch.zeros(len(names), dtype=torch.int32, device=world.device)
     for master in held:

@@ -110,8 +110,8 @@ class Placement:
 
     ``layer`` is the path of the layer that has the parameter, empty for the stage itself. Gradients are summed over ``axes``, those larger
     than 1 on which the parameter is ``R``. ZeRO stage ``zero`` shards over ``shards``; ``copies`` are the other ``axes``: ``mirror``, and
-    those of hybrid sharding. Masters and gradient sums have the dtype ``wide``, the stage's arithmetic has ``compute``. Masters and
-    optimizer states are in ``place``: ``"host"``, ``"nvme"``, or empty for the device's memory.
+    the axes over which hybrid sharding replicates. Masters and gradient sums have the dtype ``wide``, the stage's arithmetic has
+    ``compute``. Masters and optimizer states are in ``place``: ``"host"``, ``"nvme"``, or empty for the device's memory.
     """
 
     layer: str
@@ -161,7 +161,7 @@ class LoadedProgram:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the schedule runs backward passes in two parts: gradients of inputs, and gradients of weights."""
+        """Whether the schedule runs backward passes in two parts: input gradients, then weight gradients."""
         return self.plan["schedule"] in ("zero-bubble", "zbv", "dualpipev")
 
     @property
@@ -211,9 +211,9 @@ class LoadedProgram:
     def placement(self, layout: Layout) -> Placement:
         """Return where the masters, gradients and optimizer states of a parameter are.
 
-        FSDP2 shards a layer's parameters over the layer's data axes. Other parameters are reduced explicitly after the schedule, with
-        ZeRO 1 at most: those that several layers or stages share, those that are ``R`` on other axes, scalars, and those of a dtype other
-        than that of most of the layer. Tied copies all have the lowest ZeRO stage of their layers, are sharded over the axes that all of
+        FSDP2 shards a layer's parameters over the layer's data axes. Other parameters have ZeRO 1 at most: those that
+        several layers or stages share, those that are ``R`` on other axes, scalars, and those whose dtype is not the main dtype of the
+        layer. Tied copies all have the lowest ZeRO stage of their layers, are sharded over the axes that all of
         these layers shard over, and have their masters in one place, so that their updates are the same.
         """
         if layout not in self._placements:
