@@ -63,7 +63,7 @@ def regrouped(tensors: Sequence[MasterValues], program: LoadedProgram, world: Wo
     for axes, sharded in sorted(by_group.items()):
         try:
             yield from _exchange(sharded, axes, program, world)
-        except UnequalStatesError as error:  # other ranks wait for this one in the next group
+        except UnequalStatesError as error:  # go on: other ranks wait for this one in the next group
             problems.append(error)
     if problems:
         raise problems[0]

@@ -185,7 +185,7 @@ class _Job:
         return str(finish(self.partial, {**self.facts, "optimizer": optimizer}, self.keep))
 
     def discard(self) -> None:
-        """Remove what was written."""
+        """Remove the files of this save."""
         if dist.get_rank() == 0:
             discard(self.partial)
         self._release()
@@ -430,7 +430,7 @@ def save_weights(training: TrainingTensors, folder: str | os.PathLike[str], file
 
 
 def _weights(training: TrainingTensors) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return the dtypes and shapes of the parameters and of the buffers of the state dict that are written."""
+    """Return the dtypes and shapes, by name, of the parameters, and of the state dict's buffers that the program writes."""
     found = {layout.original: (layout.dtype, layout.original_shape) for layout in training.program.layouts}
     written = [record for record in training.program.buffers if record.written and record.persistent]
     return found | {record.original: (record.dtype, record.shape) for record in written}

@@ -306,7 +306,7 @@ def claimed(folder: Path, patience_s: float) -> Claim:
     deadline = time.monotonic() + patience_s
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".probe-{secrets.token_hex(8)}"  # a save makes a folder
+        probe = folder / f".probe-{secrets.token_hex(8)}"  # try to create a folder, as a save does
         probe.mkdir()
         probe.rmdir()
         while True:
@@ -321,7 +321,7 @@ def claimed(folder: Path, patience_s: float) -> Claim:
             except BaseException:
                 os.close(descriptor)
                 raise
-            os.close(descriptor)  # it was replaced, or is taken
+            os.close(descriptor)  # the file was replaced, or another program has the lock
             if not locked:
                 time.sleep(min(0.2, patience_s))
     except OSError as error:

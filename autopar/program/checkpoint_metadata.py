@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo  # what the format names
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo  # names in the format
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,

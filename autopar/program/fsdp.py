@@ -34,7 +34,7 @@ class ShardedGroup(ParameterGroup):
         child, shards, wide, compute = placement.layer, placement.shards, placement.wide, placement.compute
         self._shards = shards
         self.reduce_scatter = HeldReduceScatter()  # until ``join_stages`` gives all groups of the rank the same one
-        copies = tuple(axis for axis in placement.copies if axis != MIRROR)  # summed once a step: ``start_copies``
+        copies = tuple(axis for axis in placement.copies if axis != MIRROR)  # ``start_copies`` sums over MIRROR
         self._mirror = world.group((MIRROR,)) if program.directions == 2 else None
         self._sums: list[dist.Work | None] = []  # the running all-reduces over the copies of the stage
         module = stage.get_submodule(child)
@@ -155,7 +155,7 @@ def rows_of(param: Tensor, rows: int) -> tuple[int, int]:
     """Return the range of this rank's shard among the ``rows`` rows of a DTensor. FSDP divides them as ``torch.chunk`` does: the last ranks
     may have fewer rows, or none."""
     assert isinstance(param, DTensor)
-    mesh = param.device_mesh  # its last dim shards
+    mesh = param.device_mesh  # its last dim shards the rows
     index, share = mesh.get_local_rank(mesh.ndim - 1), -(-rows // mesh.size(mesh.ndim - 1))
     return min(index * share, rows), min((index + 1) * share, rows)
 

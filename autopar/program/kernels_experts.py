@@ -35,8 +35,8 @@ Send = Callable[[Tensor, Sequence[Axis], list[int], list[int]], Callable[[], Ten
 returns a function that waits for the received rows and returns them."""
 
 Body = Callable[..., Tensor]
-"""``body(rows, counts, *parameters)``: ``rows`` ``[n, h]`` sorted by expert, ``counts`` ``[e]`` rows of each expert; returns ``[n,
-h]``."""
+"""``body(rows, counts, *parameters)`` runs the experts on ``rows [n, h]``, sorted by expert; ``counts [e]`` are the experts' numbers of
+rows. It returns ``[n, h]``."""
 
 
 # -- building blocks of bodies ---------------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ def looped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 class GroupedProduct(torch.autograd.Function):
     """Computes ``grouped_linear`` by torch's grouped matmul.
 
-    The gradient of an expert without rows is zero. On Blackwell (compute capability 10 and up) torch's product leaves something else
+    The gradient of an expert without rows is zero. On Blackwell (compute capability 10 and up) torch's product leaves other values
     there, even NaN (pytorch #172439, #193633), so it is overwritten. The products take gradients with contiguous rows only.
     """
 
@@ -88,7 +88,7 @@ spmd.register_local_autograd_function(GroupedProduct)
 
 
 def fills_empty_groups(device: torch.device) -> bool:
-    """Return whether the device's grouped product writes something else than zeros for groups without rows."""
+    """Return whether the device's grouped product may write other values than zeros for groups without rows."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
 
 

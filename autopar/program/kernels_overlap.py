@@ -1,7 +1,7 @@
 """Products that overlap the reduction of their input gradient with the computation of their weight gradients.
 
 The input of a column-parallel product is R on an axis, so its gradient is a partial sum: an all-reduce in the backward pass, or under
-sequence parallelism a reduce-scatter. The reduction needs the input gradient alone, and the weight gradients do not depend on it.
+sequence parallelism a reduce-scatter. The reduction needs only the input gradient, and the weight gradients do not depend on it.
 So a backward pass here computes the input gradient, starts its reduction, computes the gradients of the weights and biases, and
 waits. Megatron-LM does the same for one product (``LinearWithGradAccumulationAndAsyncCommunication`` in ``megatron/core/tensor_parallel/
 layers.py``). If several products read one input (query, key and value), their terms are added up first: one collective, as without

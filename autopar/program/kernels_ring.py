@@ -383,7 +383,7 @@ class _Part(NamedTuple):
 
 
 def _parts(order: _Order, origin: int, causal: bool, length: int) -> Iterator[_Part]:
-    """Yield what this rank computes against the block of the ``origin``-th rank: one part, or none."""
+    """Yield this rank's work on the block of the ``origin``-th rank: one part, or none."""
     me = order.ring.index(order.ring.place)
     mine, theirs = order.chunks[me], order.chunks[origin]
     if not causal or origin == me:  # the chunks are ascending, and so are the positions in them
@@ -442,7 +442,7 @@ def _kernel_backward(
 
 
 class _RingAttention(torch.autograd.Function):
-    """The forward and the backward pass. All tensors but the result and the gradients are in the ring's order."""
+    """Runs the forward and the backward pass. All tensors except the result and the gradients are in the ring's order."""
 
     @staticmethod
     def forward(ctx, query, key, value, mask, ring, causal, scale, dropout_p, seed):  # type: ignore[no-untyped-def]

@@ -1,5 +1,5 @@
-"""Gradients that are applied late (delayed SGD, Langford et al. 2009, arXiv:0911.0491; staleness as in stale synchronous parallel training,
-Ho et al. 2013): an update uses the gradients of ``ProgramSpec.late`` steps before, and the first updates use zeros.
+"""Applies gradients late (delayed SGD, Langford et al. 2009, arXiv:0911.0491; staleness as in stale synchronous parallel training,
+Ho et al. 2013): an update uses the gradients of ``ProgramSpec.late`` steps ago, and the first updates use zeros.
 
 A step's gradients are summed over the replicas while the following steps compute: each group's gradients are copied, an async sum of
 the copy starts, and the update that needs the sum waits for it. A checkpoint has the sums that no update has used yet, as states of the

@@ -74,7 +74,7 @@ class Tensors(Dataset[Mapping[str, Tensor]]):
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> Tensors:
-        """Return the tensors of a file of ``torch.save({"input_ids": tensor, ...})``."""
+        """Return the tensors in a file that ``torch.save({"input_ids": tensor, ...})`` wrote."""
         how = 'a file of torch.save({"NAME": tensor, ...}) has the rows of each input of the program'
         if not os.path.isfile(path):
             raise DataError(f"there is no file {path}", how)
@@ -334,7 +334,7 @@ class Loader:
             order = self._permutation(current)
             while not self.ends((current, row)):
                 wanted = own + row
-                wanted = torch.where(wanted < self.rows, wanted, row)  # a row of the batch, whose labels are ignored
+                wanted = torch.where(wanted < self.rows, wanted, row)  # padding repeats a row; its labels are ignored
                 yield (wanted if order is None else order[wanted]).tolist()
                 row += self.batch
             row = 0
@@ -362,7 +362,7 @@ class Loader:
         return found
 
     def _named(self, collated: Any) -> Mapping[str, Any]:
-        """Return a collated batch by the names of the program's inputs."""
+        """Return a collated batch as a mapping from the names of the program's inputs."""
         named = collated
         if self._order.names is not None and not (
             isinstance(named, Mapping) and named.keys() >= set(self._share.inputs)

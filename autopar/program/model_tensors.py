@@ -116,7 +116,7 @@ class TrainingTensors:
                 _fill(piece, seed)
 
     def spread(self) -> None:
-        """Copy the masters into the parameters that the stages read, after anything other than an update set them. All ranks call this."""
+        """Copy the masters into the parameters that the stages read, after anything but an update has set them. All ranks call this."""
         for group in self.groups:
             upload(group.masters)
             group.publish()

@@ -189,7 +189,7 @@ class Restored:
                     self.pieces.append(_whole(master, key, state[key]))
 
     def install(self) -> None:
-        """Give the optimizer its state, and its groups their options."""
+        """Set the optimizer's state, and the options of its groups."""
         self._optimizer.state.clear()
         for param, state in self._states.items():
             kinds = self._facts["keys"]
@@ -246,7 +246,7 @@ def check_scheduler(scheduler: LRScheduler | None, facts: Mapping[str, Any] | No
 
 
 def restore_scheduler(scheduler: LRScheduler | None, facts: Mapping[str, Any] | None) -> None:
-    """Give the scheduler its state; the learning rates themselves are options of the optimizer's groups."""
+    """Restore the scheduler's state; the learning rates themselves are options of the optimizer's groups."""
     if scheduler is not None and facts is not None:
         scheduler.load_state_dict(_restored(scheduler.state_dict(), facts["state"]))
 

@@ -83,7 +83,7 @@ class Updates:
         self._offloaded = offloaded
 
     def step(self) -> None:
-        """Update by the masters' gradients, then set the next step's learning rates; all ranks call this."""
+        """Update the masters by their gradients, then set the next step's learning rates; all ranks call this."""
         if self._whole is not None:
             self._whole.gather_gradients()
         (self._offloaded or self.optimizer).step()

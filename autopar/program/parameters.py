@@ -399,7 +399,7 @@ class FlatGroup(ParameterGroup):
     def start_publication(self) -> None:
         """Start to ``publish``; the masters may change afterwards."""
         if self._scattered:
-            own = self._values[self._own] if self._place else self._owned  # an update has uploaded it
+            own = self._values[self._own] if self._place else self._owned  # the update has uploaded them
             self._source = own.to(self._values.dtype, copy=True)
             self._sending = all_gather(self._values, self._source, group=self._group, async_op=True)
         elif self._mixed and not self._place:

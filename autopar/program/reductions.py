@@ -64,7 +64,7 @@ class Reductions:
             self._last[stage].watch(outputs)
 
     def _advance(self) -> None:
-        """Start the reductions of the next groups in order that are complete."""
+        """Start the reductions of the next groups, in order, as long as their gradients are complete."""
         while self._started < len(self._early) and self._early[self._started].arrivals.missing == 0:
             self._start(self._early[self._started])
             self._started += 1
@@ -140,7 +140,7 @@ def _limits(groups: Sequence[FlatGroup]) -> dict[FlatGroup, int]:
 
 
 def _early(groups: Sequence[ParameterGroup], layers: Mapping[str, LayerSpec]) -> list[FlatGroup]:
-    """Return the groups of a stage that are reduced under the backward pass, in order; ``layers`` are the stage's."""
+    """Return the groups of a stage whose reductions overlap the backward pass, in order; ``layers`` are the stage's."""
     found = [group for group in groups if isinstance(group, FlatGroup) and group.is_reduced and group.shared is None]
     found = [group for group in found if not layers[group.placement.layer].opaque]
     # The stage's own parameters come last: an early layer may use them.

@@ -48,7 +48,7 @@ class LayerSpec:
     zero: int  # the ZeRO stage
     data_axes: tuple[str, ...]  # the axes that divide the batch
     replicate_axes: tuple[str, ...] = ()  # the data axes over which ZeRO does not shard
-    segment: int = 1  # the number of layers that are recomputed as one with this one
+    segment: int = 1  # the number of layers that are recomputed together, with this one
     backward: bool = True  # whether gradients flow through the layer
     opaque: bool = False  # parameters may get no gradient on some ranks
     updates: tuple[str, ...] = ()  # buffers whose new values forward returns after its outputs
@@ -64,7 +64,7 @@ class StageSpec:
     sends: Mapping[str, TensorSpec] = field(default_factory=dict)  # this rank's part of one microbatch, by producer
     loss: Types = field(default_factory=dict)  # the types of the loss, in the last stage
     random: bool = False  # whether a layer draws random numbers, seeded by the argument ``key``
-    own: LayerSpec | None = None  # parameters that several layers of the stage share
+    own: LayerSpec | None = None  # for parameters that several layers of the stage share
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from .parameters import Master, Offloaded
 from .processes import StartError, nvme_folder
 
 NVME = "nvme"
-CHUNK_BYTES = 32 * 2**20  # of masters, at most: the size of a buffer
+CHUNK_BYTES = 32 * 2**20  # the largest chunk of masters, and the size of a transfer buffer
 _FIRST, _LARGEST = 16 * 2**20, 2**30  # bytes by which a file grows
 
 
@@ -101,7 +101,7 @@ class StateStorage:
 
 
 class _MappedFile:
-    """A file without a name, mapped into memory part by part as it grows; tensors begin at pages."""
+    """A file without a name, mapped into memory part by part as it grows; tensors begin at page boundaries."""
 
     def __init__(self, folder: str) -> None:
         self._folder, self._size, self._used = folder, 0, 0

@@ -281,7 +281,7 @@ def _described_module(layer: nn.Module) -> Any:
     parts = []
     for name, module in layer.named_modules():
         extra = {key: value for key, value in vars(module).items() if key not in usual}
-        # a layer writes its buffers' new values there when it is called
+        # a layer may write into any other attribute when it is called
         plain = all(isinstance(value, str | int | float | bool | tuple | None) for value in extra.values())
         if not plain or module._forward_hooks or module._forward_pre_hooks:
             return None

@@ -1,6 +1,6 @@
 """Weights in the safetensors format: one file, or a folder of files with an index, like those of transformers.
 
-A file is the length of a header, the header (JSON: for each tensor its dtype, shape and bytes), and the bytes. Files are mapped into
+A file consists of the header's length, the header (JSON: for each tensor its dtype, shape and bytes), and the bytes. Files are mapped into
 memory. Each rank reads and writes only its own boxes, so no process has a full model. A tensor with several
 names is stored once; the header's metadata give, for each other name, the name that it is stored under, as
 ``safetensors.torch.save_model`` does it. The safetensors library writes only complete files, and has no complex128.

@@ -179,7 +179,8 @@ def _owners(layouts: Sequence[Layout], program: LoadedProgram, world: World) -> 
     owners: dict[_Key, int] = {}
     for layout in sorted(layouts, key=lambda x: (-math.prod(x.original_shape), x.stage, x.original)):
         row = world.placed[layout.stage]
-        row = row if row < len(world.grid) else max(world.placed) - row  # of a rank and its mirror
+        # ``grid`` has one row for a pipeline rank and its mirror
+        row = row if row < len(world.grid) else max(world.placed) - row
         for replica in replicas:
             if (row, replica) not in loads:
                 at = dict(zip(apart, replica, strict=True))

@@ -395,7 +395,7 @@ def start(
     timeout = datetime.timedelta(seconds=timeout_s)
     if here.type == "cuda":
         if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-            # sizes that vary would leave holes between the blocks of memory; CUDA's allocator reads this when it is first used
+            # tensors of varying sizes would fragment the memory; CUDA's allocator reads this when it is first used
             os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         if place.size == math.prod(shape):  # otherwise a single process stands for one of the plan's devices
             check_node(place, program.plan, dict(zip(names, shape, strict=True)))
