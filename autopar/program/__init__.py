@@ -1,6 +1,6 @@
-"""The runtime of a program: ``model.py`` beside this folder is the model, ``train.py`` trains it.
+"""The runtime library of an emitted program: ``model.py`` in the parent folder defines the model, and ``train.py`` there trains it.
 
-The files import torch, spmd-types and each other. Every program that needs a file has the same one.
+Besides the standard library, its modules import only torch, spmd-types and each other. A module is the same in every program that has it.
 """
 
 __version__ = "0.1.0"

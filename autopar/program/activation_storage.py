@@ -3,15 +3,16 @@
 ``in_host`` and ``in_8_bits`` are contexts around a layer's forward, or around its recomputation. Saved tensors that share
 memory are stored once. Parameters, buffers and other tensors that stay in memory anyway are saved unchanged.
 
-*In the host's memory.* A tensor is copied when it is saved, and only its own elements: kernels such as a GRU's write parts of a storage
-after others were saved. On a GPU each direction has its own stream: the copy to the host overlaps the next layer's forward, which
-waits for the copy at its end; the copy to the device overlaps the backward of the layer after, whose first read also fetches the layer
-before it. So the device has the saved tensors of at most two layers. On a CPU the copies are made too, but save no memory.
+*In the host's memory.* A tensor is copied when autograd saves it. Only its own elements are copied, not its whole storage: kernels such as
+a GRU's write other parts of a storage later. On a GPU each direction has its own stream. A layer's copy to the host overlaps the next
+layer's forward, whose end waits for it. The copy back to the device overlaps the next layer's backward: the first read in a layer's
+backward also starts to fetch the tensors of the layer before it. So the device holds the saved tensors of at most two layers. On a CPU
+the copies are made too, but save no memory.
 
 *In 8 bits.* Numbers are rounded in blocks of ``BLOCK`` consecutive elements: one float32 scale per block, its largest
 magnitude / 127. So zeros stay zeros, and the error is at most 1/254 of the block's largest magnitude. A plan rounds as one device does
-if each rank's part of the tensor consists of complete blocks. -infinity has its own code; in a block with NaN or infinity
-every number is NaN. The layer's arguments, integers, and tensors of fewer than ``LEAST`` elements are not rounded. Tensors that share
+if each rank's part of the tensor consists of complete blocks. -infinity has its own code; in a block with NaN or +infinity
+every number becomes NaN. The layer's arguments, integers, and tensors of fewer than ``LEAST`` elements are not rounded. Tensors that share
 memory are views of one restored tensor until the last of them is read. The forward pass does not change, gradients do:
 ``allow={"int8_activations"}`` permits that.
 
@@ -35,15 +36,15 @@ from torch.nn import functional as F  # noqa: N812  torch's own convention
 BLOCK = 64
 LEAST = 1024
 CHUNK = 2**22
-"""Elements to round or restore at a time if that takes several kernels with temporary tensors between them."""
+"""Elements to round or restore at a time if this takes several kernels with temporary tensors between them."""
 
 
 # -- saved tensors as views of memory -----------------------------------------------------------------------------------
 
 
 class StorageView(NamedTuple):
-    """A tensor's view of its storage. Tensors of one ``key`` read the same memory. ``steps`` are the strides, ``None`` if there are
-    gaps between the elements, which are stored without them."""
+    """A tensor's view of its storage. Tensors with the same ``key`` read the same memory. ``steps`` are the strides, or ``None`` if there
+    are gaps between the elements, which are then stored without the gaps."""
 
     key: tuple[Any, ...]
     size: tuple[int, ...]
@@ -58,24 +59,24 @@ class StorageView(NamedTuple):
         return StorageView(key, size, steps if dense else None)
 
     def stored(self, tensor: Tensor) -> Tensor:
-        """The elements that ``tensor`` reads, in the order of their memory, as one dim."""
+        """Return the elements of ``tensor`` as one dim: in the order of memory, or in logical order if ``steps`` is ``None``."""
         if self.steps is None:
             return tensor.detach().reshape(-1)
         return tensor.detach().as_strided((_span(tensor),), (1,))
 
     def read(self, stored: Tensor) -> Tensor:
-        """The tensor again, as a view of what ``stored`` gave."""
+        """Return the tensor, as a view of the elements ``stored`` that the method ``stored`` returned."""
         return stored.view(self.size) if self.steps is None else stored.as_strided(self.size, self.steps)
 
 
 def _span(tensor: Tensor) -> int:
-    """The elements from the first to the last one of a tensor in its storage."""
+    """Return the number of elements in a tensor's storage from its first element to its last."""
     steps = zip(tensor.size(), tensor.stride(), strict=True)
     return 1 + sum((extent - 1) * step for extent, step in steps) if tensor.numel() else 0
 
 
 class _Stored(Protocol):
-    """The elements of a saved tensor, wherever and however they are stored."""
+    """The stored elements of a saved tensor, in the host's memory or in 8 bits."""
 
     def restore(self) -> Tensor:
         """Return the elements on the device, as one dim."""
@@ -92,10 +93,11 @@ class _Saved(NamedTuple):
 def _saving(
     layer: nn.Module, here: tuple[Tensor, ...], store: Callable[[Tensor, StorageView], _Stored | None]
 ) -> Iterator[None]:
-    """A context in which ``store`` stores what autograd saves, unless it returns ``None``; the parameters and buffers of ``layer`` and the
-    tensors ``here``, which are in memory anyway, are saved as they are."""
+    """Let ``store`` store each tensor that autograd saves inside this context, unless ``store`` returns ``None``.
+
+    The parameters and buffers of ``layer`` and the tensors ``here`` stay in memory anyway, and are saved unchanged."""
     tensors = (*layer.parameters(), *layer.buffers(), *here)
-    stay = {0, *(tensor.untyped_storage().data_ptr() for tensor in tensors)}  # at 0 there is nothing
+    stay = {0, *(tensor.untyped_storage().data_ptr() for tensor in tensors)}  # 0: the address of an empty storage
 
     @torch.compiler.disable  # torch.compile would compile the copies into the layer
     @torch.no_grad()
@@ -122,7 +124,7 @@ def _take(kept: Tensor | _Saved) -> Tensor:
 
 @contextmanager
 def in_host(layer: nn.Module, *here: Tensor) -> Iterator[None]:
-    """A context in which saved tensors are in the host's memory, except the layer's parameters and ``here``."""
+    """Keep saved tensors in the host's memory inside this context, except the layer's parameters and ``here``."""
     global _latest, _going
     call = _Call(_latest)
     with _saving(layer, here, call.put):
@@ -142,11 +144,11 @@ def _settle() -> None:
 
 
 class _Call:
-    """One forward of a layer: its offloaded storages, and the call before it, whose backward comes next."""
+    """One forward pass of a layer: its offloaded tensors, and the previous call, whose backward pass runs next."""
 
     def __init__(self, before: weakref.ref[_Call] | None) -> None:
         self.before = before
-        # by memory: the sources, until the copy has ended, so that no address is reused, and the copy
+        # by ``StorageView.key``: the source tensors, kept until the copy ends so that their address is not reused, and the copy
         self.begun: dict[tuple[Any, ...], tuple[Tensor, Tensor, _Offloaded]] = {}
         self.storages: list[weakref.ref[_Offloaded]] = []
 
@@ -159,7 +161,7 @@ class _Call:
         return self.begun[view.key][2]
 
     def fetch(self) -> None:
-        """Start to copy all storages that are still needed to the device."""
+        """Start to copy all tensors that are still needed back to the device."""
         for each in self.storages:
             storage = each()
             if storage is not None:
@@ -167,7 +169,7 @@ class _Call:
 
 
 class _Offloaded:
-    """The bytes of a tensor of one dim in the host's memory, and after ``fetch`` in the device's memory as well."""
+    """The bytes of a 1-d tensor in the host's memory, and after ``fetch`` in the device's memory as well."""
 
     def __init__(self, tensor: Tensor, call: _Call) -> None:
         self.call, self.device, self.dtype = call, tensor.device, tensor.dtype
@@ -200,14 +202,14 @@ class _Offloaded:
 
     def __del__(self) -> None:
         if self.back is not None:
-            self.wait()  # fetched and not read: its memory must not be reused earlier
+            self.wait()  # fetched but never read: its memory must not be reused before the copy ends
 
 
 def _copy(
     to: Tensor, source: Tensor, device: torch.device, after: torch.cuda.Event | None = None
 ) -> torch.cuda.Event | None:
-    """Copy on the stream of that direction, after the work that the device's current stream has queued; the event that marks the end. A CPU
-    copies at once."""
+    """Copy on the stream of this direction, after the work queued on the device's current stream and the event ``after``; return the event
+    that marks the copy's end. On a CPU, copy at once and return ``None``."""
     if device.type != "cuda":
         to.copy_(source)
         return None
@@ -224,7 +226,7 @@ def _copy(
 
 
 _latest: weakref.ref[_Call] | None = None
-_going: _Call | None = None  # the latest call, until its copies have ended
+_going: _Call | None = None  # the latest call, until its copies to the host have ended
 _streams: dict[tuple[torch.device, torch.device], torch.cuda.Stream] = {}
 
 
@@ -232,14 +234,14 @@ _streams: dict[tuple[torch.device, torch.device], torch.cuda.Stream] = {}
 
 
 def in_8_bits(layer: nn.Module, *here: Tensor, fused: bool = False) -> AbstractContextManager[None]:
-    """A context in which saved tensors are in 8 bits, except the layer's parameters and ``here``. ``fused``: rounded and restored by one
-    compiled kernel each."""
+    """Keep saved tensors in 8 bits inside this context, except the layer's parameters and ``here``. ``fused``: one compiled kernel rounds,
+    and one restores."""
     known: dict[tuple[Any, ...], tuple[StorageWeakRef, _Rounded]] = {}
 
     def store(tensor: Tensor, view: StorageView) -> _Rounded | None:
         if not tensor.is_floating_point() or (stored := view.stored(tensor)).numel() < LEAST:
             return None
-        if view.key not in known or known[view.key][0].expired():  # another tensor may have come to be at this address
+        if view.key not in known or known[view.key][0].expired():  # a new tensor may be at this address
             known[view.key] = StorageWeakRef(tensor.untyped_storage()), _Rounded(stored, fused)
         return known[view.key][1]
 
@@ -247,7 +249,7 @@ def in_8_bits(layer: nn.Module, *here: Tensor, fused: bool = False) -> AbstractC
 
 
 class _Rounded:
-    """A tensor of one dim in 8 bits, and restored once the backward has read it."""
+    """A 1-d tensor in 8 bits. The first read in the backward pass restores it, and later reads share the result."""
 
     def __init__(self, tensor: Tensor, fused: bool) -> None:
         self.dtype, self.numel, self.fused = tensor.dtype, tensor.numel(), fused
@@ -279,7 +281,7 @@ class _Rounded:
 
 
 def rounded(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """The codes of ``blocks`` ``[n, BLOCK]``, and the blocks' scales ``[n, 1]``; -128 stands for -infinity."""
+    """Return the int8 codes ``[n, BLOCK]`` of ``blocks [n, BLOCK]`` and the float32 scales ``[n, 1]``; -128 stands for -infinity."""
     wide = blocks.float()
     finite = torch.nan_to_num(wide, nan=math.nan, posinf=math.inf, neginf=0.0)
     scales = torch.linalg.vector_norm(finite, math.inf, dim=1, keepdim=True) / 127
@@ -288,12 +290,12 @@ def rounded(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def restored(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers that ``codes`` stand for."""
+    """Return the numbers that ``codes [n, BLOCK]`` with ``scales [n, 1]`` stand for."""
     return (codes * scales).masked_fill_(codes == -128, -math.inf).to(dtype)
 
 
 def _in_blocks(tensor: Tensor) -> Tensor:
-    """A tensor of one dim as ``[n, BLOCK]``, with zeros behind its end."""
+    """Return a 1-d tensor as ``[n, BLOCK]``, with zeros after its end."""
     return F.pad(tensor, (0, -tensor.numel() % BLOCK)).view(-1, BLOCK)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from .weights import bytes_of
 
 WHOLE_BYTES = 8 * 2**30
-"""The largest state dict whose digest reads all bytes; of a larger one it reads up to ``SAMPLED_BYTES`` per tensor."""
+"""The largest state dict, in bytes, whose digests cover every byte; in a larger one they cover up to ``SAMPLED_BYTES`` per tensor."""
 SAMPLED_BYTES = 2**24
 _SAMPLES = 16
 
@@ -50,7 +50,8 @@ def same_values(digests: Mapping[str, int], device: torch.device) -> None:
 
 
 def digest(tensor: Tensor, most: int | None = None) -> int:
-    """Return a digest of a tensor's dtype, shape and bytes; of more than ``most`` bytes it reads 16 samples with that total."""
+    """Return a digest of a tensor's dtype, shape and bytes. If it has more than ``most`` bytes, only 16 samples of ``most`` bytes in total
+    count."""
     head = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     if tensor.numel() == 0:
         return head

@@ -2,7 +2,8 @@
 
 Under ZeRO each rank has a small range of every parameter's elements: millions of boxes on all ranks, more than a checkpoint's metadata can
 list. So the ranks of a ZeRO group exchange their ranges in rounds of bounded memory: each rank receives complete rows of a few tensors,
-up to ``boxes.LARGEST`` bytes in a round, about as many as it sends. Groups with equal values exchange a part of the tensors each.
+up to ``boxes.LARGEST`` bytes in a round, about as many as it sends. If several groups have equal values, each exchanges a part of the
+tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .parameters import Master
 from .world import LoadedProgram, World
 
 Axes = tuple[str, ...]
-TensorKinds = tuple[tuple[tuple[str, ...], str], ...]  # the tensors of a parameter: paths without its name, and dtypes
+TensorKinds = tuple[tuple[tuple[str, ...], str], ...]  # a parameter's tensors: paths without its name, and dtypes
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +43,13 @@ class MasterValues:
 
 
 class UnequalStatesError(ValueError):
-    """The ranks of a ZeRO group, or the parts of a parameter, have different kinds of optimizer state."""
+    """Raised if the ranks of a ZeRO group, or the parts of a parameter, have different kinds of optimizer state."""
 
 
 def regrouped(tensors: Sequence[MasterValues], program: LoadedProgram, world: World) -> Iterator[Piece]:
     """Yield the pieces that this rank writes, so that every element is written once; all ranks call this, and consume the iterator.
 
-    Raises ``UnequalStatesError`` at the end if ranks of a ZeRO group have different tensors of a parameter.
+    Raises ``UnequalStatesError`` at the end if the ranks of a ZeRO group have different kinds of tensors of a parameter.
     """
     by_group: dict[Axes, list[MasterValues]] = {axes: [] for axes in _zero_axes(program, world)}
     for tensor in tensors:
@@ -62,7 +63,7 @@ def regrouped(tensors: Sequence[MasterValues], program: LoadedProgram, world: Wo
     for axes, sharded in sorted(by_group.items()):
         try:
             yield from _exchange(sharded, axes, program, world)
-        except UnequalStatesError as error:  # other ranks wait for this one in the next group
+        except UnequalStatesError as error:  # go on: other ranks wait for this one in the next group
             problems.append(error)
     if problems:
         raise problems[0]
@@ -76,7 +77,7 @@ def writes(piece: Piece, alike: Sequence[str], program: LoadedProgram, world: Wo
 
 
 def copy_index(alike: Sequence[str], program: LoadedProgram, world: World) -> tuple[int, int]:
-    """Return this rank's index among the ranks along ``alike`` with the same values (one local SGD replica), and their number."""
+    """Return this rank's index among the ranks with the same values, and their number: those along ``alike`` in its local SGD replica."""
     return world.place_on(program.parted(list(alike))[0])
 
 
@@ -99,9 +100,11 @@ def _zero_axes(program: LoadedProgram, world: World) -> set[Axes]:
 
 @dataclass(frozen=True, slots=True)
 class GroupTensors:
-    """The tensors of one parameter (``layout`` is its index) in a ZeRO group: their paths and dtypes, and the elements of the group's slice
-    and of one row of the slice. ``ranges`` has the first element and the number of elements of each rank that has any. ``copy`` is the
-    group's index among the ``copies`` groups with the same values."""
+    """The tensors that a ZeRO group has of one parameter, whose layout has the index ``layout``.
+
+    ``paths`` are their names and dtypes; the group's slice has ``elements`` elements, and one row of it ``row`` elements. ``ranges`` gives,
+    for each rank with elements of the slice, the first of them and their number. ``copy`` is the group's index among the ``copies`` groups
+    with the same values."""
 
     layout: int
     paths: tuple[tuple[tuple[str, ...], torch.dtype], ...]
@@ -114,7 +117,7 @@ class GroupTensors:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Complete rows of a tensor that rank ``member`` of the group writes: elements ``low`` to ``high`` of the slice."""
+    """Complete rows of a tensor that rank ``member`` of the group writes: elements ``low`` to ``high`` (exclusive) of the slice."""
 
     tensors: GroupTensors
     path: tuple[str, ...]
@@ -132,7 +135,7 @@ class Chunk:
 
 def rounds(parameters: Sequence[GroupTensors], members: int) -> Iterator[list[Chunk]]:
     """Yield the chunks of each round, the same on all ranks of the group. The rank with the fewest bytes so far gets the next chunk; in a
-    round, a rank gets one chunk, or up to ``boxes.LARGEST`` bytes."""
+    round, a rank gets one chunk, or several with up to ``boxes.LARGEST`` bytes together."""
     loads = [(0, member) for member in range(members)]
     received = [0] * members
     chunks: list[Chunk] = []
@@ -164,7 +167,7 @@ def _exchange(tensors: Sequence[MasterValues], axes: Axes, program: LoadedProgra
     group = world.group(axes)
     parameters = _group_tensors(tensors, axes, program, world)
     indices = {layout: index for index, layout in enumerate(program.layouts)}
-    values: dict[tuple[int, tuple[str, ...]], list[MasterValues]] = {}  # parts of a fused parameter have one path
+    values: dict[tuple[int, tuple[str, ...]], list[MasterValues]] = {}  # parts of a fused parameter share one path
     for tensor in sorted(tensors, key=lambda tensor: tensor.master.first):
         values.setdefault((indices[tensor.master.layout], tensor.path), []).append(tensor)
     for chunks in rounds(parameters, dist.get_world_size(group)):
@@ -250,7 +253,7 @@ def _end_of_consecutive(ranges: Iterable[tuple[int, int]]) -> int | None:
 def _ranges(
     tensors: Sequence[MasterValues], program: LoadedProgram
 ) -> Iterator[tuple[int, tuple[int, int], TensorKinds]]:
-    """Yield for each parameter of which this rank has elements: its index, the first element and their number, and its tensors."""
+    """Yield, for each parameter of which this rank has elements, its index, the first element, the number of elements, and its tensors."""
     indices = {layout: index for index, layout in enumerate(program.layouts)}
     found: dict[int, dict[tuple[tuple[str, ...], str], tuple[int, int]]] = {}
     for tensor in sorted(tensors, key=lambda tensor: tensor.master.first):

@@ -26,7 +26,7 @@ from .boxes import Box, Piece, divided
 from .weights import bytes_of
 
 BLOCK = 2**20
-"""Bytes per checksum; blocks are counted from the beginning of a box's region."""
+"""Bytes per checksum; a box's first block begins where its region begins."""
 _MAGIC = b"autopar\x02"
 _FOOTER = struct.Struct("<8sQQI")  # magic, the table's offset and length, its CRC-32
 
@@ -35,7 +35,7 @@ _READER_THREADS = 16  # a shared file system serves many reads at a time
 
 
 class DamageError(ValueError):
-    """A damaged file; the message begins with the file's name."""
+    """Raised for a damaged file; the message begins with the file's name."""
 
     def __init__(self, file: str, problem: str) -> None:
         super().__init__(f"{file} {problem}")
@@ -43,7 +43,7 @@ class DamageError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The bytes of a box in a file: their offset and number, the offset of the values from ``begin``, and the blocks' checksums."""
+    """The bytes of a box in a file: their offset and number, the offset of the values after ``begin``, and the blocks' checksums."""
 
     begin: int
     length: int
@@ -53,7 +53,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A box in a file: a part of a tensor of ``shape``, which has the keys ``path`` in the nested state dict."""
+    """A box in a file: a part of a tensor of ``shape``, whose keys in the nested state dict are ``path``."""
 
     path: tuple[str, ...]
     dtype: torch.dtype
@@ -102,7 +102,7 @@ class BoxTable:
 
 
 def file_of(rank: int) -> str:
-    """Return the name of a rank's file: ``torch.distributed.checkpoint`` names it so, too."""
+    """Return the name of a rank's file, the one that ``torch.distributed.checkpoint`` uses, too."""
     return f"__{rank}_0.distcp"
 
 
@@ -222,7 +222,7 @@ def has_table(path: Path) -> bool:
 
 
 def tables_of(folder: Path, names: Sequence[str], save: str) -> list[BoxTable]:
-    """Return the tables of the files ``names`` of one save, in order. Raises ``DamageError``, as ``read_table`` does."""
+    """Return the tables of the files ``names``, all of one save, in this order. Raises ``DamageError`` as ``read_table`` does."""
     if not names:
         return []
     with ThreadPoolExecutor(min(_READER_THREADS, len(names)), "tables") as pool:

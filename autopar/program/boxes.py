@@ -1,7 +1,7 @@
 """Boxes: the parts of the user's tensors that a rank has, under any plan.
 
 A rank has its slice of a parameter, or under ZeRO a range of the slice's elements. A *box* is a rectangular part of the original tensor,
-without padding: the form in which ``torch.distributed.checkpoint`` writes, and finds again, parts of tensors.
+without padding: the form in which ``torch.distributed.checkpoint`` writes and reads parts of tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .world import Layout
 
 LARGEST = 64 * 2**20
-"""Bytes of the largest box in a checkpoint: a rank always reads a complete box, even if it needs little of it."""
+"""Bytes of the largest box in a checkpoint: ``torch.distributed.checkpoint`` reads complete boxes, even if it needs little of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Piece:
 
 
 def whole(path: tuple[str, ...], values: Tensor) -> Piece:
-    """Return a piece that is all of a tensor."""
+    """Return a piece that covers a full tensor."""
     shape = tuple(values.shape)
     return Piece(path, shape, Box((0,) * len(shape), shape), values)
 
@@ -56,9 +56,10 @@ def part_of(tensor: Tensor, box: Box) -> Tensor:
 
 
 def cut(shape: Sequence[int], low: int, high: int) -> Iterator[Box]:
-    """Yield the boxes that have the elements ``low`` to ``high`` (exclusive, in row-major order) of a tensor of this shape, in that order.
+    """Yield the boxes that cover the elements ``low`` to ``high`` (exclusive, in row-major order) of a tensor of this shape, in that order.
 
-    A range of a matrix is at most three boxes: the end of a row, complete rows, the beginning of a row. Rows of more dims are cut likewise.
+    A range of a matrix is at most three boxes: the end of a row, complete rows, the beginning of a row. With more dims, an incomplete row
+    is cut in the same way.
     """
     if low >= high:
         return
@@ -66,7 +67,7 @@ def cut(shape: Sequence[int], low: int, high: int) -> Iterator[Box]:
         yield Box((), ())
         return
     row = math.prod(shape[1:])
-    first, last = -(-low // row), high // row  # the whole rows
+    first, last = -(-low // row), high // row  # the complete rows
     if first > last:  # the range is inside one row
         yield from _in_row(shape, last, low - last * row, high - last * row)
         return
@@ -109,7 +110,7 @@ def pieces(
 
 
 def divided(piece: Piece, limit: int | None = None) -> Iterator[Piece]:
-    """Yield the piece in boxes of up to ``limit`` bytes (``LARGEST``), divided along the first dim that has several elements."""
+    """Yield the piece in boxes of up to ``limit`` bytes (default: ``LARGEST``), divided along the first dim of size above one."""
     sizes = piece.box.sizes
     dim = next((dim for dim, size in enumerate(sizes) if size > 1), None)
     parts = -(-piece.values.nbytes // (limit or LARGEST))

@@ -30,7 +30,7 @@ class StageBuffers:
             stages[record.stage].get_submodule(owner).register_buffer(leaf, value)
 
     def clear(self) -> None:
-        """Drop the new values of the last step, before another begins."""
+        """Drop the new values of the last step, before another step begins."""
         for stage in self._writers():
             self._returned(stage).clear()
 
@@ -96,7 +96,7 @@ class StageBuffers:
 
 
 def _initial(record: BufferRecord, constants: Mapping[str, Tensor]) -> Tensor:
-    """The buffer's value when the model was captured; for a model on meta, ones for running variances and zeros for other buffers."""
+    """Return the buffer's value when the model was captured; for a model on meta, ones for running variances, zeros for other buffers."""
     captured = constants.get(f"buffer {record.original}")
     if captured is not None:
         return captured.clone()

@@ -1,13 +1,13 @@
 """Checkpoints and weights that any plan of the same model can load: parameters, buffers, optimizer state, counters.
 
 Tensors are written in the format of ``torch.distributed.checkpoint``, under the names of the user's model: ``model.NAME`` for a parameter
-or buffer, ``optimizer.NAME.KEY`` for the optimizer's state. Each rank knows from the layouts which boxes (``boxes``) it writes, into a file
-of its own: one rank writes each box of which several have a copy, after ZeRO's small ranges are regrouped (``box_exchange``).
+or buffer, ``optimizer.NAME.KEY`` for the optimizer's state. Each rank knows from the layouts which boxes (``boxes``) it writes, into its
+own file. If several ranks have a box, one of them writes it; small ranges from ZeRO are first regrouped (``box_exchange``).
 Rank 0 writes the metadata from these files' tables (``checkpoint_metadata``). To load, each rank reads the parts of boxes that its own
 boxes overlap, so no process ever has the full model.
 
 Master copies are saved in their own dtype. Random numbers depend only on the seed and the number of steps (``Trainer``), so no generator
-state is saved. Local SGD replicas each have a model: their tensors are under ``replica0``, ``replica1``, and so on.
+state is saved. Each local SGD replica has its own model: their tensors are under ``replica0``, ``replica1``, and so on.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def save(
 ) -> Path:
     """Write the checkpoint ``folder/step-N``, ``N`` being ``counters["steps"]``; all ranks call this.
 
-    The folder is renamed to this once all files are on disk. Of the checkpoints up to this one, the last ``keep`` stay (``None``: all).
+    The folder gets this name once all files are on disk. The last ``keep`` checkpoints up to this one stay (``None``: all).
     Raises ``CheckpointError`` on every rank; the training state is unchanged.
     """
     job = _prepared(training, folder, counters, keep)
@@ -93,11 +93,11 @@ def save(
 
 
 class Background:
-    """Saves checkpoints in a thread, from copies in the host's memory and over a process group of its own; all ranks make one."""
+    """Saves checkpoints in a thread, from copies in the host's memory and over its own process group; all ranks create one."""
 
     def __init__(self, timeout_s: float) -> None:
         before = os.environ.get(_LAZY)
-        os.environ[_LAZY] = "1"  # else every rank connects to every other one, and a process may open 1,024 files
+        os.environ[_LAZY] = "1"  # else gloo connects all pairs of ranks, and a process may open 1,024 files
         try:
             self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
         finally:
@@ -108,7 +108,7 @@ class Background:
     def save(
         self, training: TrainingTensors, folder: str | os.PathLike[str], counters: Mapping[str, Any], keep: int | None
     ) -> Path:
-        """Start to write a checkpoint and return its future folder. All ranks call this, after ``finish``."""
+        """Start to write a checkpoint, and return the folder that it will have. All ranks call this, after ``finish``."""
         job = _prepared(training, folder, counters, keep)
         copies: list[Piece] = []
         try:
@@ -148,8 +148,8 @@ def _copy(own: Iterable[Piece], copies: list[Piece]) -> None:
 
 @dataclass(frozen=True)
 class _Job:
-    """A checkpoint to write, as all ranks know it; ``keys`` are the kinds of this rank's optimizer state, and ``claim`` is rank 0's right
-    to write into the folder, if it has it for this save alone."""
+    """This rank's part in the writing of a checkpoint. ``keys`` are the kinds of its optimizer state; ``claim`` is rank 0's lock on the
+    folder if it was taken for this save alone."""
 
     partial: Path
     save: str
@@ -185,7 +185,7 @@ class _Job:
         return str(finish(self.partial, {**self.facts, "optimizer": optimizer}, self.keep))
 
     def discard(self) -> None:
-        """Remove what was written."""
+        """Remove the files of this save."""
         if dist.get_rank() == 0:
             discard(self.partial)
         self._release()
@@ -198,7 +198,7 @@ class _Job:
 def _prepared(
     training: TrainingTensors, folder: str | os.PathLike[str], counters: Mapping[str, Any], keep: int | None
 ) -> _Job:
-    """Make the folder, and collect what this rank has."""
+    """Create the folder on rank 0, and collect this rank's tensors."""
     partial, updates = partial_of(Path(folder), counters["steps"]), training.updates
     states, claims = list[tuple[list[MasterValues], list[Piece], dict[str, str]]](), list[Claim | None]()
     assert updates is not None
@@ -219,7 +219,7 @@ def _prepared(
     try:
         save = on_every_rank(prepare, partial, writing=True)
     except CheckpointError:
-        if claims:  # rank 0 was ready
+        if claims:  # rank 0 had locked the folder
             discard(partial)
         for taken in claims:
             if taken is not None:
@@ -236,7 +236,7 @@ def _prepared(
         "scheduler": described_scheduler(updates.scheduler),
     }
     model = [own for own in training.held() if training.program.is_first_copy(own.master.layout)]
-    # where the data are, and a scheduler's state, change while a thread writes
+    # the positions in the data and a scheduler's state change while a thread writes
     facts = copy.deepcopy(facts)
     return _Job(partial, save, [*model, *held], [*others, *written], keys, facts, keep, claims[0] if claims else None)
 
@@ -251,7 +251,8 @@ def gathered_pieces(training: TrainingTensors, job: _Job) -> Iterator[Piece]:
 def load(training: TrainingTensors, folder: str | os.PathLike[str]) -> Mapping[str, Any]:
     """Load the checkpoint ``folder``, or the newest complete one in it; all ranks call this. Returns its facts, counters included.
 
-    Raises ``CheckpointError`` on every rank, before anything is changed if the checkpoint is of another model or optimizer, or damaged.
+    Raises ``CheckpointError`` on every rank. Nothing has been changed if the checkpoint is of another model or optimizer, or if its
+    metadata are damaged.
     """
     opened, reads, restored, updates = list[StoredCheckpoint](), list[Reads](), list[Restored](), training.updates
     assert updates is not None
@@ -269,7 +270,7 @@ def load(training: TrainingTensors, folder: str | os.PathLike[str]) -> Mapping[s
     path = Path(on_every_rank(find, Path(folder), writing=False))
 
     def prepare() -> list[str]:
-        # rank 0 checked that all files exist; this reads the tables of those that this rank needs
+        # rank 0 checked that all files exist; ``planned`` reads the tables of the files that this rank needs
         found = opened_or_why(path, files=False)
         if isinstance(found, str):
             raise CheckpointError(
@@ -312,7 +313,7 @@ def claim(folder: str | os.PathLike[str], patience_s: float) -> Claim | None:
 
 
 def has_checkpoint(folder: str | os.PathLike[str]) -> bool:
-    """Return, the same on every rank, whether there is a checkpoint to load in ``folder``; all ranks call this."""
+    """Return whether ``folder`` has a checkpoint to load; all ranks call this, and get the same answer."""
     return on_every_rank(lambda: dist.get_rank() == 0 and has_any(Path(folder)), Path(folder), writing=False)
 
 
@@ -324,10 +325,10 @@ def on_every_rank(
     *,
     replaces: bool = False,
 ) -> T:
-    """Run ``work`` on every rank and return rank 0's result everywhere. If any rank fails, raises the first one's ``CheckpointError`` on
-    every rank; ``replaces`` says that the work replaces values of the training.
+    """Run ``work`` on every rank and return rank 0's result everywhere. If a rank fails, every rank raises the ``CheckpointError`` of the
+    first one that did; ``replaces`` says that ``work`` replaces values of the training.
 
-    The ranks all-reduce one number; then rank 0, or the first rank with an error, broadcasts along a tree.
+    The ranks all-reduce one number; then rank 0, or the first rank with an error, broadcasts its result or error along a tree.
     """
     mine: list[Any] = [None]
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -356,8 +357,8 @@ _SAMPLED_BYTES = 2**16  # of each tensor, to check that ranks read the same file
 def load_weights(training: TrainingTensors, path: str | os.PathLike[str]) -> None:
     """Set parameters and buffers from a file or folder of weights; optimizer state stays. All ranks call this, then ``spread``.
 
-    All that can be checked is checked on every rank before any rank changes a value: names and shapes, that tied parameters have one value,
-    that all ranks have the same files. Raises ``CheckpointError`` on every rank.
+    Before any rank changes a value, every rank checks the names and shapes, that tied parameters have one value, and that all ranks read
+    the same files. Raises ``CheckpointError`` on every rank.
     """
     source, opened = Path(path), list[Mapping[str, Tensor]]()
 
@@ -379,7 +380,7 @@ def load_weights(training: TrainingTensors, path: str | os.PathLike[str]) -> Non
 
 
 def save_weights(training: TrainingTensors, folder: str | os.PathLike[str], file_bytes: int) -> None:
-    """Write the folder of weights, in the model's own dtypes; all ranks call this.
+    """Write the weights into a new folder, in the model's own dtypes; all ranks call this.
 
     The folder must not exist; it gets its name once all files are on disk. Raises ``CheckpointError`` on every rank, and leaves nothing
     behind.
@@ -429,7 +430,7 @@ def save_weights(training: TrainingTensors, folder: str | os.PathLike[str], file
 
 
 def _weights(training: TrainingTensors) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return the dtypes and shapes of the parameters and of the buffers of the state dict that are written."""
+    """Return the dtypes and shapes, by name, of the parameters, and of the state dict's buffers that the program writes."""
     found = {layout.original: (layout.dtype, layout.original_shape) for layout in training.program.layouts}
     written = [record for record in training.program.buffers if record.written and record.persistent]
     return found | {record.original: (record.dtype, record.shape) for record in written}
@@ -481,7 +482,7 @@ def _under(prefix: tuple[str, ...], own: Iterable[Piece]) -> Iterator[Piece]:
 
 
 def _check_model(program: LoadedProgram, found: StoredCheckpoint) -> None:
-    """Raise ``CheckpointError`` with the names of tensors that differ."""
+    """Raise ``CheckpointError`` with the tensors whose names or shapes differ between the checkpoint and the program."""
     own = _tensors(program)
     theirs = {name: tuple(shape) for name, shape in found.facts["tensors"].items()}
     shapes = [f"{n} ({theirs[n]}, in the model {own[n]})" for n in own if n in theirs and theirs[n] != own[n]]
@@ -498,7 +499,7 @@ def _check_model(program: LoadedProgram, found: StoredCheckpoint) -> None:
 
 
 def _prefix_of(training: TrainingTensors, found: StoredCheckpoint) -> tuple[str, ...]:
-    """Return the prefix of this rank's tensor names. All replicas can start from one model, but not one model from replicas."""
+    """Return the prefix of this rank's tensor names there. Several replicas can start from one model, but one model not from several."""
     there, here = found.facts["replicas"], training.replica()[1]
     if there == 1:
         return ()

@@ -1,11 +1,11 @@
 """The folders of checkpoints: ``step-N`` is complete, ``step-N.partial`` is being written or was left incomplete.
 
-A checkpoint has ``checkpoint.json`` (human-readable facts), torch's ``.metadata``, and the tensors' files, of which
-``.metadata`` lists all parts with their offsets. ``checkpoint.json`` has its own checksum, that of ``.metadata`` and the id of the save,
-which every file of tensors names (``box_files``). Nothing in it is unpickled into code.
+A checkpoint has ``checkpoint.json`` (human-readable facts), the tensors' files, and torch's ``.metadata``, which lists the parts of these
+files with their offsets. ``checkpoint.json`` has its own checksum, the checksum of ``.metadata``, and the id of the save, which is in every
+file of tensors, too (``box_files``). Unpickling ``.metadata`` creates only torch's metadata records.
 
-One program writes into a folder: it locks the file ``.lock`` there from the first step to the last. The file may be a link
-that somebody created, or be replaced while it is locked: links are refused, and every save compares the locked file with the one
+One program at a time writes into a folder: it locks the file ``.lock`` there from the first step to the last. Somebody may have
+made this file a link, or may replace it while it is locked: links are refused, and every save compares the locked file with the one
 at that path.
 """
 
@@ -46,7 +46,7 @@ _STEP = re.compile(rf"step-(\d+)({_REPLACED})?")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint can't be written or read; ``message`` says why, ``hint`` what to do, and ``half_read`` whether some of the
+    """Raised if a checkpoint can't be written or read; ``message`` says why, ``hint`` what to do, and ``half_read`` whether some of the
     training's values were already replaced."""
 
     def __init__(self, message: str, hint: str, half_read: bool = False) -> None:
@@ -56,8 +56,8 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A complete checkpoint: its folder, the content of ``checkpoint.json``, torch's metadata of its tensors, and the id of its save, which
-    the format without checksums has not."""
+    """A complete checkpoint: its folder, the content of ``checkpoint.json``, torch's metadata of its tensors, and the id of its save
+    (``None`` in the format without checksums)."""
 
     path: Path
     facts: Mapping[str, Any]
@@ -153,7 +153,7 @@ def _is_checkpoint(folder: Path) -> bool:
 
 
 def newest(folder: Path) -> tuple[StoredCheckpoint, str]:
-    """Return the checkpoint ``folder``, or the newest complete one in it, and a message about those that were skipped.
+    """Return the checkpoint ``folder``, or the newest complete one in it, and a message about skipped ones.
 
     Raises ``CheckpointError`` if there is none.
     """
@@ -223,7 +223,7 @@ def opened_or_why(path: Path, files: bool = True) -> StoredCheckpoint | str:
 
 
 def _sealed(facts: Mapping[str, Any], metadata: bytes) -> dict[str, Any]:
-    """Facts with the checksums of torch's metadata and of themselves."""
+    """Return the facts with the checksums of torch's metadata and of themselves."""
     plain: dict[str, Any] = json.loads(json.dumps({**facts, "metadata": _described(metadata)}))
     return plain | {"checksum": _checksum(plain)}
 
@@ -239,7 +239,7 @@ def _checksum(facts: Mapping[str, Any]) -> int:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads torch's metadata: its records, sizes and dtypes, and nothing else."""
+    """Unpickles torch's metadata: refuses everything but its records, sizes and dtypes."""
 
     def find_class(self, module: str, name: str) -> Any:
         allowed = {
@@ -260,7 +260,7 @@ class _Unpickler(pickle.Unpickler):
 
 LOCK = ".lock"
 PARENT = "AUTOPAR_CLAIM"
-"""The environment variable by which a process passes its claim (``Claim.inherited``) to those that it starts."""
+"""The environment variable by which a process passes its claim (``Claim.inherited``) to the processes that it starts."""
 
 _ANOTHER = "give another folder, or end that training"
 
@@ -300,13 +300,13 @@ _held: weakref.WeakValueDictionary[Path, Claim] = weakref.WeakValueDictionary()
 def claimed(folder: Path, patience_s: float) -> Claim:
     """Lock ``folder`` against other programs' checkpoints; it is created if it is missing.
 
-    A training that is being stopped may still be writing: ``patience_s`` is how long to wait for it. If the file system has no locks, none
+    A training that is being stopped may still be writing: wait for it up to ``patience_s`` seconds. If the file system has no locks, none
     is taken. Raises ``CheckpointError`` if the folder is not writable, if ``.lock`` is a link, or if another program has the lock.
     """
     deadline = time.monotonic() + patience_s
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".probe-{secrets.token_hex(8)}"  # a save makes a folder
+        probe = folder / f".probe-{secrets.token_hex(8)}"  # try to create a folder, as a save does
         probe.mkdir()
         probe.rmdir()
         while True:
@@ -321,7 +321,7 @@ def claimed(folder: Path, patience_s: float) -> Claim:
             except BaseException:
                 os.close(descriptor)
                 raise
-            os.close(descriptor)  # it was replaced, or is taken
+            os.close(descriptor)  # the file was replaced, or another program has the lock
             if not locked:
                 time.sleep(min(0.2, patience_s))
     except OSError as error:
@@ -332,7 +332,7 @@ def claimed(folder: Path, patience_s: float) -> Claim:
 
 
 def claimed_for_save(folder: Path) -> Claim | None:
-    """Make sure that a save has a claim: that of this process or its parent (returns ``None``), or a new one, which is returned.
+    """Make sure that a save holds the lock: return ``None`` if this process or its parent has it, otherwise a new claim.
 
     Raises ``CheckpointError`` if another program has it, or the lock file was replaced.
     """
@@ -409,7 +409,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def explained(error: BaseException, folder: Path, writing: bool, half_read: bool = False) -> CheckpointError:
-    """Return any error of writing or reading as a ``CheckpointError``; ``half_read`` says that some values may have been replaced."""
+    """Convert an error of writing or reading to a ``CheckpointError``; ``half_read`` says that some values may have been replaced."""
     if isinstance(error, CheckpointError):
         return error
     system = _system_error(error)
@@ -426,7 +426,7 @@ def explained(error: BaseException, folder: Path, writing: bool, half_read: bool
 
 
 def _system_error(error: BaseException | None) -> OSError | None:
-    """Return the operating system's error that is, or caused, this one."""
+    """Return the first ``OSError`` among an error and its causes, or ``None``."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error

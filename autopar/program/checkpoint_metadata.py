@@ -1,6 +1,6 @@
-"""torch's metadata of a checkpoint, made from the tables of the ranks' files (``box_files``), and what a rank reads of it.
+"""torch's metadata of a checkpoint, computed from the tables of the ranks' files (``box_files``), and which boxes a rank reads.
 
-Rank 0 makes the metadata from the tables in the shared folder: no rank sends its plan to another one.
+Rank 0 computes the metadata from the tables in the shared folder: the ranks need not send it their lists of boxes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo  # what the format names
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo  # names in the format
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -35,7 +35,7 @@ from .checkpoint_files import METADATA, CheckpointError, StoredCheckpoint
 
 
 def metadata_of(tables: Sequence[BoxTable]) -> Metadata:
-    """Return the metadata of the tables' boxes. Raises ``CheckpointError`` if the boxes of a tensor do not fill it, each element once."""
+    """Return the metadata of the tables' boxes. Raises ``CheckpointError`` if they don't cover each element of a tensor exactly once."""
     tensors: dict[str, TensorStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     paths: dict[str, tuple[str, ...]] = {}
@@ -62,7 +62,7 @@ def metadata_of(tables: Sequence[BoxTable]) -> Metadata:
 
 class _MetadataWriter(dcp.FileSystemWriter):
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta()  # else the folder's path, which is going to change
+        return StorageMeta()  # torch's would contain the folder's path, which is going to change
 
 
 def write_metadata(metadata: Metadata, folder: Path) -> None:
@@ -76,7 +76,7 @@ def _wrong(name: str, why: str) -> CheckpointError:
 
 
 def _not_filled(tensor: TensorStorageMetadata) -> str:
-    """Return why boxes do not fill a tensor, each element once, or an empty string."""
+    """Return why boxes do not cover each element of a tensor exactly once, or an empty string."""
     size = tuple(tensor.size)
     elements = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
     if elements != math.prod(size):
@@ -98,20 +98,20 @@ def _not_filled(tensor: TensorStorageMetadata) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A part of a stored box, and the part of one of this rank's tensors that it goes to."""
+    """A part of a stored box, and the part ``into`` of one of this rank's tensors that it is read into."""
 
     index: MetadataIndex
-    entry: Entry | None  # without checksums in the format before 2
-    part: Box  # from the box's first element
+    entry: Entry | None  # ``None`` in format 1, which has no checksums
+    part: Box  # its offsets count from the stored box's first element
     into: Tensor
 
 
 Reads = Mapping[str, Sequence[Read]]
-"""What a rank reads, by file."""
+"""The reads of a rank, by file name."""
 
 
 def planned(own: Sequence[Piece], found: StoredCheckpoint) -> Reads:
-    """Return what this rank reads to fill its pieces. The tables of the files are read and compared with the metadata, no values.
+    """Return what this rank reads to fill its pieces. This reads no values, only the files' tables, and compares them with the metadata.
 
     Raises ``CheckpointError`` if the checkpoint lacks parts of a piece, or a file is damaged or from another save.
     """
@@ -138,7 +138,7 @@ def planned(own: Sequence[Piece], found: StoredCheckpoint) -> Reads:
 
 
 def _verified(name: str, reads: Sequence[Read], found: StoredCheckpoint, save: str) -> list[Read]:
-    """Reads with the entries of the file's table, which must be those of the metadata."""
+    """Return the reads of a file with their entries in its table; raise ``CheckpointError`` if the table contradicts the metadata."""
     with explained_damage(found.path):
         table = box_files.read_table(found.path / name, save)
         entries = {(entry.name, entry.box.offsets): entry for entry in table.entries}
@@ -153,7 +153,7 @@ def _verified(name: str, reads: Sequence[Read], found: StoredCheckpoint, save: s
 
 
 def read_values(reads: Reads, found: StoredCheckpoint) -> None:
-    """Read what was ``planned`` into this rank's pieces, every block compared with its checksum. Raises ``CheckpointError``."""
+    """Read the values that were ``planned`` into this rank's pieces, and check every block's checksum. Raises ``CheckpointError``."""
     for name, theirs in reads.items():
         with explained_damage(found.path, half_read=True), (found.path / name).open("rb", buffering=0) as file:
             whole: tuple[MetadataIndex, Tensor] | None = None
@@ -173,7 +173,7 @@ def read_values(reads: Reads, found: StoredCheckpoint) -> None:
 
 @contextmanager
 def explained_damage(path: Path, half_read: bool = False) -> Iterator[None]:
-    """A context in which a damaged file is a ``CheckpointError``; ``half_read`` says that values may have been replaced."""
+    """Raise a ``CheckpointError`` for a damaged file inside this context; ``half_read`` says that values may have been replaced."""
     try:
         yield
     except DamageError as error:

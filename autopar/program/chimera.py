@@ -4,7 +4,7 @@ Chimera (Li and Hoefler, "Chimera: efficiently training large-scale neural netwo
 arXiv:2107.06925) has two copies of every stage. The first half of the microbatches goes from the first pipeline rank to the last, the
 second half from the last to the first. ``runtime/schedule.csv`` has a row for each pipeline rank with its actions in order: ``2F0`` and
 ``2B0`` are the forward and the backward of stage 2 for microbatch 0. A copy's gradients are those of its own half of the microbatches;
-the sum with the other copy's is a reduction over the axis ``mirror`` (``world``). Transfers and these reductions are in one order on all
+the sum with the other copy's is a reduction over the axis ``mirror`` (``world``). Transfers and these reductions have one order on all
 ranks (``with_transfers``): NCCL may deadlock if two ranks use two communicators in opposite orders. torch's pipelines can't
 run this: they number the stages in one sequence, and assume that consecutive numbers are neighbouring stages.
 """
@@ -28,7 +28,7 @@ from .processes import start_transfers
 from .tracing import action
 
 ORDERS = "runtime/schedule.csv"
-"""The file in a folder with the actions of every pipeline rank."""
+"""The file in a program's folder with the actions of every pipeline rank."""
 
 FORWARD, BACKWARD, REDUCE = "F", "B", "R"
 
@@ -63,13 +63,13 @@ def _parsed(text: str) -> RankStep:
 
 
 def with_transfers(orders: Sequence[Sequence[RankStep]], stages: int) -> list[list[RankStep]]:
-    """Every rank's actions, transfers and reductions, in an order that cannot block.
+    """Return every rank's actions, transfers and reductions, in an order that cannot deadlock.
 
     The ranks take turns. An action's results are sent right after it; the receive is added to the receiver's list at once. When the last
-    backward of a stage has run on the later of the two ranks that have it, both lists get the stage's reduction. So all ranks have
-    transfers and reductions in the order of one common list, whichever lists they are in.
+    backward of a stage has run on the later of the two ranks that have it, both lists get the stage's reduction. So every rank's transfers
+    and reductions follow one common order.
 
-    Raises ``ValueError`` if an action waits for a result that no rank has computed before.
+    Raises ``ValueError`` if some actions can never run, because their inputs are never computed.
     """
     ranks = {(step.stage, step.microbatch): rank for rank, order in enumerate(orders) for step in order}
     found: list[list[RankStep]] = [[] for _ in orders]
@@ -111,11 +111,11 @@ def _ready(step: RankStep, here: set[tuple[str, int, int]], stages: int) -> bool
 
 
 Metas = tuple[Tensor, ...]
-"""Shapes and dtypes of the tensors that cross a border; those that require a gradient get one back."""
+"""Shapes and dtypes of the tensors that one stage sends to the next; those that require a gradient get one back."""
 
 
 class Chimera(Microbatches):
-    """Runs half of the microbatches down the pipeline ranks, and half of them up."""
+    """Runs half of the microbatches from the first pipeline rank to the last, and half of them from the last to the first."""
 
     def _prepare(self) -> None:
         world = self.world
@@ -138,9 +138,9 @@ class Chimera(Microbatches):
 class ScheduleChimera:
     """Runs one rank's actions.
 
-    ``modules`` are its stages; ``borders`` gives for each stage the tensors that it receives and sends. ``term`` makes the scalar whose
-    backward pass gives a microbatch's gradients of the last stage's result. ``links`` are the groups of this rank and another, by that
-    pipeline rank. ``reduce`` starts the sum of both copies' gradients of a stage.
+    ``modules`` are its stages; ``borders`` gives for each stage the tensors that it receives and sends. ``term`` turns the last stage's
+    result into the scalar at which a microbatch's backward pass starts. ``links`` are the process groups of this rank and one other
+    pipeline rank, by that rank. ``reduce`` starts the sum of both copies' gradients of a stage.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class ScheduleChimera:
         self._sent: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
 
     def step(self, inputs: Sequence[dict[str, Tensor]]) -> None:
-        """Run all actions; ``inputs`` are those of each microbatch."""
+        """Run all actions; ``inputs`` has the inputs of each microbatch."""
         self._clear()
         for step in self._steps:
             if step.peer is not None:
@@ -210,7 +210,7 @@ class ScheduleChimera:
             ]
 
     def _taken(self, step: RankStep) -> list[Tensor]:
-        """Return the tensors that a step needs from another stage, once they are here."""
+        """Wait for the tensors that a step receives from another stage, and return them."""
         works, tensors = self._received.pop((step.kind, step.stage, step.microbatch))
         _wait(works)
         return tensors

@@ -1,9 +1,9 @@
 """Collectives with one name in every torch version, a reduce-scatter that sends half as many bytes on gloo, and an exchange of tensors.
 
-torch 2.13 renamed two collectives; torch 2.11 has only the old names. gloo reduce-scatters by an all-reduce of which every rank keeps its
-slice, so that each of ``n`` ranks sends ``2 (n - 1) / n`` of the tensor. On gloo ``reduce_scatter`` is an all-to-all of the slices and a
-sum: ``(n - 1) / n`` of the tensor, the least that a reduce-scatter can send (Chan et al., 2007, table 1). Terms are added in the order of
-the ranks.
+torch 2.13 renamed two collectives; torch 2.11 has only the old names. gloo implements a reduce-scatter as an all-reduce of which every rank
+keeps its slice: each of ``n`` ranks sends ``2 (n - 1) / n`` of the tensor. Here ``reduce_scatter`` on gloo is an all-to-all of the slices
+and a local sum: a rank sends ``(n - 1) / n`` of the tensor, the least that a reduce-scatter can send (Chan et al., 2007, table 1). The
+terms are added in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ backend_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 
 class Work(Protocol):
-    """A collective that was started."""
+    """A running async collective."""
 
     def wait(self) -> Any:
-        """Wait for it; on a GPU the device waits, not the host."""
+        """Wait for its end; on a GPU the device waits, not the host."""
 
 
 def reduce_scatter(
     output: Tensor, input: Tensor, *, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
-    """Return the sum of all ranks' ``input``, cut into as many equal parts as the group has ranks: this rank's part, into ``output``.
+    """Sum all ranks' ``input``, and write this rank's slice of the sum into ``output``. Ranks have equal slices, in their order.
 
-    Both are contiguous. With ``async_op``, ``output`` is there after ``wait`` of the result.
+    Both are contiguous. With ``async_op``, return the work: ``output`` is valid after its ``wait``.
     """
     if dist.get_backend(group) != "gloo":
         work: Work | None = backend_reduce_scatter(output, input, group=group, async_op=async_op)
@@ -64,8 +64,10 @@ def exchange(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Send each tensor of ``sent`` to its rank of the group, and fill those of ``received`` from theirs, those of one pair of ranks in the
-    lists' order. Tensors are sent in ``dtype`` between devices ``device``. All ranks of the group call this."""
+    """Send each tensor of ``sent`` to its rank of the group, and fill each tensor of ``received`` from its rank.
+
+    The sender's and the receiver's list have the tensors of a pair of ranks in the same order. They are sent in ``dtype``, from buffers on
+    ``device``. All ranks of the group call this."""
     flat = [[tensor for _, tensor in sorted(own, key=lambda item: item[0])] for own in (sent, received)]
     sizes = []
     for own in (sent, received):
@@ -82,7 +84,7 @@ def exchange(
 
 
 class ShardedReduceScatter:
-    """``reduce_scatter`` for ``FSDPModule.set_custom_reduce_scatter``."""
+    """Adapts ``reduce_scatter`` to ``FSDPModule.set_custom_reduce_scatter``."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an uninitialised tensor for FSDP2's operand or result."""

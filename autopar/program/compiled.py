@@ -1,7 +1,7 @@
-"""``spmd`` for programs whose layers ``torch.compile`` compiles: collectives and type conversions are not compiled.
+"""Excludes the collectives and type conversions of ``spmd`` from ``torch.compile``, in programs with compiled layers.
 
 ``torch.compile`` can't trace them (they read a tensor's ``grad_fn``), and could not speed them up: a collective is one kernel. So a
-layer becomes several compiled parts with its collectives between them. A program that imports this module gets this in all of its files.
+layer becomes several compiled parts with its collectives between them. Importing this module changes ``spmd`` for the entire program.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Custom ops of the user, called on this rank's slices; the result has the types that the registered rule gives it."""
+"""Calls the user's custom ops on this rank's slices; results have the types that the registered rule declares."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def call(
     partition: kernels.Partition,
     partial_axes: Sequence[kernels.Axis] = (),
 ) -> Any:
-    """``op(*args, **kwargs)``; the first dims of every result are sharded as ``partition`` says.
+    """Return ``op(*args, **kwargs)``; ``partition`` gives the axes that shard the first dims of every result.
 
     The type checker cannot know the op, whose rule was checked by execution when it was registered. ``partial_axes`` are the axes on
     which the results are terms of a sum (P).

@@ -16,7 +16,7 @@ from .spec import layers_of
 
 
 class NonFiniteLossError(RuntimeError):
-    """A loss is NaN or infinite. Raised on every rank, before the update unless ``late``; ``hint`` says what to do."""
+    """Raised on every rank if a loss is NaN or infinite: before the update, or after it if ``late``. ``hint`` says what to do."""
 
     def __init__(self, message: str, late: bool = False) -> None:
         self.late = late
@@ -32,7 +32,7 @@ class NonFiniteLossError(RuntimeError):
 
 
 def first_non_finite(schedule: Microbatches, groups: Iterable[ParameterGroup], batch: Batch, key: int) -> str:
-    """Describe the first value of the step that is not finite; all ranks call this. The forward passes run once more."""
+    """Describe the first value of the step that is not finite, after running the forward passes again; all ranks call this."""
     tensors = batch.tensors if isinstance(batch, Rows) else batch
     inputs = [f"the input {name!r} has one" for name, tensor in sorted(tensors.items()) if not _finite(tensor)]
     masters = [master for group in groups for master in group.masters]

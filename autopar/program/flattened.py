@@ -20,33 +20,33 @@ Axes = Sequence[Axis]  # names, or a single process group
 
 
 def all_reduce(x: Tensor, axes: Axes, **options: Any) -> Tensor:
-    """P to I or R."""
+    """Convert P to I or R."""
     return _on_flattened(spmd.all_reduce, x, axes, options)
 
 
 def all_gather(x: Tensor, axes: Axes, **options: Any) -> Tensor:
-    """S(d) to I or R."""
+    """Convert S(d) to I or R."""
     return _on_flattened(spmd.all_gather, x, axes, options)
 
 
 def reduce_scatter(x: Tensor, axes: Axes, **options: Any) -> Tensor:
-    """P to S(d)."""
+    """Convert P to S(d)."""
     return _on_flattened(spmd.reduce_scatter, x, axes, options)
 
 
 def all_to_all(x: Tensor, axes: Axes, **options: Any) -> Tensor:
-    """S(i) to S(j)."""
+    """Convert S(i) to S(j)."""
     return _on_flattened(spmd.all_to_all, x, axes, options)
 
 
 def convert(x: Tensor, axes: Axes, **options: Any) -> Tensor:
-    """A conversion without communication in the forward pass, such as I to R."""
+    """Convert without communication in the forward pass, such as I to R."""
     return _on_flattened(spmd.convert, x, axes, options)
 
 
 @torch.compiler.disable  # a collective, see compiled.py
 def _on_flattened(collective: Callable[..., Tensor], x: Tensor, axes: Axes, options: dict[str, Any]) -> Tensor:
-    """The collective on the flattened axis. For the type checker, the mesh has the flattened axis during the call."""
+    """Call the collective on the flattened axis. During the call, the mesh that the type checker sees has the flattened axis."""
     if len(axes) < 2:
         return collective(x, axes[0], **options) if axes else x
     flat = group_of(*axes)

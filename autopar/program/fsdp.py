@@ -1,7 +1,7 @@
 """Parameters under FSDP2: ZeRO 2 (kept gathered after forward) and 3 (gathered again for the backward pass).
 
-FSDP2 reduces the gradients in every microbatch, or, where the plan says so, in the last one alone. Between microbatches the compute
-stream waits for no collective (``LastBackward``).
+FSDP2 reduces the gradients in every microbatch or, if the plan says so, only in the last one. Between microbatches the compute stream waits
+for no collective (``LastBackward``).
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from .world import MIRROR, Layout, LoadedProgram
 class ShardedGroup(ParameterGroup):
     """One layer's parameters under FSDP2 over the layer's data axes: ZeRO 2 (kept gathered after forward) and 3 (not kept).
 
-    Gradients are reduce-scattered in every microbatch, and their shards accumulated; or, with ``reduces_once``, whole gradients are
-    accumulated and ``LastBackward`` has FSDP reduce-scatter them in the last microbatch. ``gather_ahead`` makes the stage the FSDP root of
-    its layers.
+    Gradients are reduce-scattered in every microbatch, and their shards accumulated; or, with ``reduces_once``, unsharded gradients are
+    accumulated, and FSDP reduce-scatters them in the last microbatch (``LastBackward``). ``gather_ahead`` makes the stage the FSDP root
+    of its layers.
     """
 
     def _allocate(self, program: LoadedProgram) -> None:
         stage, layouts, world, placement = self._module, self.layouts, self._world, self.placement
         child, shards, wide, compute = placement.layer, placement.shards, placement.wide, placement.compute
         self._shards = shards
-        self.reduce_scatter = HeldReduceScatter()  # until ``join_stages`` gives all groups of the rank the same
-        copies = tuple(axis for axis in placement.copies if axis != MIRROR)  # summed once a step: ``start_copies``
+        self.reduce_scatter = HeldReduceScatter()  # until ``join_stages`` gives all groups of the rank the same one
+        copies = tuple(axis for axis in placement.copies if axis != MIRROR)  # ``start_copies`` sums over MIRROR
         self._mirror = world.group((MIRROR,)) if program.directions == 2 else None
-        self._sums: list[dist.Work | None] = []  # over the copies of the stage, while they run
+        self._sums: list[dist.Work | None] = []  # the running all-reduces over the copies of the stage
         module = stage.get_submodule(child)
         ignored = {param for param in module.parameters() if not param.is_meta}  # these belong to a flat group
         for layout in layouts:
@@ -52,7 +52,7 @@ class ShardedGroup(ParameterGroup):
             ignored_params=ignored,
         )
         assert isinstance(module, FSDPModule)
-        # only shards get memory: the layer's whole parameters would be the peak of a rank's start
+        # allocate only the shards: the layer's unsharded parameters would be the peak memory of a rank's start
         module._apply(lambda t: torch.empty_like(t, device=world.device) if isinstance(t, DTensor) and t.is_meta else t)
         for layout in layouts:
             shard_of(stage.get_parameter(layout.name)).zero_()
@@ -63,7 +63,7 @@ class ShardedGroup(ParameterGroup):
             module.set_reduce_scatter_unused_params(True)  # ranks may lack gradients, and all must reduce the same ones
             if self.reduces_once:
                 module.register_forward_pre_hook(lambda layer, _: start_gradients(layer, ignored))
-        module.set_gradient_divide_factor(1.0)  # a sum: each rank's loss is a term of the whole loss
+        module.set_gradient_divide_factor(1.0)  # a sum: each rank's loss is a term of the global batch's loss
         module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
         self._params = {layout: stage.get_parameter(layout.name) for layout in layouts}
         for layout, param in self._params.items():
@@ -79,26 +79,26 @@ class ShardedGroup(ParameterGroup):
 
     @property
     def root(self) -> nn.Module:
-        """The stage, which is the FSDP root of its layers once all parameters of the rank are there."""
+        """The stage, which is the FSDP root of its layers once ``join_stages`` has run."""
         return self._module
 
     def zero_grad(self) -> None:
         for param in self._params.values():
             param.grad = None
-        super().zero_grad()  # views of these gradients, which would stay live beside the new ones
+        super().zero_grad()  # the masters' views of these gradients would keep them alive next to the new ones
 
     def free(self) -> None:
         self.module.reshard()
 
     def start_copies(self) -> None:
-        """Start to sum the gradients over the copies of the stage (Chimera), once FSDP2 has reduced them inside of each."""
+        """Start to sum the gradients over the copies of the stage (Chimera), after FSDP2 has reduced them inside each copy."""
         for layout, param in self._params.items():
             if layout.trainable:
                 param.grad = torch.zeros_like(param) if param.grad is None else param.grad
                 self._sums.append(dist.all_reduce(shard_of(param.grad), group=self._mirror, async_op=True))
 
     def finish_reduction(self) -> None:
-        """FSDP2 has reduced the gradients that autograd computed; the optimizer gets views of them. Padding has no gradient."""
+        """Give the masters views of the gradients that FSDP2 has reduced, with zeros in the padding."""
         for work in self._sums:
             if work is not None:
                 work.wait()
@@ -113,7 +113,7 @@ class ShardedGroup(ParameterGroup):
             master.holder.grad = whole if master.offloaded is None else whole.view(-1)[piece]
 
     def _gradient(self, layout: Layout, param: Tensor) -> Tensor:
-        """Return this rank's shard of a gradient; zeros if there is none."""
+        """Return this rank's shard of a gradient, with zeros in the padding; all zeros if there is no gradient."""
         grad = torch.zeros_like(shard_of(param)) if param.grad is None else shard_of(param.grad)
         first, last = rows_of(param, param.shape[0])
         for dim, start, length in layout.beyond(self._world.coordinates):
@@ -125,7 +125,7 @@ class ShardedGroup(ParameterGroup):
     def join_stages(
         stages: Mapping[int, nn.Module], groups: Mapping[int, Sequence[ParameterGroup]], program: LoadedProgram
     ) -> None:
-        """Once all parameters of this rank are there: let layers gather each other's ahead, on one set of streams."""
+        """Set up the prefetching between the layers of each stage, on streams that the stages share. All parameters must exist."""
         for index, stage in stages.items():
             meshes = [group.mesh for group in groups[index] if isinstance(group, ShardedGroup)]
             if meshes:
@@ -139,7 +139,7 @@ class ShardedGroup(ParameterGroup):
 
     @staticmethod
     def last_backward(groups: Sequence[ParameterGroup], program: LoadedProgram) -> LastBackward:
-        """Return what tells FSDP how the backward passes of one stage end."""
+        """Return the object that tells FSDP which backward pass of a stage is the last one of a step."""
         sharded = [group for group in groups if isinstance(group, ShardedGroup)]
         return LastBackward(sharded, program)
 
@@ -152,9 +152,10 @@ def shard_of(tensor: Tensor) -> Tensor:
 
 
 def rows_of(param: Tensor, rows: int) -> tuple[int, int]:
-    """Return the rows of this rank's shard of a DTensor: divided as by ``torch.chunk``; the last ranks may have fewer rows, or none."""
+    """Return the range of this rank's shard among the ``rows`` rows of a DTensor. FSDP divides them as ``torch.chunk`` does: the last ranks
+    may have fewer rows, or none."""
     assert isinstance(param, DTensor)
-    mesh = param.device_mesh  # its last dim shards
+    mesh = param.device_mesh  # its last dim shards the rows
     index, share = mesh.get_local_rank(mesh.ndim - 1), -(-rows // mesh.size(mesh.ndim - 1))
     return min(index * share, rows), min((index + 1) * share, rows)
 
@@ -168,19 +169,19 @@ class ShardedLayer(NamedTuple):
 
 
 def gather_ahead(stage: nn.Module, layers: Sequence[ShardedLayer], mesh: DeviceMesh) -> None:
-    """Make ``stage`` the FSDP root of ``layers``, its layers under FSDP in the order of the forward pass, whose parameters are gathered
-    ahead of the computation: those of the next layers in the forward pass, those of the layers before in the backward pass.
+    """Make ``stage`` the FSDP root of ``layers``, in the order of the forward pass, and prefetch their parameters: those of the next layers
+    in the forward pass, those of the previous layers in the backward pass.
 
-    Layers that are roots of their own gather nothing ahead, and each keeps a whole gradient in memory until the backward pass ends. The
-    layers have meshes of their own; the root has no parameters, and ``mesh`` is any of theirs.
+    A layer that is its own root prefetches nothing, and keeps an unsharded gradient in memory until the backward pass ends. Each layer has
+    its own mesh; the root has no parameters, so ``mesh`` may be the mesh of any layer.
     """
     flat = set(stage.parameters())  # whatever is left belongs to flat groups
     fully_shard(stage, mesh=mesh, reshard_after_forward=False, ignored_params=flat)
     for i, (module, ahead, _) in enumerate(layers):
         module.set_modules_to_forward_prefetch([layer.module for layer in layers[i + 1 : i + 1 + ahead]])
         before = [layer.module for layer in layers[:i] if layer.backward][::-1][:ahead]
-        # Without a list FSDP prefetches by the order of the forward calls, which under 1F1B is that of another microbatch. The module
-        # itself stands for nothing: its parameters are gathered when the list is read.
+        # Without a list FSDP prefetches in the order of the forward calls, which under 1F1B are another microbatch's. An empty list
+        # counts as none; the module itself means no prefetch, because its parameters are already gathered when FSDP reads the list.
         module.set_modules_to_backward_prefetch(before or [module])
 
 
@@ -190,17 +191,18 @@ def _layers(index: int, stage: nn.Module, program: LoadedProgram) -> list[Sharde
     for name, layer in program.layers[index].items():
         module = stage.get_submodule(name)
         if name and isinstance(module, FSDPModule):  # the stage itself, "", is at most the root
-            # When a segment runs again, its last layer but one must not gather beyond the last: those layers' backward is over.
+            # When the backward pass runs a segment again, its last layer but one must not prefetch beyond the segment: the backward of
+            # those layers is over.
             ahead = 1 if layer.segment > 1 else int(program.plan["prefetch"])
             layers.append(ShardedLayer(module, ahead, layer.backward))
     return layers
 
 
 class HeldReduceScatter(ShardedReduceScatter):
-    """FSDP's reduce-scatter on one rank. It holds the operand of the last one until the compute stream has waited for it.
+    """FSDP's reduce-scatter on one rank, which keeps the last operand until the compute stream has waited for its reduction.
 
-    FSDP holds an operand until the next reduction, which after a microbatch's last one comes only in the next microbatch's backward
-    pass. ``release`` frees it before activations take its place.
+    FSDP itself keeps an operand until the next reduction: a microbatch's last operand would stay until the next microbatch's backward
+    pass. ``release`` frees it before new activations are allocated.
     """
 
     def __init__(self) -> None:
@@ -218,7 +220,7 @@ class HeldReduceScatter(ShardedReduceScatter):
         return work
 
     def release(self) -> None:
-        """Let the compute stream wait for the last reduction, and free its operand."""
+        """Make the compute stream wait for the last reduction, and free its operand."""
         if self._last is not None:
             (operand, event), self._last = self._last, None
             torch.get_device_module(operand.device).current_stream().wait_event(event)
@@ -226,25 +228,26 @@ class HeldReduceScatter(ShardedReduceScatter):
 
 
 def recorded_event(device: torch.device) -> torch.Event:
-    """Return the point that the device's current stream has reached."""
+    """Return an event that is recorded on the device's current stream."""
     event: torch.Event = torch.get_device_module(device).Event()
     event.record()
     return event
 
 
 class LastBackward:
-    """Tells FSDP which of a step's backward passes of a stage is the last one. ``groups`` are the stage's.
+    """Tells FSDP which backward pass of a stage is the last one of a step. ``groups`` are the stage's groups under FSDP.
 
-    Every schedule runs the backward passes of a stage one after the other: the last one is the one that begins after all others, whichever
-    microbatch it belongs to.
+    Every schedule runs the backward passes of a stage one after the other, so the last one is the last to begin, whichever microbatch it
+    belongs to.
 
-    - Layers whose gradients are reduced once a step add up whole gradients on each rank, and reduce them in the last pass.
-    - The compute stream waits for the reductions at the end of the last pass alone. The last reduction of a pass before runs under the
-      next forward pass of a first layer, or ends before the next backward pass begins. Under hybrid sharding FSDP holds the operands of
-      all layers' all-reduces until it has waited for them: there it waits at the end of each pass.
-    - Gathers wait for the optimizer's update, and not for whatever the compute stream does before them.
-    - A stage's first layers, as many as the next forward pass gathers at once, stay gathered where it follows a backward pass directly:
-      gathers come after the last reduction, on the same communicator. By then the backward pass has freed all activations.
+    - Layers whose gradients are reduced once a step add up unsharded gradients on each rank, and reduce them in the last pass.
+    - The compute stream waits for reductions only at the end of the last pass. The last reduction of an earlier pass overlaps the first
+      layer's next forward pass or, if none follows, ends before the next backward pass. Under hybrid sharding FSDP keeps the operands of
+      all layers' all-reduces until it has waited for them, so there the stream waits at the end of every pass.
+    - All-gathers wait for the optimizer's update, but not for later work on the compute stream.
+    - If a forward pass directly follows a backward pass, the stage's first layers (as many as the forward pass gathers at its start) stay
+      gathered in between: their all-gathers would queue behind the last reduction on the same communicator. This costs no peak memory,
+      because the backward pass has freed all activations by then.
     """
 
     def __init__(self, groups: Sequence[ShardedGroup], program: LoadedProgram) -> None:
@@ -264,16 +267,16 @@ class LastBackward:
             self._kept = [first.module, *(layer.module for layer in others[: first.ahead])]
 
     def clear(self) -> None:
-        """Before a step, whose gathers wait for what the compute stream has been given so far."""
+        """Prepare for a step, whose all-gathers wait for the work that is on the compute stream now."""
         self._begun = 0
         if self._root is not None:
             self._event = recorded_event(self._groups[0].device)
             self._root.set_post_optim_event(self._event)
         for kept in self._kept:
-            kept.reshard()  # left gathered by a step that did not end
+            kept.reshard()  # left gathered by an interrupted step
 
     def watch(self, outputs: Sequence[Tensor]) -> None:
-        """Expect the backward pass of a microbatch from its ``outputs``: it begins at one of them."""
+        """Register hooks on a microbatch's ``outputs``: its backward pass begins at one of them."""
         begun = False
 
         def begin(_: Tensor) -> None:
@@ -301,10 +304,10 @@ class LastBackward:
 
     def _release(self) -> None:
         if self._groups:
-            self._groups[0].reduce_scatter.release()  # the rank's
+            self._groups[0].reduce_scatter.release()  # shared by all groups of the rank
 
     def finish(self) -> None:
-        """After a step. Raises ``RuntimeError`` if gradients were left unreduced. A stage without gradients has no backward passes."""
+        """End a step. Raises ``RuntimeError`` if gradients were not reduced. A stage without gradients has no backward passes."""
         if self._root is not None:
             self._event = None
             self._root.set_post_optim_event(cast(Any, None))  # the update comes next
@@ -317,8 +320,8 @@ class LastBackward:
 
 
 def followed_by_forward(stage: int, program: LoadedProgram) -> int:
-    """How many of the stage's backward passes in a step, the first ones, are each followed by a forward pass of the same stage on its
-    rank."""
+    """Return the number of a stage's backward passes in a step that a forward pass of the same stage follows directly. They are the first
+    ones."""
     stages, microbatches = len(program.spec.stages), program.passes
     if stages == 1:
         return microbatches - 1
@@ -330,8 +333,8 @@ def followed_by_forward(stage: int, program: LoadedProgram) -> int:
 def start_gradients(layer: nn.Module, ignored: set[nn.Parameter]) -> None:
     """Give every gathered parameter of the layer a gradient of zeros, except those that FSDP ignores.
 
-    A parameter whose first gradient comes in the last microbatch would otherwise have it in 16 bits beside the others' sums in float32,
-    and FSDP reduces gradients of one dtype only.
+    A parameter whose first gradient comes in the last microbatch would otherwise have it in 16 bits, while the other parameters' sums are
+    in float32; FSDP reduces only gradients of one dtype together.
     """
     for param in layer.parameters():
         if param.requires_grad and param.grad is None and param not in ignored:

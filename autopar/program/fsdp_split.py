@@ -1,4 +1,4 @@
-"""FSDP2 under schedules that run backward passes in two parts: the reductions of gradients that come in the second part."""
+"""FSDP2 under schedules that run backward passes in two parts: reduces the weight gradients that the second part computes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .world import LoadedProgram
 
 @dataclass(frozen=True, slots=True)
 class _RunningReduction:
-    """A reduce-scatter that runs: ``piece`` is its result, to be added to that of ``name`` in ``pieces``; ``whole`` its operand."""
+    """A running reduce-scatter: ``whole`` is its operand, ``piece`` its result, which is then added to ``pieces[name]``."""
 
     work: Work | None
     pieces: dict[str, Tensor]
@@ -30,14 +30,14 @@ class _RunningReduction:
 
 
 class Turn:
-    """The reductions of a rank's late gradients take turns: one runs while the next gradient is computed, because each keeps a whole
-    gradient in memory."""
+    """Lets one reduction of a rank's late gradients run at a time, while the next gradient is computed: each keeps an unsharded gradient in
+    memory."""
 
     def __init__(self) -> None:
         self.running: _RunningReduction | None = None
 
     def finish(self) -> None:
-        """Wait for the reduction that runs."""
+        """Wait for the running reduction."""
         if (last := self.running) is not None:
             if last.work is not None:
                 last.work.wait()
@@ -47,24 +47,24 @@ class Turn:
 
 
 class LateGradients:
-    """Gradients of an FSDP layer's weights from the second parts of backward passes, summed over microbatches and ranks.
+    """Sums the weight gradients of an FSDP layer that second parts of backward passes compute, over microbatches and ranks.
 
-    FSDP2 reduces the gradients that autograd computes. These are reduce-scattered one by one, in ``dtype``, into pieces as large as FSDP2's
-    shards: rows divided as by ``torch.chunk``, padded to equal pieces. ``shards`` is the group that shards the layer; ``copies`` is the
-    group over its copies under hybrid sharding, over which the pieces are summed once a step. With ``once``, whole gradients are summed
-    over the microbatches first.
+    FSDP2 reduces only gradients that autograd computes. This class reduce-scatters the others one by one, in ``dtype``, into pieces as
+    large as FSDP2's shards: rows divided as by ``torch.chunk``, padded to equal pieces. ``shards`` is the group that shards the layer;
+    ``copies`` is the group over its copies under hybrid sharding, over which the pieces are summed once a step. With ``once``, a rank sums
+    the unsharded gradients over its microbatches first.
     """
 
     def __init__(
         self, shards: dist.ProcessGroup, copies: dist.ProcessGroup | None, dtype: torch.dtype, once: bool
     ) -> None:
         self._shards, self._copies, self._dtype, self._once = shards, copies, dtype, once
-        self.turn = Turn()  # until ``join_stages`` gives all groups of the rank the same
+        self.turn = Turn()  # until ``join_stages`` gives all groups of the rank the same one
         self._whole: dict[str, Tensor] = {}
         self._pieces: dict[str, Tensor] = {}
 
     def clear(self) -> None:
-        """Before a step: forget the last one's gradients."""
+        """Forget the last step's gradients, before another step."""
         self._pieces = {}
 
     def add(self, name: str, gradient: Tensor) -> None:
@@ -89,7 +89,7 @@ class LateGradients:
         self.turn.running = _RunningReduction(work, self._pieces, name, piece, whole)
 
     def finish(self) -> dict[str, Tensor]:
-        """Wait for all sums; returns this rank's piece of each parameter's gradient, padding included, by the parameter's name."""
+        """Wait for all sums; return this rank's piece of each parameter's gradient, padding included, by the parameter's name."""
         for name in list(self._whole):
             self._reduce(name, self._whole.pop(name))
         self.turn.finish()
@@ -100,7 +100,7 @@ class LateGradients:
 
 
 class SplitShardedGroup(ShardedGroup):
-    """A group under FSDP2 some of whose gradients come in the second part of a backward pass."""
+    """A group under FSDP2 with gradients that the second part of a backward pass computes."""
 
     def _allocate(self, program: LoadedProgram) -> None:
         super()._allocate(program)
@@ -113,7 +113,7 @@ class SplitShardedGroup(ShardedGroup):
     def join_stages(
         stages: Mapping[int, nn.Module], groups: Mapping[int, Sequence[ParameterGroup]], program: LoadedProgram
     ) -> None:
-        """As of ``ShardedGroup``; the reductions of late gradients take turns, too."""
+        """Do what ``ShardedGroup.join_stages`` does, and give all groups one ``Turn`` for their late gradients."""
         ShardedGroup.join_stages(stages, groups, program)
         turn = Turn()
         for group in (group for own in groups.values() for group in own):
@@ -121,13 +121,13 @@ class SplitShardedGroup(ShardedGroup):
                 group._late.turn = turn
 
     def _gathered(self, *_: object) -> None:
-        """Give an adder to each tensor that FSDP2 has gathered for this forward pass, because products read these."""
+        """Register an adder for each tensor that FSDP2 has gathered for this forward pass: products read these, not the shards."""
         for layout in self._params:
             gathered = self._module.get_parameter(layout.name)
             self.adders[id(gathered)] = functools.partial(self._late.add, layout.name)
 
     def finish_adding(self) -> None:
-        """Wait for the last reduction: else a whole gradient would stay in memory."""
+        """Wait for the last reduction: otherwise its unsharded operand would stay in memory."""
         self._late.turn.finish()
 
     def zero_grad(self) -> None:
@@ -139,7 +139,7 @@ class SplitShardedGroup(ShardedGroup):
         for name, rows in self._late.finish().items():
             param = self._module.get_parameter(name)
             start, stop = rows_of(param, param.shape[0])
-            if param.grad is not None:  # some microbatches had a whole backward pass
+            if param.grad is not None:  # some microbatches had an unsplit backward pass
                 shard_of(param.grad).add_(rows[: stop - start])
             else:
                 param.grad = _like(param, rows[: stop - start])
@@ -147,7 +147,7 @@ class SplitShardedGroup(ShardedGroup):
 
 
 def _like(param: Tensor, shard: Tensor) -> Tensor:
-    """Return a DTensor divided as ``param``, of which this rank has ``shard``."""
+    """Return a DTensor with the sharding of ``param`` whose local tensor on this rank is ``shard``."""
     assert isinstance(param, DTensor)
     return DTensor.from_local(
         shard, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()

@@ -11,11 +11,11 @@ from torch import Tensor
 
 
 class GuardError(ValueError):
-    """A batch for which the model would take a different branch than the program does."""
+    """Raised for a batch with which the model would take a different branch than the program does."""
 
 
 def answer(value: Tensor, like: Any) -> Any:
-    """Return what Python reads from ``value``: a number of the type of ``like``."""
+    """Return ``value`` as a Python number of the type of ``like``."""
     return type(like)(value.item())
 
 

@@ -1,16 +1,16 @@
-"""A layer's microbatch in two halves that take turns, so that each half's collectives run while the other half computes.
+"""Runs a layer on two halves of a microbatch in turn, so that each half's collectives overlap the other half's computation.
 
-The rows of a batch are independent of each other in such a layer, so that a half is a smaller microbatch. The layer's ``compute`` is a
-generator, which yields wherever a value is on its way: ``start`` issues a collective, ``Flight.wait`` gives its result. ``interleaved``
+The rows of a batch are independent of each other in such a layer, so a half is a smaller microbatch. The layer's ``compute`` is a
+generator that yields while a collective is in flight: ``start`` issues it, ``Flight.wait`` returns its result. ``interleaved``
 runs two such generators in turn. A collective that only the backward pass has (the gradient's all-reduce from I to R) is issued and
 awaited at the same two places: they are two nodes of autograd's graph, and autograd runs nodes in the reverse order of the forward pass.
 So the backward passes of the halves take turns, too.
 
-Each half computes a piece between two yields. The second half is one piece behind the first: A1 A2 B1 A3 B2 A4 B3 ... So what A2 sends
-travels under B1, and what B1 sends under A3. This is batch splitting as in Domino (Wang et al. 2024, arXiv:2409.15241), called
+Each half computes a piece between two yields. The second half is one piece behind the first: A1 A2 B1 A3 B2 A4 B3 ... So A2's collective
+overlaps B1, and B1's overlaps A3. This is batch splitting as in Domino (Wang et al. 2024, arXiv:2409.15241), called
 two-batch overlap or dual-batch overlap elsewhere.
 
-On GPUs a collective and products run at once, because collectives have a stream of their own."""
+On GPUs collectives overlap matrix products because they run on their own stream."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .spmd import spmd
 Result = Tensor | tuple[Tensor, ...]
 Half = Generator[None, None, Result]
 Finish = Callable[[], Tensor]
-"""Waits for a collective and gives its result."""
+"""Waits for a collective, and returns its result."""
 
 
 # -- two halves in turn -----------------------------------------------------------------------------------------------
@@ -41,10 +41,10 @@ Finish = Callable[[], Tensor]
 def interleaved(
     compute: Callable[..., Half], given: Sequence[Any], rows: Sequence[int | None], joined: Sequence[int]
 ) -> Result:
-    """``compute(*given)`` of both halves, in turn. ``rows`` is the dim of each argument that has the microbatch's rows, ``None`` for
-    one that both halves read whole; ``joined`` is that dim of each result."""
+    """Run ``compute`` on both halves of the arguments ``given`` in turn, and return the joined results. ``rows`` has for each argument the
+    dim of the microbatch's rows, or ``None`` if both halves read all of it; ``joined`` has that dim for each result."""
     sides = [_cut(value, dim) for value, dim in zip(given, rows, strict=True)]
-    _converted_once.clear()  # of a run that did not end
+    _converted_once.clear()  # left over from an interrupted call
     running = [compute(*(side[half] for side in sides)) for half in range(2)]
     found: list[Result | None] = [None, None]
     _advance(running, found, 0)  # the first half is a piece ahead
@@ -57,7 +57,7 @@ def interleaved(
 
 
 def in_turn(layers: Sequence[nn.Module], hidden: Tensor, *others: Any) -> Half:
-    """``hidden`` of a half after all ``layers``, each of which also takes ``others``."""
+    """Apply ``layers`` one after the other to a half's ``hidden``; each also takes ``others``."""
     for layer in layers:
         hidden = yield from layer(hidden, *others)
     return hidden
@@ -95,27 +95,27 @@ def _typed_like(x: Tensor, other: Tensor) -> Tensor:
     return x
 
 
-# -- collectives that are issued and awaited apart --------------------------------------------------------------------
+# -- collectives that are issued and awaited separately ---------------------------------------------------------------
 
 
 class Flight:
-    """A value that is converted to another type: forward the result of a collective that ``start`` issued, or the same value; backward
-    its gradient."""
+    """A value whose conversion to another type is in flight. ``forward`` issues the conversion's collective, ``backward`` that of the
+    gradient; either may do nothing."""
 
     def __init__(self, forward: Callable[[Tensor], Finish], backward: Callable[[Tensor], Finish]) -> None:
         self.forward, self.backward = forward, backward
-        self.readers = 1  # which are still to wait
+        self.readers = 1  # that have not called ``wait`` yet
         self.sent: Tensor | None = None
         self.found: Tensor | None = None
         self.finish: Finish | None = None
         self.finish_backward: Finish | None = None
 
     def wait(self) -> Tensor:
-        """The converted value."""
+        """Wait for the collective, and return the converted value."""
         found = self.found
         if found is None:
             assert self.sent is not None
-            # without a collective's end to wait for, types are checked: the value is converted already
+            # without ``finish`` the value is converted already, as when types are checked
             found = self.sent if self.finish is None else _Wait.apply(self.sent, self)
             self.sent = None
         self.readers -= 1
@@ -127,8 +127,8 @@ class Flight:
 def start(x: Tensor, axis: Axes, *, src: Any, dst: Any, once: bool = False) -> Flight:
     """Issue the collective that converts ``x`` from ``src`` to ``dst`` on ``axis`` (or axes, outermost first).
 
-    ``once``: both halves convert this value, a parameter. The first half does it for both, and one collective has the sum of their
-    gradients.
+    ``once`` is for a parameter, which both halves convert: the first half converts it for both, and one collective reduces the sum of
+    their gradients.
     """
     if once:
         key = (id(x), str(axis), str(src), str(dst))
@@ -149,14 +149,14 @@ def start(x: Tensor, axis: Axes, *, src: Any, dst: Any, once: bool = False) -> F
 
 
 def begin(x: Tensor, forward: Callable[[Tensor], Finish], backward: Callable[[Tensor], Finish]) -> Flight:
-    """Issue ``forward`` on ``x``; in the backward pass ``backward`` is issued on the result's gradient."""
+    """Issue ``forward`` on ``x``; the backward pass issues ``backward`` on the result's gradient."""
     flight = Flight(forward, backward)
     flight.sent = _Start.apply(x, flight)
     return flight
 
 
 def _converted(x: Tensor, axis: Axes, src: Any, dst: Any) -> Tensor:
-    """``x`` as ``dst``, by the collectives of ``spmd_types``, which wait."""
+    """Convert ``x`` from ``src`` to ``dst`` by the synchronous collectives of ``spmd_types``."""
     axes: Sequence[Any] = axis if isinstance(axis, list | tuple) else [axis]
     if isinstance(src, S):
         call = flattened.all_to_all if isinstance(dst, S) else flattened.all_gather
@@ -170,7 +170,7 @@ def _converted(x: Tensor, axis: Axes, src: Any, dst: Any) -> Tensor:
 
 
 _converted_once: dict[tuple[Any, ...], Flight] = {}
-"""Conversions that the first half has made, and the second will take."""
+"""Conversions that the first half has started, for the second half to use."""
 
 
 class _Start(torch.autograd.Function):
@@ -190,8 +190,8 @@ class _Start(torch.autograd.Function):
 
 
 class _Wait(torch.autograd.Function):
-    """Forward awaits the collective, backward issues the gradient's. The gradient that it returns is a stand-in of the right shape: the
-    true one is on its way to ``_Start``."""
+    """Forward awaits the collective, backward issues the gradient's. Backward returns a placeholder of the right shape: ``_Start`` awaits
+    the true gradient."""
 
     @staticmethod
     def forward(ctx, sent, flight):  # type: ignore[no-untyped-def]
@@ -209,7 +209,7 @@ class _Wait(torch.autograd.Function):
 def _collectives(
     group: dist.ProcessGroup, src: Any, dst: Any, ndim: int
 ) -> tuple[Callable[[Tensor], Finish], Callable[[Tensor], Finish]]:
-    """What a conversion runs forward and backward."""
+    """Return the functions that issue a conversion's collectives in the forward and in the backward pass."""
 
     def dim(t: Any) -> int:
         return int(t.dim) % ndim
@@ -257,7 +257,7 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Finish:
 
 
 def _all_to_all(x: Tensor, group: dist.ProcessGroup, there: int, back: int) -> Finish:
-    """From slices along ``there`` to slices along ``back``."""
+    """Start to exchange slices along the dim ``there`` for slices along the dim ``back``."""
     parts = torch.stack(x.chunk(dist.get_world_size(group), back))
     found = torch.empty_like(parts)
     work = dist.all_to_all_single(found, parts, group=group, async_op=True)
@@ -277,7 +277,7 @@ def _after(work: Work | None, result: Finish) -> Finish:
 
 
 def send(rows: Tensor, axes: Sequence[Axis], sent: list[int], taken: list[int]) -> Finish:
-    """Start to exchange rows for a mixture of experts (``kernels_experts.in_steps``): the other half computes while they travel."""
+    """Start to exchange rows for a mixture of experts (``kernels_experts.in_steps``): the other half computes meanwhile."""
     group = group_of(*axes)
     there, back = (lambda x: _exchange(x, group, sent, taken)), (lambda x: _exchange(x, group, taken, sent))
     return begin(rows, there, back).wait
@@ -288,7 +288,7 @@ def _exchange(rows: Tensor, group: dist.ProcessGroup, sent: list[int], taken: li
     work = dist.all_to_all_single(found, rows, taken, sent, group=group, async_op=True)
 
     def finish() -> Tensor:
-        assert work is not None and rows is not None  # which must live until then
+        assert work is not None and rows is not None  # ``rows`` must live until the wait
         work.wait()
         return found
 

@@ -1,4 +1,4 @@
-"""Copies between the host and the device during which the host doesn't wait for the device.
+"""Copies between the host and the device for which the host doesn't wait.
 
 The host queues work ahead of the device. A plain ``tensor.to(device)``, ``.item()`` or ``.cpu()`` waits for the
 end of all queued work, and the device then idles until the host has queued more.
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Later:
-    """A tensor's values, on the host as soon as the device has computed them: ``read`` waits for these, not for what is queued later."""
+    """A tensor's copy to the host, queued right after its computation: ``read`` waits for this copy, not for work that is queued later."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._values, self._copied = tensor, None
@@ -21,14 +21,14 @@ class Later:
             self._copied.record()
 
     def read(self) -> Tensor:
-        """The values, on the CPU."""
+        """Wait for the values, and return them on the CPU."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._values
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor.to(device)``, queued: from pinned memory, which torch keeps until the copy has ended."""
+    """Return ``tensor.to(device)`` without waiting: the copy is queued, from pinned memory that torch keeps until the copy has ended."""
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(device, non_blocking=True)

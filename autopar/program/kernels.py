@@ -1,4 +1,4 @@
-"""Kernels: functions in place of calls that are correct on shards but that the type checker cannot follow.
+"""Kernels: functions that replace calls which are correct on shards, but which the type checker cannot follow.
 
 Each kernel runs its body in a local region and declares the types of its result itself, after checking those of its operands, so that a
 program typed with ``typecheck(local=False)`` stays typed through it. An *axis* is a name on the current mesh (``mesh_axes.on_mesh``) or a
@@ -80,7 +80,7 @@ def _split(axes: Axes) -> list[Axis]:
 
 
 def _start(axes: Sequence[Axis], extent: int, device: torch.device) -> Tensor:
-    """Return the start of this rank's slice of ``extent``: a tensor of one element, so that nothing waits for the device."""
+    """Return the first index of this rank's slice, of ``extent`` elements: a one-element tensor, so that the host doesn't wait."""
     start = torch.zeros(1, dtype=torch.long, device=device)
     for axis in reversed(axes):
         starts = torch.arange(0, _size(axis) * extent, extent, device=device)
@@ -138,10 +138,9 @@ def _expand(x: Tensor, shape: Sequence[int], places: Sequence[tuple[Any, ...]]) 
 
 
 def broadcast_matmul(a: Tensor, b: Tensor, partition: Partition) -> Tensor:
-    """``a @ b`` whose batch dims broadcast, if ``partition`` (the result's) shards them: an operand that lacks such a dim is R on its
-    axis.
+    """Return ``a @ b``, whose batch dims are broadcast and may be sharded by ``partition``, the result's.
 
-    The dims are expanded first, as in ``torch.matmul``.
+    An operand that lacks a sharded batch dim is R on its axis. The batch dims are expanded first, as in ``torch.matmul``.
     """
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     places = _axes(partition)[:-2] if spmd.is_type_checking() else []
@@ -176,13 +175,14 @@ def dense_gradient(x: Tensor) -> Tensor:
 
 
 def linear_partial_bias(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """``x @ weight.T + bias`` summed over a sharded dim: the result is P, and ``bias`` must be P too (on one rank, zero elsewhere)."""
+    """Return ``x @ weight.T + bias``, which contracts a sharded dim: the result is P, and ``bias`` must be P too (zero on all ranks but
+    one)."""
     return F.linear(x, weight) + bias
 
 
 def linear_beside_ones(x: Tensor, weight: Tensor, ones: Sequence[int]) -> Tensor:
-    """``x @ weight.T``, with the dims ``ones`` of ``x``, all of size one (ascending), squeezed: if such a dim follows a sharded one, the
-    type checker mistakes its stride for another layout, and treats the product as a batched one."""
+    """Return ``x @ weight.T``, computed without the dims ``ones`` of ``x`` (ascending, of size one). If such a dim follows a sharded one,
+    the type checker mistakes its stride for another layout, and treats the product as a batched one."""
     y = F.linear(x.squeeze(list(ones)), weight)
     for dim in ones:
         y = y.unsqueeze(dim)
@@ -190,8 +190,8 @@ def linear_beside_ones(x: Tensor, weight: Tensor, ones: Sequence[int]) -> Tensor
 
 
 def addmm_partial_bias(bias: Tensor, a: Tensor, b: Tensor, beta: float = 1, alpha: float = 1) -> Tensor:
-    """``beta * bias + alpha * (a @ b)`` summed over a sharded dim: the result is P, and ``bias`` must be P too. ``a`` and ``b`` may be
-    batched."""
+    """Return ``beta * bias + alpha * (a @ b)``, which contracts a sharded dim: the result is P, and ``bias`` must be P too. ``a`` and ``b``
+    may be batched."""
     product = torch.matmul(a, b)
     return (product if alpha == 1 else product * alpha) + (bias if beta == 1 else bias * beta)
 
@@ -207,7 +207,7 @@ def attention(
     enable_gqa: bool = False,
     seed: Seed | None = None,
 ) -> Tensor:
-    """``scaled_dot_product_attention`` on ``[batch, heads, length, size]``, batch and heads sharded equally in all three operands.
+    """Return ``scaled_dot_product_attention`` of ``[batch, heads, length, size]``; the same axes shard batch and heads of all operands.
 
     Queries may also be sharded over their length if ``is_causal`` is false. With ``seed`` the dropout is a function of it. Raises
     ``SpmdTypeError`` (when types are checked) for any other layout, such as sharded keys, which would need every rank's keys.
@@ -260,7 +260,7 @@ def convolution(
     dilation: Sequence[int] = (1,),
     groups: int = 1,
 ) -> Tensor:
-    """conv1d, conv2d or conv3d (by ``x``'s dims) of one group; the examples, the output channels or the input channels may be sharded.
+    """Return conv1d, conv2d or conv3d, by the dims of ``x``. Examples may be sharded; with one group, output or input channels too.
 
     Input channels are summed over: the result is P on their axes, and ``bias`` must be P there too (it is added afterwards).
     """
@@ -285,7 +285,7 @@ def convolution(
 
 @contextlib.contextmanager
 def _seeded(seed: Seed | None, device: torch.device) -> Iterator[None]:
-    """A context that draws from ``seed``, and restores the generators afterwards."""
+    """Draw random numbers from ``seed`` inside this context, and restore the generators afterwards."""
     if seed is None or device.type == "meta":
         yield
         return
@@ -299,8 +299,9 @@ def _seeded(seed: Seed | None, device: torch.device) -> Iterator[None]:
 def seed(key: int, layer: int, op: int, axes: Sequence[str] = ()) -> int:
     """Return the seed of one random op: a function of the microbatch's key, the layer, the op, and this rank's coordinates on ``axes``.
 
-    ``axes`` are those that shard the op's operand: their ranks draw differently, ranks with the same values draw the same; an axis
-    of size one does not count, so one device draws the same as replicas. A recomputation passes the same key and gets the same seed.
+    ``axes`` are the axes that shard the op's operand: ranks with different slices draw different numbers, ranks with the same values draw
+    the same. An axis of size one does not count, so one device draws the same as replicas. A recomputation passes the same key and gets
+    the same seed.
     """
     with spmd.no_typecheck():
         places = [torch.arange(_size(axis)) for axis in _split(axes)]
@@ -316,17 +317,17 @@ def seed(key: int, layer: int, op: int, axes: Sequence[str] = ()) -> int:
 
 
 def seeds(key: int, layer: int, axes: Sequence[Sequence[str]]) -> tuple[Tensor, ...]:
-    """Return the seeds of a layer's random ops as tensors on the CPU; ``axes`` are those of each op."""
+    """Return the seeds of a layer's random ops as tensors on the CPU; ``axes`` has the ``axes`` of ``seed`` for each op."""
     numbers = [seed(key, layer, op, each) for op, each in enumerate(axes)]
     with spmd.no_typecheck():
         return tuple(torch.tensor(number, device="cpu") for number in numbers)
 
 
 def dropout(x: Tensor, p: float, seed: Seed) -> Tensor:
-    """Dropout whose mask is a function of ``seed`` and the local shape.
+    """Return ``x`` after dropout, whose mask is a function of ``seed`` and the local shape.
 
     Ranks with the same ``x`` (I, R) must pass the same seed, and then draw the same mask; ranks with slices should pass different seeds.
-    A recomputation draws the same mask again. The backward pass needs the mask alone, a byte for each number.
+    A recomputation draws the same mask again. The backward pass needs only the mask, one byte per element.
     """
     if p == 0.0:
         return x
@@ -339,7 +340,7 @@ def dropout(x: Tensor, p: float, seed: Seed) -> Tensor:
 
 
 def strided(x: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tensor:
-    """``as_strided`` of ``x``'s elements in their logical order, whatever their memory layout."""
+    """Return ``as_strided`` of ``x``'s elements in logical order, whatever their memory layout."""
     return x.contiguous().as_strided(size, stride)
 
 
@@ -354,10 +355,9 @@ def cross_entropy_sum(
 ) -> Tensor:
     """Return the cross entropy of ``logits [..., v]`` and ``labels [...]``, summed over the labels that are not ``ignore_index``: 0-d.
 
-    ``weight [v]`` weighs the classes, as in torch.
-
-    ``partial_axes`` are the axes that shard the leading dims: on them the result is a term of the sum (P). With padded logits only the
-    first ``vocabulary`` columns count. Losses of 16 bits are accumulated and returned in float32.
+    ``weight [v]`` has the classes' weights, as in torch. ``partial_axes`` are the axes that shard the leading dims: on them the result is a
+    term of the sum (P). With padded logits only the first ``vocabulary`` columns count. 16-bit losses are accumulated and returned in
+    float32.
     """
     with spmd.local():
         logits = logits[..., :vocabulary]

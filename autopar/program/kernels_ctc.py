@@ -15,7 +15,7 @@ def ctc_loss(
 ) -> Tensor:
     """Return the losses ``[batch]`` of ``scores [batch, time, classes]`` (logarithms of probabilities) for ``labels [batch, most]``.
 
-    ``frames [batch]`` and ``lengths [batch]`` say how many of the scores and of the labels count.
+    ``frames [batch]`` and ``lengths [batch]`` are the numbers of valid time steps and of valid labels.
     """
     if spmd.is_type_checking():
         rows = _places(scores)[0]

@@ -1,17 +1,17 @@
-"""Mixtures of experts: the rows of every token are dispatched to the experts that its router chose, and combined in the token's order.
+"""Mixtures of experts: every token's row is dispatched to the experts that the router chose, and their results are combined.
 
 ``experts`` is a mixture without its router; its ``body``, the computation of an expert on a row, is the model's own code. The
 body calls ``grouped_linear`` and ``of_rows``, which take the number of rows of each expert. There are three ways to distribute the work,
-which may be combined on different axes:
+and different axes may use different ones:
 
 * each rank has different tokens, and all experts: nothing is exchanged;
 * each rank has the same tokens, and its own experts (or a slice of each): it computes their terms of the result, P;
 * each rank has different tokens, and its own experts: rows are sent to the owners of their experts and back by two all-to-alls whose
-  sizes the router decides (dropless, as in Gale et al. 2022, arXiv:2211.15841; expert parallelism is of Lepikhin et al. 2020,
+  sizes the router decides (dropless, as in Gale et al. 2022, arXiv:2211.15841; expert parallelism: Lepikhin et al. 2020,
   arXiv:2006.16668). Several such axes are flattened into one.
 
-The numbers of rows of each rank and expert are known on the device only. The host waits for all of them once in each forward pass of a
-mixture, and not at all if no rows are exchanged and no products run expert by expert.
+Only the device knows how many rows each rank and expert has. The host waits for these numbers once in each forward pass of a mixture, and
+not at all if no rows are exchanged and no products run expert by expert.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from .mesh_axes import Axis, group_of
 from .spmd import spmd
 
 Send = Callable[[Tensor, Sequence[Axis], list[int], list[int]], Callable[[], Tensor]]
-"""Sends the given numbers of rows to the ranks of the axes, in order, and receives the given numbers; returns a call that waits for
-them."""
+"""``send(rows, axes, sent, taken)`` sends ``sent[i]`` of the rows to rank ``i`` of the axes, and receives ``taken[i]`` rows from it;
+returns a function that waits for the received rows and returns them."""
 
 Body = Callable[..., Tensor]
-"""``body(rows, counts, *parameters)``: ``rows`` ``[n, h]`` sorted by expert, ``counts`` ``[e]`` rows of each expert; returns ``[n,
-h]``."""
+"""``body(rows, counts, *parameters)`` runs the experts on ``rows [n, h]``, sorted by expert; ``counts [e]`` are the experts' numbers of
+rows. It returns ``[n, h]``."""
 
 
 # -- building blocks of bodies ---------------------------------------------------------------------------------------
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """``rows [n, k]`` times the transpose of the ``weight [e, m, k]`` of each row's expert: ``[n, m]``. The first ``counts[0]`` rows are
-    expert 0's, and so on. On a GPU ``k`` and ``m`` of products in bfloat16 are multiples of 8 (``looped_linear`` has others)."""
+    """Multiply each of ``rows [n, k]`` by its expert's transposed weight in ``weight [e, m, k]``: ``[n, m]``. The first ``counts[0]`` rows
+    are expert 0's, and so on. On a GPU, ``k`` and ``m`` must be multiples of 8 in bfloat16 (``looped_linear`` takes any)."""
     if rows.is_cuda and rows.dtype == torch.bfloat16 and hasattr(F, "grouped_mm"):
         product: Tensor = GroupedProduct.apply(rows, weight, counts)
         return product
@@ -52,15 +52,15 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 def looped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """``grouped_linear``, expert by expert: for widths that CUDA's grouped product refuses (rows that are no multiple of 16 bytes)."""
+    """Compute ``grouped_linear`` expert by expert, for widths that CUDA's grouped product refuses (rows not of a multiple of 16 bytes)."""
     parts = rows.split(sizes(counts, rows.shape[0]))
     return torch.cat([F.linear(part, own) for part, own in zip(parts, weight.unbind(0), strict=True)])
 
 
 class GroupedProduct(torch.autograd.Function):
-    """``grouped_linear`` by torch's grouped product.
+    """Computes ``grouped_linear`` by torch's grouped matmul.
 
-    The gradient of an expert without rows is zero. On Blackwell (compute capability 10 and up) torch's product leaves something else
+    The gradient of an expert without rows is zero. On Blackwell (compute capability 10 and up) torch's product leaves other values
     there, even NaN (pytorch #172439, #193633), so it is overwritten. The products take gradients with contiguous rows only.
     """
 
@@ -88,18 +88,18 @@ spmd.register_local_autograd_function(GroupedProduct)
 
 
 def fills_empty_groups(device: torch.device) -> bool:
-    """Return whether the device's grouped product writes something else than zeros for groups without rows."""
+    """Return whether the device's grouped product may write other values than zeros for groups without rows."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
 
 
 def of_rows(values: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
-    """For each of the ``rows``, the entry of ``values [e, ...]`` (a bias) of its expert: ``[len(rows), ...]``."""
+    """Return for each of the ``rows`` its expert's entry of ``values [e, ...]``, such as a bias: ``[len(rows), ...]``."""
     several = sizes(counts, len(rows))
     return torch.cat([own.expand(n, *own.shape) for n, own in zip(several, values.unbind(0), strict=True)])
 
 
 def sizes(counts: Tensor, total: int) -> list[int]:
-    """``counts`` as Python numbers, for which the host waits once; on the meta device, which has no values, even shares of ``total``."""
+    """Return ``counts`` as Python numbers, for which the host waits once; on the meta device, without values, even shares of ``total``."""
     if counts.is_meta:
         base, rest = divmod(total, len(counts))
         return [base + (i < rest) for i in range(len(counts))]
@@ -128,7 +128,7 @@ def experts(
     exchange: Sequence[Axis] = (),
     partial_axes: Sequence[Axis] = (),
 ) -> Tensor:
-    """``sum_j weights[..., j] * expert[index[..., j]](x)`` for ``x`` ``[..., h]``, ``index`` and ``weights`` ``[..., k]``: ``[..., h]``.
+    """Return ``sum_j weights[..., j] * expert[index[..., j]](x)`` for ``x [..., h]`` and ``index``, ``weights`` ``[..., k]``: ``[..., h]``.
 
     ``parameters`` have the experts as dim 0, ``count`` of them globally. ``owners`` are the axes that distribute the experts, outermost
     first, and ``exchange`` those of them whose ranks have different tokens: rows are exchanged over these. ``partial_axes`` are the axes
@@ -153,12 +153,12 @@ def in_steps(
     count: int,
     **axes: Sequence[Axis],
 ) -> Generator[None, None, Tensor]:
-    """``experts`` as a generator that yields while an all-to-all is in flight, so that the caller can compute something else. ``tokens``
-    and ``axes`` are those of ``experts``; ``send`` exchanges the rows."""
+    """Run ``experts`` as a generator that yields while an all-to-all is in flight, so that the caller can compute something else.
+    ``tokens`` (``x``, ``index``, ``weights``) and ``axes`` are arguments of ``experts``; ``send`` exchanges the rows."""
     x, index, weights = tokens
     owners, exchange, partial_axes = (axes.get(name, ()) for name in ("owners", "exchange", "partial_axes"))
     if spmd.is_type_checking():
-        if send is not _at_once:  # what is computed meanwhile has other types
+        if send is not _at_once:  # what the caller computes meanwhile has other types
             return experts(x, index, weights, parameters, body, count, **axes)
         places = _check(x, index, weights, parameters, owners)
     owners = [axis for axis in owners if _size(axis) > 1]
@@ -186,7 +186,7 @@ def in_steps(
 def _check(
     x: Tensor, index: Tensor, weights: Tensor, parameters: Sequence[Tensor], owners: Sequence[Axis]
 ) -> list[tuple[object, ...]]:
-    """Return the axes that shard each dim of the result: those of ``x``; the router's choices must be sharded like the tokens of ``x``."""
+    """Check the operands' types, and return the axes that shard each dim of ``x``, and so of the result."""
     places = _places(x)
     _require(not places[-1], f"experts: the last dim of the tokens is sharded over {places[-1]}")
     for name, choice in (("index", index), ("weights", weights)):
@@ -214,8 +214,8 @@ def _as_terms(parameter: Tensor) -> Tensor:
 
 
 def _own(ids: Tensor, count: int, owners: Sequence[Axis], exchange: Sequence[Axis]) -> tuple[Tensor, Tensor]:
-    """The experts of all choices, and how many rows each expert gets. Experts that this rank does not send rows to are numbered behind
-    all others, and are not counted.
+    """Return the expert of every choice, and how many rows each expert gets. Experts to which this rank sends no rows get numbers after all
+    others, and are not counted.
 
     If the experts are distributed over several axes, an expert's owner has a coordinate on each; this rank sends rows to (or computes)
     the experts whose owners share its coordinate on every axis that is not exchanged over.
@@ -236,8 +236,8 @@ def _own(ids: Tensor, count: int, owners: Sequence[Axis], exchange: Sequence[Axi
 
 
 class _Traffic(NamedTuple):
-    """The numbers of rows that this rank sends to and receives from every rank; ``ours`` ``[ranks, e]`` are those received for each of its
-    experts, and ``counts`` ``[e]`` their sums."""
+    """The numbers of rows that this rank sends to and receives from every rank. ``ours [ranks, e]`` are those received from each rank for
+    each of its experts, and ``counts [e]`` their sums."""
 
     sent: list[int]
     taken: list[int]
@@ -262,7 +262,7 @@ def _traffic(counts: Tensor, exchange: Sequence[Axis], total: int) -> _Traffic:
 def _travel(
     rows: Tensor, traffic: _Traffic, body: Body, parameters: Sequence[Tensor], exchange: Sequence[Axis], send: Send
 ) -> Generator[None, None, Tensor]:
-    """Yield the body's result for ``rows``, sorted by expert, from the ranks that own the experts."""
+    """Send ``rows``, sorted by expert, to the ranks that own the experts; return the body's results, and yield while rows are in flight."""
     sent, taken, ours, counts = traffic
     arrived = send(rows, exchange, sent, taken)
     yield
@@ -306,7 +306,7 @@ def _all_to_all(rows: Tensor, group: dist.ProcessGroup | None, sent: list[int], 
 
 
 def _restore(rows: Tensor, order: Tensor, total: int) -> Tensor:
-    """``rows[i]`` at ``order[i]``, zero in all other rows: ``total`` rows. A gather by the inverse permutation, because in-place
+    """Return ``total`` rows: ``rows[i]`` at ``order[i]``, zeros elsewhere. This gathers by the inverse permutation, because in-place
     accumulation is not reproducible on a GPU."""
     if len(rows) < total:
         rows = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])

@@ -1,8 +1,8 @@
 """Products with weights in 8 bits: e4m3 operands forward, e5m2 gradients backward (Micikevicius et al., "FP8 formats for deep learning",
 arXiv:2209.05433), results in bfloat16.
 
-Every operand is multiplied by one scale for the whole tensor, from the tensor's largest value in the same call (dynamic tensorwise
-scaling). A scale is a power of two, the largest that leaves the tensor in range: the multiplication rounds nothing, and in a
+Every operand is multiplied by one scale per tensor, computed from the tensor's largest value in the same call (dynamic tensorwise
+scaling). A scale is the largest power of two that leaves the tensor in range: multiplying by it rounds nothing, and in a
 floating-point format another factor would help the smallest numbers only. Each rank scales its own slices: no collective is
 added, and the rounding of a product depends on the plan, which ``allow={"fp8"}`` permits.
 
@@ -27,12 +27,12 @@ MULTIPLE = 16
 """The hardware needs local weights whose dims are both multiples of this number; other products stay in bfloat16."""
 _SMALLEST = 2.0**-100  # a tensor of zeros is scaled as if this were its largest value
 _EXPONENT = 0x7F800000  # the bits of a float32's exponent: without the others it is the largest power of two not above the number
-_CAPABILITY = (8, 9)  # of CUDA devices with 8-bit tensor cores
+_CAPABILITY = (8, 9)  # the lowest of CUDA devices with 8-bit tensor cores
 
 
 @torch.compiler.disable  # scales are computed with views of a float's bits, between compiled parts of the layer
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """``F.linear(x, weight)`` in 8 bits: ``x [..., k]`` and ``weight [n, k]`` in bfloat16 give ``[..., n]`` in bfloat16.
+    """Return ``F.linear(x, weight)`` in 8 bits: ``x [..., k]`` and ``weight [n, k]`` in bfloat16 give ``[..., n]`` in bfloat16.
 
     Operands of another dtype, and weights whose local dims are no multiples of ``MULTIPLE``, are multiplied as they are.
     """
@@ -57,7 +57,7 @@ class Scaled(NamedTuple):
 
 
 def scaled(x: Tensor, dtype: torch.dtype) -> Scaled:
-    """``x`` in 8 bits, contiguous. A value that is infinite or NaN makes all products with it NaN."""
+    """Return ``x`` in 8 bits, contiguous. A value that is infinite or NaN makes all products with it NaN."""
     low, high = torch.aminmax(x)
     largest = torch.maximum(-low, high).float().clamp(min=_SMALLEST)
     room = torch.finfo(dtype).max / largest
@@ -66,7 +66,7 @@ def scaled(x: Tensor, dtype: torch.dtype) -> Scaled:
 
 
 def product(a: Scaled, b: Scaled) -> Tensor:
-    """``a [m, k] @ b[n, k].T`` in bfloat16."""
+    """Return ``a [m, k] @ b [n, k].T`` in bfloat16."""
     if a.values.is_cuda and torch.cuda.get_device_capability(a.values.device) >= _CAPABILITY:
         whole: Any = F.ScalingType.TensorWise
         return F.scaled_mm(
@@ -76,8 +76,8 @@ def product(a: Scaled, b: Scaled) -> Tensor:
 
 
 class _Float8Linear(torch.autograd.Function):
-    """The three products of a linear layer in 8 bits. The operands are saved as they are, like those of ``F.linear``, and rounded again:
-    a weight under ZeRO 3 is gathered again for the backward pass, and other ops may have saved the input."""
+    """Computes the three products of a linear layer in 8 bits. The operands are saved unrounded, as by ``F.linear``, and rounded again in
+    the backward pass: a weight under ZeRO 3 is gathered again for it, and other ops may have saved the input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

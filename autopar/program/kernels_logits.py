@@ -52,8 +52,8 @@ def loss_in_slices(
     axis: Axes = (),
     vocabulary: int | None = None,
 ) -> Tensor:
-    """``cross_entropy_sum(after(F.linear(x, weight, bias)), labels)`` for ``x [..., k]``, ``weight [v, k]`` and ``labels [...]``, in
-    ``slices`` of the vocabulary.
+    """Return ``cross_entropy_sum(after(F.linear(x, weight, bias)), labels)`` for ``x [..., k]``, ``weight [v, k]`` and ``labels [...]``,
+    computed in ``slices`` of the vocabulary.
 
     ``after`` is applied to each logit, in the dtype of ``x``. The rows of ``weight`` and ``bias`` are sharded over ``axis`` (or axes,
     outermost first), where ``x`` and ``labels`` (global ids) are R and the result is I; two small collectives join the ranks' sums. On
@@ -102,8 +102,8 @@ def _sums(
 
 
 class _Sums(torch.autograd.Function):
-    """Three numbers for each row of ``x``, as ``[3, rows]``: over its logits ``z``, one for each row of ``weight``, the maximum, ``sum
-    exp(z - maximum)``, and ``on * z[target] + off * sum z`` (without the first term if another rank has the target's row).
+    """Computes three numbers for each row of ``x``, ``[3, rows]``: of its logits ``z``, one for each row of ``weight``, the maximum,
+    ``sum exp(z - maximum)``, and ``on * z[target] + off * sum z`` (without the first term if another rank has the target's row).
 
     ``unpadded`` (or ``None``) is the number of rows of ``weight`` before padding. The maximum has no gradient.
     """
@@ -190,7 +190,7 @@ def _apply_steps(z: Tensor, steps: Sequence[Step]) -> Tensor:
 
 
 def _target_column(target: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Whether each row's target is in the slice, and its column there (any column if it isn't) as ``[rows, 1]``."""
+    """Return whether each row's target is in the slice, and its column there (any column if it isn't) as ``[rows, 1]``."""
     local = target - columns.start
     inside = local.clamp(0, columns.stop - columns.start - 1)
     return local == inside, inside.unsqueeze(1)

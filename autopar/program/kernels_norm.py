@@ -21,7 +21,7 @@ from .spmd import spmd
 
 
 class _Moments(torch.autograd.Function):
-    """Mean and (biased) variance of every channel, in float32 or wider; saves only the input."""
+    """Computes the mean and the (biased) variance of every channel, in float32 or wider; saves only the input."""
 
     @staticmethod
     def forward(ctx, x):  # type: ignore[no-untyped-def]
@@ -40,7 +40,7 @@ class _Moments(torch.autograd.Function):
 
 
 class _Normalised(torch.autograd.Function):
-    """``(x - mean) / sqrt(var + eps) * weight + bias`` with gradients of all five; saves ``x`` and tensors of one value per channel."""
+    """Computes ``(x - mean) / sqrt(var + eps) * weight + bias``, with gradients of all five; saves ``x`` and one value per channel each."""
 
     @staticmethod
     def forward(ctx, x, mean, var, weight, bias, eps):  # type: ignore[no-untyped-def]
@@ -74,7 +74,7 @@ def _all_but_channels(x: Tensor) -> list[int]:
 
 
 def _per_channel(values: Tensor, x: Tensor) -> Tensor:
-    """``values [c]`` reshaped to broadcast against ``x [n, c, ...]``."""
+    """Reshape ``values [c]`` to broadcast against ``x [n, c, ...]``."""
     return values.view(-1, *[1] * (x.ndim - 2))
 
 
@@ -110,7 +110,7 @@ def batch_statistics(x: Tensor, axis: Axes = ()) -> Tensor:
 
 
 def step_statistics(x: Tensor, axis: Axes = ()) -> Tensor:
-    """``batch_statistics`` of a microbatch, for running statistics where each microbatch is normalised separately."""
+    """Return ``batch_statistics`` of a microbatch, for running statistics if each microbatch is normalised separately."""
     return batch_statistics(x, axis)
 
 
@@ -122,7 +122,7 @@ def normalise(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """``(x - mean) / sqrt(var + eps) * weight + bias`` for every channel of ``x [n, c, ...]``; all other operands are ``[c]``.
+    """Return ``(x - mean) / sqrt(var + eps) * weight + bias`` for every channel of ``x [n, c, ...]``; all other operands are ``[c]``.
 
     ``x`` may be sharded on any dim; the axes that shard its channels shard the other operands too.
     """
@@ -137,7 +137,7 @@ def normalise(
 
 
 def local_batch_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """Batch norm of ``x [n, c, ...]`` by the statistics of this rank's examples in this microbatch: not what one device computes."""
+    """Return batch norm of ``x [n, c, ...]`` with the statistics of this rank's part of the microbatch: not what one device computes."""
     if spmd.is_type_checking():
         _refuse_partial(x, "local_batch_norm")
     with spmd.local():

@@ -1,7 +1,7 @@
 """Products that overlap the reduction of their input gradient with the computation of their weight gradients.
 
 The input of a column-parallel product is R on an axis, so its gradient is a partial sum: an all-reduce in the backward pass, or under
-sequence parallelism a reduce-scatter. The reduction needs the input gradient alone, and the weight gradients do not depend on it.
+sequence parallelism a reduce-scatter. The reduction needs only the input gradient, and the weight gradients do not depend on it.
 So a backward pass here computes the input gradient, starts its reduction, computes the gradients of the weights and biases, and
 waits. Megatron-LM does the same for one product (``LinearWithGradAccumulationAndAsyncCommunication`` in ``megatron/core/tensor_parallel/
 layers.py``). If several products read one input (query, key and value), their terms are added up first: one collective, as without
@@ -31,7 +31,7 @@ from .spmd import spmd
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, axis: Axes, src: Any) -> Tensor:
-    """``linears`` of one product."""
+    """Call ``linears`` with one weight, and return its product."""
     return linears(x, [weight], None if bias is None else [bias], axis=axis, src=src)[0]
 
 
@@ -45,12 +45,12 @@ def linears(
     src: Any,
     whole: bool = False,
 ) -> tuple[Tensor, ...]:
-    """``x`` converted from ``src`` to R on ``axis`` (or axes, outermost first), then for each of ``weights [n, k]`` the product
+    """Convert ``x`` from ``src`` to R on ``axis`` (or axes, outermost first), and return for each of ``weights [n, k]`` the product
     ``x @ weight.T + bias``: ``[..., n]``. With ``whole`` the converted ``x`` is the last result.
 
     ``src`` is I (nothing is sent forward, the gradient is all-reduced) or S(d) (``x`` is gathered along dim d, its gradient is
     reduce-scattered). In the backward pass that reduction runs while the gradients of weights and biases are computed. Gradients of 16 bits
-    are reduced in 16 bits. For other readers of the converted ``x``, which ``whole`` returns, the gradient is added before the reduction.
+    are reduced in 16 bits. If other ops read the converted ``x`` that ``whole`` returns, their gradient is added before the reduction.
     """
     added = biases or [None] * len(weights)
     axes = _split(axis)
@@ -66,7 +66,7 @@ def linears(
 
 
 def _converted(x: Tensor, axis: Axes, src: Any) -> Tensor:
-    """``x`` as R on ``axis``, by the collectives of ``spmd_types``, whose backward pass waits."""
+    """Convert ``x`` to R on ``axis`` by the collectives of ``spmd_types``, which are synchronous in the backward pass."""
     axes: Sequence[Any] = axis if isinstance(axis, list | tuple) else [axis]
     narrow = {"backward_options": {"op_dtype": x.dtype}} if x.dtype.itemsize == 2 else {}
     if isinstance(src, S):
@@ -76,13 +76,13 @@ def _converted(x: Tensor, axis: Axes, src: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class _Reduction:
-    """The sum of a gradient's terms over a group (``None``: over one rank). With ``dim`` each rank gets its slice along that dim."""
+    """Sums a gradient's terms over a group (``None``: over one rank). With ``dim`` each rank gets its slice along that dim."""
 
     group: dist.ProcessGroup | None
     dim: int | None
 
     def start(self, terms: Tensor) -> Callable[[], Tensor]:
-        """Issue the collective on ``terms``, which it may overwrite, and return the call that waits for it and gives the result."""
+        """Issue the collective on ``terms``, which it may overwrite; return a function that waits for it and returns the result."""
         if self.group is None:
             return lambda: terms
         if self.dim is None:
@@ -133,8 +133,8 @@ class _Products(torch.autograd.Function):
 
 
 def _terms(rows: Sequence[Tensor | None], weights: Sequence[Tensor], read: Tensor | None = None) -> Tensor | None:
-    """This rank's gradient of the input of all products ``[rows, k]``, in a new tensor; ``read`` is the gradient that other readers of the
-    input contribute."""
+    """Return this rank's gradient ``[rows, k]`` of the products' input, in a new tensor; ``read`` is the gradient from the input's other
+    readers."""
     total = None if read is None else read.reshape(-1, read.shape[-1]).clone()
     for grad, weight in zip(rows, weights, strict=True):
         if grad is not None:
@@ -143,7 +143,7 @@ def _terms(rows: Sequence[Tensor | None], weights: Sequence[Tensor], read: Tenso
 
 
 def _of_weight(grad: Tensor, read: Tensor, weight: Tensor) -> Tensor:
-    """The gradient ``[n, k]`` of a weight, in the weight's memory layout."""
+    """Return the gradient ``[n, k]`` of a weight, in the weight's memory layout."""
     if weight.stride(0) == 1 and weight.stride(1) != 1:  # a transposed view
         return (read.t() @ grad).t()
     return grad.t() @ read

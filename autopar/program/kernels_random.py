@@ -18,16 +18,17 @@ Seed = int | Tensor
 
 
 def uniform(like: Tensor, low: float = 0.0, high: float = 1.0, seed: Seed | None = None) -> Tensor:
-    """Numbers between ``low`` and ``high`` in the shape, dtype and types of ``like``.
+    """Return numbers between ``low`` and ``high`` in the shape, dtype and types of ``like``.
 
     They are a function of ``seed`` and the local shape. Ranks with the same ``like`` must pass the same seed, and then draw the same
-    numbers; ranks with slices should pass different seeds. A recomputation draws the same numbers. Without a seed, torch's generator draws.
+    numbers; ranks with slices should pass different seeds. A recomputation draws the same numbers. Without a seed, torch's
+    default generator is used.
     """
     return _drawn("uniform", like, like.dtype, [low, high], seed)
 
 
 def normal(like: Tensor, mean: float = 0.0, std: float = 1.0, seed: Seed | None = None) -> Tensor:
-    """Like ``uniform``, from the normal distribution."""
+    """Return numbers from a normal distribution, otherwise like ``uniform``."""
     return _drawn("normal", like, like.dtype, [mean, std], seed)
 
 

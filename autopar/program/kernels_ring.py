@@ -1,9 +1,9 @@
 """Ring attention: the sequence is sharded over an axis, and keys and values are passed around its ring of ranks.
 
 Every rank keeps its queries. Keys and values pass from rank to rank, each step's attention is folded into a running softmax, and the
-next block is in flight while the current one is computed (Liu, Zaharia and Abbeel 2023). The backward sends keys and values around again,
-with their gradients, which end at the ranks of their keys and values. Saved for the backward: query, key, value, result and the logsumexp
-of each row, no scores.
+next block is in flight while the current one is computed (Liu, Zaharia and Abbeel 2023). The backward pass sends keys and values around
+again, with their gradients, which end at the ranks that have these keys and values. Saved for the backward pass are query, key, value,
+result and the logsumexp of each row, but no scores.
 
 A step's attention is one call of the device's flash attention if that supports the operands (``has_kernel``); the results of the steps
 are merged by their logsumexps. Otherwise, scores are in memory for some rows at a time.
@@ -35,10 +35,10 @@ from .mesh_axes import group_of
 from .spmd import spmd
 
 SCORES = 2**26
-"""The most scores in memory at once: queries are processed in runs of rows whose scores stay below."""
+"""The largest number of scores in memory at once: queries are processed in runs of rows with fewer scores."""
 
 
-@torch.compiler.disable  # sends and receives under its own arithmetic
+@torch.compiler.disable  # its sends and receives overlap its own arithmetic
 def ring_attention(
     query: Tensor,
     key: Tensor,
@@ -51,10 +51,10 @@ def ring_attention(
     enable_gqa: bool = False,
     seed: Seed | None = None,
 ) -> Tensor:
-    """``scaled_dot_product_attention`` on ``[..., heads, length / n, size]``, the length of all three operands S on ``axis`` (or axes,
-    outermost first); other axes may shard batch and heads, equally in all three.
+    """Return ``scaled_dot_product_attention`` of ``[..., heads, length / n, size]``, the length of all three operands S on ``axis`` (or
+    axes, outermost first); other axes may shard batch and heads, equally in all three.
 
-    ``attn_mask`` is ``[..., length / n, length]`` (or broadcasts to it): its rows are sharded like the queries, its columns are whole.
+    ``attn_mask`` is ``[..., length / n, length]`` (or broadcasts to it): its rows are sharded like the queries, its columns unsharded.
     Key and value have as many heads as the query, or (``enable_gqa``) fewer. With ``seed`` the dropout is a function of it; it must
     differ between the ranks of ``axis``. Accumulates in float32 or wider.
     """
@@ -119,7 +119,7 @@ class Ring:
         return at
 
     def at(self, index: int) -> tuple[int, ...]:
-        """Return the inverse of ``index``."""
+        """Return the coordinates of the rank at a position in the ring: the inverse of ``index``."""
         place = []
         for size in reversed(self.sizes):
             index, coordinate = divmod(index, size)
@@ -135,7 +135,7 @@ class Ring:
         return axis
 
     def origins(self) -> Iterator[tuple[int, ...]]:
-        """For every step, the coordinates of the rank whose block is here."""
+        """Yield for every step the coordinates of the rank whose block this rank has."""
         place = list(self.place)
         yield tuple(place)
         for step in range(1, self.size):
@@ -158,15 +158,15 @@ class Ring:
     ) -> list[Tensor]:
         """Exchange equal parts: rank i of the ring has the parts ``held[i]``, in that order, and gets the parts ``wanted[i]``.
 
-        Along one axis after the other, by an all-to-all in which every rank of a group takes part: NCCL would wait for ranks that
-        take no part in a batch of transfers.
+        The parts move along one axis after the other, by an all-to-all in which every rank of a group takes part: in a batch of transfers
+        NCCL would wait for ranks that take no part.
         """
         me = self.index(self.place)
         mine = dict(zip(held[me], parts, strict=True))
         where = {part: self.at(i) for i, numbers in enumerate(held) for part in numbers}
         goal = {part: self.at(i) for i, numbers in enumerate(wanted) for part in numbers}
         for axis, group in enumerate(self.groups):
-            moves: dict[int, tuple[int, int]] = {}  # of the group's ranks: from, to
+            moves: dict[int, tuple[int, int]] = {}  # by part: the group's ranks that it moves from and to
             for part, source in where.items():
                 where[part] = (*source[:axis], goal[part][axis], *source[axis + 1 :])
                 if self._beside(source, axis) and source != where[part]:
@@ -231,7 +231,7 @@ class _Order:
         return self._exchange(x, forward=True)
 
     def leave(self, x: Tensor) -> Tensor:
-        """Return the inverse of ``enter``."""
+        """Reorder from this order to the program's: the inverse of ``enter``."""
         return self._exchange(x, forward=False)
 
     def _exchange(self, x: Tensor, *, forward: bool) -> Tensor:
@@ -273,7 +273,7 @@ def _blocks(order: _Order, origin: int, causal: bool, length: int, scores_per_pa
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype, wide: torch.dtype) -> Tensor:
-    """``a @ b`` accumulated in ``wide``. On a GPU its factors are first rounded to ``dtype``, as in fused kernels, for speed."""
+    """Return ``a @ b``, accumulated in ``wide``. On a GPU the factors are first rounded to ``dtype``, as in fused kernels, for speed."""
     if dtype == wide or a.device.type != "cuda":
         return a.to(wide) @ b.to(wide)
     lead = a.shape[:-2]
@@ -282,13 +282,13 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype, wide: torch.dtype) -> Ten
 
 
 def _grouped(x: Tensor, heads: int) -> Tensor:
-    """``[..., h, l, e]`` as ``[..., heads, h / heads * l, e]``: the queries that read one key head."""
+    """Reshape ``[..., h, l, e]`` to ``[..., heads, h / heads * l, e]``: together the queries that read one key head."""
     return x.reshape(*x.shape[:-3], heads, -1, x.shape[-1])
 
 
 @dataclass(frozen=True)
 class _Scores:
-    """The operands of scores, shared by the two passes."""
+    """Computes scores and dropout masks, in the forward and the backward pass."""
 
     mask: Tensor | None
     scale: float
@@ -301,7 +301,7 @@ class _Scores:
         return _product(a, b, self.dtype, self.wide)
 
     def of(self, query: Tensor, key: Tensor, block: _Block, column: int) -> Tensor:
-        """``[..., h, l, s]``: a block's scores, with the mask; ``column`` is the position of its first key in the whole sequence."""
+        """Return a block's masked scores ``[..., h, l, s]``; ``column`` is the position of its first key in the global sequence."""
         heads = key.shape[-3]
         rows = _grouped(query[..., block.start : block.stop, :], heads)
         scores = self.product(rows, key[..., : block.keys, :].mT).mul_(self.scale)
@@ -331,7 +331,7 @@ class _Scores:
 
 
 def has_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, causal: bool) -> bool:
-    """Whether the device's flash attention computes the steps: without a mask and dropout, for heads of one size; on GPUs if torch
+    """Return whether the device's flash attention computes the steps: without a mask and dropout, for heads of one size; on GPUs if torch
     would choose it, on CPUs in float32 and float64 (in 16 bits the CPU's kernel rounds the softmax, which stays in float32 here)."""
     if mask is not None or dropout_p or query.shape[-1] != value.shape[-1]:
         return False
@@ -344,7 +344,7 @@ def has_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, d
 
 
 def _heads(x: Tensor, query: Tensor) -> Tensor:
-    """``[batch, heads, length, size]``: each key head once for every query head that reads it."""
+    """Return ``[batch, heads, length, size]`` with each key head repeated for every query head that reads it."""
     x = x if x.shape[-3] == query.shape[-3] else x.repeat_interleave(query.shape[-3] // x.shape[-3], -3)
     return x.reshape(-1, *x.shape[-3:])
 
@@ -359,14 +359,14 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> t
 
 
 def _attention_backward(given: tuple[Tensor, ...], causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The terms of the gradients from the keys in ``given``: the result's gradient, query, key, value, and the result and logsumexp over
-    all keys."""
+    """Return the terms that some keys add to the gradients of query, key and value. ``given`` has the result's gradient, query, these keys,
+    their values, and the result and logsumexp over all keys."""
     aten = torch.ops.aten
     if given[0].device.type == "cpu":
         found = aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, 0.0, causal, scale=scale)
     else:
         lengths = given[1].shape[-2], given[2].shape[-2]
-        random = torch.zeros(2, dtype=torch.int64, device=given[0].device)  # the state of no dropout
+        random = torch.zeros(2, dtype=torch.int64, device=given[0].device)  # a generator's state, for dropout
         found = aten._scaled_dot_product_flash_attention_backward(
             *given, None, None, *lengths, 0.0, causal, random, random[0], scale=scale
         )
@@ -383,7 +383,7 @@ class _Part(NamedTuple):
 
 
 def _parts(order: _Order, origin: int, causal: bool, length: int) -> Iterator[_Part]:
-    """Yield what this rank computes against the block of the ``origin``-th rank: one part, or none."""
+    """Yield this rank's work on the block of the ``origin``-th rank: one part, or none."""
     me = order.ring.index(order.ring.place)
     mine, theirs = order.chunks[me], order.chunks[origin]
     if not causal or origin == me:  # the chunks are ascending, and so are the positions in them
@@ -399,7 +399,7 @@ def _parts(order: _Order, origin: int, causal: bool, length: int) -> Iterator[_P
 def _kernel_forward(
     order: _Order, causal: bool, scale: float, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """``_forward`` by the device's kernel."""
+    """Compute ``_forward`` by the device's kernel."""
     wide = torch.promote_types(query.dtype, torch.float32)
     q = _heads(query, query)
     lse = q.new_full(q.shape[:-1], float("-inf"), dtype=wide)
@@ -418,7 +418,7 @@ def _kernel_forward(
 def _kernel_backward(
     order: _Order, causal: bool, scale: float, saved: tuple[Tensor, ...], grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``_backward`` by the device's kernel."""
+    """Compute ``_backward`` by the device's kernel."""
     query, key, value, out, lse = saved
     q, whole, g = _heads(query, query), _heads(out, query), _heads(grad.contiguous(), query)
     lse = lse.reshape(q.shape[:-1])
@@ -442,7 +442,7 @@ def _kernel_backward(
 
 
 class _RingAttention(torch.autograd.Function):
-    """The forward and the backward pass. All tensors but the result and the gradients are in the ring's order."""
+    """Runs the forward and the backward pass. All tensors except the result and the gradients are in the ring's order."""
 
     @staticmethod
     def forward(ctx, query, key, value, mask, ring, causal, scale, dropout_p, seed):  # type: ignore[no-untyped-def]
@@ -489,7 +489,7 @@ def _generator(like: Tensor, dropout_p: float, seed: Seed | None) -> torch.Gener
 
 
 def _rotation(order: _Order, tensors: list[Tensor]) -> Iterator[tuple[int, int, list[Tensor]]]:
-    """Every step: its number, the rank in the ring whose block is here, and the block; the next one is already on its way."""
+    """Yield for every step its number, the ring position of the rank whose block is here, and the block; the next is already in flight."""
     ring = order.ring
     for step, origin in enumerate(ring.origins()):
         last = step + 1 == ring.size
@@ -534,7 +534,7 @@ def _forward(
 def _backward(
     order: _Order, causal: bool, scores: _Scores, saved: tuple[Tensor, ...], grad: Tensor, grad_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value in the wide dtype; that of the mask is added to ``grad_mask``."""
+    """Return the gradients of query, key and value in the wide dtype, and add the mask's gradient to ``grad_mask``."""
     query, key, value, out, lse = saved
     wide, length = scores.wide, query.shape[-2]
     delta = (grad.to(wide) * out.to(wide)).sum(-1)
@@ -570,8 +570,8 @@ def _backward(
 def _gathered(
     order: _Order, block: list[Tensor], terms: Callable[[int, Sequence[Tensor]], list[Tensor]]
 ) -> list[Tensor]:
-    """The gradients of every rank's ``block``, at that rank: the sums of all ranks' ``terms``. The blocks go around the ring, and their
-    gradients follow them."""
+    """Return the gradients of this rank's ``block``: the sums of all ranks' ``terms``. The blocks go around the ring, and their gradients
+    follow them."""
     ring = order.ring
     travelling: Arrival = ([], [])
     gone = [0] * len(ring.sizes)

@@ -27,7 +27,7 @@ def recurrent(
     bidirectional: bool = False,
     seed: int | None = None,
 ) -> Tensor:
-    """Return an LSTM (``mode`` is "lstm"), a GRU ("gru") or a plain RNN ("rnn_tanh", "rnn_relu") in training, on padded sequences.
+    """Run an LSTM (``mode`` is "lstm"), a GRU ("gru") or a plain RNN ("rnn_tanh", "rnn_relu") in training mode, on padded sequences.
 
     ``x`` is ``[batch, time, width]`` and each of ``states`` ``[layers * directions, batch, hidden]``, the batch sharded equally; without
     ``states`` they are zeros. The result is ``[batch, time + layers * states, directions * hidden]``: the outputs, then the last hidden
@@ -60,5 +60,5 @@ def recurrent(
 
 
 def _beside(state: Tensor, layers: int) -> Tensor:
-    """``[layers * directions, batch, hidden]`` reshaped to ``[batch, layers, directions * hidden]``."""
+    """Reshape ``[layers * directions, batch, hidden]`` to ``[batch, layers, directions * hidden]``."""
     return state.unflatten(0, (layers, -1)).permute(2, 0, 1, 3).flatten(2)

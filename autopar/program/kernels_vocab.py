@@ -16,8 +16,8 @@ from .spmd import spmd
 
 
 def masked_embedding(ids: Tensor, weight: Tensor, axis: Axes, padding_idx: int | None = None) -> Tensor:
-    """Embedding with the rows of ``weight`` sharded over ``axis`` (or axes, outermost first): each rank looks up the ids that
-    it has, and returns zero for the others.
+    """Return the embeddings of ``ids`` if ``axis`` (or axes, outermost first) shards the rows of ``weight``: each rank looks up the ids of
+    its rows, and returns zeros for all others.
 
     ``weight`` is ``[vocabulary / n, d]``, S(0) on ``axis``; ``ids`` are R there. The result ``[*ids, d]`` is P. ``padding_idx`` (a global
     id) gets no gradient.
@@ -80,10 +80,10 @@ def vocab_parallel_cross_entropy_sum(
     partial_axes: Sequence[Axis] = (),
     vocabulary: int | None = None,
 ) -> Tensor:
-    """``cross_entropy_sum`` with the vocabulary sharded over ``axis`` (or axes, outermost first), on which the result is I.
+    """Return ``cross_entropy_sum`` with the vocabulary sharded over ``axis`` (or axes, outermost first), on which the result is I.
 
-    ``logits`` are ``[..., v / n]``, S(last) on ``axis``; ``labels`` (global ids) are R on it. Two small collectives: the
-    maxima are gathered, and the two sums of every token reduced in one call. The full logits are never gathered. Accumulates
+    ``logits`` are ``[..., v / n]``, S(last) on ``axis``; ``labels`` (global ids) are R on it. Two small collectives run: one gathers the
+    maxima, and one reduces the two sums of every token. The full logits are never gathered. Accumulates
     in float32 or wider, and returns that dtype. If padding makes the slices equal, ``vocabulary`` is the true size.
     """
     axes = _split(axis)

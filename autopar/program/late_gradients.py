@@ -1,5 +1,5 @@
-"""Gradients that are applied late (delayed SGD, Langford et al. 2009, arXiv:0911.0491; staleness as in stale synchronous parallel training,
-Ho et al. 2013): an update uses the gradients of ``ProgramSpec.late`` steps before, and the first updates use zeros.
+"""Applies gradients late (delayed SGD, Langford et al. 2009, arXiv:0911.0491; staleness as in stale synchronous parallel training,
+Ho et al. 2013): an update uses the gradients of ``ProgramSpec.late`` steps ago, and the first updates use zeros.
 
 A step's gradients are summed over the replicas while the following steps compute: each group's gradients are copied, an async sum of
 the copy starts, and the update that needs the sum waits for it. A checkpoint has the sums that no update has used yet, as states of the
@@ -42,7 +42,7 @@ class _Sum:
 
 
 class LateReductions(Reductions):
-    """Starts the reductions of a rank's groups, which later updates await."""
+    """Starts the reductions of a rank's groups, and lets later updates wait for them."""
 
     def __init__(self, program: LoadedProgram, by_stage: Mapping[int, Sequence[ParameterGroup]]) -> None:
         super().__init__(program, by_stage)
@@ -95,7 +95,7 @@ class LateReductions(Reductions):
 
     @contextlib.contextmanager
     def saved(self, updates: Updates) -> Iterator[None]:
-        """A context in which the sums that no update has used yet are states of the optimizer.
+        """Make the sums that no update has used yet states of the optimizer inside this context.
 
         Raises ``CheckpointError`` if the optimizer needs unsharded tensors, which these are not.
         """
@@ -123,7 +123,7 @@ class LateReductions(Reductions):
 
     @torch.no_grad()
     def loaded(self, updates: Updates) -> None:
-        """After a checkpoint was loaded: take its sums from the optimizer's states."""
+        """Take the sums of a checkpoint that was just loaded out of the optimizer's states."""
         self._step, self._placed = 0, False
         for group, sums in self._sums.items():
             found: dict[int, _Sum] = {}
@@ -137,7 +137,7 @@ class LateReductions(Reductions):
 
 
 def _part(gradients: Tensor, group: FlatGroup, holder: Tensor) -> Tensor:
-    """The part of a group's ``gradients`` that belongs to the parameter ``holder``."""
+    """Return the part of a group's ``gradients`` that belongs to the parameter ``holder``."""
     view = holder.grad
     assert view is not None
     start = view.storage_offset() - group.flat_gradients.storage_offset()

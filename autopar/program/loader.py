@@ -1,7 +1,7 @@
 """Reads the global batches of a data set; every rank reads only its own rows.
 
 The order of an epoch is that of ``torch.utils.data.DistributedSampler``: a permutation drawn from ``seed + epoch``, or the data set's own
-order. It doesn't depend on the plan. A position in it is an epoch and a row, so a training that resumes with another number of devices, or
+order. It doesn't depend on the plan. A position is an epoch and a row, so a training that resumes with another number of devices, or
 with another global batch, continues at the next row.
 
 Rows come from a map-style data set through torch's ``DataLoader``, optionally with worker processes. A position is all that has to
@@ -50,7 +50,7 @@ class Order:
 
     With ``shuffle`` an epoch's order is a permutation from ``seed + epoch``. ``workers`` is the number of reader processes of each
     rank. ``names`` has the nested structure of a sample (tuples, lists, dicts) with the program's input names as leaves and ``None`` for
-    all else; without it a sample is a dict by these names. ``last`` says what happens to the rows that remain at the end of an epoch,
+    all other parts; without it a sample is a dict by these names. ``last`` says what happens to the last rows of an epoch if they are
     fewer than a global batch: ``"drop"``, or ``"pad"``, which fills the batch with rows that the loss leaves out.
     """
 
@@ -74,13 +74,13 @@ class Tensors(Dataset[Mapping[str, Tensor]]):
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> Tensors:
-        """Return the tensors of a file of ``torch.save({"input_ids": tensor, ...})``."""
+        """Return the tensors in a file that ``torch.save({"input_ids": tensor, ...})`` wrote."""
         how = 'a file of torch.save({"NAME": tensor, ...}) has the rows of each input of the program'
         if not os.path.isfile(path):
             raise DataError(f"there is no file {path}", how)
         try:
             found = torch.load(path, weights_only=True, mmap=True)
-        except Exception as error:  # of many kinds, by what the file is
+        except Exception as error:  # of many kinds, depending on the file
             raise DataError(f"{path} cannot be read ({type(error).__name__})", how) from error
         if not isinstance(found, Mapping) or not found:
             raise DataError(f"{path} holds no tensors by name, but a {type(found).__name__}", how)
@@ -123,7 +123,7 @@ class Synthetic(Tensors):
 
 @dataclass(frozen=True)
 class _Fetched:
-    """Rows that were read, or the error, and the pending check that all ranks read the same batch."""
+    """The rows that were read, or the error, and ``asked``, the pending check that all ranks read the same batch."""
 
     begin: tuple[int, int]
     tensors: Mapping[str, Tensor] | None
@@ -135,10 +135,10 @@ class Loader:
     """This rank's rows of the global batches of a data set.
 
     Args:
-        program, world: the plan says which rows a rank reads, and of which inputs.
+        program, world: they determine which rows of which inputs this rank reads.
         dataset: a map-style data set; or a ``DataLoader`` of one, whose ``collate_fn``, workers and order are used.
         order: the order of the rows.
-        collate: makes tensors of a list of samples; default: that of ``DataLoader``.
+        collate: converts a list of samples to tensors; default: that of ``DataLoader``.
 
     Raises:
         DataError: the data set has no length, or is shorter than one global batch; or nothing proves that the loss leaves padding out.
@@ -172,8 +172,8 @@ class Loader:
                 "give more rows, or plan for a smaller batch",
             )
         self._batches: Iterator[Any] = iter(())
-        self._next: tuple[int, int] | None = None  # where the next of them begins
-        self._fetched: _Fetched | None = None  # ahead of the step that takes it
+        self._next: tuple[int, int] | None = None  # the position of the next batch in ``_batches``
+        self._fetched: _Fetched | None = None  # a batch that was read ahead of its step
 
     def __len__(self) -> int:
         """Return the number of global batches of an epoch."""
@@ -189,7 +189,7 @@ class Loader:
     def key(self) -> str:
         """Identifies the data set and its order: a position is valid only for the same key. All ranks read this together.
 
-        It has a checksum of 16 rows, unless reading them twice gives other values.
+        It has a checksum of 16 rows, unless reading them twice gives different values.
         """
         found = [""]
         if dist.get_rank() == 0:
@@ -199,7 +199,7 @@ class Loader:
         return f"{self.order}, with checksum {found[0]}" if found[0] else self.order
 
     def _content(self) -> str:
-        """Return a checksum of collated rows from all over the data set; empty if they are synthetic or differ between readings."""
+        """Return a checksum of 16 collated rows, evenly spaced; empty if they are synthetic or differ between two readings."""
         if isinstance(self._dataset, Synthetic):
             return ""
         rows = sorted({i * (self.rows - 1) // (_SAMPLED - 1) for i in range(_SAMPLED)})
@@ -210,7 +210,7 @@ class Loader:
         return f"{one:08x}" if one == other else ""
 
     def _digest(self, collated: Any) -> int:
-        """Return the checksum of all inputs of the program, not only of those that this rank reads."""
+        """Return the checksum of a batch's inputs: all inputs of the program, not only those that this rank reads."""
         named = self._named(collated)
         tensors = {name: torch.as_tensor(named[name]) for name in sorted(self._inputs) if name in named}
         return zlib.crc32(repr([(name, digest(tensor)) for name, tensor in tensors.items()]).encode())
@@ -282,8 +282,9 @@ class Loader:
                 if name in tensors and beyond.any():
                     tensors[name] = tensors[name].clone()
                     tensors[name][beyond] = value
-        except Exception as error:  # noqa: BLE001  whatever a data set raises, all ranks must hear of it
-            kind, lines = type(error).__name__, str(error).strip().splitlines() or [""]  # of a worker, its traceback
+        except Exception as error:  # noqa: BLE001  whatever a data set raises, all ranks must raise
+            # the text of a worker's error is its traceback
+            kind, lines = type(error).__name__, str(error).strip().splitlines() or [""]
             what = error.message if isinstance(error, DataError) else f"{kind}: {lines[-1].removeprefix(f'{kind}: ')}"
             problem = f"row {begin[1]} to {begin[1] + self.batch - 1} of epoch {begin[0]}: {what}"
         self._next = None if problem else self._begin(begin[0], begin[1] + self.batch)
@@ -333,7 +334,7 @@ class Loader:
             order = self._permutation(current)
             while not self.ends((current, row)):
                 wanted = own + row
-                wanted = torch.where(wanted < self.rows, wanted, row)  # a row of the batch, whose labels are ignored
+                wanted = torch.where(wanted < self.rows, wanted, row)  # padding repeats a row; its labels are ignored
                 yield (wanted if order is None else order[wanted]).tolist()
                 row += self.batch
             row = 0
@@ -344,7 +345,7 @@ class Loader:
         generator = torch.Generator().manual_seed(self._order.seed + epoch)
         return torch.randperm(self.rows, generator=generator)
 
-    # -- what a row is --
+    # -- names, shapes and dtypes --
 
     def _checked(self, collated: Any) -> dict[str, Tensor]:
         """Return the inputs that this rank reads, in the program's dtypes and shapes."""
@@ -361,7 +362,7 @@ class Loader:
         return found
 
     def _named(self, collated: Any) -> Mapping[str, Any]:
-        """Return a collated batch by the names of the program's inputs."""
+        """Return a collated batch as a mapping from the names of the program's inputs."""
         named = collated
         if self._order.names is not None and not (
             isinstance(named, Mapping) and named.keys() >= set(self._share.inputs)
@@ -375,7 +376,7 @@ class Loader:
         return named
 
     def _fitting(self, name: str, named: Mapping[str, Any]) -> Tensor:
-        """Return an input's rows, if the program takes such rows; floating ones may have another dtype."""
+        """Return an input's rows; raise ``DataError`` if their shape or dtype is wrong. Floating-point dtypes may differ."""
         if name not in named:
             raise DataError(
                 f"the batch has no {name!r}; it has {', '.join(sorted(map(str, named))) or 'nothing'}",
@@ -395,12 +396,12 @@ class Loader:
         return tensor
 
     def _dtype(self, name: str, tensor: Tensor) -> torch.dtype:
-        """Return the dtype in which the program takes an input; its own if only a condition on the batch reads it."""
+        """Return the dtype in which the program takes an input; the tensor's own if only the prelude reads the input."""
         return self._inputs[name].dtype if name in self._inputs else tensor.dtype
 
 
 class _Sampler:
-    """The batch sampler of a ``DataLoader``."""
+    """Yields the rows that this rank reads, as the batch sampler of a ``DataLoader``."""
 
     def __init__(self, loader: Loader, begin: tuple[int, int]) -> None:
         self._loader, self._begin = loader, begin
@@ -411,9 +412,9 @@ class _Sampler:
 
 @contextlib.contextmanager
 def _same_random_numbers() -> Iterator[None]:
-    """A context that restores the state of the random generators at its end."""
+    """Restore the states of the random generators at the end of this context."""
     before = random.getstate()
-    numpy = sys.modules.get("numpy")  # a data set may draw from it; the program does without
+    numpy = sys.modules.get("numpy")  # a data set may draw from numpy; the program itself doesn't need numpy
     of_numpy = None if numpy is None else numpy.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):

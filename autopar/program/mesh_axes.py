@@ -1,4 +1,4 @@
-"""The current mesh: the process group of an axis, or of several axes flattened into one."""
+"""Looks up process groups in the current mesh, by one axis or by several axes flattened into one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .spmd import spmd
 
 Axis = str | dist.ProcessGroup
 Groups = Mapping[tuple[str, ...], dist.ProcessGroup]
-"""The process groups of several axes (outermost first)."""
+"""Process groups by the axes that they run over (outermost first)."""
 
 _meshes: list[DeviceMesh] = []
 _flat: ContextVar[Groups | None] = ContextVar("groups of flattened axes", default=None)

@@ -1,6 +1,6 @@
 """Training metrics: a record of each step, for files and TensorBoard, and a comparison of measured and predicted steps.
 
-A rank that runs out of memory reports it in one sentence: the predicted bytes of its stage by part, the measured ones, and the change that
+A rank that runs out of memory reports it in one sentence: the predicted bytes of its stage by part, the measured bytes, and the change that
 saves most.
 """
 
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 COMPARED_STEPS = 20
-"""The step after which measurement and prediction are compared, without the first five, in which memory is allocated and layers are
-compiled."""
+"""The number of steps after which measurement and prediction are compared. The first five don't count: they allocate memory and
+compile layers."""
 _FAR = 0.2
 
 
@@ -33,10 +33,10 @@ def peak_memory_bytes() -> int:
 
 
 class Meter:
-    """The records of a training's steps, on the one rank that writes them.
+    """Records the steps of a training, on the one rank that writes them.
 
-    ``plan`` is the content of ``plan.json``. Records go to ``log``, one JSON object a line after those that are there, and to a TensorBoard
-    in the folder ``tensorboard``. ``seconds`` has the times of previous steps; new ones are appended.
+    ``plan`` is the content of ``plan.json``. Records are appended to the file ``log``, one JSON object per line, and written to the
+    TensorBoard folder ``tensorboard``. ``seconds`` has the times of previous steps; new ones are appended.
 
     Raises ``ModuleNotFoundError`` with what to install if there is no tensorboard.
     """
@@ -61,10 +61,10 @@ class Meter:
     def end(
         self, step: int, loss: float, memory_bytes: int, more: Mapping[str, float | None], steps: int = 1
     ) -> dict[str, Any]:
-        """After a step: its record, with the mean time of the ``steps`` since ``begin``. ``more`` are further figures; those that are
-        ``None`` are left out.
+        """Write and return the record of a finished step, with the mean time of the ``steps`` since ``begin``. ``more`` has further
+        figures; those that are ``None`` are left out.
 
-        The MFU is that of the plan, at the measured time: its FLOPs and the peak of the device kind are the plan's.
+        The MFU is the plan's, scaled to the measured time: the FLOPs and the device's peak are those of the plan.
         """
         seconds = (time.perf_counter() - self._began) / steps
         self._due = len(self._seconds) < COMPARED_STEPS <= len(self._seconds) + steps
@@ -88,8 +88,8 @@ class Meter:
         return record
 
     def comparison(self, memory_bytes: int, predicted_bytes: int) -> str:
-        """After ``COMPARED_STEPS`` steps, once: a table of the predicted and the measured step; empty otherwise. Both numbers of bytes are
-        peaks of one device."""
+        """Return a table of the predicted and the measured step, once after ``COMPARED_STEPS`` steps, otherwise an empty string. Both
+        numbers of bytes are peaks of one device."""
         if not self._due:
             return ""
         plan, measured_s = self._plan, statistics.median(self._seconds[5:])
@@ -161,7 +161,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def explained(folder: Path) -> Iterator[None]:
-    """A context that turns failed allocations into a ``MemoryError`` with the memory that the plan in ``folder`` predicts."""
+    """Turn a failed allocation inside this context into a ``MemoryError`` with the memory that the plan in ``folder`` predicts."""
     try:
         yield
     except Exception as error:
@@ -173,7 +173,8 @@ def explained(folder: Path) -> Iterator[None]:
 
 
 def sentence(plan: Mapping[str, Any], rank: int, measured: tuple[int, str], asked: str) -> str:
-    """``measured`` are bytes and a name for them; ``asked`` is the allocator's own first line."""
+    """Describe an out-of-memory error, and what to change. ``measured`` is a number of bytes and what it measures; ``asked`` is the first
+    line of the allocator's message."""
     index, stage = next(
         (i, stage)
         for i, stage in enumerate(plan["stages"])

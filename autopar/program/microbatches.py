@@ -26,9 +26,9 @@ from .world import MIRROR, LoadedProgram, World
 class ScheduledStage(nn.Module):
     """Wraps a stage for the schedule, which calls it with a microbatch: passes the batch's scalars on, and makes outputs contiguous.
 
-    A schedule gives each stage the inputs of all stages of the rank: the names of a stage's inputs begin with its number. If the model's
-    statistics are per microbatch, scalars are among the inputs; otherwise ``scalars`` has them. The stage may be an FSDP module, but this
-    wrapper isn't: torch's schedule would keep gathered parameters and unsharded gradients in memory until the last microbatch.
+    A schedule passes each stage the inputs of all stages of the rank, so the names of a stage's inputs begin with its number. If the
+    model's statistics are per microbatch, scalars are among the inputs; otherwise ``scalars`` has them. The stage may be an FSDP module,
+    but this wrapper isn't: torch's schedule would keep gathered parameters and unsharded gradients in memory until the last microbatch.
     """
 
     def __init__(self, index: int, stage: nn.Module, world: World, reductions: Reductions) -> None:
@@ -63,7 +63,7 @@ class Microbatches:
     ) -> None:
         self.program, self.world, self.stages, self._groups = program, world, stages, groups
         self._reductions, self._scale = reductions, scale  # multiplies by the loss scale
-        self._losses: list[Tensor] = []  # this rank's terms of the step's loss, not scaled
+        self._losses: list[Tensor] = []  # this rank's terms of the step's loss, without the loss scale
         self.share = Share(program, world)
         self.microbatches, self._per_microbatch = self.share.microbatches, self.share.per_microbatch
         self._modules = {index: ScheduledStage(index, stage, world, reductions) for index, stage in stages.items()}
@@ -114,7 +114,7 @@ class Microbatches:
         return self._losses
 
     def step(self, inputs: dict[str, Tensor]) -> None:
-        """Run all microbatches, which ``inputs`` has along dim 0."""
+        """Run all microbatches; ``inputs`` has them one after the other along dim 0."""
         ((stage, module),) = self._modules.items()
         for i, parts in enumerate(self.chunks(inputs)):
             with action("F", stage, i):

@@ -1,4 +1,4 @@
-"""This rank's parts of the user's model: set from full tensors, drawn at random, and gathered on rank 0.
+"""Sets this rank's parts of the user's model from full tensors, draws them at random, and gathers them on rank 0.
 
 Under every plan, a rank's part of a tensor is a set of boxes (``boxes``). So checkpoints, weights, state dicts and initial values are
 all loops over a rank's pieces.
@@ -25,7 +25,7 @@ from .weights import runs
 from .world import BufferRecord, Layout, LoadedProgram, World
 
 _CHUNK = 1 << 16  # numbers that are drawn at a time; their intermediate results stay in the processor's cache
-_ROUND_BYTES = 256 * 2**20  # that rank 0 receives at a time
+_ROUND_BYTES = 256 * 2**20  # the bytes that rank 0 receives at a time
 
 
 class SavedBuffers(Protocol):
@@ -40,13 +40,13 @@ def _value(master: Master) -> Tensor | None:
 
 @dataclass(frozen=True)
 class TrainingTensors:
-    """The tensors of a training on this rank: its parameters, the buffers that the model writes, and what updates the parameters."""
+    """This rank's tensors of a training: parameters, buffers that the model writes, and the optimizer's state (``updates``)."""
 
     program: LoadedProgram
     world: World
     groups: Sequence[ParameterGroup]
     buffers: SavedBuffers | None
-    updates: Updates | None  # not yet there when weights are loaded at the start
+    updates: Updates | None  # ``None`` while initial values are set: there is no optimizer yet
 
     def held(self, of: Callable[[Master], Tensor | None] = _value) -> Iterator[MasterValues]:
         """Yield what ``of`` returns for each of this rank's masters, those of frozen parameters included."""
@@ -59,15 +59,15 @@ class TrainingTensors:
     def parameters(
         self, *, once: bool = False, of: Callable[[Master], Tensor | None] = _value
     ) -> Iterator[tuple[Layout, Piece]]:
-        """Yield the pieces of ``held``. With ``once`` an element comes from the first of the ranks that have it (in each local SGD
-        replica), and from the first of tied copies."""
+        """Yield the pieces of ``held``. With ``once`` only the first of the ranks that have an element (in each local SGD replica) yields
+        it, and of tied copies only the first."""
         for held in self.held(of):
             layout = held.master.layout
             if not once or self.world.first_on(held.master.alike) and self.program.is_first_copy(layout):
                 yield from ((layout, piece) for piece in held.pieces(self.world))
 
     def written(self, *, copies: bool = False) -> Iterator[Piece]:
-        """Yield the buffers that this rank's stages write; with ``copies`` also those that they only read."""
+        """Yield the buffers that this rank's stages write; with ``copies`` also the copies that they only read."""
         for record, tensor in () if self.buffers is None else self.buffers.own():
             if copies or record.written:
                 yield whole(("model" if record.persistent else "buffer", record.original), tensor)
@@ -77,7 +77,7 @@ class TrainingTensors:
         return [*(piece for _, piece in self.parameters()), *self.written(copies=True)]
 
     def pieces_once(self) -> Iterator[Piece]:
-        """Yield this rank's pieces of the model's state dict, of which each element comes from one rank alone (as of ``parameters``)."""
+        """Yield this rank's pieces of the model's state dict, each element on one rank alone, as ``parameters(once=True)`` does."""
         yield from (piece for _, piece in self.parameters(once=True))
         if self.world.first_on(self.world.coordinates):
             yield from (piece for piece in self.written() if piece.path[0] == "model")
@@ -88,7 +88,7 @@ class TrainingTensors:
 
     @torch.no_grad()
     def fill(self, source: Callable[[Layout], Tensor], buffers: Mapping[str, Tensor] | None = None) -> None:
-        """Set the parameters from the originals that ``source`` returns, and buffers from ``buffers``, by name; then ``spread``."""
+        """Set the parameters from the full tensors of ``source``, and buffers from ``buffers``, by name. Callers then call ``spread``."""
         last, full = None, torch.empty(0)
         for layout, piece in self.parameters():
             if layout is not last:
@@ -104,10 +104,10 @@ class TrainingTensors:
 
     @torch.no_grad()
     def draw(self, seed: int) -> None:
-        """Draw this rank's parts of all parameters; then ``spread``.
+        """Draw this rank's parts of all parameters at random. Callers then call ``spread``.
 
         Matrices are normal with standard deviation 0.02, vectors named ``...weight`` are ones (a norm's scale), other vectors zeros. A
-        number depends on the seed, the parameter's original name and the element's index, not on the plan, and a rank draws only its own.
+        number depends on the seed, the parameter's original name and the element's index, not on the plan; a rank draws only its parts.
         """
         for _, piece in self.parameters():
             if len(piece.shape) < 2:
@@ -116,7 +116,7 @@ class TrainingTensors:
                 _fill(piece, seed)
 
     def spread(self) -> None:
-        """Copy the masters into the parameters that the stages read, after anything other than an update set them. All ranks call this."""
+        """Copy the masters into the parameters that the stages read, after anything but an update has set them. All ranks call this."""
         for group in self.groups:
             upload(group.masters)
             group.publish()
@@ -124,7 +124,7 @@ class TrainingTensors:
             self.updates.read_masters()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the parameters, under every name of a tied one, and the written buffers: whole, on the CPU of rank 0; nothing elsewhere.
+        """Return the unsharded parameters (a tied one under each name) and written buffers, on the CPU of rank 0; nothing on other ranks.
         Parameters of local SGD replicas are averaged. All ranks call this."""
         state = self._whole(self.program.layouts, self.pieces_once())
         for layout in self.program.layouts:
@@ -139,7 +139,7 @@ class TrainingTensors:
 
     @torch.no_grad()
     def _whole(self, layouts: Sequence[Layout], own: Iterable[Piece]) -> dict[str, Tensor]:
-        """Return on rank 0 the full tensors of ``layouts``, and of any others of which ranks have pieces."""
+        """Return on rank 0 the full tensors of ``layouts``, and any other tensors of which ranks have pieces."""
         found: dict[str, Tensor] = {}
         averaged: set[str] = set()
         if dist.get_rank() == 0:
@@ -158,8 +158,8 @@ class TrainingTensors:
 
 
 def gathered(own: Iterable[Piece], world: World) -> Iterator[Piece]:
-    """Send the pieces of all ranks to rank 0, which yields them; all ranks call this, and consume it. Rank 0 receives a bounded number
-    of bytes at a time."""
+    """Send the pieces of all ranks to rank 0, which yields them; all ranks call this, and consume the iterator. Rank 0 receives a bounded
+    number of bytes at a time."""
     limit = max(_ROUND_BYTES // dist.get_world_size(), 2**18)
     mine: list[Piece] = []
     if dist.get_rank() == 0:
@@ -238,17 +238,17 @@ def normal(key: int, start: int, stop: int) -> Tensor:
 
 
 def _signed(bits: int) -> int:
-    """Return the 64-bit integer with these bits, as torch has it."""
+    """Return the signed integer with the bits of an unsigned 64-bit integer, whose highest bit is set."""
     return bits - (1 << 64)
 
 
 def _shifted(bits: Tensor, count: int) -> Tensor:
-    """``bits >> count`` of unsigned integers."""
+    """Return ``bits >> count``, as for unsigned integers."""
     return (bits >> count).bitwise_and_((1 << (64 - count)) - 1)
 
 
 def source_of(state: Mapping[str, Tensor]) -> Callable[[Layout], Tensor]:
-    """Initial values from a state dict of the user's model; any name of a tied parameter works."""
+    """Return a function that looks up initial values in a state dict of the user's model, under any name of a tied parameter."""
 
     def value(layout: Layout) -> Tensor:
         for name in (layout.original, *layout.tied):

@@ -21,7 +21,7 @@ from torch.func import functional_call
 from .spmd import spmd
 
 OPAQUE = "runtime/opaque.json"
-"""The file in a folder that describes the modules."""
+"""The file in a program's folder that describes the modules."""
 
 
 class Applied(nn.Module):
@@ -62,7 +62,7 @@ def tensors_in(result: Any) -> list[Tensor]:
 def call(
     op: str, inputs: Sequence[Tensor], tensors: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    """``call_all`` for a module whose result is one tensor of ``shape`` and ``dtype``."""
+    """Run ``call_all`` for a module whose result is one tensor of ``shape`` and ``dtype``, and return this tensor."""
     return call_all(op, inputs, tensors, [(shape, dtype)])[0]
 
 

@@ -1,6 +1,6 @@
-"""The state of the optimizer and of its scheduler in a checkpoint.
+"""Saves and restores the state of the optimizer and of its scheduler in checkpoints.
 
-Each parameter has tensors of its shape and numbers, each group its options. A tensor of the parameter's shape (``exp_avg``) is
+A parameter's state consists of tensors and numbers, and a parameter group has options. A tensor of the parameter's shape (``exp_avg``) is
 sharded like the parameter; a number (``step``) is written once. A tensor of another shape (Adafactor's ``row_var``) is written in full by
 a rank that has the full parameter (``whole_tensors``).
 
@@ -28,7 +28,7 @@ from .world import LoadedProgram, World
 TENSOR, NUMBER = "tensor", "number"
 """Kinds of state: a tensor with dims, and one without. The other kinds are Python's number types."""
 _OF_THE_PROGRAM = ("params", "param_names", "fused", "foreach", "capturable", "differentiable")
-"""Group options that don't affect the result: which parameters a rank has, and which kernels update them."""
+"""Group options that depend on the program: which parameters a rank has, and which kernels update them. They don't affect the result."""
 _PYTHON: dict[str, type] = {"int": int, "float": float, "bool": bool}
 
 
@@ -45,7 +45,7 @@ def described(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def plain(option: Any) -> Any:
-    """Return an option as JSON; ``...`` if JSON can't express it (then the function that makes the optimizer must set it)."""
+    """Return an option as JSON; ``...`` if JSON can't express it (then the user's function that makes the optimizer must set it)."""
     if isinstance(option, Tensor) and option.dim() == 0:
         return option.item()
     if isinstance(option, tuple | list):
@@ -55,7 +55,7 @@ def plain(option: Any) -> Any:
 
 
 def merged(optimizer: Mapping[str, Any], parts: Iterable[Mapping[str, str]]) -> dict[str, Any]:
-    """Return the optimizer's description with the kinds of all ranks' state keys; a key that is a number anywhere has that kind."""
+    """Return the optimizer's description with the kinds of all ranks' state keys; a key that is a number on any rank is a number."""
     kinds: dict[str, str] = {}
     for part in parts:
         for key, kind in part.items():
@@ -66,8 +66,8 @@ def merged(optimizer: Mapping[str, Any], parts: Iterable[Mapping[str, str]]) -> 
 def saved(
     optimizer: torch.optim.Optimizer, masters: Sequence[Master], program: LoadedProgram, world: World
 ) -> tuple[list[MasterValues], list[Piece], dict[str, str]]:
-    """Return this rank's part of the optimizer's state: tensors of the parameters' shapes, all others that it writes, and the kind of each
-    key."""
+    """Return this rank's part of the optimizer's state: the tensors of the parameters' shapes, the other states that this rank writes, and
+    the kind of each key."""
     held: list[MasterValues] = []
     others: list[Piece] = []
     kinds: dict[str, str] = {}
@@ -89,7 +89,7 @@ def _is_like(master: Master, value: Any) -> bool:
 
 
 def _has_first(master: Master, program: LoadedProgram, world: World) -> bool:
-    """Return whether this rank is the one with the parameter's first element: of all ranks that have parts of it, it writes the numbers."""
+    """Return whether this rank is the first with the parameter's first element: that rank writes the numbers of the parameter's state."""
     layout = master.layout
     begins = [master.first, *(start for start, _ in layout.window(world.coordinates)), (layout.part or (0, 0))[1]]
     return not any(begins) and copy_index(master.alike, program, world)[0] == 0
@@ -122,7 +122,7 @@ def _path(master: Master, key: str) -> tuple[str, ...]:
 
 
 def _whole(master: Master, key: str, value: Any) -> Piece:
-    """Return a state of another shape than the parameter's: a tensor, or a number."""
+    """Return the piece of a state that is not sharded like the parameter: a full tensor, or a number."""
     if isinstance(value, Tensor):
         return whole(_path(master, key), value.detach())
     return whole(_path(master, key), torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None))
@@ -135,7 +135,7 @@ class Restored:
     """A checkpoint's optimizer state for this rank's masters: created empty, filled by reading ``pieces``, then installed.
 
     ``facts`` describe the optimizer that was saved, ``stored`` has the metadata of the checkpoint's tensors by name. Raises
-    ``CheckpointError`` where the checkpoint is of another optimizer, or has none.
+    ``CheckpointError`` if the checkpoint has another optimizer's state, or none.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Restored:
                 now = optimizer.state.get(master.tensor, {}).get(key)
                 fits = isinstance(now, Tensor) and (now.shape, now.dtype) == (shape, dtype)
                 if fits and world.places and world.places.has(now):
-                    state[key] = now  # a file keeps the room of what is left
+                    state[key] = now  # reuse it: the file never frees space
                 elif master.offloaded is not None and shape == master.tensor.shape:
                     state[key] = world.places.zeros(master.offloaded.place, shape, dtype)
                 else:
@@ -189,7 +189,7 @@ class Restored:
                     self.pieces.append(_whole(master, key, state[key]))
 
     def install(self) -> None:
-        """Give the optimizer its state, and its groups their options."""
+        """Set the optimizer's state, and the options of its groups."""
         self._optimizer.state.clear()
         for param, state in self._states.items():
             kinds = self._facts["keys"]
@@ -230,7 +230,7 @@ def _check(optimizer: torch.optim.Optimizer, facts: Mapping[str, Any]) -> None:
 
 
 def described_scheduler(scheduler: LRScheduler | None) -> dict[str, Any] | None:
-    """Return the scheduler's class, those of its parts included, and its state."""
+    """Return the names of the scheduler's class and of its parts' classes, and its state."""
     return None if scheduler is None else {"class": _class(scheduler), "state": _saved(scheduler.state_dict())}
 
 
@@ -246,7 +246,7 @@ def check_scheduler(scheduler: LRScheduler | None, facts: Mapping[str, Any] | No
 
 
 def restore_scheduler(scheduler: LRScheduler | None, facts: Mapping[str, Any] | None) -> None:
-    """Give the scheduler its state; the learning rates themselves are options of the optimizer's groups."""
+    """Restore the scheduler's state; the learning rates themselves are options of the optimizer's groups."""
     if scheduler is not None and facts is not None:
         scheduler.load_state_dict(_restored(scheduler.state_dict(), facts["state"]))
 
@@ -267,7 +267,7 @@ def _saved(value: Any) -> Any:
 
 
 def _restored(now: Any, saved: Any) -> Any:
-    """Return the ``saved`` value in the form of the one ``now``, which has what was not saved."""
+    """Return the ``saved`` value in the form of the current value ``now``, which supplies the parts that were not saved."""
     if isinstance(now, Mapping) and isinstance(saved, Mapping):
         return {**now, **{key: _restored(now.get(key), item) for key, item in saved.items()}}
     if isinstance(now, list) and isinstance(saved, list) and len(now) == len(saved):

@@ -1,4 +1,4 @@
-"""The user's optimizers and learning rate scheduler, over this rank's parameters.
+"""Creates the user's optimizers and learning rate scheduler over this rank's parameters.
 
 The user's callable is called once with meta tensors: all parameters of the user's model with their names, shapes and order, frozen
 ones included, so that parameter groups by name, by number of dims or by position are the same as on one device. It returns an optimizer, or
@@ -40,7 +40,7 @@ _NEVER = {
 
 
 class RefusedOptimizerError(ValueError):
-    """An optimizer that would not train as on one device; ``message`` says why, ``hint`` what to do."""
+    """Raised for an optimizer that would not train as on one device; ``message`` says why, ``hint`` what to do."""
 
     def __init__(self, message: str, hint: str) -> None:
         super().__init__(f"{message}; {hint}")
@@ -48,7 +48,7 @@ class RefusedOptimizerError(ValueError):
 
 
 class OptimizerContainer(torch.optim.Optimizer):
-    """Optimizers with parameters of their own as one: the groups of all of them, in order, and one state."""
+    """Combines optimizers over disjoint parameters into one, with the groups of all of them, in order, and one state."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         super().__init__([{"params": []}], {})
@@ -65,10 +65,10 @@ class OptimizerContainer(torch.optim.Optimizer):
 
 
 class Updates:
-    """What updates this rank's master copies: the optimizer over ``masters``, and the scheduler of its learning rates, if there is one.
+    """Updates this rank's master copies by the optimizer over ``masters``, and its learning rates by the scheduler, if there is one.
 
-    ``masters`` are the tensors that the optimizer has: this rank's own, or whole ones that it updates for several ranks. ``offloaded``
-    updates them where some are not on the device.
+    ``masters`` are the tensors that the optimizer has: this rank's own, or full tensors that it updates for several ranks. ``offloaded``
+    runs the optimizer if some masters are not on the device.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Updates:
         self._offloaded = offloaded
 
     def step(self) -> None:
-        """Update by the masters' gradients, then set the next step's learning rates; all ranks call this."""
+        """Update the masters by their gradients, then set the next step's learning rates; all ranks call this."""
         if self._whole is not None:
             self._whole.gather_gradients()
         (self._offloaded or self.optimizer).step()
@@ -93,13 +93,13 @@ class Updates:
             self.scheduler.step()
 
     def read_masters(self) -> None:
-        """After the masters were set by anything but ``step``; all ranks call this."""
+        """Read the masters again after anything but ``step`` has set them; all ranks call this."""
         if self._whole is not None:
             self._whole.gather_values()
 
 
 class TensorGatherer(Protocol):
-    """As of ``whole_tensors``."""
+    """The interface of ``whole_tensors.WholeTensors``."""
 
     masters: list[Master]
 
@@ -117,7 +117,7 @@ def make(
 ) -> Updates:
     """Return the user's optimizer and scheduler over this rank's master copies; all ranks call this.
 
-    Raises ``RefusedOptimizerError`` where training would not be as on one device, on every rank alike.
+    Raises ``RefusedOptimizerError`` on every rank if training would differ from training on one device.
     """
     user = checked(optimizer, program, scheduler)
     looking = {
@@ -128,7 +128,7 @@ def make(
         for param in group["params"]
     }
     whole: TensorGatherer | None = None
-    if looking and program.spec.whole_tensors is not None:  # else no parameter is cut
+    if looking and program.spec.whole_tensors is not None:  # otherwise no parameter is sharded
         looked_at = [master for master in masters if master.layout.original in looking]
         whole = program.spec.whole_tensors(looked_at, program, world)
         masters = [*(m for m in masters if m.layout.original not in looking), *whole.masters]
@@ -143,7 +143,7 @@ def make(
 
 @dataclass(frozen=True)
 class CheckedRecipe:
-    """What the user's callables made of stand-ins for the parameters."""
+    """The optimizers that the user's callable made over stand-ins for the parameters."""
 
     models: list[torch.optim.Optimizer]
     stand_ins: Mapping[str, nn.Parameter]  # by name, in the model's order
@@ -154,18 +154,18 @@ class CheckedRecipe:
         return {id(stand_in): name for name, stand_in in self.stand_ins.items()}
 
     def over(self, masters: Mapping[str, list[nn.Parameter]]) -> torch.optim.Optimizer:
-        """Optimizers of the same classes with the same options over ``masters``, as one."""
+        """Return optimizers of the same classes with the same options over ``masters``, combined into one."""
         return _joined([_rebuilt(model, self.names, masters) for model in self.models])
 
     def again(self) -> torch.optim.Optimizer:
-        """Return the same over the stand-ins."""
+        """Return the optimizers, rebuilt over the stand-ins."""
         return self.over({name: [stand_in] for name, stand_in in self.stand_ins.items()})
 
 
 def checked(optimizer: Optimizer, program: LoadedProgram, scheduler: Scheduler | None = None) -> CheckedRecipe:
-    """Return the optimizers that the user's callable makes of the stand-ins; the scheduler is tried on them.
+    """Return the optimizers that the user's callable makes over stand-ins for the parameters; the scheduler is tried on them.
 
-    Raises ``RefusedOptimizerError`` as ``make`` does; nothing need have been started.
+    Raises ``RefusedOptimizerError`` as ``make`` does. No process group is needed.
     """
     stand_ins = _stand_ins(program)
     made: Any = optimizer(list(stand_ins.items()) if _wants_names(optimizer) else list(stand_ins.values()))
@@ -194,8 +194,8 @@ def checked(optimizer: Optimizer, program: LoadedProgram, scheduler: Scheduler |
             )
         taken |= {id(param) for param in own}
         _refuse_pieces(model, [names[id(param)] for param in own], program)
-        _rebuilt(model, names, {})  # a rank may have none of its parameters
-    # the meta tensors already show whether the classes can be constructed again
+        _rebuilt(model, names, {})  # try it without parameters: a rank may have none
+    # try on the meta tensors whether the classes can be constructed again
     again = user.again()
     if scheduler is not None:
         scheduled(scheduler, again)
@@ -203,7 +203,7 @@ def checked(optimizer: Optimizer, program: LoadedProgram, scheduler: Scheduler |
 
 
 def select(parameters: Mapping[str, T], *patterns: str) -> list[T]:
-    """Return the parameters with one of the names, in the model's order; a ``*`` in a name stands for a number: ``"layers.*.mlp.weight"``.
+    """Return the parameters with one of these names, in the model's order; ``*`` in a name stands for a number: ``"layers.*.mlp.weight"``.
 
     Raises ``RefusedOptimizerError`` for a name that no parameter has.
     """
@@ -215,7 +215,7 @@ def select(parameters: Mapping[str, T], *patterns: str) -> list[T]:
 
 
 def patterns_of(name: str) -> list[str]:
-    """Patterns that a name fits, the widest first: with a ``*`` for all parts that are numbers, for one of them, and the name itself."""
+    """Return the patterns that fit a name, the widest first: with ``*`` for all its numbers, for one of them, and the name itself."""
     parts = name.split(".")
     numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
     places = [numbers, *([i] for i in numbers), []]
@@ -223,7 +223,7 @@ def patterns_of(name: str) -> list[str]:
 
 
 def difference(mine: torch.optim.Optimizer, its: torch.optim.Optimizer) -> str:
-    """Return what two optimizers over the same parameters differ in, besides the names in their groups, or an empty string."""
+    """Return the first difference of two optimizers over the same parameters, or an empty string. Names in their groups don't count."""
     if type(mine) is not type(its):
         return "class"
     if len(mine.param_groups) != len(its.param_groups):
@@ -246,7 +246,7 @@ def _joined(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimize
 
 
 def scheduled(scheduler: Scheduler, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """Return the scheduler that the user's callable makes of an optimizer. Raises ``RefusedOptimizerError``."""
+    """Return the scheduler that the user's callable makes for an optimizer. Raises ``RefusedOptimizerError``."""
     made = scheduler(optimizer)
     if not isinstance(made, LRScheduler):
         raise RefusedOptimizerError(
@@ -267,14 +267,14 @@ def scheduled(scheduler: Scheduler, optimizer: torch.optim.Optimizer) -> LRSched
 
 
 def class_name(made: torch.optim.Optimizer) -> str:
-    """Return the class of an optimizer; those of several, in order."""
+    """Return the name of an optimizer's class; for a container, those of its parts in order."""
     return " and ".join(
         type(part).__qualname__ for part in (made.parts if isinstance(made, OptimizerContainer) else (made,))
     )
 
 
 def _stand_ins(program: LoadedProgram) -> dict[str, nn.Parameter]:
-    """Return the user's parameters, on meta, by name, in the model's order."""
+    """Return stand-ins on the meta device for the user's parameters, by name, in the model's order."""
     found: dict[str, nn.Parameter] = {}
     dtypes = {layout.original: program.placement(layout).wide for layout in program.layouts}
     entries = [(e["name"], e["shape"], e["trainable"]) for e in program.records.get("model", ()) if _own(e)]
@@ -301,7 +301,7 @@ def _name(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _of_torch(optimizer: torch.optim.Optimizer) -> str:
-    """Return the name of an optimizer of torch's own; ``""`` of any other, subclasses included."""
+    """Return the name of an optimizer class of torch; ``""`` for any other class, subclasses of torch's included."""
     name = _name(optimizer)
     return name if type(optimizer) is getattr(torch.optim, name, None) else ""
 
@@ -339,7 +339,7 @@ def _refuse_pieces(optimizer: torch.optim.Optimizer, names: Iterable[str], progr
 
 
 def cut(layout: Layout, program: LoadedProgram) -> str | None:
-    """Describe how the plan slices a master copy; ``None`` for an unsharded parameter."""
+    """Describe how the plan divides the master copy of a parameter; ``None`` if it does not."""
     axes = [axis for axis, _ in layout.sharded if program.spec.mesh[axis] > 1]
     if axes:
         return f"the axis {axes[0]} shards it"
@@ -392,7 +392,7 @@ def _not_rebuilt(optimizer: torch.optim.Optimizer, why: str) -> RefusedOptimizer
 
 
 def _copy_attributes(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
-    """Copy the attributes of the class besides its groups, except those with tensors, which the constructor made of the new parameters."""
+    """Copy the optimizer's attributes, except its groups, its state, and tensors, which the constructor made from the new parameters."""
     for name, value in vars(source).items():
         if name in ("param_groups", "state"):
             continue

@@ -1,8 +1,8 @@
 """The parameters of this rank's stages, and the master copies that the optimizer updates.
 
-Everything here is a function of the parameters' layout records (``layouts.json``). The optimizer owns plain tensors, the *masters*: whole
-local slices, or under ZeRO this rank's pieces of them. They may be in another memory than the device's (``Offloaded``). Parameters that
-other ranks have, too, are in flat buffers (ZeRO 0 and 1), or under FSDP2 (ZeRO 2 and 3, ``fsdp``).
+Everything here is a function of the parameters' layout records (``layouts.json``). The optimizer owns plain tensors, the *masters*:
+complete local slices, or under ZeRO this rank's pieces of them. They may be in another memory than the device's (``Offloaded``).
+Parameters that other ranks have too are in flat buffers (ZeRO 0 and 1), or under FSDP2 (ZeRO 2 and 3, ``fsdp``).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from .world import Layout, LoadedProgram, World
 
 @dataclass(frozen=True, slots=True)
 class Offloaded:
-    """The device's side of an offloaded master: the master's ``place``, the tensor on the device whose ``grad`` is the master's gradient,
-    and the device's ``values``, which an update replaces."""
+    """The device's side of an offloaded master: ``place`` is the master's memory, ``gradient`` the tensor on the device whose ``grad`` is
+    the master's gradient, and ``values`` the device's copy of the values, which an update replaces."""
 
     place: str
     gradient: nn.Parameter
@@ -38,8 +38,8 @@ class Offloaded:
 class Master:
     """A tensor that the optimizer owns: this rank's slice of a parameter, or under ZeRO its piece of that slice.
 
-    ``alike`` are the axes whose ranks all have the same values; ``first`` is the piece's first element in the slice. ``offloaded`` is
-    what the device has of a master that is not there itself.
+    ``alike`` are the axes whose ranks all have the same values; ``first`` is the piece's first element in the slice. ``offloaded`` is the
+    device's side of a master that is in another memory.
     """
 
     layout: Layout
@@ -61,7 +61,7 @@ class Master:
 
 @torch.no_grad()
 def upload(masters: Sequence[Master]) -> None:
-    """After masters were set by anything but an update: give the device their values."""
+    """Copy the values of offloaded masters to the device, after anything but an update has set them."""
     for master in masters:
         if master.offloaded is not None:
             master.offloaded.values.copy_(master.tensor)
@@ -70,13 +70,13 @@ def upload(masters: Sequence[Master]) -> None:
 class ParameterGroup:
     """Parameters of one layer of a stage that are stored together.
 
-    This class keeps parameters whose gradients no other rank and no other stage adds to, in the dtype of their masters: the masters are the
-    parameters themselves, and autograd accumulates their gradients over microbatches, as it does on one device. ``FlatGroup``
-    and ``ShardedGroup`` (``fsdp``) keep the others.
+    This class itself keeps parameters that have their masters' dtype, and to whose gradients no other rank and no other stage contributes:
+    the masters are the parameters themselves, and autograd accumulates their gradients over microbatches, as it does on one device.
+    ``FlatGroup`` and ``ShardedGroup`` (``fsdp``) keep the others.
 
-    All have one ``placement``. ``masters`` are what the optimizer updates, ``frozen`` those of parameters that are not trained. ``adders``
-    has, by the identity of each trainable parameter that the stage reads, the function that adds a microbatch's gradient which autograd
-    does not compute.
+    All parameters of a group have the same ``placement``. ``masters`` are what the optimizer updates, ``frozen`` those of parameters that
+    are not trained. ``adders`` maps the ``id`` of each trainable parameter that the stage reads to a function that adds a microbatch's
+    gradient, for gradients that autograd does not compute.
     """
 
     def __init__(self, stage: nn.Module, layouts: Sequence[Layout], world: World, program: LoadedProgram) -> None:
@@ -89,7 +89,7 @@ class ParameterGroup:
         self._allocate(program)
 
     def _allocate(self, program: LoadedProgram) -> None:
-        """Give the parameters memory, zeros, and make their masters."""
+        """Allocate the parameters as zeros, and create their masters."""
         for layout in self.layouts:
             dtype = program.placement(layout).wide
             values = torch.zeros(self._module.get_parameter(layout.name).shape, dtype=dtype, device=self._world.device)
@@ -100,12 +100,12 @@ class ParameterGroup:
             self.adders[id(param)] = functools.partial(_add, param)
 
     def zero_grad(self) -> None:
-        """Forget the gradients of the last step, before another one."""
+        """Forget the last step's gradients, before another step."""
         for master in self.masters:
             master.holder.grad = None
 
     def finish_adding(self) -> None:
-        """Wait for what the adders have started."""
+        """Wait for the reductions that the adders have started."""
 
     def finish_reduction(self) -> None:
         """Give the masters their gradients, after a step's backward passes. A parameter that got none has zeros, and so does padding."""
@@ -121,10 +121,10 @@ class ParameterGroup:
         return [gradient for master in self.masters if (gradient := master.gradient) is not None]
 
     def start_copies(self) -> None:
-        """Start the sum over the copies of a stage (Chimera) that a reduction during the backward pass has left out."""
+        """Start to sum over the copies of a stage (Chimera), if the reduction during the backward pass has not done it."""
 
     def free(self) -> None:
-        """Free what forward passes have gathered, where no backward pass follows."""
+        """Free the parameters that forward passes have gathered, if no backward pass follows."""
 
     def average(self) -> None:
         """Average the masters of local SGD replicas."""
@@ -153,7 +153,7 @@ def set_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
 
 ALIGNMENT_BYTES = 128
 """Parameters, and the pieces that ranks send, begin at multiples of this in a flat buffer: collectives and matrix products are slower, or
-refused, where operands don't begin at 16 bytes. Between them are zeros."""
+refused, if operands don't begin at a multiple of 16 bytes. Zeros fill the gaps."""
 
 
 def aligned(elements: int, unit: int) -> int:
@@ -174,8 +174,8 @@ class Slot:
 class Arrivals:
     """Counts the gradients of a group that a step still lacks: one of every parameter in every microbatch.
 
-    A parameter's hook references this, and not the group: the garbage collector does not see a parameter's hooks, so the group, and with
-    it the process groups, would never be freed. ``complete`` is called when the last gradient arrives.
+    A parameter's hook references this object, not the group: the garbage collector does not see a parameter's hooks, so a group that they
+    reference, and with it the process groups, would never be freed. ``complete`` is called when the last gradient arrives.
     """
 
     def __init__(self, each_step: int) -> None:
@@ -197,19 +197,20 @@ class Arrivals:
 class FlatGroup(ParameterGroup):
     """Parameters in one flat buffer whose gradients are reduced explicitly, once a step: ZeRO 0 and 1.
 
-    ZeRO 0 all-reduces the gradients over the data axes. ZeRO 1 reduce-scatters them (under hybrid sharding inside of a copy, and this
-    rank's piece is then summed over the copies), the optimizer updates this rank's piece of the buffer, and the pieces are all-gathered
+    ZeRO 0 all-reduces the gradients over the data axes. ZeRO 1 reduce-scatters them (under hybrid sharding inside each copy, and then
+    all-reduces this rank's piece over the copies), the optimizer updates this rank's piece of the buffer, and the pieces are all-gathered
     (``Publications``). If masters are wider than the computation (float32 and bfloat16), gradients add up in the masters' dtype.
 
     With a parameter server ZeRO 0 reduces the gradients to the group's first rank, which alone has masters, updates them, and broadcasts
-    the parameters. Local SGD replicas reduce gradients inside of each replica only; a replica's loss is its term of the batch's loss
-    times the number of replicas, and ``average`` makes their masters equal.
+    the parameters. Local SGD replicas reduce gradients only inside each replica, and multiply them by the number of replicas, because a
+    replica's loss is only its term of the batch's loss; ``average`` makes the replicas' masters equal.
     """
 
     def _allocate(self, program: LoadedProgram) -> None:
         layouts, world, placement = self.layouts, self._world, self.placement
         wide, compute, trainable = placement.wide, placement.compute, layouts[0].trainable
-        self._scattered = placement.zero == 1 and trainable and placement.shards != ()  # frozen parameters stay whole
+        # frozen parameters stay unsharded
+        self._scattered = placement.zero == 1 and trainable and placement.shards != ()
         self._shards = placement.shards if self._scattered else ()
         axes, self._apart = program.parted(placement.axes)
         self._group = world.group(self._shards or axes) if axes and trainable else None
@@ -234,10 +235,10 @@ class FlatGroup(ParameterGroup):
             self._owned = torch.zeros(piece, dtype=wide, device=world.device)
         else:
             self._owned = self._values[self._own]
-        self._work: Work | None = None  # the reduction, while it runs
+        self._work: Work | None = None  # the running reduction
         self._sum: Tensor | None = None  # its result under ZeRO 1
         self._over_copies = False  # whether the sum over the copies has started
-        self._sending: dist.Work | None = None  # the publication, while it runs
+        self._sending: dist.Work | None = None  # the running publication
         self._source: Tensor | None = None  # its operand under ZeRO 1
         self.arrivals = Arrivals(len(layouts) * program.passes)
         self._slots: list[Slot] = []
@@ -270,7 +271,7 @@ class FlatGroup(ParameterGroup):
                 add(gradient)
 
         self.adders[id(slot.param)] = add
-        # Not param.grad = a view of the buffer: the first step of torch's schedules sets the gradients of everything inside an FSDP
+        # param.grad is not a view of the buffer: in the first step torch's schedules set the gradients of everything inside an FSDP
         # module to None, and a tied copy may be there. Besides, the buffer may have a wider dtype.
         slot.param.register_post_accumulate_grad_hook(accumulate)
         low, high = self._overlap(slot)
@@ -325,7 +326,7 @@ class FlatGroup(ParameterGroup):
 
     @property
     def reduction_bytes(self) -> int:
-        """What a reduction keeps while it runs: its result, and on CPUs a copy of its input."""
+        """The bytes that a running reduction keeps: its result, and on CPUs a copy of its input."""
         if not self._scattered:
             return 0
         copied = self._grads.numel() if self.device.type == "cpu" else 0
@@ -333,11 +334,11 @@ class FlatGroup(ParameterGroup):
 
     @property
     def flat_gradients(self) -> Tensor:
-        """The buffer of all gradients, of which the masters' gradients are views."""
+        """The buffer of all gradients; the masters' gradients are views of it."""
         return self._grads
 
     def start_reduction_of_copy(self) -> tuple[Tensor, Work | None]:
-        """Start to sum a copy of the gradients, as ``start_reduction`` does; return the copy and what to wait for."""
+        """Start to sum a copy of the gradients, as ``start_reduction`` does; return the copy and the work to wait for."""
         filled, self._grads = self._grads, self._grads.clone()
         self.start_reduction()
         copy, work = self._grads, self._work
@@ -345,7 +346,7 @@ class FlatGroup(ParameterGroup):
         return copy, work
 
     def start_reduction(self) -> None:
-        """Start to sum the gradients over the data axes; a parameter server alone gets the sum. Padding has no gradient."""
+        """Start to sum the gradients over the data axes, with zeros in the padding. A parameter server alone gets the sum."""
         self.settle()
         for slot in self._slots if self._grads.numel() else ():
             for dim, start, length in slot.layout.beyond(self._world.coordinates):
@@ -359,7 +360,7 @@ class FlatGroup(ParameterGroup):
             self._work = dist.all_reduce(self._grads, group=self._group, async_op=True)
 
     def continue_reduction(self) -> None:
-        """Under hybrid sharding: wait for the sum of this rank's piece inside of its copy, and start the sum over the copies."""
+        """Under hybrid sharding, wait for the sum of this rank's piece inside its copy, and start the sum over the copies."""
         if self._copies is not None and self._work is not None and not self._over_copies:
             self._work.wait()
             self._work, self._over_copies = dist.all_reduce(self._sum, group=self._copies, async_op=True), True
@@ -386,11 +387,11 @@ class FlatGroup(ParameterGroup):
 
     @property
     def is_sent(self) -> bool:
-        """Whether other ranks need this rank's masters, or this rank theirs."""
+        """Whether other ranks need this rank's masters, or this rank needs theirs."""
         return self._scattered or self._served
 
     def publish(self) -> None:
-        """Copy the masters into the parameters that the stage reads, on this rank and on those that it serves."""
+        """Copy the masters into the parameters that the stages read, on this rank and on others that need them."""
         self.start_publication()
         self.finish_publication()
 
@@ -398,7 +399,7 @@ class FlatGroup(ParameterGroup):
     def start_publication(self) -> None:
         """Start to ``publish``; the masters may change afterwards."""
         if self._scattered:
-            own = self._values[self._own] if self._place else self._owned  # an update has uploaded it
+            own = self._values[self._own] if self._place else self._owned  # the update has uploaded them
             self._source = own.to(self._values.dtype, copy=True)
             self._sending = all_gather(self._values, self._source, group=self._group, async_op=True)
         elif self._mixed and not self._place:
@@ -419,7 +420,7 @@ class FlatGroup(ParameterGroup):
 def grouping(program: LoadedProgram, stage: int) -> list[tuple[Layout, ...]]:
     """Return a stage's parameters, grouped as they are stored; the same list on every rank.
 
-    Flat buffers first: FSDP2 must find them in place to leave them alone.
+    Flat groups come first: FSDP2 leaves only those parameters alone that are already allocated.
     """
     groups: dict[tuple[Any, ...], list[Layout]] = {}
     for layout in program.layouts:
@@ -464,7 +465,7 @@ def _build(index: int, stage: nn.Module, program: LoadedProgram, world: World) -
 
 
 def kind_of(layout: Layout, program: LoadedProgram) -> str:
-    """Return how a parameter is stored: ``"fsdp"``, ``"local"`` (no other rank has a part of it), or else ``"flat"``."""
+    """Return how a parameter is stored: ``"fsdp"``, ``"local"`` (no other rank adds to its gradient), or else ``"flat"``."""
     own = program.placement(layout)
     if own.zero >= 2:
         return "fsdp"
@@ -488,7 +489,7 @@ def _check_layout(layout: Layout, stage: nn.Module, world: World) -> None:
 
 
 def _run_in_mesh(module: nn.Module, world: World) -> None:
-    """Let the layer's forward resolve axes by name in any thread: autograd recomputes layers in its own threads."""
+    """Make the layer's forward find axes by name in any thread: autograd recomputes layers in its own threads."""
     forward = module.forward
 
     def inside(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The pipeline: torch's schedules over this rank's stages."""
+"""Runs this rank's pipeline stages by torch's schedules."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Place = tuple[nn.Module, int, int, torch.device]
 class TracedStage(PipelineStage):
     """A stage of torch's pipeline whose actions have names in a profile.
 
-    ``links`` are the process groups of transfers, by the other rank; without any, transfers use the pipeline's group. Torch before 2.13
+    ``links`` are the process groups of transfers, by the other rank; without links, transfers use the pipeline's group. Torch before 2.13
     makes each transfer a batch, and NCCL runs the batches of a group in the order of issue: an interleaved schedule of 8 ranks took 1.5
     times as long over the pipeline's group.
     """
@@ -104,7 +104,7 @@ _SEVERAL_STAGES: dict[str, Any] = {
     "zbv": ScheduleZBVZeroBubble,
     "dualpipev": ScheduleDualPipeV,
 }
-"""Torch's schedules in which a device may have several stages, by their names in plans."""
+"""Torch's schedules with several (virtual) stages per pipeline rank, by their names in plans."""
 
 
 class Pipeline(Microbatches):

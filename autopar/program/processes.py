@@ -1,8 +1,8 @@
-"""The processes of a program: their ranks from the launcher's variables, their devices, and their process groups.
+"""The processes of a program: reads their ranks from the launcher's variables, picks their devices, creates their process groups.
 
-NCCL creates a communicator when its group is first used, and then waits for all of the group's ranks. So groups that two ranks first use in
-opposite orders deadlock, and so does a batch of transfers in which some ranks of the group don't take part. ``ProcessGroups.warm_up`` uses
-every group in the order in which all ranks created them.
+NCCL creates a communicator when its group is first used, and then waits for all of the group's ranks. So two ranks deadlock if they first
+use two groups in opposite orders, and so does a batch of transfers in which some ranks of the group don't take part.
+``ProcessGroups.warm_up`` uses every group in the order in which all ranks created them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 NVME_FOLDER = "AUTOPAR_NVME"
-"""The environment variable that names a folder on the node's NVMe."""
+"""The environment variable with the path of a folder on the node's NVMe."""
 
 
 class StartError(RuntimeError):
-    """The program can't run on these processes, devices or folders; the text ends with a hint."""
+    """Raised if the program can't run on these processes, devices or folders; the text ends with a hint."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         self.message, self.hint = message, hint
@@ -43,7 +43,7 @@ class ProcessPlace:
 
 
 def nvme_folder(named: str) -> str:
-    """Return the folder on the node's NVMe: the one ``named`` in the plan or on the command line, or that of the environment. Raises
+    """Return the folder on the node's NVMe: ``named``, from the plan or the command line, or else that of the environment. Raises
     ``StartError`` if there is none."""
     folder = named or os.environ.get(NVME_FOLDER, "")
     if not folder:
@@ -57,7 +57,7 @@ def nvme_folder(named: str) -> str:
 def place_of(environment: Mapping[str, str]) -> ProcessPlace:
     """Return this process's ranks, from the variables of torchrun or ``srun``.
 
-    A launcher may set ``RANK`` and ``WORLD_SIZE`` but not the local variables; under ``srun`` those of the step are used then.
+    If a launcher sets ``RANK`` and ``WORLD_SIZE`` but not the local variables, those of the ``srun`` step are used, if there is one.
     """
     step = "SLURM_STEP_NUM_TASKS" in environment and "SLURM_PROCID" in environment
     if "RANK" not in environment and step:
@@ -76,7 +76,7 @@ def place_of(environment: Mapping[str, str]) -> ProcessPlace:
 
 
 def _tasks_of_node(environment: Mapping[str, str]) -> str | None:
-    """Return the step's processes on this node: ``SLURM_STEP_TASKS_PER_NODE`` is ``4(x2),3`` for nodes with 4, 4 and 3 of them."""
+    """Return the number of the step's processes on this node: ``SLURM_STEP_TASKS_PER_NODE`` is ``4(x2),3`` for nodes with 4, 4 and 3."""
     node, at = int(environment.get("SLURM_NODEID", "0")), 0
     for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         if (found := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)) is None:
@@ -111,7 +111,7 @@ def device_of(place: ProcessPlace, kind: str | None) -> torch.device:
     """Return the device of this process; ``kind`` is ``"cuda"``, ``"cpu"``, or ``None`` for GPUs if the node has any.
 
     A process that sees one GPU uses it: launchers may give each process its own. Otherwise the node's processes see the same GPUs, and each
-    uses that of its local rank.
+    uses the GPU of its local rank.
 
     Raises:
         StartError: the node has GPUs, but not one for each process, or torch can't use them; or ``kind`` is ``"cuda"`` without GPUs.
@@ -153,9 +153,9 @@ def _has_gpus() -> bool:
 
 
 def check_node(place: ProcessPlace, plan: Mapping[str, Any], axes: Mapping[str, int]) -> None:
-    """Raise ``StartError`` if a node has another number of the program's processes than a node of the plan has GPUs.
+    """Raise ``StartError`` if this node's number of the program's processes is not the plan's number of GPUs per node.
 
-    The plan's prices are for groups of ranks that are inside of a node. A plan that names no nodes may run on any.
+    The plan's prices assume which groups of ranks are inside a node. A plan without ``gpus_per_node`` may run on any nodes.
     """
     gpus_per_node, devices = int(plan.get("gpus_per_node", 0)), plan["devices"]
     if gpus_per_node in (0, place.local_size) or place.local_size is None:
@@ -178,21 +178,21 @@ on a communicator of the two ranks, and a batch on the group's communicator."""
 
 
 class ProcessGroups:
-    """Makes process groups of some ranks of the world; all ranks of the world call the methods, in the same order.
+    """Creates process groups of some ranks of the world; all ranks of the world call the methods, in the same order.
 
-    ``timeout`` is the time limit of every group.
+    ``timeout`` is the time limit of collectives in every group.
     """
 
     def __init__(self, timeout: datetime.timedelta) -> None:
         self._timeout = timeout
-        self._groups: list[dist.ProcessGroup] = []  # of this rank, in the order in which they were made
+        self._groups: list[dist.ProcessGroup] = []  # this rank's groups, in the order of their creation
         self._links: list[dist.ProcessGroup] = []
         self._self: dist.ProcessGroup | None = None
 
     def rows(self, ranks: Tensor) -> dist.ProcessGroup | None:
-        """Make a group of every row of ``ranks``; return this rank's, ``None`` if it is in no row.
+        """Create a group of every row of ``ranks``; return this rank's group, or ``None`` if it is in no row.
 
-        A row of all ranks is the world's group. A row with one rank is made by that rank alone, once.
+        A row of all ranks gets the world's group. The group of a row with one rank is created by that rank alone, once.
         """
         mine = self._rows(ranks)
         if mine is not None and dist.get_world_size(mine) > 1:
@@ -222,8 +222,8 @@ class ProcessGroups:
     def flattened(
         self, wanted: Iterable[tuple[str, ...]], names: Sequence[str], ranks: Tensor
     ) -> dict[tuple[str, ...], dist.ProcessGroup]:
-        """A group over each of ``wanted`` (axes outermost first); ``ranks`` has a dim of stages, or of pairs of stages that mirror each
-        other, then one for every axis of ``names``."""
+        """Return this rank's group over each of ``wanted`` (axes, outermost first). ``ranks`` has a dim of stages, or of pairs of stages
+        that mirror each other, then one for every axis of ``names``."""
         groups = {}
         for axes in sorted(wanted):
             inner = [1 + names.index(axis) for axis in axes]
@@ -236,10 +236,11 @@ class ProcessGroups:
     def links(
         self, lines: Tensor, pairs: Iterable[tuple[int, int]], pipeline: dist.ProcessGroup
     ) -> Mapping[int, dist.ProcessGroup]:
-        """Return a group of this rank and each rank that it exchanges tensors with, by that rank; ``lines[pipeline, ...]`` are all ranks.
+        """Return the two-rank groups of this rank with each rank that it exchanges tensors with, by that rank.
 
-        NCCL runs the transfers of a communicator in the order of their issue: on a communicator of all pipeline ranks, a receive that was
-        issued early holds up a send to another rank. A ``pipeline`` of two ranks is a pair already.
+        ``lines[pipeline, ...]`` are all ranks, ``pairs`` the pipeline ranks that exchange tensors. NCCL runs the transfers of a
+        communicator in the order of their issue: on a communicator of all pipeline ranks, a receive that was issued early holds up a send
+        to another rank. A ``pipeline`` group of two ranks is returned itself.
         """
         found: dict[int, dist.ProcessGroup] = {}
         rank = dist.get_rank()
@@ -255,7 +256,7 @@ class ProcessGroups:
         return found
 
     def warm_up(self, device: torch.device) -> None:
-        """Use every group of this rank once, in the order in which the groups were made. gloo connects when a group is made.
+        """Use every group of this rank once, in the order of their creation. With gloo, which connects at the creation, do nothing.
 
         Raises ``RuntimeError`` as NCCL does, if ranks cannot connect.
         """

@@ -1,10 +1,9 @@
 """Activation checkpoints: the backward pass computes again what the forward pass did not save.
 
-*Selective*: cheap ops are recomputed; results of products and all-reduces are saved. In a layer's ``compute``, ``keep`` makes the calls
-whose results are saved; ``selectively`` runs ``compute`` with them. Both use the selective checkpointing of ``torch.utils.checkpoint``:
+*Selective*: cheap ops are recomputed; results of products and all-reduces are saved. A layer's ``compute`` calls through ``keep`` the
+functions whose results are saved; ``selectively`` runs ``compute``. Both use the selective checkpointing of ``torch.utils.checkpoint``:
 inside ``keep``, the results of the ops listed below are saved. Everything else is recomputed. In a layer that ``torch.compile`` compiles,
-these calls run as they are (products are kernels of their own in any case), and what lies between them is compiled: so the same values are
-saved.
+these calls are not compiled (products are separate kernels in any case), only the ops between them: so the same values are saved.
 
 *Several layers as one* (``as_one``): the first layer's arguments are saved, and the backward pass recomputes all of them.
 """
@@ -36,7 +35,7 @@ _running: ContextVar[Contexts | None] = ContextVar("contexts of the next calls o
 
 @torch.compiler.disable
 def keep(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-    """``function(*args, **kwargs)``, with a result that is saved for the backward pass instead of recomputed."""
+    """Return ``function(*args, **kwargs)``, and save this result for the backward pass instead of recomputing it."""
     contexts = _running.get()
     if contexts is None:
         return function(*args, **kwargs)
@@ -45,12 +44,12 @@ def keep(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
 
 
 def selectively(compute: Callable[..., Any], *args: Any) -> Any:
-    """``compute(*args)``; its arguments and the results inside ``keep`` are saved, the rest is recomputed in the backward pass."""
+    """Return ``compute(*args)``. The arguments and the results of ``keep`` are saved; the backward pass recomputes the rest."""
     return checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=False, context_fn=_contexts)
 
 
 def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """The context of the forward pass, in which each call of ``keep`` saves, and that of the recomputation, in which it takes."""
+    """Return the contexts of the forward pass, in which each call of ``keep`` saves, and of the recomputation, in which it uses that."""
     saved: list[AbstractContextManager[Any]] = []
 
     def saving() -> Contexts:
@@ -64,7 +63,7 @@ def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[No
 
 
 class _Running(AbstractContextManager[None]):
-    """A context in which calls of ``keep`` run in the contexts that ``make`` gives, one after another."""
+    """A context in which each call of ``keep`` runs in the next of the contexts that ``make`` returns."""
 
     def __init__(self, make: Callable[[], Contexts]) -> None:
         self.make = make
@@ -85,7 +84,7 @@ def _policy(context: object, op: Any, *args: Any, **kwargs: Any) -> CheckpointPo
 
 
 def as_one(layers: Sequence[nn.Module], hidden: Tensor, *others: Tensor | int) -> Tensor:
-    """``hidden`` after all ``layers``, each of which also takes ``others``."""
+    """Apply ``layers`` one after the other to ``hidden``; each also takes ``others``. The backward pass recomputes all of them."""
     result: Tensor = checkpoint(_in_turn, layers, hidden, *others, use_reentrant=False, preserve_rng_state=False)
     return result
 

@@ -1,8 +1,8 @@
-"""When a rank reduces its gradients, and sends parameters that it has updated: most of both runs under the computation.
+"""Decides when a rank reduces its gradients, and when it sends updated parameters: most of both overlaps the computation.
 
 FSDP2 reduces the gradients of its layers (ZeRO 2 and 3) by itself (``fsdp``). The flat groups' gradients (ZeRO 0 and 1) are always reduced
-once a step: a group's reduction starts as soon as the last microbatch has given the group's last gradient, while the backward pass goes on
-in earlier layers. Under Chimera those of a stage start where its schedule says so (``start_copies``).
+once a step: a group's reduction starts as soon as the last microbatch has computed the group's last gradient, while the backward pass
+continues in earlier layers. Under Chimera a stage's reductions start where its schedule says so (``start_copies``).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Reductions:
     are: from the last layer to the first. A group that is complete waits until all groups before it have started, and the groups that are
     left when the schedule ends start then. So the order depends neither on which gradients a rank got nor on when it got them.
 
-    Two kinds of groups start after the schedule on every rank, because ``model.py`` says so and whatever happens in a step: tied copies in
-    several stages, which are summed over the stages first; and parameters of layers with opaque modules or a user's ops, which may leave
-    out a gradient on one rank alone. That rank would start the reduction later than the others, between other collectives of the layers.
+    Two kinds of groups start after the schedule on every rank, as ``model.py`` says, whatever happens in a step: tied copies in
+    several stages, which are summed over the stages first; and parameters of layers with opaque modules or a user's ops, which may lack
+    a gradient on one rank alone. That rank would start the reduction later than the others, between other collectives of the layers.
     All other layers are graphs of torch's ops and of kernels, in which a parameter has a gradient on all ranks or on none.
     """
 
@@ -45,13 +45,13 @@ class Reductions:
         device = torch.get_device_module(flat[0].device if flat else "cpu")
         self._on_stream, self._stream = device.stream, device.Stream()
         self._last = {} if fsdp is None else {stage: fsdp.last_backward(by_stage[stage], program) for stage in by_stage}
-        self._started = 0  # of the early groups
+        self._started = 0  # the number of early groups whose reductions have started
         self._running: list[FlatGroup] = []
         for group in self._early:
             group.arrivals.complete = weakref.WeakMethod(self._advance)
 
     def clear(self) -> None:
-        """Before a step: forget the last one's gradients."""
+        """Forget the last step's gradients, before another step."""
         for group in self._groups:
             group.zero_grad()
         for last in self._last.values():
@@ -59,19 +59,19 @@ class Reductions:
         self._started = 0
 
     def watch(self, stage: int, outputs: Sequence[Tensor]) -> None:
-        """Called with the outputs of a stage for every microbatch, before its backward pass."""
+        """Watch for the backward pass of a stage's ``outputs``. The stage calls this in every forward pass."""
         if self._last:
             self._last[stage].watch(outputs)
 
     def _advance(self) -> None:
-        """Start the reductions of the next groups in order that are complete."""
+        """Start the reductions of the next groups, in order, as long as their gradients are complete."""
         while self._started < len(self._early) and self._early[self._started].arrivals.missing == 0:
             self._start(self._early[self._started])
             self._started += 1
 
     def _start(self, group: FlatGroup) -> None:
-        """Start a reduction. Reductions that run keep no more bytes than those of two layers, which are priced; ZeRO 0 sums in place and
-        keeps nothing, so that any number of them run."""
+        """Start a reduction. Running reductions keep at most the bytes of two layers' reductions, which the cost model counts; ZeRO 0 sums
+        in place and keeps nothing, so any number of its reductions may run."""
         limit = self._limits.get(group, group.reduction_bytes)
         while group.reduction_bytes and self._kept() + group.reduction_bytes > limit:
             oldest = next(other for other in self._running if other.reduction_bytes)
@@ -86,21 +86,21 @@ class Reductions:
         return sum(group.reduction_bytes for group in self._running)
 
     def _continue(self, group: FlatGroup) -> None:
-        """Start the second half of a reduction under hybrid sharding. It takes the first one's result, for which another stream waits than
-        that of the backward pass."""
+        """Start the second half of a reduction under hybrid sharding. It needs the result of the first half, for which a separate stream
+        waits, so that the backward pass does not."""
         with self._on_stream(self._stream):
             group.continue_reduction()
 
     def start_copies(self, stage: int) -> None:
-        """Under Chimera, when all backward passes of both copies of a stage have run: start the reductions of its gradients, which both
-        copies' ranks do at the same place in the order of their transfers."""
+        """Start the reductions of a stage's gradients under Chimera, when all backward passes of both its copies have run. The ranks of
+        both copies do this at the same point in the order of their transfers."""
         for group in self._paired[stage]:
             self._start(group)
         for member in self._by_stage[stage]:
             member.start_copies()
 
     def start(self) -> None:
-        """After the schedule: start the reductions that are left, those of tied copies after the sum over their stages."""
+        """Start the remaining reductions after the schedule; tied copies are summed over their stages first."""
         for group in self._early[self._started :]:
             self._start(group)
         self._started = len(self._early)
@@ -130,8 +130,8 @@ class Reductions:
 
 
 def _limits(groups: Sequence[FlatGroup]) -> dict[FlatGroup, int]:
-    """The bytes that reductions may keep when that of a group starts: those of the group's layer and of the layer before it in the order of
-    ``groups``."""
+    """Return the bytes that running reductions may keep when a group's starts: those of the group's layer and of the previous layer in the
+    order of ``groups``."""
     layers = [list(own) for _, own in itertools.groupby(groups, key=lambda group: (group.stage, group.placement.layer))]
     kept = [sum(group.reduction_bytes for group in own) for own in layers]
     return {
@@ -140,7 +140,7 @@ def _limits(groups: Sequence[FlatGroup]) -> dict[FlatGroup, int]:
 
 
 def _early(groups: Sequence[ParameterGroup], layers: Mapping[str, LayerSpec]) -> list[FlatGroup]:
-    """Return the groups of a stage that are reduced under the backward pass, in order; ``layers`` are the stage's."""
+    """Return the groups of a stage whose reductions overlap the backward pass, in order; ``layers`` are the stage's."""
     found = [group for group in groups if isinstance(group, FlatGroup) and group.is_reduced and group.shared is None]
     found = [group for group in found if not layers[group.placement.layer].opaque]
     # The stage's own parameters come last: an early layer may use them.
@@ -152,7 +152,7 @@ IN_FLIGHT = 2  # publications that run at a time: one for the next layer, one fo
 
 
 class Publications:
-    """Sends updated parameters to the ranks that read them (ZeRO 1, a parameter server), under the next forward pass.
+    """Sends updated parameters to the ranks that read them (ZeRO 1, a parameter server), overlapping the next forward pass.
 
     The groups of the first layers are sent right after the update; each layer starts another one when its own parameters have arrived,
     before its first forward pass of the step. The order is that in which the forward pass reads them, which is the same on all ranks of a
@@ -176,7 +176,7 @@ class Publications:
         self._started = self._arrived = len(self._sent)
 
     def start(self) -> None:
-        """After an update: publish every group, or begin to."""
+        """Publish the groups after an update; those that other ranks need are published one after the other, while the training goes on."""
         self.finish()
         self._started = self._arrived = 0
         for group in self._groups:

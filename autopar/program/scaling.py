@@ -8,7 +8,7 @@ infinite or NaN updates nothing on any rank, and halves the scale; 2,000 consecu
 Each rank checks the gradients that it owns after their reduction: a non-finite term makes a non-finite sum. One all-reduce then sums
 the results of all ranks, together with the squares of the gradients' norm if the step clips. The host reads the sum together with the
 step's loss, once per step and before the update. So the update of any optimizer can be skipped, also of a user's class that doesn't support
-scaling, and the scale is a plain number, the same on all ranks.
+scaling, and the scale is a Python number, the same on all ranks.
 
 The ops that ``GradScaler`` itself uses are private to torch (``_amp_foreach_non_finite_check_and_unscale_``). Here they are ``aminmax``,
 which keeps NaN, and a multiplication: two passes over the flat buffers of gradients.
@@ -46,7 +46,7 @@ class LossScale:
     ) -> None:
         self.scale = scale
         self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
-        self._growth_interval, self._good_steps = growth_interval, 0  # steps in turn without an overflow
+        self._growth_interval, self._good_steps = growth_interval, 0  # consecutive steps without an overflow
         self._device = device
         self._found = torch.zeros((), dtype=torch.float64, device=device)
         self._agreed = True
@@ -107,7 +107,7 @@ class LossScale:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the state from one of ``state_dict``, or of ``torch.amp.GradScaler.state_dict``, given on every rank.
+        """Set the state from one of ``state_dict``, or of ``torch.amp.GradScaler.state_dict``; every rank gets the same.
 
         Raises ``ValueError`` if an entry is missing, or ranks are given different states.
         """

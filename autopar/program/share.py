@@ -1,12 +1,12 @@
-"""The part of a global batch that a rank reads, and the part of it that each of its stages gets.
+"""Selects the part of a global batch that a rank reads, and the part of it that each of the rank's stages gets.
 
 Microbatch ``i`` is the ``i``-th chunk of the global batch, and the mesh's axes divide each microbatch, outermost first. A rank reads the
 rows and the inputs that its stages take. Ranks of a tensor or sequence axis read the same rows: a plan slices a sequence after the layer
 that reads it.
 
 The scalars of a batch (``Prelude``), such as its number of valid tokens, are computed by the ranks whose stages use them.
-Each computes the integer sums of its own rows, and all-reduces add them up. Where ``model.py`` says that a scalar is no such sum
-(``Prelude.by_rows``), the ranks gather the inputs that it is computed from, and no others.
+Each computes the integer sums of its own rows, and all-reduces add them up. If ``model.py`` says that some scalar is not such a sum
+(``Prelude.by_rows`` is false), the ranks gather the inputs that the scalars are computed from, and no others.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ABSENT = torch.iinfo(torch.int64).min + 1
 
 
 class DataError(RuntimeError):
-    """Rows can't be read, or don't fit the program; raised on every rank before the step. ``hint`` says what to do."""
+    """Raised on every rank before the step if rows can't be read, or don't fit the program; ``hint`` says what to do."""
 
     def __init__(self, message: str, hint: str) -> None:
         super().__init__(f"{message}; {hint}")
@@ -38,7 +38,7 @@ class DataError(RuntimeError):
 
 @dataclass(frozen=True)
 class Rows:
-    """One rank's rows of a global batch: by input, the rows ``Share.rows`` along dim 0."""
+    """One rank's rows of a global batch: for each input, the rows ``Share.rows``, along dim 0."""
 
     tensors: Mapping[str, Tensor]
 
@@ -74,7 +74,7 @@ class Share:
     # -- which part --
 
     def _indices(self, spec: Mapping[str, int]) -> Tensor:
-        """Return the rows of the global batch that ``spec`` gives this rank, ascending."""
+        """Return the indices of this rank's rows of the global batch, ascending; ``spec`` gives the dim that an axis slices."""
         return self._cut(torch.arange(self.batch), {axis: dim for axis, dim in spec.items() if dim == 0})
 
     def _cut(self, tensor: Tensor, spec: Mapping[str, int]) -> Tensor:
@@ -129,7 +129,7 @@ class Share:
         return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
 
     def _for_scalars(self, rows: Rows) -> dict[str, Tensor]:
-        """Return what the prelude reads, on the device: own rows, or the rows of all ranks if own rows aren't enough."""
+        """Return the inputs of the prelude, on the device: this rank's rows, or those of all ranks if the prelude needs all rows."""
         assert self._prelude is not None
         spec, found = dict.fromkeys(self._row_axes, 0), {}
         for name in self._scalar_inputs:
@@ -163,7 +163,7 @@ class Share:
     def ask(self, tensors: Mapping[str, Tensor] | None, state: Sequence[int], problem: str = "") -> Later:
         """Start to check that all ranks read rows of the same batch: one small all-reduce, which ``agree`` awaits.
 
-        ``tensors`` are the rank's rows, or ``None`` where ``problem`` says why there are none. ``state`` says which rows were read.
+        ``tensors`` are the rank's rows, or ``None`` if ``problem`` says why there are none. ``state`` identifies the rows that were read.
         Ranks that read the same row of an input must have the same values of it.
         """
         names = self._names()
@@ -183,7 +183,7 @@ class Share:
         """Finish the check that ``ask`` started with this rank's ``problem``.
 
         Raises:
-            DataError: on every rank, if one has a problem, or ranks differ.
+            DataError: on every rank, if some rank has a problem, or the ranks differ.
         """
         high, low = asked.read().view(2, -1)
         names, head = self._names(), len(high) - len(self._names()) * self.batch
@@ -209,5 +209,5 @@ class Share:
 
 
 def _whole(term: Tensor) -> Tensor:
-    """Return the sum over all rows, from all rows."""
+    """Return the sum over all rows, which ``term`` is if every rank has all rows."""
     return term

@@ -1,7 +1,7 @@
-"""The records by which ``model.py`` describes itself to the runtime: of each layer class, each stage, and the program.
+"""The records by which ``model.py`` describes its layer classes, its stages and the program to the runtime.
 
-Types are those of ``spmd_types``, by axis of a stage's mesh: ``S(d)`` a slice of dim d, ``R`` the same values with terms of the gradient,
-``I`` the same values and gradient, ``P`` a term of the sum.
+Types are those of ``spmd_types``, by axis of a stage's mesh: ``S(d)`` is a slice of dim d, ``R`` the same values on all ranks with a
+term of the gradient on each, ``I`` the same values and the same gradient, ``P`` a term of a sum.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Types = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor that enters or leaves a stage. Of floating tensors a gradient comes back, unless ``gradient`` says otherwise."""
+    """A tensor that enters or leaves a stage. A floating-point tensor gets a gradient back, unless ``gradient`` is false."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -36,22 +36,22 @@ class TensorSpec:
         return {axis: type_.dim for axis, type_ in self.types.items() if isinstance(type_, spmd.S)}
 
     def on_meta(self) -> Tensor:
-        """A tensor without values, of this shape and dtype."""
+        """Return a tensor of this shape and dtype on the meta device."""
         wanted = self.gradient and self.dtype.is_floating_point
         return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=wanted)
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """How the parameters of a layer are kept and its gradients reduced."""
+    """How a layer's parameters are stored, and its gradients reduced."""
 
     zero: int  # the ZeRO stage
     data_axes: tuple[str, ...]  # the axes that divide the batch
-    replicate_axes: tuple[str, ...] = ()  # those of them over which ZeRO does not shard
-    segment: int = 1  # the number of layers that are recomputed as one with this one
+    replicate_axes: tuple[str, ...] = ()  # the data axes over which ZeRO does not shard
+    segment: int = 1  # the number of layers that are recomputed together, with this one
     backward: bool = True  # whether gradients flow through the layer
     opaque: bool = False  # parameters may get no gradient on some ranks
-    updates: tuple[str, ...] = ()  # buffers of which forward returns new values, behind its outputs
+    updates: tuple[str, ...] = ()  # buffers whose new values forward returns after its outputs
     options: Mapping[str, str] = field(default_factory=dict)  # the plan's values for the layer that are not the default
 
 
@@ -59,52 +59,52 @@ class LayerSpec:
 class StageSpec:
     """The inputs and outputs of a pipeline stage. It receives what the stage before sends."""
 
-    inputs: Mapping[str, TensorSpec] = field(default_factory=dict)  # of the global batch; whole shapes
+    inputs: Mapping[str, TensorSpec] = field(default_factory=dict)  # by name, with the shapes of the global batch
     scalars: tuple[str, ...] = ()  # results of the prelude that the stage reads
     sends: Mapping[str, TensorSpec] = field(default_factory=dict)  # this rank's part of one microbatch, by producer
     loss: Types = field(default_factory=dict)  # the types of the loss, in the last stage
-    random: bool = False  # whether a layer draws random numbers, from the argument ``key``
-    own: LayerSpec | None = None  # parameters that several layers of the stage share
+    random: bool = False  # whether a layer draws random numbers, seeded by the argument ``key``
+    own: LayerSpec | None = None  # for parameters that several layers of the stage share
 
 
 @dataclass(frozen=True)
 class Prelude:
-    """What is computed from the batch before a step: scalars such as the number of valid labels, and checks of its values.
+    """Computes scalars from the batch before a step, such as the number of valid labels, and checks the batch's values.
 
-    ``compute`` takes the batch's tensors and the folded constants, by name, and ``total``, which makes the sum over all rows from that over
-    the rows that are given.
+    ``compute`` takes the batch's tensors and the folded constants, by name, and ``total``, which turns a sum over the rows in these tensors
+    into the sum over all rows.
     """
 
     compute: Callable[[Mapping[str, Tensor], Mapping[str, Tensor], Total], Tensors]
     reads: tuple[str, ...]  # the inputs that it reads
-    by_rows: bool  # whether some of the rows will do, or the whole batch is needed
+    by_rows: bool  # whether ``compute`` works with a part of the rows, or needs the full batch
 
 
 @dataclass(frozen=True)
 class ProgramSpec:
-    """The whole program, and the parts of the runtime that only some programs need."""
+    """The program, and the parts of the runtime that only some programs need."""
 
     mesh: Mapping[str, int]  # the axes of a stage's mesh, outermost first
     stages: tuple[Any, ...]  # the classes of the stages, in order
     schedule: Any  # runs a step's microbatches: ``Microbatches``, or a pipeline
     prelude: Prelude | None = None
-    ignored: Mapping[str, int] = field(default_factory=dict)  # labels of rows that the loss leaves out
-    flattened: tuple[tuple[str, ...], ...] = ()  # axes that one collective runs over, outermost first
+    ignored: Mapping[str, int] = field(default_factory=dict)  # by input: the label that the loss ignores
+    flattened: tuple[tuple[str, ...], ...] = ()  # groups of axes over which one collective runs, outermost first
     late: int = 0  # by how many updates gradients are applied late
-    apart: int = 0  # the steps for which replicas train apart before their parameters are averaged; 0 if they do not
+    apart: int = 0  # local SGD: the steps between two averages of the replicas' parameters; 0 without local SGD
     served: bool = (
         False  # whether one rank of each group of replicas, its server, updates the parameters and broadcasts them
     )
     reductions: Any = None  # starts and awaits the reductions of late gradients, in place of ``Reductions``
     places: Any = None  # keeps and updates masters and optimizer states that are not on the device
     fsdp: Any = None  # keeps parameters under ZeRO 2 and 3
-    whole_tensors: Any = None  # whole parameters for optimizers that look at more than single elements
+    whole_tensors: Any = None  # gathers full tensors for optimizers that are not elementwise
     loss_scale: Any = None  # scales the loss in float16
     buffers: Any = None  # writes the buffers that the forward pass computes
 
 
 class Layer(nn.Module):
-    """A layer of a stage, and how its parameters are kept: the base of the classes in ``model.py``."""
+    """The base of the layer classes in ``model.py``; ``SPEC`` says how a layer's parameters are stored."""
 
     def __init__(self, spec: LayerSpec, **factory: object) -> None:
         super().__init__()

@@ -16,8 +16,8 @@ from .weight_gradients import Product, deferred
 class SplitStage(TracedStage):
     """A stage of torch's pipeline whose backward passes may run in two parts.
 
-    ``groups`` have the stage's parameters. Their ``adders`` are called for the gradients of the second part alone: autograd accumulates
-    those of the first part.
+    ``groups`` have the stage's parameters. Their ``adders`` are called only for gradients of the second part: autograd accumulates those of
+    the first part.
     """
 
     def __init__(self, place: Place, *, groups: Sequence[ParameterGroup], **options: Any) -> None:
@@ -35,7 +35,7 @@ class SplitStage(TracedStage):
             super().backward_one_chunk(bwd_chunk_id, loss, False, last_backward)
 
     def _second_part(self) -> Callable[[], None]:
-        """Return the function that torch calls for the second part of the last backward pass; after an unsplit one it does nothing."""
+        """Return the function that torch calls for the second part of the last backward pass. After an unsplit pass it does nothing."""
         products, self._products = self._products, []
         return functools.partial(self._add, products)
 

@@ -1,4 +1,4 @@
-"""``spmd``: what ``spmd_types`` defines, under one name for all files here. ``compiled.py`` replaces its collectives."""
+"""Defines ``spmd``, a namespace with everything in ``spmd_types`` that all modules here use; ``compiled.py`` replaces its collectives."""
 
 from __future__ import annotations
 

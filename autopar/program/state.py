@@ -17,17 +17,17 @@ from torch import Tensor
 from .weights import mapped, write_file
 
 INITIAL = "initial.safetensors"
-"""The file in a folder with the values of the user's model, under the model's names."""
+"""The file in a program's folder with the initial values, under the names of the user's model."""
 
 CONSTANTS = "runtime/constants.safetensors"
-"""The file in a folder with the tensors that the model computes with, besides parameters."""
+"""The file in a program's folder with the model's constant tensors."""
 
 NO_VALUES = "the folder has no initial values: the model was on meta, or its values were not given"
 _SHOWN = 5
 
 
 def has_values(state: Mapping[str, Any] | None) -> bool:
-    """Return whether a state dict has values: that of a meta model has none."""
+    """Return whether a state dict has values: the state dict of a model on meta has none."""
     tensors = [value for value in (state or {}).values() if isinstance(value, Tensor)]
     return bool(tensors) and not any(tensor.is_meta for tensor in tensors)
 
@@ -52,10 +52,10 @@ def note_values(folder: Path) -> None:
 
 
 def read_constants(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors that the model computes with, by name."""
+    """Return the model's constant tensors, by name."""
     if (folder / CONSTANTS).is_file():
         return {name: tensor.clone() for name, tensor in mapped(folder / CONSTANTS).items()}
-    former = folder / "constants.pt"  # of folders that were emitted before the runtime was a package
+    former = folder / "constants.pt"  # in folders that were emitted before the runtime was a package
     return torch.load(former, weights_only=True) if former.is_file() else {}
 
 
@@ -113,7 +113,7 @@ def wrong_state(records: Mapping[str, Any], state: Mapping[str, Tensor]) -> str:
 
 
 def _torn(needed: Iterable[Sequence[str]], tensors: Mapping[str, Tensor]) -> str:
-    """The tied parameters, each given as its names, that have different values under these, as a sentence; ``""`` if there are none."""
+    """Return a sentence with the tied parameters that have different values under their names (``needed``); ``""`` if there are none."""
     found = []
     for names in needed:
         values = [tensors[name] for name in names if name in tensors]
@@ -129,6 +129,6 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def sentence(what: str, names: Sequence[str]) -> str:
-    """``what`` and the first few names; ``""`` if there are none."""
+    """Return ``what`` followed by the first few names; ``""`` if there are no names."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{what} {', '.join(names[:_SHOWN])}{more}" if names else ""

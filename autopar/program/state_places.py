@@ -1,14 +1,14 @@
 """Optimizer states outside of the device's memory: in the host's memory, or in a file on the node's NVMe.
 
-Where the plan says so (``states`` of a layer), the master copies and the optimizer's states of its parameters are tensors on the CPU, and
-the processors update them. They are updated chunk by chunk: a chunk's gradients come down from the device, the optimizer updates it, and
-its new values go up. On a GPU each direction has a stream and two buffers in pinned memory: the gradients of the next chunk come down and
-the values of the last one go up while the processors update. What the device keeps is the parameters and the gradients (ZeRO-Offload, Ren
+If the plan says so (``states`` of a layer), the master copies and optimizer states of the layer's parameters are tensors on the CPU, which
+updates them chunk by chunk: a chunk's gradients come down from the device, the optimizer updates the chunk, and
+its new values go up. On a GPU each direction has a stream and two buffers in pinned memory: the next chunk's gradients come down and
+the last chunk's values go up during an update. The device keeps only the parameters and the gradients (ZeRO-Offload, Ren
 et al. 2021, arXiv:2101.06840). On a CPU the copies are made as well. The two streams have not run on a GPU yet.
 
-Those on NVMe are memory-mapped (ZeRO-Infinity, Rajbhandari et al. 2021, arXiv:2104.07857, and PatrickStar, Fang et al. 2021,
-arXiv:2108.05818, move them in chunks, too): the kernel reads the next chunk's pages while this one is updated, and writes changed pages
-back while the training goes on. The file has no name, so that nothing is left of it, however the process ends; a checkpoint is what lasts.
+States on NVMe are memory-mapped (ZeRO-Infinity, Rajbhandari et al. 2021, arXiv:2104.07857, and PatrickStar, Fang et al. 2021,
+arXiv:2108.05818, move them in chunks, too): the operating system reads the next chunk's pages during an update, and writes changed
+pages back while the training goes on. The file has no name, so nothing of it remains, however the process ends: only checkpoints last.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from .parameters import Master, Offloaded
 from .processes import StartError, nvme_folder
 
 NVME = "nvme"
-CHUNK_BYTES = 32 * 2**20  # of masters, at most: the size of a buffer
+CHUNK_BYTES = 32 * 2**20  # the largest chunk of masters, and the size of a transfer buffer
 _FIRST, _LARGEST = 16 * 2**20, 2**30  # bytes by which a file grows
 
 
 class PlaceError(StartError):
-    """Optimizer states that cannot be where the plan has them."""
+    """Raised if optimizer states can't be stored where the plan puts them."""
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
@@ -42,14 +42,14 @@ class PlaceError(StartError):
 
 @dataclass
 class StateStorage:
-    """Keeps and updates a rank's masters that are not on the device: tensors in the host's memory, or on NVMe in a file in ``folder``,
-    which the first such tensor makes."""
+    """Stores a rank's masters and optimizer states that are not on the device: in the host's memory, or on NVMe in a file in ``folder``,
+    which is created for the first such tensor."""
 
     folder: str = ""
     _file: _MappedFile | None = field(default=None, init=False)
 
     def zeros(self, place: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a contiguous tensor of zeros. Raises ``PlaceError`` where the folder cannot have the file."""
+        """Return a contiguous tensor of zeros. Raises ``PlaceError`` if the file can't be created in the folder, or can't grow."""
         if place != NVME:
             return torch.zeros(tuple(shape), dtype=dtype)
         if self._file is None:
@@ -58,11 +58,11 @@ class StateStorage:
 
     @staticmethod
     def divided(whole: Master, place: str, values: Tensor, gradient: Tensor | None = None) -> Iterator[Master]:
-        """Yield a flat master in a ``place`` in pieces, none larger than a chunk. ``values`` and ``gradient`` are the device's; without
-        a ``gradient`` every step gives one to the pieces' holders."""
+        """Divide a flat master, which is in ``place``, into masters of at most a chunk. ``values`` and ``gradient`` are the device's;
+        without ``gradient`` every step sets the gradients of the pieces' holders."""
         for start, stop in pieces_of(values.numel(), whole.tensor.dtype):
             here = slice(start, stop)
-            holder = nn.Parameter((values if gradient is None else gradient)[here])  # of no memory of its own
+            holder = nn.Parameter((values if gradient is None else gradient)[here])  # it shares the device's memory
             holder.grad = None if gradient is None else gradient[here]
             offloaded = Offloaded(place, holder, values[here])
             tensor = nn.Parameter(whole.tensor.detach()[here])
@@ -71,7 +71,7 @@ class StateStorage:
     def updates(
         self, optimizer: torch.optim.Optimizer, masters: Sequence[Master], device: torch.device, at_once: bool
     ) -> OffloadedUpdates | None:
-        """Return what updates ``masters``, or ``None`` where all of them are on the device."""
+        """Return the object that updates ``masters``, or ``None`` if all of them are on the device."""
         if all(master.offloaded is None for master in masters):
             return None
         return OffloadedUpdates(optimizer, masters, self, device, at_once)
@@ -81,27 +81,27 @@ class StateStorage:
         return self._file is not None and self._file.has(tensor)
 
     def adopt(self, optimizer: torch.optim.Optimizer, master: Master) -> None:
-        """Move the states that an optimizer made of a master to the master's place."""
+        """Move the states that an optimizer created for a master to the master's place."""
         if master.offloaded is None or master.offloaded.place != NVME:
-            return  # an optimizer makes states where its parameter is: in the host's memory
+            return  # the optimizer has created them in the right place: where the parameter is
         state = optimizer.state.get(master.tensor, {})
         for key, value in state.items():
             if isinstance(value, Tensor) and value.shape == master.tensor.shape and not self.has(value):
                 state[key] = self.zeros(NVME, value.shape, value.dtype).copy_(value)
 
     def expect(self, tensors: Iterable[Tensor]) -> None:
-        """Begin to read tensors that are in the file, which are needed next."""
+        """Begin to read tensors from the file that are needed next."""
         if self._file is not None:
             self._file.advise(tensors, mmap.MADV_WILLNEED)
 
     def release(self, tensors: Iterable[Tensor]) -> None:
-        """Unmap the pages of tensors that are in the file until they are needed; the kernel writes them when they have changed."""
+        """Free the memory of tensors in the file until they are read again; the operating system writes changed pages to the file."""
         if self._file is not None:
             self._file.advise(tensors, mmap.MADV_DONTNEED)
 
 
 class _MappedFile:
-    """A file without a name, mapped into memory part by part as it grows; tensors begin at pages."""
+    """A file without a name, mapped into memory part by part as it grows; tensors begin at page boundaries."""
 
     def __init__(self, folder: str) -> None:
         self._folder, self._size, self._used = folder, 0, 0
@@ -129,7 +129,7 @@ class _MappedFile:
         try:
             os.posix_fallocate(
                 self._file.fileno(), self._size, more
-            )  # a full disk is an error here, and a signal at a write
+            )  # a full disk raises an error here; later, a write would end the process by a signal
         except OSError as error:
             gb = f"{(self._size + more) / 1e9:.3g} GB"
             full = "is full" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else str(error)
@@ -146,7 +146,7 @@ class _MappedFile:
         return self._place(tensor) is not None
 
     def _place(self, tensor: Tensor) -> tuple[mmap.mmap, int] | None:
-        """Return the mapping that a tensor is in, and where."""
+        """Return the mapping that contains a tensor, and the tensor's offset in it; ``None`` if it is in none."""
         at = tensor.data_ptr()
         for begin, mapping, memory in self._parts:
             if begin <= at < begin + memory.numel():
@@ -163,7 +163,7 @@ class _MappedFile:
 
 
 def pieces_of(elements: int, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
-    """Return the ranges of so many elements that are masters of their own, none larger than a chunk."""
+    """Return the ranges that divide ``elements`` elements into masters of at most a chunk each."""
     step = CHUNK_BYTES // dtype.itemsize
     return ((low, min(low + step, elements)) for low in range(0, elements, step))
 
@@ -172,10 +172,10 @@ def pieces_of(elements: int, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
 
 
 class OffloadedUpdates:
-    """Updates this rank's masters, those that are not on the device chunk by chunk.
+    """Updates this rank's masters; those that are not on the device are updated chunk by chunk.
 
-    An optimizer leaves a parameter alone that has no gradient: all masters but a chunk's have none when the chunk is updated. ``at_once``
-    is for optimizers that may count the calls of ``step``: all masters, those on the device too, are then one chunk.
+    An optimizer skips parameters without a gradient: while it updates a chunk, only the chunk's masters have gradients. ``at_once`` is for
+    optimizers that may count the calls of ``step``: all masters, including those on the device, are then one chunk.
     """
 
     def __init__(
@@ -194,11 +194,11 @@ class OffloadedUpdates:
         self._lanes = [_Lane(size, device) for _ in self._chunks[:2]]
         self._threads = _threads() if device.type == "cuda" else 0
         for master in masters:
-            places.adopt(optimizer, master)  # Adagrad makes its states at once
+            places.adopt(optimizer, master)  # Adagrad creates its states in its constructor
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update all masters by their gradients; the device has the new values when its current stream gets there."""
+        """Update all masters by their gradients; the device's current stream waits for the new values."""
         with _many_threads(self._threads):
             if any(master.tensor.grad is not None for master in self._here):
                 self._optimizer.step()
@@ -227,7 +227,7 @@ class OffloadedUpdates:
         self._lanes[number % 2].fetch(self._chunks[number])
 
     def _tensors(self, chunk: Sequence[Master]) -> Iterator[Tensor]:
-        """Yield the masters of a chunk, and their states."""
+        """Yield the masters of a chunk, and their states on the CPU."""
         for master in chunk:
             yield master.tensor
             yield from (value for value in self._optimizer.state.get(master.tensor, {}).values() if _on_cpu(value))
@@ -239,7 +239,7 @@ def _on_cpu(value: object) -> bool:
 
 @contextmanager
 def _hidden(masters: Sequence[Master]) -> Iterator[None]:
-    """A context in which these masters have no gradients."""
+    """Remove the gradients of these masters inside this context."""
     gradients = [master.tensor.grad for master in masters]
     for master in masters:
         master.tensor.grad = None
@@ -249,13 +249,13 @@ def _hidden(masters: Sequence[Master]) -> Iterator[None]:
 
 
 def _threads() -> int:
-    """This process' share of the node's processors: ``torchrun`` lets each process have one thread."""
+    """Return this process's share of the node's processors: ``torchrun`` gives each process only one thread."""
     return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 @contextmanager
 def _many_threads(number: int) -> Iterator[None]:
-    """A context in which torch's ops on the CPU have so many threads; 0 leaves them alone."""
+    """Run torch's ops on the CPU with at least ``number`` threads inside this context."""
     before = torch.get_num_threads()
     if number > before:
         torch.set_num_threads(number)
@@ -278,7 +278,7 @@ def _chunks(masters: Sequence[Master]) -> Iterator[list[Master]]:
 
 
 class _Lane:
-    """The buffers of a chunk on its way: gradients come down, values go up."""
+    """The transfer buffers of a chunk, pinned on GPUs: gradients come down from the device, values go up."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._device, self._cuda = device, device.type == "cuda"
@@ -289,7 +289,7 @@ class _Lane:
         self._went: torch.cuda.Event | None = None
 
     def fetch(self, chunk: Sequence[Master]) -> None:
-        """Begin to copy the chunk's gradients; what got none has zeros."""
+        """Begin to copy the chunk's gradients from the device."""
         self._gradients = _views(self._down, [master.tensor for master in chunk])
         if not self._cuda:
             self._copy_down(chunk)
@@ -308,7 +308,7 @@ class _Lane:
             there.copy_(gradient.view(there.shape), non_blocking=True)
 
     def arrived(self) -> list[Tensor]:
-        """Return the gradients, once they are here."""
+        """Wait for the gradients, and return them."""
         if self._came is not None:
             self._came.synchronize()
         return self._gradients
@@ -316,12 +316,13 @@ class _Lane:
     def send(self, chunk: Sequence[Master]) -> None:
         """Begin to copy the chunk's new values to the device."""
         if self._went is not None:
-            self._went.synchronize()  # the last values of this buffer
+            self._went.synchronize()  # until the last values of this buffer have been copied
         targets = [master.offloaded.values for master in chunk if master.offloaded is not None]
         for master, there in zip(chunk, staged := _views(self._up, targets), strict=True):
-            there.copy_(master.tensor.view(there.shape))  # here: to the dtype of the computation
+            there.copy_(master.tensor.view(there.shape))  # this converts to the dtype of the computation
         if self._cuda:
-            self._streams[1].wait_stream(torch.cuda.current_stream(self._device))  # what still reads the old values
+            # work on the current stream may still read the old values
+            self._streams[1].wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._streams[1]) if self._cuda else nullcontext():
             for target, values in zip(targets, staged, strict=True):
                 target.copy_(values, non_blocking=True)
@@ -334,7 +335,7 @@ class _Lane:
 
 
 def _views(memory: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Parts of a buffer as tensors of these shapes and dtypes, each at a multiple of its elements' size."""
+    """Return parts of a buffer as tensors of these shapes and dtypes, each aligned to its elements' size."""
     found, at = [], 0
     for tensor in sorted(like, key=lambda tensor: -tensor.element_size()):
         assert at % tensor.element_size() == 0

@@ -1,7 +1,7 @@
 """Writes a trace of a step in Chrome's trace-event format, for https://ui.perfetto.dev.
 
-Every rank is a process with two tracks: its actions (forward and backward passes of a microbatch through a stage), and what it
-communicates. Actions are named by torch's ``record_function``; times come from ``torch.profiler``. On a GPU an action lasts from the first
+Every rank is a process with two tracks: its actions (forward and backward passes of a microbatch through a stage), and its
+communication. Actions are named by torch's ``record_function``; times come from ``torch.profiler``. On a GPU an action lasts from the first
 to the last of its kernels.
 """
 
@@ -30,20 +30,20 @@ T = TypeVar("T")
 
 
 def action_name(kind: str, stage: int, microbatch: int) -> str:
-    """``"forward, stage 2, microbatch 5"``."""
+    """Return an action's name, such as ``"forward, stage 2, microbatch 5"``."""
     return f"{WORDS[kind]}, stage {stage}, microbatch {microbatch}"
 
 
 def action(kind: str, stage: int, microbatch: int) -> AbstractContextManager[Any]:
-    """A context that names an action in a profile; ``kind`` is a key of ``WORDS``."""
+    """Return a context that names an action in a profile; ``kind`` is a key of ``WORDS``."""
     return record_function(action_name(kind, stage, microbatch))
 
 
 def traced(step: Callable[[], T], finish: Callable[[], None], path: str | os.PathLike[str], pipeline_rank: int) -> T:
-    """``step()``, profiled, and its result. Rank 0 writes the events of all ranks to ``path``.
+    """Run ``step()`` under the profiler, and return its result; rank 0 writes the events of all ranks to ``path``.
 
-    Every rank's times begin when the ranks have met. ``finish`` waits for the collectives that the step leaves behind: a profiler that
-    stops while one runs ends the process (signal 11) when the next profiler starts.
+    Every rank's times start at a barrier. ``finish`` waits for the collectives that are still running after the step: if a profiler stops
+    while one runs, the next profiler crashes the process (signal 11).
     """
     on_gpu = torch.cuda.is_available()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
@@ -64,14 +64,14 @@ def traced(step: Callable[[], T], finish: Callable[[], None], path: str | os.Pat
 
 
 def measured(spans: Iterable[tuple[str, float, float, bool]], rank: int, pipeline_rank: int) -> list[Event]:
-    """Return the events of a rank from a profile's spans: name, start and end in microseconds, whether on a GPU."""
+    """Return a rank's events, from a profile's spans: name, start and end in microseconds, and whether it is on a GPU."""
     spans = list(spans)
     begin = min(start for name, start, _, on_gpu in spans if name == STEP and not on_gpu)
     pattern = re.compile(f"({'|'.join(WORDS.values())}), stage \\d+, microbatch \\d+")
     events = process(1 + rank, f"rank {rank} of pipeline rank {pipeline_rank}, measured", pipeline_rank, 1 + rank)
     for track, names in ((COMPUTATION, pattern), (COMMUNICATION, _COLLECTIVES)):
         mine = [span for span in spans if names.match(span[0])]
-        device = any(span[3] for span in mine)  # the processor's spans are those of launches then
+        device = any(span[3] for span in mine)  # then the spans on the CPU are only launches
         for name, start, stop, on_gpu in mine:
             if on_gpu == device and start >= begin:
                 events.append(event(1 + rank, track, name, (start - begin) / 1e6, (stop - start) / 1e6, {}))
@@ -79,7 +79,7 @@ def measured(spans: Iterable[tuple[str, float, float, bool]], rank: int, pipelin
 
 
 def process(number: int, name: str, pipeline_rank: int, order: int) -> list[Event]:
-    """Return the name of a process and of its tracks. Processes are sorted by pipeline rank, then by ``order``."""
+    """Return the events that name a process and its tracks. Processes are sorted by pipeline rank, then by ``order``."""
     found = [_named("process_name", number, 0, {"name": name})]
     found.append(_named("process_sort_index", number, 0, {"sort_index": 100_000 * pipeline_rank + order}))
     return found + [_named("thread_name", number, track, {"name": text}) for track, text in enumerate(_TRACKS)]
@@ -96,5 +96,5 @@ def event(number: int, track: int, name: str, start_s: float, seconds: float, ar
 
 
 def write(path: str | os.PathLike[str], events: Iterable[Event]) -> None:
-    """The file of a trace."""
+    """Write the file of a trace."""
     Path(path).write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": list(events)}))

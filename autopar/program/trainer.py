@@ -1,13 +1,13 @@
-"""The trainer: pipeline, loss, gradients, clipping, optimizer, state dicts.
+"""Trains a program on this rank: forward and backward passes, clipping, updates, state dicts, checkpoints.
 
 Gradients are sums, never means: the loss that a stage returns is a term of the global batch's loss, so the gradients of all
 ranks and microbatches add up to exactly those of one device. Local SGD replicas (``sync`` of the plan) are the exception: each has
-the gradients of its own samples; losses, gradients and state dicts that the trainer returns are means over the replicas. If the plan
+the gradients of its own rows; losses, gradients and state dicts that the trainer returns are means over the replicas. If the plan
 allows ``microbatch_statistics``, each microbatch is treated as a separate batch, with its own scalars: its loss is divided by the number of
 microbatches, and the sum is the mean.
 
 Microbatch ``i`` is the ``i``-th chunk of the *global* batch, and the mesh's axes divide each microbatch (outermost first). The
-other order would be wrong where layers of one stage use different data axes.
+other order would be wrong if layers of one stage use different data axes.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def set_tf32(allowed: bool) -> None:
 
 
 class ModeError(RuntimeError):
-    """``evaluate`` was called for a model that behaves differently in training mode."""
+    """Raised by ``evaluate`` if the model behaves differently in training mode."""
 
     def __init__(self, does: str) -> None:
         self.message = (
@@ -89,8 +89,8 @@ class Trainer:
     argument is called ``named_parameters``. These parameters are placeholders, which this rank's own tensors replace (see
     ``optimizers``); it may also make a list of optimizers. ``scheduler`` makes a scheduler of the optimizer's learning rates, which counts
     updates: a skipped one doesn't count. Initial values are ``state`` (a state dict of the user's model, or the path of its safetensors
-    or of a ``torch.save`` of it), ``values`` (by a parameter's record) or drawn from ``seed``, alike in all plans; or training resumes
-    from ``resume``, a folder that ``load`` takes.
+    or of a ``torch.save`` of it), ``values`` (a function of a parameter's layout) or drawn from ``seed``, the same under all plans; or
+    training resumes from ``resume``, a folder that ``load`` takes.
     ``max_norm`` clips gradients in ``step``.
     ``loss_scale`` is the dynamic loss scale of a float16 program, otherwise ``None``; losses, gradients and norms that the trainer
     returns are unscaled.
@@ -113,7 +113,7 @@ class Trainer:
             raise ValueError(f"max_norm is {max_norm}: gradients are scaled to a norm above 0, or left alone (None)")
         self.program, self.world, self.max_norm = program, world, max_norm
         set_tf32("tf32" in program.plan.get("allow", ()))
-        self._half_read = False  # whether only some values were replaced by those of files
+        self._half_read = False  # whether a load failed after replacing some of the values
         same_options({"the seed": seed, "max_norm": max_norm}, world.device)
         self.stages, self._by_stage, self._buffers = build_stages(program, world)
         self._groups = [group for groups in self._by_stage.values() for group in groups]
@@ -140,11 +140,11 @@ class Trainer:
         self.optimizer, self.scheduler = self._updates.optimizer, self._updates.scheduler
         # the updates so far, skipped ones included, and the rows of their batches
         self._seed, self.steps, self.rows = seed, 0, 0
-        self.loaders: dict[int, Loader] = {}  # that stay open between the calls of a ``LoadedProgram``
-        # by data set and order: the epoch and the row after the last step
+        self.loaders: dict[int, Loader] = {}  # loaders that stay open between the calls of a ``LoadedProgram``
+        # the epoch and the row after the last step, by ``Loader.key``
         self.positions: dict[str, tuple[int, int]] = {}
-        self._from_checkpoint: tuple[str, ...] = ()  # the data sets of the checkpoint that was loaded
-        self.gradient_norm: Tensor | None = None  # of the last step, before clipping, where gradients are clipped
+        self._from_checkpoint: tuple[str, ...] = ()  # the keys of the checkpoint's positions, until one is read
+        self.gradient_norm: Tensor | None = None  # of the last step, before clipping; ``None`` without clipping
         self._unread: list[Tensor] = []  # this rank's terms of the losses of ``advance``
         self._background: checkpoint.Background | None = None
         if resume is not None:
@@ -153,14 +153,14 @@ class Trainer:
     def loader(
         self, dataset: Any, order: Order | Mapping[str, Any] | None = None, *, collate: Callable[..., Any] | None = None
     ) -> Loader:
-        """Return this rank's rows of the global batches of ``dataset``; ``order`` may be given by the fields of ``Order``."""
+        """Return the loader of this rank's rows of ``dataset``; ``order`` may be a dict of the fields of ``Order``."""
         order = Order(**order) if isinstance(order, Mapping) else order
         return Loader(self.program, self.world, dataset, order, collate=collate)
 
     def position(self, loader: Loader) -> tuple[int, int]:
         """Return the current epoch and row in a data set; all ranks call this."""
         if loader.key not in self.positions:
-            if loader.order in self.positions:  # a checkpoint of before data sets had checksums
+            if loader.order in self.positions:  # the checkpoint is from before data sets had checksums
                 self.positions[loader.key] = self.positions.pop(loader.order)
             elif self._from_checkpoint and dist.get_rank() == 0:
                 before = ", ".join(self._from_checkpoint)
@@ -183,7 +183,7 @@ class Trainer:
         return loss, loader.ends(after)
 
     def advance_from(self, loader: Loader) -> None:
-        """``advance`` on the next global batch; the one after it is read too."""
+        """Call ``advance`` on the next global batch, and read the batch after it ahead."""
         rows, after = loader.read(self.position(loader), ahead=True)
         self.advance(rows)
         self.positions[loader.key] = after
@@ -193,8 +193,8 @@ class Trainer:
         on every rank.
 
         ``on_nan`` says what happens if the loss is NaN or infinite: ``"stop"`` raises ``NonFiniteLossError`` on every rank before
-        anything is updated, ``"skip"`` updates nothing and counts the step. A program in float16 has its loss scale for that. With
-        ``on_nan`` the losses of ``advance`` are checked too, as by ``check_unread``.
+        anything is updated, ``"skip"`` updates nothing and counts the step. A float16 program ignores this: its loss scale skips such
+        steps. With ``on_nan`` the losses of ``advance`` are checked too, as by ``check_unread``.
         """
         unread, self._unread = self._unread, []
         *before, loss = self._schedule.reduced(torch.stack((*unread, self._forward_backward(batch))))
@@ -215,7 +215,7 @@ class Trainer:
         return float(value)
 
     def advance(self, batch: Batch) -> None:
-        """``step(batch)`` without returning the loss: it isn't all-reduced, and the host doesn't wait for the device.
+        """Update as ``step(batch)`` does, but don't return the loss: it isn't all-reduced, and the host doesn't wait for the device.
 
         In float16 the host does wait, to know whether the update is skipped. Otherwise ``check_unread`` checks the losses later.
         """
@@ -245,11 +245,11 @@ class Trainer:
             )
 
     def trace(self, batch: Batch, path: str | os.PathLike[str]) -> float:
-        """``step(batch)``; rank 0 writes the actions of every rank in Chrome's trace-event format (https://ui.perfetto.dev)."""
+        """Call ``step(batch)``; rank 0 writes the actions of all ranks in Chrome's trace-event format (https://ui.perfetto.dev)."""
         return self.traced(lambda: self.step(batch), path)
 
     def traced(self, step: Callable[[], T], path: str | os.PathLike[str]) -> T:
-        """Return the result of ``step()``, a step of this trainer, which is traced as by ``trace``."""
+        """Call ``step()``, a step of this trainer, trace it as ``trace`` does, and return its result."""
         return traced(step, self.finish_update, path, self.world.mesh.get_local_rank("pipeline"))
 
     def _leave_out(self, batch: Batch, loss: float, on_nan: str) -> None:
@@ -275,7 +275,7 @@ class Trainer:
         return (self._seed << 40) + self.steps * self._schedule.microbatches
 
     def update(self) -> None:
-        """Update the parameters with the gradients from ``forward_backward``, and set the buffers to the values that it computed.
+        """Update the parameters with the gradients of ``forward_backward``, and the buffers with the values that it computed.
 
         If a float16 gradient overflowed on any rank, no rank changes parameters or optimizer states.
         """
@@ -285,7 +285,7 @@ class Trainer:
         if self.loss_scale is not None:
             self.loss_scale.update(skipped)
         assert self._updates is not None
-        self.finish_update()  # of parameters that the forward pass did not read
+        self.finish_update()  # of parameters that no forward pass has read since
         if self._late is not None:
             self._late.place()
         if not skipped:
@@ -309,14 +309,14 @@ class Trainer:
         self._publications.finish()
 
     def forward_backward(self, batch: Batch) -> float:
-        """Return the global batch's loss; leave its gradients, summed over ranks, microbatches and tied copies."""
+        """Compute the global batch's gradients, summed over ranks, microbatches and tied copies; return its loss."""
         loss = self._forward_backward(batch)
         if self._late is not None:
             self._late.show()
         return float(self._schedule.reduced(loss))
 
     def _forward_backward(self, batch: Batch) -> Tensor:
-        """Return the sum of this rank's terms of the loss."""
+        """Compute the gradients, and return the sum of this rank's terms of the loss."""
         self._check_whole()
         self._schedule.share.check(batch)
         self._reductions.clear()
@@ -371,8 +371,8 @@ class Trainer:
         return self._tensors().gradients()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the full parameters and written buffers by original name (a tied one under each name), on the CPU of rank 0; nothing
-        elsewhere."""
+        """Return the full parameters and written buffers by original name (a tied one under each name), on the CPU of rank 0; nothing on
+        other ranks."""
         return self._tensors().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -450,14 +450,14 @@ class Trainer:
             self._set(lambda tensors: checkpoint.load_weights(tensors, path))
 
     def _set(self, change: Callable[[TrainingTensors], None]) -> None:
-        """Let ``change`` set values of this rank's tensors, then update the parameters that the stages read."""
+        """Let ``change`` set values of this rank's tensors, then copy them into the parameters that the stages read."""
         tensors = self._tensors()
         change(tensors)
         tensors.spread()
 
     @contextlib.contextmanager
     def _replacing(self) -> Iterator[None]:
-        """A context in which files replace the values. If some could not be read, later calls refuse to use the mixed state."""
+        """Let files replace the values inside this context. If some files can't be read, later calls refuse the mixed state."""
         try:
             yield
         except CheckpointError as error:
@@ -487,9 +487,9 @@ def in_training_alone(program: LoadedProgram) -> str:
 
 
 def _norm(grad: Tensor) -> Tensor:
-    """Return the 2-norm: of rows of 1,024 elements in the gradient's dtype, then of all rows in float64.
+    """Return the 2-norm, computed for rows of 1,024 elements in the gradient's dtype, then over all rows in float64.
 
-    All in float64 it takes twelve times as long; all in float32 its error on a CPU is 1e-3 for 16 M elements; here the error is 1e-9.
+    Computed in float64 alone it takes twelve times as long; in float32 alone its error on a CPU is 1e-3 for 16 M elements, here 1e-9.
     """
     flat, even = grad.flatten(), grad.numel() // 1024 * 1024
     parts = (flat[:even].view(-1, 1024), flat[even:].view(1, -1))

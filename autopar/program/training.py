@@ -5,9 +5,9 @@ Training starts from ``initial.safetensors``, the values of the compiled model, 
 function that returns a map-style data set of dicts with these names; the module is in this folder, in the working folder, or installed.
 A step takes the next ``global_batch`` rows; each rank reads its own. ``--dataset synthetic`` generates rows of the right shapes.
 ``--checkpoint DIR --every 100`` writes checkpoints, and ``--resume`` continues from the newest one, under this plan or any other.
-Standard output has one JSON object per step, standard error the same for people. Steps count from 1 and continue after a resume.
-In float16 a record has the loss scale of the next step.
-With ``--log-every N`` every N-th step has one. The losses in between are not all-reduced, and the host doesn't wait for the GPU:
+Standard output gets one JSON object per step, standard error a readable line. Steps count from 1 and continue after a resume.
+In float16 a JSON object has the loss scale of the next step.
+With ``--log-every N`` only every N-th step has one. The losses in between are not all-reduced, and the host doesn't wait for the GPU:
 it queues the work of the next step, and checks all of these losses when it reads the N-th, and before every checkpoint.
 If model.py or a module of the runtime was edited, the program is type-checked before the first step.
 """
@@ -96,7 +96,7 @@ def arguments(recipe: Recipe) -> argparse.Namespace:
 
 
 def parser(recipe: Recipe) -> argparse.ArgumentParser:
-    """Options can't be abbreviated: torchrun parses them first, and refuses one that is a prefix of several of its own."""
+    """Return the parser. Options can't be abbreviated: torchrun parses them first, and refuses a prefix of several of its own options."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
     parser.add_argument(
@@ -204,41 +204,41 @@ def completed(recipe: Recipe, parser: argparse.ArgumentParser, args: argparse.Na
 
 
 def hint(message: str) -> None:
-    """Print a message once, on standard error, before there is a process group."""
+    """Print a message on standard error, on rank 0 alone; no process group is needed."""
     if os.environ.get("RANK", "0") == "0":
         print(message, file=sys.stderr, flush=True)
 
 
 def count(text: str) -> int:
-    """Return a number from 1 up."""
+    """Parse an integer of at least 1."""
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is too small: it must be at least 1")
     return int(text)
 
 
 def positive(text: str) -> float:
-    """Return a number of seconds above 0."""
+    """Parse a number of seconds above 0."""
     if not float(text) > 0:
         raise argparse.ArgumentTypeError(f"{text} is not a time limit: it must be above 0")
     return float(text)
 
 
 def rate(text: str) -> float:
-    """Return a learning rate: not negative."""
+    """Parse a learning rate of at least 0."""
     if not 0 <= float(text) < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not a learning rate: it must be at least 0")
     return float(text)
 
 
 def norm(text: str) -> float:
-    """Return the largest norm of gradients: above 0."""
+    """Parse a norm for clipping, above 0."""
     if not float(text) > 0:
         raise argparse.ArgumentTypeError(f"{text} is not a norm for clipping: it must be above 0")
     return float(text)
 
 
 def dataset(args: argparse.Namespace, program: LoadedProgram) -> Any:
-    """Return the data set: synthetic, from a module, or the tensors of a file."""
+    """Return the data set: synthetic rows, the result of a module's function, or the tensors of a file."""
     if args.dataset == "synthetic":
         return Synthetic(program.inputs, args.seed)
     module, _, name = args.dataset.partition(":")
@@ -345,7 +345,7 @@ def open_trainer(recipe: Recipe, args: argparse.Namespace, watch: Watch) -> tupl
 
 
 def say(message: str) -> None:
-    """Print a message once, on standard error; if the terminal is gone, training continues to its checkpoint."""
+    """Print a message on standard error, on rank 0 alone; if the terminal is gone, training continues to its checkpoint."""
     if dist.get_rank() == 0:
         with contextlib.suppress(OSError):
             print(message, file=sys.stderr, flush=True)
@@ -370,7 +370,7 @@ def save(trainer: Trainer, args: argparse.Namespace, over: bool) -> None:
 
 
 def train(recipe: Recipe, args: argparse.Namespace, watch: Watch) -> None:
-    """Train, and save what the options ask for at the end."""
+    """Train, and write the state dict and the weights at the end if the options say so."""
     trainer, _claim = open_trainer(recipe, args, watch)
     watch.follow(trainer.stages.values())
     loader = open_loader(args, trainer)
@@ -379,7 +379,7 @@ def train(recipe: Recipe, args: argparse.Namespace, watch: Watch) -> None:
     except (
         DataError,
         NonFiniteLossError,
-    ) as error:  # on every rank; the state is that before the step, unless it is late
+    ) as error:  # on every rank; the state is that before the step, unless the error is late
         late = isinstance(error, NonFiniteLossError) and error.late
         if isinstance(error, NonFiniteLossError) and args.dataset == "synthetic":
             say(
@@ -442,8 +442,8 @@ def run_steps(args: argparse.Namespace, trainer: Trainer, loader: Loader, watch:
 
 
 def is_read(args: argparse.Namespace, step: int, begun: int) -> bool:
-    """Return whether to read and print the loss of a step: that of the first, of the last and of every ``--log-every``-th step, and of the
-    last one before a checkpoint, so that step times exclude saving."""
+    """Return whether to read and print the loss of a step: the first, the last and every ``--log-every``-th step, and the last step before
+    a checkpoint, so that step times exclude saving."""
     last = args.epochs is None and step + 1 == int(args.steps)
     return (
         step == begun or last or any((step + 1) % n == 0 for n in (args.log_every, args.checkpoint and args.every) if n)
@@ -451,7 +451,7 @@ def is_read(args: argparse.Namespace, step: int, begun: int) -> bool:
 
 
 def log(trainer: Trainer, meter: Meter, loss: float, steps: int) -> None:
-    """Print the record of the last step, with the mean time of the ``steps`` since the record before."""
+    """Print the record of the last step, with the mean time of the ``steps`` since the previous record."""
     norm, scale = trainer.gradient_norm, trainer.loss_scale
     more = {"gradient_norm": None if norm is None else float(norm), "loss_scale": scale.scale if scale else None}
     record = meter.end(trainer.steps, loss, peak_memory_bytes(), more, steps)

@@ -1,13 +1,13 @@
 """Type-checks an emitted program: every stage, with ``spmd_types``' global types, on a fake process group.
 
-It needs no GPU and one process: the fake group has as many ranks as the plan has devices, tensors are on the meta device, and the
-checker tracks which dim is sharded on every axis. Most errors that give wrong gradients (a missing all-reduce, a bias added once per
-rank, a softmax over a sharded dim) fail here. The checker cannot see values; the exactness matrix checks those.
+This needs no GPU and only one process: the fake group has as many ranks as a stage of the plan has devices, tensors are on the meta
+device, and the checker tracks which dim is sharded on every axis. Most errors that give wrong gradients (a missing all-reduce, a bias added
+once per rank, a softmax over a sharded dim) fail here. The checker cannot see values; the exactness matrix checks those.
 
 Layers of one class with inputs of equal types are checked once: the result depends only on the class's code and its inputs.
 
 ``train.py`` runs the checker before the first step if a module of the folder was edited: ``runtime/checked.json`` has the digests of the
-emitted modules, or of those that the checker last accepted.
+emitted modules, or of the modules that the checker accepted last.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from .state import read_constants
 Progress = Callable[[str], None]
 
 DIGESTS = "runtime/checked.json"
-"""The file in a folder with the digests of the others."""
+"""The file in a program's folder with the digests of its other files."""
 
 _FILES = ("plan.json", "layouts.json", "model.py")
 _ILL_TYPED = (spmd.SpmdTypeError, AssertionError, ValueError, RuntimeError)
@@ -55,7 +55,7 @@ _NAME = __name__
 
 
 class IllTypedError(RuntimeError):
-    """A program has a type error or can't be read; ``hint`` says what to do."""
+    """Raised if a program has a type error or can't be read; ``hint`` says what to do."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(f"{message}; {hint}" if hint else message)
@@ -84,7 +84,7 @@ def write_digests(folder: Path) -> None:
 
 
 def edited(folder: Path) -> list[str]:
-    """Return the emitted files that have changed since; ``model.py`` if there are no digests of the emitted files."""
+    """Return the files that have changed since they were emitted or last accepted; ``model.py`` if the folder has no digests."""
     try:
         known: dict[str, str] = json.loads((folder / DIGESTS).read_text())
     except (OSError, ValueError):
@@ -163,8 +163,8 @@ def check(path: Path, progress: Progress) -> int:
 
 
 def _line(error: Exception, path: Path, kind: Any) -> str:
-    """``"model.py:48"``, the innermost line of the folder's model that an error passed; where it passed none, the last line of the
-    stage."""
+    """Return a place such as ``"model.py:48"``: the innermost line of the folder's model in an error's traceback, or the last line of the
+    stage's forward if there is none."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     lines = [number for _, number in traceback.walk_tb(error.__traceback__)]
     model = str(path / "model.py")
@@ -176,7 +176,7 @@ def _line(error: Exception, path: Path, kind: Any) -> str:
 
 
 def _check_prelude(program: Any, constants: Mapping[str, Tensor], path: Path) -> None:
-    """Raise ``IllTypedError`` if a scalar that ranks sum over their own rows differs from that of all rows.
+    """Raise ``IllTypedError`` if a scalar that ranks sum over their own rows differs from the scalar of all rows.
 
     The prelude is plain tensor code, without types: it runs on each half of synthetic batches, and on all of their rows.
     """
@@ -197,7 +197,8 @@ def _check_prelude(program: Any, constants: Mapping[str, Tensor], path: Path) ->
             totals = iter([first + second for first, second in zip(*terms, strict=True)])
             part = prelude.compute(halves[0], constants, lambda term, totals=totals: next(totals))  # type: ignore[misc]
         except Exception as error:
-            if type(error).__name__ == "GuardError":  # of the folder's guards.py: made-up rows are no rows of the model
+            # the class in the folder's guards.py; synthetic rows need not meet the guards
+            if type(error).__name__ == "GuardError":
                 return
             raise IllTypedError(
                 f"the prelude of {path.name} fails, {line}: {type(error).__name__}: {error}", _HINT
@@ -217,7 +218,7 @@ def _check_stage(
     constants: Mapping[str, Tensor],
     seen: _Seen,
 ) -> None:
-    """Check one stage; ``place`` is its class, and what the previous stage sends."""
+    """Check one stage; ``place`` has its class, and the specs of the tensors that it receives."""
     kind, received = place
     constants = {name: tensor.to("meta") for name, tensor in constants.items()}
     stage = kind(device="meta", constants=constants)
@@ -253,7 +254,7 @@ def _check_stage(
 
 
 def _follow_once(layer: nn.Module, seen: _Seen) -> None:
-    """Replace a layer's call by the result of an earlier equal call, without checking its ops again."""
+    """Make a layer's forward return the result of an earlier equal call, without checking its ops again."""
     forward, own = layer.forward, _described_module(layer)
     if own is None:
         return
@@ -275,12 +276,12 @@ def _follow_once(layer: nn.Module, seen: _Seen) -> None:
 
 
 def _described_module(layer: nn.Module) -> Any:
-    """All state of its module that a layer's forward can read: equal if two layers do the same; ``None`` if that is unknown."""
+    """Return all state that a layer's forward can read: equal if two layers compute the same; ``None`` if that is unknown."""
     usual = {*vars(nn.Module()), "SPEC"}
     parts = []
     for name, module in layer.named_modules():
         extra = {key: value for key, value in vars(module).items() if key not in usual}
-        # a layer writes its buffers' new values there when it is called
+        # a layer may write into any other attribute when it is called
         plain = all(isinstance(value, str | int | float | bool | tuple | None) for value in extra.values())
         if not plain or module._forward_hooks or module._forward_pre_hooks:
             return None
@@ -293,7 +294,7 @@ def _described_module(layer: nn.Module) -> Any:
 
 
 def _described(value: Any) -> Any:
-    """Return a hashable description of a call's value: tensors by shape, dtype and types; ``None`` if a part cannot be described."""
+    """Return a hashable description of a call's argument or result: tensors by shape, dtype and types; ``None`` for other objects."""
     if isinstance(value, Tensor):
         if not value.is_meta or not spmd.has_local_type(value):
             return None
@@ -317,7 +318,7 @@ _TENSOR, _PLAIN = "tensor", "plain"
 
 
 def _made(description: Any) -> Any:
-    """Return a value that fits the description."""
+    """Return a value with this description."""
     if description[0] is tuple:
         return tuple(_made(item) for item in description[1])
     if description[0] == _PLAIN:
@@ -333,7 +334,7 @@ def _type(text: str) -> Any:
 
 
 def _assert(tensor: torch.Tensor, types: Mapping[str, Any]) -> torch.Tensor:
-    """Assert the types; a dim that several axes shard is given as a partition, outermost axis first."""
+    """Assert a tensor's types by axis. They are passed on as local types and a partition spec, outermost axis first."""
     entries: list[Any] = [[] for _ in range(tensor.dim())]
     local = {}
     for axis, t in types.items():
@@ -351,18 +352,18 @@ _declare = _assert  # asserting sets the types of a tensor that has none
 
 
 IMPORTING = threading.RLock()
-"""Held while a folder's modules replace those of the process, which all threads share."""
+"""Held while a folder's modules replace modules in ``sys.modules``, which all threads share."""
 
 
 def take_modules(folder: Path) -> dict[str, ModuleType]:
-    """Remove the modules that have the names of the folder's from ``sys.modules``, and return them."""
+    """Remove all modules with the names of the folder's modules from ``sys.modules``, and return them."""
     names = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
     return {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in names}
 
 
 @contextmanager
 def _imported(path: Path) -> Iterator[ModuleType]:
-    """A context with the folder's ``model`` module, which is removed from ``sys.modules`` afterwards."""
+    """Import the folder's ``model`` module for this context, and remove it from ``sys.modules`` afterwards."""
     hidden = take_modules(path)
     sys.path.insert(0, str(path))
     before = [set(kept) for kept in _kept_by_spmd_types()]
@@ -395,7 +396,7 @@ def _kept_by_spmd_types() -> list[set[Any]]:
 
 
 def _flattened(model: ModuleType, mesh: Any) -> AbstractContextManager[None]:
-    """Set the program's mesh, with its groups over several axes, in the program's own copy of ``mesh_axes``."""
+    """Return a context that sets the mesh, with groups over several axes, in the program's own copy of ``mesh_axes``."""
     axes = model.PROGRAM.flattened
     if not axes:
         return nullcontext()
@@ -408,7 +409,7 @@ def _flattened(model: ModuleType, mesh: Any) -> AbstractContextManager[None]:
 
 @contextmanager
 def _fake_world(axes: Mapping[str, int]) -> Iterator[Any]:
-    """A mesh of one stage on the fake process group."""
+    """Create the mesh of one stage on a fake process group, for this context."""
     assert not dist.is_initialized(), "the checker needs a process without a process group"
     size = 1
     for n in axes.values():

@@ -5,7 +5,7 @@ and the layer. One rank of each node, its speaker, writes the heartbeats of all 
 next node in the same way: three requests per beat and one connection per node. With more than ``BEATS_PER_S`` nodes the beats are
 further apart. If a speaker falls silent, the next rank of its node takes over. A second thread, which never waits for the network, ends the
 process if the store doesn't answer while no step ends; a slow store doesn't end a training that makes progress. Whatever goes
-wrong, one rank reports it in one sentence, and every rank exits with status 1, upon which torchrun ends the others.
+wrong, one rank reports it in one sentence, and every rank exits with status 1, or is ended by torchrun because another one has.
 
 The position of the main thread is its Python stack, which is the same for gloo and NCCL, and the last layer that it entered. On a
 GPU the host runs ahead of the device: there the layer is the last one whose work the host has started.
@@ -40,14 +40,14 @@ from .spec import layers_of
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """A scheduler sends SIGTERM or SIGUSR1 before it takes the machine away, a user SIGINT with Ctrl-C, a terminal SIGHUP when it closes."""
 
-_RANK_0_SPEAKS_S = 1.0  # an error that all ranks have is printed by rank 0 alone, after which torchrun ends the others
+_RANK_0_SPEAKS_S = 1.0  # other ranks wait before they print an error: if rank 0 has it too, torchrun ends them first
 _NAMED = re.compile(r"\w+(Error|Exit): ")
 
 BEATS_PER_S = 2000
-"""The limit of beats per second of all nodes to the store: three requests each, of 11 microseconds, or 7 % of a processor."""
+"""The limit of beats per second to the store, of all nodes: each is three requests of 11 microseconds, together 7 % of a processor."""
 
 _BLOCK = 256  # keys of the store that are read in one request
-_HANDOVER = 3  # beats of silence of the node's speaker after which another rank reports the problem
+_HANDOVER = 3  # after so many beats of silence of the node's speaker, another rank reports the problem
 
 _CONSEQUENCES = (
     "Connection closed by peer",
@@ -75,8 +75,8 @@ def interval_s(nodes: int, lost_after_s: float) -> float:
 class Machine:
     """The ranks of one node, which send each other datagrams; the lowest live rank is the node's speaker.
 
-    ``index``, ``count`` (of nodes) and ``ranks`` are torchrun's. Under another launcher each rank is its own node: nothing says
-    then that the processes of a machine can reach each other by a local socket.
+    torchrun gives ``index``, ``count`` (of nodes) and ``ranks``. Under another launcher each rank is its own node, because nothing says
+    that the processes of a machine can reach each other by a local socket.
     """
 
     def __init__(self, token: str, rank: int, world: int) -> None:
@@ -87,8 +87,8 @@ class Machine:
             # torchrun numbers a node's ranks one after the other
             self.ranks = list(range(rank - local, rank - local + size))
         self.said: dict[int, list[Any]] = {}
-        self.problem: str | None = None  # what another rank of the node has noticed
-        self.ended = False  # the speaker has reported
+        self.problem: str | None = None  # the problem that another rank of the node has noticed
+        self.ended = False  # whether another rank has reported, so that this one must exit
         self._heard = dict.fromkeys(self.ranks, time.monotonic())
         self._token = token
         if len(self.ranks) > 1:
@@ -105,7 +105,7 @@ class Machine:
         message = json.dumps([self.rank, said, problem, ended]).encode()
         for rank in self.ranks:
             if rank != self.rank:
-                with contextlib.suppress(OSError):  # one that has ended, or whose queue is full because it stands still
+                with contextlib.suppress(OSError):  # the other rank has ended, or hangs and its queue is full
                     self._socket.sendto(message, self._address(rank))
 
     def listen(self) -> None:
@@ -137,7 +137,7 @@ class Watch:
 
     ``limits_s`` are the time limits of the sections ``"set-up"``, ``"step"`` and ``"save"``. A rank without a heartbeat for
     ``lost_after_s`` seconds counts as lost. ``SIGNALS`` don't end the process, they set the result of ``stop_asked``: torchrun also sends
-    SIGTERM to the remaining ranks when one has died, and they must report that first.
+    SIGTERM to the remaining ranks when one has died, and these must report the death before they exit.
     """
 
     def __init__(self, limits_s: Mapping[str, float], lost_after_s: float) -> None:
@@ -150,12 +150,12 @@ class Watch:
         self._now = "set-up", "the set-up", time.monotonic()  # one object, because several threads read it
         self._layer = ""
         self._failed_at: tuple[str, bool] | None = None
-        self._problem: str | None = None  # what this rank noticed: why the training ends
-        self._asked: Later | None = None  # the number of the signal that a rank has received, as of the last step
+        self._problem: str | None = None  # the problem that this rank noticed, which ends the training
+        self._asked: Later | None = None  # the signal that some rank had received at the last step
         self._heard = time.monotonic()  # when the store last answered
         self._ended = threading.Event()
-        self._node: Machine | None = None  # known once the ranks have met
-        self._store: Any = None  # of a node's speaker
+        self._node: Machine | None = None  # set by ``join``
+        self._store: Any = None  # only on a node's speaker
         self._handlers: dict[int, Any] = {}
         self._waking = socket.socketpair()
 
@@ -175,7 +175,7 @@ class Watch:
             self._failed(error)
         self._ended.set()
         if self._node is not None and error is None:
-            dist.barrier()  # a rank that ends may take the store with it, and the others must not mind
+            dist.barrier()  # a rank that exits may end the store, which the others still need
         if self._signals:
             signal.set_wakeup_fd(-1)
         for number, handler in self._handlers.items():
@@ -186,7 +186,7 @@ class Watch:
         if number == signal.SIGINT:
             signal.signal(number, self._handlers[number])  # a second Ctrl-C ends the process at once
 
-    # -- what the main thread says ------------------------------------------------------------------------------------
+    # -- called by the main thread ------------------------------------------------------------------------------------
 
     def join(self) -> None:
         """Watch the other ranks too; all ranks call this once there is a process group."""
@@ -202,7 +202,7 @@ class Watch:
         if node.speaker(self._lost_after_s) == node.rank:
             self._open()
         self._beat(node)
-        dist.barrier()  # from here on the store has a word of every node
+        dist.barrier()  # from here on the store has a heartbeat of every node
         threading.Thread(target=self._watch, args=(node,), name="watch-store", daemon=True).start()
 
     def _open(self) -> Any:
@@ -239,7 +239,7 @@ class Watch:
 
     def stop_asked(self, device: torch.device) -> str:
         """Return, on all ranks, the name of a signal that some rank had received at the previous call, or an empty string. All ranks
-        call this, once a step: the answer of the step before is on the host without a wait for this step's end."""
+        call this once a step. It returns the previous step's answer, for which the host need not wait until this step ends."""
         if dist.get_world_size() == 1:
             return signal.Signals(self._received).name if self._received else ""
         received = torch.tensor(self._received, dtype=torch.int32, device=device)
@@ -249,8 +249,8 @@ class Watch:
         return signal.Signals(number).name if number else ""
 
     def _failed(self, error: Exception) -> None:
-        """Handle an error of the main thread. Its own error is sent to the others; if it only shows that another rank failed, this does
-        not return."""
+        """Handle an error of the main thread: send this rank's own error to the others. If the error only shows that another rank failed,
+        this does not return."""
         text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         if self._node is None:
             return
@@ -260,7 +260,7 @@ class Watch:
             self._problem = next(
                 (f"a collective failed ({sign})" for sign in _CONSEQUENCES if sign in str(error)), text
             )
-            threading.Event().wait()  # a thread ends the process
+            threading.Event().wait()  # the watching thread ends the process
         with contextlib.suppress(Exception):
             store = self._open()
             store.set("cause", f"rank {dist.get_rank()} failed in {self._now[1]}: {text}")
@@ -269,7 +269,7 @@ class Watch:
     # -- the threads --------------------------------------------------------------------------------------------------
 
     def _guard(self) -> None:
-        """End the process when the other thread can't: without other ranks, or if the store no longer answers."""
+        """End the process if the thread of ``_watch`` can't: if there are no other ranks, or the store no longer answers."""
         while not self._ended.wait(self._interval_s):
             with contextlib.suppress(BlockingIOError):
                 self._received = max(n for n in (self._received, *self._waking[0].recv(64)) if n in (0, *self._signals))
@@ -302,7 +302,7 @@ class Watch:
                 self._beat(node)
                 if node.ended:
                     self._end("")
-                # where a launcher asks for an end because a rank has died, it kills all soon
+                # a launcher that stops the ranks because one has died soon kills them: then don't wait long
                 patience_s = min(5 * self._interval_s if self._received else self._lost_after_s, self._lost_after_s)
                 problem = self._problem or node.problem
                 hurry = problem is not None or self._received
@@ -317,7 +317,7 @@ class Watch:
                         following = (node.index + 1) % node.count
                         last = self._store.get(_key(following)).decode()
                         seen, changed = (last, time.monotonic()) if last != seen else (seen, changed)
-                        # its other ranks get the time to speak for it
+                        # give another rank of that node time to take over
                         if time.monotonic() - changed > patience_s + (_HANDOVER + 1) * self._interval_s:
                             problem = problem or f"node {following} gives no sign of life"
                     if problem is not None:
@@ -329,7 +329,7 @@ class Watch:
             self._ended.wait(self._interval_s)
 
     def _report(self, node: Machine, problem: str) -> None:
-        """Let the first speaker that gets here report for all; the others stay until then, because they would seem dead."""
+        """Let the first speaker that gets here report for all; until then the others go on with heartbeats, or they would seem dead."""
         store = self._open()
         first = store.add("said", 1) == 1
         store.set("stop", "")
@@ -339,7 +339,7 @@ class Watch:
             self._beat(node)
             if not first and store.check(["done"]):
                 break
-            # a second report of every node, or the time in which another rank would have spoken for it
+            # wait for a second heartbeat of every node, as long as another rank of it needs to take over
             if first and waited > max(4 * self._interval_s, 1.0):
                 pairs = zip(before, self._nodes(node), strict=True)
                 if all(any(said[0] != old[rank][0] for rank, said in new.items() if rank in old) for old, new in pairs):
@@ -353,7 +353,7 @@ class Watch:
         self._end(sentence)
 
     def _nodes(self, node: Machine) -> list[dict[int, list[Any]]]:
-        """Return the last report of each node's ranks: its number, the section, the position, and whether it is in a collective."""
+        """Return the last heartbeat of each node's ranks: its number, the section, the position, and whether it is in a collective."""
         keys = [_key(index) for index in range(node.count)]
         blocks = [self._store.multi_get(keys[start : start + _BLOCK]) for start in range(0, len(keys), _BLOCK)]
         return [{int(rank): said for rank, said in json.loads(value).items()} for block in blocks for value in block]
@@ -374,12 +374,12 @@ class Watch:
         os._exit(1)
 
 
-# -- in words ---------------------------------------------------------------------------------------------------------
+# -- messages ---------------------------------------------------------------------------------------------------------
 
 
 def place_of(frame: FrameType, layer: str) -> tuple[str, bool]:
-    """Return a thread's position by its innermost frame, ``"in all_reduce of layer_1 (Layer), model.py:48"``, and whether it is in a
-    collective."""
+    """Return a thread's position from its innermost frame, such as ``"in all_reduce of layer_1 (Layer), model.py:48"``, and whether it is
+    in a collective."""
     call, line, backward = "", "", False
     for inner, number in traceback.walk_stack(frame):
         file, name = inner.f_code.co_filename.replace(os.sep, "/"), inner.f_code.co_name
@@ -395,9 +395,9 @@ def place_of(frame: FrameType, layer: str) -> tuple[str, bool]:
 
 
 def told(problem: str, before: Mapping[int, list[Any]], after: Mapping[int, list[Any]]) -> str:
-    """Explain a hanging training by two position reports of each rank: which rank keeps the others waiting.
+    """Explain a hanging training from two heartbeats of each rank: name the rank that keeps the others waiting.
 
-    A rank is silent if it sent nothing in between; otherwise the ranks that are in no collective are late.
+    A rank is silent if it sent nothing in between. If none is silent, the ranks that are in no collective are late.
     """
     silent = [rank for rank in after if rank in before and before[rank][0] == after[rank][0]]
     alive = [rank for rank in after if rank not in silent]
@@ -447,8 +447,8 @@ DUMP_S = 3.0
 
 
 def dump_collectives(rank: int) -> bool:
-    """Let NCCL's flight recorder write its file, which torch itself does only after its own, longer timeout; return whether
-    there is an active recorder."""
+    """Make NCCL's flight recorder write its file, which torch itself does only after its own, longer timeout; return whether
+    a recorder is active."""
     stem = os.environ.get("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "")
     if not stem or dist.get_backend() != "nccl":
         return False

@@ -1,11 +1,11 @@
-"""Backward passes in two parts: gradients of inputs first, gradients of weights later.
+"""Splits backward passes in two parts: input gradients first, weight gradients later.
 
 Zero-bubble schedules (Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024) run the second part when a pipeline rank would otherwise
-wait. The backward of ``linear`` computes the gradient of its input; inside ``deferred`` the matmul for the weight's gradient
-is added to a list, for the second part. All other gradients (of biases, norms, embeddings) belong to the first part: they cost little.
+wait. The backward of ``linear`` computes the input gradient; inside ``deferred`` it adds the matmul for the weight gradient to a list, for
+the second part. All other gradients (of biases, norms, embeddings) belong to the first part: they cost little.
 Outside of ``deferred`` the backward pass is the usual one.
 
-Between the two parts, memory has the input of every product and the gradient of its result.
+Between the two parts, memory holds the input of every product and the gradient of its result.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class Product:
     gradient: Tensor
 
     def weight_gradient(self) -> Tensor:
-        """Return the gradient of the weight, summed over all rows of the input; it has the weight's shape."""
+        """Return the weight gradient, summed over all rows of the input, in the weight's shape."""
         return self.gradient.flatten(0, -2).t() @ self.input.flatten(0, -2)
 
 
 _products: list[Product] | None = None
-"""The second part of the running backward pass, so far; ``None`` if the backward pass isn't split."""
+"""The products that the running backward pass has deferred so far; ``None`` if the backward pass isn't split."""
 
 
 @contextmanager
 def deferred() -> Iterator[list[Product]]:
-    """A context in which a backward pass leaves the gradients of weights to its second part: the products of the returned list.
+    """Defer the weight gradients of a backward pass inside this context: it adds their products to the list that the context returns.
 
     The backward pass must run in this thread.
     """
@@ -55,7 +55,7 @@ def deferred() -> Iterator[list[Product]]:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear(x, weight, bias)``, whose weight's gradient may be computed later; ``weight`` is a parameter that nothing else reads."""
+    """Return ``F.linear(x, weight, bias)``, whose weight gradient may be deferred; no other op may read the parameter ``weight``."""
     if spmd.is_type_checking() or not weight.requires_grad:
         return F.linear(x, weight, bias)
     result: Tensor = _SplitLinear.apply(x, weight, bias)
@@ -63,7 +63,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class _SplitLinear(torch.autograd.Function):
-    """The product, and both parts of its backward pass."""
+    """``F.linear``, with a backward pass that may defer the weight gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

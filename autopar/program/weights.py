@@ -1,6 +1,6 @@
 """Weights in the safetensors format: one file, or a folder of files with an index, like those of transformers.
 
-A file is the length of a header, the header (JSON: for each tensor its dtype, shape and bytes), and the bytes. Files are mapped into
+A file consists of the header's length, the header (JSON: for each tensor its dtype, shape and bytes), and the bytes. Files are mapped into
 memory. Each rank reads and writes only its own boxes, so no process has a full model. A tensor with several
 names is stored once; the header's metadata give, for each other name, the name that it is stored under, as
 ``safetensors.torch.save_model`` does it. The safetensors library writes only complete files, and has no complex128.
@@ -52,7 +52,7 @@ Described = Mapping[str, tuple[torch.dtype, Sequence[int]]]
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The place of a tensor in a file: its first byte is ``begin``, counted from the beginning of the file."""
+    """The place of a tensor in a file: ``begin`` is the offset of its first byte in the file."""
 
     file: Path
     dtype: torch.dtype
@@ -61,7 +61,7 @@ class Stored:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """The tensor's bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -116,7 +116,7 @@ def _tensors(file: Path) -> dict[str, Tensor]:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, which must live as long as the view; without NumPy, which may not be installed."""
+    """Return the memory of a contiguous CPU tensor, which must live as long as the view. NumPy, which may not be installed, isn't used."""
     size = tensor.numel() * tensor.element_size()
     return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
 
@@ -144,7 +144,7 @@ def file_places(folder: Path, tensors: Described, file_bytes: int = FILE_BYTES) 
 
 def places_in(file: Path, tensors: Described, others: Mapping[str, str] | None = None) -> dict[str, Stored]:
     """Return the places of tensors in one file. ``others`` gives, for each other name of a tensor, the name that it is stored under."""
-    # those of wide dtypes first: then every tensor begins at a multiple of its elements' size
+    # wide dtypes first: then every tensor begins at a multiple of its elements' size
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1][0].itemsize))
     begin = 8 + len(_encoded(ordered, others or {}))
     found: dict[str, Stored] = {}
@@ -172,7 +172,7 @@ def _encoded(tensors: Described, others: Mapping[str, str]) -> bytes:
 
 
 def create(places: Mapping[str, Stored], others: Mapping[str, str] | None = None) -> None:
-    """Make the files with their headers and sizes, and the index of several files. ``others`` is that of ``places_in``."""
+    """Create the files with their headers and sizes, and an index if there are several. ``others`` is that of ``places_in``."""
     files: dict[Path, list[str]] = {}
     for name, place in places.items():
         files.setdefault(place.file, []).append(name)
@@ -191,7 +191,7 @@ def create(places: Mapping[str, Stored], others: Mapping[str, str] | None = None
 
 
 def write_file(file: Path, state: Mapping[str, Tensor]) -> None:
-    """Write full tensors into one file, which gets its name once all is on disk; a tensor with several names is stored once."""
+    """Write full tensors into one file, which gets its name once it is complete; a tensor with several names is stored once."""
     stored_as: dict[object, str] = {}
     others: dict[str, str] = {}
     for name, tensor in state.items():
@@ -238,11 +238,11 @@ def _write_all(descriptor: int, data: memoryview, at: int) -> None:
 
 
 def runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int]]:
-    """Yield the runs of consecutive elements that a box is in a tensor of this shape: the first element, and their number."""
+    """Yield the runs of consecutive elements that make up a box in a tensor of this shape: the first element, and their number."""
     inner = len(shape)
     while inner and box.sizes[inner - 1] == shape[inner - 1]:
         inner -= 1
-    inner = max(inner - 1, 0)  # the dims after this one are whole
+    inner = max(inner - 1, 0)  # the box covers the dims after this one completely
     steps = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     count = math.prod(box.sizes[inner:])
     start = sum(offset * step for offset, step in zip(box.offsets, steps, strict=True))

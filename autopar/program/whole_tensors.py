@@ -1,14 +1,15 @@
 """Unsharded tensors for optimizers that need them, such as Muon: one rank has the full tensor of each parameter, and updates it.
 
 If ranks have slices, parts or ZeRO shards of a parameter, one of these ranks is its *owner*, which keeps the full master copy and the
-its optimizer state. In a step each owner gathers the gradient's pieces and updates its parameters, and the new values go back to all
+optimizer state. In a step each owner gathers the gradients' pieces, updates its parameters, and sends the new values back to all
 ranks that have pieces of them. No parameter has two owners, so none is updated twice (K. Jordan et al., "Muon: an optimizer
 for hidden layers in neural networks", 2024, distribute matrices over ranks likewise).
 
 Elements are balanced over owners: each rank has about its share of the pipeline stage. Every rank computes the same owners from the
-layouts, and tells each owner which boxes of its parameters it has. A parameter that all of its ranks have in full, as under plain data
-parallelism, is updated there, and nothing is sent. The planner doesn't price this: the full masters take about 4 more bytes per element
-of a rank's share in float32, their gradients as many during the update, and each step sends the gradients and the new values once.
+layouts, and tells each owner which boxes of the owner's parameters it has. A parameter that all of its ranks have in full, as under plain
+data parallelism, is updated on all of them, and nothing is sent. The cost model leaves all this out: the full masters take about 4 more
+bytes per element of a rank's share in float32, their gradients as many during the update, and each step sends the gradients and the new
+values once.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _Name = tuple[int, str]
 
 
 class _Key(NamedTuple):
-    """A parameter: copies of a tied one in several stages, and those of local SGD replicas, are updated by themselves."""
+    """A parameter. Copies of a tied parameter in several stages, and in several local SGD replicas, are updated separately."""
 
     replica: tuple[int, ...]
     stage: int
@@ -49,8 +50,8 @@ class _Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
-    """A box of a parameter, between the rank ``holder``, whose master ``index`` has it as its box ``number``, and the ``owner``, which
-    doesn't need these two. Of ranks with the same values one is ``counted``."""
+    """A box of a parameter that is sent between the ranks ``holder`` and ``owner``. It is box ``number`` of the holder's master ``index``;
+    the owner doesn't use these two. Of ranks with the same values one is ``counted``."""
 
     key: _Key
     holder: int
@@ -64,7 +65,7 @@ class _Transfer:
 class WholeTensors:
     """This rank's masters for an optimizer that needs unsharded tensors: all ``masters`` are full tensors.
 
-    All ranks make one, with their masters of the same parameters, and call its methods in the same order.
+    All ranks create one, with their masters of the same parameters, and call its methods in the same order.
     """
 
     def __init__(self, masters: Sequence[Master], program: LoadedProgram, world: World) -> None:
@@ -101,7 +102,7 @@ class WholeTensors:
         self.gather_values()
 
     def gather_values(self) -> None:
-        """Update the owners' full masters from the pieces, which were set."""
+        """Copy the pieces' values into the owners' full masters."""
         self._gather(_value)
 
     def gather_gradients(self) -> None:
@@ -136,7 +137,7 @@ class WholeTensors:
             exchange(sent, received, dtype, self._world.device)
 
     def _boxes_of(self, transfers: Sequence[_Transfer], values: Values) -> dict[int, list[Tensor]]:
-        """Views of this rank's boxes, by the index of the master."""
+        """Return views of this rank's boxes, by the index of the master."""
         found = {}
         for index in {transfer.index for transfer in transfers}:
             tensor = values(self._held[index])
@@ -157,7 +158,7 @@ def _boxes(master: Master, values: Tensor, world: World) -> Iterator[tuple[Box, 
 
 
 def _cut(held: Sequence[Master], names: Sequence[_Name], world: World) -> set[_Name]:
-    """Return those of ``names`` of which some rank has only a part, by one small all-reduce."""
+    """Return the parameters in ``names`` that some rank has only in part. This takes one small all-reduce."""
     number = {name: i for i, name in enumerate(names)}
     marks = torch.zeros(len(names), dtype=torch.int32, device=world.device)
     for master in held:
@@ -171,14 +172,15 @@ def _cut(held: Sequence[Master], names: Sequence[_Name], world: World) -> set[_N
 
 
 def _owners(layouts: Sequence[Layout], program: LoadedProgram, world: World) -> dict[_Key, int]:
-    """The rank that updates each parameter: from the largest to the smallest, the rank of its stage with the fewest elements so far."""
+    """Return each parameter's owner: from the largest to the smallest, the rank of its stage that owns the fewest elements so far."""
     names, apart = list(world.coordinates), program.parted(list(program.spec.mesh))[1]
     replicas = list(itertools.product(*(range(world.coordinates[axis][1]) for axis in apart)))
     loads: dict[tuple[int, tuple[int, ...]], list[tuple[int, int]]] = {}  # heaps of elements and ranks
     owners: dict[_Key, int] = {}
     for layout in sorted(layouts, key=lambda x: (-math.prod(x.original_shape), x.stage, x.original)):
         row = world.placed[layout.stage]
-        row = row if row < len(world.grid) else max(world.placed) - row  # of a rank and its mirror
+        # ``grid`` has one row for a pipeline rank and its mirror
+        row = row if row < len(world.grid) else max(world.placed) - row
         for replica in replicas:
             if (row, replica) not in loads:
                 at = dict(zip(apart, replica, strict=True))
@@ -193,7 +195,7 @@ def _owners(layouts: Sequence[Layout], program: LoadedProgram, world: World) -> 
 def _rounds(
     owners: Mapping[_Key, int], layouts: Mapping[_Name, Layout], program: LoadedProgram
 ) -> list[tuple[torch.dtype, frozenset[_Key]]]:
-    """Return the parameters that are sent at a time, with their dtype; the same list on every rank."""
+    """Return the parameters of each round of transfers, with their dtype; the same list on every rank."""
     found: dict[tuple[str, int], set[_Key]] = {}
     dtypes: dict[str, torch.dtype] = {}
     sums: Counter[tuple[int, str]] = Counter()
@@ -208,8 +210,8 @@ def _rounds(
 
 
 def _told(held: Sequence[_Transfer], numbers: Mapping[_Key, int], world: World) -> list[_Transfer]:
-    """Tell the owners of the boxes that this rank holds; returns the transfers of what this rank owns, those of one holder in its order.
-    ``numbers`` are those of this replica's parameters."""
+    """Tell the owners which boxes this rank holds; return the transfers of the parameters that this rank owns, in each holder's order.
+    ``numbers`` has the numbers of this replica's parameters."""
     keys = list(numbers)
     told: dict[int, list[int]] = {}
     for t in held:

@@ -1,4 +1,4 @@
-"""The program's records, processes and mesh, and this rank's coordinates on the mesh.
+"""Loads a program's records, joins its processes, and creates its mesh with this rank's coordinates.
 
 Terms: an *axis* belongs to the mesh, a *dim* to a tensor. On each axis a parameter has a type: ``R`` (replicated, each rank's
 gradient is a term of the sum), ``I`` (invariant, same gradient everywhere), ``S(d)`` (a slice of dim d).
@@ -34,8 +34,8 @@ warnings.filterwarnings("ignore", category=FutureWarning, module="spmd_types")
 
 
 MIRROR = "mirror"
-"""The axis of two pipeline ranks that have copies of the same stages, ``r`` and ``P - 1 - r`` of ``P``; of size 1 unless microbatches go
-through the pipeline in both directions. All parameters are ``R`` on it."""
+"""The axis of the two pipeline ranks ``r`` and ``P - 1 - r`` of ``P``, which have copies of the same stages. Its size is 1 unless
+microbatches go through the pipeline in both directions. All parameters are ``R`` on it."""
 
 
 # -- records ----------------------------------------------------------------------------------------------------------
@@ -43,11 +43,11 @@ through the pipeline in both directions. All parameters are ``R`` on it."""
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The original of a stage's parameter, and the parameter's type on each axis.
+    """A parameter of a stage: its original in the user's model, and its type on each axis.
 
     ``name`` is the parameter's name in its stage, ``original`` its name in the user's model; ``part`` is ``(dim, start, length)`` if it
-    is a slice of a fused original. ``shape`` is the shape of the whole part, ``padded`` its stored shape: if the axes do not divide the
-    part, it is followed by zeros. ``sharded`` gives, outermost first, the axes that slice it, each with
+    is a slice of a fused original. ``shape`` is the unsharded shape, ``padded`` the shape with the zeros that are added if the axes do
+    not divide it. ``sharded`` gives, outermost first, the axes that slice it, each with
     its dim; ``replicated`` the axes on which it is ``R``. Copies of one tied parameter in several stages have the same ``shared`` key.
     """
 
@@ -95,7 +95,7 @@ class Layout:
         return window
 
     def beyond(self, coordinates: Mapping[str, tuple[int, int]]) -> list[tuple[int, int, int]]:
-        """Return the padding in this rank's slice: dim, start and length within the slice."""
+        """Return the padding in this rank's slice: for each padded dim, the dim, and the start and length within the slice."""
         found = []
         for dim, (start, extent) in enumerate(self.window(coordinates)):
             inside = max(0, min(extent, self.shape[dim] - start))
@@ -110,8 +110,8 @@ class Placement:
 
     ``layer`` is the path of the layer that has the parameter, empty for the stage itself. Gradients are summed over ``axes``, those larger
     than 1 on which the parameter is ``R``. ZeRO stage ``zero`` shards over ``shards``; ``copies`` are the other ``axes``: ``mirror``, and
-    those of hybrid sharding. Masters and gradient sums have the dtype ``wide``, the stage's arithmetic has ``compute``. Masters and
-    optimizer states are in ``place``, a memory besides the device's; the device's if it is empty.
+    the axes over which hybrid sharding replicates. Masters and gradient sums have the dtype ``wide``, the stage's arithmetic has
+    ``compute``. Masters and optimizer states are in ``place``: ``"host"``, ``"nvme"``, or empty for the device's memory.
     """
 
     layer: str
@@ -128,7 +128,7 @@ class Placement:
 class BufferRecord:
     """A buffer that the model writes: ``name`` in the stage, ``original`` in the user's model.
 
-    Several layers may have a copy; one of them computes the new value (``written``). ``persistent``: it is in the model's state dict.
+    Several layers may have a copy; one of them computes the new value (``written``). The model's state dict has ``persistent`` buffers.
     """
 
     stage: int
@@ -152,7 +152,7 @@ class LoadedProgram:
     plan: Mapping[str, Any]
     layouts: tuple[Layout, ...]
     spec: ProgramSpec
-    layers: tuple[Mapping[str, LayerSpec], ...]  # of each stage, in order; those of the stage's own parameters under ""
+    layers: tuple[Mapping[str, LayerSpec], ...]  # of each stage, in order; "" has the stage's own parameters
     constants: dict[str, Tensor]
     buffers: tuple[BufferRecord, ...] = ()
     records: Mapping[str, Any] = field(default_factory=dict)  # the content of layouts.json
@@ -161,7 +161,7 @@ class LoadedProgram:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the schedule runs backward passes in two parts: gradients of inputs, and gradients of weights."""
+        """Whether the schedule runs backward passes in two parts: input gradients, then weight gradients."""
         return self.plan["schedule"] in ("zero-bubble", "zbv", "dualpipev")
 
     @property
@@ -171,11 +171,11 @@ class LoadedProgram:
 
     @property
     def local_steps(self) -> int:
-        """The number of steps for which replicas train apart before their parameters are averaged; 0 if they do not."""
+        """The steps between two averages of the local SGD replicas' parameters; 0 without local SGD."""
         return self.spec.apart
 
     def parted(self, axes: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return those of ``axes`` inside of a replica, and those between local SGD replicas: the data axes of every layer."""
+        """Divide ``axes`` into those inside a local SGD replica, and those between replicas, which are data axes in every layer."""
         roles = [layer["roles"] for layer in self.plan["layers"]] if self.local_steps else []
         apart = {
             axis["name"] for i, axis in enumerate(self.plan["mesh"]) if roles and all(r[i] == "data" for r in roles)
@@ -184,18 +184,18 @@ class LoadedProgram:
 
     @property
     def directions(self) -> int:
-        """In how many directions microbatches go through the pipeline ranks; there is a copy of each stage for each direction."""
+        """The number of directions in which microbatches go through the pipeline ranks, with a copy of each stage for each."""
         return 2 if self.plan["schedule"] == "chimera" else 1
 
     @property
     def has_links(self) -> bool:
-        """Whether any two pipeline ranks exchange tensors over a group of their own. 1F1B sends and receives in one batch, which must stay
-        one."""
+        """Whether every two pipeline ranks that exchange tensors have their own group. 1F1B sends and receives in one batch, which needs
+        one group."""
         return self.plan["schedule"] not in ("none", "1f1b")
 
     @property
     def passes(self) -> int:
-        """The number of microbatches of a step that a copy of a stage runs."""
+        """The number of microbatches that a copy of a stage runs in a step."""
         return int(self.plan["microbatches"]) // self.directions
 
     @property
@@ -205,15 +205,15 @@ class LoadedProgram:
 
     @property
     def inputs(self) -> dict[str, TensorSpec]:
-        """The inputs of all stages."""
+        """The inputs of all stages, by name."""
         return {name: spec for stage in self.spec.stages for name, spec in stage.SPEC.inputs.items()}
 
     def placement(self, layout: Layout) -> Placement:
         """Return where the masters, gradients and optimizer states of a parameter are.
 
-        FSDP2 shards a layer's parameters over the layer's data axes. Other parameters are reduced explicitly after the schedule, with
-        ZeRO 1 at most: those that several layers or stages share, those that are ``R`` on other axes, scalars, and those of a dtype other
-        than that of most of the layer. Tied copies all have the lowest ZeRO stage of their layers, are sharded over the axes that all of
+        FSDP2 shards a layer's parameters over the layer's data axes. Other parameters have ZeRO 1 at most: those that
+        several layers or stages share, those that are ``R`` on other axes, scalars, and those whose dtype is not the main dtype of the
+        layer. Tied copies all have the lowest ZeRO stage of their layers, are sharded over the axes that all of
         these layers shard over, and have their masters in one place, so that their updates are the same.
         """
         if layout not in self._placements:
@@ -240,7 +240,7 @@ class LoadedProgram:
             shards=tuple(axis for axis in axes if axis not in replicating),
             wide=torch.float32 if narrow else layout.dtype,
             compute=layout.dtype,
-            place=max(layer.options.get("states", "") for layer in layers),  # of "", "host" and "nvme" the last
+            place=max(layer.options.get("states", "") for layer in layers),  # "" < "host" < "nvme"
         )
 
     def reduced_over(self, layout: Layout) -> set[tuple[str, ...]]:
@@ -255,7 +255,7 @@ class LoadedProgram:
         return {axes for axes in found if axes} if layout.trainable or sharded else set()
 
     def is_first_copy(self, layout: Layout) -> bool:
-        """Return whether a parameter is not tied to one of an earlier stage."""
+        """Return whether a parameter is not tied to a parameter of an earlier stage."""
         return layout.shared is None or layout.stage == min(c.stage for c in self.layouts if c.shared == layout.shared)
 
     def _layer(self, layout: Layout) -> str:
@@ -324,13 +324,13 @@ class World:
     grid: Tensor  # all ranks: pairs of pipeline ranks that mirror each other (or single ones), "mirror", then one stage's axes
     coordinates: Mapping[str, tuple[int, int]]  # axis ("mirror" and one stage's axes): index, size
     groups: Mapping[tuple[str, ...], dist.ProcessGroup]  # over one or several flattened axes, outermost first
-    # by tied parameter: the pipeline ranks that have a copy, if several have one
+    # by tied parameter: the group of the pipeline ranks with copies, if there are several
     shared: Mapping[str, dist.ProcessGroup]
-    replica: dist.ProcessGroup | None = None  # this rank's replica, if replicas train apart
-    # by rank: this rank and one that it exchanges tensors with
+    replica: dist.ProcessGroup | None = None  # of this rank's local SGD replica, if there are several
+    # by rank: the group of this rank and a rank that it exchanges tensors with
     links: Mapping[int, dist.ProcessGroup] = field(default_factory=dict)
     places: Any = None  # keeps masters and optimizer states that are not on the device
-    timeout_s: float = 600  # of groups that are made later
+    timeout_s: float = 600  # the time limit of groups that are created later
 
     @property
     def pipeline(self) -> int:
@@ -339,7 +339,7 @@ class World:
 
     @contextmanager
     def in_mesh(self) -> Iterator[None]:
-        """A context in which collectives find the stage's axes by name, single and flattened."""
+        """Let collectives find the stage's axes, single and flattened, by name inside this context."""
         with on_mesh(self.stage_mesh, self.groups):
             yield
 
@@ -347,7 +347,7 @@ class World:
         return self.groups[axes] if axes in self.groups else self.mesh.get_group(*axes)
 
     def data_mesh(self, copies: tuple[str, ...], shards: tuple[str, ...]) -> DeviceMesh:
-        """Return the mesh that FSDP2 shards a layer over: the flattened axes ``shards``, inside of ``copies`` if there are any."""
+        """Return the mesh that FSDP2 shards a layer over: the flattened axes ``shards``, inside ``copies`` if there are any."""
         if not copies:
             return DeviceMesh.from_group(self.group(shards), self.device.type, mesh_dim_names=("shard",))
         dims = [1 + list(self.coordinates).index(axis) for axis in (*copies, *shards)]
@@ -358,7 +358,7 @@ class World:
         return DeviceMesh.from_group(groups, self.device.type, mesh=own, mesh_dim_names=("replicate", "shard"))
 
     def place_on(self, axes: Iterable[str]) -> tuple[int, int]:
-        """Return the place of this rank among those that differ from it on ``axes`` alone, outermost first, and their number."""
+        """Return this rank's index among the ranks that differ from it only on ``axes`` (outermost first), and their number."""
         index, count = 0, 1
         for axis in axes:
             place, size = self.coordinates[axis]
@@ -375,12 +375,12 @@ def start(
 ) -> World:
     """Join the other processes (``torchrun`` or ``srun`` sets the environment) and build the plan's mesh.
 
-    NCCL on GPUs, gloo on CPUs; ``device`` is ``"cuda"``, ``"cpu"`` or ``None``: GPUs if the node has any. ``timeout_s`` is the time limit
-    of all process groups (the world's, unless it is there already). ``nvme`` is a folder on the node's NVMe, for plans that keep optimizer
-    states there, in place of the plan's.
+    The backend is NCCL on GPUs, gloo on CPUs; ``device`` is ``"cuda"``, ``"cpu"``, or ``None`` for GPUs if the node has any. ``timeout_s``
+    is the time limit of all process groups that this creates. ``nvme`` is a folder on the node's NVMe that replaces the plan's, for plans
+    that keep optimizer states there.
 
     Raises:
-        StartError: another number of processes, on all nodes or on each, than the plan has devices; or not a GPU for each process.
+        StartError: the number of processes, in all or per node, is not that of the plan's devices; or a process has no GPU.
     """
     axes = program.spec.mesh
     stages, chunks = len(program.spec.stages), int(program.plan.get("chunks", 1))
@@ -395,9 +395,9 @@ def start(
     timeout = datetime.timedelta(seconds=timeout_s)
     if here.type == "cuda":
         if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-            # sizes that vary would leave holes between the blocks of memory; CUDA's allocator reads this when it is first used
+            # tensors of varying sizes would fragment the memory; CUDA's allocator reads this when it is first used
             os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-        if place.size == math.prod(shape):  # else a single process stands for one of the plan's devices
+        if place.size == math.prod(shape):  # otherwise a single process stands for one of the plan's devices
             check_node(place, program.plan, dict(zip(names, shape, strict=True)))
         torch.cuda.set_device(here)
     if not dist.is_initialized():
@@ -435,7 +435,7 @@ def start(
 
 
 def _mesh(groups: ProcessGroups, ranks: Tensor, names: Sequence[str], kind: str) -> DeviceMesh:
-    """Return the mesh ``ranks`` of named axes, with a group for each axis."""
+    """Return the mesh of ``ranks`` with the axes ``names``, and a group for each axis."""
     rows = [ranks.movedim(dim, -1).flatten(0, -2) for dim in range(ranks.dim())]
     own = [group for row in rows if (group := groups.rows(row)) is not None]
     return DeviceMesh.from_group(own, kind, mesh=ranks, mesh_dim_names=tuple(names))
@@ -454,8 +454,8 @@ def _warm_up(groups: ProcessGroups, device: torch.device) -> None:
 
 
 def mirror_grid(ranks: Tensor, directions: int) -> Tensor:
-    """``ranks[pipeline, ...]`` with a dim ``mirror`` after the first: pipeline ranks ``r`` and ``P - 1 - r`` side by side if there are two
-    ``directions``."""
+    """Return ``ranks [pipeline, ...]`` with a dim ``mirror`` after the first; with two ``directions`` it has the pipeline ranks ``r`` and
+    ``P - 1 - r``."""
     if directions == 1:
         return ranks.unsqueeze(1)
     half = len(ranks) // 2
@@ -478,14 +478,14 @@ def _check_world(size: int, axes: Mapping[str, int], shape: Sequence[int]) -> No
 def _axis_groups(
     groups: ProcessGroups, program: LoadedProgram, ranks: Tensor
 ) -> dict[tuple[str, ...], dist.ProcessGroup]:
-    """Return a group for every combination of axes that gradients are reduced over or that model.py names."""
+    """Return this rank's group for every combination of axes that gradients are reduced over or that model.py names."""
     wanted = {axes for layout in program.layouts for axes in program.reduced_over(layout) if len(axes) > 1}
     wanted |= set(program.spec.flattened) | ({(MIRROR,)} if program.directions > 1 else set())
     return groups.flattened(wanted, list(program.axes), ranks)
 
 
 def _replica_group(groups: ProcessGroups, program: LoadedProgram, ranks: Tensor) -> dist.ProcessGroup | None:
-    """Return a group for every replica that trains apart, over all its pipeline stages."""
+    """Return the group of this rank's local SGD replica, over all pipeline stages; ``None`` without local SGD."""
     names = list(program.spec.mesh)
     apart = [1 + names.index(axis) for axis in program.parted(names)[1]]
     if not apart:
@@ -496,8 +496,8 @@ def _replica_group(groups: ProcessGroups, program: LoadedProgram, ranks: Tensor)
 def _stage_groups(
     groups: ProcessGroups, program: LoadedProgram, grid: Tensor, placed: Sequence[int]
 ) -> dict[str, dist.ProcessGroup]:
-    """Return a group for every tied parameter with copies on several pipeline ranks. Ranks that mirror each other are in two groups: the
-    reduction of gradients over ``mirror`` comes later."""
+    """Return this rank's group for every tied parameter with copies on several pipeline ranks. Ranks that mirror each other are in two
+    groups: the reduction of gradients over ``mirror`` comes later."""
     places: dict[str, set[int]] = {}
     for layout in program.layouts:
         if layout.shared is not None:
