@@ -39,12 +39,10 @@ def memory_scale(instance: Instance) -> float:
 
 @dataclass(frozen=True)
 class CandidateMode:
-    """The candidates that may be used: all, or those of one layout for the kinds that have that layout. ``lower_peaks``: whether lower
-    peaks of transient memory are tried, which takes about twice as long (``LayerSelection.solve``)."""
+    """The candidates that may be used: all, or those of one layout for the kinds that have that layout."""
 
     roles: Roles | None
     allowed: tuple[Indices, ...]  # by kind
-    lower_peaks: bool = False
 
 
 def all_candidates(instance: Instance) -> tuple[Indices, ...]:
@@ -149,14 +147,13 @@ class LayerSelection:
             for (i, j), (a, b) in zip(pairwise(layers), pairwise(self.layers), strict=True)
         ]  # by layout
 
-    def solve(self, lower_peaks: bool = False) -> tuple[int, ...] | None:
-        """The candidates of least seconds found that fit. A multiplier prices only a share of a layer's transient memory, but the highest
-        transient takes memory from all layers: with ``lower_peaks``, candidates with a lower one are tried, too."""
+    def solve(self) -> tuple[int, ...] | None:
+        """Return the fastest candidates found that fit, or ``None``."""
         for pressure in TIER_MULTIPLIERS if self.rooms else (0.0,):
             self.pressure = pressure
             pick = self._within_limit()
             if pick is not None:
-                return self._candidates(self._with_lower_peak(pick) if lower_peaks else pick)
+                return self._candidates(self._with_lower_peak(pick))
         return None
 
     def _candidates(self, pick: list[int]) -> tuple[int, ...]:
@@ -168,7 +165,8 @@ class LayerSelection:
         return [int(np.searchsorted(layer.keep, k)) for layer, k in zip(self.layers, pick, strict=True)]
 
     def _with_lower_peak(self, pick: list[int]) -> list[int]:
-        """The candidates ``pick``, or faster ones whose highest transient memory is lower."""
+        """Return ``pick``, or faster candidates whose highest transient memory is lower: a multiplier prices only a share of a layer's
+        transient memory, but the highest transient takes memory from all layers."""
         every, best, best_s = self.layers, pick, self._seconds(pick)
         while self.multiplier > 0:
             highest = max(float(layer.transient[k]) for layer, k in zip(every, pick, strict=True))
