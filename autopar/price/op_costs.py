@@ -158,9 +158,7 @@ def _convert_operands(costs: OpCosts) -> None:
     """Add the bytes of 8-bit products' conversions, which scale the operands and write them again."""
     for slot in costs.slots:
         op = costs.ops[slot.op]
-        if (
-            op.passes or slot.operand == OUTPUT
-        ):  # the memory passes of an op that autopar defines have no operands to convert
+        if op.passes or slot.operand == OUTPUT:  # the memory passes of such an op have no operands to convert
             continue
         if cost.model_flops(op.node) and not cost.is_attention(op.node):
             slot.forward *= constants.FP8_PASSES.value
