@@ -1,10 +1,10 @@
-"""``construct``: a solution of a choice, from cuts that suit the linear program's mean stages.
+"""``construct`` returns a solution of a configuration, in four steps.
 
-1. For each mode (``modes_of``), the fastest candidate of every kind with which all layers together fit on the devices.
-2. Cuts: the linear program's mean cuts (``bounds.linear``), rounded; cuts that give all devices equal work, or equal bytes, with the
-   candidates of 1; the best of the latter by the simulated schedule.
-3. The candidates of each stage or device for these cuts, resharding included, within its memory (``refine``).
-4. The local search (``local``).
+1. For each mode (``modes_of``), take the fastest candidate of every kind with which all layers together fit on the devices.
+2. Cut the layers: at the linear program's mean cuts (``bounds.linear``), rounded; and so that all devices get equal work, or equal bytes,
+   with the candidates of 1. Of the latter cuts, keep the best by the simulated schedule.
+3. For these cuts, choose the candidates of each stage or device within its memory, including resharding (``refine``).
+4. Run the local search (``local``).
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from autopar.search.pareto import Array
 from autopar.search.tables import Instance
 
 MIXTURES = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Weights of bytes, relative to seconds, for balancing cuts."""
+"""Weights of bytes, relative to seconds, by which cuts are balanced."""
 
 DRAFTS, REFINED, MODES = 6, 6, 2
-"""Choices of candidates that are cut, drafts whose candidates are chosen again, and modes in which the linear program's cuts are tried."""
+"""Maximum numbers of picks that are cut, of drafts that are refined, and of modes in which the linear program's cuts are tried."""
 
 CLOSE = 0.03
-"""How far above the best plan a solution may be for single candidates to be changed in it."""
+"""Maximum relative distance from the best plan of solutions in which single candidates are changed."""
 
 
 @dataclass(frozen=True)
 class _Pick:
-    """A candidate for each kind of one mode, and the seconds of an evenly loaded device (times the excess of memory)."""
+    """A candidate for each kind, in one mode, and the sum of the layers' seconds (times the excess of memory) as an estimate."""
 
     estimate_s: float
     mode: CandidateMode
@@ -53,10 +53,10 @@ class _Draft:
 
 
 def construct(instance: Instance, deadline: float = np.inf, known_s: float = np.inf) -> tuple[float, Solution] | None:
-    """The best solution found, with its true step time; ``None`` if nothing that was tried fits.
+    """Return the best solution found, with its exact step time; ``None`` if no tried solution fits.
 
-    ``known_s`` is the step of the best plan: the local search changes candidates in solutions little slower than that. With several chunks
-    on each device, where it takes long, it moves layers in faster ones only. It ends at ``deadline``.
+    ``known_s`` is the step time of the best plan: the local search changes candidates in solutions that are at most slightly slower. With
+    several chunks on each device, where moves of layers take long, it moves layers only in faster solutions. It ends at ``deadline``.
     """
     tries = _Tries(instance)
     picks = _picks(instance)[:DRAFTS]
@@ -84,7 +84,7 @@ def construct(instance: Instance, deadline: float = np.inf, known_s: float = np.
 
 
 class _Tries:
-    """The best of the solutions that were tried, and its mode."""
+    """The best solution tried so far, and its mode."""
 
     def __init__(self, instance: Instance) -> None:
         self.instance = instance
@@ -103,13 +103,13 @@ class _Tries:
             self.take(solution, mode)
 
     def refined(self, bounds: tuple[int, ...]) -> Solution | None:
-        """The solution for these cuts in the mode of the best one."""
+        """Return the solution for these cuts in the mode of the best solution."""
         assert self.mode is not None
         return refined(self.instance, self.mode, bounds, self.cache)
 
 
 def _picks(instance: Instance) -> list[_Pick]:
-    """For each mode the fastest candidates, and the fastest that together fit on the devices; the fastest first."""
+    """Return for each mode the fastest candidates, and the fastest that together fit on the devices; sorted by estimate."""
     counts = np.bincount(instance.kind, minlength=len(instance.kinds))
     n, q, line = float(instance.in_flight.mean()), float(instance.waiting.mean()), instance.schedule.pipeline
     room, copies = float(sum(instance.layout.limit[:line])), instance.schedule.copies
@@ -132,8 +132,9 @@ def _picks(instance: Instance) -> list[_Pick]:
 
 
 def _of_program(instance: Instance) -> list[tuple[int, ...]]:
-    """The linear program's mean cuts, rounded. Under interleaved 1F1B, if nearly all layers are equal: each device's mean number of layers
-    in chunks as even as possible, rounded up where the fraction is largest, or on the first devices."""
+    """Return the linear program's mean cuts, rounded. Under interleaved 1F1B, if nearly all layers are equal, return instead cuts with each
+    device's mean number of layers in chunks that are as even as possible, rounded up where the fraction is largest, or on the first
+    devices."""
     if not instance.cuts or instance.schedule.stages == 1:
         return []
     mean, stages, count = instance.cuts[-1], instance.schedule.stages, instance.layers
@@ -158,8 +159,8 @@ def _of_program(instance: Instance) -> list[tuple[int, ...]]:
 
 
 def _drafts(instance: Instance, picks: list[_Pick]) -> list[_Draft]:
-    """Cuts that give all devices equal work or equal bytes, or something in between, with the candidates of each pick; the fastest by the
-    simulated schedule first, times the excess of memory."""
+    """Return cuts that balance work, bytes or mixtures of both over the devices, with the candidates of each pick; sorted by the simulated
+    step time, times the excess of memory."""
     found: list[_Draft] = []
     for each in picks:
         parts, live = _sums(instance, each.pick)
@@ -180,7 +181,8 @@ def _drafts(instance: Instance, picks: list[_Pick]) -> list[_Draft]:
 
 
 def _in_flight(instance: Instance, d: int) -> list[tuple[float, float]]:
-    """The mean microbatches in flight of a device's stages, and between the two parts of their backward, when its memory may peak."""
+    """Return, for moments when a device's memory may peak, its stages' mean microbatches in flight, and between the two parts of a split
+    backward."""
     own = list(instance.schedule.own(d))
     if not instance.schedule.peak_varies:
         return [(float(instance.in_flight[own].mean()), 0.0)]
@@ -190,8 +192,8 @@ def _in_flight(instance: Instance, d: int) -> list[tuple[float, float]]:
 
 
 def _sums(instance: Instance, pick: list[int]) -> tuple[Array, Array]:
-    """Sums over the first layers, from none to all, on each device: of each part of the time with a share of the once-per-step seconds
-    ``[device, part, layers]``, and of live bytes as a share of the limit ``[device, layers]``."""
+    """Return prefix sums over the layers on each device: of each part of the time, with a share of the once-per-step seconds, ``[device,
+    part, layers]``; and of live bytes as a share of the limit, ``[device, layers]``."""
     schedule, m = instance.schedule, instance.schedule.microbatches
     number = np.bincount(instance.kind, minlength=len(instance.kinds))
     parts, live = [], []
@@ -200,7 +202,7 @@ def _sums(instance: Instance, pick: list[int]) -> tuple[Array, Array]:
         each = np.array([[float(part[k]) for part in t.seconds] for t, k in chosen]).T
         each[:2] += np.array([float(t.step[k]) for t, k in chosen]) / m / 2
         needs = [np.array([float(t.live(*mean)[k]) for t, k in chosen]) for mean in _in_flight(instance, d)]
-        most = max(needs, key=lambda live: float(number @ live))  # the moment at which such layers need most
+        most = max(needs, key=lambda live: float(number @ live))  # the moment at which these layers need most memory
         rows = np.vstack([each, most / instance.layout.limit[d]])
         sums = np.zeros((len(rows), instance.layers + 1))
         np.cumsum(rows[:, instance.kind], axis=1, out=sums[:, 1:])

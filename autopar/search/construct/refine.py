@@ -1,4 +1,4 @@
-"""The candidates of all layers for given cuts: those of each stage or device together, within its memory."""
+"""The candidates of all layers for given cuts: each stage's or device's candidates are chosen together, within its memory."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ from autopar.search.tables import Instance, Regime
 from autopar.search.timeline import Counts
 
 ROOMS = 8
-"""How many times a stage is chosen again with more free memory, if segments of several layers keep more than their layers' shares."""
+"""Maximum number of times a stage's candidates are chosen with other spare memory, if segments keep more than their layers' shares."""
 
 TRIES = 6
-"""How many times a device's candidates are chosen again because another moment of the schedule has more live memory than the planned
-one."""
+"""Maximum number of times a device's candidates are chosen, if memory peaks at another moment of the schedule than planned."""
 
 Cache = dict[tuple[object, ...], tuple[int, ...] | None]
-"""The candidates of stages and devices that were chosen before."""
+"""The candidates that were already chosen for stages and devices."""
 
 
 def refined(instance: Instance, mode: CandidateMode, bounds: tuple[int, ...], cache: Cache) -> Solution | None:
-    """The solution with these cuts and the best candidates found; ``None`` if none fit."""
+    """Return the solution with these cuts and the best candidates found; ``None`` if none fit."""
     if instance.schedule.interleaved:
         return _devices(instance, mode, bounds, cache)
     pick = _stages(instance, mode, bounds, cache)
@@ -37,8 +36,7 @@ def refined(instance: Instance, mode: CandidateMode, bounds: tuple[int, ...], ca
 
 
 def _stages(instance: Instance, mode: CandidateMode, bounds: tuple[int, ...], cache: Cache) -> tuple[int, ...] | None:
-    """Each stage's candidates, from the first stage to the last: the layout that a stage sends decides the layout that the next one
-    starts from."""
+    """Choose each stage's candidates, from the first stage to the last, because the layout that a stage sends affects the next stage."""
     pick: list[int] = []
     layout = instance.layout
     for s, (i, j) in enumerate(pairwise(bounds)):
@@ -60,7 +58,7 @@ def _stages(instance: Instance, mode: CandidateMode, bounds: tuple[int, ...], ca
 def _stage(
     instance: Instance, mode: CandidateMode, i: int, j: int, s: int, before: int | None
 ) -> tuple[int, ...] | None:
-    """The candidates of a stage's layers, with room for the bytes that segments of several layers keep beyond their layers' shares."""
+    """Choose the candidates of a stage's layers, with room for the bytes that segments keep beyond their layers' shares."""
     full = stage_of(instance, all_candidates(instance), i, j, s, before)
     chosen = (full if mode.roles is None else stage_of(instance, mode.allowed, i, j, s, before)).solve()
     whole = _whole(instance, mode, i, j, instance.regime(s))
@@ -79,7 +77,7 @@ def _in_segments(
     before: int | None,
     found: list[tuple[int, ...]],
 ) -> tuple[int, ...] | None:
-    """The best of ``found``, and of choices with some memory left free, that fits with all bytes that its segments keep."""
+    """Return the fastest candidates that fit with all bytes that their segments keep: from ``found``, or chosen with spare memory."""
     fit: list[tuple[int, ...]] = []
     low, high, spare = 0.0, np.inf, 0.0
     for _ in range(ROOMS):
@@ -99,7 +97,7 @@ def _in_segments(
 
 
 def _whole(instance: Instance, mode: CandidateMode, i: int, j: int, regime: Regime) -> tuple[int, ...] | None:
-    """The best candidates of a stage's layers if resharding cost nothing, those of one layout together."""
+    """Return the best candidates of a stage's layers without resharding, ordered so that those of the same layout are adjacent."""
     runs = compositions(instance)
     weights = (1.0, 0.0, 1 / instance.schedule.microbatches)
     sacks = knapsacks(instance, regime, weights, bound=False, roles=mode.roles)
@@ -115,7 +113,7 @@ def _whole(instance: Instance, mode: CandidateMode, i: int, j: int, regime: Regi
 
 
 def _devices(instance: Instance, mode: CandidateMode, bounds: tuple[int, ...], cache: Cache) -> Solution | None:
-    """The candidates of every device's layers for these cuts; ``None`` if none that were found fit."""
+    """Choose the candidates of every device's layers for these cuts; return ``None`` if none are found that fit."""
     line, kind = instance.schedule.pipeline, instance.kind
     border = instance.layout.resharding[0].border
     rooms, moments = [1.0] * line, first_moments(instance)
@@ -159,8 +157,7 @@ def _turn(
     full: Sequence[float],
     peak_counts: Sequence[Counts],
 ) -> None:
-    """For devices over their limit, plan for the moment at which they are; from the third try on, for the mean of all such moments with
-    less room."""
+    """Plan devices that exceed their limit for the moment at which they do; after several such moments, for their mean, with less room."""
     for d, (share, moment) in enumerate(zip(full, peak_counts, strict=True)):
         if share > 1:
             seen[d].append(moment)
